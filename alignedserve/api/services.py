@@ -9,13 +9,11 @@ from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.api.models.grammar_checker import GrammarChecker
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_registry import ModelRegistry, RegisteredModel
-from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.models.model_services import ModelServices, RequestLimiter
 from alignedserve.api.prefix_hasher import PrefixHasher
-from alignedserve.api.request_limiter import RequestLimiter
 from alignedserve.api.timelines.exporter import TraceExporter
 from alignedserve.api.timelines.questions import TimelineQuestions
 from alignedserve.api.timelines.timelines import Timelines
-from alignedserve.api.timelines.tracing import make_exporter, make_timelines
 from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.text.tokenizer import Tokenizer
@@ -98,3 +96,17 @@ class ApiServices:
             adapters=adapters,
             timelines=self.timelines,
         )
+
+
+def make_exporter(observing: Observing, gateway: str) -> TraceExporter | None:
+    """Return the exporter of traces; None: there is no collector."""
+    if observing.tracing.endpoint is None:
+        return None
+    return TraceExporter(observing.tracing, gateway, dict(observing.headers))
+
+
+def make_timelines(observing: Observing, exporter: TraceExporter | None) -> Timelines:
+    """Return the timelines of a gateway."""
+    if exporter is None:
+        return Timelines(observing.explain)
+    return Timelines(observing.explain, traced_ratio=observing.tracing.sample_ratio, trace=exporter.add)

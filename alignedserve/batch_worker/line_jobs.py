@@ -16,7 +16,7 @@ from alignedserve.api.own_batches import client_of, take_streamed_response
 from alignedserve.api.responses.background_events import BackgroundFormatter
 from alignedserve.api.schema import Schema
 from alignedserve.api.services import ApiServices
-from alignedserve.api.timelines.request_ids import REQUEST_ID_HEADER
+from alignedserve.api.timelines.trace_context import REQUEST_ID_HEADER
 from alignedserve.batches.interfaces import LineRequest
 from alignedserve.core.errors import InvalidRequest
 

@@ -11,21 +11,18 @@ from starlette.responses import Response
 
 from alignedserve.api.anthropic.errors import error_view
 from alignedserve.api.errors import error_json
-from alignedserve.gateway.head_requests import HeadMiddleware
 from alignedserve.gateway.json_response import JsonResponse, is_anthropic
-from alignedserve.gateway.middleware import GatewayMiddleware
+from alignedserve.gateway.middleware import GatewayMiddleware, HeadMiddleware
 from alignedserve.gateway.routes import (
     adapters,
     batches,
     conversations,
-    explain,
     files,
     generate,
     health,
     live,
     message_batches,
     models,
-    page,
     responses,
 )
 from alignedserve.gateway.services import Services
@@ -47,10 +44,8 @@ def build_app(services: Services) -> FastAPI:
         adapters,
         files,
         batches,
-        explain,
         health,
         live,
-        page,
     ):
         app.include_router(module.router)
     app.add_exception_handler(HTTPException, _http_exception)

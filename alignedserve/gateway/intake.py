@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from alignedserve.api.errors import Draining
+from alignedserve.api.models.model_registry import ModelRegistry
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -46,3 +47,16 @@ def release_early(state: Mapping[str, Any]) -> None:
     ticket: Ticket | None = state.get("ticket")
     if ticket is not None:
         ticket.release()
+
+
+class Readiness:
+    """Knows whether this gateway wants requests, and whether every model that it serves answers."""
+
+    def __init__(self, models: ModelRegistry, intake: Intake) -> None:
+        self._models = models
+        self._intake = intake
+        self.is_draining = False  # no more requests are to come here
+
+    def missing(self) -> str | None:
+        """Return the reason why it is not ready; None when it is."""
+        return "draining" if self.is_draining or self._intake.is_closed else self._models.missing()

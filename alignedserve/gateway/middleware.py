@@ -9,15 +9,10 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from alignedserve.api.errors import (
-    INTERNAL_ERROR,
-    ClientDisconnected,
-    http_error_of,
-    rejection_code,
-)
+from alignedserve.api.errors import INTERNAL_ERROR, ClientDisconnected, http_error_of, rejection_code
 from alignedserve.api.metrics.gateway_metrics import GatewayMetrics
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.api.timelines.request_ids import plain_request_id
+from alignedserve.api.timelines.trace_context import plain_request_id
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.json_response import anthropic_error_response, error_response, is_anthropic
@@ -143,3 +138,27 @@ def _header(scope: Scope, wanted: bytes) -> str | None:
 def _client_request_id(scope: Scope) -> str | None:
     """Return the client's own id for this request, if it is a plain word. It names the request to the client only."""
     return plain_request_id(_header(scope, b"x-request-id"))
+
+
+class HeadMiddleware:
+    """Answers HEAD as GET, without the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        has_ended = False
+
+        async def send_head(message: Message) -> None:
+            nonlocal has_ended
+            if message["type"] != "http.response.body":
+                await send(message)
+            elif not has_ended:
+                has_ended = True
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        await self._app({**scope, "method": "GET"}, receive, send_head)

@@ -24,9 +24,9 @@ from alignedserve.gateway.app import build_app
 from alignedserve.gateway.connections.http_protocol import BoundedHttpProtocol
 from alignedserve.gateway.connections.limits import ConnectionLimits
 from alignedserve.gateway.files.files_api import FilesApi
-from alignedserve.gateway.metrics.disk_metrics import Disks
 from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.gateway.services import Services, build_services
+from alignedserve.gateway.storage_metrics import Disks
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.addresses import AddressBook
 from alignedserve.runtime.kv.arena_files import arena_folder

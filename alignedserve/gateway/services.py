@@ -10,10 +10,9 @@ from alignedserve.api.services import ApiServices
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.files.files_api import FilesApi
-from alignedserve.gateway.intake import Intake
-from alignedserve.gateway.metrics.disk_metrics import Disks
-from alignedserve.gateway.readiness import Readiness
+from alignedserve.gateway.intake import Intake, Readiness
 from alignedserve.gateway.request_quotas import RequestQuotas
+from alignedserve.gateway.storage_metrics import Disks
 from alignedserve.gateway.work_process import WorkProcess
 
 _READING = "alignedserve.gateway.long_bodies.process"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.gateway.metrics import disk_metrics
-from alignedserve.gateway.metrics.disk_metrics import Disks
+from alignedserve.gateway import storage_metrics
+from alignedserve.gateway.storage_metrics import Disks
 
 
 async def test_size_and_space_of_each_place_are_told(tmp_path: Path) -> None:
@@ -24,18 +24,18 @@ async def test_without_places_nothing_is_told() -> None:
 async def test_a_file_system_that_hangs_holds_up_one_thread_and_no_scrape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    released, measure, calls = threading.Event(), disk_metrics._measured, []
+    released, measure, calls = threading.Event(), storage_metrics._measured, []
 
     def hang(places: dict[str, Path]) -> bytes:
         calls.append(places)
         released.wait()
         return measure(places)
 
-    monkeypatch.setattr(disk_metrics, "_measured", hang)
-    monkeypatch.setattr(disk_metrics, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(storage_metrics, "_measured", hang)
+    monkeypatch.setattr(storage_metrics, "_PATIENCE_S", 0.01)
     disks = Disks({"state": tmp_path})
     assert [await disks.metrics() for _ in range(3)] == [b"", b"", b""]
     assert len(calls) == 1
     released.set()
-    monkeypatch.setattr(disk_metrics, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(storage_metrics, "_PATIENCE_S", 60.0)
     assert b"alignedserve_disk_bytes" in await disks.metrics()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from alignedserve.api.errors import Overloaded
-from alignedserve.api.openai.json_cost import check_cost
+from alignedserve.api.openai.parsing import check_cost
 from alignedserve.api.work_lanes import WorkLanes, rough_length
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest

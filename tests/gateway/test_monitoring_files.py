@@ -9,8 +9,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from alignedserve.batches.records import BatchTotals
-from alignedserve.gateway.metrics.batch_metrics import batch_metrics
-from alignedserve.gateway.metrics.disk_metrics import Disks
+from alignedserve.gateway.storage_metrics import Disks, batch_metrics
 from tests.gateway.live_samples import BUSY_STATUS
 from tests.gateway.support import gateway
 from tests.support.marks import each

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from alignedserve.api.backend.scripted import Script
-from alignedserve.api.openai.stop_strings import StopStringFinder
+from alignedserve.api.text_markers import StopStringFinder
 from alignedserve.core.request import FinishReason
 from tests.gateway.support import Gateway, chunks_of, gateway, saying, tokenizer, tokens_of
 from tests.gateway.tool_support import HERMES, function, model_with

@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from alignedserve.api.harmony import marks
-from alignedserve.api.reasoning.formats import ReasoningFormat
-from alignedserve.api.reasoning.thought_grammar import lazy, thought_rules
+from alignedserve.api.reasoning.formats import ReasoningFormat, lazy, thought_rules
 from alignedserve.api.tools.call_grammar import CallableTool
 from alignedserve.runtime.grammar.lark import json_value, quoted
 

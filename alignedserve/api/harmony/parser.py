@@ -5,9 +5,8 @@ import re
 from collections.abc import Callable
 
 from alignedserve.api.harmony import marks
-from alignedserve.api.output_run import OutputRun
 from alignedserve.api.text_markers import MarkerFinder, overlap_len
-from alignedserve.api.tools.deltas import ToolCallDelta
+from alignedserve.api.tools.deltas import OutputRun, ToolCallDelta
 
 _BODY_ENDS = (marks.END, marks.CALL, marks.RETURN, marks.START, marks.CHANNEL)
 _BEGINNINGS = (*marks.MARKS, marks.ASSISTANT, "to=")  # of a header

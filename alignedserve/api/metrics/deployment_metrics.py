@@ -6,15 +6,17 @@ the first of them is replaced.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 from typing_extensions import override
 
 from alignedserve.api.backend.interface import CompletionBackend
-from alignedserve.api.metrics.iteration_metrics import iteration_log_metrics
-from alignedserve.api.metrics.worker_metrics import request_times, worker_metrics
+from alignedserve.messages.cluster_view import TIME_EDGES_S, TierLoad, TimeSpread, WorkerView
 from alignedserve.messages.gateways import ClusterStatus
+from alignedserve.messages.iteration_log import SPREAD_EDGES, IterationLogTotals
 
 # name, help, value
 _GAUGES: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (
@@ -161,3 +163,124 @@ def _reported(status: ClusterStatus) -> Iterator[Metric]:
         yield leans
     yield from iteration_log_metrics(status.iteration_log)
     yield from request_times(status)
+
+
+def iteration_log_metrics(totals: IterationLogTotals) -> Iterator[Metric]:
+    """Yield every metric of the iteration logs, summed over all decode workers."""
+    waiting_s = totals.nothing_to_do_s + totals.waiting_for_prefill_s + totals.prefetch_not_ready_s
+    parts = {
+        "waiting": waiting_s,
+        "turnaround": totals.turnaround_s,
+        "prepare": totals.prepare_s,
+        "forward": totals.forward_s,
+        "sampling": totals.sampling_s,
+    }
+    bubbles = {
+        "misaligned": totals.misaligned_s,
+        "prefetch_not_ready": totals.prefetch_not_ready_s,
+        "waiting_for_prefill": totals.waiting_for_prefill_s,
+        "nothing_to_do": totals.nothing_to_do_s,
+    }
+    yield _counter("decode_wall_seconds", "Wall time of the decode workers.", totals.wall_s)
+    yield _labelled("decode_seconds", "Wall time of the decode workers by part.", "part", parts)
+    yield _labelled("bubble_seconds", "Lost time by cause; misaligned is within part=forward.", "cause", bubbles)
+    yield _counter("iterations", "Decode iterations.", totals.num_iterations)
+    yield _counter("switch_iterations", "Decode iterations in which two batches mixed.", totals.num_switch_iterations)
+    ahead = "Decode iterations launched before the tokens of the one before were known."
+    yield _counter("ahead_iterations", ahead, totals.num_ahead_iterations)
+    yield _counter("iteration_requests", "Running requests, counted in every iteration.", totals.num_requests)
+    yield _spread(totals)
+
+
+def _counter(name: str, help_text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"alignedserve_{name}", help_text, value=value)
+
+
+def _labelled(name: str, help_text: str, label: str, values: dict[str, float]) -> Metric:
+    family = CounterMetricFamily(f"alignedserve_{name}", help_text, labels=[label])
+    for label_value, value in values.items():
+        family.add_metric([label_value], value)
+    return family
+
+
+def _spread(totals: IterationLogTotals) -> Metric:
+    edges = (*map(floatToGoString, SPREAD_EDGES), "+Inf")
+    buckets = list(zip(edges, accumulate(totals.spread_counts), strict=True))
+    family = HistogramMetricFamily("alignedserve_batch_spread", "Longest context of a batch over its mean.", labels=[])
+    family.add_metric([], buckets, totals.sum_of_spreads)
+    return family
+
+
+# name, help, value
+_OF_WORKERS: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (
+    ("alignedserve_worker_requests_waiting", "Requests that a worker holds and does not run.", lambda w: w.num_waiting),
+    ("alignedserve_worker_requests_running", "Requests in a worker's iterations.", lambda w: w.num_running),
+    ("alignedserve_worker_blocks_used_ratio", "Share of a worker's blocks in use.", lambda w: _share(w)),
+    ("alignedserve_worker_draining", "1 while a worker gets nothing new.", lambda w: w.is_draining),
+)
+_STAGES: tuple[tuple[str, Callable[[TierLoad], float]], ...] = (
+    ("queued", lambda tier: tier.num_queued),
+    ("prefilling", lambda tier: tier.num_prefilling),
+    ("pooled", lambda tier: tier.num_pooled),
+    ("decoding", lambda tier: tier.num_decoding),
+)
+
+
+def worker_metrics(status: ClusterStatus) -> Iterator[Metric]:
+    """Yield the metrics of every worker, the number of workers by role, and the requests by class and stage."""
+    for name, help_text, value in _OF_WORKERS:
+        family = GaugeMetricFamily(name, help_text, labels=["worker"])
+        for one in status.workers:
+            family.add_metric([one.worker], float(value(one)))
+        yield family
+    tokens = CounterMetricFamily("alignedserve_worker_tokens", "Tokens generated, by worker.", labels=["worker"])
+    for one in status.workers:
+        tokens.add_metric([one.worker], one.num_tokens)
+    yield tokens
+    roles = GaugeMetricFamily("alignedserve_workers", "Workers that can do this, connected now.", labels=["role"])
+    roles.add_metric(["prefill"], status.num_prefill_workers)
+    roles.add_metric(["decode"], status.num_decode_workers)
+    yield roles
+    yield from _tiers(status)
+    yield _cache_config(status)
+
+
+def request_times(status: ClusterStatus) -> Iterator[Metric]:
+    """Yield vLLM's histograms of where the time of requests goes."""
+    times = status.times
+    yield _histogram("vllm:request_queue_time_seconds", "Arrival until a worker has the prompt.", times.queue)
+    yield _histogram("vllm:request_prefill_time_seconds", "From there to the first token.", times.prefill)
+    yield _histogram("vllm:request_inference_time_seconds", "From there to the last token.", times.inference)
+
+
+def _tiers(status: ClusterStatus) -> Iterator[Metric]:
+    stages = GaugeMetricFamily("alignedserve_requests", "Requests by class and stage.", labels=["tier", "stage"])
+    oldest = GaugeMetricFamily(
+        "alignedserve_oldest_queued_seconds", "Wait of the oldest request in the queue.", labels=["tier"]
+    )
+    for name, tier in (("real_time", status.real_time), ("best_effort", status.best_effort)):
+        for stage, value in _STAGES:
+            stages.add_metric([name, stage], value(tier))
+        oldest.add_metric([name], tier.oldest_queued_s)
+    yield stages
+    yield oldest
+
+
+def _cache_config(status: ClusterStatus) -> Metric:
+    """Return the sizes of caches as vLLM tells them, in labels: what balances load over servers reads them there."""
+    family = GaugeMetricFamily(
+        "vllm:cache_config_info", "Caches of all workers.", labels=["block_size", "num_gpu_blocks"]
+    )
+    family.add_metric([str(status.block_size), str(status.num_worker_blocks)], 1)
+    return family
+
+
+def _histogram(name: str, help_text: str, spread: TimeSpread) -> Metric:
+    edges = (*map(floatToGoString, TIME_EDGES_S), "+Inf")
+    family = HistogramMetricFamily(name, help_text, labels=[])
+    family.add_metric([], list(zip(edges, accumulate(spread.counts), strict=True)), spread.sum_s)
+    return family
+
+
+def _share(worker: WorkerView) -> float:
+    return worker.num_blocks_used / worker.num_blocks if worker.num_blocks else 0.0

@@ -3,14 +3,16 @@
 Never a request id in a label.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from alignedserve.api.backend.interface import CompletionBackend
 from alignedserve.api.metrics.deployment_metrics import DeploymentCollector
 from alignedserve.api.metrics.model_metrics import ModelMetricFamilies, ModelMetrics
-from alignedserve.api.metrics.trace_metrics import TraceCollector
 from alignedserve.api.timelines.exporter import TraceExporter
 
 
@@ -50,3 +52,22 @@ class GatewayMetrics:
     def render(self) -> bytes:
         """Return the text that Prometheus scrapes."""
         return generate_latest(self._registry)
+
+
+class TraceCollector(Collector):
+    """Reads the exporter's counts."""
+
+    def __init__(self, exporter: TraceExporter) -> None:
+        self._exporter = exporter
+
+    @override
+    def collect(self) -> Iterator[Metric]:
+        """Yield the counts."""
+        spans = CounterMetricFamily(
+            "alignedserve_trace_spans",
+            "Spans of traces: sent, or dropped as the collector was not fast enough.",
+            labels=["outcome"],
+        )
+        spans.add_metric(["exported"], self._exporter.num_exported)
+        spans.add_metric(["dropped"], self._exporter.num_dropped)
+        yield spans

@@ -7,17 +7,36 @@ from functools import partial
 
 from alignedserve.api.backend.interface import CompletionBackend
 from alignedserve.api.backend.readiness_probe import ReadinessProbe
+from alignedserve.api.errors import Overloaded
 from alignedserve.api.metrics.model_metrics import ModelMetrics
 from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.api.models.grammar_checker import GrammarChecker
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.prefix_hasher import PrefixHasher
-from alignedserve.api.request_limiter import RequestLimiter
 from alignedserve.api.timelines.timelines import Timelines
 from alignedserve.api.work_lanes import SHORT_LEN, WorkLanes
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import LoraAdapter, Request
 from alignedserve.text.tokenizer import Tokenizer
+
+
+class RequestLimiter:
+    """Counts the requests that this gateway has open in the cluster and bounds them."""
+
+    def __init__(self, max_open: int) -> None:
+        self._max_open = max_open
+        self.num_open = 0
+
+    def acquire(self, count: int) -> None:
+        """Open requests. Raises Overloaded when that would be too many."""
+        if self.num_open + count > self._max_open:
+            raise Overloaded("The gateway has too many requests open.", retry_after_s=1.0)
+        self.num_open += count
+
+    def release(self, count: int) -> None:
+        """Close requests."""
+        self.num_open -= count
+        assert self.num_open >= 0, "more requests closed than opened"
 
 
 @dataclass(slots=True)

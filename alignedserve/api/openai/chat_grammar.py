@@ -1,26 +1,34 @@
 """The grammar of a chat's answer: a thought, and then content that matches a constraint, free text, or tool calls."""
 
+import asyncio
 from functools import partial
 from typing import Any
+
+import orjson
 
 from alignedserve.api.harmony.grammar import HarmonyGrammar
 from alignedserve.api.harmony.marks import CALL
 from alignedserve.api.models.chat_model import ChatModel
 from alignedserve.api.openai.output_parser import OutputFormat
+from alignedserve.api.openai.schemas.constraints import Constraint, ConstraintFields, constraint_of
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest
 from alignedserve.api.openai.schemas.tools import Tool
-from alignedserve.api.openai.structured_output import answer_part
-from alignedserve.api.reasoning.thought_grammar import thought_rules, thought_symbol
+from alignedserve.api.reasoning.formats import thought_rules, thought_symbol
 from alignedserve.api.tools.call_grammar import CallableTool, Literal, call_rules, lead_rules
 from alignedserve.api.tools.formats import ParameterCall, ToolFormat
 from alignedserve.api.tools.parameters import check_parameters, text_parameters
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import MAX_GRAMMAR_LEN
+from alignedserve.runtime.grammar.constraints import part_of
 from alignedserve.runtime.grammar.json_schema import normalize_schema
 from alignedserve.runtime.grammar.lark import GrammarPart, literal, serialize, serialize_alone
 
 _GAP = "GAP: /\\n{1,2}/"  # what models write between a thought and the rest
 _TEXT = "TEXT: /(?s:.*)/"
+
+# Keywords by which a schema says itself which other properties there may be.
+_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
+_LONG_CONSTRAINT_BYTES = 4096
 
 
 async def chat_grammar(chat: ChatCompletionRequest, form: OutputFormat, model: ChatModel, tenant: str = "") -> str:
@@ -144,9 +152,36 @@ def _object_schema(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": {}, **({} if has_others else {"additionalProperties": False}), **parameters}
 
 
-# Keywords by which a schema says itself which other properties there may be.
-_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
-
-
 def _literal(model: ChatModel, text: str) -> str:
     return literal(model.tokenizer.split_control(text))
+
+
+async def answer_part(fields: ConstraintFields, model: ChatModel, tenant: str = "") -> GrammarPart | None:
+    """Return what the answer must match as a part of a grammar, checked; None: anything. Raises InvalidRequest."""
+    constraint = constraint_of(fields)
+    if constraint is None:
+        return None
+    try:
+        part = await _read(constraint)
+        grammar = serialize_alone(part)
+        if len(grammar) > MAX_GRAMMAR_LEN:
+            raise InvalidRequest("it is too long")
+        await model.grammars.check(grammar, tenant)
+    except InvalidRequest as error:
+        raise constraint.refusal(error) from error
+    return part
+
+
+async def answer_grammar(fields: ConstraintFields, model: ChatModel, tenant: str = "") -> str:
+    """Return the grammar of an answer that is the constraint alone; empty: anything. Raises InvalidRequest."""
+    part = await answer_part(fields, model, tenant)
+    return "" if part is None else serialize_alone(part)
+
+
+async def _read(constraint: Constraint) -> GrammarPart:
+    """Read the constraint; in a thread if it is long, so that streams continue meanwhile."""
+    outputs = constraint.outputs
+    texts = (outputs.json, outputs.regex, outputs.grammar, outputs.choice, outputs.structural_tag)
+    if len(orjson.dumps(texts)) <= _LONG_CONSTRAINT_BYTES:
+        return part_of(outputs)
+    return await asyncio.to_thread(part_of, outputs)

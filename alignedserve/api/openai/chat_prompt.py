@@ -10,13 +10,11 @@ from alignedserve.api.openai.conversation import template_messages
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.schemas.messages import ChatMessage
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, ConversationFields
-from alignedserve.api.reasoning.effort import effort_variables
 from alignedserve.api.reasoning.formats import FORMATS as REASONING_FORMATS
-from alignedserve.api.reasoning.formats import ReasoningFormat, find_reasoning_format, thought_start
+from alignedserve.api.reasoning.formats import ReasoningFormat, effort_variables, find_reasoning_format, thought_start
 from alignedserve.api.tools.formats import FORMATS as TOOL_FORMATS
-from alignedserve.api.tools.formats import HeaderCall, ToolFormat, find_tool_format
+from alignedserve.api.tools.formats import HeaderCall, ToolFormat, find_tool_format, prompted_messages
 from alignedserve.api.tools.parameters import text_parameters
-from alignedserve.api.tools.prompted_messages import prompted_messages
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.text.chat_prompt import ChatPrompt
 from alignedserve.text.chat_template import ChatTemplate

@@ -8,11 +8,12 @@ from types import TracebackType
 from typing import Any
 
 from alignedserve.api.backend.interface import GeneratedTokens, RequestStream
+from alignedserve.api.errors import Overloaded
 from alignedserve.api.models.model_services import ModelServices
-from alignedserve.api.openai.call_facts import call_facts, cause_of
 from alignedserve.api.openai.choice_decoder import ChoiceDecoder, ChoiceDelta
 from alignedserve.api.openai.generation_request import GenerationRequest
-from alignedserve.api.timelines.timeline import Timeline
+from alignedserve.api.timelines.timeline import CallFacts, Timeline
+from alignedserve.api.timelines.trace_context import REQUEST_ID_HEADER, plain_request_id
 from alignedserve.core.request import FinishReason, Request
 from alignedserve.messages.request_notes import Cause
 
@@ -253,3 +254,27 @@ def _verdict(measured_s: float, target_s: float) -> dict[str, Any]:
         "measured_ms": round(measured_s * 1000.0, 3),
         "held": measured_s <= target_s,
     }
+
+
+def call_facts(request: GenerationRequest, services: ModelServices) -> CallFacts:
+    """Return the facts of a call that is submitted now, and decide whether it is traced."""
+    arrival = request.arrival
+    return CallFacts(
+        response_id=request.response_id,
+        http_id=arrival.request_id,
+        client_id=plain_request_id(arrival.headers.get(REQUEST_ID_HEADER)),
+        owner=arrival.tenant,
+        model=request.model,
+        service_tier=request.service_tier,
+        num_prompt_tokens=request.num_prompt_tokens,
+        received_s=arrival.arrival_s,
+        received_unix_s=time.time() - (time.monotonic() - arrival.arrival_s),
+        trace=services.timelines.trace_of(arrival.headers),
+    )
+
+
+def cause_of(error: BaseException | None) -> Cause:
+    """Return why choices have ended that had not finished."""
+    if isinstance(error, Overloaded):
+        return Cause.REJECTED
+    return Cause.FAILED if isinstance(error, Exception) else Cause.CLIENT_GONE

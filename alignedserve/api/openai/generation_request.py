@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from alignedserve.api.models.model_services import ModelServices
-from alignedserve.api.openai.output_parser import OutputFormat
+from alignedserve.api.openai.output_parser import OutputFormat, TextOptions
 from alignedserve.api.openai.prompt_encoding import Prompt
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.api.openai.text_options import TextOptions
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
-from alignedserve.api.openai.held_logprobs import OffsetLogprob
+from alignedserve.api.openai.choice_decoder import OffsetLogprob
 from alignedserve.api.openai.prompt_encoding import Prompt
 from alignedserve.core.request import TokenLogprob
 from alignedserve.text.tokenizer import Tokenizer

@@ -3,17 +3,24 @@
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from alignedserve.api.harmony.marks import MARKS
 from alignedserve.api.harmony.parser import HarmonyParser
-from alignedserve.api.output_run import OutputRun
 from alignedserve.api.reasoning.formats import ReasoningFormat, ThoughtStart
 from alignedserve.api.reasoning.parser import Part, ReasoningParser, Run
 from alignedserve.api.tools.call_parser import ToolCallParser
+from alignedserve.api.tools.deltas import OutputRun
 from alignedserve.api.tools.formats import ToolFormat
 from alignedserve.api.tools.parameters import TextParameters
 from alignedserve.text.tokenizer import Tokenizer
+
+
+class TextOptions(NamedTuple):
+    """What the text of an answer shows beside its content."""
+
+    shows_stop: bool = False  # the stop string, or the end token where it has text
+    shows_special_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,13 @@
 import hashlib
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from alignedserve.api.models.chat_model import ChatModel
 from alignedserve.api.models.model_services import ModelServices
-from alignedserve.api.openai.chat_grammar import chat_grammar
+from alignedserve.api.openai.chat_grammar import answer_grammar, chat_grammar
 from alignedserve.api.openai.chat_prompt import chat_output_format
 from alignedserve.api.openai.generation_request import (
     DEADLINE_HEADER,
@@ -19,21 +19,13 @@ from alignedserve.api.openai.generation_request import (
     CallTerms,
     GenerationRequest,
 )
-from alignedserve.api.openai.output_parser import OutputFormat
-from alignedserve.api.openai.prompt_encoding import (
-    Prompt,
-    Prompts,
-    chat_prompts,
-    check_token_ids,
-    completion_prompts,
-)
+from alignedserve.api.openai.output_parser import OutputFormat, TextOptions
+from alignedserve.api.openai.prompt_encoding import Prompt, Prompts, chat_prompts, check_token_ids, completion_prompts
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, CompletionRequest, GenerationFields
-from alignedserve.api.openai.structured_output import answer_grammar
-from alignedserve.api.openai.text_options import TextOptions
-from alignedserve.api.openai.token_limits import allowed_token_ids, bad_words
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.request import Request, SamplingParams
+from alignedserve.text.tokenizer import Tokenizer
 
 _TOKEN_ID = re.compile(r"\d{1,9}", re.ASCII)
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -255,3 +247,29 @@ def _choice_seed(seed: int, choice: int) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
+
+
+def allowed_token_ids(fields: GenerationFields, services: ModelServices) -> tuple[int, ...]:
+    """Return the tokens that may be chosen, each once; empty: all. Raises InvalidRequest."""
+    param = "allowed_token_ids"
+    allowed = check_token_ids(list(dict.fromkeys(fields.allowed_token_ids)), services, param=param)
+    if not fields.min_tokens or not allowed:
+        return allowed
+    stops = {*fields.stop_token_ids, *(() if fields.ignore_eos else services.model.eos_token_ids)}
+    if stops.issuperset(allowed):
+        raise InvalidRequest(f"{param} must hold more than end tokens where min_tokens is set.", param=param)
+    return allowed
+
+
+def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the words as the tokens that they are at the beginning of a text and after a space."""
+    return tuple(dict.fromkeys(token_ids for word in words for token_ids in _forms(word, tokenizer)))
+
+
+def _forms(word: str, tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
+    bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
+    spaced = tuple(tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False))
+    if bare:
+        yield bare
+    if spaced and (not bare or spaced[-len(bare) :] != bare):  # else a space is a token of its own
+        yield spaced

@@ -10,9 +10,8 @@ import orjson
 from typing_extensions import override
 
 from alignedserve.api.errors import error_body
-from alignedserve.api.openai.choice_decoder import ChoiceDelta
+from alignedserve.api.openai.choice_decoder import ChoiceDelta, OffsetLogprob
 from alignedserve.api.openai.generation import Generation
-from alignedserve.api.openai.held_logprobs import OffsetLogprob
 from alignedserve.api.openai.logprobs import (
     TokenIdNames,
     TokenNames,

@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 
 from alignedserve.api.models.chat_model import PromptServices
-from alignedserve.api.openai.functions import checked_conversation
+from alignedserve.api.openai.conversation import checked_conversation
 from alignedserve.api.openai.parsing import parse, plain_messages
 from alignedserve.api.openai.prompt_encoding import decode_text, encode_chat, encode_text
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields

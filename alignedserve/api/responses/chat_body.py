@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from alignedserve.api.responses.items import Item, text_of
+from alignedserve.api.responses.parsing import OfferedFunction, chat_name, offered_functions
 from alignedserve.api.responses.schemas import (
     CreateResponseRequest,
     PromptFields,
     TextFormat,
     known_fields,
 )
-from alignedserve.api.responses.tools import OfferedFunction, chat_name, offered_functions
 from alignedserve.core.errors import InvalidRequest
 
 Message = dict[str, Any]

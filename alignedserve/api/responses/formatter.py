@@ -12,8 +12,8 @@ from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.logprobs import chat_logprobs
 from alignedserve.api.openai.response_format import extension_of
 from alignedserve.api.responses.output import Event, OutputBuilder
+from alignedserve.api.responses.parsing import offered_functions, tool_view
 from alignedserve.api.responses.schemas import CreateResponseRequest, TextOptions, known_fields
-from alignedserve.api.responses.tools import offered_functions, tool_view
 from alignedserve.core.request import FinishReason
 
 _ECHOED = (

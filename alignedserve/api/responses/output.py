@@ -8,8 +8,7 @@ call         output_item.added, function_call_arguments.delta…, .done, output_
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from alignedserve.api.openai.choice_decoder import ChoiceDelta
-from alignedserve.api.openai.held_logprobs import OffsetLogprob
+from alignedserve.api.openai.choice_decoder import ChoiceDelta, OffsetLogprob
 from alignedserve.api.responses.items import Item, item_id
 from alignedserve.api.tools.deltas import ToolCallDelta
 

@@ -1,8 +1,9 @@
 """Builds the request that generates a response, for routes and for lines of batches."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import orjson
 
@@ -13,12 +14,13 @@ from alignedserve.api.openai.parsing import parse_chat
 from alignedserve.api.openai.prompt_encoding import Prompts, chat_prompts, encode_chat
 from alignedserve.api.openai.request_builder import build_chat_request
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest
-from alignedserve.api.responses.chat_body import chat_body, name_as_asked
+from alignedserve.api.responses.chat_body import chat_body, name_as_asked, num_system_items
 from alignedserve.api.responses.items import Item
 from alignedserve.api.responses.schemas import CreateResponseRequest, PromptFields
-from alignedserve.api.responses.truncation import build_truncated
 from alignedserve.api.work_lanes import rough_length
-from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.errors import ContextTooLong, InvalidRequest
+
+T = TypeVar("T")
 
 
 def new_response_id() -> str:
@@ -67,3 +69,28 @@ def _named_as_asked() -> Iterator[None]:
         error.param = None if error.param is None else name_as_asked(error.param)
         error.args = (name_as_asked(str(error)),)
         raise
+
+
+async def build_truncated(build: Callable[[Sequence[Item]], Awaitable[T]], items: Sequence[Item]) -> T:
+    """Return what is built from most turns, found by halving. Raises ContextTooLong if the last one is too long.
+
+    A turn begins with a message of the user, so that no call loses its output. System messages at the beginning stay.
+    """
+    num_kept = num_system_items(items)
+    starts = [num_kept] + [place for place in range(num_kept + 1, len(items)) if items[place].get("role") == "user"]
+
+    async def build_from(turn: int) -> T:
+        return await build([*items[:num_kept], *items[starts[turn] :]])
+
+    try:
+        return await build(items)
+    except ContextTooLong:
+        too_early, fitting = 0, len(starts) - 1
+    built = await build_from(fitting)
+    while fitting - too_early > 1:
+        middle = (too_early + fitting) // 2
+        try:
+            built, fitting = await build_from(middle), middle
+        except ContextTooLong:
+            too_early = middle
+    return built

@@ -5,11 +5,20 @@ import secrets
 from collections.abc import Mapping
 from typing import NamedTuple
 
+REQUEST_ID_HEADER = "x-request-id"
+
+_PLAIN_WORD = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
+
 # Versions to come may have more behind the flags; version ff is none.
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?", re.ASCII)
 _TRACESTATE = re.compile(r"[\x20-\x7e]{1,512}", re.ASCII)
 _SAMPLED = 1
 _RATIO_BITS = 56  # of a trace's id, which its makers are to choose at random
+
+
+def plain_request_id(text: str | None) -> str | None:
+    """Return the client's own id if it is a plain word, which may stand in headers, logs and answers; else None."""
+    return text if text is not None and _PLAIN_WORD.fullmatch(text) else None
 
 
 class TraceContext(NamedTuple):

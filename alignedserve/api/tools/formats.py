@@ -5,12 +5,27 @@ tokens stand in these texts as they are; a model's tokenizer tells which of them
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from alignedserve.api.tools.parameters import GLM45, QWEN3_CODER, ParameterTags, parameters_text
-from alignedserve.api.tools.prompts import CALLS_PROMPT, LIST_PROMPT
 from alignedserve.config.sections import TOOL_FORMATS
+
+_INTRODUCTION = (
+    "You have these tools, one JSON object per line:\n<tools>\n{tools}\n</tools>\n"
+    "Use a tool when it is needed to answer. "
+)
+CALLS_PROMPT = _INTRODUCTION + (
+    "To call one, write its name and arguments so, and nothing after it:\n"
+    '<tool_call>\n{{"name": "the name", "arguments": {{"the argument": "its value"}}}}\n</tool_call>\n'
+    "The result comes between <tool_response> and </tool_response>."
+)
+LIST_PROMPT = _INTRODUCTION + (
+    "To call tools, write a list of calls so, and nothing after it:\n"
+    '<tool_call>[{{"name": "the name", "arguments": {{"the argument": "its value"}}}}]</tool_call>\n'
+    "The results come between <tool_response> and </tool_response>."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,3 +237,41 @@ def find_tool_format(name: str | None, template: str) -> ToolFormat | None:
     if name is not None:
         return FORMATS[name]
     return next((one for one in FORMATS.values() if any(hint in template for hint in one.hints)), None)
+
+
+Message = Mapping[str, Any]
+
+
+def prompted_messages(messages: Sequence[Message], tools: Sequence[Message], form: ToolFormat) -> list[dict[str, Any]]:
+    """Return the messages with the tools in the system message, calls as their text and results as the user's."""
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        shown = _plain_message(message, form)
+        if message["role"] == "tool" and plain and plain[-1]["is_result"]:
+            plain[-1]["content"] += "\n" + shown["content"]  # templates want users and assistants in turn
+        else:
+            plain.append({**shown, "is_result": message["role"] == "tool"})
+    prompted = [{name: value for name, value in message.items() if name != "is_result"} for message in plain]
+    return _with_system_text(prompted, _system_text(tools, form)) if tools else prompted
+
+
+def _plain_message(message: Message, form: ToolFormat) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    if "tool_calls" not in message:
+        return dict(message)
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = [(function["name"], json.dumps(function["arguments"], ensure_ascii=False)) for function in functions]
+    return {"role": message["role"], "content": message["content"] + form.text_of(calls)}
+
+
+def _system_text(tools: Sequence[Message], form: ToolFormat) -> str:
+    assert form.prompt is not None, "a format without a prompt"
+    return form.prompt.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
+
+
+def _with_system_text(messages: Sequence[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    first = messages[0]
+    if first["role"] != "system":
+        return [{"role": "system", "content": text}, *messages]
+    return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]

@@ -11,11 +11,20 @@ import orjson
 from alignedserve.api.errors import Conflict, NotFound
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.responses.background_events import write_first_events
-from alignedserve.api.responses.context import PREVIOUS, Context, load_context, output_of, resolve_references
+from alignedserve.api.responses.context import (
+    PREVIOUS,
+    Context,
+    ResponseState,
+    check_storable,
+    items_of,
+    load_context,
+    output_of,
+    raw_json,
+    resolve_references,
+)
 from alignedserve.api.responses.items import Item, parse_items
 from alignedserve.api.responses.request_builder import new_response_id
 from alignedserve.api.responses.schemas import CreateResponseRequest, PromptFields
-from alignedserve.api.responses.state import ResponseState, check_storable, items_of, raw_json
 from alignedserve.api.work_lanes import WorkLanes, rough_length
 from alignedserve.batches.records import BatchKey
 from alignedserve.batches.responses.conversation_repository import StoredConversation

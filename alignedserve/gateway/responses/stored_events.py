@@ -1,7 +1,7 @@
 """Streams the events of a response in the background from its log, from the beginning or from where a client was."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -11,15 +11,54 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from alignedserve.api.errors import NotFound, error_body
-from alignedserve.api.responses.formatter import encoded_event
+from alignedserve.api.openai.generation import Generation
+from alignedserve.api.openai.response_format import Formatter, MakeFormatter
+from alignedserve.api.responses.formatter import ResponsesFormatter, encoded_event
 from alignedserve.batches.responses.event_log import EventLog
 from alignedserve.batches.responses.response_repository import StoredResponse
 from alignedserve.gateway.intake import release_early
 from alignedserve.gateway.responses.responses_api import ResponsesApi
-from alignedserve.gateway.streaming import EVENT_STREAM_HEADERS, TimedSender, while_connected
+from alignedserve.gateway.streaming import (
+    EVENT_STREAM_HEADERS,
+    BodyResponse,
+    EventStreamResponse,
+    TimedSender,
+    while_connected,
+)
+
+Keep = Callable[[bytes], Awaitable[None]]
 
 _POLL_S = 0.2
 _LAST_EVENTS = {"completed": "completed", "failed": "failed"}  # by status; of others: incomplete
+
+
+class ResponseBody(BodyResponse):
+    """A whole response."""
+
+    def __init__(self, generation: Generation, make_formatter: MakeFormatter, keep: Keep) -> None:
+        super().__init__(generation, make_formatter)
+        self._keep = keep
+
+    @override
+    async def _body(self) -> bytes:
+        body = await super()._body()
+        await self._keep(body)
+        return body
+
+
+class ResponseEvents(EventStreamResponse):
+    """A streamed response."""
+
+    def __init__(self, generation: Generation, make_formatter: MakeFormatter, keep: Keep) -> None:
+        super().__init__(generation, make_formatter)
+        self._keep = keep
+
+    @override
+    async def _closing_events(self, formatter: Formatter) -> bytes:
+        assert isinstance(formatter, ResponsesFormatter), "a formatter of another API"
+        events = formatter.closing_events()
+        await self._keep(orjson.dumps(formatter.response))
+        return events
 
 
 @dataclass(slots=True)

@@ -2,19 +2,40 @@
 
 import asyncio
 from functools import partial
+from typing import Annotated
 
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.api.openai.parsing import parse
-from alignedserve.api.openai.schemas.adapters import LoadAdapterRequest, UnloadAdapterRequest
+from alignedserve.api.schema import Schema
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.request import MAX_ADAPTER_NAME_LEN, MAX_ADAPTER_PATH_LEN
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
 from alignedserve.gateway.routes.request_bodies import read_body
 
+_Name = Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_NAME_LEN)]
+
 router = APIRouter()
+
+
+class LoadAdapterRequest(Schema):
+    """Body of /v1/load_lora_adapter."""
+
+    lora_name: _Name
+    lora_path: Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_PATH_LEN)]
+    load_inplace: bool = False  # an adapter of this name is replaced
+    base_model_name: str | None = None  # the model that it is for; None: the first one
+
+
+class UnloadAdapterRequest(Schema):
+    """Body of /v1/unload_lora_adapter."""
+
+    lora_name: _Name
+    base_model_name: str | None = None
 
 
 @router.post("/v1/load_lora_adapter", response_model=None)

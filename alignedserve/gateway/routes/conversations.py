@@ -15,11 +15,10 @@ from alignedserve.api.responses.schemas import (
 from alignedserve.gateway.files.views import list_view
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.responses.conversations import conversation_items, conversation_view, find_item
-from alignedserve.gateway.responses.item_pages import page_of
 from alignedserve.gateway.responses.responses_api import ResponsesApi
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, rate_limited_services
 from alignedserve.gateway.routes.request_bodies import read_body
-from alignedserve.gateway.routes.request_parameters import item_page
+from alignedserve.gateway.routes.request_parameters import item_page, page_of
 from alignedserve.gateway.services import Services
 
 router = APIRouter()

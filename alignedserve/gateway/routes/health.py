@@ -11,8 +11,8 @@ from alignedserve.api.errors import error_json
 from alignedserve.core.errors import StorageError
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.json_response import JsonResponse
-from alignedserve.gateway.metrics.batch_metrics import batch_metrics
 from alignedserve.gateway.routes.dependencies import services_of
+from alignedserve.gateway.storage_metrics import batch_metrics
 
 router = APIRouter()
 

@@ -1,20 +1,57 @@
 """GET /dashboard, the live page, and GET /v1/alignedserve/live, which it and `alignedserve top` read."""
 
+import base64
+import hashlib
+import re
 import time
+from dataclasses import dataclass
+from importlib.resources import files
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from alignedserve.api.errors import NotFound
+from alignedserve.api.timelines.trace_context import plain_request_id
 from alignedserve.batches.records import BatchTotals
 from alignedserve.core.errors import StorageError
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.live.view import live_view
-from alignedserve.gateway.routes.dependencies import services_of
-from alignedserve.gateway.routes.html_pages import HtmlPage
+from alignedserve.gateway.routes.dependencies import rate_limited_services, services_of
 from alignedserve.gateway.services import Services
 
 router = APIRouter()
+
+
+@dataclass(frozen=True, slots=True)
+class HtmlPage:
+    """A page. Its policy allows only its own script and style, and connections to this server."""
+
+    text: str
+    headers: dict[str, str]
+
+    @classmethod
+    def load(cls, path: str) -> "HtmlPage":
+        """Load a file of the gateway's package."""
+        text = files("alignedserve.gateway").joinpath(path).read_text(encoding="utf-8")
+        policy = (
+            f"default-src 'none'; script-src {_hashes(text, 'script')}; style-src {_hashes(text, 'style')}; "
+            "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+        return cls(text, headers)
+
+    def response(self) -> Response:
+        """Return the response of a request for it."""
+        return Response(self.text, media_type="text/html; charset=utf-8", headers=self.headers)
+
+
+def _hashes(text: str, tag: str) -> str:
+    blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", text, flags=re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(block.encode()).digest()).decode() for block in blocks]
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
 _DASHBOARD = HtmlPage.load("live/dashboard.html")
 
 
@@ -39,3 +76,24 @@ async def _batch_totals(services: Services) -> BatchTotals | None:
         return await services.files_api.repository.totals()
     except StorageError:
         return None
+
+
+_PAGE = HtmlPage.load("page.html")
+
+
+@router.get("/", response_model=None)
+async def page() -> Response:
+    """Return the chat page."""
+    return _PAGE.response()
+
+
+@router.get("/v1/alignedserve/requests/{wanted}", response_model=None)
+async def explain(http: Request, wanted: str) -> Response:
+    """Explain a request by the id of its response, or by the client's own, at whichever gateway it was made."""
+    services = await rate_limited_services(http)
+    document = None
+    if plain_request_id(wanted) is not None:
+        document = await services.questions.explain(wanted, services.api_keys.owner(http.state.key_number))
+    if document is None:
+        raise NotFound("There is no such request, or it ended too long ago.", code="request_not_found")
+    return Response(document, media_type="application/json", headers={"cache-control": "no-store"})

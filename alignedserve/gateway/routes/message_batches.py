@@ -10,9 +10,8 @@ from alignedserve.api.openai.parsing import parse
 from alignedserve.api.own_batches import api_owner
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.anthropic.message_batch_views import batch_view
-from alignedserve.gateway.anthropic.message_batches import CreateMessageBatch, MessageBatches
 from alignedserve.gateway.json_response import JsonResponse
+from alignedserve.gateway.message_batches import CreateMessageBatch, MessageBatches, batch_view
 from alignedserve.gateway.routes.dependencies import files_api_of, ignored_fields_of, services_of
 from alignedserve.gateway.routes.request_bodies import read_body
 from alignedserve.gateway.routes.request_parameters import positive

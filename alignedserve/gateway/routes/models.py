@@ -6,9 +6,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from alignedserve.api.anthropic.model_info import model_info, model_list
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.gateway.json_response import JsonResponse, is_anthropic
+from alignedserve.gateway.message_batches import timestamp
 from alignedserve.gateway.routes.dependencies import services_of
 
 router = APIRouter()
@@ -42,3 +42,23 @@ def _model_view(model: ModelCard) -> dict[str, Any]:
         "supported_tasks": model.supported_tasks,
         **({"parent": model.parent} if model.parent is not None else {}),
     }
+
+
+def model_info(model: ModelCard) -> dict[str, Any]:
+    """Return the model's object. It is one pool of tokens for prompt and answer: either may fill it."""
+    return {
+        "type": "model",
+        "id": model.name,
+        "display_name": model.name,
+        "created_at": timestamp(model.created),
+        "lifecycle": "active",
+        "max_input_tokens": model.max_context_len,
+        "max_tokens": model.max_context_len,
+    }
+
+
+def model_list(models: list[ModelCard]) -> dict[str, Any]:
+    """Return the page of all models."""
+    shown = [model_info(model) for model in models]
+    first_id, last_id = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return {"data": shown, "has_more": False, "first_id": first_id, "last_id": last_id}

@@ -1,6 +1,7 @@
 """Reads the bodies of requests: short ones here, longer ones on threads, the longest in a process of their own."""
 
 import asyncio
+import zlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from alignedserve.api.openai.prompt_encoding import Prompts
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.work_lanes import LONG_LEN, SHORT_LEN
 from alignedserve.config.sections import GatewayConfig
-from alignedserve.gateway.connections.content_encoding import check_encoding, decoded
+from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.long_bodies.messages import Answer, NotRead, Order, ReadBody, Refusal, decode_outcome
 from alignedserve.gateway.long_bodies.messages import encode as encoded
 from alignedserve.gateway.services import Services
@@ -21,6 +22,9 @@ from alignedserve.gateway.services import Services
 _BODY_TIMEOUT_S = 30.0
 
 BodyT = TypeVar("BodyT")
+
+_GZIP_BITS = 16 + zlib.MAX_WBITS
+_KNOWN = ("", "identity", "gzip", "x-gzip")
 
 
 async def read_body(http: Request, services: Services, parse: Callable[[dict[str, Any]], BodyT]) -> BodyT:
@@ -133,3 +137,29 @@ async def _read_body(request: Request, limit: int) -> bytes:
     except ClientDisconnect as error:
         raise ClientDisconnected("The client disconnected before its body was complete.") from error
     return b"".join(chunks)
+
+
+def check_encoding(encoding: str) -> None:
+    """Raise WrongContentType for an encoding that is not read. `encoding`: the header's value."""
+    if encoding.strip().lower() not in _KNOWN:
+        raise WrongContentType("The Content-Encoding header must be gzip, or be left out.")
+
+
+def decoded(raw: bytes, encoding: str, limit: int) -> bytes:
+    """Return the body as it was before the client encoded it; no more than `limit` bytes are ever made of it.
+
+    Raises BodyTooLarge, WrongContentType, InvalidRequest.
+    """
+    check_encoding(encoding)
+    if encoding.strip().lower() in ("", "identity"):
+        return raw
+    gzip = zlib.decompressobj(_GZIP_BITS)
+    try:
+        body = gzip.decompress(raw, limit + 1)
+    except zlib.error as error:
+        raise InvalidRequest("The body is not valid gzip.", code="invalid_encoding") from error
+    if len(body) > limit:
+        raise BodyTooLarge(f"The body is larger than {limit} bytes.")
+    if not gzip.eof or gzip.unused_data:
+        raise InvalidRequest("The body is not one whole gzip member.", code="invalid_encoding")
+    return body

@@ -2,14 +2,23 @@
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from starlette.requests import Request
 
+from alignedserve.api.responses.items import Item
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.responses.item_pages import ItemPage
 
 _DEFAULT_ITEMS, _MAX_ITEMS = 20, 100  # of a page
 _RANGE = re.compile(r"bytes=(\d{1,15})-", re.ASCII)
+
+
+class ItemPage(NamedTuple):
+    """The part of a list that a client asks for."""
+
+    after: str | None  # id of the item before it; None: it begins the list
+    limit: int
+    newest_first: bool
 
 
 def positive(http: Request, name: str, *, default: int, at_most: int) -> int:
@@ -56,3 +65,13 @@ def first_byte(http: Request) -> int | None:
     """
     match = _RANGE.fullmatch(http.headers.get("range", "").strip())
     return int(match[1]) if match else None
+
+
+def page_of(items: Sequence[Item], page: ItemPage) -> tuple[list[Item], bool]:
+    """Return a page of items, oldest first, and whether there are more. Raises InvalidRequest."""
+    ordered = list(reversed(items)) if page.newest_first else list(items)
+    ids = [item["id"] for item in ordered]
+    if page.after is not None and page.after not in ids:
+        raise InvalidRequest("after is not the id of an item in this list.", param="after")
+    first = 0 if page.after is None else ids.index(page.after) + 1
+    return ordered[first : first + page.limit], len(ordered) > first + page.limit

@@ -18,14 +18,17 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import Slo
 from alignedserve.gateway.files.views import list_view
 from alignedserve.gateway.json_response import JsonResponse
-from alignedserve.gateway.responses.answering import ResponseBody, ResponseEvents
-from alignedserve.gateway.responses.item_pages import page_of
 from alignedserve.gateway.responses.responses_api import ResponsesApi, Turn
-from alignedserve.gateway.responses.stored_events import StoredEvents, StoredEventsResponse
+from alignedserve.gateway.responses.stored_events import (
+    ResponseBody,
+    ResponseEvents,
+    StoredEvents,
+    StoredEventsResponse,
+)
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
 from alignedserve.gateway.routes.generate import arrival_of
 from alignedserve.gateway.routes.request_bodies import parsed, read_and_answer, read_if_long, receive
-from alignedserve.gateway.routes.request_parameters import item_page, number, one_of
+from alignedserve.gateway.routes.request_parameters import item_page, number, one_of, page_of
 from alignedserve.gateway.services import Services
 
 router = APIRouter()

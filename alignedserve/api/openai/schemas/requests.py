@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 from pydantic import FailFast, Field, PlainValidator
 
 from alignedserve.api.openai.schemas.constraints import ConstraintFields
-from alignedserve.api.openai.schemas.hints import Hints
 from alignedserve.api.openai.schemas.messages import ChatMessage
 from alignedserve.api.openai.schemas.tools import (
     FunctionList,
@@ -14,7 +13,7 @@ from alignedserve.api.openai.schemas.tools import (
     parse_function_call,
     parse_tool_choice,
 )
-from alignedserve.api.schema import Schema
+from alignedserve.api.schema import Metadata, Schema
 
 MAX_STOP_STRING_LEN = 1024
 MAX_TEMPLATE_VARIABLES = 32
@@ -32,6 +31,34 @@ TemplateVariables = Annotated[
 ]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 ServiceTierName = Literal["auto", "default", "priority", "fast", "flex"]
+
+
+class Prediction(Schema):
+    """The answer that the client expects; other servers generate faster where it is right."""
+
+    type: Literal["content"]
+    content: str | list[dict[str, Any]]
+
+
+class PromptCacheOptions(Schema):
+    """How a prompt is cached. Here every prompt is, for as long as there is space."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: str | None = None
+
+
+class Hints(Schema):
+    """Fields about the end user, about what to keep, and about how to be fast or brief."""
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: Metadata = Field(default_factory=dict)
+    store: bool = False  # chat completions are never stored
+    prompt_cache_key: str | None = None  # the prefix cache finds equal beginnings by itself
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    prediction: Prediction | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # a wish that only models trained for it know
 
 
 class StreamOptions(Schema):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from alignedserve.api.anthropic.content_blocks import ContentBlocks, collect_blocks
+from alignedserve.api.anthropic.message_format import ContentBlocks, collect_blocks
 from alignedserve.api.openai.choice_decoder import ChoiceDelta
 from alignedserve.api.tools.deltas import ToolCallDelta
 from tests.support.lazy_types import LazyType
