@@ -85,17 +85,6 @@ def print_fields(console: Console, fields: Mapping[str, object], *, title: str) 
     console.print(table)
 
 
-def print_records(console: Console, records: Sequence[Mapping[str, object]], *, title: str) -> None:
-    """Print flat records of the same fields as a table with one row per record."""
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for name, value in records[0].items():
-        is_name = isinstance(value, str)  # the headings break into lines, names and numbers do not
-        table.add_column(name.replace("_", " "), justify="left" if is_name else "right", no_wrap=is_name)
-    for record in records:
-        table.add_row(*map(_shown_value, record.values()))
-    console.print(table)
-
-
 def _shown_value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.3f}"

@@ -5,12 +5,12 @@ import pytest
 
 from alignedserve.config.sections import PrefixCacheConfig, Topology
 from alignedserve.sim.config import SimConfig, SimWorkerLoss
-from alignedserve.sim.ideal_caches import PromptBlocks, unbounded
 from alignedserve.sim.result import ClassResult
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.build import build_workload
 from alignedserve.workload.catalogue import Library
 from alignedserve.workload.requests import Workload
+from tests.harnesses.ideal_cache import PromptBlocks, most_hits
 from tests.harnesses.simulation import LAYOUT, colocated
 
 
@@ -74,6 +74,6 @@ def test_no_run_hits_more_than_an_ideal_cache(config: SimConfig) -> None:
     lines = build("prompt=40, output=8, instruction=uniform(100,400), instructions=5, rate=4", 40)
     found = simulated(config, lines)
     blocks = PromptBlocks(LAYOUT.block_size)
-    most = unbounded([blocks.of(one.runs, one.prompt_len) for one in lines.requests]).num_hits * LAYOUT.block_size
+    most = most_hits([blocks.of(one.runs, one.prompt_len) for one in lines.requests]) * LAYOUT.block_size
     num_begun_again = 2 * 440 if config.losses else 0  # resumed requests may find their own blocks
     assert 0 < found.num_cached_tokens <= most + num_begun_again
