@@ -226,13 +226,13 @@ class DecodeLogic:
 
     def _latest_attempt(self, request_id: RequestId) -> int:
         """Return the latest attempt of this request that is here; 0: none is."""
-        return max((one.attempt for one in self._records_of(request_id)), default=0)
+        return max((record.attempt for record in self._records_of(request_id)), default=0)
 
     def _records_of(self, request_id: RequestId) -> list[WorkerRequest]:
         """Return the records of a request here: attempts that wait, run, or are being copied in or out."""
         waiting, running = self._candidates.get(request_id), self._batch.get(request_id)
         moving = self._batch.loading.get(request_id), self._evictions.get(request_id)
-        return [one for one in (waiting, running, *moving) if one is not None]
+        return [record for record in (waiting, running, *moving) if record is not None]
 
     def _reserve(self, peer: str, message: ReserveBlocks) -> list[DecodeCommand]:
         request_id = message.request_id
@@ -380,13 +380,15 @@ class DecodeLogic:
 
     def _preempted(self, *candidates: Candidate, is_refused: bool = False) -> list[DecodeCommand]:
         """Report that their only cache is gone. `is_refused`: the granted copy did not verify, or the pool was lost."""
-        return [send for one in candidates for send in self._router.send(one.preempted(is_refused=is_refused))]
+        return [
+            send for candidate in candidates for send in self._router.send(candidate.preempted(is_refused=is_refused))
+        ]
 
     def _send_evictions(self, outcomes: list[EvictionCommand]) -> list[DecodeCommand]:
         """Return the copies, and send reports of preempted requests to the router."""
         commands: list[DecodeCommand] = []
-        for one in outcomes:
-            commands += [one] if isinstance(one, OffloadBlocks) else self._router.send(one)
+        for outcome in outcomes:
+            commands += [outcome] if isinstance(outcome, OffloadBlocks) else self._router.send(outcome)
         return commands
 
     def _report(self, *, is_tick: bool) -> list[DecodeCommand]:

@@ -128,9 +128,9 @@ class Candidate(WorkerRequest):
 
 def set_predicted_length(known: Iterable[WorkerRequest], message: SetPredictedLength) -> bool:
     """Set it on the request's records that belong to the message's epoch; return whether there are any."""
-    current = [one for one in known if is_same_epoch(one.attempt, message.attempt)]
-    for one in current:
-        one.predicted_output_len = message.predicted_output_len
+    current = [record for record in known if is_same_epoch(record.attempt, message.attempt)]
+    for record in current:
+        record.predicted_output_len = message.predicted_output_len
     return bool(current)
 
 

@@ -65,8 +65,8 @@ class LineDurations:
 
 def by_slack(batches: Iterable[ReadyBatch], now: float) -> list[int]:
     """Return the positions of the batches, the one with the least slack first."""
-    ordered = sorted(batches, key=lambda one: (one.expires_s - now - one.work_s, one.created_s, one.position))
-    return [one.position for one in ordered]
+    ordered = sorted(batches, key=lambda batch: (batch.expires_s - now - batch.work_s, batch.created_s, batch.position))
+    return [batch.position for batch in ordered]
 
 
 def line_deadline_s(time_left_s: float, place: int, num_left: int, line_s: float) -> float:

@@ -31,8 +31,10 @@ class ThroughputMeter:
         """`throughputs`: those of an earlier driver."""
         self._assumed = throughputs.assumed
         self._by_model: dict[str, ThroughputEstimate] = {
-            model: one if one.is_measured else msgspec.structs.replace(one, tokens_per_s=self._assumed.tokens_per_s)
-            for model, one in throughputs.by_model.items()  # the configuration may assume something else by now
+            model: estimate
+            if estimate.is_measured
+            else msgspec.structs.replace(estimate, tokens_per_s=self._assumed.tokens_per_s)
+            for model, estimate in throughputs.by_model.items()  # the configuration may assume something else by now
         }
         self._num_tokens: Counter[str] = Counter()  # since the last measurement
         self._measured_s = time.monotonic()
@@ -92,7 +94,7 @@ class ThroughputMeter:
         return self._by_model.get(model, self._assumed)
 
     def _set(self, model: str, estimate: ThroughputEstimate) -> None:
-        by_model = {name: one for name, one in self._by_model.items() if name != model}
+        by_model = {name: estimate for name, estimate in self._by_model.items() if name != model}
         for oldest in list(by_model)[: max(len(by_model) + 1 - _MAX_MODELS, 0)]:
             del by_model[oldest]
         self._by_model = {**by_model, model: estimate}

@@ -220,7 +220,7 @@ class BatchRepository:
             if after is before:
                 return before
             changes: list[Change] = [SetValue(key, encode(after))]
-            changes += [one for record in files for one in _file_changes(record)]
+            changes += [entry for record in files for entry in _file_changes(record)]
             if after.is_over:
                 changes += [RemoveFromIndex(ACTIVE, batch_id), AddToIndex(OVER, batch_id, after.over_s)]
             if await self._store.commit(changes, unchanged={key: raw}):
@@ -234,7 +234,7 @@ class BatchRepository:
         """
         key = f"progress/{batch_id}"
         changes: list[Change] = [SetValue(key, encode(progress))]
-        changes += [one for record in files for one in _file_changes(record)]
+        changes += [change for record in files for change in _file_changes(record)]
         for _ in range(_MAX_CONFLICTS):
             raw = (await self._store.read([key]))[0]
             if await self._store.commit(changes, unchanged={key: raw}):

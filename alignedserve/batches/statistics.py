@@ -95,7 +95,7 @@ class BatchStatistics:
             num_waiting=sum(run.num_waiting for run in runs),
             num_in_flight=sum(run.num_in_flight for run in runs),
             num_batches=dict(Counter(run.record.status.value for run in runs)),
-            num_at_risk=sum(one is not None and one.risk is not Risk.FITS for one in etas),
+            num_at_risk=sum(eta is not None and eta.risk is not Risk.FITS for eta in etas),
             oldest_waiting_s=max(0.0, now - min(waiting_since, default=now)),
             is_paused=is_paused,
         )

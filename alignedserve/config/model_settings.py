@@ -108,9 +108,9 @@ def name_of(own: Mapping[str, Any]) -> str:
 def _listed(given: Any) -> list[dict[str, Any]]:
     if given is None:
         return []
-    if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):
+    if not isinstance(given, list) or not given or not all(isinstance(settings, dict) for settings in given):
         raise ConfigError(f"{_MODELS}: a list with a mapping of sections for each model")
-    listed = [with_current_names(one) for one in given]
+    listed = [with_current_names(settings) for settings in given]
     for number, own in enumerate(listed, start=1):
         _require_own(own, f"{_MODELS}: the model {number}")
         if not isinstance(own.get("model"), dict) or not own["model"].get("path"):
@@ -132,7 +132,7 @@ def _apply(values: dict[str, Any], own: list[dict[str, Any]], override: str) -> 
     """Apply an override to the model whose name it begins with; to all without."""
     key = override.partition("=")[0].strip()
     if key.partition(".")[0] not in OWN_SECTIONS:
-        names = [name_of(_merged(values, one)) for one in own]
+        names = [name_of(_merged(values, settings)) for settings in own]
         name = max((name for name in names if key.startswith(f"{name}.")), key=len, default=None)
         if name is not None:
             target = own[names.index(name)]

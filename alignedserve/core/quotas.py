@@ -39,8 +39,8 @@ class Bucket:
 
     def add(self, owed: Sequence[float], now: float) -> None:
         """Owe more (or less, down to nothing)."""
-        sums = [max(0.0, one + more) for one, more in zip(self.owed(now), owed, strict=True)]
-        self._owed = {number: (one, self._paid) for number, one in enumerate(sums) if one}
+        sums = [max(0.0, total + more) for total, more in zip(self.owed(now), owed, strict=True)]
+        self._owed = {number: (total, self._paid) for number, total in enumerate(sums) if total}
         self._least = (0.0, self._paid)
 
     def use_up(self, now: float) -> None:
@@ -131,7 +131,7 @@ class QuotaPool:
         known.is_member = True
         share = self._share_of(call.gateway)
         is_used_up = known.may_have_used or not call.spent
-        spent = (share,) * self.num_keys if is_used_up else tuple(min(one, share) for one in call.spent)
+        spent = (share,) * self.num_keys if is_used_up else tuple(min(count, share) for count in call.spent)
         known.may_have_used = False
         self._bucket.add(spent, now)
         self._set_limit(now)

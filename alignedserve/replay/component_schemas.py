@@ -43,12 +43,12 @@ class ComponentSchema:
         """Decode the arguments of `make`. Raises msgspec.ValidationError if they are not the function's."""
         hints = get_type_hints(self.make)
         fields = [
-            (name, hints[name]) if one.default is one.empty else (name, hints[name], one.default)
-            for name, one in signature(self.make).parameters.items()
+            (name, hints[name]) if parameter.default is parameter.empty else (name, hints[name], parameter.default)
+            for name, parameter in signature(self.make).parameters.items()
         ]
         schema = msgspec.defstruct("Arguments", fields, forbid_unknown_fields=True, kw_only=True)
-        given = msgspec.msgpack.decode(recorded, type=schema)
-        return {name: getattr(given, name) for name, *_ in fields}
+        decoded = msgspec.msgpack.decode(recorded, type=schema)
+        return {name: getattr(decoded, name) for name, *_ in fields}
 
     def event(self, decision: Decision) -> Any:
         """Decode the event of a decision. Raises msgspec.ValidationError for one of another component."""

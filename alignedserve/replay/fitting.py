@@ -59,7 +59,9 @@ def fit_machine(run: ObservedRun, block_bytes: int) -> MachineFit:
     """Fit the costs of a run that was observed completely. Raises RecordingError if it has too few iterations."""
     workers = [_iterations_of(run.iterations, prefixes) for prefixes in _PREFIXES]
     if len(workers[0].iterations) < _MIN_SAMPLES or 0 < len(workers[1].iterations) < _MIN_SAMPLES:
-        raise RecordingError(f"{sum(len(one.iterations) for one in workers)} iterations are too few to fit costs to")
+        raise RecordingError(
+            f"{sum(len(worker.iterations) for worker in workers)} iterations are too few to fit costs to"
+        )
     links = SimLinks(
         host=_fit_link([copy for copy in run.copies if copy.has_pool_end], block_bytes),
         device=_fit_link([copy for copy in run.copies if not copy.has_pool_end], block_bytes),
@@ -69,7 +71,7 @@ def fit_machine(run: ObservedRun, block_bytes: int) -> MachineFit:
         submit_times_s=tuple(max(time_s, 0.0) for time_s in run.submit_times_s()),
     )
     slowdowns = _fit_slowdowns(workers) if _are_several(run) else NO_SLOWDOWNS
-    decode, prefill = (_fit_worker(one, slowdowns) if one.iterations else None for one in workers)
+    decode, prefill = (_fit_worker(worker, slowdowns) if worker.iterations else None for worker in workers)
     assert decode is not None, "checked above"
     return MachineFit(decode, prefill, links, slowdowns, run.measured, fit_unmeasured(run.iterations))
 
@@ -132,16 +134,22 @@ class _WorkerIterations:
 
 def _iterations_of(iterations: Sequence[ObservedIteration], prefixes: tuple[str, ...]) -> _WorkerIterations:
     by_worker: dict[str, list[ObservedIteration]] = {}
-    for one in iterations:
-        if one.ended_s > one.started_s:
-            by_worker.setdefault(one.worker, []).append(one)
-    chosen = tuple(one for name, ones in by_worker.items() if name.startswith(prefixes) for one in ones)
+    for iteration in iterations:
+        if iteration.ended_s > iteration.started_s:
+            by_worker.setdefault(iteration.worker, []).append(iteration)
+    chosen = tuple(iteration for name, theirs in by_worker.items() if name.startswith(prefixes) for iteration in theirs)
     shares = np.zeros((len(chosen), 2))
-    spans = np.array([(one.started_s, one.ended_s) for one in chosen]).reshape(-1, 2)
-    for name, ones in by_worker.items():
-        is_other = np.array([one.worker != name for one in chosen], np.float64)
+    spans = np.array([(iteration.started_s, iteration.ended_s) for iteration in chosen]).reshape(-1, 2)
+    for name, theirs in by_worker.items():
+        is_other = np.array([iteration.worker != name for iteration in chosen], np.float64)
         for kind in (0, 1):
-            edges = np.array([(one.started_s, one.ended_s) for one in ones if (one.work.num_chunks > 0) == kind])
+            edges = np.array(
+                [
+                    (iteration.started_s, iteration.ended_s)
+                    for iteration in theirs
+                    if (iteration.work.num_chunks > 0) == kind
+                ]
+            )
             if len(edges):
                 shares[:, kind] += is_other * _shared_s(spans, edges)
     num_others = max(len(by_worker) - 1, 1)
@@ -157,12 +165,12 @@ def _shared_s(spans: npt.NDArray[np.float64], edges: npt.NDArray[np.float64]) ->
 
 
 def _are_several(run: ObservedRun) -> bool:
-    return len({one.worker for one in run.iterations}) > 1
+    return len({iteration.worker for iteration in run.iterations}) > 1
 
 
 def _fit_slowdowns(workers: Sequence[_WorkerIterations]) -> Slowdowns:
     """Return the slowdowns with the least misfit: alike for all kinds first, then one after the other."""
-    thinned = [one.thinned() for one in workers if one.iterations]
+    thinned = [worker.thinned() for worker in workers if worker.iterations]
     best = min(map(Slowdowns.alike, _SLOWDOWNS), key=lambda slowdowns: _misfit(thinned, slowdowns))
     for _ in range(_NUM_DESCENTS):
         for field in Slowdowns._fields:
@@ -174,8 +182,8 @@ def _fit_slowdowns(workers: Sequence[_WorkerIterations]) -> Slowdowns:
 def _misfit(workers: Sequence[_WorkerIterations], slowdowns: Slowdowns) -> float:
     """Return the mean absolute logarithm of measured by expected times; prompts and decodes count alike."""
     sizes: dict[bool, list[float]] = {}
-    for one in workers:
-        samples = one.alone(slowdowns)
+    for worker in workers:
+        samples = worker.alone(slowdowns)
         for ratio in _ratios(fit_mean(samples, bends=()), samples):
             sizes.setdefault(ratio.has_prompt, []).append(abs(math.log(ratio.value)))
     return sum(map(statistics.fmean, sizes.values()))

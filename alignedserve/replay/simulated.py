@@ -112,9 +112,9 @@ def think_times_s(requests: Sequence[ReplayedRequest], outstanding: Mapping[str,
     """
     pause_s = {}
     for name, size in outstanding.items():
-        observed = [one.observed for one in requests if one.timed.class_name == name]
-        arrivals = [one.request.arrival_s for one in observed][size:]  # in order, as `requests` are
-        ends = sorted(one.finished_s for one in observed if one.finished_s is not None)
+        observed = [request.observed for request in requests if request.timed.class_name == name]
+        arrivals = [request.request.arrival_s for request in observed][size:]  # in order, as `requests` are
+        ends = sorted(request.finished_s for request in observed if request.finished_s is not None)
         pauses = [arrival_s - end_s for end_s, arrival_s in zip(ends, arrivals, strict=False)]
         pause_s[name] = max(statistics.median(pauses), 0.0) if pauses else 0.0
     return pause_s
@@ -223,19 +223,19 @@ def _together(runs: Sequence[EndedRequests]) -> dict[str, ClassResult]:
     for run in runs:
         for name, sample in run.gaps.items():
             gaps.setdefault(name, GapSample()).add(tuple(sample.values()))
-    return classes_of([one for run in runs for one in run.records], gaps, sum(run.duration_s for run in runs))
+    return classes_of([record for run in runs for record in run.records], gaps, sum(run.duration_s for run in runs))
 
 
 def real_requests(requests: Sequence[ReplayedRequest]) -> EndedRequests:
     """Return the requests of the real run as a simulation would."""
     gaps: dict[str, GapSample] = {}
     records = []
-    for number, one in enumerate(requests):
-        timed, times = one.timed, one.observed.times_in_order
-        ending = Ending.COMPLETED if one.observed.finished_s is not None else Ending.UNFINISHED
-        under_way = OpenRequest(number, timed, one.observed.request.arrival_s, times)
+    for number, request in enumerate(requests):
+        timed, times = request.timed, request.observed.times_in_order
+        ending = Ending.COMPLETED if request.observed.finished_s is not None else Ending.UNFINISHED
+        under_way = OpenRequest(number, timed, request.observed.request.arrival_s, times)
         records.append(under_way.close(ending, times[-1], gaps.setdefault(timed.class_name, GapSample())))
-    begin_s = min(one.observed.request.arrival_s for one in requests)
+    begin_s = min(request.observed.request.arrival_s for request in requests)
     return EndedRequests(records, gaps, max(record.ended_s for record in records) - begin_s)
 
 
@@ -257,7 +257,9 @@ def _timed(observed: ObservedRequest, begin_s: float) -> TimedRequest:
 
 
 def _loop(name: str, size: int, requests: Sequence[ReplayedRequest], think_s: float) -> ClosedLoop:
-    stream = _CyclicStream([replace(one.timed, arrival_s=0.0) for one in requests if one.timed.class_name == name])
+    stream = _CyclicStream(
+        [replace(request.timed, arrival_s=0.0) for request in requests if request.timed.class_name == name]
+    )
     return ClosedLoop(name, size, is_wave=False, stream=stream, think_s=think_s)
 
 

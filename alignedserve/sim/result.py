@@ -140,7 +140,7 @@ def classes_of(
         classes[name] = _class_of(of_class, [gaps[name]], span)
     if loaded_tokens_per_s:
         loaded = {**loaded_tokens_per_s, ALL: sum(loaded_tokens_per_s.values())}
-        classes = {name: replace(one, loaded_tokens_per_s=loaded.get(name, 0.0)) for name, one in classes.items()}
+        classes = {name: replace(result, loaded_tokens_per_s=loaded.get(name, 0.0)) for name, result in classes.items()}
     return classes
 
 
@@ -179,7 +179,7 @@ def _class_of(records: Sequence[RequestRecord], gaps: Sequence[GapSample], span:
         token_attainment=attainment(num_timely, sum(record.num_due_tokens for record in records)),
         p99_attainment=attainment(sum(record.has_met_p99 for record in records), len(records)),
         requests_per_s=per_second(len(completed), duration_s),
-        loaded_requests_per_s=per_second(sum(one.ended_s <= span.last_sent_s for one in completed), loaded_s),
+        loaded_requests_per_s=per_second(sum(record.ended_s <= span.last_sent_s for record in completed), loaded_s),
         tokens_per_s=per_second(sum(record.num_tokens for record in records), duration_s),
         goodput_per_s=per_second(num_met, duration_s),
         timely_tokens_per_s=per_second(num_timely, duration_s),

@@ -79,29 +79,30 @@ class IterationCycle(Generic[RequestT, CommandT]):
         deltas: list[tuple[str, TokenDelta]] = []
         scored = [
             SendTo(
-                requests[one.request_id].request.reply_to, PromptScored(one.request_id, one.first_position, one.entries)
+                requests[scores.request_id].request.reply_to,
+                PromptScored(scores.request_id, scores.first_position, scores.entries),
             )
-            for one in event.prompt_scores
+            for scores in event.prompt_scores
         ]
         for token in event.sampled:
-            one = requests[token.request_id]
-            if one.is_aborted:
+            running = requests[token.request_id]
+            if running.is_aborted:
                 continue
-            delta = one.append(token, self._eos_token_ids)
-            deltas.append((one.request.reply_to, delta))
-            if not one.is_prefilled:
-                one.is_prefilled = True
-                commands += self._router.prefilled(one)
+            delta = running.append(token, self._eos_token_ids)
+            deltas.append((running.request.reply_to, delta))
+            if not running.is_prefilled:
+                running.is_prefilled = True
+                commands += self._router.prefilled(running)
             if delta.finish_reason is not None:
-                commands += self._release(one)
-                commands += self._router.finished(one)
+                commands += self._release(running)
+                commands += self._router.finished(running)
             elif self._proceed is not None:
-                commands += self._proceed(one)
+                commands += self._proceed(running)
         reasons = dict(event.reasons)
         for request_id in event.failed:
-            one = requests[request_id]
-            commands += self._release(one)
-            commands += self._router.failed(one, *_failure(reasons.get(request_id)))
+            running = requests[request_id]
+            commands += self._release(running)
+            commands += self._router.failed(running, *_failure(reasons.get(request_id)))
         if event.forced:
             deltas = joined(deltas)
         return [*scored, *group_by_gateway(deltas), *commands]

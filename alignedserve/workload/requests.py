@@ -108,8 +108,11 @@ def window_of(workload: Workload, window: Window) -> Workload:
 
     begins_s, requests = window.begins_s, workload.requests
     places = [bisect_left(requests, time_s, key=arrival_s) for time_s in (begins_s, window.start_s, window.end_s)]
-    led_in = (in_every_turn(one, _in_lead_in) for one in requests[places[0] : places[1]])
-    moved = (replace(one, arrival_s=one.arrival_s - begins_s) for one in (*led_in, *requests[places[1] : places[2]]))
+    led_in = (in_every_turn(request, _in_lead_in) for request in requests[places[0] : places[1]])
+    moved = (
+        replace(request, arrival_s=request.arrival_s - begins_s)
+        for request in (*led_in, *requests[places[1] : places[2]])
+    )
     ends_s = window.end_s if workload.ends_s is None else min(workload.ends_s, window.end_s)
     return replace(workload, requests=tuple(moved), ends_s=ends_s - begins_s)
 

@@ -82,11 +82,11 @@ class PrefixLoads:
         self.num_loaded_tokens = 0  # since it started
 
     def __len__(self) -> int:
-        return len(self._waiting) + sum(len(one.followers) for one in self._waiting.values())
+        return len(self._waiting) + sum(len(waiting.followers) for waiting in self._waiting.values())
 
     def waiting(self) -> list[RequestId]:
         """Return the requests that wait."""
-        followers = [message for one in self._waiting.values() for message in one.followers]
+        followers = [message for waiting in self._waiting.values() for message in waiting.followers]
         return [*self._waiting, *(message.request.request_id for message in followers)]
 
     # --- the pool
@@ -163,7 +163,9 @@ class PrefixLoads:
         for waiting in self._waiting.values():
             if _is_up_to(waiting.message, request_id, attempt):
                 waiting.is_aborted = True  # the pool's answer, or a copy, is under way
-            waiting.followers = [one for one in waiting.followers if not _is_up_to(one, request_id, attempt)]
+            waiting.followers = [
+                follower for follower in waiting.followers if not _is_up_to(follower, request_id, attempt)
+            ]
 
     def abort_all(self) -> None:
         """Abort every request that waits."""
@@ -175,7 +177,7 @@ class PrefixLoads:
         """Set a later prediction for a request that waits."""
         for waiting in self._waiting.values():
             waiting.message = _predicted(waiting.message, late)
-            waiting.followers = [_predicted(one, late) for one in waiting.followers]
+            waiting.followers = [_predicted(follower, late) for follower in waiting.followers]
 
     # --- inside
 
@@ -232,7 +234,7 @@ class PrefixLoads:
     def _end(self, waiting: _Waiting) -> list[PrefillRequest]:
         """Forget a request that has waited; return it, unless it was aborted."""
         del self._waiting[waiting.message.request.request_id]
-        self._wanted = {name: one for name, one in self._wanted.items() if one is not waiting}
+        self._wanted = {name: loading for name, loading in self._wanted.items() if loading is not waiting}
         return [] if waiting.is_aborted else [waiting.message]
 
 

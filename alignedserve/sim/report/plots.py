@@ -127,7 +127,11 @@ def timeline(run: ReportedRun) -> str:
         return 8 + (width - 16) * seconds.place(moment)
 
     shapes = [
-        element("path", d=_boxes([(x(one.started_s), x(one.ended_s)) for one in kind], bars), class_=f"k{number_of}")
+        element(
+            "path",
+            d=_boxes([(x(iteration.started_s), x(iteration.ended_s)) for iteration in kind], bars),
+            class_=f"k{number_of}",
+        )
         for number_of, kind in enumerate(_by_kind(lines))
         if kind
     ]

@@ -91,11 +91,11 @@ def distributions(runs: Sequence[ReportedRun], class_name: str) -> Table:
 def workers(runs: Sequence[ReportedRun]) -> Table:
     """Build a table of every worker's work."""
     rows = [
-        [run.policy, one.name, f"{one.utilisation:.1%}"]
-        + [f"{count:,}" for count in (one.num_iterations, one.num_prompt_tokens, one.num_decodes)]
+        [run.policy, worker.name, f"{worker.utilisation:.1%}"]
+        + [f"{count:,}" for count in (worker.num_iterations, worker.num_prompt_tokens, worker.num_decodes)]
         for run in runs
         if run.result is not None
-        for one in run.result.workers
+        for worker in run.result.workers
     ]
     return Table(("policy", "worker", "busy", "iterations", "prompt tokens", "decodes"), rows, 2)
 
