@@ -1,82 +1,187 @@
-"""Spans of a call in OTLP's own types: one for the call, one for each phase of a choice, at the process it was at.
+"""Spans of a call: one for the call, one for each phase of a choice, at the process it was at; and their sending.
 
-Names and `gen_ai.` attributes follow OpenTelemetry's semantic conventions for generative AI. Iterations are counted,
-not traced: a phase has its notes as events.
+They are made by OpenTelemetry's SDK after the fact, from times that were noted. Names and `gen_ai.` attributes follow
+its semantic conventions for generative AI. Iterations are counted, not traced: a phase has its notes as events.
 """
 
+import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, InstrumentationScope, KeyValue
-from opentelemetry.proto.resource.v1.resource_pb2 import Resource
-from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
+import requests
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+from opentelemetry.util.types import AttributeValue
+from typing_extensions import override
 
 from alignedserve.api.timelines.phases import Phase, end_of, phases_of
-from alignedserve.api.timelines.timeline import GATEWAY, ChoiceTimeline, SourcedNote, Timeline
-from alignedserve.api.timelines.trace_context import TraceContext
+from alignedserve.api.timelines.timeline import GATEWAY, ChoiceTimeline, Timeline
+from alignedserve.config.sections import TracingConfig
 from alignedserve.messages.request_notes import Cause, RequestNote, Step
 
-_Value = str | int | float | bool | Sequence[str]
 _OPERATIONS = {"cmpl": "text_completion", "embd": "embeddings"}  # by the beginnings of ids; all others are chats
 _FAILURES = (Cause.FAILED, Cause.REJECTED)
+_TRACES_PATH = "/v1/traces"
+_WARN_EVERY_S = 60.0
 _NS = 1e9
-_SCOPE = InstrumentationScope(name="alignedserve")
+_SCOPE = InstrumentationScope("alignedserve")
 
 
-class Origin(NamedTuple):
-    """The names that spans are sent under."""
+class SpanSender:
+    """Sends the spans of calls to the collector. Its methods block."""
 
-    service_name: str
-    gateway: str
+    def __init__(self, config: TracingConfig, gateway: str, headers: Mapping[str, str]) -> None:
+        assert config.endpoint is not None, "an exporter without a collector"
+        self._session = session = requests.Session()
+        session.trust_env = False  # neither proxies nor passwords of the user's files
+        session.hooks["response"].append(_refuse_redirect)
+        parts = urlsplit(config.endpoint)
+        self._service_name = config.service_name
+        self._gateway = gateway
+        self._exporter = OTLPSpanExporter(
+            parts._replace(path=parts.path if parts.path not in ("", "/") else _TRACES_PATH).geturl(),
+            certificate_file=ssl.get_default_verify_paths().cafile,
+            headers={**headers, "user-agent": "alignedserve"},
+            timeout=config.timeout_s,
+            session=session,
+        )
+        logging.getLogger(OTLPSpanExporter.__module__).addFilter(_OnceInAWhile())
+
+    def send(self, timelines: Sequence[Timeline]) -> tuple[int, bool]:
+        """Send the spans of these calls; return how many there are, and whether the collector took them."""
+        spans = [span for timeline in timelines for span in spans_of(timeline, self._resource)]
+        return len(spans), self._exporter.export(spans) is SpanExportResult.SUCCESS
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._session.close()
+
+    def _resource(self, source: str) -> Resource:
+        return Resource({"service.name": self._service_name, "service.instance.id": source or self._gateway})
 
 
-class _Clock(NamedTuple):
-    """Turns times of this process's monotonic clock into Unix time: by the arrival of the call, whatever came since."""
+class _OnceInAWhile(logging.Filter):
+    """Lets a warning about the collector through once a minute."""
 
-    received_s: float
-    received_unix_s: float
+    def __init__(self) -> None:
+        super().__init__()
+        self._warned_s = -_WARN_EVERY_S
 
-    def ns(self, at_s: float) -> int:
-        """Return a time in nanoseconds of Unix time."""
-        return int((self.received_unix_s + at_s - self.received_s) * _NS)
-
-
-def export_of(timelines: Sequence[Timeline], origin: Origin) -> tuple[ExportTraceServiceRequest, int]:
-    """Return the message that carries the spans of these calls, and how many there are."""
-    by_source: dict[str, list[Span]] = {}
-    for timeline in timelines:
-        for source, span in spans_of(timeline):
-            by_source.setdefault(source or origin.gateway, []).append(span)
-    resources = [
-        ResourceSpans(resource=_resource(origin, source), scope_spans=[ScopeSpans(scope=_SCOPE, spans=spans)])
-        for source, spans in by_source.items()
-    ]
-    return ExportTraceServiceRequest(resource_spans=resources), sum(map(len, by_source.values()))
+    @override
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR or time.monotonic() - self._warned_s < _WARN_EVERY_S:
+            return False  # the SDK warns before each further try, and tells an error once it gives up
+        self._warned_s = time.monotonic()
+        return True
 
 
-def spans_of(timeline: Timeline) -> Iterator[tuple[str, Span]]:
-    """Yield every span with the process that it is from. The call must be traced."""
-    facts = timeline.facts
-    trace = facts.trace
-    assert trace is not None, "spans of a call that is not traced"
-    clock = _Clock(facts.received_s, facts.received_unix_s)
-    yield GATEWAY, _call_span(timeline, trace, clock)
+def _refuse_redirect(response: requests.Response, *_: object, **__: object) -> None:
+    """Raise for an answer that the SDK would take for a success."""
+    if 300 <= response.status_code < 400:
+        raise requests.TooManyRedirects("the collector redirects")
+
+
+def spans_of(timeline: Timeline, resource_of: Callable[[str], Resource]) -> Iterator[ReadableSpan]:
+    """Yield every span of a call that is traced. `resource_of`: names the process that a span is from."""
+    maker, end_s = _SpanMaker(timeline, resource_of), end_of(timeline)
+    yield maker.call_span()
     for index, choice in enumerate(timeline.choices):
-        parent_id = trace.span_id
+        parent: SpanContext | None = maker.call
         if len(timeline.choices) > 1:
-            span = _choice_span(index, choice, end_of(timeline), trace, clock)
-            parent_id = span.span_id
-            yield GATEWAY, span
-        for phase in phases_of(choice, end_of(timeline)):
-            yield phase.source, _phase_span(phase, trace, parent_id, clock)
+            ended_s = end_s if choice.ended_s is None else choice.ended_s
+            attributes = {"gen_ai.usage.output_tokens": choice.num_tokens}
+            span = maker.span(f"choice {index}", GATEWAY, (choice.received_s, ended_s), attributes, parent)
+            parent = span.get_span_context()
+            yield span
+        for phase in phases_of(choice, end_s):
+            yield maker.phase_span(phase, parent)
 
 
-def _call_span(timeline: Timeline, trace: TraceContext, clock: _Clock) -> Span:
+class _SpanMaker:
+    """Makes the spans of one call. Times are Unix time by the arrival of the call, whatever the clock did since."""
+
+    def __init__(self, timeline: Timeline, resource_of: Callable[[str], Resource]) -> None:
+        trace = timeline.facts.trace
+        assert trace is not None, "spans of a call that is not traced"
+        self._timeline = timeline
+        self._resource_of = resource_of
+        self._trace_id = int.from_bytes(trace.trace_id)
+        state = TraceState.from_header([trace.state]) if trace.state else None
+        self.call = self._context(trace.span_id, state=state)
+        self._caller = self._context(trace.parent_id, is_remote=True) if trace.parent_id else None
+
+    def call_span(self) -> ReadableSpan:
+        """Return the span of the whole call."""
+        timeline, facts = self._timeline, self._timeline.facts
+        operation = _OPERATIONS.get(facts.response_id.partition("-")[0], "chat")
+        attributes = _call_attributes(timeline, operation)
+        failures = [cause for choice in timeline.choices if (cause := _failure_of(choice)) is not None]
+        if failures:
+            attributes["error.type"] = failures[0].value
+        status = Status(StatusCode.ERROR, failures[0].value) if failures else Status()
+        period = (facts.received_s, end_of(timeline))
+        name, more = f"{operation} {facts.model}", {"kind": SpanKind.SERVER, "status": status}
+        return self.span(name, GATEWAY, period, attributes, self._caller, context=self.call, **more)
+
+    def phase_span(self, phase: Phase, parent: SpanContext | None) -> ReadableSpan:
+        """Return the span of a phase, whose further notes are its events."""
+        attributes = _counts(phase.notes[0].note)
+        if phase.causes:
+            attributes["alignedserve.reasons"] = [cause.value for cause in phase.causes]
+        events = [self._event(one.note) for one in phase.notes[1:]]
+        return self.span(
+            phase.name.value, phase.source, (phase.start_s, phase.end_s), attributes, parent, events=events
+        )
+
+    def span(
+        self,
+        name: str,
+        source: str,
+        period: tuple[float, float],
+        attributes: Mapping[str, AttributeValue],
+        parent: SpanContext | None,
+        *,
+        context: SpanContext | None = None,
+        **more: Any,
+    ) -> ReadableSpan:
+        """Return a span of the call, at the process `source`. `context`: None: it gets an id here."""
+        return ReadableSpan(
+            name=name,
+            context=context or self._context(secrets.token_bytes(8)),
+            parent=parent,
+            resource=self._resource_of(source),
+            attributes=attributes,
+            instrumentation_scope=_SCOPE,
+            start_time=self._ns(period[0]),
+            end_time=self._ns(period[1]),
+            **more,
+        )
+
+    def _event(self, note: RequestNote) -> Event:
+        attributes = _counts(note)
+        if note.cause is not None:
+            attributes["alignedserve.reason"] = note.cause.value
+        return Event(note.step.value, attributes, self._ns(note.at_s))
+
+    def _context(self, span_id: bytes, *, is_remote: bool = False, state: TraceState | None = None) -> SpanContext:
+        return SpanContext(self._trace_id, int.from_bytes(span_id), is_remote, TraceFlags(TraceFlags.SAMPLED), state)
+
+    def _ns(self, at_s: float) -> int:
+        facts = self._timeline.facts
+        return int((facts.received_unix_s + at_s - facts.received_s) * _NS)
+
+
+def _call_attributes(timeline: Timeline, operation: str) -> dict[str, AttributeValue]:
     facts, choices = timeline.facts, timeline.choices
-    operation = _OPERATIONS.get(facts.response_id.partition("-")[0], "chat")
-    attributes: dict[str, _Value] = {
+    attributes: dict[str, AttributeValue] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "alignedserve",
         "gen_ai.request.model": facts.model,
@@ -93,73 +198,18 @@ def _call_span(timeline: Timeline, trace: TraceContext, clock: _Clock) -> Span:
     for objective in (one for choice in choices for one in choice.objectives() if one.is_held is not None):
         name = f"alignedserve.objective.{objective.name}.held"
         attributes[name] = bool(objective.is_held) and bool(attributes.get(name, True))
-    failures = [cause for choice in choices if (cause := _failure_of(choice)) is not None]
-    if failures:
-        attributes["error.type"] = failures[0].value
-    return Span(
-        trace_id=trace.trace_id,
-        span_id=trace.span_id,
-        parent_span_id=trace.parent_id,
-        trace_state=trace.state,
-        name=f"{operation} {facts.model}",
-        kind=Span.SPAN_KIND_SERVER,
-        start_time_unix_nano=clock.ns(facts.received_s),
-        end_time_unix_nano=clock.ns(end_of(timeline)),
-        attributes=_attributes(attributes),
-        status=Status(code=Status.STATUS_CODE_ERROR, message=failures[0].value) if failures else None,
-    )
+    return attributes
 
 
-def _choice_span(index: int, choice: ChoiceTimeline, end_s: float, trace: TraceContext, clock: _Clock) -> Span:
-    return Span(
-        trace_id=trace.trace_id,
-        span_id=secrets.token_bytes(8),
-        parent_span_id=trace.span_id,
-        name=f"choice {index}",
-        kind=Span.SPAN_KIND_INTERNAL,
-        start_time_unix_nano=clock.ns(choice.received_s),
-        end_time_unix_nano=clock.ns(end_s if choice.ended_s is None else choice.ended_s),
-        attributes=_attributes({"gen_ai.usage.output_tokens": choice.num_tokens}),
-    )
-
-
-def _phase_span(phase: Phase, trace: TraceContext, parent_id: bytes, clock: _Clock) -> Span:
-    attributes: dict[str, _Value] = {}
-    if phase.causes:
-        attributes["alignedserve.reasons"] = [cause.value for cause in phase.causes]
-    for name, value in _counts(phase.notes[0].note).items():
-        attributes[f"alignedserve.{name}"] = value
-    return Span(
-        trace_id=trace.trace_id,
-        span_id=secrets.token_bytes(8),
-        parent_span_id=parent_id,
-        name=phase.name.value,
-        kind=Span.SPAN_KIND_INTERNAL,
-        start_time_unix_nano=clock.ns(phase.start_s),
-        end_time_unix_nano=clock.ns(phase.end_s),
-        attributes=_attributes(attributes),
-        events=[_event(one, clock) for one in phase.notes[1:]],
-    )
-
-
-def _event(one: SourcedNote, clock: _Clock) -> Span.Event:
-    note = one.note
-    attributes: dict[str, _Value] = {f"alignedserve.{name}": value for name, value in _counts(note).items()}
-    if note.cause is not None:
-        attributes["alignedserve.reason"] = note.cause.value
-    at_ns = clock.ns(note.at_s)
-    return Span.Event(name=note.step.value, time_unix_nano=at_ns, attributes=_attributes(attributes))
-
-
-def _counts(note: RequestNote) -> dict[str, _Value]:
-    values: dict[str, _Value] = {
+def _counts(note: RequestNote) -> dict[str, AttributeValue]:
+    values: dict[str, AttributeValue] = {
         "peer": note.peer,
         "tokens": note.num_tokens,
         "requests": note.num_requests,
         "iterations": note.num_iterations,
         "predicted_tokens": note.predicted_len or 0.0,
     }
-    return {name: value for name, value in values.items() if value}
+    return {f"alignedserve.{name}": value for name, value in values.items() if value}
 
 
 def _failure_of(choice: ChoiceTimeline) -> Cause | None:
@@ -167,24 +217,3 @@ def _failure_of(choice: ChoiceTimeline) -> Cause | None:
         if one.note.step is Step.ENDED:
             return one.note.cause if one.note.cause in _FAILURES else None
     return None
-
-
-def _resource(origin: Origin, source: str) -> Resource:
-    names = {"service.name": origin.service_name, "service.instance.id": source}
-    return Resource(attributes=_attributes(names))
-
-
-def _attributes(values: Mapping[str, _Value]) -> list[KeyValue]:
-    return [KeyValue(key=name, value=_value(value)) for name, value in values.items()]
-
-
-def _value(value: _Value) -> AnyValue:
-    if isinstance(value, str):
-        return AnyValue(string_value=value)
-    if isinstance(value, bool):
-        return AnyValue(bool_value=value)
-    if isinstance(value, int):
-        return AnyValue(int_value=value)
-    if isinstance(value, float):
-        return AnyValue(double_value=value)
-    return AnyValue(array_value=ArrayValue(values=[AnyValue(string_value=one) for one in value]))

@@ -25,7 +25,7 @@ class TracingConfig(Section, frozen=True):
     endpoint: str | None = None  # of a collector, such as http://127.0.0.1:4318; unset: no traces
     sample_ratio: float = 1.0  # of requests whose client does not say whether they are traced
     service_name: str = "alignedserve"
-    timeout_s: float = 10.0  # of one try to send
+    timeout_s: float = 10.0  # of sending a message, all tries together
     max_queued_requests: int = 2048  # waiting to be sent; traces beyond are dropped, and counted
 
     def __post_init__(self) -> None:

@@ -137,8 +137,9 @@ def test_a_collector_that_hangs_costs_spans_which_are_counted() -> None:
 @pytest.fixture
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long it waits before and between its tries is not what these tests are about."""
-    for name in ("LAST_NOTES_S", "_GATHER_S", "_FIRST_PAUSE_S"):
+    for name in ("LAST_NOTES_S", "_GATHER_S"):
         monkeypatch.setattr(exporter_module, name, 0.05)
+    monkeypatch.setattr("opentelemetry.exporter.otlp.common.http.random.uniform", lambda low, high: 0.05)
 
 
 @pytest.mark.usefixtures("_short_pauses")
@@ -148,9 +149,10 @@ def test_a_busy_collector_is_asked_again_and_a_refusal_is_final() -> None:
         collector.statuses = [503]
         exporter.add(_whole(timelines, "first"))
         _until(lambda: exporter.num_exported > 0)
-        collector.statuses = [400]
-        exporter.add(_whole(timelines, "second"))
-        _until(lambda: exporter.num_dropped > 0)
+        for number, status in enumerate((400, 302), 1):
+            collector.statuses = [status]
+            exporter.add(_whole(timelines, f"refused{number}"))
+            _until(lambda: exporter.num_dropped >= number * exporter.num_exported)  # noqa: B023
     assert [one.span.name for one in collector.spans if one.span.kind == one.span.SPAN_KIND_SERVER] == [
         "text_completion tiny"
     ]
@@ -159,6 +161,6 @@ def test_a_busy_collector_is_asked_again_and_a_refusal_is_final() -> None:
 @pytest.mark.usefixtures("_short_pauses")
 def test_a_dead_collector_ends_nothing() -> None:
     timelines = Timelines(ExplainConfig())
-    with _exporting("http://127.0.0.1:1") as exporter:
+    with _exporting("http://127.0.0.1:1", timeout_s=0.2) as exporter:
         exporter.add(_whole(timelines, "call"))
         _until(lambda: exporter.num_dropped > 0)
