@@ -63,5 +63,5 @@ def _moved_handoff(handoff: Handoff, offset_s: float) -> Handoff:
 
 def _moved(request: Request, offset_s: float) -> Request:
     if not math.isfinite(request.arrival_s):
-        raise ProtocolError("a request that arrived at no time")
+        raise ProtocolError("the request's arrival time is not a finite number")
     return replace(request, arrival_s=request.arrival_s + offset_s)

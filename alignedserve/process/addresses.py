@@ -47,7 +47,7 @@ class Publication:
         """Parse an entry. Raises ProtocolError when it is none."""
         node, _, address = entry.partition(" ")
         if not node or not address.startswith(("tls:", "tcp:")):
-            raise ProtocolError("a published address that cannot be read")
+            raise ProtocolError("the published address of a process cannot be read")
         return cls(node, address)
 
 

@@ -64,7 +64,7 @@ class _Linked:
         """Return an upload that was begun. Raises StoreUnavailable."""
         upload = self.uploads.get(_file_id(file_id))
         if upload is None:
-            raise StoreUnavailable("an upload that is not known any more")
+            raise StoreUnavailable("The upload is not known any more; send the file again.")
         return upload
 
 
@@ -160,9 +160,9 @@ class StateServer:
     async def _(self, call: BeginUpload, linked: _Linked) -> Answer:
         file_id = _file_id(call.file_id)
         if len(linked.uploads) >= _MAX_CALLS:
-            raise StoreUnavailable("too many uploads at once")
+            raise StoreUnavailable("Too many uploads at once; try again later.")
         if file_id in linked.uploads:
-            raise ProtocolError("an upload that was begun already")
+            raise ProtocolError("the upload was begun already")
         linked.uploads[file_id] = await self._blobs.begin(file_id)
         return Done()
 
@@ -230,12 +230,12 @@ async def _forget(linked: _Linked) -> None:
 def _batch_key(text: str) -> BatchKey:
     batch_id = parsed_batch_key(text)
     if batch_id is None:
-        raise ProtocolError("a call for something that is no batch id")
+        raise ProtocolError("the call does not name a batch id")
     return batch_id
 
 
 def _file_id(text: str) -> FileId:
     file_id = parsed_file_id(text)
     if file_id is None:
-        raise ProtocolError("a call for something that is no file id")
+        raise ProtocolError("the call does not name a file id")
     return file_id

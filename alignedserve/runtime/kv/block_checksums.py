@@ -115,7 +115,7 @@ def verify_checksums(copy: BlockCopy, checksums: Sequence[int] | None) -> None:
     if checksums is None:
         raise HandoffRejected("the lease is no longer valid")
     if list(checksums) != [run.checksum for run in copy.runs]:
-        raise HandoffRejected("a checksum does not hold")
+        raise HandoffRejected("the checksum of a block does not match its bytes")
 
 
 def is_verified(copy: BlockCopy, checksums: Sequence[int] | None) -> bool:
@@ -140,9 +140,9 @@ def expand_runs(runs: Sequence[tuple[int, int]], num_blocks: int) -> Ints:
 
 def _check_generation(generation: int) -> None:
     if not NO_LEASE < generation <= _MAX_GENERATION:
-        raise HandoffRejected("not the generation of any lease")
+        raise HandoffRejected("the lease's generation is out of range")
 
 
 def _check_bounds(block_ids: Ints, num_blocks: int) -> None:
     if len(block_ids) and (block_ids.min() < 0 or block_ids.max() >= num_blocks):
-        raise HandoffRejected("a block outside the arena")
+        raise HandoffRejected("the lease names a block outside the arena")

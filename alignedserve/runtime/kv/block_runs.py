@@ -76,7 +76,7 @@ def as_ids(block_ids: BlockIds | Sequence[int]) -> Ints:
     try:
         return np.asarray(block_ids, np.int64)
     except OverflowError as error:
-        raise HandoffRejected("a number that no block has") from error
+        raise HandoffRejected("the lease names a block number that is out of range") from error
 
 
 def place_runs(counts: Ints | Sequence[int], num_before: int = 0) -> PlacedRuns:

@@ -56,7 +56,7 @@ class ArenaPart(NamedTuple):
     def of(self, layout: BlockLayout) -> BlockLayout:
         """Return the layout of the part; `layout`: of whole blocks. Raises HandoffRejected if there is no such part."""
         if not 0 <= self.rank < self.size or layout.num_layers % self.size:
-            raise HandoffRejected(f"its blocks have no part {self.rank} of {self.size}")
+            raise HandoffRejected(f"the arena's blocks have no part {self.rank} of {self.size}")
         return replace(layout, num_layers=layout.num_layers // self.size)
 
 

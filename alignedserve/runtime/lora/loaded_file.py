@@ -68,7 +68,7 @@ def loaded_of(changes: Changes) -> dict[str, LoraAdapter]:
     try:
         return {one.name: one.adapter for one in changes.values() if one.is_loaded}
     except InvalidRequest as error:
-        raise AdapterError("the list of loaded adapters has one that is none") from error
+        raise AdapterError("an entry in the list of loaded adapters is not an adapter") from error
 
 
 def read_loaded(file: Path) -> dict[str, LoraAdapter]:

@@ -76,13 +76,13 @@ def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
 def _to_plain(value: object) -> object:
     if isinstance(value, Path):
         return str(value)
-    raise NotImplementedError(f"no form of {type(value).__name__}")
+    raise NotImplementedError(f"frames between ranks cannot carry {type(value).__name__}")
 
 
 def _from_plain(kind: type, value: Any) -> Any:
     if kind is Path and isinstance(value, str):
         return Path(value)
-    raise NotImplementedError(f"no form of {kind.__name__}")
+    raise NotImplementedError(f"frames between ranks cannot carry {kind.__name__}")
 
 
 def _receive(connection: socket.socket, length: int) -> bytes | None:

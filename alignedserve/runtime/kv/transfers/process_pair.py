@@ -142,7 +142,7 @@ class ControlStore(_Store):  # type: ignore[misc]
                 raise PeerLost("a process group asks for an entry that was never set")
             message = self._control.receive()
             if not isinstance(message, RendezvousValue):
-                raise ProtocolError("an unexpected message while a process group is set up")
+                raise ProtocolError("the peer sent another message than an entry of the process group")
             self._entries[message.key] = message.value
 
     def check(self, keys: list[str]) -> bool:

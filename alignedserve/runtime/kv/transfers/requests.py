@@ -114,7 +114,7 @@ def negotiate(control: ControlSocket, transport: str, storage: BlockStorage) -> 
         case TransferRefused(reason=reason):
             raise HandoffRejected(f"the owner of the blocks refuses: {reason}")
         case _:
-            raise ProtocolError("an unexpected message")
+            raise ProtocolError("the owner of the blocks sent another message than an answer")
 
 
 def plan_offload(requests: Sequence[OffloadRequest], num_blocks: int) -> list[PlannedRequest]:

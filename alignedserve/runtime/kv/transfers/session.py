@@ -91,7 +91,7 @@ class TransferSession:
             case BlocksCopied() if self._channel is None:
                 self._answer_again()
             case _:
-                raise ProtocolError("a message out of turn")
+                raise ProtocolError("the peer sent a message out of turn")
 
     def close(self) -> None:
         """Close the channel, not during a transfer."""
@@ -156,7 +156,7 @@ class TransferSession:
         """Refuse oversized messages, which no correct peer sends and which would occupy this thread for long."""
         counts = [sum(count for _, count in named.runs) for named in requests]
         if any(count > self._buffer.num_blocks for count in counts):
-            raise ProtocolError("a request of more blocks than the buffer has")
+            raise ProtocolError("the peer asks for more blocks than the buffer has")
         if sum(counts) > _MAX_TIMES_BUFFER * self._buffer.num_blocks:
             raise ProtocolError("requests for too many blocks")
 
