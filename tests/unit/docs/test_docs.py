@@ -18,6 +18,7 @@ _CODE = re.compile(r"`([^`\s]+)`")
 _PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})(?:/[\w.-]+)*/?")
 _MODULE_FILE = re.compile(r"[\w/]+\.py")
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+_REFERENCE = re.compile(r"^\[[^\]]+\]: (\S+)$", re.MULTILINE)
 _COMMAND = re.compile(r"python -m ((?:benchmarks|experiments|tests|alignedserve)(?:\.[a-z]\w*)*)(?!\.?\w)")
 _HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 _ANCHOR = re.compile(r"\]\(([^)#\s]*)#([^)]+)\)")
@@ -46,7 +47,8 @@ def test_named_commands_exist(page: Path) -> None:
 
 @per_page
 def test_links_lead_somewhere(page: Path) -> None:
-    links = [link for link in _LINK.findall(page.read_text()) if "://" not in link]
+    text = page.read_text()
+    links = [link for link in (*_LINK.findall(text), *_REFERENCE.findall(text)) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
