@@ -112,7 +112,7 @@ class ActorFactory:
 
     @contextlib.contextmanager
     def adopting(self) -> Iterator[None]:
-        """Let `create` take actors that live by their names, and create those that are missing."""
+        """Let `create` find living actors by their names, and create missing ones."""
         self._is_adopting = True
         try:
             yield

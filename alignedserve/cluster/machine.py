@@ -64,7 +64,7 @@ def _left_in_container(folder: Path) -> int:
 
 
 def _gpu_bytes(device: str) -> tuple[int, ...]:
-    """Return the free memory of each GPU that workers may use; none where they compute on the CPU.
+    """Return the free memory of each GPU that workers may use; empty where they compute on the CPU.
 
     All of it where the driver's tool, which is asked so that this process takes none, does not say what is free.
     """

@@ -48,7 +48,7 @@ class Machine:
 
 
 class Kept(enum.IntEnum):
-    """One part in so many of the memory that stays free."""
+    """The part of the memory that stays free: one in this many."""
 
     USUALLY = 4
     AT_LEAST = 8

@@ -53,7 +53,7 @@ class NodeShare:
 
     @property
     def num_workers(self) -> int:
-        """Return how many workers share its cores or GPUs: those that stand by do nothing."""
+        """Return how many workers share its cores or GPUs; standbys do not count, as they do nothing."""
         return len(self.prefill) + len(self.decode) - self.num_standby
 
     def with_worker(self, kind: str, name: str) -> "NodeShare":
@@ -97,7 +97,7 @@ class PlacedCounts:
 
 
 class Placement:
-    """Shares a deployment out over the nodes of its cluster, of which more may join.
+    """Shares a deployment out over the nodes of its cluster; more nodes may join later.
 
     The gateways, which serve all deployments, are placed with the first.
     """
@@ -184,7 +184,7 @@ class Placement:
         )
 
     def names(self, kind: str, count: int) -> tuple[str, ...]:
-        """Return so many new names of this kind: `decode` also stands for workers that do both phases."""
+        """Return `count` new names of this kind; `decode` also stands for workers that do both phases."""
         if kind == "decode" and not self._is_separate:
             kind = "worker"
         first = self.counts.num_named.get(kind, 0)

@@ -68,7 +68,7 @@ def check_machine(config: ClusterConfig, served: ServedModel, ports: Iterable[in
 
 
 def _check_encoder(config: ClusterConfig) -> None:
-    """Check that nothing is asked for that an encoder cannot do."""
+    """Check that no setting wants what an encoder cannot do."""
     if config.chosen_topology.is_separate:
         raise ConfigError("an encoder's workers compute whole prompts; set topology to elastic or colocated")
     if config.lora.adapters or config.lora.allowed_folder is not None:
@@ -98,7 +98,7 @@ def _check_policy(config: ClusterConfig, block_tokens: int | None) -> None:
 
 
 def _check_rounded_cache(config: ClusterConfig) -> None:
-    """Check that nothing is asked for that a cache of 8 bits cannot do."""
+    """Check that no setting wants what a cache of 8 bits cannot do."""
     setting, is_on_gpu = f"engine.kv_cache_dtype={config.engine.kv_cache_dtype}", config.engine.device.startswith(CUDA)
     if config.engine.kv_cache_dtype == FP8 and not is_on_gpu:
         raise ConfigError(f"{setting} is computed on GPUs, not on {config.engine.device}; int8 is as small there")

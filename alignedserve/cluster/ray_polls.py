@@ -28,7 +28,7 @@ def answer_of(name: object, reference: Any, timeout_s: float) -> Any:
 
 
 def answers_so_far(references: Sequence[Any]) -> dict[Any, Any]:
-    """Return the results of those calls that have ended, without waiting; None of those that failed."""
+    """Return the results of calls that have ended, without waiting; None for a failed call."""
     ended = ray.wait(list(references), num_returns=len(references), timeout=0)[0] if references else []
     return {reference: _result(reference) for reference in ended}
 

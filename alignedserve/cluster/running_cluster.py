@@ -125,14 +125,14 @@ class RunningCluster:
         self._watch(node.share.node)
 
     def remove_node(self, name: str) -> None:
-        """Forget the actors of a node that is gone; those that are still there are killed."""
+        """Forget the actors of a lost node, and kill those that still live."""
         watchdog = self._watchdogs.pop(name, None)
         if watchdog is not None:
             watchdog.stop()
         _kill(self._actors.pop(name, {}).values())
 
     def add_worker(self, node: PreparedNode, name: str) -> None:
-        """Create one more worker of a node, of which `node` has the new share. It comes up by itself."""
+        """Create one more worker on a node; `node` has the new share. The worker comes up by itself."""
         of_node = node.share.node
         actor = self._actors[of_node][name] = self._factory_of(node).create_worker(node, name)
         self._watchdogs[of_node].watch(name, actor)

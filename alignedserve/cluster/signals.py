@@ -31,7 +31,7 @@ def handlers_preserved() -> Iterator[None]:
 def interrupts_kept() -> Iterator[None]:
     """Raise KeyboardInterrupt at the end when a signal arrived meanwhile and its handler's exception went lost.
 
-    Python drops exceptions of handlers within a destructor or right after a fork, of which a start has many.
+    Python drops exceptions of handlers within a destructor or right after a fork, and a start has many of both.
     """
     with _arrivals() as arrived:
         yield

@@ -54,7 +54,7 @@ class Watchdog:
         return {name: watched.health for name, watched in self._actors.items()}
 
     def forget(self, name: str) -> None:
-        """Check this one no more, but for a check that is under way."""
+        """Check this one no more, except for a check under way."""
         self._actors = {known: watched for known, watched in self._actors.items() if known != name}
 
     def stop(self) -> None:

@@ -80,7 +80,7 @@ class RollingRestart:
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the workers whose drain is no end: that whose turn it is, and those that come after it."""
+        """Return the workers whose drain is no end: the present one, and those still to come."""
         return frozenset((self._current, *self._waiting))
 
     def look(self, drained: Collection[str], now: float) -> Over | None:

@@ -86,7 +86,7 @@ class Admission:
         return reports
 
     def apart(self) -> dict[RayNode, str]:
-        """Let all nodes connect to each other; return why for those that cannot. Raises PeerLost."""
+        """Let all nodes connect to each other; return the reasons of nodes that cannot. Raises PeerLost."""
         asked = {node: surveyor.open_port.remote(node.address) for node, surveyor in self._surveyors.items()}
         ports = {node: answer_of(node, reference, NODE_ANSWER_S) for node, reference in asked.items()}
         refused = {node: str(port) for node, port in ports.items() if not isinstance(port, int)}
@@ -190,7 +190,7 @@ def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict
 
 
 def missing_copies(report: NodeReport, digests: Sequence[str | None]) -> dict[int, str]:
-    """Return, of the models with these digests on the head, the places of those that a node has not, and why."""
+    """Return the places of models that a node lacks, and why; `digests`: of the head's models."""
     found = {}
     for place, (own, of_head) in enumerate(zip(report.digests, digests, strict=True)):
         if own is None:

@@ -70,7 +70,7 @@ def found_cluster(cluster_id: str | None) -> Iterator[Ask]:
 
 
 def lost_nodes(record: ClusterRecord) -> set[str]:
-    """Return the ids of recorded nodes that Ray no longer has; those that have drained may be gone."""
+    """Return the ids of recorded nodes that Ray no longer has; drained nodes may be gone."""
     alive = {node.node_id for node in alive_nodes()}
     return {node.node_id for node in record.nodes if node.drain != DRAINED} - alive
 
@@ -85,7 +85,7 @@ def call_actor(name: str, method: str, *arguments: object) -> Any:
 
 
 def node_of(record: ClusterRecord, actor: str) -> NodeRecord:
-    """Return the node on which this process runs. Raises ResourceError naming those that there are."""
+    """Return the node on which this process runs. Raises ResourceError listing the nodes."""
     for node in record.nodes:
         if any(one.name == actor for one in node.actors):
             return node

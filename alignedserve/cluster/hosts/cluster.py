@@ -179,7 +179,7 @@ class ClusterOnHosts(ServingCluster):
 
     @override
     def check(self) -> bool:
-        """Take in nodes that have come and give up those that are gone; False: the cluster was asked to stop.
+        """Take in new nodes and give up lost ones; False: the cluster has to stop.
 
         Raises PeerLost when Ray's head has not answered for long.
         """
@@ -334,7 +334,7 @@ class ClusterOnHosts(ServingCluster):
             self._decide(NodeJoined(node.node_id))
 
     def _admit(self, member: Member) -> None:
-        """Create the actors of a node. Raises PeerLost while Ray has not given up those that had their names."""
+        """Create the actors of a node. Raises PeerLost while Ray still has actors of these names."""
         for deployment_id in member.models.keys() - self._joining.lasting_models().keys():
             member.remove_model(deployment_id)  # it has ended since, or is about to: nothing would end what is created
         self._members[member.ray_node.node_id] = member

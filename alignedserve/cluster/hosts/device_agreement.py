@@ -10,7 +10,7 @@ from alignedserve.runtime.device_check.choice import DeviceChoice
 
 
 def agreed_device(device: str, reports: Mapping[RayNode, NodeReport]) -> tuple[DeviceChoice, dict[RayNode, NodeReport]]:
-    """Return the device of all nodes and what they have for it: GPUs only where every node that can be used has some.
+    """Return the device of all nodes and what they have for it: GPUs only if every usable node has some.
 
     `reports`: by engine.device, of which a node's own `auto` is part.
     """
@@ -38,7 +38,7 @@ class JoiningDevice:
 
     @property
     def asked(self) -> str:
-        """Return the engine.device of which a node reports what it has."""
+        """Return the engine.device that a node's report is about."""
         return AUTO if self.is_checked else self.device
 
     def refusal(self, report: NodeReport) -> str | None:

@@ -131,14 +131,14 @@ class Joining:
         return member
 
     def lasting_models(self) -> dict[str, HostedModel]:
-        """Return the models that a node may begin to work for: neither those that drain nor those that end."""
+        """Return the models that a node may begin to work for: models that neither drain nor end."""
         leaving = {one.deployment_id for one in self.logic.standings if one.phase in (Phase.DRAINING, Phase.ENDING)}
         return {one: model for one, model in self.models.items() if one not in leaving}
 
     def _take_shares(
         self, node: RayNode, resources: NodeResources, able: Mapping[str, HostedModel]
     ) -> tuple[list[PlannedModel], Shares]:
-        """Return the models of a node with its shares. `able`: of which it has a copy, those first that need it most.
+        """Return the models of a node with its shares. `able`: models that it has a copy of, the neediest first.
 
         A node that comes back has what it had, of those; and what has room beside that.
         """

@@ -41,7 +41,7 @@ def has_driver(record: ClusterRecord) -> bool:
 
 
 def kept_by(keepers: Sequence[str]) -> list[KeptState]:
-    """Return what these keepers have of the last driver's state, of those that answer."""
+    """Return the answering keepers' copies of the last driver's state."""
     asked: list[Any] = []
     for name in keepers:
         try:

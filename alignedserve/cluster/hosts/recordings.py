@@ -181,7 +181,7 @@ def _recorded_node(folder: Path, member: Member) -> RecordedNode:
 
 
 def clock_ahead_s(ask: Callable[[], float]) -> float:
-    """Return by how much this host's clock is ahead of the one that is asked."""
+    """Return by how much this host's clock is ahead of the other host's."""
     found = []
     for _ in range(_NUM_ASKED):
         asked_s = time.monotonic()

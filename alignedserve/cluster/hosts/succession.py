@@ -109,7 +109,7 @@ class Succession:
                 self._tell(member, list(actors.get(member.name, {}).values()))
 
     def _forget_lacking(self, names: set[str]) -> None:
-        """Forget what was given to keepers that are gone, or do not have it; and the answers of those that do."""
+        """Forget copies of keepers that are gone or lack them, and the answers of the others."""
         self._given = {name: given for name, given in self._given.items() if name in names}
         asked = {given.answer: name for name, given in self._given.items() if given.answer is not None}
         for answer, has_copy in answers_so_far(list(asked)).items():

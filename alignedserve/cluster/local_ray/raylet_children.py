@@ -27,7 +27,7 @@ class RayletChildren:
 
     @property
     def known(self) -> set[psutil.Process]:
-        """Return those that were noted last."""
+        """Return the children that were noted last."""
         return self._children
 
     def note(self) -> bool:

@@ -77,7 +77,7 @@ class NodeKeeper:
         return recorded_parts.read_part(self._recordings, name, offset)
 
     def remove_recordings(self) -> None:
-        """Remove all recordings, of which the driver has a copy."""
+        """Remove all recordings, once the driver has copied them."""
         recorded_parts.remove(self._recordings)
 
     def clock_s(self) -> float:

@@ -64,7 +64,7 @@ def _ray_node(node: Mapping[str, Any], resources: Mapping[str, float]) -> RayNod
 def wait_for_nodes(
     num_nodes: int, timeout_s: float, look: Callable[[], Sequence[RayNode]] = alive_nodes
 ) -> Sequence[RayNode]:
-    """Return the nodes as soon as there are so many, or those that there are after this time."""
+    """Return the nodes as soon as there are `num_nodes`, or the present ones after this time."""
     ends_s = time.monotonic() + timeout_s
     while len(nodes := look()) < num_nodes and time.monotonic() < ends_s:
         time.sleep(_POLL_S)

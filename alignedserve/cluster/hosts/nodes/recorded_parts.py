@@ -41,5 +41,5 @@ def read_part(folder: Path, name: str, offset: int) -> bytes:
 
 
 def remove(folder: Path) -> None:
-    """Remove all recordings, of which the driver has a copy."""
+    """Remove all recordings, once the driver has copied them."""
     shutil.rmtree(folder, ignore_errors=True)

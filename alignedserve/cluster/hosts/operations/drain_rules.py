@@ -8,7 +8,7 @@ from alignedserve.core.errors import ResourceError
 
 
 def node_called(nodes: Sequence[NodeRecord], name: str) -> NodeRecord:
-    """Return the node of this name, host name or address. Raises ResourceError naming those that there are."""
+    """Return the node of this name, host name or address. Raises ResourceError listing the nodes."""
     found = [node for node in nodes if node.name == name] or [node for node in nodes if node.is_called(name)]
     if len(found) == 1:
         return found[0]

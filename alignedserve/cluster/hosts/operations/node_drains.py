@@ -81,7 +81,7 @@ class NodeDrains:
         self._decide(DrainUndone(node_id))
 
     def look(self, actors: Mapping[str, Any]) -> list[str]:
-        """Go on with the drains: tell the routers and the gateways, and end nodes of which nothing is left.
+        """Go on with the drains: inform routers and gateways, and end nodes whose work is gone.
 
         Returns the names of single workers of which nothing is left.
         """

@@ -73,7 +73,7 @@ class WorkerScaling:
         return _said(started, leaving)
 
     def _deployment_of(self, model: str | None) -> str:
-        """Return the deployment that serves the model of this name. Raises ConfigError naming those that there are."""
+        """Return the deployment that serves the model of this name. Raises ConfigError listing the models."""
         standings = [one for one in self._joining.logic.standings if one.phase is Phase.SERVING]
         found = [one for one in standings if model in (None, one.name)]
         if len(found) == 1:
@@ -84,7 +84,7 @@ class WorkerScaling:
         raise ConfigError(f"no model is served as {model}; there are {names}")
 
     def end(self, name: str) -> None:
-        """End a worker of which nothing is left."""
+        """End a worker whose work is gone."""
         for member in self._members.values():
             if name not in member.workers:
                 continue

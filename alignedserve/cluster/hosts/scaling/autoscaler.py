@@ -1,4 +1,4 @@
-"""Ray's autoscaler: whether it runs on this head, what nodes it can add, and how many it is asked for."""
+"""Ray's autoscaler: whether it runs on this head, what nodes it can add, and how many the cluster requests."""
 
 import math
 import os
@@ -32,7 +32,7 @@ class Autoscaler:
     worker: Bundle  # what a node has that it adds; empty: the file does not say
 
     def request(self, num_nodes: int, head: RayNode, others: Sequence[RayNode]) -> list[dict[str, float]]:
-        """Return the resources of so many nodes: a bundle for each, of all that Ray counts there.
+        """Return the resources of `num_nodes`: a bundle for each, with everything that Ray counts there.
 
         A node that is added has what the file says, or else what the largest of the others has, or the head.
         """

@@ -88,7 +88,7 @@ class ScalingLogic:
         return self._num_wanted
 
     def ask_again(self) -> None:
-        """Repeat with the next decision what Ray is asked for: the last command did not reach it."""
+        """Repeat the request to Ray with the next decision, as the last command did not reach it."""
         self._num_asked = None
 
     def decide(
@@ -127,7 +127,7 @@ class ScalingLogic:
         return Recommendation(*(self._bounded(bound) for bound in bounds))
 
     def recommend(self, status: ClusterStatus, num_serving: int) -> Recommendation:
-        """Return the bounds for this demand, carried by so many nodes."""
+        """Return the bounds for this demand, which `num_serving` nodes carry now."""
         config, demand = self._config, status.demand
         places = demand.num_decode_places / num_serving  # of a node
         unfinished = status.num_queued + status.num_prefilling + status.num_pooled + status.num_decoding
@@ -180,7 +180,7 @@ class ScalingLogic:
 
 
 def _spare(members: Sequence[ScaledNode], num_nodes: int) -> list[ScaledNode]:
-    """Return so many nodes that may go, the last ones first: not the head, and none that alone has some model."""
+    """Return nodes that may go, the last ones first: not the head, and no node that alone has some model."""
     left, spare = list(members), list[ScaledNode]()
     for node in reversed(members):
         others = {model for other in left if other is not node for model in other.models}

@@ -109,7 +109,7 @@ def make_scaler(configs: Sequence[ClusterConfig], gcs_address: str) -> NodeScale
 
 
 class NodeScaling:
-    """Gives nodes back that the load does not need, and lets Ray add those that it does."""
+    """Gives nodes back that the load does not need, and lets Ray add missing ones."""
 
     def __init__(
         self,
