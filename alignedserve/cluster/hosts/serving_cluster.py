@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
 from alignedserve.cluster.deployments.admin_door import AdminDoor
-from alignedserve.cluster.deployments.driver import DeploymentsDriver
 from alignedserve.cluster.deployments.orders import (
     AdminRequest,
     Answer,
@@ -28,14 +27,14 @@ from alignedserve.cluster.deployments.orders import (
     StatusReport,
     problem_of,
 )
-from alignedserve.cluster.deployments.preparation import DeploymentSettings
 from alignedserve.cluster.draining.drain_watch import DrainWatch
 from alignedserve.cluster.draining.rolling_restart import WorkerRestarts
 from alignedserve.cluster.failed_processes import FailedProcesses
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
-from alignedserve.cluster.hosts.models.preparing import Examine, HostedPreparing
-from alignedserve.cluster.hosts.models.site import HostedDeployments, PartActors
+from alignedserve.cluster.hosts.models.driver import DeploymentsDriver
+from alignedserve.cluster.hosts.models.preparing import DeploymentSettings, Examine, HostedPreparing
+from alignedserve.cluster.hosts.models.site import HostedDeployments
 from alignedserve.cluster.hosts.plan import ClusterPlan
 from alignedserve.cluster.ray_polls import has_ended, have_all_ended
 from alignedserve.cluster.restarts import Health, ProcessState
@@ -112,9 +111,8 @@ class ServingCluster(RunningCluster):
         settings = DeploymentSettings(
             brought.settings, {one: model.own for one, model in joining.models.items()}, self.folder
         )
-        actors = PartActors(self.add_part, self.take_out, self.actors_of, self.progress)
         preparing = HostedPreparing(settings, brought.examine)
-        site = HostedDeployments(self._members, joining, preparing, actors, brought.observer)
+        site = HostedDeployments(self._members, joining, preparing, self, brought.observer)
         self._models = DeploymentsDriver(site, joining.logic, self._answer)
         self._restarts = WorkerRestarts(joining.drains, self.actors, self._answer)
         self._drain_watch = DrainWatch(joining.drains)

@@ -8,7 +8,13 @@ from scripts.run_tests import NUM_PARTS, ROOT, SECONDS, TIERS, deal, is_slow_fil
 
 MAX_S = 400.0  # of default tests, recorded on one machine; two processes share them
 MAX_LONG_SLEEPS = 12
+# Clusters of Ray that tests start beside those that whole sessions share: that guard the promise, and the rest, of
+# which a run of CI takes a fifth. With the shared ones (of elastic and of separate workers, of hosts) it starts some
+# seventeen.
+MAX_PROMISE_CLUSTERS = 8
+MAX_REST_CLUSTERS = 26
 
+_STARTS_CLUSTER = re.compile(r"(?<!def )\b(?:serving|kill_cluster|RayNodes|NamespaceHosts)\(")
 _LONG_SLEEP = re.compile(r"\bsleep\((0\.[1-9]\d+|0\.[2-9]|[1-9]\d*(?:\.\d+)?)\)")
 
 
@@ -28,6 +34,17 @@ def _takes_cluster(file: str, source: str) -> bool:
     tests = re.findall(r"((?:^@.*\n)*)^(?:async )?def test_\w+\(([^)]*)", source, re.MULTILINE)
     marks = [marks for marks, arguments in tests if "luster: Serving" in arguments or "serving(" in source]
     return file.startswith("tests/cluster/") and any("mark.slow" not in of_one for of_one in marks)
+
+
+def test_long_tests_start_few_clusters() -> None:
+    assert _num_clusters(TIERS["promise"].files(["tests"])) <= MAX_PROMISE_CLUSTERS
+    assert _num_clusters(TIERS["rest"].files(["tests"])) <= MAX_REST_CLUSTERS
+
+
+def _num_clusters(files: list[str]) -> int:
+    """Return how many places of these files start a cluster of their own."""
+    of_clusters = [file for file in files if file.startswith("tests/cluster/")]
+    return sum(len(_STARTS_CLUSTER.findall((ROOT / file).read_text(encoding="utf-8"))) for file in of_clusters)
 
 
 def test_default_tests_do_not_sleep_to_wait() -> None:

@@ -1,60 +1,135 @@
 """The nodes of a cluster as the place where its deployments run."""
 
+import contextlib
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import ray
+from ray.exceptions import RayError
+
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
-from alignedserve.cluster.deployments.driver import Described
 from alignedserve.cluster.deployments.logic import Prepared
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
-from alignedserve.cluster.deployments.preparation import in_background
-from alignedserve.cluster.deployments.transitions import Ending, Starting
 from alignedserve.cluster.hosts.admission import Keeper
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import HostedModel, Member
-from alignedserve.cluster.hosts.models.preparing import HostedPlan, HostedPreparing, Surroundings
-from alignedserve.cluster.ray_polls import answers_so_far
+from alignedserve.cluster.hosts.models.preparing import HostedPlan, HostedPreparing, Surroundings, in_background
+from alignedserve.cluster.ray_polls import answers_so_far, have_all_ended
 from alignedserve.cluster.run_folder import remove_files
-from alignedserve.cluster.start_observer import StartObserver
+from alignedserve.cluster.running_cluster import START_TIMEOUT_S, RunningCluster, start_failure
+from alignedserve.cluster.start_observer import LoggingObserver, Patience, StartObserver
+from alignedserve.core.errors import ResourceError
 from alignedserve.process.addresses import ROUTER, deployed_name
 from alignedserve.process.loading_progress import Progress
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
 
+logger = logging.getLogger(__name__)
 
-class PartActors(NamedTuple):
-    """The actors of the nodes' parts, as the cluster creates and ends them."""
+_STOP_S = 5.0  # for processes to free what they have
+_GONE_S = 10.0  # for those that were killed
 
-    create: Callable[[PreparedNode], dict[str, Any]]  # of a part of a node
-    remove: Callable[[str, Sequence[str]], dict[str, Any]]  # of a node, by names; they are watched no more
-    of_node: Callable[[str], Mapping[str, Any]]
-    progress: Callable[[], list[Progress | None]]
+
+class Starting:
+    """A deployment whose processes come up."""
+
+    def __init__(self, actors: Mapping[str, Any], progress: Callable[[], Sequence[Progress | None]]) -> None:
+        """`progress`: returns how far each worker has loaded the model."""
+        self._asked = {actor.failure.remote(): name for name, actor in actors.items()}
+        self._patience = Patience(progress, START_TIMEOUT_S, LoggingObserver())
+
+    def look(self) -> str | None:
+        """Return why it does not start; None: it does, or has (see `is_over`)."""
+        answered, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
+        for reference in answered:
+            name = self._asked.pop(reference)
+            try:
+                failure = start_failure(reference, name)
+            except ResourceError as error:
+                return str(error)
+            if failure is not None:
+                return str(failure)
+        if self._asked and self._patience.is_over():
+            return f"{', '.join(self._asked.values())} did not start, without progress for {START_TIMEOUT_S:.0f} s"
+        return None
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether all processes are up."""
+        return not self._asked
+
+
+class Ending:
+    """A deployment whose processes end: asked first, then killed, until their memory is free."""
+
+    def __init__(self, name: str, actors: Mapping[str, Any], remove: Callable[[], bool]) -> None:
+        """`name`: of its model. `remove`: removes what they leave; returns whether nothing is held any more."""
+        self._name = name
+        self._actors = actors
+        self._remove = remove
+        self._stops: list[Any] = []
+        for actor in actors.values():
+            with contextlib.suppress(RayError, ValueError):
+                self._stops.append(actor.stop.remote())
+        self._kills_s: float | None = time.monotonic() + _STOP_S
+        self._gone_s = 0.0
+
+    def look(self) -> bool:
+        """Return whether it is over."""
+        if self._kills_s is not None:
+            if not have_all_ended(self._stops) and time.monotonic() < self._kills_s:
+                return False
+            self._kill()
+            return False
+        is_gone = self._remove()
+        if not is_gone and time.monotonic() < self._gone_s:
+            return False
+        if not is_gone:
+            logger.warning("memory of %s is not free yet", self._name)
+        return True
+
+    def _kill(self) -> None:
+        for actor in self._actors.values():
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(actor, no_restart=True)
+        self._kills_s, self._gone_s = None, time.monotonic() + _GONE_S
+
+
+class Described(NamedTuple):
+    """A deployment as reports name it."""
+
+    path: str  # of its model
+    workers: tuple[str, ...] = ()  # names of its processes that compute
+    processes: tuple[str, ...] = ()  # names of all its own processes
+    topology: str = ""
 
 
 class HostedDeployments:
-    """A Site over the members of a cluster."""
+    """Starts and ends deployments on the members of a cluster. Nothing here waits but on a thread of its own."""
 
     def __init__(
         self,
         members: Mapping[str, Member],
         joining: Joining,
         preparing: HostedPreparing,
-        actors: PartActors,
+        cluster: RunningCluster,
         observer: StartObserver,
     ) -> None:
         """`members`: by Ray's id, as they come and go, the head first."""
         self._members = members
         self._joining = joining
         self._preparing = preparing
-        self._actors = actors
+        self._cluster = cluster
         self._observer = observer
         self._planned: dict[str, HostedPlan] = {}  # that have no processes yet
 
     def begin_preparing(
         self, deployment_id: str, order: AddModel | ReplaceModel, replaced: str | None
     ) -> "Future[Any]":
-        """See Site."""
+        """Begin to plan one more deployment; the result is for `note_prepared`, or an error of the tree."""
         members = [one for one in self._members.values() if one.name not in self._joining.drains]
         able = tuple(replace(one, others=dict(one.others)) for one in members)  # for a thread, as they are now
         around = Surroundings(able, dict(self._joining.models), dict(self._joining.wholes))
@@ -63,7 +138,7 @@ class HostedDeployments:
         )
 
     def note_prepared(self, deployment_id: str, prepared: HostedPlan) -> Prepared:
-        """See Site."""
+        """Note what was planned."""
         self._planned[deployment_id] = prepared
         self._observer.sizes_chosen(next(iter(prepared.model.plan.choices.values())), has_others=True)
         nodes = ", ".join(name for name, part in prepared.parts.items() if part.share.num_workers)
@@ -71,7 +146,7 @@ class HostedDeployments:
         return Prepared(deployment_id, prepared.model.served.name, (*where, *prepared.remarks))
 
     def start_deployment(self, deployment_id: str) -> Starting:
-        """See Site. Nodes that have gone meanwhile are left out."""
+        """Create its processes, but on nodes that have gone meanwhile. Raises RayError or ValueError."""
         planned = self._planned.pop(deployment_id)
         self._joining.models[deployment_id] = planned.model
         made: dict[str, Any] = {}
@@ -79,11 +154,11 @@ class HostedDeployments:
             part = planned.parts.get(member.name)
             if part is not None and part.folder == member.prepared.folder:  # not one that has come back since
                 member.set_part(part)
-                made |= self._actors.create(part)
-        return Starting(made, self._actors.progress)
+                made |= self._cluster.add_part(part)
+        return Starting(made, self._cluster.progress)
 
     def end_deployment(self, deployment_id: str) -> Ending:
-        """See Site."""
+        """Stop its processes without restarting them; its record stays until `forget_deployment`."""
         model = self._joining.models[deployment_id]
         ended: dict[str, Any] = {}
         left: dict[str, tuple[Keeper, tuple[str, ...]]] = {}
@@ -93,13 +168,16 @@ class HostedDeployments:
                 continue
             share = part.share
             names = (share.router, share.pool_name, *share.workers)
-            ended |= self._actors.remove(member.name, names)
+            ended |= self._cluster.take_out(member.name, names)
             left[member.name] = member.keeper, names
         self._preparing.settings.forget(deployment_id)
         return Ending(model.served.name, ended, _Cleaning(left).is_over)
 
     def forget_deployment(self, deployment_id: str) -> None:
-        """See Site. Until then its memory counts, and a next driver finds its processes."""
+        """Forget a deployment that has ended, or was not started after all.
+
+        Until then its memory counts, and a next driver finds its processes.
+        """
         self._planned.pop(deployment_id, None)
         self._joining.models.pop(deployment_id, None)
         for member in self._members.values():
@@ -107,11 +185,11 @@ class HostedDeployments:
         self._preparing.settings.forget(deployment_id)
 
     def settle_adapters(self, replaced: str, deployment_id: str) -> tuple[str, ...]:
-        """See Site."""
+        """Unload from a replacement what was unloaded since it was planned; return the adapters that it lacks."""
         return self._preparing.settings.settle_adapters(replaced, deployment_id)
 
     def announced(self, deployment_id: str, phase: DeploymentPhase) -> ServedDeployment:
-        """See Site. All that it says is the same on every node."""
+        """Return what gateways are told of a deployment, which is the same on every node."""
         plan = self._joining.models[deployment_id].plan
         config = next(iter(plan.choices.values())).config
         return ServedDeployment(
@@ -124,7 +202,7 @@ class HostedDeployments:
         )
 
     def described(self, deployment_id: str) -> Described | None:
-        """See Site."""
+        """Return what reports say of a deployment; None: it is not planned yet."""
         planned, model = self._planned.get(deployment_id), self._joining.models.get(deployment_id)
         if planned is not None:
             return _described(planned.model, planned.parts.values())
@@ -134,9 +212,9 @@ class HostedDeployments:
         return _described(model, [part for part in parts if part is not None])
 
     def listeners(self) -> Iterator[Any]:
-        """See Site."""
+        """Return the actors of all gateways and of the batch worker."""
         for member in self._members.values():
-            actors = self._actors.of_node(member.name)
+            actors = self._cluster.actors_of(member.name)
             for name in (*(name for name, _ in member.prepared.share.gateways), BATCHES):
                 if name in actors:
                     yield actors[name]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
-from alignedserve.cluster.deployments.preparation import DeploymentSettings
-from alignedserve.cluster.hosts.models.preparing import HostedPlan, HostedPreparing, Surroundings
+from alignedserve.cluster.hosts.models.preparing import DeploymentSettings, HostedPlan, HostedPreparing, Surroundings
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.memory_planner import Machine

@@ -1,10 +1,10 @@
-"""Carries out what DeploymentsLogic decides, one look at a time, wherever the deployments run."""
+"""Carries out what DeploymentsLogic decides, one look at a time."""
 
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -22,7 +22,6 @@ from alignedserve.cluster.deployments.logic import (
     Ordered,
     Phase,
     Prepare,
-    Prepared,
     Say,
     SettleAdapters,
     Start,
@@ -31,16 +30,14 @@ from alignedserve.cluster.deployments.logic import (
     Viewed,
 )
 from alignedserve.cluster.deployments.orders import (
-    AddModel,
     Answer,
     DeploymentReport,
     Done,
     ModelOrder,
     Refused,
     Remark,
-    ReplaceModel,
 )
-from alignedserve.cluster.deployments.transitions import Ending, Starting
+from alignedserve.cluster.hosts.models.site import Described, Ending, HostedDeployments, Starting
 from alignedserve.cluster.ray_polls import have_all_ended
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, DeploymentState, ServedDeployment
@@ -120,52 +117,10 @@ _ANNOUNCED = {
 }
 
 
-class Described(NamedTuple):
-    """A deployment as reports name it."""
-
-    path: str  # of its model
-    workers: tuple[str, ...] = ()  # names of its processes that compute
-    processes: tuple[str, ...] = ()  # names of all its own processes
-    topology: str = ""
-
-
-class Site(Protocol):
-    """The place where deployments run: one host, or several. Nothing here waits but on a thread of its own."""
-
-    def begin_preparing(
-        self, deployment_id: str, order: AddModel | ReplaceModel, replaced: str | None
-    ) -> "Future[Any]":
-        """Begin to plan one more deployment; the result is for `note_prepared`, or an error of the tree."""
-
-    def note_prepared(self, deployment_id: str, prepared: Any) -> Prepared:
-        """Note what was planned."""
-
-    def start_deployment(self, deployment_id: str) -> Starting:
-        """Create its processes. Raises RayError or ValueError."""
-
-    def end_deployment(self, deployment_id: str) -> Ending:
-        """Stop the deployment's processes without restarting them; its record stays until `forget_deployment`."""
-
-    def forget_deployment(self, deployment_id: str) -> None:
-        """Forget a deployment that has ended, or was not started after all."""
-
-    def settle_adapters(self, replaced: str, deployment_id: str) -> tuple[str, ...]:
-        """Unload from a replacement what was unloaded since it was planned; return the adapters that it lacks."""
-
-    def announced(self, deployment_id: str, phase: DeploymentPhase) -> ServedDeployment:
-        """Return what gateways are told of a deployment."""
-
-    def described(self, deployment_id: str) -> Described | None:
-        """Return what reports say of a deployment; None: it is not planned yet."""
-
-    def listeners(self) -> Iterable[Any]:
-        """Return the actors of all gateways and of the batch worker."""
-
-
 class DeploymentsDriver:
     """Drives the deployments of one cluster. All methods on one thread; none waits."""
 
-    def __init__(self, site: Site, logic: DeploymentsLogic, answer: Callable[[str, Answer], None]) -> None:
+    def __init__(self, site: HostedDeployments, logic: DeploymentsLogic, answer: Callable[[str, Answer], None]) -> None:
         """`answer`: gives the giver of an order, by its id, an answer; any but a Remark is the last one."""
         self._site = site
         self._answer = answer
