@@ -17,7 +17,6 @@ from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.sim.config import SimConfig
 from alignedserve.workload.distributions import parse_distribution
-from alignedserve.workload.objectives import with_ttft_from_prefill
 from benchmarks.measuring.recording import commit
 from experiments.common import (
     GIB,
@@ -36,6 +35,7 @@ from experiments.common import (
     with_recorded,
     write_record,
 )
+from experiments.ttft_objectives import with_ttft_from_prefill
 
 TTFT_SCALE = parse_distribution("uniform(0.5,1.5)")
 SETTINGS: Mapping[str, Mapping[str, Any]] = {

@@ -1,13 +1,18 @@
 """The running router: its logic, its links and the length predictor."""
 
 import secrets
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
+
 from alignedserve.config.sections import BatchingConfig, RouterConfig
+from alignedserve.messages.events import Send
 from alignedserve.messages.links import RouterInbound
-from alignedserve.messages.wire import Codec
+from alignedserve.messages.request_notes import AskTimeline, TimelineTold
+from alignedserve.messages.wire import Codec, Message
 from alignedserve.process.logic_driver import LogicDriver
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_model import ServedModel
@@ -17,7 +22,29 @@ from router.logic import RouterEvent
 from router.prediction import learnt_lengths, make_length_predictor
 from router.request_notes import RouterNotes
 from router.state import DrainRequested, LengthPredicted
-from router.timeline_relay import TimelineRelay
+
+
+class TimelineRelay:
+    """A Relay (runtime.process.observer). It keeps nothing: an answer names the gateway that it is for."""
+
+    def __init__(self, gateways: Mapping[str, str]) -> None:
+        """`gateways`: the connected ones, with their nodes; the logic's own."""
+        self._gateways = gateways
+
+    def relay(self, peer: str, message: Message) -> Sequence[Send] | None:
+        """Pass a question to every other gateway, and an answer to the asking one; leave all else to the logic."""
+        match message:
+            case AskTimeline():
+                return self._ask(peer, message)
+            case TimelineTold():
+                told = msgspec.structs.replace(message, num_asked=None)
+                return [Send(message.asker, told)] if message.asker in self._gateways else []
+        return None
+
+    def _ask(self, peer: str, message: AskTimeline) -> list[Send]:
+        question = msgspec.structs.replace(message, asker=peer)
+        asked = [Send(gateway, question) for gateway in self._gateways if gateway != peer]
+        return [Send(peer, TimelineTold(message.number, peer, num_asked=len(asked))), *asked]
 
 
 class Router:

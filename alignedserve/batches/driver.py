@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Container
 
-from alignedserve.batches.clock_gain import ClockGain
 from alignedserve.batches.garbage_collection import collect_garbage
 from alignedserve.batches.interfaces import LineRunner
 from alignedserve.batches.line_executor import RunContext
@@ -217,3 +216,19 @@ class BatchDriver:
             return False
         self._statistics.note_ended(run, records)
         return True
+
+
+class ClockGain:
+    """Watches the wall clock beside a monotonic one; the distance between them may be any."""
+
+    def __init__(self) -> None:
+        self._least_ahead_s = float("inf")
+
+    def look(self, wall_s: float, now: float) -> float:
+        """Return by how much the age of anything dated since the first look may be too high.
+
+        Time in which this host slept counts as gained, as no monotonic clock has it.
+        """
+        ahead_s = wall_s - now
+        self._least_ahead_s = min(self._least_ahead_s, ahead_s)
+        return ahead_s - self._least_ahead_s

@@ -61,7 +61,7 @@ class InputFile:
         return parse_line(self._reader.read_at(*self._validator.index.span(line)))
 
     def order(self) -> Sequence[int]:
-        """Return the lines in the order in which they should run (common_beginnings.py)."""
+        """Return the lines in the order in which they should run (input_lines.py)."""
         return self._validator.index.beginnings.order()
 
     def line_bytes(self, line: int) -> int:

@@ -1,22 +1,53 @@
 """Lines of an input file: splitting its bytes, validating each line, indexing for random access."""
 
 from array import array
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
+import xxhash
 
-from alignedserve.batches.common_beginnings import CommonBeginnings
 from alignedserve.batches.records import Endpoint, LineProblem
 
+_LENGTHS = (256, 1024, 4096, 16384)  # bytes from the member on that holds the prompt
+_PROMPTS = (b'"messages"', b'"prompt"', b'"input"')
 MAX_CUSTOM_ID_LEN = 512
 MAX_PROBLEMS = 100  # listed per file; reading ends there
 _BOM = b"\xef\xbb\xbf"
 _GZIP = b"\x1f\x8b"
 _MEMBERS = frozenset({"custom_id", "method", "url", "body"})
 _MAX_ECHOED_LEN = 64
+
+
+class CommonBeginnings:
+    """Digests of the beginnings of a file's prompts, 32 bytes a line."""
+
+    def __init__(self) -> None:
+        self._digests = tuple(array("Q") for _ in _LENGTHS)
+
+    def add(self, text: bytes) -> None:
+        """Add the next line."""
+        start = next((at for member in _PROMPTS if (at := text.find(member)) >= 0), 0)
+        for digests, length in zip(self._digests, _LENGTHS, strict=True):
+            digests.append(xxhash.xxh3_64_intdigest(text[start : start + length]))
+
+    def order(self) -> Sequence[int]:
+        """Return the lines in the order in which they should run."""
+        num_lines = len(self._digests[0])
+        firsts = [_first_alike(np.frombuffer(digests, np.uint64)) for digests in self._digests] if num_lines else []
+        if not firsts or np.array_equal(firsts[0], np.arange(num_lines)):
+            return range(num_lines)
+        ordered = np.lexsort((np.arange(num_lines), *reversed(firsts)))
+        return array("I", ordered.astype(np.uint32).tobytes())
+
+
+def _first_alike(digests: "np.ndarray[tuple[int], np.dtype[np.uint64]]") -> "np.ndarray[tuple[int], np.dtype[np.intp]]":
+    """Return for every line the first one with the same digest."""
+    _, first, group = np.unique(digests, return_index=True, return_inverse=True)
+    return first[group]
 
 
 class RawLine(NamedTuple):

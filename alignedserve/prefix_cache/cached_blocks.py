@@ -7,13 +7,39 @@ what a block's id means: a block of a worker's storage, or of an arena.
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from alignedserve.core.ids import BlockId
 from alignedserve.prefix_cache.block_hashes import BlockHash, NamedBlock
-from alignedserve.prefix_cache.eviction import REMEMBERED_SHARE, SavedCost, saved_cost
+
+MAX_COUNTED_USES = 8  # more uses do not make a block more valuable
+REMEMBERED_SHARE = 4  # blocks that have left and are remembered, by those in the cache
+
+
+class ValuedBlock(Protocol):
+    """A block with the two numbers that eviction looks at: its uses, and the blocks before it."""
+
+    @property
+    def depth(self) -> int:
+        """Blocks before this one in its context."""
+
+    @property
+    def num_uses(self) -> int:
+        """Contexts that began with this block, the one that computed it included."""
+
+
+def saved_cost(block: ValuedBlock) -> float:
+    """Return what a block saves, by how often it was used.
+
+    What it costs to compute depends little on its place: attention over 32 768 tokens costs an 8B model as much as its
+    products, and with that for a factor fewer tokens are found.
+    """
+    return float(min(block.num_uses, MAX_COUNTED_USES))
+
+
+SavedCost = Callable[[ValuedBlock], float]
 
 
 @dataclass(slots=True, eq=False)

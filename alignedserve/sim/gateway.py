@@ -72,7 +72,6 @@ class SimulatedGateway:
         self.records: list[RequestRecord] = []
         self.statuses: dict[str, ClusterStatus] = {}  # the latest of each router
         self.max_open = 0  # requests at a time
-        self.num_repeated = 0  # tokens that came more than once
         network.add(GATEWAY, Role.GATEWAY, self.dispatch)
 
     def start(self, time_s: float) -> None:
@@ -112,7 +111,6 @@ class SimulatedGateway:
         for delta in message.deltas:
             sent = under_way.get(delta.request_id)
             if sent is None or delta.first_index < len(sent.token_times_s):  # emitted again, as two had it after a loss
-                self.num_repeated += 1
                 continue
             assert delta.first_index == len(sent.token_times_s), "a token that is not the next"
             if not sent.token_times_s:

@@ -13,6 +13,8 @@ Requests are never sent back to the router: a preempted one waits here and resum
 Under the elastic topology the router may move one that decodes to another worker: moves.py.
 """
 
+from collections.abc import Collection
+
 import msgspec
 
 from alignedserve.core.block_allocator import blocks_for
@@ -40,7 +42,6 @@ from alignedserve.worker_core.request_notes import WaitingRequest
 from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.colocated.moves import MoveCommand, RequestMoves
 from decode_worker.colocated.pooled_prefixes import PooledPrefixes, PoolEvent
-from decode_worker.colocated.waiting import causes_of
 from decode_worker.held_requests import HeldRequest, HeldRequests
 from decode_worker.plan_performer import PlanPerformer
 
@@ -317,3 +318,21 @@ class ColocatedLogic:
         capacity = self._scheduler.prompt_capacity(self._state)
         self._lean = round(capacity.share * _LEAN_STEPS) / _LEAN_STEPS
         self._prompt_rate = int(capacity.tokens_per_s)
+
+
+def causes_of(held: HeldRequests, members: Collection[HeldRequest], max_running: int) -> list[WaitingRequest]:
+    """Return the waiting requests. `members`: of the latest iteration, `max_running` at most."""
+    computing = {member.request.request_id for member in members}
+    num_running = len(computing)
+    waiting = [waiter for waiter in held if waiter.request.request_id not in computing and not waiter.is_finished]
+    is_full = num_running >= max_running
+    return [
+        WaitingRequest(waiter.request.request_id, _cause_of(waiter, held, is_full), num_running) for waiter in waiting
+    ]
+
+
+def _cause_of(one: HeldRequest, held: HeldRequests, is_full: bool) -> Cause:
+    if is_full:
+        return Cause.BATCH_FULL
+    num_missing = blocks_for(one.context_len, held.block_size) - len(one.block_ids)
+    return Cause.BLOCKS_SHORT if held.state.num_free < num_missing else Cause.OTHERS_FIRST

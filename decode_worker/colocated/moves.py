@@ -10,7 +10,11 @@ The giver keeps the cache until then: whatever fails, it decodes the request on 
 lost after BlocksWritten, when it may have taken the request, does the giver give it up: RequestPreempted.
 """
 
-from alignedserve.core.ids import RequestId
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alignedserve.core.attempts import next_step
+from alignedserve.core.ids import BlockId, LeaseId, RequestId
 from alignedserve.messages.caches import (
     ArenaOffered,
     BlocksReserved,
@@ -20,19 +24,181 @@ from alignedserve.messages.caches import (
     ReservationRefused,
     ReserveBlocks,
 )
-from alignedserve.messages.events import Dial, PeerConnected, PeerDisconnected, Received, StopDialling
+from alignedserve.messages.events import Dial, PeerConnected, PeerDisconnected, Received, Send, StopDialling
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import BlocksLoaded, BlocksOffloaded, BufferOpened
+from alignedserve.messages.iterations import (
+    BlocksLoaded,
+    BlocksOffloaded,
+    BufferOpened,
+    Load,
+    LoadBlocks,
+    MapArena,
+    UnmapArena,
+)
 from alignedserve.messages.wire import Message
-from alignedserve.messages.workers import MoveRequest, PeersChanged, WorkerRegistered
+from alignedserve.messages.workers import MoveRequest, PeersChanged, RequestMoved, WorkerRegistered
+from alignedserve.scheduling.scheduler_state import Progress
 from alignedserve.worker_core.router_link import RouterLink
+from decode_worker.batching.buffer_space import BufferSpace
 from decode_worker.block_peers import BlockPeers
-from decode_worker.colocated.arrivals import ArrivalCommand, Arrivals
 from decode_worker.colocated.departures import DepartureCommand, Departures
-from decode_worker.held_requests import HeldRequests
+from decode_worker.held_requests import HeldRequest, HeldRequests
+from decode_worker.state import BufferSlot
 
+ArrivalCommand = Send | LoadBlocks | MapArena | UnmapArena
 MoveEvent = PeerConnected | PeerDisconnected | Received | BufferOpened | BlocksOffloaded | BlocksLoaded
 MoveCommand = DepartureCommand | ArrivalCommand | Dial | StopDialling
+
+
+@dataclass(slots=True, eq=False)
+class Arriving:
+    """One request that may come."""
+
+    attempt: int  # of the giver
+    slot: BufferSlot  # at the giver
+    block_ids: tuple[BlockId, ...]  # here
+    written: BlocksWritten | None = None  # its cache is being loaded
+    is_aborted: bool = False
+
+
+class Arrivals:
+    """The buffers that other workers lend this one, and the requests on their way out of them."""
+
+    def __init__(self, held: HeldRequests, router: RouterLink, max_held: int) -> None:
+        self._held = held
+        self._router = router
+        self._max_held = max_held
+        self._space = BufferSpace()
+        self.num_taken = 0
+        self._entries: dict[RequestId, Arriving] = {}
+
+    # --- other workers
+
+    def offered(self, peer: str, message: ArenaOffered) -> list[ArrivalCommand]:
+        """Use the empty buffer that a worker lends."""
+        self._space.opened(peer, message.num_blocks)
+        return [MapArena(lent_by(peer), message, stamps=True)]
+
+    def disconnected(self, peer: str) -> list[ArrivalCommand]:
+        """Give up what was to come from a worker that is gone."""
+        self._space.lost(peer)
+        for request_id, entry in list(self._entries.items()):
+            if entry.slot.peer == peer:
+                self._give_up(request_id, entry)
+        return [UnmapArena(lent_by(peer))]
+
+    # --- one request, step by step
+
+    def reserve(self, peer: str, message: ReserveBlocks) -> list[ArrivalCommand]:
+        """Hold blocks for a request, here and in the buffer, if there are enough of both."""
+        request_id, num_blocks = message.request_id, message.num_blocks
+        self._router.observe(message.attempt)
+        is_known = request_id in self._entries or self._held.get(request_id) is not None
+        slot = self._space.at(peer, num_blocks) if not is_known and self._has_room(num_blocks) else None
+        if slot is None:
+            return [Send(peer, ReservationRefused(request_id, message.attempt))]
+        self._entries[request_id] = Arriving(message.attempt, slot, self._held.hold(num_blocks))
+        lease_id = LeaseId(slot.generation)
+        return [Send(peer, BlocksReserved(request_id, message.attempt, lease_id, slot.generation, slot.block_ids))]
+
+    def written(self, peer: str, message: BlocksWritten) -> list[ArrivalCommand]:
+        """Load what the giver wrote into the buffer."""
+        request_id, copy = message.request.request_id, message.copy
+        entry = self._entries.get(request_id)
+        if entry is None or entry.written is not None or not _is_of(entry, peer, message):
+            return [Send(peer, BlocksTaken(request_id, message.attempt, is_accepted=False))]
+        entry.written = message
+        load = Load(request_id, copy, entry.block_ids[: copy.num_blocks])
+        return [LoadBlocks(lent_by(peer), (load,))]
+
+    def loaded(self, event: BlocksLoaded, now: float) -> list[ArrivalCommand]:
+        """Take the requests over whose copies verified."""
+        commands: list[ArrivalCommand] = []
+        for load in event.loads:
+            entry = self._entries.pop(load.request_id)
+            self._space.free(entry.slot)
+            is_taken = not entry.is_aborted and load.request_id not in event.refused
+            if is_taken and self._held.get(load.request_id) is None:
+                commands += self._take(entry, now)
+            else:
+                is_taken = False
+                self._held.free_held(entry.block_ids)
+            commands.append(Send(entry.slot.peer, BlocksTaken(load.request_id, entry.attempt, is_taken)))
+        return commands
+
+    def cancel(self, request_id: RequestId, attempt: int | None) -> None:
+        """Give up a request that is to come; with an attempt, only that one and earlier ones."""
+        entry = self._entries.get(request_id)
+        if entry is not None and (attempt is None or entry.attempt <= attempt):
+            self._give_up(request_id, entry)
+
+    def request_ids(self) -> Sequence[RequestId]:
+        """Return the requests that are coming."""
+        return list(self._entries)
+
+    # --- inside
+
+    def _has_room(self, num_blocks: int) -> bool:
+        """Return whether these blocks are free beside the blocks that the next iterations may need."""
+        held = self._held
+        has_place = len(held) + len(self._entries) < self._max_held and not held.is_copying_out
+        return has_place and held.state.num_free >= num_blocks + len(held) and held.has_room_beside(num_blocks)
+
+    def _take(self, entry: Arriving, now: float) -> list[ArrivalCommand]:
+        message = entry.written
+        self.num_taken += 1
+        assert message is not None, "loaded before it was written"
+        request, generated = message.request, list(message.generated_token_ids)
+        block_ids = entry.block_ids[: message.copy.num_blocks]
+        self._held.free_held(entry.block_ids[len(block_ids) :])  # the last block of a request is one with tokens
+        predicted_len = message.predicted_output_len or float(request.sampling.max_tokens)
+        tracked = HeldRequest(
+            request,
+            next_step(entry.attempt),
+            generated,
+            granted_s=now,
+            predicted_output_len=predicted_len,
+            is_prefilled=True,
+            block_ids=list(block_ids),
+        )
+        self._held.attach(
+            tracked,
+            Progress(
+                predicted_len=max(predicted_len, 1.0),
+                num_generated=len(generated),
+                num_cached=message.copy.context_len,
+                num_blocks=len(block_ids),
+                first_token_s=now - message.begun_s,
+                last_token_s=now,
+            ),
+            now,
+        )
+        return [*self._router.send(RequestMoved(request.request_id, tracked.attempt, len(generated)))]
+
+    def _give_up(self, request_id: RequestId, entry: Arriving) -> None:
+        if entry.written is not None:  # its blocks are being written
+            entry.is_aborted = True
+            return
+        del self._entries[request_id]
+        self._space.free(entry.slot)
+        self._held.free_held(entry.block_ids)
+
+
+def lent_by(peer: str) -> str:
+    """Return the name of the arena that a worker lends; the one lent to it goes by its own name."""
+    return f"{peer} lends"
+
+
+def _is_of(entry: Arriving, peer: str, message: BlocksWritten) -> bool:
+    """Return whether this is the request that blocks were reserved for, with all tokens except the last."""
+    copy, num_tokens = message.copy, message.request.prompt_len + len(message.generated_token_ids)
+    given = (message.attempt, copy.generation, peer)
+    return (
+        (entry.attempt, entry.slot.generation, entry.slot.peer) == given
+        and bool(message.generated_token_ids)
+        and copy.context_len == num_tokens - 1
+        and 0 < copy.num_blocks <= len(entry.block_ids)
+    )
 
 
 class RequestMoves:

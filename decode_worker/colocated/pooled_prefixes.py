@@ -4,12 +4,14 @@ Where the router knows of another node's pool that has clearly more, it names th
 with it on demand, and asks it in place of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.caches import ArenaOffered
-from alignedserve.messages.events import CommonEvent, Dial, HangUp, PeerConnected, PeerDisconnected, Received
+from alignedserve.messages.events import CommonEvent, Dial, HangUp, PeerConnected, PeerDisconnected, Received, Send
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     BlocksLoaded,
@@ -17,18 +19,178 @@ from alignedserve.messages.iterations import (
     BufferOpened,
     IterationCompleted,
     MapArena,
+    OffloadBlocks,
     UnmapArena,
 )
-from alignedserve.messages.prefixes import PrefixBlocksReserved, PrefixFound
+from alignedserve.messages.prefixes import (
+    PrefixBlock,
+    PrefixBlocksReserved,
+    PrefixBlocksWritten,
+    PrefixFound,
+    PrefixPart,
+    ReservedPart,
+    StorePrefixBlocks,
+)
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength
+from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachedBlocks, context_of
 from alignedserve.prefix_cache.contexts import PrefixCache
 from decode_worker.block_peers import BlockPeers
 from decode_worker.colocated.prefix_loads import LoadCommand, PrefixLoads, TokensPerS
-from decode_worker.colocated.prefix_offers import OfferCommand, PrefixOffers
 from decode_worker.held_requests import HeldRequests
 
+_OFFERED_BYTES = 64 << 20  # in one offer: loads of blocks wait for its copies
+_REST = 4.0  # times the duration of the last copies, until the next offer
+_SPACING_S = 0.25  # of offers that take all there is
+_SMALL_SPACING_S = 1.0  # before one of fewer blocks than this: decoding requests fill one in most iterations
+_MANY_BLOCKS = 64
+_REFUSED_REST_S = 1.0  # where the pool has no room
+_NO_REQUEST = RequestId("")  # blocks of a prefix belong to none
+
+OfferCommand = Send | OffloadBlocks
 PoolEvent = CommonEvent | IterationCompleted | BufferOpened | BlocksOffloaded | BlocksLoaded
 PoolCommand = OfferCommand | LoadCommand | MapArena | UnmapArena
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    """Consecutive blocks of a context that were offered, or are copied."""
+
+    blocks: list[CachedBlock]
+
+    @property
+    def num_before(self) -> int:
+        """Number of blocks of the context before them."""
+        return self.blocks[0].depth
+
+
+class PrefixOffers:
+    """The blocks that the pool may lack, the offer under way, and the copies that follow from it."""
+
+    def __init__(self, cached: CachedBlocks) -> None:
+        self._cached = cached
+        self._pool: str | None = None
+        self._max_offered = 1
+        self._new: dict[CachedBlock, None] = {}  # not offered yet, each after the one before it in its context
+        self._offered: list[_Offer] = []  # awaiting the pool's answer
+        self._writing: dict[int, _Offer] = {}  # by lease
+        self._began_s = self._rests_until_s = 0.0
+        self._gathers_until_s = 0.0  # unless many blocks are new
+        self.num_stored = 0  # blocks written, since it started
+
+    # --- the worker's cache
+
+    def stored(self, block: CachedBlock) -> None:
+        """See BlockObserver."""
+        if self._pool is not None:
+            self._new[block] = None
+
+    def removed(self, block: CachedBlock) -> None:
+        """See BlockObserver."""
+        self._new.pop(block, None)
+
+    def skip(self, blocks: list[CachedBlock]) -> None:
+        """Offer these no more: they came from the pool."""
+        for block in blocks:
+            self._new.pop(block, None)
+
+    # --- the pool
+
+    def connected(self, pool: str, block_bytes: int) -> None:
+        """Begin with a pool, which may have nothing: all that is cached is offered."""
+        self._pool = pool
+        self._max_offered = max(_OFFERED_BYTES // block_bytes, 1)
+        self._new = dict.fromkeys(sorted(self._cached, key=lambda block: block.depth))
+        self._rests_until_s = self._gathers_until_s = 0.0
+
+    def disconnected(self) -> None:
+        """Stop: a pool that is gone wants nothing. Copies under way end by themselves."""
+        self._pool = None
+        self._new.clear()
+        self._offered.clear()
+
+    def offer(self, now: float) -> list[OfferCommand]:
+        """Offer what is new, unless an offer is under way."""
+        if not self._new or self._pool is None or self._offered or self._writing or now < self._rests_until_s:
+            return []
+        if now < self._gathers_until_s and len(self._new) < _MANY_BLOCKS:
+            return []
+        taken = [block for block, _ in zip(self._new, range(self._max_offered), strict=False)]
+        for block in taken:
+            del self._new[block]
+        if not self._new:
+            self._rests_until_s = now + _SPACING_S
+            self._gathers_until_s = now + _SMALL_SPACING_S
+        self._offered = [_Offer(part) for part in _in_parts(taken)]
+        return [Send(self._pool, StorePrefixBlocks(tuple(_part_of(offer) for offer in self._offered)))]
+
+    def reserved(self, message: PrefixBlocksReserved, now: float) -> list[OfferCommand]:
+        """Copy what the pool has given places for."""
+        if len(message.parts) != len(self._offered):
+            return []  # no answer to what was offered
+        offered, self._offered = self._offered, []
+        self._began_s = now
+        pairs = zip(offered, message.parts, strict=True)
+        return [command for offer, part in pairs for command in self._write(offer, part, now)]
+
+    def offloaded(self, event: BlocksOffloaded, now: float) -> list[OfferCommand]:
+        """Report what is written."""
+        command = event.command
+        assert command.lease_id is not None, "copied without a lease"
+        offer = self._writing.pop(int(command.lease_id))
+        if not self._writing:
+            self._rests_until_s = max(self._rests_until_s, now + _REST * (now - self._began_s))
+        whole = len(self._still_cached(offer.blocks)) if event.runs is not None else 0
+        checksums = tuple(run.checksum for run in (event.runs or ())[:whole])
+        self.num_stored += len(checksums)
+        return [Send(command.target, PrefixBlocksWritten(command.lease_id, checksums))]
+
+    # --- inside
+
+    def _write(self, offer: _Offer, part: ReservedPart, now: float) -> list[OfferCommand]:
+        assert self._pool is not None, "answered by no pool"
+        if part.is_orphan and offer.num_before:  # the pool has let the blocks before them go: all are offered again
+            self._new = dict.fromkeys(self._context_of(offer)) | self._new
+            return []
+        written = self._still_cached(offer.blocks[part.num_known :][: len(part.block_ids)])
+        rest = self._still_cached(offer.blocks)[part.num_known + len(part.block_ids) :]
+        if rest:
+            self._new |= dict.fromkeys(rest)
+            self._rests_until_s = now + _REFUSED_REST_S
+        if not part.block_ids:
+            return []
+        lease_id = part.lease_id
+        if not written:
+            return [Send(self._pool, PrefixBlocksWritten(lease_id, ()))]
+        self._writing[int(lease_id)] = _Offer(written)
+        source = tuple(block.block_id for block in written)
+        target, num_before = part.block_ids[: len(written)], written[0].depth
+        return [OffloadBlocks(_NO_REQUEST, 0, source, self._pool, target, lease_id, lease_id, num_before)]
+
+    def _context_of(self, offer: _Offer) -> list[CachedBlock]:
+        here = self._still_cached(offer.blocks)
+        return context_of(here[-1]) if here else []
+
+    def _still_cached(self, blocks: list[CachedBlock]) -> list[CachedBlock]:
+        """Return the first of these blocks, as many as have not left the cache."""
+        return list(takewhile(lambda block: self._cached.get(block.block_hash) is block, blocks))
+
+
+def _in_parts(blocks: list[CachedBlock]) -> Iterator[list[CachedBlock]]:
+    """Split blocks into runs; in a run, every block follows the one before it."""
+    parts: dict[CachedBlock, list[CachedBlock]] = {}  # by their last block
+    for block in blocks:
+        part = parts.pop(block.parent, []) if block.parent is not None else []
+        part.append(block)
+        parts[block] = part
+    yield from parts.values()
+
+
+def _part_of(offer: _Offer) -> PrefixPart:
+    blocks = offer.blocks
+    parent = blocks[0].parent
+    named = tuple(PrefixBlock(block.block_hash, block.packed_tokens) for block in blocks)
+    # Of a context's first block the parent is its root, which the pool need not know.
+    return PrefixPart(offer.num_before, parent.block_hash if parent is not None else named[0].block_hash, named)
 
 
 class PoolOutcome(NamedTuple):

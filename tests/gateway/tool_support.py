@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 from alignedserve.api.backend.scripted import Script
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.core.request import Request
-from alignedserve.runtime.grammar.limits import PARSER_LIMITS
+from alignedserve.runtime.grammar.compiler import PARSER_LIMITS
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
 from tests.gateway.support import EOS, write_tokenizer
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.reference import attention_of_chunk
 from tests.gpu_kernels.paged import contexts
+from tests.support.kernel_reference import attention_of_chunk
 from tests.support.marks import slow
 
 pytest.importorskip("triton")

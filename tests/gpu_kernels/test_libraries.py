@@ -31,7 +31,7 @@ from alignedserve.runtime.attention.sequence_table import SequenceTable
 from alignedserve.runtime.device.timing import DeviceTimer
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from kernels.reference import attention_of_chunk
+from tests.support.kernel_reference import attention_of_chunk
 from tests.support.tiny_engines import TinyEngine, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 

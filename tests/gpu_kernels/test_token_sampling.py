@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.reference import kept_tokens
 from kernels.sampling import RowParameters, greedy
+from tests.support import kernel_reference as reference
+from tests.support.kernel_reference import kept_tokens
 from tests.support.marks import slow
 
 pytest.importorskip("triton")

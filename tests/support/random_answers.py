@@ -16,7 +16,7 @@ import jsonschema  # type: ignore[import-untyped]
 from jsonschema import Draft7Validator, Draft202012Validator, FormatChecker, validators
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, regex_to_lark
 
-from alignedserve.runtime.grammar.limits import PARSER_LIMITS
+from alignedserve.runtime.grammar.compiler import PARSER_LIMITS
 
 _EOS = 256
 _PRINTABLE = frozenset(range(32, 127))

@@ -13,7 +13,7 @@ from alignedserve.runtime.device.collectives import Collectives
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.engine.model_loading import LoadedRank
 from alignedserve.runtime.engine.ranks.follower_copies import FollowerCopies
-from alignedserve.runtime.engine.ranks.follower_engine import FollowerEngine
+from alignedserve.runtime.engine.ranks.follower_process import FollowerEngine
 from alignedserve.runtime.engine.ranks.group_copies import GroupCopies
 from alignedserve.runtime.engine.ranks.rank_spec import Meeting, RankEngineSpec, load_shard, make_storage
 from alignedserve.runtime.kv.block_storage import BlockStorage

@@ -16,9 +16,9 @@ from alignedserve.runtime.device.streams import Event, streams_of
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
 from alignedserve.runtime.engine.ranks.follower_copies import FrameCount
-from alignedserve.runtime.engine.ranks.follower_engine import FollowerEngine
+from alignedserve.runtime.engine.ranks.follower_process import FollowerEngine
 from alignedserve.runtime.engine.ranks.rank_commands import Command
-from alignedserve.runtime.engine.ranks.told_ranks import ToldRanks
+from alignedserve.runtime.engine.ranks.rank_group import ToldRanks
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage

@@ -12,7 +12,6 @@ from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.curve import Curve
 from alignedserve.costmodel.hardware import hardware
 from alignedserve.costmodel.model_shapes import model_shape
-from alignedserve.costmodel.published.collectives import collective_curve
 from alignedserve.costmodel.published.files import rows_of
 from alignedserve.costmodel.roofline import RooflineModel
 
@@ -58,4 +57,25 @@ def _curves() -> dict[tuple[str, int], Curve]:
     for row in rows_of("llama_2_7b_layer.csv"):
         key = (row["hardware"], int(row["tensor_parallel"]))
         points.setdefault(key, []).append((float(row["num_tokens"]), float(row["layer_ms"]) * _MS))
+    return {key: Curve(found) for key, found in points.items()}
+
+
+def collective_curve(machine: str, operation: str, num_workers: int) -> Curve:
+    """Return the seconds by bytes, for all_reduce among 2, 4 or 8 or send_recv between 2.
+
+    Raises ConfigError listing what is.
+    """
+    curves = _collective_curves()
+    if (machine, operation, num_workers) not in curves:
+        known = ", ".join(f"{name} {what} x {degree}" for name, what, degree in curves)
+        raise ConfigError(f"there is no published {operation} among {num_workers} of {machine!r}; there is {known}.")
+    return curves[machine, operation, num_workers]
+
+
+@cache
+def _collective_curves() -> dict[tuple[str, str, int], Curve]:
+    points: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
+    for row in rows_of("dgx_collectives.csv"):
+        key = (row["hardware"], row["operation"], int(row["num_workers"]))
+        points.setdefault(key, []).append((float(row["size_bytes"]), float(row["ms"]) * _MS))
     return {key: Curve(found) for key, found in points.items()}

@@ -6,6 +6,7 @@
 4. `oneOf` becomes `anyOf` where its options exclude each other; llguidance refuses the rest.
 """
 
+from collections.abc import Mapping
 from decimal import Decimal
 from math import lcm
 from typing import Any
@@ -15,17 +16,18 @@ import orjson
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.runtime.grammar.exclusive_options import are_exclusive
-from alignedserve.runtime.grammar.finite_schemas import has_finite_instance
-from alignedserve.runtime.grammar.schema_formats import pattern_of
 from alignedserve.runtime.grammar.schema_keywords import (
     ANNOTATIONS,
     NEUTRAL,
     READERS,
     Path,
     check_dialect,
+    pattern_of,
     unsupported_keyword,
 )
 
+_SCALARS = frozenset({"null", "boolean", "integer", "number", "string"})
+_ANY_TYPE = ("null", "array", "object")
 MAX_SCHEMA_BYTES = 256 * 1024
 MAX_PROPERTIES = 2000
 MAX_OPTIONAL_PROPERTIES = 300  # of one object: any of them may come next, and the parser keeps them all in mind
@@ -213,3 +215,48 @@ def _options(whitespace_pattern: str | None) -> dict[str, Any]:
         {"whitespace_flexible": False} if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
     )
     return {**whitespace, "json_allowed_escapes": 'nrbtf\\"'}
+
+
+def has_finite_instance(root: Any, targets: Mapping[str, Any]) -> bool:
+    """Return whether some finite value may match the schema, and each that it refers to.
+
+    `targets`: the schemas that references point to. One without end could be entered, and never be left.
+    """
+    finite: set[str] = set()
+    while True:
+        # References count once their target does.
+        found = {pointer for pointer in targets.keys() - finite if _is_finite(targets[pointer], finite)}
+        if not found:
+            return len(finite) == len(targets) and _is_finite(root, finite)
+        finite |= found
+
+
+def _is_finite(schema: Any, finite: set[str]) -> bool:
+    if isinstance(schema, bool):
+        return schema
+    if "$ref" in schema and schema["$ref"] not in finite:
+        return False
+    if not all(_is_finite(option, finite) for option in schema.get("allOf", ())):
+        return False
+    if not all(_has_finite_option(schema[key], finite) for key in ("anyOf", "oneOf") if key in schema):
+        return False
+    if "const" in schema or "enum" in schema:
+        return True
+    types = schema.get("type", _ANY_TYPE)
+    types = (types,) if isinstance(types, str) else types
+    return any(_has_finite_value(schema, kind, finite) for kind in types)
+
+
+def _has_finite_option(options: list[Any], finite: set[str]) -> bool:
+    return any(_is_finite(option, finite) for option in options)
+
+
+def _has_finite_value(schema: dict[str, Any], kind: str, finite: set[str]) -> bool:
+    if kind in _SCALARS:
+        return True
+    if kind == "object":
+        properties, additional = schema.get("properties", {}), schema.get("additionalProperties", True)
+        return all(_is_finite(properties.get(name, additional), finite) for name in schema.get("required", ()))
+    num_items, prefix = schema.get("minItems", 0), schema.get("prefixItems", [])
+    needed = prefix[:num_items] + ([schema.get("items", True)] if num_items > len(prefix) else [])
+    return all(_is_finite(item, finite) for item in needed)

@@ -2,28 +2,93 @@
 
 import logging
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from threading import Lock
+from typing import Any
 
 import msgspec
+import orjson
 
 from alignedserve.core.errors import ModelError
 from alignedserve.process.child_process import ChildProcess
 from alignedserve.runtime.grammar.compiler import GrammarError, unsupported_model
-from alignedserve.runtime.grammar.plain_schemas import is_plain
-from alignedserve.runtime.grammar.trial_lane import Trial, TrialLane
+from alignedserve.runtime.grammar.json_schema import FLEXIBLE_WHITESPACE
 from alignedserve.runtime.grammar.trial_process import Setup
 from alignedserve.runtime.grammar.vocabulary import TokenTable
 
+_MAX_BYTES = 8192
+_MAX_DEPTH = 16
+_MAX_COUNT = 32  # of items or characters, where a schema bounds them
+_GUIDANCE = "x-guidance"
+_MAX_WALL_S = 30.0  # where cores are busy with other things, or the process is stopped
 logger = logging.getLogger(__name__)
 
 MAX_CPU_S = 2.0  # schemas in use take some milliseconds
 _MAX_KEPT = 4096
 _TOO_LONG = "the grammar takes too long, or too much memory, to compile"
+
+
+@dataclass(slots=True, eq=False)
+class Trial:
+    """One grammar that is to be tried."""
+
+    grammar: str
+    result: "Future[None]" = field(default_factory=Future)
+    tenants: set[str] = field(default_factory=set)  # that wait for it
+
+
+class TrialLane:
+    """A process, and the trials that wait for it: the first of each tenant in turn, so that a tenant waits for one
+    trial of every other at most, however many they have."""
+
+    def __init__(self, attempt: Callable[[str, ChildProcess], None]) -> None:
+        """`attempt`: tries a grammar in the process, on the lane's thread; what it raises is the trial's error."""
+        self.process = ChildProcess("alignedserve.runtime.grammar.trial_process", _MAX_WALL_S)
+        self._attempt = attempt
+        self._thread = ThreadPoolExecutor(1, "trials")
+        self._waiting: OrderedDict[str, deque[Trial]] = OrderedDict()  # the tenant whose turn is next first
+        self._lock = Lock()
+
+    def add(self, trial: Trial, tenant: str) -> None:
+        """Let a trial wait in the tenant's place, too: whichever turn comes first, it is tried once."""
+        with self._lock:
+            if tenant in trial.tenants:
+                return
+            trial.tenants.add(tenant)
+            self._waiting.setdefault(tenant, deque()).append(trial)
+            self._thread.submit(self._try_next)
+
+    def close(self) -> None:
+        """End the process at once; trials that wait are cancelled."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.process.kill()
+        self._thread.shutdown()
+        self.process.end()
+        for trials in self._waiting.values():
+            for trial in trials:
+                trial.result.cancel()
+
+    def _try_next(self) -> None:
+        with self._lock:
+            tenant, trials = next(iter(self._waiting.items()))
+            trial = trials.popleft()
+            if trials:
+                self._waiting.move_to_end(tenant)
+            else:
+                del self._waiting[tenant]
+        if trial.result.done() or not trial.result.set_running_or_notify_cancel():
+            return
+        try:
+            self._attempt(trial.grammar, self.process)
+        except Exception as error:  # noqa: BLE001 - whoever waits for the trial raises it
+            trial.result.set_exception(error)
+        else:
+            trial.result.set_result(None)
 
 
 class GrammarTrials:
@@ -84,3 +149,59 @@ def _attempt(load_table: Callable[[], TokenTable], max_cpu_s: float, grammar: st
 def _tells_nothing(result: "Future[None]") -> bool:
     """Return whether a grammar was not tried after all, as where no process could be started."""
     return result.cancelled() or (result.done() and not isinstance(result.exception(), GrammarError | None))
+
+
+def is_plain(grammar: str) -> bool:
+    """Return whether a grammar is such a schema: no expressions, references, intersections or large counts."""
+    if len(grammar) > _MAX_BYTES:
+        return False
+    try:
+        read = orjson.loads(grammar)
+    except orjson.JSONDecodeError:
+        return False
+    parts = read.get("grammars") if isinstance(read, dict) else None
+    if not isinstance(parts, list) or len(parts) != 1 or not isinstance(parts[0], dict):
+        return False
+    given = {name for name, value in parts[0].items() if value is not None} - {"name"}
+    return given == {"json_schema"} and _is_plain(parts[0]["json_schema"], 0)
+
+
+def _is_plain(schema: Any, depth: int) -> bool:
+    if isinstance(schema, bool):
+        return True
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        return False
+    return all(name in _KEYWORDS and _KEYWORDS[name](value, depth + 1) for name, value in schema.items())
+
+
+def _anything(value: Any, depth: int) -> bool:
+    return True
+
+
+def _each(value: Any, depth: int) -> bool:
+    return isinstance(value, list) and all(_is_plain(one, depth) for one in value)
+
+
+def _named(value: Any, depth: int) -> bool:
+    return isinstance(value, dict) and all(_is_plain(one, depth) for one in value.values())
+
+
+def _small(value: Any, depth: int) -> bool:
+    return isinstance(value, int) and value <= _MAX_COUNT
+
+
+def _own_guidance(value: Any, depth: int) -> bool:
+    """Return whether these are the default options of schemas, so that no client has chosen its whitespace."""
+    return isinstance(value, dict) and value.get("whitespace_pattern", FLEXIBLE_WHITESPACE) == FLEXIBLE_WHITESPACE
+
+
+_KEYWORDS: dict[str, Callable[[Any, int], bool]] = {
+    **dict.fromkeys(("$schema", "const", "default", "description", "enum", "required", "title", "type"), _anything),
+    **dict.fromkeys(("maxItems", "maxLength", "minItems", "minLength"), _small),
+    "additionalProperties": _is_plain,
+    "anyOf": _each,
+    "items": _is_plain,
+    "prefixItems": _each,
+    "properties": _named,
+    _GUIDANCE: _own_guidance,
+}

@@ -1,12 +1,114 @@
 """Checks an adapter's files against a model, by the config and the header alone; without torch."""
 
-from typing import NamedTuple
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import safetensors
+from safetensors import SafetensorError
+
+from alignedserve.core.errors import AdapterError
 from alignedserve.runtime.lora.adapter_config import CONFIG_NAME, AdapterConfig, parse_adapter_config
 from alignedserve.runtime.lora.adapter_files import WEIGHTS_NAME, AdapterFiles
 from alignedserve.runtime.lora.adapter_modules import AdaptableModule, adaptable_modules
-from alignedserve.runtime.lora.adapter_tensors import MatrixNames, adapted_modules, tensor_forms
 from alignedserve.runtime.model.model_config import ModelConfig
+
+_PEFT_PREFIX = "base_model.model."
+_TENSOR_NAME = re.compile(r"(?P<module>[\w.]{1,300})\.lora_(?P<part>[AB])\.weight", re.ASCII)
+_SHOWN_NAME = re.compile(r"[\w.]{1,300}", re.ASCII)
+_DTYPES = ("F32", "BF16", "F16")
+
+
+class TensorForm(NamedTuple):
+    """The form of a tensor in a file."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors spells it
+
+
+class MatrixNames(NamedTuple):
+    """The names of the two tensors of one module."""
+
+    a: str
+    b: str
+
+
+def tensor_forms(content: bytes, where: str) -> dict[str, TensorForm]:
+    """Return the forms of all tensors of a file. Raises AdapterError."""
+    library: Any = safetensors  # whose functions on bytes have no types
+    try:
+        found = library.deserialize(content)
+        return {name: TensorForm(tuple(form["shape"]), form["dtype"]) for name, form in found}
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise AdapterError(f"{where} is truncated or not a safetensors file.") from error
+
+
+def adapted_modules(
+    forms: Mapping[str, TensorForm], modules: Mapping[str, AdaptableModule], adapter: AdapterConfig, where: str
+) -> dict[str, MatrixNames]:
+    """Return the modules that the adapter changes. Raises AdapterError naming what does not fit."""
+    parts: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in forms:
+        module, part = _module_and_part(name, modules, where)
+        parts[module][part] = name
+    if not parts:
+        raise AdapterError(f"{where} holds no matrices.")
+    _check_completeness(parts, modules, adapter, where)
+    found: dict[str, MatrixNames] = {}
+    for module, named in parts.items():
+        if len(named) != 2:
+            raise AdapterError(f"{where} has only one of the two matrices of {module}.")
+        found[module] = MatrixNames(named["A"], named["B"])
+        _check_forms(module, found[module], forms, modules[module], adapter.rank_of(module), where)
+    return found
+
+
+def _module_and_part(name: str, modules: Mapping[str, AdaptableModule], where: str) -> tuple[str, str]:
+    matched = _TENSOR_NAME.fullmatch(name.removeprefix(_PEFT_PREFIX))
+    if matched is None:
+        shown = name if _SHOWN_NAME.fullmatch(name) else "with a strange name"
+        raise AdapterError(f"{where}: tensor {shown} is not a LoRA matrix of a linear layer.")
+    module = matched["module"]
+    if module not in modules:
+        raise AdapterError(
+            f"{where}: {module} is not a projection of this model's layers; embeddings, heads, routers and experts "
+            "cannot be adapted."
+        )
+    return module, matched["part"]
+
+
+def _check_completeness(
+    parts: Mapping[str, object], modules: Mapping[str, AdaptableModule], adapter: AdapterConfig, where: str
+) -> None:
+    """Check that matrices are there for just the modules that the config names."""
+    prefixes = {_prefix_of(name, modules[name]) for name in parts}
+    if len(prefixes) > 1:
+        raise AdapterError(f"{where} names modules in more than one way.")
+    for name, module in modules.items():
+        is_named = adapter.changes(name, module.layer)
+        if name in parts and not is_named:
+            raise AdapterError(f"{where} has matrices of {name}, which target_modules does not name.")
+        if name not in parts and is_named and _prefix_of(name, module) in prefixes:
+            raise AdapterError(f"{where} lacks the matrices of {name}, which target_modules names.")
+
+
+def _prefix_of(name: str, module: AdaptableModule) -> str:
+    """Return what stands before the layer's number."""
+    return name[: name.index(f".{module.layer}.")]
+
+
+def _check_forms(
+    module: str, names: MatrixNames, forms: Mapping[str, TensorForm], known: AdaptableModule, rank: int, where: str
+) -> None:
+    for part, name, shape in (("A", names.a, (rank, known.in_width)), ("B", names.b, (known.num_rows, rank))):
+        form = forms[name]
+        if form.shape != shape:
+            raise AdapterError(
+                f"{where}: lora_{part} of {module} has shape {list(form.shape)}, expected {list(shape)}."
+            )
+        if form.dtype not in _DTYPES:
+            raise AdapterError(f"{where}: lora_{part} of {module} must be a float of 16 or 32 bits.")
 
 
 class CheckedAdapter(NamedTuple):

@@ -5,14 +5,16 @@ Every field is checked for type and bounds, and what would change the answers an
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import SchemaError, SchemaValidator, ValidationError, core_schema
+
 from alignedserve.core.errors import AdapterError, ModelError
 from alignedserve.core.json_fields import JsonFields
-from alignedserve.runtime.lora.module_patterns import NamePredicate, end, ends_with_any, whole
 
+NamePredicate = Callable[[str], bool]
 CONFIG_NAME = "adapter_config.json"
 ALL_LINEAR = "all-linear"
 
@@ -179,3 +181,38 @@ def _layers(fields: JsonFields, raw: Mapping[str, Any]) -> frozenset[int] | None
     if isinstance(value, int):
         return frozenset((fields.integer("layers_to_transform", 0, _MAX_NAMES),))
     return frozenset(fields.integers("layers_to_transform", 0, _MAX_NAMES))
+
+
+def ends_with_any(ends: tuple[str, ...]) -> NamePredicate:
+    """Match names that are one of these or end with one behind a dot."""
+    dotted = tuple(f".{end}" for end in ends)
+    return lambda name: name in ends or name.endswith(dotted)
+
+
+def whole(expression: str, where: str) -> NamePredicate:
+    """Match names that the expression matches as a whole. Raises AdapterError naming `where`."""
+    return _predicate(f"^(?:{expression})$", where)
+
+
+def end(expression: str, where: str) -> NamePredicate:
+    """Match names whose end the expression matches, from their beginning or from behind a dot.
+
+    So PEFT finds the rank and the scale of a module. Raises AdapterError naming `where`.
+    """
+    return _predicate(rf"^(?:.*\.)?(?:{expression})$", where)
+
+
+def _predicate(pattern: str, where: str) -> NamePredicate:
+    try:
+        validator = SchemaValidator(core_schema.str_schema(pattern=pattern))
+    except SchemaError as error:
+        raise AdapterError(f"{where} is not a regular expression that is supported (no look-around).") from error
+
+    def matches(name: str) -> bool:
+        try:
+            validator.validate_python(name)
+        except ValidationError:
+            return False
+        return True
+
+    return matches

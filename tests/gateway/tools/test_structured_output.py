@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request
-from alignedserve.runtime.grammar.limits import PARSER_LIMITS
+from alignedserve.runtime.grammar.compiler import PARSER_LIMITS
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
 from tests.gateway.support import EOS, Gateway, chunks_of, error_of, gateway, tokenizer
 from tests.support.random_answers import is_valid

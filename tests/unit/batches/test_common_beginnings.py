@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alignedserve.batches.common_beginnings import CommonBeginnings
+from alignedserve.batches.input_lines import CommonBeginnings
 from alignedserve.batches.line_tracker import LineTracker
 
 

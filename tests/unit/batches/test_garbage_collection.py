@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from alignedserve.batches.clock_gain import ClockGain
+from alignedserve.batches.driver import ClockGain
 from alignedserve.batches.garbage_collection import collect_garbage
 from alignedserve.batches.location import DriverStores, stores_in
 from alignedserve.batches.logic import CancelRequested, ValidationFailed, advance

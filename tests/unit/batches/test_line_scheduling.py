@@ -13,9 +13,9 @@ from alignedserve.batches.eta import (
 from alignedserve.batches.interfaces import ClusterTotals, ModelState
 from alignedserve.batches.line_scheduling import LineDurations, ReadyBatch, by_slack, line_deadline_s
 from alignedserve.batches.line_slots import LineSlots
-from alignedserve.batches.model_throughput import ThroughputMeter
 from alignedserve.batches.records import BatchTotals, Counts, Progress, Risk, Usage
 from alignedserve.batches.repository import BatchRepository
+from alignedserve.batches.statistics import ThroughputMeter
 from alignedserve.batches.stores.memory_records import MemoryRecords
 from tests.support.batch_samples import batch_record
 

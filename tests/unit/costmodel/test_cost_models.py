@@ -21,8 +21,7 @@ from alignedserve.costmodel.linear import (
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import model_shape
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
-from alignedserve.costmodel.published.collectives import collective_curve
-from alignedserve.costmodel.published.llama_layers import MeasuredLayersModel
+from alignedserve.costmodel.published.llama_layers import MeasuredLayersModel, collective_curve
 from alignedserve.costmodel.published.prompt_tables import table_samples
 from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.costmodel.work import IterationWork

@@ -9,7 +9,7 @@ from alignedserve.costmodel.hardware import HARDWARE, hardware
 from alignedserve.costmodel.links import LinkModel, nvlink_link, pcie_link
 from alignedserve.costmodel.memory import num_cache_blocks
 from alignedserve.costmodel.model_shapes import MODEL_SHAPES, ModelShape, model_shape
-from alignedserve.costmodel.published.collectives import collective_curve
+from alignedserve.costmodel.published.llama_layers import collective_curve
 from alignedserve.costmodel.roofline import Efficiency, RooflineModel
 from alignedserve.profiling.shapes import OPT_125M
 from tests.harnesses.costs import decodes, prefill

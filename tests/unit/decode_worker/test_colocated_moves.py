@@ -36,8 +36,8 @@ from alignedserve.messages.workers import (
     RequestPreempted,
     RequestStayed,
 )
-from decode_worker.colocated.arrivals import lent_by
 from decode_worker.colocated.logic import ColocatedCommand
+from decode_worker.colocated.moves import lent_by
 from tests.harnesses.colocated import EOS, FOUR, SEVEN, ColocatedHarness, run, runs, to_router
 from tests.harnesses.scheduling import Step
 from tests.support.samples import R1, blocks, epoch, request

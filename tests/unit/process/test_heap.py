@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from alignedserve.process.heap import settle_heap
+from alignedserve.process.actor_host import settle_heap
 
 
 @pytest.fixture

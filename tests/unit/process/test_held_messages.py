@@ -11,7 +11,7 @@ from alignedserve.messages.caches import BatchGranted, BlockCopy, BlocksWritten,
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest
-from alignedserve.process.held_messages import HeldMessages
+from alignedserve.process.logic_driver import HeldMessages
 from tests.support.samples import handoff, request
 
 

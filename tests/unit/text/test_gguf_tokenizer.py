@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from alignedserve.core.errors import ModelError, UnsupportedModel
 from alignedserve.text.chat_prompt import ChatPrompt
-from alignedserve.text.pre_tokenizers import PRE_TOKENIZERS
+from alignedserve.text.gguf_tokenizer import PRE_TOKENIZERS
 from alignedserve.text.tokenizer import Tokenizer
 from tests.support.marks import each
 from tests.support.tiny_gguf import byte_level_tokens

@@ -12,8 +12,8 @@ from alignedserve.workload.build import DEFAULT_NUM_REQUESTS, build_workload
 from alignedserve.workload.catalogue import Library
 from alignedserve.workload.distributions import parse_distribution
 from alignedserve.workload.feasibility import require_feasible
-from alignedserve.workload.objectives import with_ttft_from_prefill
 from alignedserve.workload.requests import ClosedLoopRun, TimedRequest, Workload
+from experiments.ttft_objectives import with_ttft_from_prefill
 
 pytestmark = pytest.mark.slow
 

@@ -3,8 +3,7 @@ import pytest
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass
 from alignedserve.workload.distributions import ValueDistribution, constant
-from alignedserve.workload.grammar import parse_classes
-from alignedserve.workload.prediction import PredictionKind, PredictionModel
+from alignedserve.workload.grammar import PredictionKind, PredictionModel, parse_classes
 from tests.support.marks import each
 
 

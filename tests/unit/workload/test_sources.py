@@ -8,9 +8,18 @@ import pytest
 
 from alignedserve.config import environment
 from alignedserve.core.errors import ConfigError
-from alignedserve.workload.catalogue import DATA_VARIABLE, SHIPPED, SOURCES, Library
+from alignedserve.workload.catalogue import (
+    DATA_VARIABLE,
+    SHIPPED,
+    SOURCES,
+    Library,
+    count_pieces,
+    read_lengths,
+    read_profile,
+    read_tasks,
+    read_texts,
+)
 from alignedserve.workload.lengths import Lengths
-from alignedserve.workload.readers import count_pieces, read_lengths, read_profile, read_tasks, read_texts
 from alignedserve.workload.recordings import ClientDaySource, Extract, TraceSource
 from alignedserve.workload.servegen import QUANTILES, WINDOW_S, read_clients
 

@@ -10,21 +10,124 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 
+import numpy as np
 import torch
+from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.core.errors import AlignedServeError
+from alignedserve.core.ids import RequestId
+from alignedserve.runtime.attention.sequence_table import NewSequence
 from alignedserve.runtime.device.devices import use_device
 from alignedserve.runtime.device.streams import streams_of
+from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.ranks.follower_copies import FollowerCopies, FrameCount
-from alignedserve.runtime.engine.ranks.follower_engine import FollowerEngine
 from alignedserve.runtime.engine.ranks.frames import Start, Started, decode, encode, receive_frame, send_frame
-from alignedserve.runtime.engine.ranks.rank_commands import Command
+from alignedserve.runtime.engine.ranks.rank_commands import (
+    AddSequence,
+    AppendBlocks,
+    Command,
+    CopyBlocks,
+    PerformSwaps,
+    RemoveSequence,
+    ReplaceBlock,
+    RunStep,
+    SetTokens,
+    WriteCopies,
+)
 from alignedserve.runtime.engine.ranks.rank_spec import join, load_shard, make_adapters, make_storage, make_swap_space
+from alignedserve.runtime.engine.steps.step_launch import StepLaunch
 from alignedserve.runtime.engine.swap_space import HostCaches
 from alignedserve.runtime.lora.adapter_modules import product_shapes
+from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 
 logger = logging.getLogger(__name__)
+
+
+class FollowerEngine(Engine):
+    """Performs the commands of rank 0, whose engine was made with the same sizes."""
+
+    _launched: StepLaunch | None = None
+    _read: Tensor | None = None  # content of the blocks that are to be copied
+
+    def perform(self, command: Command, swap_space: HostCaches, adapters: SequenceAdapters | None = None) -> None:
+        """Perform one command; `swap_space`: of this engine's storage; `adapters`: None: no sequence has one.
+
+        Raises AdapterError where rank 0 has an adapter that this rank cannot load.
+        """
+        match command:
+            case RunStep():
+                self._run(command)
+            case SetTokens(token_ids):
+                self._set_tokens(token_ids)
+            case AddSequence():
+                self.add_sequence(_sequence_of(command, adapters))
+            case AppendBlocks(request_id, block_ids):
+                self.append_blocks(request_id, block_ids)
+            case RemoveSequence(request_id):
+                self.remove_sequence(request_id)
+                if adapters is not None:
+                    adapters.remove(request_id)
+            case ReplaceBlock(request_id, place, block_id):
+                self.replace_block(request_id, place, block_id)
+            case CopyBlocks(sources):
+                self._read = self.read_blocks(sources)
+            case WriteCopies(targets):
+                assert self._read is not None, "nothing was read"
+                self.write_blocks(targets, self._read)
+                self._read = None
+            case PerformSwaps(swaps):
+                swap_space.perform(swaps)
+
+    @torch.inference_mode()
+    def _run(self, command: RunStep) -> None:
+        for request_id, token_ids in command.forced:
+            self._append_tokens(request_id, token_ids)
+        step = self._build(command.slices, dict(command.forced))
+        launch = StepLaunch(step, self._table.num_tokens[step.sampled_rows], takes_highest=command.takes_highest)
+        self._enqueue(launch)
+        self._next.plan([launch])
+        launch.computed.synchronize()
+        self._launched = launch
+
+    @override
+    def _compute_step(self, launch: StepLaunch) -> None:
+        """Make the passes that rank 0 makes: all ranks gather the same logits, in the same order."""
+        if self._passes.highest(launch) is not None:
+            return
+        hidden, _ = self._passes.logits(launch.step)
+        self._prompts.make_passes(launch.step, hidden)
+
+    def _set_tokens(self, token_ids: Sequence[int]) -> None:
+        assert self._launched is not None, "tokens of no step"
+        self._note_tokens(self._launched, np.array(token_ids, np.int64))
+        self._launched = None
+
+    def _append_tokens(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
+        table, row = self._table, self._table.row(request_id)
+        count = int(table.num_tokens[row])
+        table.tokens[row, count : count + len(token_ids)] = token_ids
+        table.num_tokens[row] = count + len(token_ids)
+
+
+def _sequence_of(command: AddSequence, adapters: SequenceAdapters | None) -> NewSequence:
+    adapter = None
+    if command.adapter is not None:
+        assert adapters is not None, "an adapter for a rank that loads none"
+        adapter = adapters.acquire(command.request_id, command.adapter)
+    return NewSequence(
+        command.request_id,
+        command.token_ids,
+        command.prompt_len,
+        command.num_cached,
+        command.block_ids,
+        command.sampling,
+        is_hidden=command.is_hidden,
+        is_reversed=command.is_reversed,
+        adapter=adapter,
+    )
 
 
 def main(socket_descriptor: int, copies_descriptor: int, lifeline: int) -> int:

@@ -10,16 +10,34 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.messages.blocks import DeviceMemoryHandle
 from alignedserve.runtime.device.arrays import to_device
+from alignedserve.runtime.kv.block_checksums import run_checksums
 from alignedserve.runtime.kv.block_runs import BlockIds, PlacedRuns
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.device_pieces import DevicePieces
 from alignedserve.runtime.kv.shm_arena import NO_LEASE, WHOLE, ArenaPart
 from alignedserve.runtime.kv.transfers.block_channel import Rows
-from alignedserve.runtime.kv.transfers.device_checksums import DeviceRunChecksums
 from alignedserve.runtime.kv.transfers.host_blocks import HostBlocks
-from kernels.block_digests import WORD_BYTES
+from kernels.block_digests import WORD_BYTES, row_digests
 from kernels.block_lists import gather_blocks, scatter_blocks
 from kernels.cpu.block_copies import BlockList
+
+
+class DeviceRunChecksums:
+    """RunChecksums of rows on a device. The host waits for the device only when `values` is read."""
+
+    def __init__(self, runs: PlacedRuns) -> None:
+        self._runs = runs
+        self._digests: list[Tensor] = []
+
+    def update(self, rows: Tensor) -> None:
+        """Add the next blocks: uint8 [n, block_bytes], contiguous, on one device."""
+        self._digests.append(row_digests(rows))
+
+    @property
+    def values(self) -> list[int]:
+        """One unsigned checksum per run, once all blocks were added."""
+        digests = [one.cpu().numpy().view(np.uint64) for one in self._digests]
+        return run_checksums(np.concatenate([np.empty(0, np.uint64), *digests]), self._runs)
 
 
 class DeviceBlocks:

@@ -4,28 +4,42 @@ kill, found again without a network.
 Address, token, cache and offline mode are those of huggingface_hub (HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE).
 """
 
+import contextlib
+import errno
 import glob
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import huggingface_hub
 from huggingface_hub import HfApi, RepoFile, constants
-from huggingface_hub.errors import CachedRepoTreeNotFoundError
+from huggingface_hub.errors import (
+    CachedRepoTreeNotFoundError,
+    FileMetadataError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+)
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # documented, and exported without saying so
 
-from alignedserve.core.errors import ModelNotFound, StorageFull
+from alignedserve.core.errors import AlignedServeError, ModelError, ModelNotFound, StorageError, StorageFull
 from alignedserve.runtime.model.hf_config import read_any_config
-from alignedserve.runtime.model.hub.failures import explained
 from alignedserve.runtime.model.hub.file_choice import choose_gguf, choose_text_files, wants_gguf
 from alignedserve.runtime.model.hub.hub_name import HubName
 from alignedserve.runtime.model.hub.resumed_download import Download, RemoteFile
 from alignedserve.runtime.model.weight_index import INDEX_NAME, SINGLE_NAME, listed_shards
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MAX_SHOWN = 200
 Report = Callable[[int, int], None]  # bytes that are here, of how many
 
 _NUM_CONNECTIONS = 4
@@ -184,3 +198,69 @@ def _check_space(name: HubName, files: list[RemoteFile], blobs: Path) -> None:
             f"{name} needs {needed / 1e6:.0f} MB more, and {blobs} has {free / 1e6:.0f} MB left; "
             "HF_HOME names another folder, `alignedserve models rm` removes models."
         )
+
+
+@contextlib.contextmanager
+def explained(name: HubName, endpoint: str) -> Iterator[None]:
+    """Raise ModelError, ModelNotFound or StorageFull for whatever fails inside."""
+    try:
+        yield
+    except AlignedServeError:
+        raise
+    except (httpx2.HTTPError, RevisionResolutionError, HFValidationError, OSError) as error:
+        raise _translated(error, name, endpoint) from error
+
+
+def _translated(error: Exception, name: HubName, endpoint: str) -> AlignedServeError:
+    match error:
+        case GatedRepoError():
+            return ModelError(
+                f"{name.repo_id} is gated: accept its licence on {endpoint}/{name.repo_id} and set HF_TOKEN to a token "
+                "of the account that did."
+            )
+        case RevisionNotFoundError():
+            return ModelNotFound(f"{name.repo_id} has no revision {name.revision or 'main'!r} on {endpoint}.")
+        case RepositoryNotFoundError():
+            return ModelNotFound(
+                f"{name.repo_id} is neither a folder here nor a model on {endpoint}; check the spelling, or, if it is "
+                "private, set HF_TOKEN to a token of an account that may read it."
+            )
+        case HfHubHTTPError():
+            return _refusal(error.response.status_code, name, endpoint)
+        case FileMetadataError():
+            return ModelError(f"{endpoint} does not answer as a Hugging Face hub does; HF_ENDPOINT names another.")
+        case httpx2.HTTPError() | LocalEntryNotFoundError() | RevisionResolutionError():
+            return _unreachable(error, name, endpoint)
+        case OSError():
+            return _disk_error(error, name)
+    return ModelNotFound(f"{name}: {str(error)[:_MAX_SHOWN]}")
+
+
+def _refusal(status: int, name: HubName, endpoint: str) -> ModelError:
+    if status == 401:
+        return ModelError(f"{endpoint} refuses the token for {name.repo_id}: HF_TOKEN is wrong or has expired.")
+    if status == 403:
+        return ModelError(
+            f"{endpoint} forbids {name.repo_id} to this token: HF_TOKEN needs the right to read it, and its licence, "
+            f"if it has one, must be accepted on {endpoint}/{name.repo_id}."
+        )
+    return ModelError(f"{endpoint} answered {status} when asked for {name}; what has come is kept, try again later.")
+
+
+def _unreachable(error: Exception, name: HubName, endpoint: str) -> ModelNotFound:
+    if constants.is_offline_mode():
+        return ModelNotFound(f"{name} is not downloaded, or not completely, and HF_HUB_OFFLINE is set.")
+    cause = error.__cause__ or error
+    return ModelNotFound(
+        f"{name} is neither a folder here nor downloaded completely, and {endpoint} cannot be reached "
+        f"({type(cause).__name__}: {str(cause).partition(chr(10))[0][:_MAX_SHOWN]}); what has come is kept."
+    )
+
+
+def _disk_error(error: OSError, name: HubName) -> StorageError:
+    if error.errno in _FULL:
+        return StorageFull(
+            f"The disk is full ({constants.HF_HUB_CACHE}) while {name} is downloaded; what has come is kept. HF_HOME "
+            "names another folder, `alignedserve models rm` removes models."
+        )
+    return StorageError(f"{name} cannot be kept in {error.filename or constants.HF_HUB_CACHE}: {error.strerror}.")

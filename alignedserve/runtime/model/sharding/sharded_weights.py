@@ -1,14 +1,17 @@
 """Assembles the weights of a whole model, or of one rank's share in it."""
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from alignedserve.runtime.model.file_products import FileSource
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.sharding.regions import shard_regions
-from alignedserve.runtime.model.sharding.sharded_source import ShardedSource
+from alignedserve.runtime.model.packed_products import Rows
+from alignedserve.runtime.model.sharding.packed_regions import packed_region, tensor_region
+from alignedserve.runtime.model.sharding.regions import Region, shard_regions
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.weight_loader import (
     DecoderWeights,
@@ -17,7 +20,77 @@ from alignedserve.runtime.model.weight_loader import (
     TensorSource,
     assemble_weights,
 )
-from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
+from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, ParameterNames
+from kernels.cpu.packed_linear import FileRows
+
+
+@runtime_checkable
+class RegionSource(Protocol):
+    """A source that reads a part of a tensor alone."""
+
+    def region(self, name: str, region: Region) -> Tensor:
+        """Return the part in its final dtype and on its device. Raises ModelError naming tensor and file."""
+
+
+class ShardedSource:
+    """See TensorSource, PackedSource and FileSource: whichever of them the whole source is, with shapes of the rank."""
+
+    def __init__(
+        self,
+        source: TensorSource,
+        regions: Mapping[str, Region],
+        names: ParameterNames,
+        dtype: torch.dtype,
+        *,
+        packed: PackedSource | None = None,
+        files: FileSource | None = None,
+    ) -> None:
+        """`regions`: of tensors that the rank has in part. `packed`, `files`: the source again, if it is these."""
+        self.names, self.dtype = names, dtype
+        self._source, self._packed, self._files = source, packed, files
+        self._regions = regions
+
+    def has(self, name: str) -> bool:
+        """See TensorSource."""
+        return self._source.has(name)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See TensorSource."""
+        region = self._regions.get(name)
+        if region is None:
+            return self._source.tensor(name, shape)
+        if isinstance(self._source, RegionSource) and region.is_held:
+            part = self._source.region(name, region)
+        else:
+            part = tensor_region(self._source.tensor(name, region.shape), region)
+        assert part.shape == shape, f"{name}: the rank's part is {part.shape}, not {shape}"
+        return part
+
+    def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
+        """See PackedSource."""
+        if self._packed is None:
+            return None
+        region = self._regions.get(name)
+        if region is None:
+            return self._packed.packed(name, shape)
+        whole = self._packed.packed(name, region.shape)
+        return None if whole is None else packed_region(whole, region)
+
+    def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows | None:
+        """See FileSource; of rows that lie in one place."""
+        if self._files is None:
+            return None
+        region = self._regions.get(name)
+        if region is None:
+            return self._files.file_rows(name, shape)
+        assert region.width is not None, f"{name} is a vector"
+        whole = self._files.file_rows(name, (region.num_rows, region.width))
+        if whole is None or region.columns is not None or len(region.rows) > 1:
+            return None
+        (rows,) = region.rows
+        return whole._replace(
+            offset=whole.offset + rows.start * region.width * whole.dtype.itemsize, num_rows=rows.size
+        )
 
 
 class WholeSource(NamedTuple):

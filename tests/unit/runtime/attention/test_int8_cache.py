@@ -19,7 +19,7 @@ from alignedserve.runtime.attention.torch_backend import GatheredPlanner
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.cpu.paged_attention import Int8Heads, Int64Array, PagedAttention, supported_levels
 from kernels.int8_rows import dequantise_rows, quantise_rows
-from kernels.reference import attention, attention_of_chunk
+from tests.support.kernel_reference import attention, attention_of_chunk
 from tests.support.marks import slow
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON, attentio
 from kernels.cpu import paged_attention as paged
 from kernels.cpu.paged_attention import Int64Array, PagedAttention, supported_levels
 from kernels.gpu_dispatch import gpu_kernels_available
-from kernels.reference import attention, attention_of_chunk
+from tests.support.kernel_reference import attention, attention_of_chunk
 from tests.support.marks import slow
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from alignedserve.runtime.attention.torch_plan import bucket_bounds
 from kernels.attention import GatherBuffers, RunSelection, attend_chunk, attend_decode, gather_context
-from kernels.reference import attention
+from tests.support.kernel_reference import attention
 from tests.support.marks import each
 
 BLOCK_SIZE, HEAD_DIM = 4, 16

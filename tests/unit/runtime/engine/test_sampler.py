@@ -11,8 +11,8 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.sequence_table import NewSequence
 from alignedserve.runtime.engine.sampling.sampler import Choice, Sampler
-from kernels.reference import kept_tokens, penalised
 from kernels.sampling import Filters, Penalties, SeenTokens, greedy, penalise_, sample, uniforms
+from tests.support.kernel_reference import kept_tokens, penalised
 from tests.support.marks import each
 
 VOCABULARY = 12

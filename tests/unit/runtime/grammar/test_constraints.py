@@ -16,8 +16,7 @@ from alignedserve.runtime.grammar.lark import (
     serialize_alone,
     special_token,
 )
-from alignedserve.runtime.grammar.schema_formats import FORMATS
-from alignedserve.runtime.grammar.schema_keywords import ANNOTATIONS, READERS
+from alignedserve.runtime.grammar.schema_keywords import ANNOTATIONS, FORMATS, READERS
 from tests.support.marks import each
 from tests.support.random_answers import accepts, is_valid, matcher_of, random_walk
 

@@ -13,8 +13,7 @@ from alignedserve.core.errors import UnsupportedModel
 from alignedserve.runtime.grammar.compiler import GrammarError, compile_now
 from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of
 from alignedserve.runtime.grammar.lark import serialize_alone
-from alignedserve.runtime.grammar.plain_schemas import is_plain
-from alignedserve.runtime.grammar.trials import GrammarTrials
+from alignedserve.runtime.grammar.trials import GrammarTrials, is_plain
 from alignedserve.runtime.grammar.vocabulary import TokenTable, token_table
 from alignedserve.text.tokenizer import Tokenizer
 from tests.support.grammars import PERSON, json_grammar, regex_grammar

@@ -1,7 +1,4 @@
-"""Plain references for the kernels whose fast version is not plain itself: loops, one row at a time, float64.
-
-Tests compare against them; nothing else uses them.
-"""
+"""Plain references for the kernels whose fast version is not plain itself: loops, one row at a time, float64."""
 
 import math
 from collections.abc import Sequence
