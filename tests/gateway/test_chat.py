@@ -8,6 +8,7 @@ import pytest
 from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request, RequestClass, Slo
 from tests.gateway.support import EOS, chunks_of, error_of, gateway, saying, tokens_of
+from tests.support.marks import each
 
 
 async def test_the_bytes_of_a_stream() -> None:
@@ -175,7 +176,7 @@ async def test_max_tokens_defaults_to_the_rest_of_the_context() -> None:
     assert request.max_context_len == 256
 
 
-@pytest.mark.parametrize(
+@each(
     ("asked", "answered", "request_class"),
     [
         ("auto", "default", RequestClass.REAL_TIME),

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import pytest
-
 from alignedserve.api.backend.scripted import Script
 from tests.gateway.support import EOS, chunks_of, error_of, gateway, saying, tokenizer, tokens_of
+from tests.support.marks import each
 
 
 async def test_the_bytes_of_a_stream() -> None:
@@ -22,7 +21,7 @@ async def test_the_bytes_of_a_stream() -> None:
     assert response.content == expected.encode()
 
 
-@pytest.mark.parametrize(
+@each(
     ("prompt", "num_prompts"),
     [
         ("hello", 1),
@@ -64,7 +63,7 @@ async def test_echo_of_nothing_but_the_prompt_needs_no_worker() -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
+@each("is_streamed", [False, True])
 async def test_echo_with_logprobs(is_streamed: bool) -> None:
     async with gateway(saying(" over the lazy")) as served:
         response = await served.complete(prompt="the quick", echo=True, logprobs=1, max_tokens=2, stream=is_streamed)

@@ -5,10 +5,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.gateway.api_description import ApiDescription, field_names, validator_of
 from tests.gateway.support import chunks_of, gateway, saying
+from tests.support.marks import each
 
 
 @cache
@@ -34,7 +33,7 @@ CHAT_FIELDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("fields", CHAT_FIELDS)
+@each("fields", CHAT_FIELDS)
 async def test_chat(fields: dict[str, Any]) -> None:
     async with gateway(saying("the € fox jumps")) as served:
         validator("CreateChatCompletionResponse").validate((await served.chat(**fields)).json())
@@ -44,7 +43,7 @@ async def test_chat(fields: dict[str, Any]) -> None:
         checker.validate(chunk)
 
 
-@pytest.mark.parametrize("fields", [{}, {"n": 2, "logprobs": 2}, {"echo": True, "prompt": ["a", "b"]}])
+@each("fields", [{}, {"n": 2, "logprobs": 2}, {"echo": True, "prompt": ["a", "b"]}])
 async def test_completions(fields: dict[str, Any]) -> None:
     async with gateway(saying("the € fox jumps")) as served:
         validator("CreateCompletionResponse").validate((await served.complete(**fields)).json())
@@ -71,7 +70,7 @@ async def test_models_and_errors() -> None:
         validator("ErrorResponse").validate(failure.json())
 
 
-@pytest.mark.parametrize("schema", ["CreateChatCompletionRequest", "CreateCompletionRequest"])
+@each("schema", ["CreateChatCompletionRequest", "CreateCompletionRequest"])
 async def test_every_described_field_is_known(schema: str) -> None:
     """A field of OpenAI's is either served or refused by name, never called unrecognized."""
     names = field_names(described().schemas, {"$ref": f"#/components/schemas/{schema}"})

@@ -3,9 +3,8 @@
 import gzip
 import json
 
-import pytest
-
 from tests.gateway.support import error_of, gateway
+from tests.support.marks import each
 
 BODY = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 2}).encode()
 JSON = {"content-type": "application/json"}
@@ -19,7 +18,7 @@ async def test_gzip_is_read() -> None:
             assert answer.json()["choices"][0]["text"] == "hello world"[:5] + " world"
 
 
-@pytest.mark.parametrize(
+@each(
     ("encoding", "body", "status", "code"),
     [
         ("gzip", BODY, 400, "invalid_encoding"),

@@ -2,11 +2,10 @@
 
 import asyncio
 
-import pytest
-
 from alignedserve.api.backend.scripted import Script
 from alignedserve.gateway.intake import Intake
 from tests.gateway.support import EOS, error_of, gateway, saying, tokens_of
+from tests.support.marks import each
 from tests.support.waiting import holds
 
 
@@ -46,7 +45,7 @@ def test_a_drain_does_not_wait_for_whoever_asks_all_the_time() -> None:
     assert intake.num_open == 0
 
 
-@pytest.mark.parametrize("is_closed", [False, True])
+@each("is_closed", [False, True])
 def test_a_request_is_released_once(is_closed: bool) -> None:
     intake = Intake()
     ticket = intake.admit("GET")

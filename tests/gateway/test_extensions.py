@@ -2,16 +2,15 @@
 
 from typing import Any
 
-import pytest
-
 from alignedserve.api.backend.scripted import Script
 from tests.gateway.support import EOS, chunks_of, error_of, gateway, saying, tokenizer, tokens_of
+from tests.support.marks import each
 
 USER = {"role": "user", "content": "hello"}
 SPECIAL = 2  # <|system|>
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
+@each("is_streamed", [False, True])
 async def test_a_stop_string_may_be_shown(is_streamed: bool) -> None:
     async with gateway(saying("the quick brown fox")) as served:
         fields: dict[str, Any] = {"stop": "brown", "include_stop_str_in_output": True}
@@ -61,7 +60,7 @@ async def test_token_ids_of_chats() -> None:
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "the quick"
 
 
-@pytest.mark.parametrize(("num_tokens", "num_read"), [(1, 1), (-1, 251), (999, 300)])
+@each(("num_tokens", "num_read"), [(1, 1), (-1, 251), (999, 300)])
 async def test_prompts_may_be_truncated(num_tokens: int, num_read: int) -> None:
     prompt = list(range(5, 305))
     async with gateway() as served:

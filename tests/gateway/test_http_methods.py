@@ -5,11 +5,12 @@ import pytest
 from alignedserve.config.loading import load_config
 from alignedserve.core.errors import ConfigError
 from tests.gateway.support import Gateway, gateway
+from tests.support.marks import each
 
 PAGE = "https://chat.example"
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/version", "/v1/models", "/v1/models/tiny", "/metrics"])
+@each("path", ["/", "/health", "/version", "/v1/models", "/v1/models/tiny", "/metrics"])
 async def test_head_answers_as_get_without_the_body(path: str) -> None:
     async with gateway() as served:
         whole, head = await served.client.get(path), await served.client.head(path)

@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import pytest
-
 from tests.gateway.support import error_of, gateway
+from tests.support.marks import each
 
 HEADER = "x-alignedserve-ignored-fields"
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "named"),
     [
         ({"nonsense": 1}, "nonsense"),
@@ -63,7 +62,7 @@ async def test_no_unknown_field_hides_an_unsupported_one() -> None:
         assert error_of(await served.chat(nonsense=1, audio={"voice": "alloy"}), 400)["param"] == "audio"
 
 
-@pytest.mark.parametrize("own", ["a", "req_01J-x.y:z", "A" * 128])
+@each("own", ["a", "req_01J-x.y:z", "A" * 128])
 async def test_a_clients_request_id_is_kept(own: str) -> None:
     async with gateway() as served:
         first, second = [await served.chat(headers={"x-request-id": own}) for _ in range(2)]
@@ -71,7 +70,7 @@ async def test_a_clients_request_id_is_kept(own: str) -> None:
     assert first.json()["id"] != second.json()["id"]  # inside, every request has an id of its own
 
 
-@pytest.mark.parametrize("odd", ["", "A" * 129, "a b", "a\tb", "é", '"'])
+@each("odd", ["", "A" * 129, "a b", "a\tb", "é", '"'])
 async def test_an_odd_request_id_is_replaced(odd: str) -> None:
     async with gateway() as served:
         headers = {"x-request-id": odd.encode("latin-1")}

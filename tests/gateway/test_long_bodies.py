@@ -12,6 +12,7 @@ from alignedserve.api.work_lanes import WorkLanes, rough_length
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from tests.gateway.support import Gateway, error_of, gateway, tokenizer
+from tests.support.marks import each
 from tests.support.waiting import holds
 
 MIB = 1 << 20
@@ -66,7 +67,7 @@ async def test_other_requests_are_answered_while_a_long_one_is_read(path: str, m
         assert (await reading).status_code == 200
 
 
-@pytest.mark.parametrize(
+@each(
     "inner",
     ["[]," * 20_000, '{"a":1},' * 10_000, "1," * 1_100_000],
     ids=["lists", "objects", "numbers"],

@@ -3,8 +3,6 @@
 import json
 from typing import Any
 
-import pytest
-
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.interfaces import LineRequest
@@ -14,6 +12,7 @@ from alignedserve.core.request import Request, SamplingParams
 from alignedserve.messages.prefixes import MAX_BLOCK_NAMES, split_names
 from tests.gateway.batches.batch_server import listening
 from tests.gateway.support import Gateway, chunks_of, error_of, gateway, saying
+from tests.support.marks import each
 
 HASHER = PrefixHasher(b"k" * 32, form=b"form", block_size=4)
 KEYS = ("mine", "yours")
@@ -63,7 +62,7 @@ async def test_a_line_of_a_batch_has_the_root_of_its_owner() -> None:
         assert served.backend.submitted[-1].prefix_root == await root_of(served, "yours")
 
 
-@pytest.mark.parametrize("salt", ["", "s" * 257, "s" * (1 << 20), 1, ["a"]])
+@each("salt", ["", "s" * 257, "s" * (1 << 20), 1, ["a"]])
 async def test_bad_salts_are_refused_and_not_repeated(salt: Any) -> None:
     async with gateway(prefix_hasher=HASHER) as served:
         for answer in (await served.chat(cache_salt=salt), await served.complete(cache_salt=salt)):

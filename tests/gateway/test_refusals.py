@@ -11,13 +11,14 @@ from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
 from alignedserve.gateway import streaming
 from tests.gateway.support import error_of, gateway, saying, tokens_of
+from tests.support.marks import each
 from tests.support.waiting import holds
 
 CHAT_PATH = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("field", "value"),
     [
         ("audio", {"voice": "alloy", "format": "wav"}),
@@ -41,7 +42,7 @@ async def test_what_we_do_not_support_is_refused_by_name(field: str, value: Any)
     assert error["message"].endswith("is not supported.")
 
 
-@pytest.mark.parametrize(
+@each(
     ("field", "value"),
     [
         ("store", False),
@@ -74,7 +75,7 @@ async def test_what_asks_for_nothing_is_accepted(field: str, value: Any) -> None
         assert (await served.chat(**{field: value})).status_code == 200
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),
@@ -131,7 +132,7 @@ async def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
     assert error["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "param"),
     [
         ({"prompt": []}, "prompt"),
@@ -151,7 +152,7 @@ async def test_bad_fields_of_completions(fields: dict[str, Any], param: str) -> 
         assert error_of(await served.complete(**fields), 400)["param"] == param
 
 
-@pytest.mark.parametrize("value", ["", "abc", "-5", "0", "1e3", "inf", "nan", "99999999", "٣"])
+@each("value", ["", "abc", "-5", "0", "1e3", "inf", "nan", "99999999", "٣"])
 async def test_bad_slo_headers(value: str) -> None:
     async with gateway() as served:
         response = await served.chat(headers={"x-slo-ttft-ms": value.encode()})  # type: ignore[dict-item]
@@ -165,7 +166,7 @@ async def test_unknown_model() -> None:
             assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 
-@pytest.mark.parametrize(
+@each(
     ("body", "status"),
     [
         (b"", 400),
@@ -215,7 +216,7 @@ async def test_unknown_paths_and_methods() -> None:
         assert response.headers["allow"] == "POST"
 
 
-@pytest.mark.parametrize(
+@each(
     ("failure", "status", "retry_after"),
     [
         (Overloaded("the queue is full", retry_after_s=2.1), 503, "3"),

@@ -14,6 +14,7 @@ from alignedserve.api.backend.scripted import IDLE_STATUS, Script
 from alignedserve.api.errors import Unavailable
 from alignedserve.core.quotas import OwnShare
 from tests.gateway.support import EOS, error_of, gateway, probe_of, saying, tokens_of
+from tests.support.marks import each
 from tests.support.waiting import holds
 
 CLOSED = [
@@ -188,7 +189,7 @@ async def test_tokenize_and_detokenize() -> None:
             error_of(await served.client.post(path, json=body), 400)
 
 
-@pytest.mark.parametrize("path", ["/", "/dashboard"])
+@each("path", ["/", "/dashboard"])
 async def test_a_page_needs_nothing_from_elsewhere(path: str) -> None:
     async with gateway() as served:
         response = await served.client.get(path)

@@ -10,6 +10,7 @@ from alignedserve.api.text_markers import StopStringFinder
 from alignedserve.core.request import FinishReason
 from tests.gateway.support import Gateway, chunks_of, gateway, saying, tokenizer, tokens_of
 from tests.gateway.tool_support import HERMES, function, model_with
+from tests.support.marks import each
 
 # Of a schema with long names nearly all of an answer is forced: jumps bring many of its tokens at once.
 ANSWER = '{"quick_brown_fox":"hello","lazy_dog":7}'
@@ -83,7 +84,7 @@ async def test_a_stop_string_inside_of_a_jump(stop: str, tokens_per_step: int) -
     assert choice["token_ids"] == streamed_ids == list(tokens_of(ANSWER)[:num_tokens])
 
 
-@pytest.mark.parametrize("tokens_per_step", STEPS)
+@each("tokens_per_step", STEPS)
 async def test_a_limit_in_the_same_delta_does_not_hide_a_stop_string(tokens_per_step: int) -> None:
     """The last delta of a whole answer says `length`, and has the stop string too."""
     num_tokens = num_tokens_until("brown") + 1
@@ -96,7 +97,7 @@ async def test_a_limit_in_the_same_delta_does_not_hide_a_stop_string(tokens_per_
     assert ANSWER.startswith(cut["choices"][0]["message"]["content"])
 
 
-@pytest.mark.parametrize("stop", ["<tool", "t"])
+@each("stop", ["<tool", "t"])
 async def test_a_stop_string_in_text_that_was_held_back_until_the_end(stop: str) -> None:
     """What may begin a call is shown when none follows, and then it may have a stop string."""
     model = model_with(HERMES)
@@ -107,7 +108,7 @@ async def test_a_stop_string_in_text_that_was_held_back_until_the_end(stop: str)
     assert (choice["message"]["content"], choice["finish_reason"]) == ("see <tool".partition(stop)[0], "stop")
 
 
-@pytest.mark.parametrize("tokens_per_step", STEPS)
+@each("tokens_per_step", STEPS)
 async def test_the_other_routes_stop_inside_of_a_jump(tokens_per_step: int) -> None:
     shown, num_tokens = ANSWER[: ANSWER.index("brown")], num_tokens_until("brown")
     turn = [{"role": "user", "content": "hello"}]

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-import pytest
-
 from tests.gateway.support import EOS, error_of, gateway, saying, tokenizer, tokens_of
+from tests.support.marks import each
 
 
 async def test_allowed_tokens_reach_the_request_each_once() -> None:
@@ -22,7 +21,7 @@ async def test_bad_words_are_forbidden_at_the_beginning_and_behind_a_space() -> 
     assert words == tuple(tokens_of(text) for text in ("dog", " dog", "lazy fox", " lazy fox"))
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "param"),
     [
         ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),

@@ -19,6 +19,7 @@ from alignedserve.replay.component_replay import recordings_in
 from tests.property.test_prefix_cache_histories import ROOTS, conversations
 from tests.replay.recorded import RecordedCluster, replays
 from tests.support.cluster_shape import Shape
+from tests.support.marks import each
 
 SECRET, EOS = b"s" * 32, 2
 
@@ -63,7 +64,7 @@ def test_no_root_is_in_a_recording(tmp_path: Path) -> None:
     assert all(root not in written for root in ROOTS if root)
 
 
-@pytest.mark.parametrize("policy", [KeepDecisions(frozenset({EOS}), SECRET), KeepLengths()])
+@each("policy", [KeepDecisions(frozenset({EOS}), SECRET), KeepLengths()])
 def test_nothing_tells_which_adapter_a_request_names(policy: KeepDecisions | KeepLengths) -> None:
     own = LoraAdapter("support-of-acme", "/adapters/acme", b"a" * 16)
     kept = Redactor(policy)(dataclasses.replace(request("a", 5, 6), adapter=own)).adapter

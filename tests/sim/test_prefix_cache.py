@@ -1,7 +1,6 @@
 """The prefix cache in simulated clusters: the live logics' own hits, on prompts that share texts."""
 
 import msgspec
-import pytest
 
 from alignedserve.config.sections import PrefixCacheConfig, Topology
 from alignedserve.sim.config import SimConfig, SimWorkerLoss
@@ -12,6 +11,7 @@ from alignedserve.workload.catalogue import Library
 from alignedserve.workload.requests import Workload
 from tests.harnesses.ideal_cache import PromptBlocks, most_hits
 from tests.harnesses.simulation import LAYOUT, colocated
+from tests.support.marks import each
 
 
 def without_cache(config: SimConfig) -> SimConfig:
@@ -62,7 +62,7 @@ def test_requests_without_texts_share_nothing() -> None:
     assert simulated(colocated(), build("prompt=100, output=5, rate=1", 10)).num_cached_tokens == 0
 
 
-@pytest.mark.parametrize(
+@each(
     "config",
     [
         colocated(2, worker_blocks=60),

@@ -10,6 +10,7 @@ from alignedserve.sim.result import SimulationResult
 from alignedserve.sim.routers import RouterChoice
 from alignedserve.sim.simulation import Simulation
 from tests.harnesses.simulation import disaggregated, mixed_workload, timed, workload_of
+from tests.support.marks import each
 
 LOAD = mixed_workload(60, 30.0, longest=80, longest_answer=40)
 
@@ -35,13 +36,13 @@ def test_a_router_that_is_too_slow_falls_behind() -> None:
     assert slow.max_behind_s > 0.5
 
 
-@pytest.mark.parametrize("lost_at_s", [None, 0.0, 0.5])
+@each("lost_at_s", [None, 0.0, 0.5])
 def test_no_router_is_busy_for_longer_than_the_run(lost_at_s: float | None) -> None:
     routers = SimRouters(event_s=0.02, lost_at_s=lost_at_s, restart_s=0.5)
     assert 0.5 < run(routers).routers[0].utilisation <= 1.0
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@each("count", [1, 2, 4])
 def test_several_routers_serve_all_requests(count: int) -> None:
     result = run(SimRouters(count=count))
     assert result.classes["all"].num_by_ending["completed"] == 60
@@ -49,7 +50,7 @@ def test_several_routers_serve_all_requests(count: int) -> None:
     assert (result.num_pool_blocks_used, result.num_worker_blocks_used) == (0, 0)
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@each("count", [1, 3])
 def test_no_request_ends_with_its_router(count: int) -> None:
     result = run(SimRouters(count=count, lost_at_s=0.7, restart_s=0.3))
     assert result.classes["all"].num_by_ending["completed"] == 60

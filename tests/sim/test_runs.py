@@ -67,7 +67,7 @@ def test_no_worker_works_more_than_the_time_there_is_nor_less_than_it_must(name:
         assert computed == needed
 
 
-@pytest.mark.parametrize("config", [CONFIGS["disaggregated"], CONFIGS["colocated"]])
+@each("config", [CONFIGS["disaggregated"], CONFIGS["colocated"]])
 def test_a_busy_cluster_is_still_below_its_limit(config: SimConfig) -> None:
     result = run(config, mixed_workload(100, 4.0))
     assert all(worker.utilisation < 0.95 for worker in result.workers)
@@ -75,7 +75,7 @@ def test_a_busy_cluster_is_still_below_its_limit(config: SimConfig) -> None:
     assert result.classes["chat"].attainment > 0.95
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "expected"),
     [
         ("disaggregated", (33.728, 0.9950, 0.6066, 0.0617, 9350)),
@@ -109,7 +109,7 @@ def test_memory_that_is_short_makes_evictions_and_memory_elsewhere_takes_them() 
 # --- the same again
 
 
-@pytest.mark.parametrize("name", ["short of blocks", "chunked"])
+@each("name", ["short of blocks", "chunked"])
 def test_two_runs_are_equal_to_the_last_digit(name: str) -> None:
     first, second = tight_run(name), run(CONFIGS[name], TIGHT)
     assert json.dumps(first.to_builtins()) == json.dumps(second.to_builtins())
@@ -211,7 +211,7 @@ def test_nodes_must_have_workers_of_both_kinds() -> None:
         disaggregated(2, 1, num_pools=2)
 
 
-@pytest.mark.parametrize("name", ["disaggregated", "colocated"])
+@each("name", ["disaggregated", "colocated"])
 def test_a_predicted_length_reaches_the_router_while_the_request_is_served(name: str) -> None:
     requests = [timed(0.1 * number, output_len=5 + number, max_tokens=50, predicted_len=8) for number in range(6)]
     lengths = run(CONFIGS[name], workload_of(*requests)).lengths
@@ -238,7 +238,7 @@ def test_the_memory_of_a_worker_bounds_the_context() -> None:
     assert replace(config, context_len=200).max_context_len == 200
 
 
-@pytest.mark.parametrize(
+@each(
     ("context_len", "max_tokens", "complaint"),
     [
         (200, None, "request 0 of the workload comes to hold 250 tokens; the model's context is 200"),

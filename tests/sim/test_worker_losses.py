@@ -7,13 +7,14 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.sim.config import SimConfig, SimWorkerLoss
 from alignedserve.sim.simulation import Simulation
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload
+from tests.support.marks import each
 
 LOAD = mixed_workload(60, 30.0, longest=80, longest_answer=40)
 WORKER = SimWorkerLoss("worker-0", 0.7, 0.5)
 DECODER, PREFILLER = SimWorkerLoss("decode-0", 0.7, 0.5), SimWorkerLoss("prefill-1", 0.7, 0.5)
 
 
-@pytest.mark.parametrize(
+@each(
     "config",
     [
         colocated(2, losses=(WORKER,)),

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-Test = TypeVar("Test", bound=Callable[..., None])
+Test = TypeVar("Test", bound=Callable[..., Any])
 
 _ALL_HISTORIES = "ALIGNEDSERVE_ALL_HISTORIES"
 
@@ -39,20 +39,28 @@ def each(names: str | tuple[str, ...], values: Iterable[Any], ids: object = None
     def decorate(test: Test) -> Test:
         is_nested = "subtests" in inspect.signature(test).parameters
 
-        def run(subtests: pytest.Subtests, **fixtures: object) -> None:
-            if is_nested:
-                fixtures = fixtures | {"subtests": subtests}
-            for case in cases:
-                arguments = dict(zip(known, case, strict=True))
-                with subtests.test(**arguments):
-                    test(**arguments, **fixtures)
+        def arguments_of(case: Iterable[Any]) -> dict[str, Any]:
+            return dict(zip(known, case, strict=True))
 
+        def run(subtests: pytest.Subtests, **fixtures: object) -> None:
+            fixtures |= {"subtests": subtests} if is_nested else {}
+            for case in cases:
+                with subtests.test(**arguments_of(case)):
+                    test(**arguments_of(case), **fixtures)
+
+        async def run_async(subtests: pytest.Subtests, **fixtures: object) -> None:
+            fixtures |= {"subtests": subtests} if is_nested else {}
+            for case in cases:
+                with subtests.test(**arguments_of(case)):
+                    await test(**arguments_of(case), **fixtures)
+
+        chosen: Callable[..., Any] = run_async if inspect.iscoroutinefunction(test) else run
         signature = inspect.signature(test)
         fixtures = [value for name, value in signature.parameters.items() if name not in known and name != "subtests"]
         own = inspect.Parameter("subtests", inspect.Parameter.KEYWORD_ONLY)
-        functools.update_wrapper(run, test)
-        del run.__wrapped__  # type: ignore[attr-defined]  # pytest would ask for its arguments as fixtures
-        run.__signature__ = signature.replace(parameters=[*fixtures, own])  # type: ignore[attr-defined]
-        return run  # type: ignore[return-value]
+        functools.update_wrapper(chosen, test)
+        del chosen.__wrapped__  # type: ignore[attr-defined]  # pytest would ask for its arguments as fixtures
+        chosen.__signature__ = signature.replace(parameters=[*fixtures, own])  # type: ignore[attr-defined]
+        return chosen  # type: ignore[return-value]
 
     return decorate

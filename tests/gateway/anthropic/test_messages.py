@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import pytest
-
 from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import GenerationFailed
 from alignedserve.core.request import RequestClass, Slo
 from tests.gateway.anthropic.messages_support import ask, count, events_of, failure_of, message_of
 from tests.gateway.support import gateway, saying, tokens_of
+from tests.support.marks import each
 
 
 async def test_the_bytes_of_a_stream() -> None:
@@ -48,7 +47,7 @@ async def test_the_bytes_of_a_message() -> None:
     message_of(response)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "reason", "sequence", "shown"),
     [
         ({}, "end_turn", None, "the quick brown fox"),
@@ -96,7 +95,7 @@ async def test_fields_reach_the_request() -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.5, 0.9, 3, 7)
 
 
-@pytest.mark.parametrize(
+@each(
     ("asked", "answered", "request_class", "priority"),
     [
         ("auto", "standard", RequestClass.REAL_TIME, 0),

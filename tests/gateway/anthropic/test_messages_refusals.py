@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import pytest
-
 from tests.gateway.anthropic.messages_support import ask, failure_of, message_of
 from tests.gateway.support import error_of, gateway
+from tests.support.marks import each
 
 TEXT = {"type": "text", "text": "hello"}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://localhost/a.png"}}
@@ -16,7 +15,7 @@ def user(*blocks: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(blocks)}]}
 
 
-@pytest.mark.parametrize(
+@each(
     ("field", "value"),
     [
         ("container", "container_1"),
@@ -34,7 +33,7 @@ async def test_what_we_do_not_support_is_refused_by_name(field: str, value: Any)
     assert error == {"type": "invalid_request_error", "message": f"{field} is not supported."}
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "path"),
     [
         ({"max_tokens": 0}, "max_tokens"),
@@ -99,7 +98,7 @@ async def test_errors_show_no_content() -> None:
             assert "secret" not in failure_of(await ask(served, **fields), 400)["message"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("method", "path", "status", "kind"),
     [
         ("GET", "/v1/messages", 405, "invalid_request_error"),

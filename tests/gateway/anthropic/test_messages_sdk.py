@@ -8,6 +8,7 @@ from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import GenerationFailed, Overloaded, TimedOut, Unavailable
 from tests.gateway.anthropic.messages_support import sdk_client
 from tests.gateway.support import saying, tokens_of
+from tests.support.marks import each
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 50, "messages": HELLO}
@@ -51,7 +52,7 @@ async def test_counting_and_models() -> None:
     assert (model.id, model.max_input_tokens) == ("tiny", 256)
 
 
-@pytest.mark.parametrize(
+@each(
     ("failure", "expected"),
     [
         (Overloaded("full", retry_after_s=1.0), "OverloadedError"),

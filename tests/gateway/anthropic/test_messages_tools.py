@@ -13,6 +13,7 @@ from alignedserve.core.request import Request
 from tests.gateway.anthropic.messages_support import ask, count, failure_of, message_of, sdk_client
 from tests.gateway.support import EOS, gateway
 from tests.gateway.tool_support import HERMES, LEVELS, OPENED, THINKING, model_with
+from tests.support.marks import each
 
 WEATHER: Any = {
     "name": "get_weather",
@@ -93,7 +94,7 @@ async def test_results_reach_the_model_after_their_calls() -> None:
     assert prompt.endswith("<|tool|>Error: no such city<|end|><|user|>go on<|end|><|assistant|>")
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "path"),
     [
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),

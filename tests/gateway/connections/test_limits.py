@@ -14,6 +14,7 @@ from alignedserve.gateway.connections import http_protocol
 from alignedserve.gateway.connections.limits import ConnectionLimits, most_connections
 from alignedserve.gateway.server import HttpServer, bind
 from tests.gateway.support import saying, services_for
+from tests.support.marks import each
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +83,7 @@ async def test_headers_without_end_are_refused() -> None:
         assert b"200 OK" in await rest_of(other)
 
 
-@pytest.mark.parametrize(
+@each(
     "head",
     [
         GET + b"x: " + b"y" * 70_000,
@@ -101,7 +102,7 @@ async def test_a_large_head_is_refused(head: bytes) -> None:
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
 
 
-@pytest.mark.parametrize("sent", [b"", b"GE", GET, b"\r\n"], ids=repr)
+@each("sent", [b"", b"GE", GET, b"\r\n"], ids=repr)
 async def test_a_connection_that_sends_no_request_is_closed(sent: bytes) -> None:
     async with serving(header_timeout_s=0.2) as connect:
         reader, writer = await connect()
@@ -130,7 +131,7 @@ async def test_headers_that_trickle_are_refused() -> None:
         assert (await rest_of(reader))[:13] in (b"HTTP/1.1 408 ", b"")  # a reset may overtake the answer
 
 
-@pytest.mark.parametrize("num_bytes", [2, 200_000], ids=["a little", "until the buffers are full"])
+@each("num_bytes", [2, 200_000], ids=["a little", "until the buffers are full"])
 async def test_a_body_that_is_declared_too_large_is_refused_at_once(num_bytes: int) -> None:
     async with serving() as connect:
         reader, writer = await connect()
@@ -155,7 +156,7 @@ async def test_a_body_that_trickles_is_refused(monkeypatch: pytest.MonkeyPatch) 
         assert (await rest_of(reader)).startswith(b"HTTP/1.1 408 ")
 
 
-@pytest.mark.parametrize(
+@each(
     "body", [b"0\r\n" + b"a: b\r\n" * 40_000, b"1;" + b"x" * 200_000, b"0\r\na: " + b"x" * 200_000], ids=lambda b: b[:6]
 )
 async def test_what_stands_around_a_body_is_bounded(body: bytes) -> None:
@@ -207,7 +208,7 @@ async def test_a_pipeline_without_end_is_closed() -> None:
         assert await rest_of(reader) == b""
 
 
-@pytest.mark.parametrize("limit", ["max_connections", "max_connections_per_address"])
+@each("limit", ["max_connections", "max_connections_per_address"])
 async def test_too_many_connections_are_refused_until_others_end(limit: str) -> None:
     async with serving(**{limit: 3}) as connect:
         held = [await connect() for _ in range(3)]

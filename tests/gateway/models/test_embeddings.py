@@ -9,6 +9,7 @@ import httpx2
 import pytest
 
 from tests.gateway.support import Gateway, error_of, gateway, tokens_of
+from tests.support.marks import each
 
 
 async def post(served: Gateway, path: str, **body: Any) -> httpx.Response:
@@ -22,7 +23,7 @@ def direction(token_ids: tuple[int, ...]) -> list[float]:
     return [value / length for value in vector]
 
 
-@pytest.mark.parametrize("given", ["hello", ["hello", "the dog"], [40, 41], [[40, 41], [42]]])
+@each("given", ["hello", ["hello", "the dog"], [40, 41], [[40, 41], [42]]])
 async def test_a_vector_of_length_one_for_every_text(given: Any) -> None:
     import openai
 
@@ -58,7 +59,7 @@ async def test_openais_sdk_reads_them() -> None:
     assert answer.data[1].embedding == pytest.approx(direction(tokens_of("the dog")), abs=1e-6)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "param"),
     [
         ({"input": ""}, "input"),

@@ -23,6 +23,7 @@ from alignedserve.runtime.model.encoder.encoder_config import (
 from alignedserve.runtime.model.model_config import Activation
 from tests.gateway.batches.batch_support import batch_gateway
 from tests.gateway.support import Gateway, error_of, gateway
+from tests.support.marks import each
 from tests.support.tiny_encoders import VOCABULARY, write_tokenizer
 
 CONFIG = EncoderConfig(
@@ -84,7 +85,7 @@ async def test_texts_have_special_tokens_around_them() -> None:
     assert body["usage"]["prompt_tokens"] == 8
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "body"),
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
@@ -144,7 +145,7 @@ async def test_vectors_are_cut_where_the_model_was_trained_for_it() -> None:
     assert cut == pytest.approx((np.array(whole[:2]) / np.linalg.norm(whole[:2])).tolist())
 
 
-@pytest.mark.parametrize("embedding", [{}, {"is_matryoshka": True, "dimensions": (3,)}])
+@each("embedding", [{}, {"is_matryoshka": True, "dimensions": (3,)}])
 async def test_other_lengths_are_refused(embedding: dict[str, Any]) -> None:
     async with gateway(model=card_with(**embedding)) as served:
         assert error_of(await post(served, "/v1/embeddings", input="abc", dimensions=2), 400)["param"] == "dimensions"

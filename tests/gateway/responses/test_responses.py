@@ -3,13 +3,13 @@
 from typing import Any
 
 import httpx
-import pytest
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import Overloaded, TimedOut
 from alignedserve.core.request import RequestClass
 from tests.gateway.responses.responses_support import events_of, response_of, text_of
 from tests.gateway.support import Gateway, error_of, gateway, saying, tokenizer, tokens_of
+from tests.support.marks import each
 
 
 async def respond(served: Gateway, **fields: Any) -> httpx.Response:
@@ -180,7 +180,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "param"), REFUSED)
+@each(("fields", "param"), REFUSED)
 async def test_refused_fields_are_named(fields: dict[str, Any], param: str) -> None:
     async with gateway() as served:
         error = error_of(await respond(served, **fields), 400)

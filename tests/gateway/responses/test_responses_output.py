@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from alignedserve.api.openai.choice_decoder import ChoiceDelta
 from alignedserve.api.responses.output import OutputBuilder
 from alignedserve.api.tools.deltas import ToolCallDelta
 from tests.support.lazy_types import LazyType
+from tests.support.marks import each
 
 _EVENT = LazyType("openai.types.responses", "ResponseStreamEvent")
 _ITEM = LazyType("openai.types.responses", "ResponseOutputItem")
@@ -81,9 +80,7 @@ def test_nothing_at_all_is_an_empty_answer() -> None:
     assert (item["type"], item["content"][0]["text"]) == ("message", "")
 
 
-@pytest.mark.parametrize(
-    "deltas", [[ChoiceDelta("", reasoning="a")], [ChoiceDelta("a")], [call(0, "{", is_first=True)]]
-)
+@each("deltas", [[ChoiceDelta("", reasoning="a")], [ChoiceDelta("a")], [call(0, "{", is_first=True)]])
 def test_only_the_last_item_is_cut(deltas: list[ChoiceDelta]) -> None:
     items, _ = built([ChoiceDelta("b"), *deltas], is_complete=False)
     assert [item["status"] for item in items] == ["completed"] * (len(items) - 1) + ["incomplete"]

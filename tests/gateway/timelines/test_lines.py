@@ -1,18 +1,15 @@
 """The course of a line of a batch, for the key that made the batch."""
 
-import pytest
-
 from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.interfaces import LineRequest
 from alignedserve.batches.records import Endpoint
 from tests.gateway.support import error_of, gateway
+from tests.support.marks import each
 
 LINE_ID = "batch_req_64a4cd267c3a7822aa944f58000000"
 
 
-@pytest.mark.parametrize(
-    "wanted", [LINE_ID, "64a4cd267c3a7822aa944f58000000-91b8", "cmpl-64a4cd267c3a7822aa944f58000000-91b8"]
-)
+@each("wanted", [LINE_ID, "64a4cd267c3a7822aa944f58000000-91b8", "cmpl-64a4cd267c3a7822aa944f58000000-91b8"])
 async def test_a_line_is_explained_by_its_id_and_by_that_of_its_response(wanted: str) -> None:
     async with gateway(api_keys=("ours", "theirs")) as served:
         owner = served.services.api_keys.owner(0)

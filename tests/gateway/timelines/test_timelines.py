@@ -18,6 +18,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.messages.request_notes import RequestNote, RequestsNoted, Step
 from tests.gateway.support import gateway
+from tests.support.marks import each
 from tests.support.otlp_receiver import collecting
 
 PARENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-"
@@ -91,14 +92,12 @@ async def test_asking_for_ten_thousand_unknown_ids_keeps_nothing() -> None:
     assert response.status_code == 404
 
 
-@pytest.mark.parametrize("flags", ["00", "02"])
+@each("flags", ["00", "02"])
 def test_a_clients_decision_against_a_trace_is_followed(flags: str) -> None:
     assert trace_of({"traceparent": PARENT + flags}, 1.0) is None
 
 
-@pytest.mark.parametrize(
-    "header", ["", "00-zz", PARENT, "ff" + PARENT[2:] + "01", "00-" + "0" * 32 + PARENT[35:] + "01"]
-)
+@each("header", ["", "00-zz", PARENT, "ff" + PARENT[2:] + "01", "00-" + "0" * 32 + PARENT[35:] + "01"])
 def test_a_parent_that_is_none_leaves_the_choice_to_the_ratio(header: str) -> None:
     assert trace_of({"traceparent": header}, 0.0) is None
     trace = trace_of({"traceparent": header}, 1.0)

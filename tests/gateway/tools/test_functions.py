@@ -3,10 +3,9 @@
 import json
 from typing import Any
 
-import pytest
-
 from tests.gateway.support import chunks_of, error_of, gateway
 from tests.gateway.tool_support import CALL, HERMES, USER, accepts, function, model_with, prompt_of, saying
+from tests.support.marks import each
 
 WEATHER = function()["function"]
 FUNCTION_CALL = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
@@ -14,7 +13,7 @@ CALLED = {"role": "assistant", "content": None, "function_call": FUNCTION_CALL}
 RESULT = {"role": "function", "name": "get_weather", "content": "sunny"}
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 100])
+@each("tokens_per_step", [1, 100])
 async def test_a_call_in_the_older_shape(tokens_per_step: int) -> None:
     model = model_with(HERMES)
     async with gateway(saying(model, "Let me see.\n" + CALL, tokens_per_step=tokens_per_step), model=model) as served:
@@ -43,7 +42,7 @@ async def test_the_template_shows_functions_calls_and_results() -> None:
     assert counted.json()["count"] == usage["prompt_tokens"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("choice", "allowed", "forbidden"),
     [
         ("auto", ["hi", CALL], [f"{CALL}\n{CALL}"]),
@@ -62,7 +61,7 @@ async def test_answers_are_held_to_the_choice(choice: Any, allowed: list[str], f
     assert [text for text in forbidden if accepts(model, grammar, text)] == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "param"),
     [
         ({"functions": [WEATHER], "tools": [function()]}, "functions"),

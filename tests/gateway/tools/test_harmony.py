@@ -18,6 +18,7 @@ from tests.gateway.tool_support import (
     result,
     saying,
 )
+from tests.support.marks import each
 
 NEXT = "<|end|><|start|>assistant"
 THOUGHT = f"<|channel|>analysis<|message|>so it is{NEXT}"
@@ -66,7 +67,7 @@ async def test_the_template_shows_thoughts_calls_results_and_effort() -> None:
     assert error["param"] == "reasoning_effort"
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "allowed", "forbidden"),
     [
         (

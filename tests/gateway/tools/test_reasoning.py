@@ -17,6 +17,7 @@ from tests.gateway.tool_support import (
     prompt_of,
     saying,
 )
+from tests.support.marks import each
 
 
 async def test_a_thought_stands_apart() -> None:
@@ -46,7 +47,7 @@ async def test_a_prompt_that_opens_the_thought_itself() -> None:
     assert (message["reasoning_content"], message["content"]) == ("so", "hello")
 
 
-@pytest.mark.parametrize("fields", [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}])
+@each("fields", [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}])
 async def test_thinking_is_turned_off(fields: dict[str, Any]) -> None:
     model = model_with(THINKING)
     async with gateway(saying(model, "hello"), model=model) as served:

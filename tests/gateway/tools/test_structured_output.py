@@ -5,7 +5,6 @@ import random
 from typing import Any, Literal
 
 import httpx
-import pytest
 from llguidance import LLMatcher
 from pydantic import BaseModel
 
@@ -14,6 +13,7 @@ from alignedserve.core.request import Request
 from alignedserve.runtime.grammar.compiler import PARSER_LIMITS
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
 from tests.gateway.support import EOS, Gateway, chunks_of, error_of, gateway, tokenizer
+from tests.support.marks import each
 from tests.support.random_answers import is_valid
 
 SCHEMA = {
@@ -50,7 +50,7 @@ async def answer(served: Gateway, **fields: Any) -> str:
     return text
 
 
-@pytest.mark.parametrize(
+@each(
     "fields",
     [
         {"response_format": JSON_SCHEMA},
@@ -71,7 +71,7 @@ async def test_a_schema_by_any_of_its_names(fields: dict[str, Any]) -> None:
     assert all(is_valid(SCHEMA, text) for text in answers)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "expected"),
     [
         ({"structured_outputs": {"choice": ["north", "south"]}}, ("north", "south")),
@@ -89,9 +89,7 @@ async def test_choices_patterns_and_grammars(fields: dict[str, Any], expected: t
     assert text in expected
 
 
-@pytest.mark.parametrize(
-    "fields", [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}]
-)
+@each("fields", [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}])
 async def test_any_object(fields: dict[str, Any]) -> None:
     async with gateway() as served:
         await served.chat(**fields)
@@ -151,7 +149,7 @@ async def test_the_sdk_parses_into_a_pydantic_model() -> None:
     assert isinstance(completion.choices[0].message.parsed, Trip)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "param", "named"),
     [
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "json_schema"),
@@ -204,7 +202,7 @@ def _exponential() -> dict[str, Any]:
     return {"structured_outputs": {"json": twice}}
 
 
-@pytest.mark.parametrize(
+@each(
     "fields",
     [
         _exponential(),

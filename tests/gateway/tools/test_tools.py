@@ -3,8 +3,6 @@
 import json
 from typing import Any
 
-import pytest
-
 from alignedserve.api.backend.scripted import Script
 from alignedserve.api.tools.formats import FORMATS
 from tests.gateway.support import EOS, chunks_of, error_of, gateway
@@ -24,6 +22,7 @@ from tests.gateway.tool_support import (
     result,
     saying,
 )
+from tests.support.marks import each
 
 
 async def test_an_answer_with_a_call() -> None:
@@ -46,7 +45,7 @@ async def test_an_answer_of_calls_alone_has_null_content() -> None:
     assert len({call["id"] for call in message["tool_calls"]}) == 2
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 3, 100])
+@each("tokens_per_step", [1, 3, 100])
 async def test_a_stream_of_calls(tokens_per_step: int) -> None:
     model = model_with(HERMES)
     script = saying(model, "Wait. " + CALL + "\n" + CALL, tokens_per_step=tokens_per_step)
@@ -174,7 +173,7 @@ async def test_no_tool_may_be_called() -> None:
     assert request.sampling.grammar == ""
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "allowed", "forbidden"),
     [
         ({}, ["hi", CALL, "hi " + CALL, f"{CALL}\n{CALL}"], ["<tool_call>", "<tool_call>\n{}\n</tool_call>"]),
@@ -207,7 +206,7 @@ async def test_answers_are_held_to_the_tools(fields: dict[str, Any], allowed: li
     assert [text for text in forbidden if accepts(model, grammar, text)] == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("template", "control_tokens", "call"),
     [
         (MISTRAL, ("[TOOL_CALLS]",), '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "a"}}]'),
@@ -232,7 +231,7 @@ async def test_grammars_with_control_tokens(template: str, control_tokens: tuple
     assert not accepts(model, grammar, call.replace("get_weather", "hack"))
 
 
-@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if not form.is_harmony])
+@each("name", [name for name, form in FORMATS.items() if not form.is_harmony])
 async def test_every_formats_own_words_are_held_to(name: str) -> None:
     model = model_with(HERMES, tool_format=name)
     call = FORMATS[name].text_of([("get_weather", '{"city": "a"}'), ("other", "{}")])
@@ -254,7 +253,7 @@ CODER = {
 }
 
 
-@pytest.mark.parametrize(
+@each(
     ("parameters", "is_allowed"),
     [
         ({"code": 'if a:\n\tprint("<b>")'}, True),
@@ -283,7 +282,7 @@ async def test_parameters_between_tags(parameters: dict[str, str], is_allowed: b
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("messages", "param"),
     [
         ([USER, called()], "messages"),
@@ -315,7 +314,7 @@ async def test_mixed_up_conversations(messages: list[dict[str, Any]], param: str
 NAMED = {"type": "function", "function": {"name": "missing"}}
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "param"),
     [
         ({"tools": [function(), function()]}, "tools[1].function.name"),

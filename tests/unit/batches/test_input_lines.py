@@ -25,7 +25,7 @@ def split(content: bytes, chunk: int = 7, limit: int = 1000) -> list[RawLine]:
     return lines + splitter.finish()
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+@each("chunk", [1, 2, 3, 100])
 def test_lines_whatever_the_chunks(chunk: int) -> None:
     content = b"\xef\xbb\xbfone\r\ntwo\n\n   \nthree"
     lines = split(content, chunk)
@@ -104,7 +104,7 @@ def test_several_bad_lines_are_listed_up_to_a_limit() -> None:
     assert len(inspected(b"{\n" * (MAX_PROBLEMS + 20), max_lines=500)) == MAX_PROBLEMS
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"\xef\xbb\xbf", b"  \r\n\t\n"])
+@each("content", [b"", b"\n", b"\xef\xbb\xbf", b"  \r\n\t\n"])
 def test_an_empty_file(content: bytes) -> None:
     assert [problem.code for problem in inspected(content)] == ["empty_file"]
 

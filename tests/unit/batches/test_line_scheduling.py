@@ -18,6 +18,7 @@ from alignedserve.batches.repository import BatchRepository
 from alignedserve.batches.statistics import ThroughputMeter
 from alignedserve.batches.stores.memory_records import MemoryRecords
 from tests.support.batch_samples import batch_record
+from tests.support.marks import each
 
 
 def test_the_least_slack_goes_first() -> None:
@@ -56,7 +57,7 @@ def work(expires_s: float, num_tokens: float, model: str = "tiny") -> RemainingW
     return RemainingWork(expires_s, {model: num_tokens})
 
 
-@pytest.mark.parametrize(
+@each(
     ("window_s", "risk", "finish_s"),
     [(7200.0, Risk.FITS, 3000.0), (3600.0, Risk.AT_RISK, 3000.0), (1800.0, Risk.CANNOT_FIT, 2400.0)],
 )
@@ -112,7 +113,7 @@ def test_capacity_is_learned() -> None:
     assert known.line_tokens(1120) == pytest.approx(510, rel=0.01)
 
 
-@pytest.mark.parametrize(
+@each(
     ("sums", "rate"),
     [
         ((9000, 60.0, 30.0), 250.0),  # the example

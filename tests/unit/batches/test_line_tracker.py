@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from alignedserve.batches.line_tracker import LineTracker
+from tests.support.marks import each
 
 
 def test_every_line_is_leased_once() -> None:
@@ -53,7 +54,7 @@ def test_not_being_taken_counts_no_try() -> None:
     assert tracker.retry(0, 10.0)
 
 
-@pytest.mark.parametrize("settled", [range(3), (1, 2)])
+@each("settled", [range(3), (1, 2)])
 def test_what_was_settled_before_a_crash_is_never_due(settled: Iterable[int]) -> None:
     tracker = LineTracker(3, settled, max_attempts=2)
     untouched = [line for line in range(3) if line not in settled]

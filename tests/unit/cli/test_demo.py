@@ -20,6 +20,7 @@ from alignedserve.evaluation.pocket_calls import MAX_PROMPT_LEN, MIN_PROMPT_LEN,
 from alignedserve.pocket.tasks import PocketTask, Skill
 from alignedserve.workload.traces import shipped_trace
 from tests.support.fake_server import FakeServer, Script, running
+from tests.support.marks import each
 
 pytestmark = pytest.mark.slow
 
@@ -149,7 +150,7 @@ def test_server_that_tells_nothing_fails(capsys: pytest.CaptureFixture[str]) -> 
     assert "lacks" in json.loads(capsys.readouterr().out)["problems"][0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("alone", "cause"),
     [("x", WrongAnswerCause.MODEL_WRONG), ("y", WrongAnswerCause.CORRUPTED), (None, WrongAnswerCause.CORRUPTED)],
 )

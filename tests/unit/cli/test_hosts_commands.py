@@ -27,6 +27,7 @@ from alignedserve.cluster.running_cluster import AskedToStop
 from alignedserve.config.model_settings import ModelSettings, load_models
 from alignedserve.core.errors import ConfigError, PeerLost, ProtocolError, ResourceError
 from alignedserve.messages.gateways import ClusterStatus, PrefixTotals, WorkerLean
+from tests.support.marks import each
 
 pytestmark = pytest.mark.slow
 
@@ -256,7 +257,7 @@ def test_ipv6_addresses_are_no_markup() -> None:
         assert "http://[fd77::1]:8000" in said.get()
 
 
-@pytest.mark.parametrize(
+@each(
     ("topology", "said"),
     [
         ("elastic", "1 in prefill, 4 decoding; 3 elastic workers, 0 of 0 blocks used; decode-0 leans 25% to prompts"),

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from alignedserve.config.environment import NODE_LOSSES_VARIABLE
+from tests.support.marks import each
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +62,7 @@ def test_where_that_is_not_wanted_it_ends_with_its_code() -> None:
     assert err == "error: the node process has ended\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@each("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_can_be_ended_while_its_successor_waits(number: signal.Signals) -> None:
     process = lose("again", "600")
     assert process.stdout is not None
@@ -72,7 +73,7 @@ def test_it_can_be_ended_while_its_successor_waits(number: signal.Signals) -> No
     assert process.returncode == -number
 
 
-@pytest.mark.parametrize(("noted", "number"), [("3", "4"), ("x", "1"), ("-1", "1"), ("9999", "1"), ("", "1")])
+@each(("noted", "number"), [("3", "4"), ("x", "1"), ("-1", "1"), ("9999", "1"), ("", "1")])
 def test_a_number_of_losses_that_is_none_counts_as_the_first(noted: str, number: str) -> None:
     process = lose("again", "0.001", **{NODE_LOSSES_VARIABLE: noted})
     out, _ = process.communicate(timeout=120)

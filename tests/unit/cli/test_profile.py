@@ -13,6 +13,7 @@ from alignedserve.costmodel.iteration_points import Chunk, Point, feasible_point
 from alignedserve.profiling.points import fitted_points, held_out_points
 from alignedserve.profiling.profile import ProfileSpec, run_profile
 from tests.harnesses.costs import decodes, prefill
+from tests.support.marks import each
 from tests.support.tiny_models import make_tiny_model
 
 
@@ -38,7 +39,7 @@ def test_points_cover_what_has_to_be_told_apart() -> None:
     assert not set(held_out) & set(fitted_points())
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "problem"),
     [
         ({"duration_s": 0.0}, "duration must"),

@@ -68,9 +68,7 @@ def test_a_line_longer_than_a_block(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == content + b"third\n"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (61, "1 min 1 s"), (7500, "2 h 5 min"), (180_000, "2 d 2 h")]
-)
+@each(("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (61, "1 min 1 s"), (7500, "2 h 5 min"), (180_000, "2 d 2 h")])
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 

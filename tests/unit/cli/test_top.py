@@ -22,6 +22,7 @@ from alignedserve.gateway.live.view import live_view
 from alignedserve.messages.gateways import ClusterStatus
 from tests.gateway.live_samples import BUSY_STATUS
 from tests.gateway.support import saying, services_for
+from tests.support.marks import each
 
 
 def document(status: ClusterStatus | None = BUSY_STATUS, time_s: float = 10.0) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def test_what_is_not_the_document_is_refused(
         command.top(url, is_once=True, every_s=1.0)
 
 
-@pytest.mark.parametrize("url", ["", "ftp://host", "http://", "host:80"])
+@each("url", ["", "ftp://host", "http://", "host:80"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="must be the address of a server"):
         command.top(url, is_once=True, every_s=1.0)

@@ -29,7 +29,7 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path, text: str) -> None:
     assert load_config(written(tmp_path, text)) == ClusterConfig()
 
 
-@pytest.mark.parametrize("more", [(), ("pool.memory_bytes=null",)])
+@each("more", [(), ("pool.memory_bytes=null",)])
 def test_sizes_that_are_unset_say_so_and_can_be_fixed(more: tuple[str, ...]) -> None:
     config = load_config(None, ["decode.kv_cache_bytes=256MiB", *more])
     assert isinstance(config.pool.memory_bytes, DefaultSize)
@@ -57,7 +57,7 @@ def test_how_batches_are_formed_is_a_section_of_its_own(tmp_path: Path) -> None:
     assert load_config(written(tmp_path, text)).batching == expected
 
 
-@pytest.mark.parametrize(("policy", "is_aligned"), [("density_first", True), ("fcfs", False)])
+@each(("policy", "is_aligned"), [("density_first", True), ("fcfs", False)])
 def test_only_first_come_first_served_cares_for_no_lengths(policy: str, is_aligned: bool) -> None:
     assert BatchingConfig(policy=policy).is_aligned is is_aligned
 

@@ -187,7 +187,7 @@ def test_failed_runs_of_the_table_are_left_out() -> None:
 # --- chosen by name
 
 
-@pytest.mark.parametrize("source", COST_MODELS)
+@each("source", COST_MODELS)
 def test_every_model_grows_with_the_work(source: str) -> None:
     model = {"vidur": "llama-2-7b", "splitwise": "llama-2-70b"}.get(source, "opt-13b")
     for kernel in AttentionKernel:

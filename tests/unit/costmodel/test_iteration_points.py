@@ -8,6 +8,7 @@ from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationMod
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.online import learned_from
 from tests.harnesses.costs import decodes, prefill
+from tests.support.marks import each
 
 POINTS = calibration_points(max_requests=256, max_tokens=2048, has_hidden_cache=False)
 
@@ -49,7 +50,7 @@ def test_a_slow_machine_leaves_out_what_would_take_longer_than_it_has() -> None:
     assert elapsed_s < 2.1
 
 
-@pytest.mark.parametrize("duration_s", [0.0, -1.0])
+@each("duration_s", [0.0, -1.0])
 def test_no_time_is_no_samples(duration_s: float) -> None:
     assert calibrated(machine(2e-5), duration_s) == ((), 0.0)
 

@@ -64,7 +64,7 @@ def test_links() -> None:
     assert pcie_link(A100).bytes_per_s == pytest.approx(25.6e9)
 
 
-@pytest.mark.parametrize("name", ["a100-80g", "h100"])
+@each("name", ["a100-80g", "h100"])
 def test_nvlink_is_as_fast_as_measured(name: str) -> None:
     for num_bytes in (1 << 22, 1 << 24, 1 << 26):
         measured = collective_curve(name, "send_recv", 2).at(num_bytes)

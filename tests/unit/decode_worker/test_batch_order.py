@@ -2,14 +2,13 @@
 
 from collections.abc import Collection
 
-import pytest
-
 from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig
 from alignedserve.core.ids import BatchId
 from alignedserve.messages.fields import NO_BATCH
 from decode_worker.batching.batch_order import BatchOrder, SwitchLimits, WaitingBatch
 from decode_worker.factory import batch_limits_of
 from decode_worker.state import Candidate, RunningRequest
+from tests.support.marks import each
 from tests.support.samples import handoff, request
 
 
@@ -64,7 +63,7 @@ def test_a_batch_that_saturates_the_worker_is_not_replaced() -> None:
     assert made.running_id == 1
 
 
-@pytest.mark.parametrize(("num_blocks", "expected"), [(8, []), (7, ["b2-0", "b2-1", "b2-2"])])
+@each(("num_blocks", "expected"), [(8, []), (7, ["b2-0", "b2-1", "b2-2"])])
 def test_a_small_batch_that_fills_the_memory_is_not_replaced(num_blocks: int, expected: list[str]) -> None:
     made = BatchOrder(SwitchLimits(min_requests=3, low_running=3, low_blocks=8))
     for batch in (1, 2):
@@ -73,7 +72,7 @@ def test_a_small_batch_that_fills_the_memory_is_not_replaced(num_blocks: int, ex
     assert names(made.choose(members(2), 2, 0.5, num_blocks=num_blocks)) == expected
 
 
-@pytest.mark.parametrize(("max_running_requests", "low_running"), [(16, 12), (48, 36), (64, 36), (256, 36)])
+@each(("max_running_requests", "low_running"), [(16, 12), (48, 36), (64, 36), (256, 36)])
 def test_enough_requests_saturate_a_worker_of_any_number_of_places(max_running_requests: int, low_running: int) -> None:
     limits = batch_limits_of(
         DecodeWorkerConfig(max_running_requests=max_running_requests), BatchingConfig(), num_blocks=100
@@ -81,7 +80,7 @@ def test_enough_requests_saturate_a_worker_of_any_number_of_places(max_running_r
     assert (limits.switch.low_running, limits.switch.low_blocks) == (low_running, 75)
 
 
-@pytest.mark.parametrize(("now", "expected"), [(1.9, ["own"]), (2.0, ["b2-0", "b2-1", "b2-2"])])
+@each(("now", "expected"), [(1.9, ["own"]), (2.0, ["b2-0", "b2-1", "b2-2"])])
 def test_a_batch_that_is_overdue_goes_before_candidate_requests(now: float, expected: list[str]) -> None:
     made = running_first()
     assert names(made.choose([candidate("own", 1), *members(2)], 3, now)) == expected

@@ -1,9 +1,8 @@
 """Blocks of the buffers in prefill workers' memory, as the decode worker gives them out."""
 
-import pytest
-
 from decode_worker.batching.buffer_space import BufferSpace
 from decode_worker.state import BufferSlot
+from tests.support.marks import each
 from tests.support.samples import blocks
 
 ONE, OTHER = "prefill-0", "prefill-1"
@@ -37,7 +36,7 @@ def test_every_slot_has_a_generation_of_its_own() -> None:
     assert (again.block_ids, again.generation) == (first.block_ids, 2)
 
 
-@pytest.mark.parametrize(("num_blocks", "is_there_room"), [(6, True), (7, False)])
+@each(("num_blocks", "is_there_room"), [(6, True), (7, False)])
 def test_prefetches_leave_a_quarter_to_evictions(num_blocks: int, is_there_room: bool) -> None:
     assert (space().for_prefetch(num_blocks) is not None) == is_there_room
 

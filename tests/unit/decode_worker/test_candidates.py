@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import msgspec
-import pytest
 
 from alignedserve.core.ids import LeaseId
 from alignedserve.messages.caches import (
@@ -42,6 +41,7 @@ from tests.harnesses.decode import (
     run,
     to_router,
 )
+from tests.support.marks import each
 from tests.support.samples import POOL, PREFILL, R1, blocks, handoff, request
 
 MISSED = to_router(RequestPreempted(R1, 1, (7,), handoff_refused=True))
@@ -200,7 +200,7 @@ def lose_prefill(made: DecodeHarness) -> list[DecodeCommand]:
     return made.do(PeerDisconnected(Role.PREFILL_WORKER, PREFILL))
 
 
-@pytest.mark.parametrize("stage", [coming, there])
+@each("stage", [coming, there])
 def test_the_prefill_worker_is_lost_and_what_was_prefetched_is_still_in_the_pool(
     stage: Callable[[], DecodeHarness],
 ) -> None:
@@ -255,7 +255,7 @@ def test_room_is_set_aside_in_the_buffer() -> None:
     assert full().hear(RESERVE, PREFILL) == [Send(PREFILL, BlocksReserved(R1, 5, LeaseId(1), 1, blocks(0)))]
 
 
-@pytest.mark.parametrize("buffer_blocks", [0, 1])
+@each("buffer_blocks", [0, 1])
 def test_without_room_it_is_refused_at_once(buffer_blocks: int) -> None:
     two = ReserveBlocks(R1, 5, 2, may_wait=False)
     assert full(buffer_blocks).hear(two, PREFILL) == [Send(PREFILL, ReservationRefused(R1, 5))]
@@ -272,9 +272,7 @@ def test_what_was_written_enters_before_the_next_batch() -> None:
     assert loads(made.sampled(r2=EOS)) == [from_buffer(0, 1)]
 
 
-@pytest.mark.parametrize(
-    "wrong", [written(attempt=4), written(generation=2), written(copied=2)], ids=["attempt", "generation", "blocks"]
-)
+@each("wrong", [written(attempt=4), written(generation=2), written(copied=2)], ids=["attempt", "generation", "blocks"])
 def test_what_was_written_elsewhere_is_not_taken(wrong: BlocksWritten) -> None:
     assert bypassing().hear(wrong, PREFILL) == [taken(wrong.attempt, is_accepted=False)]
 

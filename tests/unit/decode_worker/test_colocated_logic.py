@@ -24,6 +24,7 @@ from alignedserve.messages.workers import (
 )
 from tests.harnesses.colocated import EOS, FOUR, SEVEN, ColocatedHarness, added, decoding, emitted, run, runs, to_router
 from tests.harnesses.scheduling import Step
+from tests.support.marks import each
 from tests.support.samples import R1, R2, REPLY_TO, ROUTER, request
 
 
@@ -148,7 +149,7 @@ def test_a_late_prediction_replaces_it() -> None:
     assert made.view.table.predicted_len.tolist() == [3.5]
 
 
-@pytest.mark.parametrize("message", [SetPredictedLength(R1, 2, 3.5), SetPredictedLength(R2, 1, 3.5)])
+@each("message", [SetPredictedLength(R1, 2, 3.5), SetPredictedLength(R2, 1, 3.5)])
 def test_a_prediction_of_another_attempt_or_request_changes_nothing(message: SetPredictedLength) -> None:
     made = ColocatedHarness()
     made.begin(FOUR, predicted_output_len=6.5)
@@ -194,9 +195,7 @@ def test_logprobs_go_with_their_token() -> None:
     assert prompting().completed(SampledToken(R1, 8, logprob))[0] == emitted(TokenDelta(R1, 0, (8,), (logprob,)))
 
 
-@pytest.mark.parametrize(
-    ("token_id", "max_tokens", "reason"), [(EOS, 8, FinishReason.STOP), (8, 1, FinishReason.LENGTH)]
-)
+@each(("token_id", "max_tokens", "reason"), [(EOS, 8, FinishReason.STOP), (8, 1, FinishReason.LENGTH)])
 def test_the_last_token_says_so_and_ends_it(token_id: int, max_tokens: int, reason: FinishReason) -> None:
     made = ColocatedHarness()
     made.begin(request(max_tokens=max_tokens))

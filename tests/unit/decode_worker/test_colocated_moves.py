@@ -40,6 +40,7 @@ from decode_worker.colocated.logic import ColocatedCommand
 from decode_worker.colocated.moves import lent_by
 from tests.harnesses.colocated import EOS, FOUR, SEVEN, ColocatedHarness, run, runs, to_router
 from tests.harnesses.scheduling import Step
+from tests.support.marks import each
 from tests.support.samples import R1, blocks, epoch, request
 
 OTHER = "decode-1"
@@ -157,7 +158,7 @@ def test_a_receiver_lost_after_the_offer_may_have_it() -> None:
     assert made.loads[-1].num_free_blocks == 20
 
 
-@pytest.mark.parametrize("stage", [copying, offered])
+@each("stage", [copying, offered])
 def test_an_aborted_request_frees_its_blocks(stage: object) -> None:
     made = copying() if stage is copying else offered()
     made.hear(AbortRequest(R1, 1))

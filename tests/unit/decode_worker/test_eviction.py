@@ -3,7 +3,6 @@
 from typing import Any
 
 import msgspec
-import pytest
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass, Slo
@@ -31,6 +30,7 @@ from tests.harnesses.decode import (
     runs,
     to_router,
 )
+from tests.support.marks import each
 from tests.support.samples import POOL, PREFILL, R1, R2, blocks, handoff, request
 
 TEN_BLOCKS = (BlockRun(0, 10, 55),)
@@ -313,7 +313,7 @@ def test_what_is_unknown_here_is_left_to_the_router() -> None:
     assert made.logic._candidates.space.num_used == 0
 
 
-@pytest.mark.parametrize("outcome", ReturnOutcome)
+@each("outcome", ReturnOutcome)
 def test_aborted_while_it_returns(outcome: ReturnOutcome) -> None:
     made = switched()
     assert made.hear(AbortRequest(R1)) == []

@@ -3,8 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from alignedserve.core.request import FinishReason, Request, SampledToken
 from alignedserve.messages.events import Ticked
 from alignedserve.messages.gateways import AbortRequest, TokenDelta
@@ -15,6 +13,7 @@ from tests.harnesses.decode import EOS, H1, H2, DecodeHarness
 from tests.harnesses.decode import emitted as to_gateway
 from tests.harnesses.decode import run as run_decodes
 from tests.harnesses.scheduling import Step
+from tests.support.marks import each
 from tests.support.samples import R1, R2, request
 
 FIVE = SampledToken(R1, 5), SampledToken(R1, 6), SampledToken(R1, 7)
@@ -63,7 +62,7 @@ def test_one_that_nobody_waits_for_leaves_its_blocks() -> None:
     assert made.loads[-1].num_free_blocks == 20
 
 
-@pytest.mark.parametrize("is_aborted", [False, True])
+@each("is_aborted", [False, True])
 def test_blocks_that_they_fill_are_cached_with_them(is_aborted: bool) -> None:
     made = ColocatedHarness(has_prefix_cache=True)
     made.begin(replace(of("r1", 2), prompt_token_ids=(20, 21), prefix_root=b"r" * 16))

@@ -261,7 +261,7 @@ def test_the_sums_of_two_iterations() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("others", "bucket"), [(0, 0), (1, SPREAD_EDGES.index(2.0)), (2, SPREAD_EDGES.index(3.0)), (19, len(SPREAD_EDGES))]
 )
 def test_a_spread_on_an_edge_belongs_below_it(others: int, bucket: int) -> None:

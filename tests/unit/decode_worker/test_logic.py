@@ -1,7 +1,5 @@
 """The decode worker, decision by decision: twenty blocks of four tokens, four requests."""
 
-import pytest
-
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.request import FinishReason, SampledToken, TokenLogprob
 from alignedserve.messages.caches import ArenaOffered, BatchGranted
@@ -33,6 +31,7 @@ from tests.harnesses.decode import (
     runs,
     to_router,
 )
+from tests.support.marks import each
 from tests.support.samples import POOL, PREFILL, R1, R2, ROUTER, handoff, request, worker
 
 # --- introductions
@@ -160,9 +159,7 @@ def test_logprobs_go_with_their_token() -> None:
     assert commands[1] == emitted(TokenDelta(R1, 1, (8,), (logprob,)))
 
 
-@pytest.mark.parametrize(
-    ("token_id", "max_tokens", "reason"), [(EOS, 8, FinishReason.STOP), (8, 2, FinishReason.LENGTH)]
-)
+@each(("token_id", "max_tokens", "reason"), [(EOS, 8, FinishReason.STOP), (8, 2, FinishReason.LENGTH)])
 def test_the_last_token_says_so_and_ends_it(token_id: int, max_tokens: int, reason: FinishReason) -> None:
     made = DecodeHarness()
     made.enter(handoff(request(max_tokens=max_tokens), 11))

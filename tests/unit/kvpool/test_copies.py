@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from alignedserve.core.attempts import epoch_end
 from alignedserve.core.request import Request, RequestClass
 from alignedserve.messages.caches import (
@@ -17,6 +15,7 @@ from alignedserve.messages.caches import (
 from alignedserve.messages.events import Send
 from alignedserve.messages.pools import CopyKept, CopyLost, DropRequest, PoolLoad
 from tests.harnesses.pool import FORM, L1, L2, PoolHarness, freed, grants, leased, reserved, taken, written
+from tests.support.marks import each
 from tests.support.samples import DECODE, PREFILL, R1, ROUTER, epoch, request
 
 END = epoch_end(L1)
@@ -145,7 +144,7 @@ def test_the_latest_copy_is_granted() -> None:
     assert granted == Send(PREFILL, CopyGranted(later, epoch(3)))
 
 
-@pytest.mark.parametrize("name", ["r1", "r2", "r3"])
+@each("name", ["r1", "r2", "r3"])
 def test_what_is_not_kept_is_missing(name: str) -> None:
     made = PoolHarness()
     made.grant("r1")

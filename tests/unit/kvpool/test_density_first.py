@@ -1,11 +1,10 @@
 """Density-first search, one decision per test, on a tree of 16 leaves of 4 tokens (above 1-16, 17-32, 33-48, 49-64)."""
 
-import pytest
-
 from alignedserve.core.ids import RequestId
 from kvpool.policies.batch_former import AlignedBatch, BatchLimits, LengthRange
 from kvpool.policies.density_first import DensityFirstBatchFormer, DensityFirstConfig
 from kvpool.state import PooledRequest
+from tests.support.marks import each
 
 CONFIG = DensityFirstConfig(starvation_s=2.0, block_size=4, max_context_len=64)
 SOON, LATE = 1.0, 3.0  # before and after everything inserted at 0 starves
@@ -296,7 +295,7 @@ def test_who_lies_in_the_range_joins_oldest_first() -> None:
     assert names(former.join(LengthRange(30, 35), BatchLimits(100, 100), SOON)) == "30 31 32 33 34"
 
 
-@pytest.mark.parametrize("range_", [LengthRange(36, 60), LengthRange(30, 30), LengthRange(40, 1)])
+@each("range_", [LengthRange(36, 60), LengthRange(30, 30), LengthRange(40, 1)])
 def test_no_request_in_the_range_is_none(range_: LengthRange) -> None:
     assert former_with(*lengths(30, 35, 60)).join(range_, BatchLimits(100, 100), SOON) is None
 

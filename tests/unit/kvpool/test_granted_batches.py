@@ -1,7 +1,5 @@
 """The KV pool: batches that it forms and grants."""
 
-import pytest
-
 from alignedserve.core.ids import BatchId, WorkerName
 from alignedserve.core.request import Slo
 from alignedserve.messages.caches import (
@@ -27,6 +25,7 @@ from tests.harnesses.pool import (
     grants,
     handoff_of,
 )
+from tests.support.marks import each
 from tests.support.samples import DECODE, R1, R2, R3, ROUTER, epoch, request
 
 
@@ -76,7 +75,7 @@ def test_who_must_be_done_soon_is_in_the_next_batch() -> None:
     assert [handoff.request.request_id for handoff in grants(made.hear(ROUTER, only_one))] == [R3]
 
 
-@pytest.mark.parametrize(("paces", "urgent_at_s"), [((0.02,), 8.0), ((0.04,), 6.0), ((0.02, 0.03), 7.0), ((0.2,), 5.0)])
+@each(("paces", "urgent_at_s"), [((0.02,), 8.0), ((0.04,), 6.0), ((0.02, 0.03), 7.0), ((0.2,), 5.0)])
 def test_what_the_remaining_tokens_take_is_known_from_the_slowest_decode_worker(
     paces: tuple[float, ...], urgent_at_s: float
 ) -> None:
@@ -152,7 +151,7 @@ def forms(commands: list[PoolCommand]) -> list[BatchFormed]:
     return [message for message in messages if isinstance(message, BatchFormed)]
 
 
-@pytest.mark.parametrize(("max_blocks", "max_requests"), [(2, 100), (100, 1)])
+@each(("max_blocks", "max_requests"), [(2, 100), (100, 1)])
 def test_the_limits_of_the_router_hold(max_blocks: int, max_requests: int) -> None:
     made = PoolHarness()
     for name in ("r1", "r2"):

@@ -37,6 +37,7 @@ from tests.harnesses.pool import (
     taken,
     written,
 )
+from tests.support.marks import each
 from tests.support.samples import DECODE, PREFILL, R1, R2, R3, ROUTER, epoch, request
 
 END = epoch_end(L1)
@@ -68,7 +69,7 @@ def test_releasing_twice_keeps_once() -> None:
     assert made.load == PoolLoad(2, 0, 0, 2)
 
 
-@pytest.mark.parametrize("kind", [LeasesReleased, LeasesReturned])
+@each("kind", [LeasesReleased, LeasesReturned])
 def test_only_the_holder_can_release(kind: type[LeasesReleased | LeasesReturned]) -> None:
     made = PoolHarness()
     handoff = made.grant("r1")
@@ -76,7 +77,7 @@ def test_only_the_holder_can_release(kind: type[LeasesReleased | LeasesReturned]
     assert made.load == PoolLoad(num_blocks_used=1, num_pooled=0, num_reserved=0)
 
 
-@pytest.mark.parametrize("kind", [LeasesReleased, LeasesReturned])
+@each("kind", [LeasesReleased, LeasesReturned])
 def test_only_granted_leases_can_be_released(kind: type[LeasesReleased | LeasesReturned]) -> None:
     made = PoolHarness()
     lease_id = made.pool("r1").lease_id
@@ -154,7 +155,7 @@ def test_an_earlier_step_dropped_leaves_the_later_ones_alone() -> None:
     assert grants(made.hear(ROUTER, FORM)) == [handoff_of(content)]
 
 
-@pytest.mark.parametrize("kind", [LeasesReleased, LeasesReturned])
+@each("kind", [LeasesReleased, LeasesReturned])
 def test_dropped_while_granted_it_is_freed_when_its_reader_lets_go(kind: type[LeasesReleased | LeasesReturned]) -> None:
     made = PoolHarness()
     handoff = made.grant("r1")

@@ -3,8 +3,6 @@
 import tracemalloc
 from typing import Any
 
-import pytest
-
 from alignedserve.core.ids import LeaseId
 from alignedserve.messages.caches import BlockRun, BlocksTaken, CancelReservation, ReservationRefused, ReserveBlocks
 from alignedserve.messages.events import Received, Send, Ticked
@@ -135,16 +133,14 @@ def test_a_reservation_that_does_not_wait_overtakes_no_other() -> None:
     assert made.reserve("r3", 1, may_wait=False) == [Send(PREFILL, ReservationRefused(R3, L1))]
 
 
-@pytest.mark.parametrize("message", [CancelReservation(R1, L1), DropRequest(R1, L1)], ids=["cancel", "drop"])
+@each("message", [CancelReservation(R1, L1), DropRequest(R1, L1)], ids=["cancel", "drop"])
 def test_a_stale_end_leaves_a_later_attempt_alone(message: Message) -> None:
     made = PoolHarness()
     made.reserve("r1", 3, attempt=L2)
     assert made.hear(PREFILL, message) == []
 
 
-@pytest.mark.parametrize(
-    "message", [CancelReservation(R2, epoch(5)), DropRequest(R2, epoch(5))], ids=["cancel", "drop"]
-)
+@each("message", [CancelReservation(R2, epoch(5)), DropRequest(R2, epoch(5))], ids=["cancel", "drop"])
 def test_the_end_of_something_unknown_is_ignored(message: Message) -> None:
     made = PoolHarness()
     made.reserve("r1", 3)

@@ -1,13 +1,12 @@
 """What the pool tells of the lengths that wait in it, and of the batch that it formed last."""
 
-import pytest
-
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.messages.cluster_view import MAX_RANGES, FormedBatch, LengthLeaf, LengthTree, tree_of
 from kvpool.policies.density_first import DensityFirstBatchFormer, DensityFirstConfig
 from kvpool.quad_tree import QuadTree
 from kvpool.state import PooledRequest
 from tests.harnesses.pool import FORM, PoolHarness
+from tests.support.marks import each
 from tests.support.samples import DECODE, ROUTER
 
 
@@ -24,7 +23,7 @@ def test_the_leaves_of_a_tree_with_few_are_told_one_by_one() -> None:
     assert tree_with().seen() == LengthTree(4096, 4096)
 
 
-@pytest.mark.parametrize("step", [16, 33, 64])
+@each("step", [16, 33, 64])
 def test_a_tree_with_many_is_told_as_coarsely_as_it_takes(step: int) -> None:
     lengths = range(1, 4096, step)
     seen = tree_with(*lengths).seen()

@@ -55,7 +55,7 @@ def test_clocks_that_drift_apart_are_followed() -> None:
     assert offset.seconds == pytest.approx(2000 * 0.001 - 300.0, abs=0.1)
 
 
-@pytest.mark.parametrize("arrival_s", [math.nan, math.inf])
+@each("arrival_s", [math.nan, math.inf])
 def test_an_arrival_that_is_no_time_is_refused(arrival_s: float) -> None:
     with pytest.raises(ProtocolError):
         on_this_clock(SubmitRequest(request(arrival_s=arrival_s)), 1.0)

@@ -1,7 +1,5 @@
 """The way of an iteration log's sums: from the decode worker to the router, added up there, to every gateway."""
 
-import pytest
-
 from alignedserve.core.request import SampledToken
 from alignedserve.messages.caches import BatchGranted, Handoff
 from alignedserve.messages.cluster_view import BatchShape
@@ -14,6 +12,7 @@ from decode_worker.batching.batch_order import DecodeLimits
 from decode_worker.logic import DecodeCommand, DecodeLogic
 from tests.harnesses import router
 from tests.harnesses.decode import BATCH, EOS, H1, loads, to_router
+from tests.support.marks import each
 from tests.support.samples import DECODE, POOL, R1, ROUTER, TOTALS, handoff, request, worker
 
 
@@ -93,7 +92,7 @@ def test_the_router_adds_up_all_workers() -> None:
     assert connected.status().iteration_log == TOTALS.plus(TOTALS).plus(TOTALS)
 
 
-@pytest.mark.parametrize("is_lost_first", [True, False])
+@each("is_lost_first", [True, False])
 def test_a_restarted_worker_takes_nothing_away(is_lost_first: bool) -> None:
     connected = router.connected_router()
     connected.hear(DECODE, IterationLogReport(TOTALS))

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import pytest
-
 from alignedserve.core.ids import LeaseId, WorkerName
 from alignedserve.messages.caches import (
     BlocksReserved,
@@ -20,6 +18,7 @@ from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillCompleted, RequestPreempted
 from prefill_worker.logic import PrefillCommand
 from tests.harnesses.prefill import PrefillHarness, emitted, offload, reserved, to_pool, to_router, token, written
+from tests.support.marks import each
 from tests.support.samples import DECODE, POOL, R1, blocks, request
 
 ASK = Send(DECODE, ReserveBlocks(R1, 1, 1))
@@ -135,7 +134,7 @@ def test_what_could_not_be_written_is_tried_again() -> None:
     assert copying().copied(OFFLOAD, None) == [ASK]
 
 
-@pytest.mark.parametrize("stale", [reserved(), BlocksTaken(R1, 1, True), ReservationRefused(R1, 1)], ids=repr)
+@each("stale", [reserved(), BlocksTaken(R1, 1, True), ReservationRefused(R1, 1)], ids=repr)
 def test_the_pools_word_is_not_the_decode_workers(stale: Message) -> None:
     made = asking()
     assert made.hear(stale, POOL) == []
@@ -208,7 +207,7 @@ def test_the_pool_is_lost_while_the_copy_is_offered() -> None:
     assert made.free_blocks() == 12
 
 
-@pytest.mark.parametrize("stage", [asking, offered])
+@each("stage", [asking, offered])
 def test_aborted_the_reservation_is_cancelled_where_it_is(stage: Callable[[], PrefillHarness]) -> None:
     made = stage()
     assert made.hear(AbortRequest(R1)) == [CANCEL_THERE]

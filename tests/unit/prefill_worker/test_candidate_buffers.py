@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import pytest
-
 from alignedserve.core.ids import LeaseId, RequestId
 from alignedserve.messages.caches import (
     BlockCopy,
@@ -27,6 +25,7 @@ from alignedserve.messages.iterations import BufferOpened, CloseBuffer, MapArena
 from alignedserve.messages.wire import Message
 from prefill_worker.logic import PrefillCommand
 from tests.harnesses.prefill import ARENA, BUFFER, RUNS, PrefillHarness, to_pool
+from tests.support.marks import each
 from tests.support.samples import DECODE, POOL, R1, R2, blocks, request
 
 IN_POOL, IN_BUFFER = BlockCopy(40, 7, (BlockRun(2, 2, 1),)), BlockCopy(9, 7, (BlockRun(0, 2, 2),))
@@ -246,7 +245,7 @@ def test_it_goes_before_prefetches_that_wait() -> None:
     assert made.relayed(relay()) == [there(), BACK]
 
 
-@pytest.mark.parametrize(("is_accepted", "outcome"), [(True, ReturnOutcome.TAKEN), (False, ReturnOutcome.STAYED)])
+@each(("is_accepted", "outcome"), [(True, ReturnOutcome.TAKEN), (False, ReturnOutcome.STAYED)])
 def test_the_pools_word_is_passed_on(is_accepted: bool, outcome: ReturnOutcome) -> None:
     assert offered().hear(BlocksTaken(R1, 3, is_accepted), POOL) == [answer(outcome)]
 
@@ -272,7 +271,7 @@ def test_one_return_of_a_request_at_a_time() -> None:
     assert made.hear(RETURN, OTHER) == [to_decode(RequestReturned(R1, 3, ReturnOutcome.STAYED), OTHER)]
 
 
-@pytest.mark.parametrize(
+@each(
     "stale",
     [BlocksReserved(R1, 2, LeaseId(49), 49, blocks(1)), BlocksTaken(R1, 2, True), ReservationRefused(R1, 2)],
     ids=lambda value: type(value).__name__,
@@ -314,7 +313,7 @@ def test_the_pool_is_lost_while_it_is_offered_and_may_have_it() -> None:
     assert lose_pool(offered()) == [answer(ReturnOutcome.UNKNOWN)]
 
 
-@pytest.mark.parametrize("stage", [returning, offered])
+@each("stage", [returning, offered])
 def test_the_decode_worker_is_lost_and_the_room_goes_back(stage: Callable[[], PrefillHarness]) -> None:
     assert lose_decode(stage()) == [CloseBuffer(DECODE), to_pool(CancelReservation(R1, 3))]
 

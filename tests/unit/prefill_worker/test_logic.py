@@ -1,7 +1,5 @@
 """The prefill worker, decision by decision: twelve blocks of four tokens, ten tokens an iteration."""
 
-import pytest
-
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, SamplingParams, TokenLogprob
 from alignedserve.messages.caches import BlocksTaken, ReservationRefused, ReserveBlocks
@@ -37,6 +35,7 @@ from tests.harnesses.prefill import (
     token,
     written,
 )
+from tests.support.marks import each
 from tests.support.samples import POOL, R1, R2, REPLY_TO, ROUTER, request
 
 # --- introductions
@@ -158,9 +157,7 @@ def test_logprobs_go_with_their_token() -> None:
     assert computing().sampled(token(7, logprob=logprob))[0] == emitted(TokenDelta(R1, 0, (7,), (logprob,)))
 
 
-@pytest.mark.parametrize(
-    ("token_id", "max_tokens", "reason"), [(EOS, 8, FinishReason.STOP), (7, 1, FinishReason.LENGTH)]
-)
+@each(("token_id", "max_tokens", "reason"), [(EOS, 8, FinishReason.STOP), (7, 1, FinishReason.LENGTH)])
 def test_an_answer_may_be_over_with_its_first_token(token_id: int, max_tokens: int, reason: FinishReason) -> None:
     made = PrefillHarness()
     made.begin(request(max_tokens=max_tokens))

@@ -38,6 +38,7 @@ from tests.harnesses.prefill import (
     token,
     written,
 )
+from tests.support.marks import each
 from tests.support.samples import POOL, R1, R2, ROUTER, blocks, request
 
 # --- stale attempts
@@ -69,7 +70,7 @@ def test_word_of_an_earlier_attempt_changes_nothing(second: PrefillHarness, peer
     assert second.copied(offload(4, 2)) == [to_pool(written(4, 2))]
 
 
-@pytest.mark.parametrize(
+@each(
     "unknown",
     [
         AbortRequest(R2),
@@ -209,7 +210,7 @@ def test_a_lost_gateway_is_not_noticed() -> None:
     assert leaving().do(PeerDisconnected(Role.GATEWAY, "gateway-0")) == []
 
 
-@pytest.mark.parametrize("stage", [computing, leaving, copying, offered])
+@each("stage", [computing, leaving, copying, offered])
 def test_a_router_that_comes_back_empties_the_worker(stage: Any) -> None:
     made = stage()
     made.do(PeerDisconnected(Role.ROUTER, ROUTER))

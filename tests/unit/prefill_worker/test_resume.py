@@ -1,7 +1,5 @@
 """The prefill worker begins from the copy that the pool kept of an earlier attempt, as far as it can be used."""
 
-import pytest
-
 from alignedserve.core.ids import LeaseId
 from alignedserve.core.request import Request
 from alignedserve.messages.caches import CopyGranted, CopyMissing, FetchCopy, LeasesReleased
@@ -12,6 +10,7 @@ from alignedserve.messages.iterations import Load, LoadBlocks, MapArena
 from alignedserve.messages.workers import PrefillCompleted
 from prefill_worker.logic import PrefillCommand
 from tests.harnesses.prefill import ARENA, EOS, PrefillHarness, added, run, to_pool, to_router, token
+from tests.support.marks import each
 from tests.support.samples import POOL, R1, blocks, handoff, request
 
 HAS = (7, 8, 9)  # what the client has of the answer; with the prompt, seven tokens
@@ -63,7 +62,7 @@ def test_the_copy_is_loaded() -> None:
     assert grant(asking()) == [loading()]
 
 
-@pytest.mark.parametrize(
+@each(
     ("generated", "num_cached"),
     [
         ((7,), 4),  # the prompt only
@@ -80,7 +79,7 @@ def test_what_is_cached_is_not_computed_again(generated: tuple[int, ...], num_ca
     assert made.loaded(command) == [*begun(num_cached), RELEASED]
 
 
-@pytest.mark.parametrize("generated", [(7, 5, 9), (5, 8, 9, 9)])
+@each("generated", [(7, 5, 9), (5, 8, 9, 9)])
 def test_a_copy_of_other_tokens_than_the_client_has_is_not_used(generated: tuple[int, ...]) -> None:
     assert grant(asking(), generated) == [*COMPUTES_ALL, RELEASED]
 

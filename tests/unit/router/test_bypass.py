@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from alignedserve.core.ids import BatchId
 from alignedserve.core.request import Request, RequestClass, Slo
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad
@@ -41,7 +39,7 @@ def test_as_in_its_docstring() -> None:
     assert chosen(chat(0.2), *workers) is None
 
 
-@pytest.mark.parametrize(
+@each(
     "of",
     [
         chat(None),
@@ -107,7 +105,7 @@ def test_one_without_a_place_is_passed_over() -> None:
     assert chosen(chat(), near) is None
 
 
-@pytest.mark.parametrize("changes", [{"can_decode": False, "can_prefill": True}, {"can_prefill": True}])
+@each("changes", [{"can_decode": False, "can_prefill": True}, {"can_prefill": True}])
 def test_only_decode_workers_are_chosen(changes: dict[str, bool]) -> None:
     assert chosen(chat(), decoder("worker-0", **changes)) is None
 

@@ -1,7 +1,5 @@
 """The router and the pools' copies: who is told to keep, to fetch and to drop; returned requests; urgent ones."""
 
-import pytest
-
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.request import Request, Slo
 from alignedserve.messages.events import Send
@@ -44,6 +42,7 @@ from tests.harnesses.router import (
     pooled,
     prefilling,
 )
+from tests.support.marks import each
 from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch, request, worker
 
 RETURNED, GRANTED_AGAIN = epoch(1, 3), epoch(1, 4)
@@ -90,7 +89,7 @@ def test_a_copy_elsewhere_is_dropped_when_another_pool_has_the_request() -> None
     assert made.hear(OTHER_POOL, RequestPooled(R1, RETURNED, 6, 2)) == [dropped(), let_go]
 
 
-@pytest.mark.parametrize("message", [CopyKept(R1, DISPATCHED), RequestPooled(R1, POOLED, 4, 1)], ids=["kept", "pooled"])
+@each("message", [CopyKept(R1, DISPATCHED), RequestPooled(R1, POOLED, 4, 1)], ids=["kept", "pooled"])
 def test_a_late_message_of_a_pool_does_not_touch_what_another_has(message: CopyKept | RequestPooled) -> None:
     made = decoding()
     other_node(made)
@@ -287,7 +286,7 @@ def test_the_decode_worker_is_lost_perhaps_with_a_request_that_skipped_the_pool(
     assert [command.message for command in interrupted] == [INTERRUPTED.message, type(INTERRUPTED.message)(R2)]
 
 
-@pytest.mark.parametrize("handoff_refused", [False, True])
+@each("handoff_refused", [False, True])
 def test_a_copy_is_dropped_only_when_what_came_from_it_was_refused(handoff_refused: bool) -> None:
     made = decoding()
     preempted = RequestPreempted(R1, GRANTED, (7,), handoff_refused=handoff_refused)

@@ -315,7 +315,7 @@ def test_a_request_of_an_earlier_router_is_taken_on_even_when_the_queue_is_full(
     assert made.status().num_queued == 2
 
 
-@pytest.mark.parametrize("stage", [prefilling, pooled, granted, decoding])
+@each("stage", [prefilling, pooled, granted, decoding])
 def test_resuming_what_goes_on_changes_nothing(stage: Any) -> None:
     assert stage().hear(GATEWAY, ResumeRequest(request(), (7,))) == []
 

@@ -1,7 +1,5 @@
 """A request goes to a worker on its gateway's node, unless another is clearly freer."""
 
-import pytest
-
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.gateways import GatewayRegistered
 from alignedserve.messages.handshake import Role
@@ -9,6 +7,7 @@ from alignedserve.messages.pools import PoolRegistered, RequestPooled
 from alignedserve.messages.workers import PrefillCompleted, PrefillRequest
 from router.prefillers import is_as_free
 from tests.harnesses.router import RouterHarness
+from tests.support.marks import each
 from tests.support.samples import GATEWAY, epoch, request, worker
 
 HERE, THERE = "node-0", "node-1"
@@ -74,7 +73,7 @@ def test_the_bound_on_tokens() -> None:
     assert not is_as_free(301, 1, 44, 0)
 
 
-@pytest.mark.parametrize(("requests", "near"), [(0, 1), (7, 8), (8, 10), (16, 19)])
+@each(("requests", "near"), [(0, 1), (7, 8), (8, 10), (16, 19)])
 def test_the_bound_on_requests(requests: int, near: int) -> None:
     assert is_as_free(0, near, 0, requests)
     assert not is_as_free(0, near + 1, 0, requests)

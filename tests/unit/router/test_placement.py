@@ -1,13 +1,12 @@
 """The router's records of workers and pools, and who prefills next."""
 
-import pytest
-
 from alignedserve.core.ids import BatchId
 from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.pools import PoolLoad, PoolRegistered
 from alignedserve.messages.workers import WorkerLoad
 from router.state import DispatchedPrefill, TrackedRequest
 from tests.harnesses.placement import OTHER_POOL, decoding, empty_fleet, placement, pool_requests
+from tests.support.marks import each
 from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch, request, worker
 
 # --- prefills
@@ -60,7 +59,7 @@ def test_only_a_completion_of_the_same_epoch_completes_a_prefill() -> None:
 # --- what fits at all
 
 
-@pytest.mark.parametrize(("max_context_len", "expected"), [(80, True), (81, False)])
+@each(("max_context_len", "expected"), [(80, True), (81, False)])
 def test_a_request_must_fit_some_decode_worker(max_context_len: int, expected: bool) -> None:
     where = placement(decode_0={"num_blocks": 20}, decode_1={"num_blocks": 10})
     assert where.can_ever_hold(max_context_len) is expected

@@ -8,6 +8,7 @@ from alignedserve.core.request import Request, RequestClass, Slo
 from router.policies import make_prefill_order
 from router.policies.prefill_order import FcfsOrder, LeastSlackOrder
 from router.prefill_queue import PrefillQueue
+from tests.support.marks import each
 from tests.support.samples import R1, R2, request
 
 
@@ -27,7 +28,7 @@ def drained(queue: PrefillQueue) -> list[RequestId]:
 DOCUMENT = request("document", arrival_s=100.0, request_class=RequestClass.BEST_EFFORT)
 
 
-@pytest.mark.parametrize(("arrival_s", "first"), [(158.9, "chat"), (159.1, "document")])
+@each(("arrival_s", "first"), [(158.9, "chat"), (159.1, "document")])
 def test_least_slack_as_in_its_docstring(arrival_s: float, first: str) -> None:
     chat = request("chat", arrival_s=arrival_s)
     assert order_of(PrefillQueue(LeastSlackOrder()), DOCUMENT, chat)[0] == first
@@ -49,7 +50,7 @@ def test_lines_go_by_their_deadlines() -> None:
     assert order_of(PrefillQueue(LeastSlackOrder()), late, soon) == ["soon", "late"]
 
 
-@pytest.mark.parametrize(("arrival_s", "first"), [(178.9, "chat"), (179.1, "line")])
+@each(("arrival_s", "first"), [(178.9, "chat"), (179.1, "line")])
 def test_a_lines_deadline_never_brings_it_nearer_to_passing_chat(arrival_s: float, first: str) -> None:
     chat = request("chat", arrival_s=arrival_s)
     assert order_of(PrefillQueue(LeastSlackOrder()), line("line", 20.0), chat)[0] == first
@@ -122,7 +123,7 @@ def test_an_unknown_order_fails_listing_the_valid_ones() -> None:
         make_prefill_order("lifo")
 
 
-@pytest.mark.parametrize(("order", "num_tokens"), [(LeastSlackOrder(), 4), (FcfsOrder(), 13)])
+@each(("order", "num_tokens"), [(LeastSlackOrder(), 4), (FcfsOrder(), 13)])
 def test_the_tokens_until_real_time_is_done(order: LeastSlackOrder | FcfsOrder, num_tokens: int) -> None:
     queue = PrefillQueue(order)
     queue.push(DOCUMENT, 9)

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass, SamplingParams
 from alignedserve.messages.events import Send
@@ -15,6 +13,7 @@ from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, Work
 from router.prefix_index import PrefixIndex
 from router.state import DispatchedPrefill
 from tests.harnesses.router import RouterHarness
+from tests.support.marks import each
 from tests.support.samples import GATEWAY, epoch, request, worker
 
 FIRST, SECOND = "decode-0", "decode-1"
@@ -148,7 +147,7 @@ def test_load_outweighs_a_short_run() -> None:
     assert submit(made, 2, joined(1, 2), num_tokens=1000) == FIRST  # 996 tokens before it are more than four
 
 
-@pytest.mark.parametrize(("max_tokens", "target"), [(32, SECOND), (1000, FIRST)])
+@each(("max_tokens", "target"), [(32, SECOND), (1000, FIRST)])
 def test_the_example_of_the_page(max_tokens: int, target: str) -> None:
     """Prompts that are cached cost iterations all the same."""
     made = two_workers()
@@ -163,7 +162,7 @@ def test_the_example_of_the_page(max_tokens: int, target: str) -> None:
     assert submit(made, 0, b"".join(blocks), num_tokens=1060, max_tokens=max_tokens) == target
 
 
-@pytest.mark.parametrize(("num_waiting", "target"), [(2900, SECOND), (3000, FIRST)])
+@each(("num_waiting", "target"), [(2900, SECOND), (3000, FIRST)])
 def test_a_history_is_worth_three_times_its_tokens_of_waiting(num_waiting: int, target: str) -> None:
     made = two_workers()
     blocks = tuple(number.to_bytes(7, "big") + b"\0" for number in range(250))

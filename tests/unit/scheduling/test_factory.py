@@ -16,6 +16,7 @@ from alignedserve.scheduling.policies.round_robin import RoundRobin
 from alignedserve.scheduling.policy import IterationLimits
 from alignedserve.scheduling.scheduler_state import Scheduler
 from tests.harnesses.scheduling import EasyCosts
+from tests.support.marks import each
 
 LIMITS = IterationLimits(max_running_requests=4, max_tokens=10)
 
@@ -39,7 +40,7 @@ def test_workers_share_neither_policy_nor_costs() -> None:
     assert one.costs is not other.costs
 
 
-@pytest.mark.parametrize(
+@each(
     ("scheduling", "message"),
     [
         (SchedulingConfig(policy="lifo"), "lifo"),

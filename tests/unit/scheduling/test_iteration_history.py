@@ -31,7 +31,7 @@ def test_a_tenth_of_the_average_is_the_latest() -> None:
     assert (history.last_s, history.max_s) == (0.1, 1.5)
 
 
-@pytest.mark.parametrize(("num_after", "max_s"), [(63, 9.0), (64, 9.0), (126, 9.0), (127, 9.0), (128, 1.0)])
+@each(("num_after", "max_s"), [(63, 9.0), (64, 9.0), (126, 9.0), (127, 9.0), (128, 1.0)])
 def test_a_maximum_is_forgotten_after_two_windows(num_after: int, max_s: float) -> None:
     assert _history(9.0, *[1.0] * num_after).max_s == max_s
 

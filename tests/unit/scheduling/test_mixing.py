@@ -1,12 +1,11 @@
 """Contexts that are cheaper beside those that run, decided by the kernel's costs alone."""
 
-import pytest
-
 from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.choice import WorkerSpec, make_cost_model
 from alignedserve.scheduling.decode_costs import is_mixing_cheaper
 from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
+from tests.support.marks import each
 from tests.support.samples import request
 
 
@@ -28,12 +27,12 @@ class Decodes:
         return is_mixing_cheaper(self.state.table, self.costs, context_lens)
 
 
-@pytest.mark.parametrize("context_len", [50, 500, 8000])
+@each("context_len", [50, 500, 8000])
 def test_any_length_mixes_where_attention_costs_the_sum(context_len: int) -> None:
     assert Decodes(AttentionKernel.LOAD_BALANCED).is_mixing_cheaper([context_len] * 40)
 
 
-@pytest.mark.parametrize(("context_len", "is_worth"), [(50, False), (500, True), (520, True), (8000, False)])
+@each(("context_len", "is_worth"), [(50, False), (500, True), (520, True), (8000, False)])
 def test_only_like_lengths_mix_where_the_longest_is_a_straggler(context_len: int, *, is_worth: bool) -> None:
     made = Decodes(AttentionKernel.ONE_BLOCK_PER_SEQUENCE)
     assert made.is_mixing_cheaper([context_len] * 40) == is_worth

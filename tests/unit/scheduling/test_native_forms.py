@@ -23,6 +23,7 @@ from alignedserve.scheduling.runtime_estimate import PrefillTimes
 from alignedserve.scheduling.table import RequestTable
 from alignedserve.scheduling.table_operations import fitting_decodes, growing_rows, note_completed, note_decodes
 from tests.harnesses.scheduling import request_of
+from tests.support.marks import each
 
 pytestmark = [
     pytest.mark.slow,
@@ -81,7 +82,7 @@ def drawn_rows(table: RequestTable, seed: int) -> np.ndarray[Any, np.dtype[np.in
     return rng.permutation(len(table))[: int(rng.integers(0, len(table) + 1))]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_forecasts_are_the_same(seed: int) -> None:
     native, plain = (forecast_rows(table, SITUATION, PROMPTS) for table in drawn_tables(seed))
     for name, one, other in zip(native._fields, native, plain, strict=True):
@@ -89,7 +90,7 @@ def test_forecasts_are_the_same(seed: int) -> None:
     assert [type(one) for one in native] == [type(other) for other in plain]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_groups_are_in_the_same_order(seed: int) -> None:
     tables = drawn_tables(seed)
     native, plain = ((table, forecast_rows(table, SITUATION, PROMPTS)) for table in tables)
@@ -103,7 +104,7 @@ def test_groups_are_in_the_same_order(seed: int) -> None:
                 assert chosen[0] == chosen[1]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_sums_of_decodes_are_the_same(seed: int) -> None:
     tables, works = drawn_tables(seed), (IterationWork(), IterationWork())
     rows = drawn_rows(tables[0], seed)

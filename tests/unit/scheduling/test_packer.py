@@ -41,7 +41,7 @@ def test_what_is_packed_is_taken_off_every_account() -> None:
     assert_sound(view, packer.plan())
 
 
-@pytest.mark.parametrize("limit", [{"num_blocks": 4}, {"max_running_requests": 1}, {"max_tokens": 41}])
+@each("limit", [{"num_blocks": 4}, {"max_running_requests": 1}, {"max_tokens": 41}])
 def test_what_is_refused_changes_nothing(limit: dict[str, int]) -> None:
     _, packer = _packer({"a": {"prompt_len": 40}, "b": {"prompt_len": 20}}, **limit)
     assert packer.add(0, 40)
@@ -188,7 +188,7 @@ def test_a_hidden_cache_needs_its_share_of_the_bytes() -> None:
     assert packer.num_free == 0
 
 
-@pytest.mark.parametrize(("num_blocks", "chunk"), [(4, 60), (3, 0)])
+@each(("num_blocks", "chunk"), [(4, 60), (3, 0)])
 def test_a_hidden_cache_is_extended_as_a_whole_or_not(num_blocks: int, chunk: int) -> None:
     rows = {"a": {"prompt_len": 100, "num_cached": 40, "is_hidden": True, "num_blocks": 2}}
     _, packer = _packer(rows, num_blocks=num_blocks, hidden_ratio=0.5)
@@ -214,7 +214,7 @@ def test_an_upload_without_blocks_is_refused() -> None:
     assert (packer.num_free, packer.plan().uploads) == (1, ())
 
 
-@pytest.mark.parametrize(("is_hidden", "copied"), [(False, 20), (True, 10)])
+@each(("is_hidden", "copied"), [(False, 20), (True, 10)])
 def test_a_narrow_copy_counts_by_its_bytes(is_hidden: bool, copied: float) -> None:
     rows = {"a": {**_FULL, "is_hidden": is_hidden}, "b": {**_FULL, "is_hidden": is_hidden, "num_swapped": 32}}
     view, packer = _packer(rows, num_free_host=100, swap_width=0.625, hidden_ratio=0.5)

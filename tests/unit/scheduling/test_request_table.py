@@ -6,6 +6,7 @@ import pytest
 from alignedserve.core.ids import RequestId
 from alignedserve.scheduling.table import RequestTable
 from tests.harnesses.scheduling import request_of, table_of
+from tests.support.marks import each
 
 
 def test_a_new_request_has_its_facts_and_no_cache() -> None:
@@ -34,7 +35,7 @@ def test_a_request_with_tokens_from_elsewhere_waits_since_it_came() -> None:
     assert (table.context_len[0], table.num_remaining[0]) == (14, 14)
 
 
-@pytest.mark.parametrize(("predicted", "kept"), [(None, 30.0), (0.2, 1.0), (12.5, 12.5), (99.0, 30.0)])
+@each(("predicted", "kept"), [(None, 30.0), (0.2, 1.0), (12.5, 12.5), (99.0, 30.0)])
 def test_a_prediction_lies_between_one_token_and_the_limit(predicted: float | None, kept: float) -> None:
     table = RequestTable()
     table.add(request_of("a", {"max_tokens": 30}), 0.0, predicted_len=predicted)

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from alignedserve.core.ids import RequestId
 from alignedserve.scheduling.policy import (
     DeviceMemory,
@@ -18,6 +16,7 @@ from alignedserve.scheduling.scheduler_state import AllocationResult, EvictionRe
 from alignedserve.scheduling.shared_blocks import Pair, num_overwritten, slots_in_last
 from alignedserve.scheduling.sharing_packer import Overwritten, SharingPacker
 from tests.harnesses.scheduling import assert_sound, request_of, view_of
+from tests.support.marks import each
 
 RT, BE = RequestId("rt"), RequestId("be")
 
@@ -26,7 +25,7 @@ def test_slots_of_the_last_block_are_counted_from_its_first_token() -> None:
     assert [slots_in_last(count, 4) for count in (1, 3, 4, 5, 8)] == [1, 3, 4, 1, 4]
 
 
-@pytest.mark.parametrize(("left", "right", "overlap"), [(1, 3, 0), (2, 2, 0), (2, 3, 1), (4, 1, 1), (4, 4, 4)])
+@each(("left", "right", "overlap"), [(1, 3, 0), (2, 2, 0), (2, 3, 1), (4, 1, 1), (4, 4, 4)])
 def test_slots_are_overwritten_where_both_ends_meet(left: int, right: int, overlap: int) -> None:
     assert num_overwritten(left, right, 4) == overlap
 
@@ -82,7 +81,7 @@ def test_slots_that_are_overwritten_leave_no_block() -> None:
     assert (state.num_free, state.num_free_host, len(state.shared)) == (2, 19, 1)
 
 
-@pytest.mark.parametrize("how", EvictionMode)
+@each("how", EvictionMode)
 def test_a_block_whose_last_slots_leave_is_the_others_own(how: EvictionMode) -> None:
     state = sharing_state(rt_len=2, be_len=6)
     left = state.evict(PlannedEviction(0, how, 2 if how is EvictionMode.SWAP else None), 0.0)

@@ -26,7 +26,7 @@ def test_unset_it_is_the_policys_own_and_elastic_for_the_default_one() -> None:
         of(scheduling={"policy": "lifo"})
 
 
-@pytest.mark.parametrize("topology", Topology)
+@each("topology", Topology)
 def test_what_is_set_is_taken(topology: Topology) -> None:
     assert of(topology=topology.value, prefill={"count": 2}, decode={"count": 2}) is topology
 
@@ -62,7 +62,7 @@ def test_settings_of_the_workers_themselves_and_what_is_lent_do_not() -> None:
     require_effect(from_mapping({"prefill": {"count": None}, "pool": {"memory_bytes": None}, "topology": "elastic"}))
 
 
-@pytest.mark.parametrize(
+@each(
     ("topology", "sections", "field"),
     [
         ("elastic", {"prefill": {"count": 1}}, r"prefill\.count"),

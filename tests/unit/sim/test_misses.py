@@ -3,8 +3,6 @@
 from array import array
 from dataclasses import replace
 
-import pytest
-
 from alignedserve.core.request import Slo
 from alignedserve.sim.config import SimConfig
 from alignedserve.sim.misses import MissWatch
@@ -14,6 +12,7 @@ from alignedserve.sim.simulation import Simulation
 from alignedserve.sim.sweep import WorkloadLine
 from alignedserve.workload.requests import TimedRequest
 from tests.harnesses.simulation import colocated
+from tests.support.marks import each
 
 TIGHT = "rt: prompt=200, output=uniform(20,60), rate=40, ttft=0.5, tpot=0.02"
 BESIDE = "be: prompt=200, output=400, outstanding=4"
@@ -24,7 +23,7 @@ def _open(slo: Slo, *times_s: float, output_len: int = 11) -> OpenRequest:
     return OpenRequest(0, timed, 1.0, array("d", times_s))
 
 
-@pytest.mark.parametrize(
+@each(
     ("request_", "late_from_s"),
     [
         (_open(Slo(ttft_s=0.5)), 1.5),

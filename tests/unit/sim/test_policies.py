@@ -12,6 +12,7 @@ from alignedserve.sim.config import SimMechanisms
 from alignedserve.sim.policies import as_predicted_for, mechanisms_for, simulated_policy, with_policy
 from alignedserve.workload.requests import ClosedLoop
 from tests.harnesses.simulation import timed, workload_of
+from tests.support.marks import each
 
 
 def mechanisms(policy: str, hidden_ratio: float = 0.5, **settings: object) -> SimMechanisms:
@@ -37,7 +38,7 @@ def test_what_the_user_sets_stays() -> None:
     assert with_policy(mine, "fcfs").router.prefill_order == "least_slack"
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "settings", "topology", "message"),
     [
         ("nonesuch", {}, None, "unknown policy 'nonesuch'; known: .*sarathi"),

@@ -12,6 +12,7 @@ from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import ClosedLoop, ClosedLoopRun
 from tests.harnesses.costs import decodes, prefill
 from tests.harnesses.simulation import LINKS, MESSAGE_S, colocated, timed, workload_of
+from tests.support.marks import each
 
 PREFILL_S = 0.010 + 0.001 * 40
 
@@ -54,7 +55,7 @@ class _Heard:
         return commands
 
 
-@pytest.mark.parametrize("slowdown", [0.0, 0.5])
+@each("slowdown", [0.0, 0.5])
 def test_policies_learn_what_the_engine_measures(slowdown: float) -> None:
     unmeasured = LinearIterationModel(LinearCoefficients(base_s=0.002, decode_s=0.001))
     config = replace(colocated(), unmeasured_costs=unmeasured, slowdowns=Slowdowns.alike(slowdown))

@@ -33,7 +33,7 @@ def test_count_and_end_take_the_same_beginning() -> None:
     assert many[len(until)] >= 100.0
 
 
-@pytest.mark.parametrize("cv", [-1.0, math.nan, 1e9])
+@each("cv", [-1.0, math.nan, 1e9])
 def test_impossible_variation(cv: float) -> None:
     with pytest.raises(ConfigError, match="cv"):
         Renewal(cv)

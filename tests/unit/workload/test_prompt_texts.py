@@ -8,6 +8,7 @@ from alignedserve.workload.build import build_workload
 from alignedserve.workload.catalogue import Library
 from alignedserve.workload.lengths import LengthLimits
 from alignedserve.workload.requests import LEAD_IN, ClosedLoopRun, TextRun, Window, Workload, turns_of, window_of
+from tests.support.marks import each
 
 LIBRARY = Library()
 
@@ -78,7 +79,7 @@ def test_the_turns_of_a_lead_in_are_in_it() -> None:
     assert led_in == [["chat" + LEAD_IN] * 2] * 2 + [["chat"] * 2] * 2
 
 
-@pytest.mark.parametrize("setting", ["turns=2", "instruction=9"])
+@each("setting", ["turns=2", "instruction=9"])
 def test_a_load_generator_refuses_what_it_does_not_send(setting: str) -> None:
     with pytest.raises(ConfigError, match="is for simulations"):
         plan_synthetic(

@@ -4,9 +4,10 @@ import pytest
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.workload.rates import at_rate
+from tests.support.marks import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "expected"),
     [
         ("sharegpt, rate=2, cv=3", "sharegpt, rate=6, cv=3"),
@@ -20,7 +21,7 @@ def test_open_loops_are_scaled_together(line: str, expected: str) -> None:
     assert at_rate(line, 6.0) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "message"),
     [
         ("be: sharegpt, outstanding=4", "closed loops only"),

@@ -22,6 +22,7 @@ from alignedserve.workload.catalogue import (
 from alignedserve.workload.lengths import Lengths
 from alignedserve.workload.recordings import ClientDaySource, Extract, TraceSource
 from alignedserve.workload.servegen import QUANTILES, WINDOW_S, read_clients
+from tests.support.marks import each
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +38,7 @@ def columns(lengths: Lengths) -> tuple[list[int], list[int]]:
 # --- names
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "mean_prompt", "mean_output"),
     [
         ("arxiv", 2591, 285),

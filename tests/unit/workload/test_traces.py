@@ -90,7 +90,7 @@ def test_malformed_azure_line_names_its_number(line: str, complaint: str) -> Non
         parse_trace(["TIMESTAMP,ContextTokens,GeneratedTokens", "0,1,1", line], name="trace.csv")
 
 
-@pytest.mark.parametrize("line", ["{", '{"timestamp": 1}', '{"timestamp": 1, "input_length": "a", "output_length": 2}'])
+@each("line", ["{", '{"timestamp": 1}', '{"timestamp": 1, "input_length": "a", "output_length": 2}'])
 def test_malformed_mooncake_line_names_its_number(line: str) -> None:
     with pytest.raises(ConfigError, match=r"t:2: "):
         parse_trace([MOONCAKE.splitlines()[0], line], name="t")
@@ -176,7 +176,7 @@ def test_objectives_above_zero() -> None:
         parse_trace(["arrival_s,prompt_len,output_len,ttft_s", "1,1,1,0"], name="t")
 
 
-@pytest.mark.parametrize(
+@each(
     ("header", "complaint"),
     [
         ("arrival_s,prompt_len", "t:1: the column output_len is missing"),

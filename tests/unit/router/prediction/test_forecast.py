@@ -1,9 +1,8 @@
 """The router's forecasts of output lengths and of its queue."""
 
-import pytest
-
 from alignedserve.core.request import RequestClass
 from router.policies.forecast import DrainForecast, OutputLengthForecast
+from tests.support.marks import each
 from tests.support.samples import request
 
 DOCUMENT = request(max_tokens=100, request_class=RequestClass.BEST_EFFORT)
@@ -55,7 +54,7 @@ def test_the_rate_moves_by_an_eighth() -> None:
     assert forecast.seconds_for(9000) == 10.0
 
 
-@pytest.mark.parametrize(("num_tokens", "expected"), [(1, 1.0), (10**9, 120.0)])
+@each(("num_tokens", "expected"), [(1, 1.0), (10**9, 120.0)])
 def test_answers_lie_between_one_second_and_two_minutes(num_tokens: int, expected: float) -> None:
     forecast = DrainForecast()
     forecast.observe(0, now=1.0)

@@ -1,13 +1,12 @@
 """AlignedServe's path on a decode worker: the example of docs/policies/aligned.md."""
 
-import pytest
-
 from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig
 from alignedserve.core.ids import BatchId
 from alignedserve.scheduling.policies import policy_config, policy_entry
 from decode_worker.batching.batch_order import BatchOrder, WaitingBatch
 from decode_worker.factory import batch_limits_of
 from decode_worker.state import Candidate
+from tests.support.marks import each
 from tests.support.samples import handoff, request
 
 
@@ -27,7 +26,7 @@ def order(num_in_second: int) -> BatchOrder:
     return made
 
 
-@pytest.mark.parametrize(("num_running", "num_blocks", "enters"), [(6, 66, False), (5, 55, True), (5, 75, False)])
+@each(("num_running", "num_blocks", "enters"), [(6, 66, False), (5, 55, True), (5, 75, False)])
 def test_the_example_of_its_page_the_next_batch_takes_over_when_what_runs_is_too_small(
     num_running: int, num_blocks: int, *, enters: bool
 ) -> None:

@@ -11,6 +11,7 @@ from alignedserve.scheduling.policies.accelgen_urgency import AccelgenConfig, Pi
 from alignedserve.scheduling.policy import IterationLimits, WorkerView
 from alignedserve.scheduling.scheduler_state import Scheduler
 from tests.harnesses.scheduling import EasyCosts, assert_sound, evicted_of, request_of, scheduled_of, view_of
+from tests.support.marks import each
 
 PIVOT = {"pivot_len": 100}  # 0.11 s with the easy costs: 909 tokens per second
 CHAT = {"prompt_len": 40, "num_generated": 10, "tpot_s": 0.1875, "ttft_s": 1.0}
@@ -67,7 +68,7 @@ def test_the_pivot_is_the_smallest_forward_size_near_the_best_rate() -> None:
     assert find_pivot(EasyCosts(), AccelgenConfig(pivot_len=768)).duration_s == pytest.approx(0.778)
 
 
-@pytest.mark.parametrize(("now", "remaining_s"), [(5.0, 5.89), (11.0, -0.11), (20.0, -9.11)])
+@each(("now", "remaining_s"), [(5.0, 5.89), (11.0, -0.11), (20.0, -9.11)])
 def test_a_deadline_is_spread_evenly_and_the_difference_carried(now: float, remaining_s: float) -> None:
     # 1 chunk and 99 more tokens in 100 s; 10 tokens are there, so that the eleventh is due at 11 s.
     row = {"be": True, "prompt_len": 50, "max_tokens": 100, "num_generated": 10, "deadline_s": 100.0}
@@ -145,7 +146,7 @@ def test_who_has_given_way_twice_does_not_again() -> None:
     assert evictions == [("loose", "drop")]
 
 
-@pytest.mark.parametrize(("since_s", "evictions"), [(-30.0, []), (-60.0, [("looser", "drop")])])
+@each(("since_s", "evictions"), [(-30.0, []), (-60.0, [("looser", "drop")])])
 def test_who_is_late_preempts_only_when_it_starves(since_s: float, evictions: list[tuple[str, str]]) -> None:
     assert outcome(HOLDERS | {"urgent": URGENT | {"waits_since_s": since_s}})[1] == evictions
 
@@ -167,7 +168,7 @@ def test_on_a_decode_worker_it_only_pauses() -> None:
     assert planned(view) == {"pressing": 1, "loose": 1}
 
 
-@pytest.mark.parametrize("watermark", [0.0, 0.01, 0.5])
+@each("watermark", [0.0, 0.01, 0.5])
 def test_on_a_prefill_worker_where_blocks_are_held_compute_alone_decides(watermark: float) -> None:
     policy = make_policy("accelgen", PIVOT | {"watermark": watermark})
     scheduler = PolicyIterationScheduler(Scheduler(policy, EasyCosts(), IterationLimits(64, 512)))

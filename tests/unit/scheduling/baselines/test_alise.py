@@ -11,6 +11,7 @@ from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.priority_packing import Preemption
 from alignedserve.scheduling.runtime_estimate import RequestRuntimeModel
 from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
+from tests.support.marks import each
 
 _RUNTIME = RequestRuntimeModel(prefill_token_s=0.001, decode_context_s=0.00001, decode_s=0.010)  # level 0: below 0.16 s
 
@@ -88,7 +89,7 @@ def test_the_predicted_shortest_goes_first_and_the_earliest_within_a_level() -> 
     assert list(scheduled_of(view, plan)) == ["first", "second", "long"]
 
 
-@pytest.mark.parametrize(("waited_s", "first"), [(59.9, "short"), (60.0, "short"), (120.0, "long")])
+@each(("waited_s", "first"), [(59.9, "short"), (60.0, "short"), (120.0, "long")])
 def test_waiting_raises_a_request_by_a_level(waited_s: float, first: str) -> None:
     """0.5 s are left of the long one, at level 2; after two thresholds it is at level 0, and the earlier one there."""
     rows = {
@@ -193,7 +194,7 @@ def test_no_request_takes_what_a_better_one_had_to_leave() -> None:
     assert evicted_of(view, plan) == [("later", "swap")]
 
 
-@pytest.mark.parametrize("wrong", [{"num_levels": 0}, {"age_threshold_s": 0}, {"watermark": 1.0}, {"preemption": "x"}])
+@each("wrong", [{"num_levels": 0}, {"age_threshold_s": 0}, {"watermark": 1.0}, {"preemption": "x"}])
 def test_impossible_parameters_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         make_policy("alise", wrong)

@@ -14,6 +14,7 @@ from alignedserve.scheduling.policies.apt_serve import hidden_token_s
 from alignedserve.scheduling.policies.apt_serve_selection import KnapsackItems, SelectionBudget, select
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan, Mechanism, WorkerView
 from tests.harnesses.scheduling import EasyCosts, assert_sound, evicted_of, scheduled_of, view_of
+from tests.support.marks import each
 
 _NOW = 10.0
 
@@ -72,7 +73,7 @@ def test_the_pages_example_in_chunks() -> None:
     assert _hidden_of(view, plan) == {"a", "c"}
 
 
-@pytest.mark.parametrize("ratio", [None, 1.0, 2.0])
+@each("ratio", [None, 1.0, 2.0])
 def test_a_hidden_cache_is_not_offered_where_it_does_not_pay(ratio: float | None) -> None:
     view = _example(hidden_ratio=ratio)
     assert not _hidden_of(view, _plan(view, hidden_token_s=0.0))
@@ -236,7 +237,7 @@ def _one_hidden(pending_s: float = 0.05, **rows: dict[str, Any]) -> dict[str, di
     return {"h": hidden, "r": _running(40), **rows}  # 2 and 3 blocks held
 
 
-@pytest.mark.parametrize("waiting", [{}, {"w": _waiting(160, 0.04)}])
+@each("waiting", [{}, {"w": _waiting(160, 0.04)}])
 def test_a_hidden_cache_becomes_keys_and_values_when_there_are_blocks(waiting: dict[str, Any]) -> None:
     view = view_of(_one_hidden(**waiting), now=_NOW, num_blocks=7, hidden_ratio=0.5)
     plan = _plan(view, hidden_token_s=0.001)
@@ -319,14 +320,14 @@ def test_no_budget_and_no_candidates() -> None:
 # --- the entry
 
 
-@pytest.mark.parametrize("name", ["apt_serve", "apt_serve_chunked"])
+@each("name", ["apt_serve", "apt_serve_chunked"])
 def test_hidden_caches_are_needed_unless_the_parameter_says_no(name: str) -> None:
     entry = policy_entry(name)
     assert entry.needs_with(policy_config(name)) == {Mechanism.HIDDEN_CACHE}
     assert entry.needs_with(policy_config(name, {"hybrid_cache": False})) == frozenset()
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value"),
     [("max_hidden_tokens", -1), ("hidden_token_s", -0.1), ("expired_decay", 0.0), ("watermark", 1.0)],
 )

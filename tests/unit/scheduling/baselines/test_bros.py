@@ -11,6 +11,7 @@ from alignedserve.scheduling.policies.bros import residual_s
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, PlannedShare, WorkerView
 from tests.harnesses.policy_run import Arrival, PolicyRun
 from tests.harnesses.scheduling import assert_sound, evicted_of, request_of, scheduled_of, view_of
+from tests.support.marks import each
 
 
 def decode(context_len: int, last_token_s: float = 0.0, **fields: Any) -> dict[str, Any]:
@@ -212,7 +213,7 @@ def test_the_batch_size_never_passes_what_the_engine_runs() -> None:
     assert len(policy.plan(busy).scheduled) == 3
 
 
-@pytest.mark.parametrize("name", ["base_batch_size", "batch_growth"])
+@each("name", ["base_batch_size", "batch_growth"])
 def test_settings_are_positive(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be at least 1"):
         make_policy("bros", {name: 0})
@@ -278,7 +279,7 @@ def test_without_room_on_the_host_no_slot_is_overwritten() -> None:
     assert (plan.shares, evicted_of(sharing(rows, 6), plan)) == ((), [("be", "drop")])
 
 
-@pytest.mark.parametrize("num_free_host", [0, 58])
+@each("num_free_host", [0, 58])
 def test_without_room_on_the_host_the_cache_is_dropped(num_free_host: int) -> None:
     view = full(num_free_host=num_free_host)
     assert evicted_of(view, planned(view)) == [("be2", "drop")]
@@ -310,7 +311,7 @@ def test_a_best_effort_prompt_takes_from_none() -> None:
     assert (list(scheduled_of(view, plan)), plan.evictions) == (["decode"], ())
 
 
-@pytest.mark.parametrize("be", [False, True], ids=["real-time", "best-effort"])
+@each("be", [False, True], ids=["real-time", "best-effort"])
 def test_two_equal_requests_never_take_from_each_other_in_turn(be: bool) -> None:
     rows = [prompt(40, ttft_s=5.0, be=be), prompt(40, ttft_s=5.0, be=be)]
     arrivals = [Arrival(request_of(f"r{number}", fields), 60) for number, fields in enumerate(rows)]

@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import pytest
 
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policies.fastserve import queue_of
@@ -59,14 +58,12 @@ def test_who_joined_the_first_queue_sinks_with_each_quantum(service: float, queu
     assert _queue(1.0, service) == queue
 
 
-@pytest.mark.parametrize(("service", "queue"), [(3.9, 2), (4.0, 3), (11.9, 3), (12.0, 4)])
+@each(("service", "queue"), [(3.9, 2), (4.0, 3), (11.9, 3), (12.0, 4)])
 def test_who_skipped_queues_begins_with_the_quantum_it_joined(service: float, queue: int) -> None:
     assert _queue(3.0, service) == queue
 
 
-@pytest.mark.parametrize(
-    ("service", "num_promotions", "queue"), [(0.0, 1, 0), (15.9, 1, 0), (16.0, 1, 1), (30.0, 1, 4), (30.0, 2, 0)]
-)
+@each(("service", "num_promotions", "queue"), [(0.0, 1, 0), (15.9, 1, 0), (16.0, 1, 1), (30.0, 1, 4), (30.0, 2, 0)])
 def test_a_promotion_pays_for_one_way_down(service: float, num_promotions: int, queue: int) -> None:
     assert _queue(500.0, service, num_promotions) == queue
 

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import pytest
-
 from alignedserve.scheduling.policies import make_policy
 from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
+from tests.support.marks import each
 
 # Two decodes, a prompt of 300 tokens with 100 computed, and two that wait: in blocks of 16, 4 + 2 + 7 are held.
 WORKER: dict[str, dict[str, Any]] = {
@@ -26,7 +25,7 @@ def planned(
     return scheduled_of(view, plan), [request_id for request_id, _ in evicted_of(view, plan)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "settings", "scheduled"),
     [
         ("sarathi", {"token_budget": 256}, {"one": 1, "two": 1, "begun": 200, "long": 54}),
@@ -38,7 +37,7 @@ def test_with_plenty_of_memory(name: str, settings: dict[str, Any], scheduled: d
     assert planned(name, WORKER, settings, max_tokens=512) == (scheduled, [])
 
 
-@pytest.mark.parametrize("name", ["sarathi", "fastgen"])
+@each("name", ["sarathi", "fastgen"])
 def test_none_overtakes_a_prompt_that_waits_for_memory(name: str) -> None:
     # Of 40 blocks 13 are held and 12 more are wanted for the begun prompt; the long one would need 25.
     assert planned(name, WORKER, {"token_budget": 256}, num_blocks=40)[0] == {"one": 1, "two": 1, "begun": 200}
