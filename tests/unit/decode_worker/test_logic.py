@@ -1,14 +1,13 @@
 """The decode worker, decision by decision: twenty blocks of four tokens, four requests."""
 
-from alignedserve.core.ids import BatchId, RequestId
-from alignedserve.core.request import FinishReason, SampledToken, TokenLogprob
+from alignedserve.core.ids import BatchId
+from alignedserve.core.request import FinishReason
 from alignedserve.messages.caches import ArenaOffered, BatchGranted
-from alignedserve.messages.events import PeerConnected, Received, Send, SendTo, Ticked
-from alignedserve.messages.fields import FailureKind
-from alignedserve.messages.gateways import TokenDelta, TokensEmitted
+from alignedserve.messages.events import PeerConnected, Received, Send, Ticked
+from alignedserve.messages.gateways import TokenDelta
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksLoaded, MapArena
-from alignedserve.messages.workers import AttemptFailed, JoinedBatch, RequestFinished, RequestPreempted, WorkerLoad
+from alignedserve.messages.workers import JoinedBatch, RequestFinished, RequestPreempted, WorkerLoad
 from decode_worker.batching.batch_order import DecodeLimits
 from decode_worker.logic import DecodeCommand, DecodeLogic
 from tests.harnesses.decode import (
@@ -143,22 +142,6 @@ def test_a_token_goes_to_the_gateway() -> None:
     assert running().sampled(r1=8) == [run(slices={"r1": 1}), emitted(TokenDelta(R1, 1, (8,)))]
 
 
-def test_tokens_for_one_gateway_travel_together() -> None:
-    made = DecodeHarness()
-    other = handoff(request("r3", reply_to="unix:other"), 13)
-    made.enter(H1, other, H2)
-    assert made.sampled(r1=8, r3=9, r2=10)[1:3] == [
-        emitted(TokenDelta(R1, 1, (8,)), TokenDelta(R2, 1, (10,))),
-        SendTo("unix:other", TokensEmitted((TokenDelta(RequestId("r3"), 1, (9,)),))),
-    ]
-
-
-def test_logprobs_go_with_their_token() -> None:
-    logprob = TokenLogprob(8, -0.5)
-    commands = running().completed(SampledToken(R1, 8, logprob))
-    assert commands[1] == emitted(TokenDelta(R1, 1, (8,), (logprob,)))
-
-
 @each(("token_id", "max_tokens", "reason"), [(EOS, 8, FinishReason.STOP), (8, 2, FinishReason.LENGTH)])
 def test_the_last_token_says_so_and_ends_it(token_id: int, max_tokens: int, reason: FinishReason) -> None:
     made = DecodeHarness()
@@ -174,13 +157,6 @@ def test_what_ended_is_removed_from_the_engine_by_the_next_iteration() -> None:
     made = running()
     made.sampled(r1=EOS)
     assert runs(made.enter(H2)) == [run(added(H2, 0, 1), removals=("r1",), slices={"r2": 1})]
-
-
-def test_a_model_without_usable_logits_fails_the_request() -> None:
-    made = running()
-    assert made.completed(failed=(R1,)) == [
-        to_router(AttemptFailed(R1, 1, FailureKind.INTERNAL, "the model gave no usable logits")),
-    ]
 
 
 # --- handoffs that do not hold

@@ -1,11 +1,10 @@
 """The prefill worker, decision by decision: twelve blocks of four tokens, ten tokens an iteration."""
 
-from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, SamplingParams, TokenLogprob
 from alignedserve.messages.caches import BlocksTaken, ReservationRefused, ReserveBlocks
 from alignedserve.messages.events import PeerConnected, SendTo, Ticked
 from alignedserve.messages.fields import FailureKind
-from alignedserve.messages.gateways import PromptScored, TokenDelta, TokensEmitted
+from alignedserve.messages.gateways import PromptScored, TokenDelta
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     MapArena,
@@ -36,7 +35,7 @@ from tests.harnesses.prefill import (
     written,
 )
 from tests.support.marks import each
-from tests.support.samples import POOL, R1, R2, REPLY_TO, ROUTER, request
+from tests.support.samples import POOL, R1, REPLY_TO, ROUTER, request
 
 # --- introductions
 
@@ -138,23 +137,6 @@ def test_a_token_after_others_keeps_its_place() -> None:
         to_router(PrefillCompleted(R1, 3, 6)),
         to_pool(ReserveBlocks(R1, 3, 2)),
     ]
-
-
-def test_tokens_for_one_gateway_travel_together() -> None:
-    made = PrefillHarness()
-    made.begin(request("r1", prompt_len=1))
-    made.begin(request("r2", prompt_len=1, reply_to="unix:other"))
-    made.begin(request("r3", prompt_len=1))
-    commands = made.sampled(token(7, "r1"), token(8, "r2"), token(9, "r3"))
-    assert commands[:2] == [
-        emitted(TokenDelta(R1, 0, (7,)), TokenDelta(RequestId("r3"), 0, (9,))),
-        SendTo("unix:other", TokensEmitted((TokenDelta(R2, 0, (8,)),))),
-    ]
-
-
-def test_logprobs_go_with_their_token() -> None:
-    logprob = TokenLogprob(7, -0.5)
-    assert computing().sampled(token(7, logprob=logprob))[0] == emitted(TokenDelta(R1, 0, (7,), (logprob,)))
 
 
 @each(("token_id", "max_tokens", "reason"), [(EOS, 8, FinishReason.STOP), (7, 1, FinishReason.LENGTH)])

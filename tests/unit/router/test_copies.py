@@ -57,16 +57,6 @@ def other_node(made: RouterHarness) -> None:
 # --- the end of a request ends its copy
 
 
-def test_aborted_while_decoding_the_pool_hears_of_it() -> None:
-    assert decoding().hear(GATEWAY, AbortRequest(R1)) == [aborted(DECODE), dropped()]
-
-
-def test_aborted_in_the_queue_again_the_pool_hears_of_it() -> None:
-    made = decoding()
-    made.lose(DECODE)
-    assert made.hear(GATEWAY, AbortRequest(R1)) == [dropped()]
-
-
 def test_failed_while_decoding_the_pool_hears_of_it() -> None:
     assert decoding().hear(DECODE, AttemptFailed(R1, GRANTED, FailureKind.INTERNAL, "a fault")) == [
         aborted(DECODE),

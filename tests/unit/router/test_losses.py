@@ -136,11 +136,8 @@ def test_aborted_in_the_queue() -> None:
     assert made.status().num_queued == 0
 
 
-def test_aborted_while_prefilling() -> None:
+def test_aborted_before_it_decodes() -> None:
     assert prefilling().hear(GATEWAY, AbortRequest(R1)) == [aborted(PREFILL), dropped()]
-
-
-def test_aborted_while_pooled() -> None:
     assert pooled().hear(GATEWAY, AbortRequest(R1)) == [dropped()]
 
 
@@ -174,13 +171,33 @@ def test_a_lost_gateway_aborts_what_is_its() -> None:
 # --- losses, in every stage
 
 
-def test_the_prefill_worker_is_lost_while_prefilling() -> None:
-    assert prefilling().lose(PREFILL) == [INTERRUPTED, NOT_DIALLED]
+@each(
+    ("stage", "peer", "commands"),
+    [
+        (prefilling, PREFILL, [INTERRUPTED, NOT_DIALLED]),
+        (pooled, PREFILL, [NOT_DIALLED]),
+        (decoding, PREFILL, [NOT_DIALLED]),
+        (pooled, POOL, [INTERRUPTED]),
+        (granted, POOL, [INTERRUPTED]),
+        (decoding, POOL, []),
+        (granted, DECODE, [INTERRUPTED]),
+        (decoding, DECODE, [INTERRUPTED]),
+    ],
+)
+def test_a_loss_interrupts_who_was_there(stage: Any, peer: str, commands: list[Send]) -> None:
+    assert stage().lose(peer) == commands
 
 
-def test_the_prefill_worker_is_lost_while_pooled_or_later() -> None:
-    assert pooled().lose(PREFILL) == [NOT_DIALLED]
-    assert decoding().lose(PREFILL) == [NOT_DIALLED]
+@each("comes_back", [False, True])
+def test_the_pool_is_lost_while_prefilling(comes_back: bool) -> None:
+    made = prefilling()
+    assert made.lose(POOL) == []
+    if comes_back:
+        made.hear(POOL, PoolRegistered(100))
+    assert made.hear(PREFILL, PrefillCompleted(R1, DISPATCHED, 4)) == [
+        Send(PREFILL, AbortRequest(R1, DISPATCHED)),
+        INTERRUPTED,
+    ]
 
 
 def test_a_lost_grant_is_not_waited_for_though_its_request_has_moved_on() -> None:
@@ -193,55 +210,16 @@ def test_a_lost_grant_is_not_waited_for_though_its_request_has_moved_on() -> Non
     assert form.peer == POOL
 
 
-def test_the_pool_is_lost_while_prefilling() -> None:
-    made = prefilling()
-    assert made.lose(POOL) == []
-    assert made.hear(PREFILL, PrefillCompleted(R1, DISPATCHED, 4)) == [
-        Send(PREFILL, AbortRequest(R1, DISPATCHED)),
-        INTERRUPTED,
-    ]
-
-
-def test_the_pool_is_lost_and_back_while_prefilling() -> None:
-    made = prefilling()
-    made.lose(POOL)
-    made.hear(POOL, PoolRegistered(100))
-    assert made.hear(PREFILL, PrefillCompleted(R1, DISPATCHED, 4)) == [
-        Send(PREFILL, AbortRequest(R1, DISPATCHED)),
-        INTERRUPTED,
-    ]
-
-
 def test_the_pool_is_lost_while_it_takes_the_blocks() -> None:
     made = prefilling()
     made.hear(PREFILL, PrefillCompleted(R1, DISPATCHED, 4))
     assert made.lose(POOL) == [INTERRUPTED]
 
 
-def test_the_pool_is_lost_while_pooled() -> None:
-    assert pooled().lose(POOL) == [INTERRUPTED]
-
-
-def test_the_pool_is_lost_on_the_way_to_the_decode_worker() -> None:
-    assert granted().lose(POOL) == [INTERRUPTED]
-
-
-def test_the_pool_is_lost_while_decoding() -> None:
-    assert decoding().lose(POOL) == []
-
-
-def test_the_decode_worker_is_lost_on_the_way_to_it() -> None:
-    assert granted().lose(DECODE) == [INTERRUPTED]
-
-
 def test_the_decode_worker_is_lost_before_the_pool_says_what_went_to_it() -> None:
     made = pooled()
     assert made.lose(DECODE) == []
     assert made.hear(POOL, BatchFormed(BATCH, ASKED, ((R1, GRANTED),))) == [INTERRUPTED]
-
-
-def test_the_decode_worker_is_lost_while_decoding() -> None:
-    assert decoding().lose(DECODE) == [INTERRUPTED]
 
 
 def test_the_worker_that_was_to_take_a_request_over_is_lost() -> None:
