@@ -1,8 +1,4 @@
-"""The bytes of every message are pinned, and whatever is not exactly a message is refused with ProtocolError.
-
-After a deliberate change of the wire format raise PROTOCOL_VERSION and write the file anew:
-`python -m tests.unit.messages.test_golden`.
-"""
+"""The bytes of every message are pinned, plain MessagePack; whatever is not exactly a message is refused."""
 
 import random
 from functools import reduce
@@ -10,14 +6,16 @@ from operator import or_
 from pathlib import Path
 from typing import Any, get_args
 
+import msgpack
 import msgspec
 import pytest
 
 from alignedserve.core.errors import ProtocolError
-from alignedserve.core.ids import LeaseId
+from alignedserve.core.ids import LeaseId, RequestId
+from alignedserve.core.request import FinishReason
 from alignedserve.messages.blocks import BlockClientInbound, BlockServerInbound
 from alignedserve.messages.caches import LeasesReleased
-from alignedserve.messages.gateways import AbortRequest
+from alignedserve.messages.gateways import AbortRequest, TokenDelta, TokensEmitted
 from alignedserve.messages.handshake import HandshakeMessage, Ping
 from alignedserve.messages.links import (
     DecodeWorkerInbound,
@@ -237,3 +235,11 @@ def test_counts_up_to_the_bound_are_taken() -> None:
 
 if __name__ == "__main__":
     GOLDEN.write_text("\n".join(golden_lines()) + "\n")
+
+
+def test_another_implementation_reads_and_writes_our_messages() -> None:
+    codec = Codec(GatewayInbound)
+    message = TokensEmitted((TokenDelta(RequestId("r"), 3, (7, 8), (), FinishReason.STOP),))
+    payload = codec.encode(message)
+    assert msgpack.unpackb(payload) == ["TokensEmitted", [["r", 3, [7, 8], [], "stop", 0, b""]]]
+    assert codec.decode(msgpack.packb(["TokensEmitted", [["r", 3, [7, 8], [], "stop"]]])) == message

@@ -1,17 +1,23 @@
-"""Facts that a recorded run tells beside its decisions: parts of it, a client's pauses, time outside the engine."""
+"""Facts that a recorded run tells beside its decisions, and the jitter of its iterations."""
+
+import itertools
+import random
+import statistics
 
 import pytest
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass, SamplingParams
+from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.gateways import SubmitRequest
 from alignedserve.messages.workers import RequestFinished
 from alignedserve.replay.fitting import fit_unmeasured
+from alignedserve.replay.jitter import JitteryCosts, Ratio
 from alignedserve.replay.observed import ObservedIteration, ObservedRun
 from alignedserve.replay.simulated import requests_of, think_times_s, workload_of
 from router.state import LengthPredicted
-from tests.harnesses.costs import decodes
+from tests.harnesses.costs import decodes, prefill
 
 
 def observed(arrivals_s: list[float], ends_s: list[float], request_class: RequestClass) -> ObservedRun:
@@ -72,3 +78,34 @@ def test_the_part_that_no_engine_measures_grows_with_the_requests() -> None:
     assert fit_unmeasured(iterations).iteration_s(decodes(40, 10)) == pytest.approx(0.006)
     never_less = [iteration(number, 0.1, engine_s=0.2) for number in range(5)]
     assert fit_unmeasured(never_less).iteration_s(IterationWork()) == 0.0
+
+
+COSTS = LinearIterationModel(LinearCoefficients(base_s=1.0))
+
+
+def test_iterations_with_a_prompt_take_ratios_of_such() -> None:
+    ratios = [Ratio(1.0 + number / 1000, has_prompt=number % 5 == 0) for number in range(100)]
+    costs = JitteryCosts(COSTS, ratios, seed=3)
+    generator = random.Random(1)
+    for _ in range(300):
+        has_prompt = generator.random() < 0.3
+        taken = costs.iteration_s(prefill(10) if has_prompt else decodes(2, 10))
+        assert (round((taken - 1.0) * 1000) % 5 == 0) is has_prompt
+
+
+def test_runs_go_on_as_they_were_recorded() -> None:
+    costs = JitteryCosts(COSTS, [Ratio(float(number)) for number in range(1, 41)], seed=0)
+    taken = [costs.iteration_s(decodes(1, 10)) for _ in range(16)]
+    assert [(after - before) % 40 for before, after in itertools.pairwise(taken)] == [1.0] * 15
+
+
+def test_a_kind_that_was_never_recorded_takes_any_ratio() -> None:
+    costs = JitteryCosts(COSTS, [Ratio(2.0), Ratio(4.0)], seed=0)
+    assert {costs.iteration_s(prefill(10)) for _ in range(40)} == {2.0, 4.0}
+
+
+def test_the_mean_of_each_kind_is_kept() -> None:
+    ratios = [Ratio(1.2, has_prompt=True), *[Ratio(0.9)] * 9] * 20
+    costs = JitteryCosts(COSTS, ratios, seed=5)
+    assert statistics.fmean(costs.iteration_s(prefill(10)) for _ in range(50)) == 1.2
+    assert costs.iteration_s(decodes(1, 10)) == 0.9

@@ -1,8 +1,18 @@
-"""Schedulers built from the configuration."""
+"""Schedulers built from the configuration, and the topology that it chooses."""
+
+from typing import Any
 
 import pytest
 
-from alignedserve.config.sections import BatchingConfig, ClusterConfig, RouterConfig, SchedulingConfig, Topology
+from alignedserve.config.sections import (
+    BatchingConfig,
+    ClusterConfig,
+    PrefillWorkerConfig,
+    RouterConfig,
+    SchedulingConfig,
+    Topology,
+)
+from alignedserve.config.unset_sizes import from_mapping, with_fixed_sizes
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.online import OnlineIterationModel
 from alignedserve.scheduling.factory import (
@@ -12,9 +22,11 @@ from alignedserve.scheduling.factory import (
     resolve_policy,
 )
 from alignedserve.scheduling.iteration_scheduler import FcfsIterationScheduler, PolicyIterationScheduler
+from alignedserve.scheduling.policies import POLICIES
 from alignedserve.scheduling.policies.round_robin import RoundRobin
 from alignedserve.scheduling.policy import IterationLimits
 from alignedserve.scheduling.scheduler_state import Scheduler
+from alignedserve.scheduling.topology import require_effect, topology_of
 from tests.harnesses.scheduling import EasyCosts
 from tests.support.marks import each
 
@@ -92,3 +104,81 @@ def test_settings_of_the_batching_section_go_there() -> None:
 def test_to_resolve_twice_changes_nothing() -> None:
     once = resolve_policy(ClusterConfig())
     assert resolve_policy(once) == once
+
+
+def of(**sections: Any) -> Topology:
+    return topology_of(from_mapping(sections))
+
+
+def test_unset_it_is_the_policys_own_and_elastic_for_the_default_one() -> None:
+    assert of() is topology_of(ClusterConfig()) is Topology.ELASTIC
+    for name, entry in POLICIES.items():
+        assert of(scheduling={"policy": name}) is entry.topologies[0]
+    assert of(scheduling={"policy": "aligned"}) is Topology.DISAGGREGATED
+    assert of(scheduling={"policy": "sarathi"}) is Topology.COLOCATED
+    with pytest.raises(ConfigError, match="unknown policy 'lifo'"):
+        of(scheduling={"policy": "lifo"})
+
+
+@each("topology", Topology)
+def test_what_is_set_is_taken(topology: Topology) -> None:
+    assert of(topology=topology.value, prefill={"count": 2}, decode={"count": 2}) is topology
+
+
+@each(
+    "sections",
+    [
+        {"prefill": {"count": 2}, "decode": {"count": 2}},
+        {"prefill": {"count": 1}},  # the default, but asked for
+        {"pool": {"memory_bytes": 1 << 28}},
+        {"pool": {"lease_s": 5.0}},
+        {"prefill": {"max_num_batched_tokens": 64}},
+        {"batching": {"policy": "density_first"}},
+    ],
+)
+def test_settings_of_separate_workers_ask_for_such(sections: dict[str, Any]) -> None:
+    assert of(**sections) is Topology.DISAGGREGATED
+    require_effect(from_mapping(sections))
+    assert of(**sections, scheduling={"policy": "alise"}) is Topology.DISAGGREGATED
+    for policy in ("sarathi", "orca"):  # which know no separate workers
+        config = from_mapping({**sections, "scheduling": {"policy": policy}})
+        assert topology_of(config) is Topology.COLOCATED
+        with pytest.raises(
+            ConfigError, match=rf"has no effect in colocated workers.*policy '{policy}' has no separate"
+        ):
+            require_effect(config)
+
+
+def test_settings_of_the_workers_themselves_and_what_is_lent_do_not() -> None:
+    lent = {"prefill": {"candidate_buffer_bytes": 0}, "decode": {"count": 3, "kv_cache_bytes": 1 << 30}}
+    assert of(**lent) is Topology.ELASTIC
+    require_effect(from_mapping(lent))
+    require_effect(from_mapping({"prefill": {"count": None}, "pool": {"memory_bytes": None}, "topology": "elastic"}))
+
+
+@each(
+    ("topology", "sections", "field"),
+    [
+        ("elastic", {"prefill": {"count": 1}}, r"prefill\.count"),
+        ("elastic", {"pool": {"memory_bytes": 1 << 28}}, r"pool\.memory_bytes"),
+        ("elastic", {"batching": {"min_requests": 3}}, r"batching\.min_requests"),
+        ("colocated", {"prefill": {"candidate_buffer_bytes": 1}}, r"prefill\.candidate_buffer_bytes"),
+    ],
+)
+def test_what_has_no_effect_is_refused(topology: str, sections: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{field} has no effect in {topology} .* or set topology=disaggregated$"):
+        require_effect(from_mapping({"topology": topology, **sections}))
+    require_effect(from_mapping({"topology": "disaggregated", **sections}))
+
+
+def test_what_the_policy_implies_may_be_written_out() -> None:
+    own = {"topology": "elastic", "batching": {"policy": "density_first"}}
+    require_effect(from_mapping(own))
+    with pytest.raises(ConfigError, match=r"batching\.policy has no effect"):
+        require_effect(from_mapping({**own, "batching": {"policy": "fcfs"}}))
+
+
+def test_sizes_that_were_worked_out_ask_for_nothing() -> None:
+    fixed = with_fixed_sizes(from_mapping({}))
+    assert topology_of(fixed) is Topology.ELASTIC
+    assert topology_of(ClusterConfig(prefill=PrefillWorkerConfig(count=2))) is Topology.DISAGGREGATED

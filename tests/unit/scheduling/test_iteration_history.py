@@ -1,12 +1,19 @@
-"""Durations of past iterations: the moving average and the maximum of a sliding window; and chunks within a budget."""
+"""What a worker remembers and foresees: iterations, the rest of a request, contexts cheaper side by side."""
 
+import numpy as np
 import pytest
 
+from alignedserve.costmodel.attention_kernel import AttentionKernel
+from alignedserve.costmodel.choice import WorkerSpec, make_cost_model
 from alignedserve.costmodel.model import chunk_within
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.policy import IterationHistory
-from tests.harnesses.scheduling import EasyCosts
+from alignedserve.scheduling.decode_costs import is_mixing_cheaper
+from alignedserve.scheduling.policy import DeviceMemory, IterationHistory
+from alignedserve.scheduling.runtime_estimate import RequestRuntimeModel, fit_request_runtime, remaining_output_len
+from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
+from tests.harnesses.scheduling import EasyCosts, table_of
 from tests.support.marks import each
+from tests.support.samples import request
 
 
 def _history(*durations_s: float) -> IterationHistory:
@@ -68,3 +75,75 @@ def test_the_chunk_beside_what_is_packed() -> None:
     work = IterationWork()
     work.add_decodes(20, 2000, 100)  # 10 + 20 + 20 ms
     assert chunk_within(EasyCosts(), work, num_cached=0, at_most=100, budget_s=0.0805) == 30
+
+
+def test_a_linear_cost_model_gives_its_own_coefficients() -> None:
+    model = fit_request_runtime(EasyCosts(base_s=0.0, token_s=0.002, context_s=0.00003))
+    assert model == pytest.approx(RequestRuntimeModel(0.002, 0.00003, 0.002))
+
+
+def test_the_line_of_prompts_goes_through_the_origin() -> None:
+    """10 ms + 1 ms for each token: the slope takes on 10 ms times 3968 / 5586944, sums over the probed lengths."""
+    model = fit_request_runtime(EasyCosts())
+    assert model == pytest.approx(RequestRuntimeModel(0.001 + 0.010 * 3968 / 5586944, 0.00001, 0.011))
+
+
+def test_what_is_left_of_a_request() -> None:
+    rows = {
+        "new": {"prompt_len": 50},
+        "half prefilled": {"prompt_len": 50, "num_cached": 20},
+        "decodes": {"prompt_len": 50, "num_generated": 10},
+        "dropped": {"prompt_len": 50, "num_generated": 10, "num_cached": 0},
+    }
+    remaining_s = RequestRuntimeModel(0.001, 0.00001, 0.010).remaining_s(table_of(rows), np.array([8.0, 8.0, 8.0, 8.0]))
+    assert remaining_s == pytest.approx([0.05 + 0.084, 0.03 + 0.084, 0.0848, 0.06 + 0.0848])
+
+
+@each(
+    ("num_generated", "left", "num_overruns"),
+    [(0, 10, 0), (9, 1, 0), (10, 10, 1), (19, 1, 1), (20, 20, 2), (25, 15, 2), (40, 10, 3), (49, 1, 3)],
+)
+def test_an_overrun_doubles_the_prediction_up_to_the_limit(num_generated: int, left: int, num_overruns: int) -> None:
+    table = table_of({"a": {"max_tokens": 50, "predicted_len": 10, "num_generated": num_generated}})
+    assert [values.tolist() for values in remaining_output_len(table)] == [[left], [num_overruns]]
+
+
+def test_no_request_overruns_without_a_prediction() -> None:
+    table = table_of({"a": {"max_tokens": 50, "num_generated": 49}})
+    assert [values.tolist() for values in remaining_output_len(table)] == [[1], [0]]
+
+
+class Decodes:
+    """Forty decodes of about 500 tokens on an H100."""
+
+    def __init__(self, kernel: AttentionKernel) -> None:
+        self.costs = make_cost_model("roofline", WorkerSpec("opt-6.7b", "h100", kernel=kernel))
+        self.state = SchedulerState(DeviceMemory(4000, 4000, 16))
+        for number in range(40):
+            self.add(f"r{number}", 480 + number)
+
+    def add(self, name: str, prompt_len: int) -> None:
+        self.state.hold(num_blocks := -(-prompt_len // 16))
+        progress = Progress(8.0, 1, prompt_len, num_blocks, 0.0, 0.0)
+        self.state.attach(request(name, prompt_len=prompt_len), 0.0, progress)
+
+    def is_mixing_cheaper(self, context_lens: list[int]) -> bool:
+        return is_mixing_cheaper(self.state.table, self.costs, context_lens)
+
+
+@each("context_len", [50, 500, 8000])
+def test_any_length_mixes_where_attention_costs_the_sum(context_len: int) -> None:
+    assert Decodes(AttentionKernel.LOAD_BALANCED).is_mixing_cheaper([context_len] * 40)
+
+
+@each(("context_len", "is_worth"), [(50, False), (500, True), (520, True), (8000, False)])
+def test_only_like_lengths_mix_where_the_longest_is_a_straggler(context_len: int, *, is_worth: bool) -> None:
+    made = Decodes(AttentionKernel.ONE_BLOCK_PER_SEQUENCE)
+    assert made.is_mixing_cheaper([context_len] * 40) == is_worth
+
+
+def test_a_batch_with_a_straggler_of_its_own_is_not_added_to_another_one() -> None:
+    made = Decodes(AttentionKernel.ONE_BLOCK_PER_SEQUENCE)
+    made.add("straggler", 5000)
+    assert not made.is_mixing_cheaper([500] * 40)
+    assert not made.is_mixing_cheaper([500] * 39 + [5100])

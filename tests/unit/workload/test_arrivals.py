@@ -1,3 +1,5 @@
+"""Arrivals, lengths and rates of a workload."""
+
 import math
 
 import numpy as np
@@ -5,6 +7,8 @@ import pytest
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.workload.arrivals import GapDistribution, RateProfile, Renewal, weibull_shape
+from alignedserve.workload.distributions import constant, parse_distribution
+from alignedserve.workload.rates import at_rate
 from tests.support.marks import each
 
 
@@ -61,3 +65,92 @@ def test_rate_of_a_part_of_a_profile() -> None:
     assert profile.rate_of_whole(rate=2.0, start_s=15.0, duration_s=10.0) == pytest.approx(2.0)
     with pytest.raises(ConfigError, match="no requests in the 5 s after 12 s"):
         RateProfile(10.0, (1.0, 0.0)).rate_of_whole(rate=1.0, start_s=12.0, duration_s=5.0)
+
+
+COUNT = 40_000
+
+
+def test_lognormal_takes_median_and_95th_percentile() -> None:
+    drawn = parse_distribution("lognormal(100,300)").draw(np.random.default_rng(3), COUNT)
+    assert np.percentile(drawn, [50, 95]) == pytest.approx([100, 300], rel=0.03)
+
+
+def test_skewed_takes_mean_and_deviation() -> None:
+    drawn = parse_distribution("skewed(220,260)").draw(np.random.default_rng(3), COUNT)
+    assert (drawn.mean(), drawn.std()) == pytest.approx((220, 260), rel=0.05)
+
+
+@each(
+    ("text", "mean"),
+    [
+        ("60", 60),
+        ("uniform(10,30)", 20),
+        ("exponential(50)", 50),
+        ("choice(1,2,6)", 3),
+        ("mix(3: 10, 1: uniform(100,300))", 57.5),
+        ("mix(0.5: mix(1: 10, 1: 20), 0.5: 25)", 20),
+    ],
+)
+def test_distributions_have_their_mean(text: str, mean: float) -> None:
+    assert parse_distribution(text).draw(np.random.default_rng(2), COUNT).mean() == pytest.approx(mean, rel=0.03)
+
+
+def test_short_and_long_prompts_of_the_paper_come_in_their_shares() -> None:
+    drawn = parse_distribution("mix(0.9: uniform(1,999), 0.1: uniform(1000,8000))").draw(
+        np.random.default_rng(2), COUNT
+    )
+    assert (drawn >= 1000).mean() == pytest.approx(0.1, abs=0.005)
+
+
+def test_a_constant_says_so() -> None:
+    assert constant(4.0).constant == 4.0
+    assert parse_distribution("uniform(1,2)").constant is None
+
+
+@each(
+    ("text", "complaint"),
+    [
+        ("x", "not a number"),
+        ("inf", "not finite"),
+        ("-5", "above 0"),
+        ("gauss(1,2)", "distributions are"),
+        ("uniform(1,2", "distributions are"),
+        ("uniform(5)", "takes 2"),
+        ("uniform(5,2)", "must not exceed"),
+        ("skewed(5,0)", "above 0"),
+        ("choice()", "not a number"),
+        ("mix(1,2)", "a mix is written"),
+        ("mix(0: 1, 1: 2)", "weights must be above 0"),
+        ("mix(1: uniform(5))", "takes 2"),
+    ],
+)
+def test_wrong_distribution_says_what_is_wrong(text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        parse_distribution(text)
+
+
+@each(
+    ("line", "expected"),
+    [
+        ("sharegpt, rate=2, cv=3", "sharegpt, rate=6, cv=3"),
+        ("azure_conv, arrivals=recorded", "azure_conv, arrivals=recorded, rate=6"),
+        ("rt: rate=2, prompt=uniform(1,9), output=3;", "rt: rate=6, prompt=uniform(1,9), output=3"),
+        ("rt: sharegpt, rate = 1; be: sharegpt, rate=3", "rt: sharegpt, rate =1.5; be: sharegpt, rate=4.5"),
+        ("rt: sharegpt, rate=2; be: sharegpt, outstanding=4", "rt: sharegpt, rate=6; be: sharegpt, outstanding=4"),
+    ],
+)
+def test_open_loops_are_scaled_together(line: str, expected: str) -> None:
+    assert at_rate(line, 6.0) == expected
+
+
+@each(
+    ("line", "message"),
+    [
+        ("be: sharegpt, outstanding=4", "closed loops only"),
+        ("a: azure_conv, arrivals=recorded; b: sharegpt, rate=1", "a rate= of its own"),
+        ("sharegpt, rate=x", "rate"),
+    ],
+)
+def test_what_cannot_be_scaled_is_said(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        at_rate(line, 6.0)

@@ -1,10 +1,14 @@
-"""Orca, Sarathi-Serve and FastGen on the same worker; the first tests are the examples of their pages."""
+"""Orca, Sarathi-Serve, FastGen and DistServe; the first tests are the examples of their pages."""
 
 from typing import Any
 
-from alignedserve.scheduling.policies import make_policy
+from alignedserve.core.ids import RequestId
+from alignedserve.scheduling.policies import make_policy, policy_entry
+from router.policies.bypass import DirectHandoff
+from router.state import WorkerRecord
 from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
 from tests.support.marks import each
+from tests.support.samples import request, worker
 
 # Two decodes, a prompt of 300 tokens with 100 computed, and two that wait: in blocks of 16, 4 + 2 + 7 are held.
 WORKER: dict[str, dict[str, Any]] = {
@@ -105,3 +109,26 @@ def test_orca_cuts_a_prompt_only_where_the_engine_must() -> None:
 def test_orca_admits_a_limit_beyond_its_memory_alone() -> None:
     rows = {"boundless": {"prompt_len": 30, "max_tokens": 9999}, "next": {"prompt_len": 16}}
     assert planned("orca", rows, {}, num_blocks=10)[0] == {"boundless": 30}
+
+
+def test_the_example_of_its_page() -> None:
+    workers = [WorkerRecord(f"decode-{number}", worker(max_running_requests=2)) for number in range(2)]
+    workers[0].decoding.add(RequestId("before"))
+    went_to = []
+    for name in "ABCD":
+        of = request(name)
+        target = DirectHandoff().target(of, of.prompt_len, workers)
+        went_to.append(target.name if target is not None else "pool")
+        if target is not None:
+            target.decoding.add(of.request_id)
+    assert went_to == ["decode-1", "decode-0", "decode-1", "pool"]
+
+
+def test_a_worker_that_prefills_is_no_target() -> None:
+    colocated = WorkerRecord("decode-0", worker(can_prefill=True))
+    assert DirectHandoff().target(request(), 4, [colocated]) is None
+
+
+def test_it_goes_past_the_pool_and_batches_are_of_any_length() -> None:
+    entry = policy_entry("distserve")
+    assert (entry.is_direct, entry.batching, entry.prefill_order) == (True, "fcfs", "fcfs")
