@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alignedserve.batches.common_beginnings import CommonBeginnings
 from alignedserve.batches.input_file import InputFile
+from alignedserve.batches.input_lines import CommonBeginnings
 from alignedserve.batches.interfaces import LineRejected, LineRequest, LineResponse, ModelState
 from alignedserve.batches.line_executor import LineExecutor, RunContext
 from alignedserve.batches.line_scheduling import LineDurations

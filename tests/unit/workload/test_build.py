@@ -14,6 +14,7 @@ from alignedserve.workload.distributions import parse_distribution
 from alignedserve.workload.feasibility import require_feasible
 from alignedserve.workload.requests import ClosedLoopRun, TimedRequest, Workload
 from experiments.ttft_objectives import with_ttft_from_prefill
+from tests.support.marks import each
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +97,7 @@ def test_client_limit_cuts_the_answer_but_not_the_other_way() -> None:
     assert {(request.output_len, request.max_tokens) for request in workload.requests} == {(5, 20), (20, 20)}
 
 
-@pytest.mark.parametrize(
+@each(
     ("setting", "limits"),
     [
         ("", {5: None, 50: None}),
@@ -111,7 +112,7 @@ def test_limits_tell_the_length_only_where_the_line_says_so(setting: str, limits
     assert {request.output_len: request.max_tokens for request in workload.requests} == limits
 
 
-@pytest.mark.parametrize(("length", "limit"), [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
+@each(("length", "limit"), [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
 def test_powers_of_two_hold_the_answer(length: int, limit: int) -> None:
     workload = build(f"prompt=10, output={length}, rate=1, max_tokens=power_of_two", num_requests=2)
     assert {request.max_tokens for request in workload.requests} == {limit}
@@ -126,7 +127,7 @@ def test_source_without_prompts_asks_for_them(tmp_path: Path) -> None:
     assert {(request.prompt_len, request.output_len) for request in workload.requests} == {(9, 40), (9, 72)}
 
 
-@pytest.mark.parametrize("arguments", [{"seed": -1}, {"num_requests": 0}, {"duration_s": 0.0}])
+@each("arguments", [{"seed": -1}, {"num_requests": 0}, {"duration_s": 0.0}])
 def test_bounds_that_make_no_sense(arguments: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="a workload needs"):
         build("rate=1,prompt=1,output=1", **arguments)
@@ -273,7 +274,7 @@ def test_a_request_that_no_worker_can_hold() -> None:
         require_feasible(workload, max_context_len=100)
 
 
-@pytest.mark.parametrize(("cv", "distribution"), [(1, "gamma"), (3, "gamma"), (2, "weibull")])
+@each(("cv", "distribution"), [(1, "gamma"), (3, "gamma"), (2, "weibull")])
 def test_rate_and_burstiness_are_what_was_asked_for(cv: int, distribution: str) -> None:
     workload = build(f"sharegpt, rate=10, cv={cv}, arrivals={distribution}", duration_s=3600.0)
     gaps = np.diff([request.arrival_s for request in workload.requests])
