@@ -89,7 +89,7 @@ _RECORDED = (
 
 @dataclass(frozen=True, slots=True)
 class AptServeLoad:
-    """One trace of so many requests, on one worker."""
+    """One trace of a number of requests, on one worker."""
 
     dataset: str
     rate: float

@@ -155,7 +155,7 @@ def deal(files: Iterable[str], seconds: Mapping[str, float], count: int) -> list
 
 
 def run(tier: Tier, files: Sequence[str], part: int | None, num_processes: int) -> Outcome:
-    """Run the tests of a tier in `files`, or one part of them: those that run alone come last, in one process."""
+    """Run the tests of a tier in `files`, or one part of them; tests that run alone come last, in one process."""
     seconds = _recorded_seconds(tier.name)
     if part is not None:
         files = deal(files, seconds, NUM_PARTS)[part]

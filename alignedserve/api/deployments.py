@@ -102,7 +102,7 @@ class Deployments:
         self._deployments = {}
 
     def _register(self) -> None:
-        """Let requests find those that serve, by the names of their models."""
+        """Let requests find serving deployments by the names of their models."""
         by_phase: dict[DeploymentPhase, list[_Deployment]] = {phase: [] for phase in DeploymentPhase}
         for one in self._deployments.values():
             by_phase[one.phase].append(one)

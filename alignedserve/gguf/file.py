@@ -172,7 +172,7 @@ class GgufFile:
         self._add_parts()
 
     def raw_rows(self, tensor: GgufTensor) -> npt.NDArray[np.uint8]:
-        """Return the tensor's bytes as they are: uint8 [rows, bytes of a row], a copy."""
+        """Return a copy of the tensor's bytes: uint8 [rows, bytes of a row]."""
         try:
             raw: npt.NDArray[Any] = np.fromfile(tensor.path, np.uint8, tensor.num_bytes, offset=tensor.offset)
         except OSError as error:

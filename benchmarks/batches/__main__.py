@@ -58,7 +58,7 @@ def accept() -> dict[str, Any]:
 
 
 def accepted(cluster: KillCluster, client: BatchHttpClient, content: bytes) -> dict[str, Any]:
-    """Measure one file of so many lines."""
+    """Measure a file: its upload, creation and validation, and the cancelling of its batch."""
     began_s = time.monotonic()
     file_id = client.upload(content)
     uploaded_s = time.monotonic()
@@ -147,7 +147,7 @@ def load(cluster: KillCluster, folder: Path, duration_s: float) -> dict[str, Any
 
 
 def completion_file(model: str, count: int, prompt_len: int, output_len: int) -> bytes:
-    """Make a file of lines of exactly so many tokens."""
+    """Make a file of lines with exactly these numbers of tokens."""
     bodies = [
         {
             "model": model,

@@ -56,7 +56,7 @@ def make_tasks(count: int) -> dict[str, PocketTask]:
 
 
 def answered_alone(client: BatchHttpClient, tasks: dict[str, PocketTask], count: int) -> dict[str, PocketTask]:
-    """Return the first `count` of those that the model answers rightly when nothing is hurt."""
+    """Return the first `count` tasks that the model answers rightly without faults."""
     batch = client.wait(_submit(client, tasks, list(tasks)))
     answers = {line["custom_id"]: _answer(line) for line in client.lines(batch.get("output_file_id"))}
     right = [custom_id for custom_id, task in tasks.items() if is_correct(task, answers[custom_id])]

@@ -59,7 +59,7 @@ def ending_of(status: int, text: str, expected: str, *, is_done: bool, error: st
 
 
 def promised_endings(faults: Sequence[ChaosFault]) -> frozenset[Ending]:
-    """Return how answers may end under these faults: exact, but for those of a gateway that is lost or unreachable."""
+    """Return how answers may end under these faults: exact, except at a gateway that is lost or unreachable."""
     promised = {Ending.EXACT}
     for fault in faults:
         is_killed = fault.hit in _KILLS or fault.phase is Phase.STARTING

@@ -1,4 +1,4 @@
-"""What is asked of a site while it is hurt: bursts of streams and a batch, each answer known beforehand."""
+"""The load on a site during faults: bursts of streams and a batch, each answer known beforehand."""
 
 import asyncio
 import json
@@ -116,7 +116,7 @@ class Load:
         self._client = httpx.AsyncClient(base_url=site.url, timeout=_ANSWER_S, limits=limits)
 
     def burst(self, count: int = 4) -> list[Stream]:
-        """Ask so many questions at once."""
+        """Ask `count` questions at once."""
         asked = list(self._answers)
         began = len(self.streams)
         for number in range(began, began + count):

@@ -121,7 +121,7 @@ def all_pairs() -> frozenset[Pair]:
 
 
 def covering(count: int, seed: int = 0) -> tuple[ChaosSchedule, ...]:
-    """Return so many schedules of which every possible pair is in at least one.
+    """Return `count` schedules that have every possible pair in at least one of them.
 
     Each has as many faults as that takes, at most five. Raises ValueError where `count` is too small.
     """

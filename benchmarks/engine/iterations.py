@@ -203,7 +203,7 @@ class _Bound(NamedTuple):
 
 
 def _at_most(kind: str, sizes: str, seconds: float, bound: _Bound, limit: float) -> IterationRow:
-    """Return a row whose target is at most so many times the bound."""
+    """Return a row whose target is at most this many times the bound."""
     ratio = seconds / bound.seconds
     times = (seconds * 1e3, bound.what, bound.seconds * 1e3)
     return IterationRow(kind, f"{kind}, {sizes}", *times, ratio, f"at most {limit}", ratio <= limit)

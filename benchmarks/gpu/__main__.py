@@ -163,7 +163,7 @@ def main() -> int:
 
 
 def _chosen_parts(names: str | None, parser: argparse.ArgumentParser, *, is_toy: bool) -> Sequence[TimeShare]:
-    """Return the parts that are asked for; ends the program where there is none of a name."""
+    """Return the wanted parts; ends the program if a name is unknown."""
     if names is None:
         return PARTS if is_toy else (TESTS, *PARTS)
     asked = list(dict.fromkeys(names.split(",")))

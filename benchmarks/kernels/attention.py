@@ -109,7 +109,7 @@ def _naively_decoding(batch: AttentionBatch, planner: Any, queries: torch.Tensor
 def prefill_cases(
     setup: KernelSetup, storage: BlockStorage, sequences: int, num_new: int, context: int
 ) -> Iterator[KernelCase]:
-    """Yield the last `num_new` tokens of so many contexts, by every planner that runs here."""
+    """Yield the last `num_new` tokens of these contexts, by every planner that runs here."""
     config = setup.config
     batch = attention_batch(storage, [context] * sequences, num_new)
     num_tokens = sequences * num_new

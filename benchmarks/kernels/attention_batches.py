@@ -66,7 +66,7 @@ class AttentionBatch(NamedTuple):
         return _placed(planner.plan(self.rows, _NO_ROWS, _NO_ROWS), self.storage.device)
 
     def chunks(self, planner: AttentionPlanner, num_new: int) -> StepAttention:
-        """Prepare a step of chunks alone, of so many tokens each."""
+        """Prepare a step of chunks alone, with this many tokens each."""
         counts = np.full(len(self.rows), num_new)
         return _placed(planner.plan(_NO_ROWS, self.rows, counts), self.storage.device)
 

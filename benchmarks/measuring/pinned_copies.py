@@ -104,7 +104,7 @@ def _awaited(begin: Callable[[], Event]) -> Callable[[], None]:
 
 
 def lists_at_the_end(storage: BlockStorage, num_blocks: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return two lists of so many blocks in no order, of the storage's last ones."""
+    """Return two lists of the storage's last blocks, shuffled."""
     assert 2 * num_blocks <= storage.num_blocks, "fewer blocks than are listed"
     ids = np.arange(storage.num_blocks - 2 * num_blocks, storage.num_blocks)
     np.random.default_rng(0).shuffle(ids)

@@ -16,7 +16,7 @@ class DeviceCeilings:
     device_to_host_gb_per_s: float | None
 
     def bound_s(self, num_bytes: float, num_operations: float, *, is_copy: bool) -> float:
-        """Return the least seconds for so many bytes and operations: whichever take longer."""
+        """Return the least seconds for these bytes and operations: whichever take longer."""
         bandwidth = self.copy_gb_per_s if is_copy else self.read_gb_per_s
         return max(num_bytes / bandwidth / 1e9, num_operations / self.matrix_tflop_per_s / 1e12)
 

@@ -90,7 +90,7 @@ def serve(point: Point, system: System) -> list[Served]:
 
 
 def compare(point: Point, other: System) -> Row:
-    """Return how many requests each of the two holds, and those that only one does."""
+    """Return how many requests each of the two holds, and which requests only one holds."""
     ours, theirs = serve(point, DEFAULT), serve(point, other)
     requests = list(_requests(ours, theirs))
     return {

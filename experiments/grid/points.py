@@ -42,7 +42,7 @@ _ARRIVALS_S: Mapping[int, float] = {2: 40.0, 4: 25.0, 8: 15.0}
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One workload on so many accelerators."""
+    """One workload on a number of accelerators."""
 
     trace: str
     load: float

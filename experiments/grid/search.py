@@ -33,7 +33,7 @@ class NotSimulatedError(Exception):
 
 
 class _Search:
-    """The outcomes of one point: those that the record has, and others as they are wanted, which it then has too."""
+    """The outcomes of one point: recorded ones, and new ones when they are wanted, which are then recorded."""
 
     def __init__(self, point: Point, record: Record, simulated: Simulate) -> None:
         self._point = point

@@ -32,7 +32,7 @@ class System(NamedTuple):
     token_budget: int = 0  # Sarathi's
 
     def name(self, accelerators: int) -> str:
-        """Return its name among systems on so many accelerators: `sarathi 512 colocated`, `fcfs 1 + 3`."""
+        """Return its name among systems on this many accelerators: `sarathi 512 colocated`, `fcfs 1 + 3`."""
         budget = f" {self.token_budget}" if self.token_budget else ""
         is_split = self.topology.is_separate
         roles = f"{self.num_prefill} + {accelerators - self.num_prefill}" if is_split else self.topology.value

@@ -13,7 +13,7 @@ def _compared() -> list[Row]:
 
 
 def commits() -> str:
-    """Return how many points are of which commit, by the default's simulation."""
+    """Count the points by the commit of the default's simulation."""
     numbers = Counter(row["commit"] for row in figures("grid")["points"])
     return table(["commit", "points"], ([f"`{commit}`", str(count)] for commit, count in numbers.items()))
 

@@ -91,7 +91,7 @@ def count(value: float) -> str:
 
 
 def digits(value: float, num: int = 3) -> str:
-    """Return a number to so many digits."""
+    """Return a number in `num` significant digits."""
     if value == 0:
         return "0"
     text = f"{value:#.{num}g}".removesuffix(".")

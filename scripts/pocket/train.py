@@ -81,7 +81,7 @@ def rate_factor(progress: float) -> float:
 
 
 def make_mixture(scores: dict[str, float]) -> dict[Skill, float]:
-    """Make the mixture of skills: those that lag are practised more; a finished one keeps a quarter of its share."""
+    """Make the mixture of skills: lagging skills are practised more; a finished one keeps a quarter of its share."""
     return {skill: BASE_WEIGHTS.get(skill, 1.0) * (1.0 - 0.75 * scores.get(skill.value, 0.0)) for skill in Skill}
 
 

@@ -32,7 +32,7 @@ _LOOK_S = 10.0  # for a driver to answer a question
 def find_cluster(cluster_id: str | None) -> Path:
     """Return the door of the cluster that runs on this host.
 
-    `cluster_id`: the name of its run folder; None: there is one. Raises ResourceError naming those that there are.
+    `cluster_id`: the name of its run folder; None: there is one. Raises ResourceError listing the clusters.
     """
     doors = {path.parent.name: path for path in sorted(run_root().glob(f"*/{DOOR_NAME}")) if _is_open(path)}
     if cluster_id is not None and cluster_id in doors:

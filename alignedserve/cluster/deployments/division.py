@@ -61,7 +61,7 @@ def divide(machine: Machine, gpus: Sequence[str], beside_caches: Sequence[int]) 
 
 
 def assigned_gpus(gpus: Sequence[str], count: int) -> list[tuple[str, ...]]:
-    """Return the GPUs of each of so many models: whole ones in turn, or shared ones where they are fewer."""
+    """Return the GPUs of each model: whole ones in turn, or shared ones if there are fewer GPUs than models."""
     if len(gpus) >= count:
         return [tuple(gpus[index::count]) for index in range(count)]
     return [(gpus[index % len(gpus)],) if gpus else () for index in range(count)]
@@ -115,7 +115,7 @@ def holding_of(config: ClusterConfig, served: ServedModel, gpus: Sequence[str]) 
 
 
 def require_room(name: str, holding: Holding, part: Part) -> None:
-    """Check that one more deployment fits beside those that serve. Raises NotEnoughMemory."""
+    """Check that one more deployment fits beside the serving ones. Raises NotEnoughMemory."""
     needs = {
         "of memory": (holding.host_bytes, part.machine.available_bytes),
         "in the folder of the KV pool": (holding.shared_bytes, part.machine.shared_bytes),

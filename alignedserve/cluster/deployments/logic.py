@@ -195,7 +195,7 @@ class DeploymentsLogic:
     """The deployments of one cluster."""
 
     def __init__(self, first: Iterable[LeftDeployment], num_named: int) -> None:
-        """`first`: those that there are, with the number of ids that were given."""
+        """`first`: the present deployments, with the number of ids given so far."""
         self._deployments = {
             one.deployment_id: _Deployment(one.name, one.phase, one.order_id, drains_within_s=one.drains_within_s)
             for one in first

@@ -90,7 +90,7 @@ class UndoDrain(msgspec.Struct, frozen=True, tag=True):
 
 
 class ScaleWorkers(msgspec.Struct, frozen=True, tag=True):
-    """Order: have so many workers of these kinds in the whole cluster."""
+    """Order: have these numbers of workers in the whole cluster, by kind."""
 
     counts: Mapping[str, int]
     model: str | None = None  # by its name for clients; None: there is one

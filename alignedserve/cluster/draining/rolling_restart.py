@@ -84,7 +84,7 @@ class RollingRestart:
         return frozenset((self._current, *self._waiting))
 
     def look(self, drained: Collection[str], now: float) -> Over | None:
-        """Go on; return how it has ended, once it has. `drained`: workers of which nothing is left."""
+        """Go on; return how it has ended, once it has. `drained`: workers whose work is gone."""
         if self._current and not self._is_through(drained, now):
             if now - self._began_s > RETURN_S and self._step is Step.RETURNING:
                 return Over(f"{self._current} does not serve again; the others were left as they are", has_failed=True)
@@ -178,7 +178,7 @@ class WorkerRestarts:
         return self._restart is not None and name in self._restart.names
 
     def look(self, drained: Collection[str]) -> None:
-        """Go on. `drained`: workers of which nothing is left, and that are taken."""
+        """Go on. `drained`: workers whose work is gone, and that have been taken."""
         over = self._restart.look(drained, time.monotonic()) if self._restart is not None else None
         if over is not None:
             self._restart = None

@@ -208,7 +208,7 @@ class Preparation:
         answers: "Callable[[Sequence[Any]], Sequence[Any] | None] | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`answers`: returns what the references refer to; None while one is missing. Unset: Ray is asked."""
+        """`answers`: returns the references' results; None while one is missing. Unset: from Ray."""
         self.node = node
         self._steps = steps
         self._answers = answers or _answers

@@ -31,7 +31,7 @@ class AdapterExchange:
         self._looked_s = float("-inf")
 
     def look(self, members: Iterable[Member], models: Mapping[str, HostedModel]) -> None:
-        """Take the answers that have come, and ask anew those that have answered."""
+        """Take the answers that have come, and ask the answering nodes anew."""
         for answer in answers_so_far(list(self._asked)).items():
             self._take(*answer)
         now = time.monotonic()

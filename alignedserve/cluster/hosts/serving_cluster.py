@@ -51,7 +51,7 @@ class StatusQuestion:
     """One question: what each process takes of memory, and the routers' last reports."""
 
     def __init__(self, actors: Mapping[str, Any], gateway: Any, now: float) -> None:
-        """`actors`: all of the cluster. `gateway`: the one of them that is asked for the routers' reports."""
+        """`actors`: all of the cluster. `gateway`: the actor that gives the routers' reports."""
         self._memory = {name: actor.memory_bytes.remote() for name, actor in actors.items()}
         self._loads = gateway.cluster_statuses.remote()
         self._ends_s = now + _PATIENCE_S
@@ -185,7 +185,7 @@ class ServingCluster(RunningCluster):
         return Refused("one host serves alone; nodes are drained and workers scaled in a cluster of several hosts")
 
     def _look_at_models(self, drained: Collection[str]) -> bool:
-        """Go on with what was ordered; return whether a deployment has entered another phase.
+        """Go on with the orders; return whether a deployment has entered another phase.
 
         `drained`: workers of which nothing is left.
         """
@@ -198,7 +198,7 @@ class ServingCluster(RunningCluster):
         return self._models.phases != before
 
     def _watched_healths(self) -> dict[str, Health]:
-        """Return the healths of all processes; those that Ray starts again by itself count as starting."""
+        """Return the healths of all processes; a process that Ray is starting again counts as starting."""
         return {name: Health() if one.state is ProcessState.ENDED else one for name, one in self.healths().items()}
 
     def _start_again(self, name: str) -> None:

@@ -51,13 +51,13 @@ class PlannedModel:
         return ClusterPlan(self.config, self.served, placement, (), {})
 
     def part_of_node(self, capacity: NodeCapacity, num_nodes: int) -> NodeShare:
-        """Return what it would have on a node, as one of so many."""
+        """Return its share of a node, as one of `num_nodes`."""
         placement = Placement(_of_one_node(self.config, num_nodes), self.deployment_id)
         (share,) = placement.place([capacity])
         return share
 
     def beside_caches(self, num_workers: int) -> int:
-        """Return the bytes that so many workers on the CPU take beside their caches."""
+        """Return the bytes that these workers on the CPU take beside their caches."""
         return num_workers * worker_bytes(self.config, self.served)
 
 
@@ -134,7 +134,7 @@ def divided(models: Sequence[PlannedModel], shares: Sequence[NodeShare], node: N
 def models_for_node(
     models: Sequence[PlannedModel], node: NodeResources, beside: Sequence[PlannedModel] = ()
 ) -> list[PlannedModel]:
-    """Return those of these models, the first ones first, for which a node that joins has room together.
+    """Return the first of these models that a joining node has room for together.
 
     `beside`: those that it has anyway.
     """
@@ -157,7 +157,7 @@ def planned_again(deployment_id: str, plan: ClusterPlan, nodes: Collection[str])
 
 
 def _problem(models: Sequence[PlannedModel], node: NodeResources, num_nodes: int, context_len: int) -> str | None:
-    """Return why a node cannot work for all these models, with contexts of so many tokens; None: it can."""
+    """Return why a node cannot work for all these models with contexts of this length; None: it can."""
     if any(node.capacity.name not in model.nodes for model in models):
         return "it has no copy of the model at the same path"
     gpus = assigned_gpus(node.capacity.gpus, len(models))
@@ -187,7 +187,7 @@ def _nowhere(model: PlannedModel, nodes: Sequence[NodeResources]) -> str:
 
 
 def _of_one_node(config: ClusterConfig, num_nodes: int) -> ClusterConfig:
-    """Return the configuration of one node among so many, where counts that are set are shared out evenly."""
+    """Return the configuration of one of these nodes, with an even share of the counts that are set."""
     changed = {}
     for kind in ("prefill", "decode"):
         section = getattr(config, kind)

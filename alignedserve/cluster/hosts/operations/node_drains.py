@@ -83,7 +83,7 @@ class NodeDrains:
     def look(self, actors: Mapping[str, Any]) -> list[str]:
         """Go on with the drains: inform routers and gateways, and end nodes whose work is gone.
 
-        Returns the names of single workers of which nothing is left.
+        Returns the names of single workers whose work is gone.
         """
         workers = []
         for name in self._watch.look(actors):
