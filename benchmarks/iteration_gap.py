@@ -7,7 +7,6 @@ admitting, block tables, tokens handed to the gateway, the next batch prepared.
     python -m benchmarks.iteration_gap  # target: at most 1 ms in the median, whatever the context length
 """
 
-import argparse
 import asyncio
 import itertools
 import multiprocessing
@@ -43,6 +42,7 @@ from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.worker_core.iteration_log import IterationLog
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 from decode_worker.colocated.service import ColocatedWorker
 from decode_worker.factory import make_colocated_logic, memory_of
@@ -199,8 +199,7 @@ def _stamp_forward_passes(executor: ModelExecutor) -> list[tuple[float, float, i
 
 def main() -> None:
     """Measure at short and long contexts; print and record."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = parser_of(__doc__, rounds=3)
     rounds = parser.parse_args().rounds
     rows = []
     for prompt_len in PROMPT_LENS:

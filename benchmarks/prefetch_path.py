@@ -7,7 +7,6 @@ streams in a random order, links that note every copy. Shows the order and the n
 benchmarks/results/prefetch_path.json: what, bytes, from, to, and the steps at which each was ordered, began and ended.
 """
 
-import argparse
 import asyncio
 import random
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.request import SamplingParams
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import RESULTS, write_result
 from tests.support.device_stand_in import Copy, Machine
 from tests.support.in_process import RoomCluster, running, small_config
@@ -26,7 +26,7 @@ _SAMPLING = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
 
 def main() -> None:
     """Run the requests, check their tokens, record the timeline and print it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the order in which streams run")
     parser.add_argument("--output", type=Path, default=RESULTS / "transfer", help="folder for the figures")
     arguments = parser.parse_args()

@@ -1,13 +1,12 @@
 """Products of packed weights: the native kernels beside oneDNN's packed layout and plain PyTorch.
 
-    python -m benchmarks.products [seconds]
+    python -m benchmarks.products [--seconds 0.4]
 
 Weights come from memory, as in a pass over many layers: there are more of them than the caches hold. All take turns;
 medians count.
 """
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 from kernels.cpu.packed_linear import INT8, PackedLinear, packed_levels
 from kernels.linear import Linear, OneDnnLinear
@@ -78,7 +78,9 @@ def _measure_rows(
 
 def main() -> None:
     """Print a line per case and write the result."""
-    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 0.4
+    parser = parser_of(__doc__)
+    parser.add_argument("--seconds", type=float, default=0.4, help="of a case")
+    seconds = parser.parse_args().seconds
     figures: list[dict[str, Any]] = []
     for dtype in DTYPES:
         for in_width, columns in WIDTHS:

@@ -13,7 +13,6 @@ they store, and of as many that leave; `own`: no two requests share any, `common
 eight instructions. Beside `none`, in turn, three times.
 """
 
-import argparse
 import gc
 import itertools
 import multiprocessing
@@ -41,6 +40,7 @@ from alignedserve.messages.workers import (
     WorkerRegistered,
 )
 from alignedserve.sim.routers import RouterChoice
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 from router.factory import make_logic
 from router.logic import RouterLogic
@@ -280,7 +280,7 @@ def _rss_bytes() -> int:
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=4000, help="that end and come while it is measured")
     parser.add_argument("--sharing", action="store_true", help="with prompts that share blocks, and without")
     arguments = parser.parse_args()

@@ -6,7 +6,6 @@ Recorded arrivals and lengths, sped up to `--rate` requests per second and repea
 those of the slice that ships with the package; `--trace` names the whole one. Times are CPU seconds of this process.
 """
 
-import argparse
 import resource
 import time
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from alignedserve.sim.cluster_hardware import ClusterHardware, simulated_on
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import TimedRequest, Workload, WorkloadDescription
 from alignedserve.workload.traces import TraceRow, at_rate, read_trace, shipped_trace
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 
 _GIB = 1 << 30
@@ -77,7 +77,7 @@ def measure(model: str, hardware: str, workload: Workload) -> dict[str, Any]:
 
 def main() -> None:
     """Measure; print and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rate", type=float, default=10.0, help="requests per second")
     parser.add_argument("--duration-s", type=float, default=3600.0)
     parser.add_argument("--trace", type=Path, help="a trace file, in place of the slice in the package")

@@ -6,7 +6,6 @@ static batch of 64 with its default (dynamic) cache and with its static cache; i
     python -m benchmarks.vs_transformers [--rounds 5]      # target: a ratio of at least 1.0
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -23,6 +22,7 @@ from alignedserve.profiling.model_loading import load_decoder
 from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec
 from benchmarks.engine.throughput import WorkloadRun, make_engine
 from benchmarks.engine.workloads import RequestGroup
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 
 BATCH, PROMPT_LEN, OUTPUT_LEN = 64, 32, 64
@@ -30,8 +30,7 @@ BATCH, PROMPT_LEN, OUTPUT_LEN = 64, 32, 64
 
 def main() -> None:
     """Run the comparison, print it and write it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = parser_of(__doc__, rounds=5)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,6 @@ print_table(rows, {"policy": "policy", "rate": "requests/s", "rt.ttft_attainment
 write_record("bros", rows)
 """
 
-import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -30,6 +29,7 @@ from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.result import ClassResult, Measure, SimulationResult
 from alignedserve.sim.sweep import Case, CaseProgress, CaseResult, WorkloadLine, run_cases
 from alignedserve.workload.catalogue import Library
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import commit, write_result
 
 RESULTS = Path(__file__).parent / "results"
@@ -276,7 +276,7 @@ class Options(NamedTuple):
 
 def read_options(description: str | None) -> Options:
     """Read `--quick` (not recorded), `--processes N`, `--policies NAME ...`, `--parts NAME ...`."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(description)
     parser.add_argument("--quick", action="store_true", help="few and short runs, under a minute; nothing is recorded")
     parser.add_argument("--processes", type=int, default=2, help="simulations at a time")
     parser.add_argument("--policies", nargs="+", default=(), help="only these; what is recorded of others stays")

@@ -30,6 +30,7 @@ from benchmarks.chaos.run import Stage, run_all
 from benchmarks.chaos.schedules import ChaosSchedule, covering, make_schedule, shrink
 from benchmarks.chaos.site import Site
 from benchmarks.chaos.summary import summary_of
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import RESULTS, write_result
 
 _IN_NAMESPACE = "CHAOS_HAS_SMALL_DISKS"
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=_seeds, default=range(40), help="A:B, or one")
     parser.add_argument("--covering", type=int, default=0, help="so many that cover every pair, in place of seeds")
     parser.add_argument("--stage", choices=("rooms", "cluster"), default="rooms", help="cluster: with Ray, and slow")

@@ -31,6 +31,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.device.devices import CPU, cuda_obstacle
 from benchmarks.gpu.part_list import PART_LIST, print_parts
 from benchmarks.gpu.targets import TargetOutcome, outcomes
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.device_choice import chosen_device
 from benchmarks.measuring.recording import RESULTS, write_result
 
@@ -138,7 +139,7 @@ def _problem(code: int) -> str | None:
 
 def main() -> int:
     """Run everything; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--toy", action="store_true", help="sizes that show only whether everything runs")
     parser.add_argument("--list", action="store_true", help="every part, with its minutes and what it measures")

@@ -6,7 +6,6 @@
 Writes gpu_<part>.json again whenever something more was measured, so that a crash leaves what came before it.
 """
 
-import argparse
 import importlib
 import os
 import re
@@ -28,6 +27,7 @@ from benchmarks.gpu.logits import compare_logits
 from benchmarks.gpu.part_list import PART_LIST, print_parts
 from benchmarks.gpu.sanitizer import sanitize_self_check
 from benchmarks.kernels.benchmark import Groups, KernelBenchmarkSpec, all_groups, run_kernel_benchmark
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.device_choice import chosen_device
 from benchmarks.measuring.recording import RESULTS, write_result
 from benchmarks.measuring.results import IterationReport, KernelReport, TransferReport
@@ -81,7 +81,7 @@ class Part:
 def main() -> None:
     """Run the part and write its figures. What fails is among them, kernels that PyTorch stands in for as well; or it
     is the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("part", nargs="?", choices=list(PARTS))
     parser.add_argument("--list", action="store_true", help="every part, with its minutes and what it measures")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")

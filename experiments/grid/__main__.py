@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from rich.progress import track
 
 from alignedserve.cli.machine import describe_machine
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import commit
 from experiments.common import write_record
 from experiments.grid.picture import PICTURES
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def _read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--processes", type=int, default=2, help="points at a time")
     parser.add_argument("--points", nargs="+", default=["*"], help="only these: 'azure_code/*/2/*'")
     parser.add_argument("--again", nargs="+", default=(), metavar="COMMIT", help="forget what was simulated at these")

@@ -7,7 +7,6 @@ point ahead. For each request: its objectives, when its first token came, its me
 to, and whether it moved between them. The record, results/grid_differences.json, has those that differ.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from alignedserve.sim.config import SimConfig
 from alignedserve.sim.records import RequestRecord
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import TimedRequest, Workload
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import commit
 from experiments.common import Row, chosen, print_table, write_record
 from experiments.grid.points import SEEDS, Point, all_points
@@ -138,7 +138,7 @@ def _lost(record: Record) -> list[tuple[Point, System]]:
 
 def main() -> None:
     """Compare, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("points", nargs="*", help="by their names; the other is the best of others at the point")
     wanted = parser.parse_args().points
     record = Record(PATH)
