@@ -9,12 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ray
-from ray.exceptions import RayError
-
 from alignedserve.batches.location import SharedState
 from alignedserve.batches.remote.state_client import STATE
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
+from alignedserve.cluster.ray_polls import kill_actors
 from alignedserve.config.environment import api_keys, trace_headers
 from alignedserve.config.sections import ClusterConfig, EngineConfig, Observing, Topology
 from alignedserve.messages.handshake import Role
@@ -128,9 +126,7 @@ class ActorFactory:
         try:
             self._create(actors, node, state, drives_batches=drives_batches)
         except BaseException:
-            for actor in actors.values():  # those that are detached would stay
-                with contextlib.suppress(RayError, ValueError):
-                    ray.kill(actor)
+            kill_actors(actors.values())  # those that are detached would stay
             raise
         return actors
 

@@ -13,18 +13,17 @@ import ray
 
 from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, ClusterSecrets, PreparedNode
-from alignedserve.cluster.gpu_claims import GpuClaims, GpusTaken, claim_gpus
 from alignedserve.cluster.hosts.admission import (
     Admission,
     Keeper,
     OwnHost,
+    agreed_device,
     differences,
-    end_keepers,
+    joining_device,
     missing_copies,
     start_keepers,
 )
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
-from alignedserve.cluster.hosts.device_agreement import agreed_device, joining_device
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import (
     HostedModel,
@@ -44,7 +43,9 @@ from alignedserve.cluster.hosts.scaling.scaler import make_scaler
 from alignedserve.cluster.hosts.serving_cluster import Brought, ServingCluster
 from alignedserve.cluster.hosts.succession import Succession, digest_of
 from alignedserve.cluster.hosts.takeover import adopt_cluster
+from alignedserve.cluster.machine import GpuClaims, GpusTaken, claim_gpus
 from alignedserve.cluster.ray_node import join_ray
+from alignedserve.cluster.ray_polls import kill_actors
 from alignedserve.cluster.recording_folder import remove_unserved, with_absolute_folder, write_run_file
 from alignedserve.cluster.run_folder import make_run_folder, make_run_root
 from alignedserve.cluster.start_observer import LoggingObserver, StartObserver
@@ -199,7 +200,7 @@ def _prepare_cluster(
         cluster_id = secrets.token_hex(4)
         names = {node: f"{cluster_id}-{index}" for index, node in enumerate(found)}
         keepers = start_keepers(names, cluster_id, configs[0].links)
-        if_it_fails.callback(end_keepers, [keeper.actor for keeper in keepers.values()])
+        if_it_fails.callback(kill_actors, [keeper.actor for keeper in keepers.values()])
         members = _members(plans, found, keepers)
         expect_handoffs(members)
         for one, plan in plans.items():

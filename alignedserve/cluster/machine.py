@@ -1,11 +1,17 @@
-"""Looks up what this machine has free for a cluster."""
+"""Looks up what this machine has free for a cluster, and claims its GPUs, which two clusters of a user never share.
+
+A claim is a lock on a file of the user's folder, named after the GPU, and ends with the process that holds it however
+that ends. Clusters that join one Ray claim their GPUs there instead (`hosts/nodes/placement_group.py`).
+"""
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +21,7 @@ import psutil
 import torch
 
 from alignedserve.cluster.memory_planner import Machine
+from alignedserve.core.errors import ResourceError
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.device.dtypes import has_native_bfloat16
@@ -98,3 +105,52 @@ def free_by_uuid() -> dict[str, int]:
         lines = re.findall(r"^GPU-([\w-]+), *(\d{1,9})$", asked.stdout, re.MULTILINE)
         return {uuid: int(mebibytes) * _MIB for uuid, mebibytes in lines}
     return {}
+
+
+class GpusTaken(ResourceError):
+    """Other clusters of this host have all GPUs that one may use."""
+
+
+class GpuClaims:
+    """The GPUs of one cluster; each is another's again when this is closed, or collected."""
+
+    def __init__(self, gpus: tuple[str, ...] = (), descriptors: tuple[int, ...] = ()) -> None:
+        """`descriptors`: of the locked files."""
+        self.gpus = gpus
+        self._finish = weakref.finalize(self, _close, descriptors)
+
+    def close(self) -> None:
+        """Give them back."""
+        self._finish()
+
+
+def claim_gpus(gpus: Sequence[str], folder: Path) -> GpuClaims:
+    """Claim those of these GPUs that no other cluster has. Raises GpusTaken where others have all of them."""
+    locks = ((gpu, _lock(folder / f"gpu-{_identity(gpu)}.lock")) for gpu in gpus)
+    claimed = {gpu: descriptor for gpu, descriptor in locks if descriptor is not None}
+    if gpus and not claimed:
+        which = "other clusters on this host have every GPU" if len(gpus) > 1 else f"another cluster has {gpus[0]}"
+        raise GpusTaken(f"{which}; stop them, serve all models in one cluster, or set engine.device=cpu")
+    return GpuClaims(tuple(claimed), tuple(claimed.values()))
+
+
+def _lock(path: Path) -> int | None:
+    """Return the descriptor of the locked file, which no other process inherits; None: another holds the lock."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _identity(gpu: str) -> str:
+    """Return a name for the GPU that is the same whichever others a process sees."""
+    properties = _CUDA.get_device_properties(torch.device(gpu))
+    return re.sub(r"[^\w-]", "", str(getattr(properties, "uuid", gpu)))

@@ -23,11 +23,12 @@ from alignedserve.cluster.local_ray.node_processes import kill_all, orphans_of
 from alignedserve.cluster.local_ray.node_watch import NodeWatch
 from alignedserve.cluster.local_ray.start import start_ray
 from alignedserve.cluster.private_redis import PrivateRedis
+from alignedserve.cluster.ray_polls import Starting, kill_actors
 from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.cluster.signals import interrupts_kept, signals_ignored
 from alignedserve.cluster.start_observer import Patience, StartObserver
 from alignedserve.cluster.watchdog import Watchdog
-from alignedserve.core.errors import AlignedServeError, NodeLost, PeerLost, ResourceError
+from alignedserve.core.errors import NodeLost, PeerLost
 from alignedserve.process.loading_progress import Progress, read_progress
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.model.served_model import ServedModel
@@ -105,7 +106,7 @@ class RunningCluster:
             for part in self._parts_beside(node):
                 made |= self._factory_of(part).create(part, state)
         except BaseException:
-            _kill(made.values())
+            kill_actors(made.values())
             raise
         self._actors[node.share.node] = made
 
@@ -129,7 +130,7 @@ class RunningCluster:
         watchdog = self._watchdogs.pop(name, None)
         if watchdog is not None:
             watchdog.stop()
-        _kill(self._actors.pop(name, {}).values())
+        kill_actors(self._actors.pop(name, {}).values())
 
     def add_worker(self, node: PreparedNode, name: str) -> None:
         """Create one more worker on a node; `node` has the new share. The worker comes up by itself."""
@@ -326,30 +327,13 @@ class RunningCluster:
 
         Raises the error of the first failing one, or AskedToStop.
         """
-        starting = {actor.failure.remote(): name for name, actor in self.actors().items()}
-        patience = self._patience(START_TIMEOUT_S)
-        while starting:
+        starting = Starting(self.actors(), self._patience(START_TIMEOUT_S))
+        while not starting.is_over:
             self.check_start()
-            answered, _ = ray.wait(list(starting), timeout=_POLL_S)
-            for reference in answered:
-                failure = start_failure(reference, starting.pop(reference))
-                if failure is not None:
-                    raise failure
-            if patience.is_over():
-                raise ResourceError(
-                    f"{', '.join(starting.values())} did not start, without progress for {START_TIMEOUT_S:.0f} s; "
-                    f"their logs are in {self.folder / 'logs'}"
-                )
+            starting.look(_POLL_S)
 
     def _patience(self, timeout_s: float) -> Patience:
         return Patience(self.progress, timeout_s, self._observer)
-
-
-def _kill(actors: Iterable[Any]) -> None:
-    """End actors that are not to be started again."""
-    for actor in actors:
-        with contextlib.suppress(RayError, ValueError):
-            ray.kill(actor, no_restart=True)
 
 
 def _end_survivors(processes: list[psutil.Process]) -> None:
@@ -358,12 +342,3 @@ def _end_survivors(processes: list[psutil.Process]) -> None:
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-
-
-def start_failure(reference: Any, name: str) -> AlignedServeError | None:
-    """Return why an actor that has answered is not up; None: it is. Raises ResourceError where its process is gone."""
-    try:
-        failure: AlignedServeError | None = ray.get(reference)
-    except RayError as error:
-        raise ResourceError(f"{name} did not start: {str(error).splitlines()[0]}") from error
-    return failure

@@ -53,7 +53,8 @@ class Patience:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`look`: returns how far each worker is; None: not begun."""
-        self._look, self._timeout_s, self._observer, self._clock = look, timeout_s, observer, clock
+        self.timeout_s = timeout_s
+        self._look, self._observer, self._clock = look, observer, clock
         self._known: list[Progress | None] = []
         self._ends_s = clock() + timeout_s
 
@@ -61,7 +62,7 @@ class Patience:
         """Look at the progress, show it, and return whether there was none for too long."""
         found = list(self._look())
         if found != self._known:
-            self._known, self._ends_s = found, self._clock() + self._timeout_s
+            self._known, self._ends_s = found, self._clock() + self.timeout_s
             self._observer.model_loading(_mean([progress for progress in found if progress is not None]))
         return self._clock() >= self._ends_s
 

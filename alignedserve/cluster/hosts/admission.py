@@ -1,30 +1,27 @@
 """Admission of nodes to a cluster: they report, are compared with the head, and get a keeper."""
 
-import contextlib
 import logging
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-
 from alignedserve.cluster.actor_factory import PreparedNode
-from alignedserve.cluster.gpu_claims import GpuClaims
 from alignedserve.cluster.hosts.nodes.keeper import NodeActor
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.report import NodeReport, NodeSurveyor, Place, Surveyor
 from alignedserve.cluster.hosts.plan import NodePart
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
-from alignedserve.cluster.machine import with_gpus
-from alignedserve.cluster.ray_polls import answer_of
+from alignedserve.cluster.machine import GpuClaims, with_gpus
+from alignedserve.cluster.ray_polls import answer_of, kill_actors
 from alignedserve.config.sections import LinksConfig
 from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.process.addresses import AddressBook
+from alignedserve.runtime.device.devices import AUTO, CPU, CUDA
+from alignedserve.runtime.device_check.choice import DeviceChoice
 from alignedserve.runtime.model.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -56,9 +53,7 @@ class Admission:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for surveyor in self._surveyors.values():
-            with contextlib.suppress(RayError, ValueError):
-                ray.kill(surveyor)
+        kill_actors(self._surveyors.values())
 
     def ask_report(self, node: RayNode, device: str, models: Sequence[Path]) -> Any:
         """Ask a node for its NodeReport; return Ray's reference to it."""
@@ -214,16 +209,9 @@ def start_keepers(folder_names: Mapping[RayNode, str], cluster_id: str, links: L
                 node, actor, answer_of(node, actor.folder.remote(), NODE_ANSWER_S), cluster_id, links
             )
     except BaseException:
-        end_keepers(actors.values())
+        kill_actors(actors.values())
         raise
     return keepers
-
-
-def end_keepers(actors: Iterable[Any]) -> None:
-    """End keepers without which there is nothing to end on their nodes. They are detached, and would stay."""
-    for actor in actors:
-        with contextlib.suppress(RayError, ValueError):
-            ray.kill(actor)
 
 
 def create_keeper(node: RayNode, folder_name: str) -> Any:
@@ -278,3 +266,55 @@ class OwnHost:
 def _require(failure: AlignedServeError | None) -> None:
     if failure is not None:
         raise failure
+
+
+def agreed_device(device: str, reports: Mapping[RayNode, NodeReport]) -> tuple[DeviceChoice, dict[RayNode, NodeReport]]:
+    """Return the device of all nodes and what they have for it: GPUs only if every usable node has some.
+
+    `reports`: by engine.device, of which a node's own `auto` is part.
+    """
+    usable = {node: report for node, report in reports.items() if report.problem is None}
+    if device != AUTO:
+        return DeviceChoice(device), dict(reports)
+    without = [node for node, report in usable.items() if not report.gpus]
+    if not without and usable:
+        return DeviceChoice(CUDA, "engine.device=auto takes the GPUs of every node: the self-check has passed"), dict(
+            reports
+        )
+    remarks = [f"{node}: {report.device_remark}" for node, report in usable.items() if report.device_remark]
+    if len(without) < len(usable):
+        remarks.append(f"{', '.join(str(node) for node in without)} would compute on a CPU, so all nodes do")
+    on_cpus = {node: _without_gpus(report) for node, report in reports.items()}
+    return DeviceChoice(CPU, "; ".join(remarks), is_warning=bool(remarks)), on_cpus
+
+
+@dataclass(frozen=True, slots=True)
+class JoiningDevice:
+    """The device of nodes that join a running cluster."""
+
+    device: str  # of the cluster, never auto
+    is_checked: bool = False  # engine.device was auto: a node's GPUs have to pass the self-check, as the others' have
+
+    @property
+    def asked(self) -> str:
+        """Return the engine.device that a node's report is about."""
+        return AUTO if self.is_checked else self.device
+
+    def refusal(self, report: NodeReport) -> str | None:
+        """Return why a node cannot join that has reported so; None: its device is that of the others."""
+        if not self.is_checked or report.problem is not None or report.gpus:
+            return None
+        reason = report.device_remark or "no NVIDIA GPU is visible there"
+        return f"the cluster computes on GPUs that have passed the self-check, this node would not: {reason}"
+
+
+def joining_device(asked: str, choice: DeviceChoice) -> JoiningDevice:
+    """Return the device of nodes that join later. `asked`: engine.device; `choice`: what the first nodes agreed on."""
+    return JoiningDevice(choice.device, asked == AUTO and choice.device != CPU)
+
+
+def _without_gpus(report: NodeReport) -> NodeReport:
+    machine = report.machine
+    if machine is not None:
+        machine = replace(machine, gpu_bytes=(), has_float8=False)
+    return replace(report, machine=machine, gpus=())

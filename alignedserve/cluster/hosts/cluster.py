@@ -48,7 +48,6 @@ from alignedserve.cluster.hosts.nodes.report import own_versions
 from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
 from alignedserve.cluster.hosts.operations.orders import StoredOrders
 from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors, WorkerScaling
-from alignedserve.cluster.hosts.orphans import kill_actors
 from alignedserve.cluster.hosts.record import (
     ClusterRecord,
     NodeRecord,
@@ -61,6 +60,7 @@ from alignedserve.cluster.hosts.recordings import Recordings
 from alignedserve.cluster.hosts.scaling.scaler import NodeScaler, NodeScaling
 from alignedserve.cluster.hosts.serving_cluster import Brought, ServingCluster
 from alignedserve.cluster.hosts.succession import Succession, head_patience_s
+from alignedserve.cluster.ray_polls import kill_actors
 from alignedserve.cluster.restarts import Health
 from alignedserve.cluster.running_cluster import AskedToStop
 from alignedserve.cluster.signals import signals_ignored

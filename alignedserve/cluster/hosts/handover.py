@@ -14,8 +14,7 @@ import msgspec
 from alignedserve.cluster.actor_factory import ClusterSecrets, PreparedNode
 from alignedserve.cluster.deployments.logic import DeploymentsLogic, LeftDeployment
 from alignedserve.cluster.draining.drains import Draining, Drains
-from alignedserve.cluster.hosts.admission import keeper_of
-from alignedserve.cluster.hosts.device_agreement import JoiningDevice
+from alignedserve.cluster.hosts.admission import JoiningDevice, keeper_of
 from alignedserve.cluster.hosts.joining import Joining, Shares
 from alignedserve.cluster.hosts.members import DrainedNode, HostedModel, Member
 from alignedserve.cluster.hosts.membership import Host

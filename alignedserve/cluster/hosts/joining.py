@@ -15,16 +15,15 @@ from alignedserve.cluster.draining.drains import Drains
 from alignedserve.cluster.hosts.admission import (
     NODE_ANSWER_S,
     Admission,
+    JoiningDevice,
     Keeper,
     create_keeper,
     differences,
-    end_keepers,
     keeper_of,
     missing_copies,
     require,
     warn_of_clocks,
 )
-from alignedserve.cluster.hosts.device_agreement import JoiningDevice
 from alignedserve.cluster.hosts.members import DrainedNode, HostedModel, Member, group_for, member_of, resources_of
 from alignedserve.cluster.hosts.membership import Host
 from alignedserve.cluster.hosts.models.planning import (
@@ -40,7 +39,7 @@ from alignedserve.cluster.hosts.nodes.report import NodeReport, own_versions
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodePart, NodeResources, node_config, plan_joining
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeShare
-from alignedserve.cluster.ray_polls import have_all_ended
+from alignedserve.cluster.ray_polls import have_all_ended, kill_actors
 from alignedserve.core.errors import PeerLost, ResourceError
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class Joining:
     def vacate(self, member: Member) -> None:
         """Keep the share of a node that has not, or no more, its actors for the next one of its host."""
         self.keep_share(member)
-        end_keepers([member.keeper.actor])
+        kill_actors([member.keeper.actor])
 
     def keep_share(self, member: Member) -> None:
         """Keep the share of a node that is gone with its keeper for the next one of its host, and no more in Ray."""
@@ -125,7 +124,7 @@ class Joining:
             except BaseException:
                 self.vacant.setdefault(node.host, []).append(shares)
                 release(folder_name)
-                end_keepers([keeper])
+                kill_actors([keeper])
                 raise
         self.wholes[member.name] = resources.machine
         return member

@@ -3,19 +3,18 @@
 Commands use it: what it imports is loaded in a moment.
 """
 
-import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from alignedserve.cluster.hosts.nodes.keeper import KeptState
 from alignedserve.cluster.hosts.nodes.placement_group import release_former
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.record import ClusterRecord, remove_record
+from alignedserve.cluster.ray_polls import answer_or_none, kill_actors
 from alignedserve.core.errors import ResourceError
 
 logger = logging.getLogger(__name__)
@@ -49,22 +48,8 @@ def kept_by(keepers: Sequence[str]) -> list[KeptState]:
         except ValueError:
             logger.info("%s is gone", name)
     answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
-    found = []
-    for reference in answered:
-        try:
-            kept = ray.get(reference)
-        except RayError:
-            continue  # its node is gone
-        if kept is not None:
-            found.append(kept)
-    return found
-
-
-def kill_actors(actors: Iterable[Any]) -> None:
-    """End actors that are not to be restarted, through Ray's head."""
-    for actor in actors:
-        with contextlib.suppress(RayError, ValueError):
-            ray.kill(actor, no_restart=True)
+    found = (answer_or_none(reference) for reference in answered)
+    return [kept for kept in found if kept is not None]  # some nodes may be gone
 
 
 def end_by_name(names: Sequence[str]) -> None:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
-import ray
-from ray.exceptions import RayError
 from typing_extensions import override
 
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
@@ -36,7 +34,7 @@ from alignedserve.cluster.hosts.models.driver import DeploymentsDriver
 from alignedserve.cluster.hosts.models.preparing import DeploymentSettings, Examine, HostedPreparing
 from alignedserve.cluster.hosts.models.site import HostedDeployments
 from alignedserve.cluster.hosts.plan import ClusterPlan
-from alignedserve.cluster.ray_polls import has_ended, have_all_ended
+from alignedserve.cluster.ray_polls import answer_or_none, has_ended, have_all_ended
 from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.cluster.running_cluster import RunningCluster
 from alignedserve.cluster.start_observer import StartObserver
@@ -80,11 +78,7 @@ class StatusQuestion:
 
 
 def _answer(asked: Any) -> Any:
-    """Return an answer; None for one that has not come, or of a process that is lost."""
-    try:
-        return ray.get(asked) if has_ended(asked) else None
-    except RayError:
-        return None
+    return answer_or_none(asked) if has_ended(asked) else None
 
 
 _READY_LOOK_S = 0.1

@@ -13,9 +13,8 @@ import torch
 
 from alignedserve.cluster import machine as machines
 from alignedserve.cluster import preflight
-from alignedserve.cluster.gpu_claims import GpusTaken, claim_gpus
 from alignedserve.cluster.launch import _claimed
-from alignedserve.cluster.machine import free_by_uuid, this_machine, with_gpus
+from alignedserve.cluster.machine import GpusTaken, claim_gpus, free_by_uuid, this_machine, with_gpus
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.sizing import choose_sizes
 from alignedserve.config.unset_sizes import from_mapping

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
 from alignedserve.cluster.deployments.logic import (
@@ -37,8 +36,8 @@ from alignedserve.cluster.deployments.orders import (
     Refused,
     Remark,
 )
-from alignedserve.cluster.hosts.models.site import Described, Ending, HostedDeployments, Starting
-from alignedserve.cluster.ray_polls import have_all_ended
+from alignedserve.cluster.hosts.models.site import Described, Ending, HostedDeployments
+from alignedserve.cluster.ray_polls import Starting, answer_or_none, have_all_ended
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, DeploymentState, ServedDeployment
 
@@ -77,7 +76,7 @@ class Views:
         if told is not self._announced:
             self._ask()
             return None
-        return combined([one.deployment_id for one in told], [_answer(one) for one in asked])
+        return combined([one.deployment_id for one in told], [answer_or_none(one) for one in asked])
 
     def _ask(self) -> None:
         if self._round is None:
@@ -88,15 +87,6 @@ class Views:
 def combined(deployment_ids: Iterable[str], answers: Sequence[_Heard]) -> dict[str, View]:
     """Return the views of these deployments by their ids."""
     return {one: _view(one, answers) for one in deployment_ids}
-
-
-def _answer(asked: Any) -> _Heard:
-    try:
-        answer: _Heard = ray.get(asked)
-    except RayError as error:
-        logger.debug("a gateway or the batch worker has not answered: %s", error)
-        return None
-    return answer
 
 
 def _view(deployment_id: str, answers: Sequence[_Heard]) -> View:
@@ -193,10 +183,15 @@ class DeploymentsDriver:
         failed, self._failed = self._failed, []
         yield from failed
         for deployment_id, starting in tuple(self._starts.items()):
-            problem = starting.look()
-            if problem is not None or starting.is_over:
+            try:
+                starting.look()
+            except AlignedServeError as error:
                 del self._starts[deployment_id]
-                yield Started(deployment_id) if problem is None else Failed(deployment_id, problem)
+                yield Failed(deployment_id, str(error))
+            else:
+                if starting.is_over:
+                    del self._starts[deployment_id]
+                    yield Started(deployment_id)
         views = self._views.look(is_changing=self.is_changing)
         if views is not None:
             yield Viewed(views)

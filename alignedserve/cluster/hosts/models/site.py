@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import ray
 from ray.exceptions import RayError
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
@@ -18,48 +17,17 @@ from alignedserve.cluster.hosts.admission import Keeper
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import HostedModel, Member
 from alignedserve.cluster.hosts.models.preparing import HostedPlan, HostedPreparing, Surroundings, in_background
-from alignedserve.cluster.ray_polls import answers_so_far, have_all_ended
+from alignedserve.cluster.ray_polls import Starting, answers_so_far, have_all_ended, kill_actors
 from alignedserve.cluster.run_folder import remove_files
-from alignedserve.cluster.running_cluster import START_TIMEOUT_S, RunningCluster, start_failure
+from alignedserve.cluster.running_cluster import START_TIMEOUT_S, RunningCluster
 from alignedserve.cluster.start_observer import LoggingObserver, Patience, StartObserver
-from alignedserve.core.errors import ResourceError
 from alignedserve.process.addresses import ROUTER, deployed_name
-from alignedserve.process.loading_progress import Progress
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
 
 logger = logging.getLogger(__name__)
 
 _STOP_S = 5.0  # for processes to free what they have
 _GONE_S = 10.0  # for those that were killed
-
-
-class Starting:
-    """A deployment whose processes come up."""
-
-    def __init__(self, actors: Mapping[str, Any], progress: Callable[[], Sequence[Progress | None]]) -> None:
-        """`progress`: returns how far each worker has loaded the model."""
-        self._asked = {actor.failure.remote(): name for name, actor in actors.items()}
-        self._patience = Patience(progress, START_TIMEOUT_S, LoggingObserver())
-
-    def look(self) -> str | None:
-        """Return why it does not start; None: it does, or has (see `is_over`)."""
-        answered, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
-        for reference in answered:
-            name = self._asked.pop(reference)
-            try:
-                failure = start_failure(reference, name)
-            except ResourceError as error:
-                return str(error)
-            if failure is not None:
-                return str(failure)
-        if self._asked and self._patience.is_over():
-            return f"{', '.join(self._asked.values())} did not start, without progress for {START_TIMEOUT_S:.0f} s"
-        return None
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether all processes are up."""
-        return not self._asked
 
 
 class Ending:
@@ -92,9 +60,7 @@ class Ending:
         return True
 
     def _kill(self) -> None:
-        for actor in self._actors.values():
-            with contextlib.suppress(RayError, ValueError):
-                ray.kill(actor, no_restart=True)
+        kill_actors(self._actors.values())
         self._kills_s, self._gone_s = None, time.monotonic() + _GONE_S
 
 
@@ -155,7 +121,7 @@ class HostedDeployments:
             if part is not None and part.folder == member.prepared.folder:  # not one that has come back since
                 member.set_part(part)
                 made |= self._cluster.add_part(part)
-        return Starting(made, self._cluster.progress)
+        return Starting(made, Patience(self._cluster.progress, START_TIMEOUT_S, LoggingObserver()))
 
     def end_deployment(self, deployment_id: str) -> Ending:
         """Stop its processes without restarting them; its record stays until `forget_deployment`."""

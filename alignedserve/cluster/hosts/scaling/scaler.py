@@ -5,9 +5,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-
 from alignedserve.cluster.failed_processes import FailedProcesses
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.membership import Membership
@@ -15,7 +12,7 @@ from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
 from alignedserve.cluster.hosts.scaling.autoscaler import Autoscaler, ask_for, find_autoscaler, most_nodes
 from alignedserve.cluster.hosts.scaling.logic import AskForNodes, GiveBack, ScaledNode, ScalingLogic, TakeAgain
-from alignedserve.cluster.ray_polls import has_ended
+from alignedserve.cluster.ray_polls import answer_or_none, has_ended
 from alignedserve.config.sections import ClusterConfig, ScalingConfig
 from alignedserve.config.unset_sizes import DefaultSize
 from alignedserve.core.errors import ConfigError, PeerLost
@@ -84,10 +81,7 @@ class NodeScaler:
                 if time.monotonic() - self._asked_s > _SILENT_S:
                     self._statuses = {}
                 return
-            try:
-                self._statuses = ray.get(self._asked)
-            except RayError:
-                self._statuses = {}
+            self._statuses = answer_or_none(self._asked) or {}
         self._asked = gateways[0].cluster_statuses.remote() if gateways else None
         self._asked_s = time.monotonic()
 

@@ -75,7 +75,7 @@ def test_a_node_drains_stays_out_and_is_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(joining, "release", lambda folder: None)
-    monkeypatch.setattr(joining, "end_keepers", lambda actors: None)
+    monkeypatch.setattr(joining, "kill_actors", lambda actors: None)
 
     def after(order: NodeOrder) -> tuple[str, list[str]]:
         answer = answered(order)

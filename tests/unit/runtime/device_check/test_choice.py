@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alignedserve.cluster.hosts.device_agreement import agreed_device, joining_device
+from alignedserve.cluster.hosts.admission import agreed_device, joining_device
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.memory_planner import Machine
