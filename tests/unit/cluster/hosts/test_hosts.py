@@ -60,7 +60,7 @@ def test_elastic_workers_need_no_memory_for_a_pool_on_any_node() -> None:
     nodes = [resources(0), resources(1, shared=MIB)]
     plan = plan_cluster(resolve_policy(from_mapping({})), POCKET, nodes)
     assert {choice.config.topology for choice in plan.choices.values()} == {Topology.ELASTIC}
-    assert [(share.prefill, share.decode) for share in plan.shares] == [((), ("decode-0",)), ((), ("decode-1",))]
+    assert [(share.prefill, share.decode) for share in plan.shares] == [((), ("worker-0",)), ((), ("worker-1",))]
     with pytest.raises(NotEnoughMemory, match=r"^node-1: .* set topology=elastic$"):
         plan_cluster(SEPARATE, POCKET, nodes)
 
