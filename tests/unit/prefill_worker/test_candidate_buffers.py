@@ -9,7 +9,6 @@ from alignedserve.messages.caches import (
     BlocksPrefetched,
     BlocksReserved,
     BlocksTaken,
-    BlocksWritten,
     CancelPrefetch,
     CancelReservation,
     PrefetchBlocks,
@@ -112,16 +111,6 @@ def test_a_decode_worker_gets_a_buffer() -> None:
     assert PrefillHarness().do(PeerConnected(Role.DECODE_WORKER, DECODE)) == [OpenBuffer(DECODE, 1)]
 
 
-def test_the_buffer_is_offered_when_it_is_there() -> None:
-    assert PrefillHarness().link() == [to_decode(BUFFER)]
-
-
-def test_without_memory_the_decode_worker_does_without() -> None:
-    made = PrefillHarness()
-    made.do(PeerConnected(Role.DECODE_WORKER, DECODE))
-    assert made.do(BufferOpened(DECODE, 1, None)) == []
-
-
 def test_a_buffer_made_for_an_earlier_life_is_not_offered() -> None:
     made = PrefillHarness()
     made.do(PeerConnected(Role.DECODE_WORKER, DECODE))
@@ -140,10 +129,6 @@ def test_a_lost_decode_workers_buffer_is_closed() -> None:
 
 def test_a_prefetch_is_copied_from_the_pool_into_the_buffer() -> None:
     assert linked().hear(prefetch(), DECODE) == [relay()]
-
-
-def test_what_arrived_is_told_with_its_new_place() -> None:
-    assert busy().relayed(relay()) == [there()]
 
 
 def test_what_did_not_verify_is_told() -> None:
@@ -184,12 +169,6 @@ def test_a_prefetch_that_waits_is_cancelled() -> None:
     assert made.relayed(relay()) == [there()]
 
 
-def test_a_prefetch_under_way_is_not_cancelled_but_answered() -> None:
-    made = busy()
-    assert made.hear(CancelPrefetch(R1, 1), DECODE) == []
-    assert made.relayed(relay()) == [there()]
-
-
 def test_another_workers_prefetch_of_the_same_number_is_not_cancelled() -> None:
     made = busy()
     made.link(OTHER)
@@ -214,35 +193,11 @@ def test_the_decode_worker_is_lost_with_prefetches_that_wait() -> None:
     assert made.relayed(relay()) == []
 
 
-def test_a_prefetch_for_an_earlier_life_is_not_told_to_the_next() -> None:
-    made = busy()
-    lose_decode(made)
-    made.link()
-    assert made.relayed(relay()) == []
-
-
 # --- back to the pool
 
 
 def test_the_pool_is_asked_for_room_now() -> None:
     assert linked().hear(RETURN, DECODE) == [RESERVE]
-
-
-def test_with_room_it_is_copied_into_the_pool() -> None:
-    assert returning().hear(ROOM, POOL) == [BACK]
-
-
-def test_what_was_copied_back_is_offered() -> None:
-    written = BlocksWritten(LeaseId(50), BlockCopy(50, 7, RUNS), 3, request(), (7, 8))
-    assert on_its_way().relayed(BACK) == [to_pool(written)]
-
-
-def test_it_goes_before_prefetches_that_wait() -> None:
-    made = busy()
-    made.hear(prefetch(R2, 2), DECODE)
-    made.hear(RETURN, DECODE)
-    made.hear(ROOM, POOL)
-    assert made.relayed(relay()) == [there(), BACK]
 
 
 @each(("is_accepted", "outcome"), [(True, ReturnOutcome.TAKEN), (False, ReturnOutcome.STAYED)])
@@ -257,12 +212,6 @@ def test_without_room_it_stays() -> None:
 def test_what_does_not_verify_stays_and_the_room_goes_back() -> None:
     expected = [to_pool(CancelReservation(R1, 3)), answer(ReturnOutcome.STAYED)]
     assert on_its_way().relayed(BACK, None) == expected
-
-
-def test_without_a_pool_it_stays() -> None:
-    made = PrefillHarness(has_pool=False)
-    made.link()
-    assert made.hear(RETURN, DECODE) == [answer(ReturnOutcome.STAYED)]
 
 
 def test_one_return_of_a_request_at_a_time() -> None:
@@ -280,10 +229,6 @@ def test_word_of_another_attempt_changes_nothing(stale: Message) -> None:
     made = returning()
     assert made.hear(stale, POOL) == []
     assert made.hear(ROOM, POOL) == [BACK]
-
-
-def test_the_pool_is_lost_while_it_is_asked_for_room() -> None:
-    assert lose_pool(returning()) == [answer(ReturnOutcome.STAYED)]
 
 
 def test_the_pool_is_lost_while_it_is_copied_back() -> None:
@@ -316,12 +261,6 @@ def test_the_pool_is_lost_while_it_is_offered_and_may_have_it() -> None:
 @each("stage", [returning, offered])
 def test_the_decode_worker_is_lost_and_the_room_goes_back(stage: Callable[[], PrefillHarness]) -> None:
     assert lose_decode(stage()) == [CloseBuffer(DECODE), to_pool(CancelReservation(R1, 3))]
-
-
-def test_the_decode_worker_is_lost_while_it_is_copied_back() -> None:
-    made = on_its_way()
-    assert lose_decode(made) == [CloseBuffer(DECODE)]
-    assert made.relayed(BACK) == [to_pool(CancelReservation(R1, 3))]
 
 
 def test_the_decode_worker_is_lost_and_back_while_it_is_copied_back() -> None:

@@ -11,7 +11,7 @@ from alignedserve.scheduling.scheduler_state import Scheduler
 from prefill_worker.logic import PrefillCommand
 from tests.harnesses.prefill import EOS, PrefillHarness, added, run, token
 from tests.harnesses.scheduling import EasyCosts, Script, Step
-from tests.support.samples import R1, R2, blocks, request
+from tests.support.samples import R1, R2, request
 
 FOUR, SEVEN = request(), request("r2", prompt_len=7)
 
@@ -43,21 +43,6 @@ def test_a_later_prompt_goes_first_where_the_policy_says_so() -> None:
     paced.worker.begin(SEVEN)
     assert runs(paced.worker.sampled()) == [run(added(SEVEN, 1, 2), slices={"r2": 7})]
     assert runs(paced.worker.sampled(token(7, "r2"))) == [run(slices={"r1": 2}, removals=("r2",))]
-
-
-def test_where_the_policy_rests_nothing_runs_and_who_is_added_waits_with_its_blocks() -> None:
-    paced = Paced()
-    assert paced.worker.begin(FOUR) == []
-    paced.script.steps.append(Step(r1=4))
-    assert runs(paced.worker.begin(SEVEN)) == [run(added(FOUR, 0), added(SEVEN, 1, 2), slices={"r1": 4})]
-
-
-def test_the_policy_sees_who_computes_and_no_other() -> None:
-    paced = Paced(Step(r1=3))
-    for of in (FOUR, SEVEN, request("r3"), request("r4")):  # the last one has no place
-        paced.worker.begin(of)
-    paced.worker.sampled()
-    assert paced.seen() == [(R1, 1), (R2, 7), ("r3", 4)]
 
 
 def test_real_time_jobs_have_places_before_best_effort_ones_that_came_earlier() -> None:
@@ -105,10 +90,3 @@ def test_a_prediction_for_a_later_attempt_does_not_reach_the_policy_with_the_ear
     assert paced.script.view.table.predicted_len.tolist() == [6.5]
     paced.worker.sampled()
     assert paced.script.view.table.predicted_len.tolist() == [3.5]
-
-
-def test_what_was_generated_before_is_computed_too() -> None:
-    paced = Paced(Step(r1=5))
-    (iteration,) = runs(paced.worker.begin(FOUR, 2, 8))
-    assert iteration.additions[0].block_ids == blocks(0, 1)
-    assert iteration.slices == ((R1, 5),)

@@ -7,14 +7,12 @@ from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import PromptScored, TokenDelta
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
-    MapArena,
     PromptScores,
 )
 from alignedserve.messages.workers import AttemptFailed, PrefillCompleted, RequestFinished, WorkerLoad
 from alignedserve.scheduling.iteration_scheduler import FcfsIterationScheduler
 from prefill_worker.logic import PrefillLogic
 from tests.harnesses.prefill import (
-    ARENA,
     CANCEL,
     EOS,
     REGISTERED,
@@ -22,7 +20,6 @@ from tests.harnesses.prefill import (
     PrefillHarness,
     added,
     computing,
-    copying,
     emitted,
     leaving,
     offered,
@@ -32,9 +29,7 @@ from tests.harnesses.prefill import (
     to_pool,
     to_router,
     token,
-    written,
 )
-from tests.support.marks import each
 from tests.support.samples import POOL, R1, REPLY_TO, ROUTER, request
 
 # --- introductions
@@ -54,17 +49,7 @@ def test_the_router_is_told_what_this_worker_is_and_what_it_holds() -> None:
     assert logic.on_event(Ticked(), 0.0) == []
 
 
-def test_the_pools_arena_is_mapped() -> None:
-    assert PrefillHarness(has_pool=False).hear(ARENA, POOL) == [MapArena(POOL, ARENA)]
-
-
 # --- iterations
-
-
-def test_a_prompt_within_the_budget_is_computed_at_once() -> None:
-    assert PrefillHarness().begin(request(prompt_len=9)) == [
-        run(added(request(prompt_len=9), 0, 1, 2), slices={"r1": 9})
-    ]
 
 
 def test_emitted_tokens_are_recomputed_with_the_prompt() -> None:
@@ -98,17 +83,6 @@ def test_jobs_that_do_not_fit_wait_and_are_not_overtaken() -> None:
     assert made.sampled(token(EOS))[0] == run(*additions, slices={"r2": 10}, removals=("r1",))
 
 
-def test_no_more_jobs_hold_blocks_than_may() -> None:
-    made = PrefillHarness(max_running_requests=1)
-    made.begin(request())
-    made.begin(request("r2"))
-    assert made.sampled(token(7))[-1] == RESERVE  # r1 still holds its blocks
-    made.hear(reserved(), POOL)
-    made.copied(offload())
-    following = made.hear(BlocksTaken(R1, 1, is_accepted=True), POOL)
-    assert following == [run(added(request("r2"), 0), slices={"r2": 4}, removals=("r1",))]
-
-
 def test_a_context_larger_than_this_worker_fails_instead_of_blocking_the_line() -> None:
     made = PrefillHarness()
     reason = "its context needs more cache blocks than a prefill worker has"
@@ -139,18 +113,6 @@ def test_a_token_after_others_keeps_its_place() -> None:
     ]
 
 
-@each(("token_id", "max_tokens", "reason"), [(EOS, 8, FinishReason.STOP), (7, 1, FinishReason.LENGTH)])
-def test_an_answer_may_be_over_with_its_first_token(token_id: int, max_tokens: int, reason: FinishReason) -> None:
-    made = PrefillHarness()
-    made.begin(request(max_tokens=max_tokens))
-    assert made.sampled(token(token_id)) == [
-        emitted(TokenDelta(R1, 0, (token_id,), (), reason)),
-        to_router(PrefillCompleted(R1, 1, 4)),
-        to_router(RequestFinished(R1, 1, 1)),
-    ]
-    assert made.free_blocks() == 12
-
-
 def test_scores_of_a_prompt_go_before_its_token() -> None:
     made = PrefillHarness()
     made.begin(request(sampling=SamplingParams(max_tokens=0, num_prompt_logprobs=0)))
@@ -162,11 +124,6 @@ def test_scores_of_a_prompt_go_before_its_token() -> None:
         to_router(PrefillCompleted(R1, 1, 4)),
         to_router(RequestFinished(R1, 1, 0)),
     ]
-
-
-def test_what_ended_is_removed_from_the_engine_by_the_next_iteration() -> None:
-    made = leaving()
-    assert made.begin(request("r2")) == [run(added(request("r2"), 1), slices={"r2": 4}, removals=("r1",))]
 
 
 def test_a_model_without_usable_logits_fails_the_request() -> None:
@@ -184,10 +141,6 @@ def test_reserved_blocks_are_written() -> None:
     assert leaving().hear(reserved(), POOL) == [offload()]
 
 
-def test_written_blocks_are_offered() -> None:
-    assert copying().copied(offload()) == [to_pool(written())]
-
-
 def test_what_the_pool_took_is_forgotten() -> None:
     made = offered()
     assert made.hear(BlocksTaken(R1, 1, is_accepted=True), POOL) == []
@@ -198,10 +151,6 @@ def test_what_the_pool_did_not_take_is_reserved_again() -> None:
     assert offered().hear(BlocksTaken(R1, 1, is_accepted=False), POOL) == [RESERVE]
 
 
-def test_a_lease_that_did_not_hold_is_reserved_again() -> None:
-    assert copying().copied(offload(), None) == [RESERVE]
-
-
 def test_a_pool_that_is_too_small_fails_the_request() -> None:
     made = leaving()
     assert made.hear(ReservationRefused(R1, 1), POOL) == [
@@ -209,10 +158,3 @@ def test_a_pool_that_is_too_small_fails_the_request() -> None:
         to_router(AttemptFailed(R1, 1, FailureKind.UNSERVABLE, "the KV pool is too small for it")),
     ]
     assert made.free_blocks() == 12
-
-
-def test_without_a_pool_it_waits_for_one() -> None:
-    made = PrefillHarness(has_pool=False)
-    made.begin(request())
-    assert made.sampled(token(7)) == [emitted(TokenDelta(R1, 0, (7,))), to_router(PrefillCompleted(R1, 1, 4))]
-    assert made.hear(ARENA, POOL) == [MapArena(POOL, ARENA), RESERVE]

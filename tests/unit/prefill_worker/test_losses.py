@@ -12,16 +12,14 @@ from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     MapArena,
-    RunIteration,
 )
 from alignedserve.messages.wire import Message
-from alignedserve.messages.workers import PrefillCompleted, RequestPreempted
+from alignedserve.messages.workers import RequestPreempted
 from prefill_worker.logic import PrefillCommand
 from tests.harnesses.prefill import (
     ABORT,
     ARENA,
     CANCEL,
-    EOS,
     REGISTERED,
     RESERVE,
     PrefillHarness,
@@ -124,14 +122,6 @@ def test_given_again_and_aborted_before_it_began_anew() -> None:
 # --- aborts, in every stage
 
 
-def test_aborted_while_it_waits() -> None:
-    made = PrefillHarness()
-    made.begin(request("r2"))
-    made.begin(request())
-    assert made.hear(ABORT) == []
-    assert not [one for one in made.sampled(token(EOS, "r2")) if isinstance(one, RunIteration)]
-
-
 def test_aborted_while_it_is_computed_its_token_is_not_sent() -> None:
     made = computing()
     assert made.hear(ABORT) == []
@@ -139,24 +129,9 @@ def test_aborted_while_it_is_computed_its_token_is_not_sent() -> None:
     assert made.free_blocks() == 12
 
 
-def test_aborted_between_two_chunks() -> None:
-    made = PrefillHarness()
-    made.begin(request(prompt_len=13))
-    made.hear(ABORT)
-    assert made.sampled() == []
-    assert made.begin(request("r2"))[0] == run(added(request("r2"), 0), slices={"r2": 4}, removals=("r1",))
-
-
 def test_aborted_while_it_waits_for_the_pool() -> None:
     made = leaving()
     assert made.hear(ABORT) == [CANCEL]
-    assert made.free_blocks() == 12
-
-
-def test_aborted_while_it_is_copied_its_blocks_are_freed_after_the_copy() -> None:
-    made = copying()
-    assert made.hear(ABORT) == []
-    assert made.copied(offload()) == [CANCEL]
     assert made.free_blocks() == 12
 
 
@@ -171,12 +146,6 @@ def test_aborted_while_it_is_offered() -> None:
 
 def lose_pool(made: PrefillHarness) -> list[PrefillCommand]:
     return made.do(PeerDisconnected(Role.KV_POOL, POOL))
-
-
-def test_the_pool_is_lost_while_it_is_computed() -> None:
-    made = computing()
-    assert lose_pool(made) == []
-    assert made.sampled(token(7))[-1] == to_router(PrefillCompleted(R1, 1, 4))
 
 
 def test_the_pool_is_lost_while_it_waits_for_room() -> None:
@@ -204,10 +173,6 @@ def test_the_pool_is_lost_while_it_is_offered() -> None:
     made = offered()
     assert lose_pool(made) == [to_router(RequestPreempted(R1, 1, (7,)))]
     assert made.free_blocks() == 12
-
-
-def test_a_lost_gateway_is_not_noticed() -> None:
-    assert leaving().do(PeerDisconnected(Role.GATEWAY, "gateway-0")) == []
 
 
 @each("stage", [computing, leaving, copying, offered])

@@ -43,14 +43,6 @@ def begun(num_cached: int) -> list[PrefillCommand]:
 COMPUTES_ALL = begun(0)
 
 
-def test_the_pool_is_asked_first() -> None:
-    assert PrefillHarness().begin(request(), 2, *HAS, has_copy=True) == [to_pool(FetchCopy(R1, 2))]
-
-
-def test_others_do_not_wait_for_the_answer() -> None:
-    assert asking().begin(request("r2")) == [run(added(request("r2"), 2), slices={"r2": 4})]
-
-
 def test_the_pool_is_not_asked_before_there_are_blocks_for_it() -> None:
     made = PrefillHarness(max_running_requests=1)
     made.begin(request("r2"))
@@ -102,10 +94,6 @@ def test_without_a_copy_everything_is_computed() -> None:
     assert asking().hear(CopyMissing(R1, 2), POOL) == COMPUTES_ALL
 
 
-def test_without_a_pool_the_pool_is_not_asked() -> None:
-    assert PrefillHarness(has_pool=False).begin(request(), 2, *HAS, has_copy=True) == COMPUTES_ALL
-
-
 def test_all_tokens_are_told_to_the_router_as_computed() -> None:
     made = asking()
     grant(made)
@@ -116,18 +104,10 @@ def test_all_tokens_are_told_to_the_router_as_computed() -> None:
 # --- stale word
 
 
-def test_a_copy_for_an_earlier_attempt_goes_back() -> None:
-    assert asking().hear(CopyGranted(handoff(request(), 30), 1), POOL) == [RELEASED]
-
-
 def test_word_for_an_earlier_attempt_that_there_is_none_changes_nothing() -> None:
     made = asking()
     assert made.hear(CopyMissing(R1, 1), POOL) == []
     assert grant(made) == [loading()]
-
-
-def test_a_copy_for_an_unknown_request_goes_back() -> None:
-    assert PrefillHarness().hear(CopyGranted(handoff(request(), 30), 2), POOL) == [RELEASED]
 
 
 def test_given_again_while_it_is_asked_for_the_later_attempt_asks_anew() -> None:
@@ -141,12 +121,6 @@ def test_given_again_while_it_is_asked_for_the_later_attempt_asks_anew() -> None
 
 def lose_pool(made: PrefillHarness) -> list[PrefillCommand]:
     return made.do(PeerDisconnected(Role.KV_POOL, POOL))
-
-
-def test_aborted_while_it_is_asked_for_the_copy_goes_back() -> None:
-    made = asking()
-    assert made.hear(AbortRequest(R1)) == []
-    assert grant(made) == [RELEASED]
 
 
 def test_aborted_while_it_is_loaded_its_blocks_are_freed_after_that() -> None:
