@@ -7,7 +7,7 @@ from alignedserve.core.ids import BatchId
 from alignedserve.messages.fields import NO_BATCH
 from decode_worker.batching.batch_order import BatchOrder, SwitchLimits, WaitingBatch
 from decode_worker.factory import batch_limits_of
-from decode_worker.state import Candidate, RunningRequest
+from decode_worker.state import Candidate
 from tests.support.marks import each
 from tests.support.samples import handoff, request
 
@@ -37,24 +37,6 @@ def running_first() -> BatchOrder:
     made = order(1, 2)
     made.choose([*members(1), *members(2)], 0, 0.0)
     return made
-
-
-def test_on_an_idle_worker_the_first_batch_begins_without_a_switch() -> None:
-    made = order(1, 2)
-    assert names(made.choose([*members(1), *members(2)], 0, 0.0)) == ["b1-0", "b1-1", "b1-2"]
-    assert (made.running_id, made.is_aligned, made.is_switching) == (1, True, False)
-
-
-def test_case_1_candidate_requests_go_before_the_next_batch() -> None:
-    made = running_first()
-    chosen = made.choose([*members(2), candidate("own", 1), candidate("urgent", NO_BATCH)], 1, 0.5)
-    assert names(chosen) == ["urgent", "own"]
-
-
-def test_case_2_without_candidate_requests_the_next_batch_replaces_one_that_is_too_small() -> None:
-    made = running_first()
-    assert names(made.choose(members(2), 2, 0.5)) == ["b2-0", "b2-1", "b2-2"]
-    assert (made.running_id, made.is_aligned, made.is_switching) == (2, True, True)
 
 
 def test_a_batch_that_saturates_the_worker_is_not_replaced() -> None:
@@ -118,26 +100,10 @@ def test_a_waiting_batch_whose_requests_are_all_gone_is_forgotten() -> None:
     assert made.is_stray(candidate("late", 2))
 
 
-def test_strays_are_of_batches_that_neither_run_nor_wait() -> None:
-    made = running_first()
-    strays = {batch: made.is_stray(candidate("r", batch)) for batch in (NO_BATCH, 1, 2, 7)}
-    assert strays == {NO_BATCH: False, 1: False, 2: False, 7: True}
-
-
 def test_candidate_requests_are_those_of_the_running_batch_and_of_none() -> None:
     made = running_first()
     joining = {batch: made.joins_running(candidate("r", batch)) for batch in (NO_BATCH, 1, 2)}
     assert joining == {NO_BATCH: True, 1: True, 2: False}
-
-
-def test_outgoing_are_requests_of_another_batch_than_the_one_that_runs() -> None:
-    made = running_first()
-    made.choose(members(2), 1, 0.5)
-    outgoing = {}
-    for batch in (NO_BATCH, 1, 2):
-        running = RunningRequest(request(), 1, [], [], 0, BatchId(batch))
-        outgoing[batch] = made.is_outgoing(running)
-    assert outgoing == {NO_BATCH: False, 1: True, 2: False}
 
 
 def test_a_batch_that_is_worth_mixing_joins_what_runs_however_much_that_is() -> None:

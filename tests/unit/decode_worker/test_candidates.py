@@ -83,16 +83,6 @@ def test_who_cannot_enter_is_prefetched() -> None:
     assert full().grant(H1) == [received((R1, 1)), prefetch(H1, 1, 0)]
 
 
-def test_who_can_enter_at_once_is_not() -> None:
-    assert DecodeHarness(buffer_blocks=8).grant(H1) == [received((R1, 1)), from_pool(load(H1, 0, 1))]
-
-
-def test_without_a_buffer_it_waits_in_the_pool() -> None:
-    made = full(buffer_blocks=0)
-    assert made.grant(H1) == [received((R1, 1))]
-    assert loads(made.sampled(r2=EOS)) == [from_pool(load(H1, 0, 1))]
-
-
 def test_what_does_not_fit_into_the_buffer_waits_in_the_pool() -> None:
     made = full(buffer_blocks=1)
     assert made.grant(H1) == [received((R1, 1))]
@@ -160,12 +150,6 @@ def test_aborted_while_it_is_prefetched_its_blocks_stay_taken_until_the_answer()
     assert made.grant(H1)[1:] == [prefetch(H1, 3, 0)]
 
 
-def test_aborted_in_the_buffer_its_blocks_are_free_at_once() -> None:
-    made = there()
-    assert made.hear(AbortRequest(R1)) == [released(11)]
-    assert made.grant(H3)[1:] == [prefetch(H3, 2, 0)]
-
-
 def test_granted_again_while_an_earlier_prefetch_of_it_is_under_way() -> None:
     made = coming()
     again = handoff(request(), 14, attempt=2)
@@ -215,13 +199,6 @@ def test_a_prefill_worker_that_is_back_gets_what_waits() -> None:
     assert made.lend(8)[1:] == [prefetch(H1, 2, 0)]
 
 
-def test_the_pool_is_lost_while_it_is_prefetched_from() -> None:
-    made = coming()
-    assert made.do(PeerDisconnected(Role.KV_POOL, POOL)) == [UnmapArena(POOL), MISSED]
-    assert made.prefetched("r1", 1) == []
-    assert made.grant(H3)[1:] == [prefetch(H3, 2, 0)]
-
-
 def test_the_pool_is_lost_and_what_was_prefetched_goes_on() -> None:
     made = there()
     assert made.do(PeerDisconnected(Role.KV_POOL, POOL)) == [UnmapArena(POOL)]
@@ -251,10 +228,6 @@ def taken(attempt: int = 5, *, is_accepted: bool = True) -> Send:
     return Send(PREFILL, BlocksTaken(R1, attempt, is_accepted))
 
 
-def test_room_is_set_aside_in_the_buffer() -> None:
-    assert full().hear(RESERVE, PREFILL) == [Send(PREFILL, BlocksReserved(R1, 5, LeaseId(1), 1, blocks(0)))]
-
-
 @each("buffer_blocks", [0, 1])
 def test_without_room_it_is_refused_at_once(buffer_blocks: int) -> None:
     two = ReserveBlocks(R1, 5, 2, may_wait=False)
@@ -264,12 +237,6 @@ def test_without_room_it_is_refused_at_once(buffer_blocks: int) -> None:
 def test_what_was_written_is_taken_and_the_router_told_the_next_attempt() -> None:
     received_alone = received((R1, 6), batch=NO_BATCH)
     assert bypassing().hear(written(), PREFILL) == [taken(), received_alone]
-
-
-def test_what_was_written_enters_before_the_next_batch() -> None:
-    made = bypassing()
-    made.hear(written(), PREFILL)
-    assert loads(made.sampled(r2=EOS)) == [from_buffer(0, 1)]
 
 
 @each("wrong", [written(attempt=4), written(generation=2), written(copied=2)], ids=["attempt", "generation", "blocks"])

@@ -7,7 +7,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, SampledToken, SamplingParams, TokenLogprob
 from alignedserve.messages.caches import BlocksTaken
 from alignedserve.messages.cluster_view import BatchShape
-from alignedserve.messages.events import PeerConnected, PeerDisconnected, SendTo, Ticked
+from alignedserve.messages.events import PeerConnected, SendTo, Ticked
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest, PromptScored, TokenDelta, TokensEmitted
 from alignedserve.messages.handshake import Role
@@ -45,11 +45,6 @@ def test_the_router_is_told_what_this_worker_is_and_how_it_is_loaded() -> None:
     assert made.loads == [WorkerLoad(num_free_blocks=20)] * 2
 
 
-def test_another_peer_is_told_nothing() -> None:
-    assert ColocatedHarness().do(PeerConnected(Role.GATEWAY, "gateway-0")) == []
-    assert decoding().do(PeerDisconnected(Role.GATEWAY, "gateway-0")) == []
-
-
 def test_the_load_counts_who_waits_runs_and_was_preempted() -> None:
     made = decoding()
     assert made.loads[-1] == WorkerLoad(num_waiting=2, num_free_blocks=17)
@@ -85,27 +80,7 @@ def test_what_the_ledger_gained_is_told_with_a_tick() -> None:
     assert made.do(Ticked()) == [to_router(IterationLogReport(gained, 1, BatchShape(1, 4, 4.0, 4)))]
 
 
-def test_the_ledger_has_the_members_of_every_iteration() -> None:
-    made = decoding()
-    made.follow(Step(r1=1, r2=1))
-    made.sampled(r1=8, r2=8)
-    shapes = [(record.batch_size, record.shortest, record.longest) for record in made.logic.iteration_log.records()]
-    assert shapes == [(2, 4, 7), (1, 7, 7), (2, 5, 8)]
-
-
 # --- coming in
-
-
-def test_a_request_waits_for_its_turn() -> None:
-    made = ColocatedHarness()
-    assert made.begin(FOUR) == []
-    assert made.loads[-1] == WorkerLoad(num_waiting=1, num_free_blocks=20)
-
-
-def test_a_prompt_enters_the_engine_with_the_blocks_it_needs() -> None:
-    made = ColocatedHarness()
-    made.begin(SEVEN)
-    assert made.follow(Step(r2=7)) == [run(added(SEVEN, 0, 1), r2=7)]
 
 
 def test_a_chunk_takes_blocks_for_what_it_computes_and_the_next_one_more() -> None:
@@ -136,12 +111,6 @@ def test_what_just_fits_is_not_refused() -> None:
     assert runs(made.follow(Step(r1=4))) == [run(added(request(max_tokens=4), 0), r1=4)]
 
 
-def test_the_policy_sees_a_prediction() -> None:
-    made = ColocatedHarness()
-    made.begin(FOUR, predicted_output_len=6.5)
-    assert made.view.table.predicted_len.tolist() == [6.5]
-
-
 def test_a_late_prediction_replaces_it() -> None:
     made = ColocatedHarness()
     made.begin(FOUR, predicted_output_len=6.5)
@@ -169,13 +138,6 @@ def test_with_the_first_token_the_router_hears_that_the_prompt_is_done() -> None
         to_router(PrefillCompleted(R1, 1, 4)),
     ]
     assert made.sampled(r1=9) == [emitted(TokenDelta(R1, 1, (9,)))]
-
-
-def test_who_pauses_keeps_its_blocks_and_goes_on() -> None:
-    made = decoding()
-    assert made.follow(Step(r2=1)) == [run(r2=1)]
-    made.sampled(r2=8)
-    assert made.follow(Step(r1=1, r2=1)) == [run(grown=[("r1", 3), ("r2", 4)], r1=1, r2=1)]
 
 
 def test_tokens_for_one_gateway_travel_together() -> None:
@@ -208,13 +170,6 @@ def test_the_last_token_says_so_and_ends_it(token_id: int, max_tokens: int, reas
     assert made.loads[-1] == WorkerLoad(num_free_blocks=20)
 
 
-def test_what_ended_is_removed_from_the_engine_by_the_next_iteration() -> None:
-    made = prompting()
-    made.sampled(r1=EOS)
-    made.begin(SEVEN)
-    assert made.follow(Step(r2=7)) == [run(added(SEVEN, 0, 1), removals=("r1",), r2=7)]
-
-
 def test_scores_of_a_prompt_go_before_its_end_and_no_token_does() -> None:
     made = ColocatedHarness()
     made.begin(request(sampling=SamplingParams(max_tokens=0, num_prompt_logprobs=0)))
@@ -236,13 +191,6 @@ def test_a_model_without_usable_logits_fails_the_request() -> None:
 
 
 # --- aborts, attempts, routers
-
-
-def test_aborted_while_it_waits_it_is_gone_at_once() -> None:
-    made = ColocatedHarness()
-    made.begin(FOUR)
-    assert made.hear(AbortRequest(R1)) == []
-    assert made.loads[-1] == WorkerLoad(num_free_blocks=20)
 
 
 def test_aborted_in_an_iteration_its_token_is_not_sent() -> None:

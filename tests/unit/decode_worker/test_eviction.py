@@ -119,18 +119,6 @@ def test_an_evicted_request_does_not_come_back_only_to_be_evicted_again() -> Non
     assert loads(made.sampled(r2=20)) == []
 
 
-def test_its_buffer_blocks_are_free_when_it_is_back() -> None:
-    made = evicted()
-    (command,) = loads(made.sampled(r2=EOS))
-    made.loaded(command)
-    assert made.logic._candidates.space.num_used == 0
-
-
-def test_without_a_buffer_no_request_leaves_before_one_stalls() -> None:
-    made = grown(buffer_blocks=0)
-    assert made.sampled(r1=20, r2=20)[:1] == [run(slices={"r1": 1, "r2": 1})]
-
-
 def test_without_a_buffer_the_longest_is_preempted_for_those_who_stall() -> None:
     made = grown(buffer_blocks=0)
     made.sampled(r1=20, r2=20)
@@ -173,10 +161,6 @@ def test_the_prefill_worker_is_lost_and_back_while_it_is_copied_out() -> None:
     made.lend(16)
     assert made.offloaded(OFFLOAD, TEN_BLOCKS) == [PREEMPTED]
     assert made.logic._candidates.space.num_used == 0
-
-
-def test_the_prefill_worker_is_lost_with_the_evicted() -> None:
-    assert evicted().do(PeerDisconnected(Role.PREFILL_WORKER, PREFILL)) == [UnmapArena(PREFILL), PREEMPTED]
 
 
 def test_the_pool_is_lost_and_the_evicted_stay() -> None:
@@ -257,13 +241,6 @@ def switched() -> DecodeHarness:
     return made
 
 
-def test_the_ledger_notes_the_iterations_of_a_switch() -> None:
-    made = switched()
-    made.sampled(r2=20, r3=20)
-    made.sampled(r2=20, r3=20)
-    assert [record.is_switching for record in made.logic.iteration_log.records()] == [False, True, False]
-
-
 def test_the_victim_is_of_the_outgoing_batch_even_if_others_are_longer() -> None:
     made = two(32, **IN_A_HURRY)
     made.all_loaded(made.grant(*NEWCOMERS, batch=2))
@@ -339,10 +316,6 @@ def test_when_the_buffer_runs_short_the_longest_evicted_goes_back_to_the_pool() 
     made.sampled(r1=20, r2=20)
     (sent,) = [one for one in made.offloaded(OFFLOAD, TEN_BLOCKS) if isinstance(one, Send)]
     assert sent == Send(PREFILL, ReturnRequest(long("r1", 7, 11).request, 1, GENERATED, there()))
-
-
-def test_where_the_buffer_is_roomy_it_stays() -> None:
-    assert evicting().offloaded(OFFLOAD, TEN_BLOCKS) == []
 
 
 # --- copies that were shorter than the context

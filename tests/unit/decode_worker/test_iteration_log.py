@@ -121,13 +121,6 @@ def test_one_iteration_in_all_its_parts() -> None:
     assert record.parts_s == record.wall_s
 
 
-def test_without_a_pause_nothing_was_waited_for() -> None:
-    harness = IterationLogHarness()
-    harness.run(harness.join(member()))
-    record = harness.run()
-    assert (record.number, record.started_s, record.wall_s, waits(record)) == (1, 1.0, 1.0, (0.0, 0.0, 0.0))
-
-
 def test_times_beyond_what_the_logic_saw_are_not_believed() -> None:
     harness = IterationLogHarness()
     record = harness.run(harness.join(member()), times=IterationTimes(-3.0, 99.0, 0.125, 0.5, 0.125))
@@ -176,16 +169,6 @@ def test_a_pause_is_split_by_the_request_that_ends_it(
     assert record.wall_s == record.parts_s == 8.0
 
 
-def test_of_several_the_first_to_arrive_and_the_first_to_be_granted_count() -> None:
-    harness = IterationLogHarness()
-    harness.now = 8.0
-    early_but_slow, late_but_quick = (
-        member("r1", arrival_s=1.0, granted_s=7.0),
-        member("r2", arrival_s=3.0, granted_s=5.0),
-    )
-    assert waits(harness.run(harness.join(early_but_slow, late_but_quick))) == (1.0, 4.0, 3.0)
-
-
 def test_time_begins_with_the_first_tick_or_the_first_iteration() -> None:
     iteration_log = IterationLog()
     one = member()
@@ -221,21 +204,7 @@ def test_members_come_and_go() -> None:
     assert lengths(harness.run(entering(newcomer, removals=removals))) == (2, 5, 9.0, 13)  # not r3's four
 
 
-def test_whose_logits_were_of_no_use_is_not_in_the_batch_of_the_next() -> None:
-    harness = IterationLogHarness()
-    harness.run(harness.join(member(context_len=4), member("r2", 10)), sampled=(R1,), failed=(RequestId("r2"),))
-    assert lengths(harness.run(harness.leave("r2"))) == (1, 5, 5.0, 5)
-
-
 # --- the latest records and the sums
-
-
-def test_only_the_latest_are_kept() -> None:
-    harness = IterationLogHarness(num_records=3)
-    harness.run(harness.join(member()))
-    for _ in range(5):
-        harness.run()
-    assert [record.number for record in harness.iteration_log.records()] == [3, 4, 5]
 
 
 def test_the_sums_of_two_iterations() -> None:
@@ -285,12 +254,6 @@ def test_totals_are_given_once_a_second_and_only_what_is_new() -> None:
     assert (first.num_iterations, second.num_iterations) == (1, 1)
     assert first.plus(second) == totals_of(harness.iteration_log.records())
     assert harness.iteration_log.take_totals(9.0) is None
-
-
-def test_adding_nothing_changes_nothing() -> None:
-    harness = IterationLogHarness()
-    totals = totals_of([harness.run(harness.join(member()))])
-    assert IterationLogTotals().plus(totals) == totals.plus(IterationLogTotals()) == totals
 
 
 # --- the file

@@ -1,8 +1,5 @@
 """Links of a decode worker to prefill workers and pools: announced, made when needed, closed when unused."""
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from alignedserve.core.ids import BatchId, WorkerName
 from alignedserve.messages.caches import BatchGranted, LeasesReleased
 from alignedserve.messages.events import (
@@ -18,7 +15,7 @@ from alignedserve.messages.events import (
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import UnmapArena
 from alignedserve.messages.workers import PeerNeeded, PeersChanged, WorkerLoad
-from decode_worker.block_peers import LINK_IDLE_S, BlockPeers
+from decode_worker.block_peers import BlockPeers
 from tests.harnesses.decode import H1, DecodeHarness, loads
 from tests.support.samples import POOL, ROUTER
 
@@ -38,24 +35,6 @@ def test_those_that_a_new_router_does_not_know_are_not_dialled() -> None:
     peers = BlockPeers(POOL)
     peers.changed(PeersChanged((ONE, OTHER), is_complete=True))
     assert peers.changed(PeersChanged((OTHER,), is_complete=True)) == [StopDialling(ONE)]
-
-
-NAMES = st.lists(st.sampled_from((ONE, OTHER, THIRD)), max_size=3, unique=True).map(tuple)
-
-
-@given(st.lists(st.builds(PeersChanged, NAMES, left=NAMES, is_complete=st.booleans())))
-def test_what_is_dialled_is_what_was_announced(history: list[PeersChanged]) -> None:
-    peers, dialled, announced = BlockPeers(POOL), set[str](), set[str]()
-    for message in history:
-        for command in peers.changed(message):
-            if isinstance(command, Dial):
-                assert command.address not in dialled
-                dialled.add(command.address)
-            else:
-                dialled.remove(command.address)
-        announced = set() if message.is_complete else announced - set(message.left)
-        announced |= set(message.joined)
-        assert dialled == announced
 
 
 FAR = "pool-7"
@@ -87,34 +66,6 @@ def test_those_of_its_own_node_are_linked_for_as_long_as_they_are_announced() ->
     peers.needed(OTHER, 0.0)
     assert peers.changed(PeersChanged((OTHER,))) == []  # dialled already
     assert peers.hang_up_unused(1e6, set) == []
-
-
-def test_what_has_been_needed_is_told_from_what_is_always_there() -> None:
-    peers = BlockPeers(POOL)
-    peers.needed(FAR, 0.0)
-    assert peers.connected(Role.KV_POOL, FAR)
-    assert not peers.connected(Role.KV_POOL, POOL)
-    assert not peers.connected(Role.PREFILL_WORKER, ONE)
-    assert peers.is_pool(FAR)
-
-
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.floats(0.0, 50.0), st.sets(st.sampled_from("abcd")))))
-def test_a_link_is_there_from_its_first_need_until_a_minute_after_the_last_use(
-    history: list[tuple[str, float, set[str]]],
-) -> None:
-    peers, now = BlockPeers(POOL), 0.0
-    last_s: dict[str, float] = {}
-    for name, pause_s, in_use in history:
-        dialled = {command.address for command in peers.needed(name, now)}
-        assert dialled == {name} - set(last_s)
-        last_s[name] = now
-        now += pause_s
-        hung_up = [command.address for command in peers.hang_up_unused(now, lambda used=in_use: used)]  # type: ignore[misc]
-        last_s |= {peer: now for peer in in_use if peer in last_s}
-        unused = sorted(peer for peer, used_s in last_s.items() if now - used_s >= LINK_IDLE_S)
-        assert sorted(hung_up) == unused
-        for peer in unused:
-            del last_s[peer]
 
 
 FAR_POOL, FAR_PREFILL = "pool-7", "prefill-7"

@@ -1,13 +1,11 @@
 """The decode worker, decision by decision: twenty blocks of four tokens, four requests."""
 
 from alignedserve.core.ids import BatchId
-from alignedserve.core.request import FinishReason
 from alignedserve.messages.caches import ArenaOffered, BatchGranted
 from alignedserve.messages.events import PeerConnected, Received, Send, Ticked
-from alignedserve.messages.gateways import TokenDelta
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksLoaded, MapArena
-from alignedserve.messages.workers import JoinedBatch, RequestFinished, RequestPreempted, WorkerLoad
+from alignedserve.messages.workers import JoinedBatch, RequestPreempted, WorkerLoad
 from decode_worker.batching.batch_order import DecodeLimits
 from decode_worker.logic import DecodeCommand, DecodeLogic
 from tests.harnesses.decode import (
@@ -18,7 +16,6 @@ from tests.harnesses.decode import (
     H3,
     DecodeHarness,
     added,
-    emitted,
     from_pool,
     load,
     loads,
@@ -30,7 +27,6 @@ from tests.harnesses.decode import (
     runs,
     to_router,
 )
-from tests.support.marks import each
 from tests.support.samples import POOL, PREFILL, R1, R2, ROUTER, handoff, request, worker
 
 # --- introductions
@@ -86,12 +82,6 @@ def test_a_candidate_must_fit_with_what_it_and_all_beside_it_will_grow_by() -> N
     assert loads(made.grant(H2)) == []  # takes two and may come to four
 
 
-def test_a_candidate_that_fits_with_all_growth_is_admitted() -> None:
-    made = DecodeHarness(num_blocks=7)
-    made.enter(H1)
-    assert loads(made.grant(H2)) == [from_pool(load(H2, 2, 3))]
-
-
 def test_the_first_needs_no_room_to_grow() -> None:
     assert loads(DecodeHarness(num_blocks=2).grant(H1)) == [from_pool(load(H1, 0, 1))]
 
@@ -135,30 +125,6 @@ def test_the_load_is_told_after_every_grant_even_if_it_is_as_before() -> None:
     assert made.logic.on_event(late, 0.0) == [received((R2, 1), batch=4), returned(12), to_router(told)]
 
 
-# --- tokens
-
-
-def test_a_token_goes_to_the_gateway() -> None:
-    assert running().sampled(r1=8) == [run(slices={"r1": 1}), emitted(TokenDelta(R1, 1, (8,)))]
-
-
-@each(("token_id", "max_tokens", "reason"), [(EOS, 8, FinishReason.STOP), (8, 2, FinishReason.LENGTH)])
-def test_the_last_token_says_so_and_ends_it(token_id: int, max_tokens: int, reason: FinishReason) -> None:
-    made = DecodeHarness()
-    made.enter(handoff(request(max_tokens=max_tokens), 11))
-    assert made.sampled(r1=token_id) == [
-        emitted(TokenDelta(R1, 1, (token_id,), (), reason)),
-        to_router(RequestFinished(R1, 1, 2)),
-    ]
-    assert made.load().num_free_blocks == 20
-
-
-def test_what_ended_is_removed_from_the_engine_by_the_next_iteration() -> None:
-    made = running()
-    made.sampled(r1=EOS)
-    assert runs(made.enter(H2)) == [run(added(H2, 0, 1), removals=("r1",), slices={"r2": 1})]
-
-
 # --- handoffs that do not hold
 
 
@@ -180,11 +146,6 @@ def test_a_refused_handoff_is_recomputed_elsewhere_and_never_a_token() -> None:
     assert made.load().num_handoffs_verified == 1
 
 
-def test_blocks_of_a_refused_handoff_are_free_again() -> None:
-    made, _ = refused()
-    assert loads(made.grant(H3)) == [from_pool(load(H3, 0, 1))]
-
-
 # --- growing
 
 
@@ -193,10 +154,3 @@ def test_a_request_that_fills_its_last_block_gets_one_more() -> None:
     for token_id in (8, 9, 10):
         assert runs(made.sampled(r1=token_id)) == [run(slices={"r1": 1})]
     assert runs(made.sampled(r1=11)) == [run(grown=[("r1", 2)], slices={"r1": 1})]
-
-
-def test_a_request_that_was_here_may_come_again() -> None:
-    made = running()
-    made.sampled(r1=EOS)
-    again = handoff(request(), 14, attempt=2, generated=(7, 8))
-    assert runs(made.enter(again)) == [run(added(again, 0, 1), removals=("r1",), slices={"r1": 1})]

@@ -1,7 +1,6 @@
 """The decode worker: stale word, aborts, losses."""
 
 import msgspec
-import pytest
 
 from alignedserve.messages.events import PeerConnected, PeerDisconnected
 from alignedserve.messages.gateways import AbortRequest, TokenDelta
@@ -26,22 +25,9 @@ from tests.harnesses.decode import (
     runs,
     to_router,
 )
-from tests.support.samples import POOL, R1, R2, ROUTER, handoff, request
+from tests.support.samples import POOL, R1, ROUTER, handoff, request
 
 # --- stale attempts
-
-
-@pytest.fixture
-def second() -> DecodeHarness:
-    """r1 runs under attempt 2; whatever is said of attempt 1 is stale."""
-    made = DecodeHarness()
-    made.enter(handoff(request(), 11, attempt=2))
-    return made
-
-
-def test_an_abort_of_an_earlier_attempt_changes_nothing(second: DecodeHarness) -> None:
-    assert second.hear(AbortRequest(R1, 1)) == []
-    assert second.sampled(r1=8)[1] == emitted(TokenDelta(R1, 1, (8,)))
 
 
 def test_an_abort_of_an_earlier_attempt_leaves_a_candidate_alone() -> None:
@@ -71,10 +57,6 @@ def test_a_later_attempt_takes_the_place_of_a_candidate_whose_lease_goes_back() 
     made.enter(H2, H1)
     again = handoff(request(), 14, attempt=2)
     assert made.grant(again) == [received((R1, 2)), released(11)]
-
-
-def test_word_of_an_unknown_request_is_ignored() -> None:
-    assert running().hear(AbortRequest(R2)) == []
 
 
 # --- aborts, in every stage

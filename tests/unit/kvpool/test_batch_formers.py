@@ -54,25 +54,10 @@ def test_forming_removes_nothing(former: BatchFormer) -> None:
     assert names(former.form(PLENTY, 1.0)) == ["a"]
 
 
-def test_what_was_removed_is_not_formed_and_may_come_again(former: BatchFormer) -> None:
-    former.insert(pooled("a", 40, 0.0), 0.0)
-    former.insert(pooled("b", 41, 1.0), 0.0)
-    former.remove(RequestId("a"))
-    assert names(former.form(PLENTY, 2.0)) == ["b"]
-    former.insert(pooled("a", 42, 0.0), 0.0)
-    assert names(former.form(PLENTY, 2.0)) == ["b", "a"]
-
-
 def test_a_request_larger_than_the_limit_alone_stays_for_a_larger_one(former: BatchFormer) -> None:
     former.insert(pooled("large", 800, 0.0), 0.0)
     assert former.form(BatchLimits(49, 10), 100.0) is None
     assert names(former.form(BatchLimits(50, 10), 100.0)) == ["large"]
-
-
-def test_fewer_than_wanted_are_a_batch_all_the_same(former: BatchFormer) -> None:
-    former.insert(pooled("a", 40, 0.0), 0.0)
-    former.insert(pooled("b", 9000, 0.0), 0.0)
-    assert names(former.form(BatchLimits(10_000, 100, min_requests=36), 1.0)) == ["a", "b"]
 
 
 @pytest.mark.parametrize("limits", [BatchLimits(0, 10), BatchLimits(10, 0), BatchLimits(2, 10)])
@@ -141,17 +126,3 @@ def test_fcfs_knows_no_alignment() -> None:
     former = FcfsBatchFormer()
     former.insert(pooled("a", 40, 0.0), 0.0)
     assert former.join(LengthRange(1, 100), PLENTY, 1.0) is None
-
-
-def test_fcfs_breaks_ties_by_id() -> None:
-    former = FcfsBatchFormer()
-    for name in ("b", "c", "a"):
-        former.insert(pooled(name, 16, 0.0), 0.0)
-    assert names(former.form(BatchLimits(10, 2), 1.0)) == ["a", "b"]
-
-
-def test_fcfs_goes_by_arrival_at_the_gateway_not_at_the_pool() -> None:
-    former = FcfsBatchFormer()
-    former.insert(pooled("later", 16, 2.0), 0.0)
-    former.insert(pooled("earlier", 16, 1.0), 0.0)
-    assert names(former.form(BatchLimits(10, 1), 3.0)) == ["earlier"]

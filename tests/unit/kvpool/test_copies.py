@@ -16,7 +16,7 @@ from alignedserve.messages.events import Send
 from alignedserve.messages.pools import CopyKept, CopyLost, DropRequest, PoolLoad
 from tests.harnesses.pool import FORM, L1, L2, PoolHarness, freed, grants, leased, reserved, taken, written
 from tests.support.marks import each
-from tests.support.samples import DECODE, PREFILL, R1, ROUTER, epoch, request
+from tests.support.samples import PREFILL, R1, ROUTER, epoch, request
 
 END = epoch_end(L1)
 
@@ -32,28 +32,12 @@ def document(name: str, arrival_s: float = 0.0) -> Request:
 # --- kept for as long as blocks are free
 
 
-def test_copies_are_evicted_for_space_and_no_more_than_needed() -> None:
-    made = PoolHarness()
-    made.keep(chat("r1"))
-    made.keep(chat("r2", arrival_s=1.0))
-    made.reserve("r3", 6)
-    assert made.reserve("r4", 1) == [freed(1), *leased("r4", 4, 1)]
-    assert made.load == PoolLoad(num_blocks_used=8, num_pooled=0, num_reserved=0, num_blocks_kept=1)
-
-
 def test_copies_go_best_effort_first_then_the_youngest_and_the_oldest_person_last() -> None:
     made = PoolHarness()
     for one in (chat("r1", 1.0), document("r2", 2.0), chat("r3", 3.0), document("r4", 4.0)):
         made.keep(one)
     made.reserve("r5", 4)
     assert [made.reserve(name, 1)[0] for name in ("r6", "r7", "r8", "r9")] == [freed(3), freed(1), freed(2), freed(0)]
-
-
-def test_several_copies_go_for_one_large_reservation() -> None:
-    made = PoolHarness()
-    for number in range(3):
-        made.keep(chat(f"r{number}", arrival_s=float(number)))
-    assert made.reserve("r9", 7) == [freed(2), freed(1), *leased("r9", 4, 1, 2, 3, 4, 5, 6, 7)]
 
 
 def test_what_is_read_is_not_given_up() -> None:
@@ -70,12 +54,6 @@ def test_a_copy_is_evicted_for_one_that_does_not_wait() -> None:
     made = PoolHarness()
     made.keep("r1", 8)
     assert made.reserve("r2", 1, may_wait=False) == [freed(*range(8)), *leased("r2", 2, 0)]
-
-
-def test_a_kept_copy_is_in_no_batch() -> None:
-    made = PoolHarness()
-    made.keep("r1")
-    assert grants(made.hear(ROUTER, FORM)) == []
 
 
 def test_a_copy_stays_until_a_later_attempt_has_been_written() -> None:
@@ -135,15 +113,6 @@ def test_a_copy_is_granted_to_the_worker_that_recomputes_the_request() -> None:
     assert made.load == PoolLoad(num_blocks_used=2, num_pooled=0, num_reserved=0, num_blocks_kept=2)
 
 
-def test_the_latest_copy_is_granted() -> None:
-    made = PoolHarness()
-    made.keep("r1")
-    made.hear(PREFILL, FetchCopy(R1, L2))
-    later = made.keep("r1", attempt=L2)
-    (granted,) = made.hear(PREFILL, FetchCopy(R1, epoch(3)))
-    assert granted == Send(PREFILL, CopyGranted(later, epoch(3)))
-
-
 @each("name", ["r1", "r2", "r3"])
 def test_what_is_not_kept_is_missing(name: str) -> None:
     made = PoolHarness()
@@ -151,13 +120,6 @@ def test_what_is_not_kept_is_missing(name: str) -> None:
     made.pool("r2")
     asked = FetchCopy(request(name).request_id, L2)
     assert made.hear(PREFILL, asked) == [Send(PREFILL, CopyMissing(asked.request_id, L2))]
-
-
-def test_a_copy_that_a_decode_worker_was_lost_with_is_granted() -> None:
-    made = PoolHarness()
-    handoff = made.grant("r1")
-    made.lose(DECODE)
-    assert made.hear(PREFILL, FetchCopy(R1, L2)) == [Send(PREFILL, CopyGranted(handoff, L2))]
 
 
 def test_a_lost_prefill_worker_leaves_the_copy_that_it_read() -> None:
@@ -169,13 +131,6 @@ def test_a_lost_prefill_worker_leaves_the_copy_that_it_read() -> None:
 
 
 # --- dropped
-
-
-def test_the_copy_of_a_request_that_is_over_is_freed() -> None:
-    made = PoolHarness()
-    made.keep("r1", 2)
-    assert made.hear(ROUTER, DropRequest(R1, END)) == [freed(0, 1)]
-    assert made.hear(PREFILL, FetchCopy(R1, L2)) == [Send(PREFILL, CopyMissing(R1, L2))]
 
 
 def test_the_end_of_an_earlier_epoch_leaves_the_copy_of_a_later_one() -> None:

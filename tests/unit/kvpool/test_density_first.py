@@ -35,18 +35,6 @@ def names(batch: AlignedBatch | None) -> str:
 # --- the three cases
 
 
-def test_case_1_what_fits_and_is_enough_is_the_batch() -> None:
-    former = former_with(*lengths(60, 2, 30))
-    assert former.form(BatchLimits(3, 3, 3), SOON) == AlignedBatch(
-        (RequestId("2"), RequestId("30"), RequestId("60")), LengthRange(2, 61), 3
-    )
-
-
-def test_case_2_over_the_blocks_the_search_goes_where_most_requests_are() -> None:
-    former = former_with(*lengths(2, 10, 34, 39, 44, 60))
-    assert names(former.form(BatchLimits(3, 100), SOON)) == "34 39 44"
-
-
 def test_case_2_over_the_requests_as_well() -> None:
     former = former_with(*lengths(2, 10, 34, 39, 44, 60))
     assert names(former.form(BatchLimits(100, 3), SOON)) == "34 39 44"
@@ -62,25 +50,9 @@ def test_case_2_ties_go_to_the_left() -> None:
     assert names(former.form(BatchLimits(2, 100), SOON)) == "2 10"
 
 
-def test_case_3_widens_to_the_left_before_the_right() -> None:
-    former = former_with(*lengths(33, 38, 39, 41, 60))
-    assert names(former.form(BatchLimits(3, 100, 3), SOON)) == "33 38 39"
-
-
-def test_case_3_takes_the_nearest_first_on_the_left() -> None:
-    former = former_with(*lengths(33, 38, 41, 45, 46, 60))
-    assert names(former.form(BatchLimits(4, 100, 3), SOON)) == "41 45 46"
-
-
 def test_case_3_takes_the_nearest_first_on_the_right() -> None:
     former = former_with(*lengths(33, 34, 38, 41, 45))
     assert names(former.form(BatchLimits(4, 100, 3), SOON)) == "33 34 38"
-
-
-def test_case_3_takes_a_leaf_as_a_whole_where_it_fits() -> None:
-    former = former_with(*lengths(33, 34, 37, 38, 40, 45, 60))
-    assert names(former.form(BatchLimits(6, 100, 4), SOON)) == "33 34 37 38 40 45"
-    assert names(former.form(BatchLimits(5, 100, 4), SOON)) == "33 34 37 38 40"
 
 
 def test_case_3_climbs_when_the_siblings_are_not_enough() -> None:
@@ -102,28 +74,7 @@ def test_widening_ends_with_the_leaf_that_does_not_fit_as_a_whole() -> None:
     assert names(former.form(BatchLimits(5, 100, 5), SOON)) == "33 38 39 40"
 
 
-def test_a_pool_of_too_few_gives_what_there_is() -> None:
-    assert names(former_with(*lengths(2, 60)).form(BatchLimits(100, 100, 36), SOON)) == "2 60"
-
-
-def test_an_empty_pool_gives_none() -> None:
-    assert former_with().form(BatchLimits(100, 100), LATE) is None
-
-
 # --- limits
-
-
-def test_a_leaf_over_the_limit_gives_its_oldest() -> None:
-    former = former_with(*(request(name, 30, arrival_s) for name, arrival_s in (("a", 5), ("b", 1), ("c", 3))))
-    assert former.form(BatchLimits(2, 100), SOON) == AlignedBatch(
-        (RequestId("b"), RequestId("c")), LengthRange(30, 31), 2
-    )
-    assert names(former.form(BatchLimits(100, 1), SOON)) == "b"
-
-
-def test_equally_old_ones_go_by_id() -> None:
-    former = former_with(*(request(name, 30) for name in "cba"))
-    assert names(former.form(BatchLimits(2, 100), SOON)) == "a b"
 
 
 def test_in_a_leaf_a_younger_one_fits_where_an_older_does_not() -> None:
@@ -131,10 +82,6 @@ def test_in_a_leaf_a_younger_one_fits_where_an_older_does_not() -> None:
         request("a", 30, 1.0, num_blocks=2), request("b", 30, 2.0, num_blocks=2), request("c", 30, 3.0, num_blocks=1)
     )
     assert names(former.form(BatchLimits(3, 100), SOON)) == "a c"
-
-
-def test_more_wanted_than_allowed_is_what_is_allowed() -> None:
-    assert names(former_with(*lengths(33, 34, 35)).form(BatchLimits(100, 2, 36), SOON)) == "33 34"
 
 
 def test_hundreds_of_one_length_come_out_in_order() -> None:
@@ -180,15 +127,6 @@ def test_one_larger_than_the_limit_does_not_end_the_widening() -> None:
 
 
 # --- starving and endangered ones
-
-
-def test_a_starving_range_goes_first() -> None:
-    former = former_with(*lengths(60))
-    for one in lengths(2, 3, 6, 7):
-        former.insert(one, 1.5)
-    limits = BatchLimits(4, 100)
-    assert names(former.form(limits, 1.9)) == "2 3 6 7"
-    assert names(former.form(limits, 2.0)) == "60"
 
 
 def test_the_longest_starving_goes_first_and_then_the_left_most() -> None:

@@ -37,22 +37,6 @@ def density_first() -> BatchFormer:
     return make_batch_former("density_first", block_size=4, starvation_s=1000.0)
 
 
-def test_a_batch_is_granted_shortest_first_and_the_router_hears_of_it() -> None:
-    made = PoolHarness()
-    long, short = made.pool("r1", 3), made.pool("r2", 1)
-    handoffs = (handoff_of(short), handoff_of(long))
-    assert made.hear(ROUTER, FORM) == [
-        Send(ROUTER, BatchFormed(BATCH, ASKED, ((R2, epoch(1, 2)), (R1, epoch(1, 2))))),
-        Send(DECODE, BatchGranted(BATCH, handoffs, is_aligned=False)),
-    ]
-
-
-def test_a_batch_of_similar_lengths_says_so() -> None:
-    made = PoolHarness(density_first())
-    content = made.pool("r1", 3)
-    assert Send(DECODE, BatchGranted(BATCH, (handoff_of(content),), is_aligned=True)) in made.hear(ROUTER, FORM)
-
-
 def test_only_what_is_of_the_running_lengths_joins_a_batch() -> None:
     made = PoolHarness(density_first())
     made.pool("r1", 1)
@@ -97,13 +81,6 @@ def test_what_the_remaining_tokens_take_is_known_from_the_slowest_decode_worker(
     assert [handoff.request.request_id for handoff in grants(made.hear(ROUTER, only_one))] == [R1]
     made.now = urgent_at_s
     assert [handoff.request.request_id for handoff in grants(made.hear(ROUTER, only_one))] == [R3]
-
-
-def test_what_is_granted_is_not_granted_again() -> None:
-    made = PoolHarness()
-    made.pool("r1")
-    made.hear(ROUTER, FORM)
-    assert made.hear(ROUTER, FORM) == [Send(ROUTER, BatchFormed(BATCH, ASKED, ()))]
 
 
 ELSEWHERE = WorkerName("decode-1")

@@ -54,21 +54,6 @@ END = epoch_end(L1)
 # --- releases and returns
 
 
-def test_what_is_released_is_kept_and_counted_as_such() -> None:
-    made = PoolHarness()
-    handoff = made.grant("r1", 3)
-    assert made.load == PoolLoad(num_blocks_used=3, num_pooled=0, num_reserved=0, num_blocks_kept=0)
-    assert made.hear(DECODE, LeasesReleased((handoff.lease_id,))) == []
-    assert made.load == PoolLoad(num_blocks_used=3, num_pooled=0, num_reserved=0, num_blocks_kept=3)
-
-
-def test_released_blocks_go_to_the_next_in_line() -> None:
-    made = PoolHarness()
-    handoff = made.grant("r1", 8)
-    made.reserve("r2", 2)
-    assert made.hear(DECODE, LeasesReleased((handoff.lease_id,))) == [freed(*range(8)), *leased("r2", 2, 0, 1)]
-
-
 def test_releasing_twice_keeps_once() -> None:
     made = PoolHarness()
     lease_id = made.grant("r1", 2).lease_id
@@ -103,13 +88,6 @@ def test_what_is_returned_is_indexed_again_with_the_next_step() -> None:
     assert second == msgspec.structs.replace(handoff, attempt=epoch(1, 4))
 
 
-def test_returning_twice_indexes_once() -> None:
-    made = PoolHarness()
-    lease_id = made.grant("r1").lease_id
-    assert len(made.hear(DECODE, LeasesReturned((lease_id, lease_id)))) == 1
-    assert made.hear(DECODE, LeasesReturned((lease_id,))) == []
-
-
 def test_a_request_may_be_pooled_again_while_its_old_lease_is_not_yet_released() -> None:
     made = PoolHarness()
     first = made.grant("r1")
@@ -134,26 +112,12 @@ def test_a_reservation_behind_what_is_here_is_stale() -> None:
 # --- drops
 
 
-def test_dropped_while_reserved() -> None:
-    made = PoolHarness()
-    made.reserve("r1", 2)
-    assert made.hear(ROUTER, DropRequest(R1, L1)) == [freed(0, 1)]
-    assert made.hear(PREFILL, written("r1", reserved("r1", 1, 0, 1))) == [taken("r1", False)]
-
-
 def test_dropped_in_the_line() -> None:
     made = PoolHarness()
     made.reserve("r1", 8)
     made.reserve("r2", 1)
     assert made.hear(ROUTER, DropRequest(R2, L1)) == []
     assert made.hear(ROUTER, DropRequest(R1, L1)) == [freed(*range(8))]
-
-
-def test_dropped_while_pooled() -> None:
-    made = PoolHarness()
-    made.pool("r1", 2)
-    assert made.hear(ROUTER, DropRequest(R1, END)) == [freed(0, 1)]
-    assert grants(made.hear(ROUTER, FORM)) == []
 
 
 def test_an_earlier_step_dropped_leaves_the_later_ones_alone() -> None:
@@ -220,24 +184,6 @@ def test_grants_of_a_lost_decode_worker_are_kept_and_reported() -> None:
     assert made.load == PoolLoad(num_blocks_used=2, num_pooled=1, num_reserved=0, num_blocks_kept=1)
     assert made.link(DECODE, Role.DECODE_WORKER) == [Send(DECODE, ARENA)]
     assert [handoff.request.request_id for handoff in grants(made.hear(ROUTER, FORM))] == [R2]
-
-
-def test_what_a_lost_worker_read_of_a_request_that_is_over_is_freed() -> None:
-    made = PoolHarness()
-    handoff = made.grant("r1")
-    made.hear(ROUTER, DropRequest(R1, END))
-    assert made.lose(DECODE) == [Send(ROUTER, CopyLost(R1, handoff.attempt, DECODE, BATCH)), freed(0)]
-
-
-def test_blocks_read_by_a_lost_worker_go_to_the_next_in_line() -> None:
-    made = PoolHarness()
-    handoff = made.grant("r1", 8)
-    made.reserve("r2", 1)
-    assert made.lose(DECODE) == [
-        Send(ROUTER, CopyLost(R1, handoff.attempt, DECODE, BATCH)),
-        freed(*range(8)),
-        *leased("r2", 2, 0),
-    ]
 
 
 def test_a_lost_router_is_waited_for() -> None:

@@ -7,8 +7,7 @@ from alignedserve.core.ids import LeaseId
 from alignedserve.messages.caches import BlockRun, BlocksTaken, CancelReservation, ReservationRefused, ReserveBlocks
 from alignedserve.messages.events import Received, Send, Ticked
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.pools import DropRequest, PoolLoad, PoolRegistered, RequestPooled
-from alignedserve.messages.wire import Message
+from alignedserve.messages.pools import PoolLoad
 from kvpool.logic import PoolLogic
 from kvpool.policies.fcfs import FcfsBatchFormer
 from tests.harnesses.pool import (
@@ -19,24 +18,19 @@ from tests.harnesses.pool import (
     PoolHarness,
     freed,
     grants,
-    handoff_of,
     leased,
     reserved,
     taken,
     written,
 )
 from tests.support.marks import each
-from tests.support.samples import PREFILL, R1, R2, R3, ROUTER, epoch, request
+from tests.support.samples import PREFILL, R1, R2, R3, ROUTER, request
 
 # --- peers
 
 
 def test_a_worker_is_offered_the_arena() -> None:
     assert PoolHarness().link("decode-1", Role.DECODE_WORKER) == [Send("decode-1", ARENA)]
-
-
-def test_the_router_hears_of_the_pool() -> None:
-    assert PoolHarness().link(ROUTER, Role.ROUTER) == [Send(ROUTER, PoolRegistered(8, "digest"))]
 
 
 def test_counts_that_have_changed_are_reported_at_the_next_tick() -> None:
@@ -61,13 +55,6 @@ def test_leases_are_numbered_from_the_first_lease_of_this_process() -> None:
     assert logic.on_event(Received(PREFILL, ReserveBlocks(R1, L1, 2)), 0.0) == leased("r1", 100, 0, 1)
 
 
-def test_leases_are_never_reused() -> None:
-    made = PoolHarness()
-    made.reserve("r1", 3)
-    made.hear(PREFILL, CancelReservation(R1, L1))
-    assert made.reserve("r1", 3) == leased("r1", 2, 0, 1, 2)
-
-
 def test_more_than_the_pool_has_is_refused() -> None:
     assert PoolHarness().reserve("r1", 9) == [Send(PREFILL, ReservationRefused(R1, L1))]
 
@@ -90,12 +77,6 @@ def test_one_that_leaves_the_line_lets_the_next_in() -> None:
     made.reserve("r2", 4)
     made.reserve("r3", 1)
     assert made.hear(PREFILL, CancelReservation(R2, L1)) == leased("r3", 2, 6)
-
-
-def test_a_repeated_reservation_replaces_the_one_before() -> None:
-    made = PoolHarness()
-    made.reserve("r1", 3)
-    assert made.reserve("r1", 2, attempt=L2) == [freed(0, 1, 2), *leased("r1", 2, 0, 1, attempt=L2)]
 
 
 def test_a_repeated_reservation_in_the_line_is_there_once() -> None:
@@ -133,28 +114,7 @@ def test_a_reservation_that_does_not_wait_overtakes_no_other() -> None:
     assert made.reserve("r3", 1, may_wait=False) == [Send(PREFILL, ReservationRefused(R3, L1))]
 
 
-@each("message", [CancelReservation(R1, L1), DropRequest(R1, L1)], ids=["cancel", "drop"])
-def test_a_stale_end_leaves_a_later_attempt_alone(message: Message) -> None:
-    made = PoolHarness()
-    made.reserve("r1", 3, attempt=L2)
-    assert made.hear(PREFILL, message) == []
-
-
-@each("message", [CancelReservation(R2, epoch(5)), DropRequest(R2, epoch(5))], ids=["cancel", "drop"])
-def test_the_end_of_something_unknown_is_ignored(message: Message) -> None:
-    made = PoolHarness()
-    made.reserve("r1", 3)
-    assert made.hear(PREFILL, message) == []
-
-
 # --- writing
-
-
-def test_written_blocks_are_the_pools() -> None:
-    made = PoolHarness()
-    made.reserve("r1", 2)
-    content = written("r1", reserved("r1", 1, 0, 1))
-    assert made.hear(PREFILL, content) == [taken("r1", True), Send(ROUTER, RequestPooled(R1, epoch(1, 1), 8, 2))]
 
 
 @each(
@@ -210,10 +170,3 @@ def test_a_worker_that_does_not_hold_the_lease_cannot_write_it() -> None:
     made.reserve("r1", 2)
     content = written("r1", reserved("r1", 1, 0, 1))
     assert made.hear("prefill-1", content) == [Send("prefill-1", BlocksTaken(R1, L1, is_accepted=False))]
-
-
-def test_writing_twice_is_refused_the_second_time() -> None:
-    made = PoolHarness()
-    content = made.pool("r1")
-    assert made.hear(PREFILL, content) == [taken("r1", False)]
-    assert grants(made.hear(ROUTER, FORM)) == [handoff_of(content)]

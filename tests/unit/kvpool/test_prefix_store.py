@@ -116,32 +116,10 @@ def test_other_tokens_of_the_same_name_are_not_kept(pool: Pool) -> None:
     assert pool.reserved(forged) == ReservedPart(6)
 
 
-def test_unwritten_blocks_are_free_again(pool: Pool) -> None:
-    part = pool.reserved(LONG)
-    assert pool.write(part, 2) == [SetBlockGeneration(blocks(0, 1), 2), freed(2, 3, 4, 5)]
-    assert pool.find(LONG).copy == BlockCopy(2, 8, (BlockRun(0, 1, 100), BlockRun(1, 1, 101)))
-    assert pool.write(part) == []  # not twice
-    assert pool.num_free == 6
-
-
 def test_a_worker_lost_amid_writing_leaves_nothing(pool: Pool) -> None:
     pool.reserved(LONG)
     assert pool.lose(ONE) == [freed(0, 1, 2, 3, 4, 5)]
     assert pool.num_free == 8
-
-
-def test_a_late_writer_loses_its_lease(pool: Pool) -> None:
-    part = pool.reserved(LONG)
-    pool.now = 10.5
-    assert pool.do(Ticked()) == [freed(0, 1, 2, 3, 4, 5)]
-    assert pool.write(part) == []
-
-
-def test_requests_come_first(pool: Pool) -> None:
-    pool.store(LONG)
-    commands = pool.reserve("r1", 5)
-    assert commands == [freed(3, 4, 5), *leased("r1", 3, 3, 4, 5, 6, 7)]
-    assert pool.find(LONG).packed_tokens == tuple(block.packed_tokens for block in LONG.blocks[:3])
 
 
 def test_what_is_lent_stays(pool: Pool) -> None:
