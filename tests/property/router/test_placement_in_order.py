@@ -1,4 +1,9 @@
-"""Random histories of whole clusters: the placement that looks only at what has changed decides as the plain one."""
+"""Random histories of whole clusters: a placement that looks at what has changed decides as one that looks at all.
+
+The orders of workers, the pools to look at and the prompts that are late are brought up to date where something
+changes. A change that is not noted makes a decision later, or another one; looking at everything before each decision
+then shows it.
+"""
 
 import random
 from collections.abc import Sequence
@@ -10,12 +15,13 @@ from typing_extensions import override
 
 from alignedserve.messages.events import Send
 from alignedserve.messages.handshake import Role
+from alignedserve.messages.pools import FormBatch
 from router.leans import Leans
 from router.logic import RouterEvent, RouterLogic
 from router.placement import Placement
 from router.policies.bypass import DirectHandoff, UrgentBypass
 from router.policies.prefill_order import LeastSlackOrder
-from tests.harnesses.plain_placement import PlainPlacement
+from router.state import WorkerRecord
 from tests.property.test_every_request_ends_once import lose_processes, make_requests, some_steps
 from tests.support.cluster_shape import Shape
 from tests.support.logic_cluster import Logic, LogicCluster
@@ -36,16 +42,44 @@ SHAPES = (
 )
 
 
+class EagerPlacement(Placement):
+    """Looks at all workers and pools before each decision."""
+
+    @override
+    def least_loaded_prefiller(self, *, is_real_time: bool = False, at_full_pool: bool = False) -> WorkerRecord | None:
+        self._look_at_all()
+        return super().least_loaded_prefiller(is_real_time=is_real_time, at_full_pool=at_full_pool)
+
+    @override
+    def note_late_prompts(self, now: float) -> None:
+        super().note_late_prompts(now)
+        for worker in self.workers.values():
+            for request_id, prefill in worker.prefilling.items():
+                if worker.registered.can_move and prefill.is_real_time and prefill.due_s <= now:
+                    worker.note_late(request_id, prefill.attempt)
+
+    @override
+    def batches_to_form(self, now: float) -> list[tuple[str, FormBatch]]:
+        self._look_at_all()
+        return super().batches_to_form(now)
+
+    def _look_at_all(self) -> None:
+        for worker in self.workers.values():
+            self._rank(worker)
+        for pool in self.pools:
+            self._batch_requests.note_change(pool)
+
+
 class TwinRouter:
-    """A router whose every decision is compared with that of another, which places plainly."""
+    """A router whose every decision is compared with that of another, which looks at all."""
 
     def __init__(self, shape: Shape) -> None:
-        self.routers = [self._make(shape, kind) for kind in (Placement, PlainPlacement)]
+        self.routers = [self._make(shape, kind) for kind in (Placement, EagerPlacement)]
 
     def on_event(self, event: RouterEvent, now: float) -> Sequence[Send]:
-        indexed, plain = (router.on_event(event, now) for router in self.routers)
-        assert indexed == plain, event
-        return indexed
+        careful, eager = (router.on_event(event, now) for router in self.routers)
+        assert careful == eager, event
+        return careful
 
     @staticmethod
     def _make(shape: Shape, kind: type[Placement]) -> RouterLogic:
@@ -87,7 +121,7 @@ def compare_decisions(seed: int, shape: Shape) -> None:
 
 @settings(max_examples=5)
 @given(seed=st.integers(0, 10**9), shape=st.sampled_from(SHAPES))
-def test_decisions_are_those_of_the_plain_placement(seed: int, shape: Shape) -> None:
+def test_decisions_are_those_of_a_look_at_all(seed: int, shape: Shape) -> None:
     compare_decisions(seed, shape)
 
 

@@ -17,7 +17,7 @@ PARAMETERS = {
     "required": ["city", "days"],
 }
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
-SAMPLED = SamplingParams(max_tokens=120, temperature=1.0, seed=5)
+SAMPLED = SamplingParams(max_tokens=240, temperature=1.0, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,9 @@ def test_calls_in_other_forms_match_their_schema(tmp_path: Path, tool_format: st
     template.write_text(TEMPLATE)
     model = LLM("pocket", memory_bytes=16 * 2**20, chat_template=str(template), tool_format=tool_format)
     budget = {"thinking_token_budget": 8} if tool_format == "gpt_oss" else {}
-    (output,) = model.chat("weather?", SAMPLED, tools=[TOOL], tool_choice="required", **budget)
+    options = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, **budget}
+    (output,) = model.chat("weather?", SAMPLED, **options)
     model.close()
-    arguments = [json.loads(call["function"]["arguments"]) for call in output.tool_calls[:1]]
-    assert [one["city"] in ("Oslo", "Rome") and one["days"] in range(10) for one in arguments] == [True]
+    (arguments,) = (json.loads(call["function"]["arguments"]) for call in output.tool_calls)
+    assert arguments["city"] in ("Oslo", "Rome")
+    assert arguments["days"] in range(10)
