@@ -6,6 +6,7 @@ with lies and gaps, compute, are lost and come back.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,7 +46,7 @@ STEPS = st.one_of(REPORTS, GIVEN, GIVEN, st.tuples(WORKERS), st.integers(0, 100)
 
 @settings(max_examples=200)
 @given(steps=st.lists(STEPS, min_size=20, max_size=40))
-def test_runs_are_those_of_a_plain_look(steps: list[object]) -> None:
+def test_runs_are_those_of_a_plain_look(steps: list[Any]) -> None:
     index = PrefixIndex()
     cached: dict[str, set[bytes]] = defaultdict(set)
     expected: list[tuple[str, list[bytes]]] = []
