@@ -108,22 +108,6 @@ def test_tokens_are_counted_in_and_out() -> None:
     assert (len(queue), queue.num_tokens) == (0, 0)
 
 
-def test_a_request_that_left_and_came_again_is_there_once_with_its_new_length() -> None:
-    queue = PrefillQueue(FcfsOrder())
-    queue.push(request("r1"), 7)
-    queue.discard(R1)
-    queue.push(request("r1"), 9)
-    assert queue.pop_if(lambda waiting: waiting.num_tokens == 9) == R1
-    assert queue.pop_if(lambda _: True) is None
-
-
-def test_queueing_twice_is_a_broken_invariant() -> None:
-    queue = PrefillQueue(FcfsOrder())
-    queue.push(request(), 4)
-    with pytest.raises(AssertionError, match="queued twice"):
-        queue.push(request(), 4)
-
-
 def test_an_unknown_order_fails_listing_the_valid_ones() -> None:
     with pytest.raises(ConfigError, match=r"router\.prefill_order: unknown order 'lifo'; known: fcfs, least_slack"):
         make_prefill_order("lifo")
@@ -142,21 +126,6 @@ def test_the_tokens_until_real_time_is_done(order: LeastSlackOrder | FcfsOrder, 
 
 
 CHANGES = st.lists(st.tuples(st.sampled_from("abcdefgh"), st.one_of(st.none(), st.integers(0, 5))), max_size=300)
-
-
-@given(CHANGES)
-def test_the_first_is_the_least_of_all_by_rank_then_name(changes: list[tuple[str, int | None]]) -> None:
-    ranking: Ranking[int] = Ranking()
-    plain: dict[str, int] = {}
-    for name, rank in changes:
-        if rank is None:
-            ranking.discard(name)
-            plain.pop(name, None)
-        else:
-            ranking.put(name, rank)
-            plain[name] = rank
-        assert ranking.first() == min(((rank, name) for name, rank in plain.items()), default=None)
-        assert len(ranking) == len(plain)
 
 
 def test_ranks_that_change_for_ever_take_no_memory() -> None:
