@@ -9,8 +9,7 @@ from alignedserve.core.request import Request, RequestClass
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.iterations import BlockCopied, BlockReplacement
 from alignedserve.messages.workers import PrefillRequest
-from alignedserve.prefix_cache.cached_blocks import CachedBlock
-from alignedserve.prefix_cache.caching_allocator import CachingAllocator
+from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachingAllocator
 from alignedserve.prefix_cache.contexts import CachedContext, PrefixCache
 from alignedserve.scheduling.policy import DeviceMemory, ScheduledRequest
 from alignedserve.scheduling.scheduler_state import Progress, SchedulerState

@@ -23,8 +23,8 @@ from alignedserve.config.sections import (
     RouterConfig,
     Topology,
 )
-from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.choice import WorkerSpec
+from alignedserve.costmodel.model import AttentionKernel
 from alignedserve.sim.cluster_hardware import ClusterHardware
 from alignedserve.sim.policies import with_policy
 from alignedserve.sim.result import SimulationResult

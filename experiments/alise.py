@@ -13,8 +13,8 @@ from functools import cache
 from itertools import pairwise, product
 from typing import Any
 
-from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.choice import WorkerSpec
+from alignedserve.costmodel.model import AttentionKernel
 from experiments.common import (
     GIB,
     ColocatedWorkerSpec,

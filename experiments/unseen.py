@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alignedserve.config.sections import Topology
-from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.choice import WorkerSpec
+from alignedserve.costmodel.model import AttentionKernel
 from alignedserve.sim.cluster_hardware import ClusterHardware
 from alignedserve.sim.policies import with_policy
 from experiments.alignedserve import KERNELS, PAIR, further_figures

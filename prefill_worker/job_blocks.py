@@ -2,7 +2,7 @@
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.messages.prefixes import PrefixBlocksChanged
-from alignedserve.prefix_cache.caching_allocator import CachingAllocator
+from alignedserve.prefix_cache.cached_blocks import CachingAllocator
 from alignedserve.prefix_cache.contexts import CachedContext, PrefixCache
 from prefill_worker.state import PrefillJob
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.hardware import hardware
-from alignedserve.costmodel.model import CostModel
+from alignedserve.costmodel.model import AttentionKernel, CostModel
 from alignedserve.costmodel.model_shapes import ModelShape, model_shape
 from alignedserve.costmodel.profile_file import read_profile
 from alignedserve.costmodel.published import llama_layers, opt_fits

@@ -8,9 +8,9 @@ iteration = max(overhead + linear + attention + collectives, copies between devi
 from dataclasses import dataclass
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.hardware import Hardware
 from alignedserve.costmodel.links import pcie_link
+from alignedserve.costmodel.model import AttentionKernel
 from alignedserve.costmodel.model_shapes import ModelShape
 from alignedserve.costmodel.work import IterationWork
 

@@ -1,9 +1,12 @@
 """Messages between the router and the workers."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.request import Request
+from alignedserve.messages.caches import BatchGranted, BlocksWritten
 from alignedserve.messages.cluster_view import BatchShape
 from alignedserve.messages.fields import Attempt, Count, FailureKind, PredictedLen, Seconds, Share, Text, TokenIds
 from alignedserve.messages.iteration_log import IterationLogTotals
@@ -191,3 +194,14 @@ class IterationLogReport(Message, frozen=True):
     gained: IterationLogTotals
     num_tokens: Count = 0  # generated meanwhile
     batch: BatchShape = BatchShape()  # of the last iteration
+
+
+def requests_of(message: Message) -> Sequence[Request]:
+    """Return the requests that a worker has from this message on; none of most messages."""
+    match message:
+        case PrefillRequest() | BlocksWritten():
+            return (message.request,)
+        case BatchGranted():
+            return [handoff.request for handoff in message.handoffs]
+        case _:
+            return ()

@@ -1,9 +1,13 @@
 """A worker's threads: each runs its work in order and reports results to the event loop."""
 
 import asyncio
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
+
+_NICENESS = 10  # a tenth of the processor's time beside a thread of the usual priority, all of it on an idle core
 
 T = TypeVar("T")
 
@@ -48,3 +52,27 @@ def _outcome_of(work: Callable[[], T]) -> Callable[[], T]:
     except Exception as error:  # noqa: BLE001  (raised again by the caller of the outcome)
         future.set_exception(error)
     return future.result
+
+
+def run_quietly(work: Callable[[], T]) -> T:
+    """Run work on a thread of low priority, which ends with it, and return its result. Raises what it raises.
+
+    Threads that it starts inherit the priority, OpenMP's too; what must compute at the usual priority afterwards may
+    not be started here, as a process may not raise a priority again.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        try:
+            results.append(work())
+        except BaseException as error:  # noqa: BLE001  (raised again where it is waited for)
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="quiet", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -8,8 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.float8 import float8_values
-
 
 class BlockView(NamedTuple):
     """Keys and values of one layer within blocks [num_blocks, num_layers, 2, block_size, kv_heads, head_dim], or, of
@@ -80,3 +78,14 @@ def cached_scales(blocks, elements, is_read, head, KV_HEADS: tl.constexpr, HEAD_
     where = elements + (KV_HEADS - head) * HEAD_DIM + head * 4
     scales = (blocks + where).to(tl.pointer_type(tl.float32), bitcast=True)
     return tl.load(scales, mask=is_read, other=0.0)
+
+
+@triton.jit
+def float8_values(stored, like):
+    """Return bytes of FP8 as numbers of the dtype of `like`, exactly; NaN becomes 480.
+
+    Sign, exponent and mantissa are those of a float16 whose exponent counts from 2**-8 of theirs.
+    """
+    bits = stored.to(tl.uint16)
+    halves = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+    return halves.to(tl.float32).to(like.dtype)

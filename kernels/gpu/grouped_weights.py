@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.float8 import float8_values
+from kernels.gpu.blocks import float8_values
 from kernels.gpu.launching import upcast
 
 _COLUMNS = 64  # outputs of one program

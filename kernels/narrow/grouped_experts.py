@@ -7,8 +7,7 @@ from torch import Tensor
 
 from kernels.activation import Gated
 from kernels.feed_forward import ExpertRouter, weighted
-from kernels.narrow.expert_tiles import ExpertTiles, expert_tiles
-from kernels.narrow.grouped_linear import GroupedWeight, SortedLinear
+from kernels.narrow.grouped_linear import ExpertTiles, GroupedWeight, SortedLinear, expert_tiles
 
 
 class ExpertProduct:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import gpu_dispatch
-from kernels.narrow.expert_tiles import expert_tiles
-from kernels.narrow.grouped_linear import GroupedLinear, GroupedWeight, Numbers, SortedLinear
+from kernels.narrow.grouped_linear import GroupedLinear, GroupedWeight, Numbers, SortedLinear, expert_tiles
 from tests.support.marks import slow
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,7 @@ from alignedserve.config.sections import RecordingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import LoraAdapter, Request, SampledToken, SamplingParams
 from alignedserve.messages.prefixes import PrefixFound
-from alignedserve.messages.redaction import KeepDecisions, KeepLengths, Redactor
-from alignedserve.messages.token_chains import TokenChains
+from alignedserve.messages.redaction import KeepDecisions, KeepLengths, Redactor, TokenChains
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.prefix_cache.block_hashes import BlockHasher, packed_blocks
 from alignedserve.replay.component_replay import recordings_in

@@ -5,12 +5,16 @@ A component receives its own section, never the whole. Every wrong value raises 
 
 from alignedserve.config.sections.base import MIB, Section
 from alignedserve.config.sections.batches import BatchesConfig
-from alignedserve.config.sections.caches import PoolConfig, PrefixCacheConfig
-from alignedserve.config.sections.cluster import ClusterConfig, Topology
+from alignedserve.config.sections.cluster import ClusterConfig, LinksConfig, RecordingConfig, ScalingConfig, Topology
 from alignedserve.config.sections.gateway import GatewayConfig
-from alignedserve.config.sections.hosts import LinksConfig, RecordingConfig, ScalingConfig
-from alignedserve.config.sections.lora import LoraConfig
-from alignedserve.config.sections.model import REASONING_FORMATS, TOOL_FORMATS, ModelSectionConfig
+from alignedserve.config.sections.model import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    LoraConfig,
+    ModelSectionConfig,
+    PoolConfig,
+    PrefixCacheConfig,
+)
 from alignedserve.config.sections.observing import ExplainConfig, Observing, TracingConfig
 from alignedserve.config.sections.scheduling import BatchingConfig, RouterConfig, SchedulingConfig
 from alignedserve.config.sections.workers import DecodeWorkerConfig, EngineConfig, PrefillWorkerConfig

@@ -1,9 +1,11 @@
 """The section of the model to serve."""
 
+import msgspec
 from typing_extensions import override
 
-from alignedserve.config.sections.base import Section
+from alignedserve.config.sections.base import MIB, Section
 
+_MAX_NAME_LEN = 200
 # Names of alignedserve.api.tools.formats and alignedserve.api.reasoning.formats, which stand on a higher floor.
 TOOL_FORMATS = (
     "smollm2",
@@ -23,6 +25,66 @@ TOOL_FORMATS = (
     "json",
 )
 REASONING_FORMATS = ("think", "magistral", "seed_oss", "command_a", "gpt_oss")
+
+
+class LoraConfig(Section, frozen=True):
+    """Adapters that requests may name instead of the model: PEFT folders, the same paths on every host."""
+
+    adapters: dict[str, str] = msgspec.field(default_factory=dict)  # folders by the names that clients use
+    allowed_folder: str | None = None  # /v1/load_lora_adapter loads from below it; None: it is refused
+    max_adapters: int = 16  # in the memory of each worker; those used least recently leave first
+    memory_bytes: int = 512 * MIB  # of each worker, for all of them
+    max_rank: int = 64
+
+    def __post_init__(self) -> None:
+        self._require_positive("max_adapters", "memory_bytes", "max_rank")
+        self._require(self.max_rank <= 1024, "max_rank", "must be at most 1024")
+        for name, path in self.adapters.items():
+            is_good = 0 < len(name) <= _MAX_NAME_LEN and name.isprintable() and bool(path)
+            self._require(is_good, "adapters", f"must map names of at most {_MAX_NAME_LEN} characters to folders")
+
+    @property
+    def is_enabled(self) -> bool:
+        """Return whether requests may name adapters at all."""
+        return bool(self.adapters) or self.allowed_folder is not None
+
+    @property
+    def worker_bytes(self) -> int:
+        """Return the memory that each worker needs for adapters."""
+        return self.memory_bytes if self.is_enabled else 0
+
+    @property
+    def max_worker_adapters(self) -> int:
+        """Return how many adapters a worker may have in memory; 0: requests may name none."""
+        return self.max_adapters if self.is_enabled else 0
+
+
+class PoolConfig(Section, frozen=True):
+    """KV pool in CPU memory, one per node, where prompts and decodes have workers of their own."""
+
+    memory_bytes: int = 256 * MIB
+    lease_s: float = 30.0  # a lease not used within this time is taken back
+
+    def __post_init__(self) -> None:
+        self._require_positive("memory_bytes", "lease_s")
+
+
+class PrefixCacheConfig(Section, frozen=True):
+    """Blocks of contexts that later requests with the same beginning reuse instead of computing them again."""
+
+    enabled: bool = True
+    # Memory of a node, beside that of its workers, for blocks that they share and that outlive one; 0: none. When unset
+    # as much as its workers have, from what is free, where there are several.
+    host_bytes: int = 0
+    shared_between_keys: bool = False  # API keys share each other's blocks; False: each key its own only
+
+    def __post_init__(self) -> None:
+        self._require(self.host_bytes >= 0, "host_bytes", "must be at least 0")
+
+    @property
+    def pool_bytes(self) -> int:
+        """Return the memory of a node's pool for prefix blocks; 0: it keeps none."""
+        return int(self.host_bytes) if self.enabled else 0
 
 
 class ModelSectionConfig(Section, frozen=True):

@@ -5,10 +5,10 @@ from functools import cache
 from itertools import groupby
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.hardware import hardware
 from alignedserve.costmodel.linear import LinearIterationModel, Sample, fit_linear
 from alignedserve.costmodel.links import pcie_link
+from alignedserve.costmodel.model import AttentionKernel
 from alignedserve.costmodel.model_shapes import model_shape
 from alignedserve.costmodel.published.files import rows_of
 from alignedserve.costmodel.work import IterationWork

@@ -23,8 +23,7 @@ from alignedserve.messages.iterations import Addition, IterationCompleted, Itera
 from alignedserve.messages.wire import Message
 from alignedserve.process.links import Identity
 from alignedserve.process.loading_progress import LoadingProgress
-from alignedserve.process.quiet_thread import run_quietly
-from alignedserve.process.worker_threads import WorkerThreads
+from alignedserve.process.worker_threads import WorkerThreads, run_quietly
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import use_device
 from alignedserve.runtime.device.dtypes import torch_dtype

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
-from alignedserve.runtime.engine.forward_batch import ForwardBatch
+from alignedserve.runtime.engine.forward_batch import ForwardBatch, LastTokenRows
 from alignedserve.runtime.engine.hidden_pass import HiddenPass, Rotation
-from alignedserve.runtime.engine.last_tokens import LastTokenRows
 from alignedserve.runtime.engine.native_pass import native_pass
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig, RopeConfig, RopeScaling

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from alignedserve.config.sections import EngineConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass
-from alignedserve.messages.arrivals import requests_of
 from alignedserve.messages.iterations import RunIteration
 from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import requests_of
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.device.shared_device import SharedDevice
 

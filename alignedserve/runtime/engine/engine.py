@@ -17,7 +17,7 @@ from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence,
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.streams import DeviceStreams, streams_of
 from alignedserve.runtime.engine.decoder import Decoder
-from alignedserve.runtime.engine.last_tokens import LastTokenContexts, LastTokenPlanner
+from alignedserve.runtime.engine.forward_batch import LastTokenContexts, LastTokenPlanner
 from alignedserve.runtime.engine.rank_mirror import RankMirror, wait_for_step
 from alignedserve.runtime.engine.sampling.sampler import Sampler
 from alignedserve.runtime.engine.steps.block_loans import BlockLoans

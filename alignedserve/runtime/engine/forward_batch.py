@@ -2,17 +2,74 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from alignedserve.core.ids import BlockId
-from alignedserve.runtime.attention.backend import StepAttention
+from alignedserve.runtime.attention.backend import AttentionPlanner, StepAttention
+from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable
 from alignedserve.runtime.engine.hidden_pass import HiddenRows
-from alignedserve.runtime.engine.last_tokens import LastTokenRows
 from kernels.device_lora import DeviceRows
 from kernels.lora import AdapterRows
+
+
+class LastTokenRows(NamedTuple):
+    """The token rows of a forward pass that its last layer computes to the end."""
+
+    token_rows: Tensor  # [rows] int64
+    attention: StepAttention  # their own on the last layer: each decodes, in this order
+
+
+class LastTokens(NamedTuple):
+    """The slices of one step that reach their sequences' last known tokens, on the host."""
+
+    rows: IntArray  # [slices] rows of the sequence table
+    token_rows: IntArray  # [slices] of their last tokens
+    attention: StepAttention
+
+    def to_rows(self) -> LastTokenRows:
+        """Return what the forward pass needs, on the CPU."""
+        return LastTokenRows(torch.from_numpy(self.token_rows), self.attention)
+
+
+class LastTokenContexts:
+    """Contexts that count as computed up to their last known token, whatever the table says: see Contexts."""
+
+    def __init__(self, table: SequenceTable) -> None:
+        self._table = table
+        self.block_size = table.block_size
+        self.block_tables = table.block_tables  # the table's own arrays
+        self.is_reversed = table.is_reversed
+        self.version = table.version
+        self.num_computed = np.zeros_like(table.num_tokens)
+
+    def update(self) -> None:
+        """Take over the table's present state."""
+        self.version = self._table.version
+        np.subtract(self._table.num_tokens, 1, out=self.num_computed)
+
+
+class LastTokenPlanner:
+    """Plans the attention of the last layer for tokens whose logits are needed."""
+
+    def __init__(self, contexts: LastTokenContexts, planner: AttentionPlanner) -> None:
+        """`planner`: of these contexts."""
+        self._contexts = contexts
+        self._planner = planner
+
+    def plan(self, rows: IntArray, token_rows: IntArray) -> LastTokens:
+        """Plan slices that reach the last known token of these rows of the table; their order may change."""
+        self._contexts.update()
+        attention = self._planner.plan(rows, rows[:0], rows[:0])
+        if np.array_equal(attention.decode_rows, rows):
+            return LastTokens(rows, token_rows, attention)
+        place_of_row = dict(zip(rows.tolist(), token_rows.tolist(), strict=True))
+        ordered = [place_of_row[row] for row in attention.decode_rows.tolist()]
+        return LastTokens(attention.decode_rows, np.array(ordered, np.int64), attention)
 
 
 @dataclass(frozen=True, slots=True)

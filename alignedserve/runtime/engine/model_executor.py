@@ -25,8 +25,7 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.wire import Message
 from alignedserve.process.links import Identity
-from alignedserve.process.quiet_thread import run_quietly
-from alignedserve.process.worker_threads import WorkerThreads
+from alignedserve.process.worker_threads import WorkerThreads, run_quietly
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import rank_devices, use_device, working
 from alignedserve.runtime.device.dtypes import torch_dtype
@@ -42,8 +41,7 @@ from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec, RankEngineSpe
 from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
 from alignedserve.runtime.engine.steps.block_loans import num_lent_blocks
 from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
-from alignedserve.runtime.grammar.arrivals import prepare_grammars
-from alignedserve.runtime.grammar.compiler import GrammarCompiler
+from alignedserve.runtime.grammar.compiler import GrammarCompiler, prepare_grammars
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.block_storage import BlockStorage

@@ -10,9 +10,8 @@ from alignedserve.config.sections import LoraConfig
 from alignedserve.core.errors import AdapterError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import LoraAdapter, Request
-from alignedserve.messages.arrivals import requests_of
 from alignedserve.messages.wire import Message
-from alignedserve.messages.workers import PrefillRequest
+from alignedserve.messages.workers import PrefillRequest, requests_of
 from alignedserve.runtime.lora.adapter_cache import AdapterCache
 from alignedserve.runtime.lora.adapter_folders import read_adapter
 from alignedserve.runtime.lora.adapter_weights import load_adapter

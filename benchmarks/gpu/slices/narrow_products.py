@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
-from kernels.narrow.expert_tiles import expert_tiles
 from kernels.narrow.float8_linear import Float8Linear, has_float8_products
-from kernels.narrow.grouped_linear import GROUPS, GroupedLinear, GroupedWeight, Numbers, SortedLinear
+from kernels.narrow.grouped_linear import GROUPS, GroupedLinear, GroupedWeight, Numbers, SortedLinear, expert_tiles
 
 _ROWS, _TOY_ROWS = (1, 16, 64, 256, 4096), (3,)
 _EXPERTS, _CHOSEN = 8, 2

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.choice import COST_MODELS, WorkerSpec, make_cost_model
 from alignedserve.costmodel.hardware import hardware
 from alignedserve.costmodel.linear import (
@@ -19,6 +18,7 @@ from alignedserve.costmodel.linear import (
     fit_linear,
 )
 from alignedserve.costmodel.links import LinkModel
+from alignedserve.costmodel.model import AttentionKernel
 from alignedserve.costmodel.model_shapes import model_shape
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
 from alignedserve.costmodel.published.llama_layers import MeasuredLayersModel, collective_curve

@@ -3,11 +3,11 @@
 import pytest
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.curve import Curve
 from alignedserve.costmodel.hardware import HARDWARE, hardware
 from alignedserve.costmodel.links import LinkModel, nvlink_link, pcie_link
 from alignedserve.costmodel.memory import num_cache_blocks
+from alignedserve.costmodel.model import AttentionKernel
 from alignedserve.costmodel.model_shapes import MODEL_SHAPES, ModelShape, model_shape
 from alignedserve.costmodel.published.llama_layers import collective_curve
 from alignedserve.costmodel.roofline import Efficiency, RooflineModel

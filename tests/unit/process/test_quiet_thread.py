@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from alignedserve.process.quiet_thread import run_quietly
+from alignedserve.process.worker_threads import run_quietly
 
 
 def niceness() -> int:

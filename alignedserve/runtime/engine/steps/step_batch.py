@@ -11,8 +11,7 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.runtime.attention.backend import AttentionPlanner, RunPlanner, StepAttention
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, tokens_of
 from alignedserve.runtime.device.arrays import Array, to_device
-from alignedserve.runtime.engine.forward_batch import ForwardBatch
-from alignedserve.runtime.engine.last_tokens import LastTokenPlanner, LastTokens
+from alignedserve.runtime.engine.forward_batch import ForwardBatch, LastTokenPlanner, LastTokens
 from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts, HiddenPlan
 from alignedserve.runtime.engine.steps.slice_plan import SlicePlan
 from alignedserve.runtime.kv.block_storage import BlockStorage

@@ -11,8 +11,8 @@ from alignedserve.runtime.model.packed_products import BlockRows, Int8Rows
 from alignedserve.runtime.model.quantized.config import read_quantization
 from alignedserve.runtime.model.quantized.layout import StoredMatrix, stored_matrix
 from alignedserve.runtime.model.quantized.product_form import Computing, ProductForm
-from alignedserve.runtime.model.quantized.source import packed_integers
-from alignedserve.runtime.model.quantized.unpacking import (
+from alignedserve.runtime.model.quantized.source import (
+    packed_integers,
     read_float8,
     read_integers,
     unpacked_float8,
