@@ -219,7 +219,11 @@ class BatchDriver:
 
 
 class ClockGain:
-    """Watches the wall clock beside a monotonic one; the distance between them may be any."""
+    """Watches the wall clock beside a monotonic one; the distance between them may be any.
+
+    Nothing that was removed comes back, so removal goes by the time that has passed. A wall clock that was set an hour
+    forward makes an upload of a second ago look an hour old.
+    """
 
     def __init__(self) -> None:
         self._least_ahead_s = float("inf")

@@ -23,7 +23,16 @@ _MAX_ECHOED_LEN = 64
 
 
 class CommonBeginnings:
-    """Digests of the beginnings of a file's prompts, 32 bytes a line."""
+    """Digests of the beginnings of a file's prompts, 32 bytes a line.
+
+    Lines with a common prefix run one after the other. The prefix is then computed once, and all later lines find it in
+    the prefix cache, however small that is. Example: a file has ten questions about each of 1 000 documents, all first
+    questions before all second ones. A worker that keeps 50 documents would compute every document ten times; in this
+    order it computes each once.
+
+    Prefixes are compared at four lengths, by digests. Lines with 16 KiB in common stand together inside a group with 4
+    KiB in common, and so on. Otherwise lines keep the order of the file; a group stands at the place of its first line.
+    """
 
     def __init__(self) -> None:
         self._digests = tuple(array("Q") for _ in _LENGTHS)

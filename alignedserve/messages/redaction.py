@@ -1,7 +1,7 @@
 """Removes the tokens of prompts and answers from recorded events and commands.
 
 A logic uses token ids for four things only: their number, whether one ends an answer, whether two attempts at a request
-generated the same, and where contexts that may share cached blocks stop being equal (token_chains.py). Redacted copies
+generated the same, and where contexts that may share cached blocks stop being equal (TokenChains). Redacted copies
 keep just that, so that the same decisions follow.
 """
 
@@ -47,7 +47,12 @@ class _Chain:
 
 
 class TokenChains:
-    """The contexts of requests by id, token by token. Tokens in `kept` are replaced by themselves."""
+    """The contexts of requests by id, token by token. Tokens in `kept` are replaced by themselves.
+
+    Decisions about contexts that may share cached blocks depend on where two of them stop being equal, and on nothing
+    else. So a token is replaced by a digest of everything up to it, under a secret that is thrown away: equal
+    beginnings stay equal, of what follows nothing can be told, and no token can be guessed by itself.
+    """
 
     def __init__(self, secret: bytes, kept: frozenset[int], *, max_tokens: int = MAX_TOKENS) -> None:
         self._secret = secret

@@ -36,6 +36,12 @@ def saved_cost(block: ValuedBlock) -> float:
 
     What it costs to compute depends little on its place: attention over 32 768 tokens costs an 8B model as much as its
     products, and with that for a factor fewer tokens are found.
+
+    Frequency with dynamic aging (GreedyDual: Cherkasova, "Improving WWW proxies performance with
+    greedy-dual-size-frequency caching", 1998): a block's value is the value of the one evicted last, plus how often it
+    was used. The first term makes values age, and where uses are equal the order is that of the latest use. Blocks of
+    one cache have the same size, so that bytes cancel out. Counts outlive blocks for a while, so that a block that
+    keeps coming back is told from a new one. What was tried and lost, and the figures: docs/prefix-cache.md.
     """
     return float(min(block.num_uses, MAX_COUNTED_USES))
 

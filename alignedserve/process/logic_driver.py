@@ -49,7 +49,10 @@ class _Held(NamedTuple):
 
 
 class HeldMessages:
-    """Delivers messages, at once or once they are prepared. Used on one event loop."""
+    """Delivers messages, at once or once they are prepared. Used on one event loop.
+
+    Messages about one request stay in order, and so do batches that one pool grants; all others pass.
+    """
 
     def __init__(self, prepare: Prepare, deliver: Callable[[str, Message], None]) -> None:
         """`prepare`: begins what a message needs, and returns what it has to wait for. `deliver`: takes the peer and

@@ -47,7 +47,11 @@ MAX_TOKEN_CHARACTERS = 1 << 10
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """One way of cutting text into words."""
+    """One way of cutting text into words.
+
+    A pre-tokenizer cuts text into words before pairs are merged. Those that differ from the original model's would give
+    other tokens, so that an unknown name (tokenizer.ggml.pre) is an error and not a guess.
+    """
 
     pattern: str
     has_single_digits: bool = False  # every digit is a word, before the pattern is applied

@@ -64,7 +64,17 @@ class _Offer:
 
 
 class PrefixOffers:
-    """The blocks that the pool may lack, the offer under way, and the copies that follow from it."""
+    """The blocks that the pool may lack, the offer under way, and the copies that follow from it.
+
+    The worker offers all blocks that have entered its cache since the last offer, in one message. The pool answers with
+    places for the blocks that it lacks and keeps. These are copied and reported with their checksums. There is one
+    offer at a time, so that a slow pool gets fewer and larger ones. After its copies comes a rest several times as
+    long, so that copies take a small part of one core at most. Offers are a quarter of a second apart, or a second if
+    little is new, as a message costs as much as the copy of a block.
+
+    Nothing is held for a copy, as policies count on free blocks. A block that left the cache before its copy was done
+    may have been overwritten meanwhile: neither it nor the blocks after it are reported.
+    """
 
     def __init__(self, cached: CachedBlocks) -> None:
         self._cached = cached

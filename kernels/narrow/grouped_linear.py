@@ -35,7 +35,12 @@ class ExpertTiles(NamedTuple):
 
 
 def expert_tiles(experts: Tensor, num_experts: int) -> ExpertTiles:
-    """Sort the choices `experts` [rows, chosen] int64."""
+    """Sort the choices `experts` [rows, chosen] int64.
+
+    All of it on the device: nothing waits for the routing, so that a CUDA graph can record it. Example: rows 0, 1 and 2
+    choose experts 2, 0 and 2. Sorted they are rows 1, 0, 2; the tiles of expert 0 begin at 0 and end at 1, those of
+    expert 2 begin at 1 and end at 3.
+    """
     flat = experts.flatten()
     row_experts, order = flat.sort(stable=True)
     tile_rows = _FEW_ROWS if len(flat) <= _FEW_ROWS * num_experts else _ROWS

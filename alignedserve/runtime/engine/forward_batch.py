@@ -25,7 +25,13 @@ class LastTokenRows(NamedTuple):
 
 
 class LastTokens(NamedTuple):
-    """The slices of one step that reach their sequences' last known tokens, on the host."""
+    """The slices of one step that reach their sequences' last known tokens, on the host.
+
+    A chunk of a prompt asks for the logits of one token, or of none while more of the prompt follows. So on the last
+    layer the other tokens have no queries, no attention and no feed-forward part: of twelve layers' products of a
+    prompt that spares a sixteenth. Each token that is left attends as one that decodes: its keys and values are in its
+    blocks by then.
+    """
 
     rows: IntArray  # [slices] rows of the sequence table
     token_rows: IntArray  # [slices] of their last tokens

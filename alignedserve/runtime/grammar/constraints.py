@@ -132,7 +132,15 @@ _PARTS: dict[str, Callable[[StructuredOutputs], GrammarPart]] = {
 
 
 def structural_tag_part(wanted: Any, whitespace_pattern: str | None) -> GrammarPart:
-    """Return the grammar of text with these tags. Raises InvalidRequest."""
+    """Return the grammar of text with these tags. Raises InvalidRequest.
+
+    A structural tag is free text in which a tag, once it is begun, holds JSON under its schema (vLLM's
+    `structural_tag`):
+
+        {"structures": [{"begin": "<city>", "schema": {...}, "end": "</city>"}], "triggers": ["<city"]}
+
+    A trigger is a text that only begins of tags have in the answer: after it, the answer goes on as one of them.
+    """
     _check(wanted)
     tags = [
         _tag(f"tag_{number}", tag, wanted["triggers"], whitespace_pattern)

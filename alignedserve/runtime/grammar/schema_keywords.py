@@ -25,7 +25,9 @@ _HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
 _ATOM = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]"
 _LOCAL = rf"{_ATOM}{{1,32}}(?:\.{_ATOM}{{1,14}}){{0,2}}"
 
-# None: llguidance's own. The others are anchored here.
+# None: llguidance's own. The others are anchored here, and stand where llguidance's let texts through that are no such
+# thing: 29 February of any year, labels of more than 63 characters, the year 0. Texts that they leave out (leap
+# seconds, quoted local parts) are valid, but rare.
 FORMATS: dict[str, str | None] = {
     "date": _DATE,
     "date-time": f"{_DATE}T{_TIME}",

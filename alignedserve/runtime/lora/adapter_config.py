@@ -203,6 +203,7 @@ def end(expression: str, where: str) -> NamePredicate:
 
 
 def _predicate(pattern: str, where: str) -> NamePredicate:
+    # Anyone may have written the file, so that its expressions are matched in linear time, by pydantic-core's engine.
     try:
         validator = SchemaValidator(core_schema.str_schema(pattern=pattern))
     except SchemaError as error:

@@ -116,6 +116,8 @@ def _bytes(matrix: StoredMatrix, read: Read, zero_offset: int) -> tuple[Tensor, 
 
 
 def _gptq(matrix: StoredMatrix, read: Read, zero_offset: int) -> tuple[Tensor, Tensor]:
+    # Example: the word 0x98 holds 8 and 9 for the first two inputs of a row; with a stored zero point of 7, that is 8,
+    # and a scale of 0.5 they are 0 and 0.5.
     bits = matrix.scheme.num_bits
     numbers = _spread(read(f"{matrix.module}.qweight").T, bits)[:, : matrix.width].contiguous()
     # Added to whole words, as the tools do that subtract it: a zero point of 0 borrows from its neighbour.
@@ -249,7 +251,13 @@ class QuantizedSource:
 def packed_integers(
     matrix: StoredMatrix, integers: IntegerMatrix, form: ProductForm
 ) -> BlockRows | GroupedRows | Int8Rows | None:
-    """Return the matrix in this form; None where its values do not allow it."""
+    """Return the matrix in this form; None where its values do not allow it.
+
+    A group of 4 bits becomes blocks of `kernels.block_formats`: G4_128 where 128 inputs share a scale; otherwise Q4_0
+    where zero points are 8 and scales are float16 numbers; otherwise G4_64 or G4_32. The float32 minimum, -scale * zero
+    point, is exact for scales of 16 bits. 8 bits become Q8_0 where scales are float16 numbers; otherwise, with one
+    scale for each row, they stay as they are. On GPUs groups of 4 and 8 bits keep float32 scales and their zero points.
+    """
     if form is ProductForm.INT8:
         return _int8_rows(integers)
     runs = torch.arange(matrix.width) // matrix.group_size
