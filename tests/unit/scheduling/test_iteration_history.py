@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.choice import WorkerSpec, make_cost_model
-from alignedserve.costmodel.model import chunk_within
+from alignedserve.costmodel.model import AttentionKernel, chunk_within
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.decode_costs import is_mixing_cheaper
 from alignedserve.scheduling.policy import DeviceMemory, IterationHistory
