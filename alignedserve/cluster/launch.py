@@ -15,13 +15,13 @@ from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, ClusterSecrets, PreparedNode
 from alignedserve.cluster.hosts.admission import (
     Admission,
-    Keeper,
+    Agent,
     OwnHost,
     agreed_device,
     differences,
     joining_device,
     missing_copies,
-    start_keepers,
+    start_agents,
 )
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
@@ -65,7 +65,7 @@ from alignedserve.scheduling.topology import require_effect
 
 logger = logging.getLogger(__name__)
 
-_FORMER_ENDS_S = 75.0  # its keepers end it when they have had no driver for a minute
+_FORMER_ENDS_S = 75.0  # its agents end it when they have had no driver for a minute
 
 _ALWAYS_THERE = (ROUTER, "gateway-0")  # one of them, of any cluster: the first model's router may have ended
 
@@ -102,7 +102,7 @@ def launch_cluster(
     first = plans[FIRST_DEPLOYMENT]
     _record_run(first, [first.part(0, "")])
     book = AddressBook(make_run_folder())  # when nothing is left that refuses the start in one line
-    members = _members(plans, found, {host.node: Keeper(None, book)})
+    members = _members(plans, found, {host.node: Agent(None, book)})
     remove_stale_arenas(arena_folder(), ARENA_PREFIX)
     brought = Brought(settings, lambda nodes: host, observer)
     joining = _joining(plans, found, brought, reports[host.node].digests, book.folder.name)
@@ -199,9 +199,9 @@ def _prepare_cluster(
         plans = _plan(configs, found, reports)
         cluster_id = secrets.token_hex(4)
         names = {node: f"{cluster_id}-{index}" for index, node in enumerate(found)}
-        keepers = start_keepers(names, cluster_id, configs[0].links)
-        if_it_fails.callback(kill_actors, [keeper.actor for keeper in keepers.values()])
-        members = _members(plans, found, keepers)
+        agents = start_agents(names, cluster_id, configs[0].links)
+        if_it_fails.callback(kill_actors, [agent.actor for agent in agents.values()])
+        members = _members(plans, found, agents)
         expect_handoffs(members)
         for one, plan in plans.items():
             parts = {member.ray_node: member.models[one] for member in members if one in member.models}
@@ -246,14 +246,14 @@ def _plan(
 
 
 def _members(
-    plans: Mapping[str, ClusterPlan], found: Mapping[RayNode, NodeResources], keepers: Mapping[RayNode, Keeper]
+    plans: Mapping[str, ClusterPlan], found: Mapping[RayNode, NodeResources], agents: Mapping[RayNode, Agent]
 ) -> list[Member]:
     """Return the nodes, each with its part of every deployment that has one there; the head has one of all."""
     members = []
     for index, node in enumerate(found):
         parts = [plan.part(index, node.address) for plan in plans.values()]
         used = [part for part in parts if part.share.num_workers or part.share.is_head or part.share.gateways]
-        members.append(member_of(node, used or parts[:1], keepers[node]))
+        members.append(member_of(node, used or parts[:1], agents[node]))
     return members
 
 

@@ -35,7 +35,7 @@ def make_run_folder(name: str | None = None) -> Path:
             raise ResourceError(f"{root} is too long a path for Unix sockets; set {RUN_DIR_VARIABLE} to a shorter one")
         folder.mkdir(mode=0o700, exist_ok=name is not None)
         # Locked until this process ends, however it ends: the folder is in use. Before others are removed, as a
-        # restarted keeper finds its own here, with the sockets of processes that live.
+        # restarted agent finds its own here, with the sockets of processes that live.
         fcntl.flock(os.open(folder, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_EX)
         _remove_old_folders(root)
     except OSError as error:

@@ -182,12 +182,12 @@ class RayNodes:
         return [*map(str, (*self.run_dir.glob("*/*.sock"), *arenas)), *self.actors().values()]
 
     def actors(self) -> dict[int, str]:
-        """Return the actors' process ids and titles, keepers included."""
+        """Return the actors' process ids and titles, agents included."""
         found = {}
         for process in (one for index in self._nodes for one in self.processes(index)):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                 title = "".join(process.cmdline()[:1])
-                if title.startswith("ray::") and ("Actor" in title or "NodeKeeper" in title):
+                if title.startswith("ray::") and ("Actor" in title or "NodeAgent" in title):
                     found[process.pid] = title
         return found
 

@@ -78,8 +78,8 @@ def logs(actor: str | None, *, follow: bool) -> None:
             for node in record.nodes:
                 results().print(f"{node.hostname}: {', '.join(one.name for one in node.actors)}")
             return
-        keeper = node_of(record, actor).keeper
-        show_log(actor, lambda offset: call_actor(keeper, "read_log", actor, offset), follow=follow)
+        agent = node_of(record, actor).agent
+        show_log(actor, lambda offset: call_actor(agent, "read_log", actor, offset), follow=follow)
 
 
 def stop(*, at_once: bool) -> None:
@@ -135,7 +135,7 @@ def _is_looked_after() -> bool:
 def _end_what_is_left(ending: Ending) -> bool:
     """End a cluster that its driver has left; return whether there was one. Raises ResourceError, see `stop`.
 
-    `ending`: of the supervisor, and so of its driver, which keepers may have heard of a moment ago.
+    `ending`: of the supervisor, and so of its driver, which agents may have heard of a moment ago.
     """
     if recorded_id() is None:
         return False
@@ -212,7 +212,7 @@ def _last_words(record: ClusterRecord) -> dict[str, list[str]]:
     for node in record.nodes:
         for actor in node.failing:
             try:
-                part = call_actor(node.keeper, "read_log", actor.name, -TAIL_BYTES)
+                part = call_actor(node.agent, "read_log", actor.name, -TAIL_BYTES)
             except PeerLost as error:
                 found[actor.name] = [str(error)]
                 continue

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from alignedserve.cluster.deployments.admin_door import DOOR_NAME, MAX_LINE_BYTES
+from alignedserve.cluster.deployments.admin_api import MAX_LINE_BYTES, SOCKET_NAME
 from alignedserve.cluster.deployments.orders import (
     AdminRequest,
     Answer,
@@ -34,7 +34,7 @@ def find_cluster(cluster_id: str | None) -> Path:
 
     `cluster_id`: the name of its run folder; None: there is one. Raises ResourceError listing the clusters.
     """
-    doors = {path.parent.name: path for path in sorted(run_root().glob(f"*/{DOOR_NAME}")) if _is_open(path)}
+    doors = {path.parent.name: path for path in sorted(run_root().glob(f"*/{SOCKET_NAME}")) if _is_open(path)}
     if cluster_id is not None and cluster_id in doors:
         return doors[cluster_id]
     if not doors:
@@ -82,7 +82,7 @@ def show_status(door: Path) -> StatusReport:
 
 def has_cluster() -> bool:
     """Return whether a cluster that takes orders runs on this host, for this user."""
-    return any(_is_open(path) for path in run_root().glob(f"*/{DOOR_NAME}"))
+    return any(_is_open(path) for path in run_root().glob(f"*/{SOCKET_NAME}"))
 
 
 def _answers(connection: socket.socket, request: AdminRequest) -> Iterator[Answer]:

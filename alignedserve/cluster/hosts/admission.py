@@ -1,4 +1,4 @@
-"""Admission of nodes to a cluster: they report, are compared with the head, and get a keeper."""
+"""Admission of nodes to a cluster: they report, are compared with the head, and get a agent."""
 
 import logging
 import socket
@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from alignedserve.cluster.actor_factory import PreparedNode
-from alignedserve.cluster.hosts.nodes.keeper import NodeActor
+from alignedserve.cluster.hosts.nodes.agent import NodeActor
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.report import NodeReport, NodeSurveyor, Place, Surveyor
 from alignedserve.cluster.hosts.plan import NodePart
@@ -31,7 +31,7 @@ NODE_ANSWER_S = 420.0  # of a node that loads PyTorch from a cold disk and compi
 
 
 @dataclass(frozen=True, slots=True)
-class Keeper:
+class Agent:
     """The NodeActor of one node, and the node as its processes see it."""
 
     actor: Any  # None: the driver itself looks after its own host, which has no others beside it
@@ -195,40 +195,40 @@ def missing_copies(report: NodeReport, digests: Sequence[str | None]) -> dict[in
     return found
 
 
-def start_keepers(folder_names: Mapping[RayNode, str], cluster_id: str, links: LinksConfig) -> dict[RayNode, Keeper]:
-    """Start the keepers of these folders, each on its node, and wait for them.
+def start_agents(folder_names: Mapping[RayNode, str], cluster_id: str, links: LinksConfig) -> dict[RayNode, Agent]:
+    """Start the agents of these folders, each on its node, and wait for them.
 
     Raises the error for which a folder cannot be made, or PeerLost; with none of them left then.
     """
-    actors = {node: create_keeper(node, name) for node, name in folder_names.items()}
-    keepers = {}
+    actors = {node: create_agent(node, name) for node, name in folder_names.items()}
+    agents = {}
     try:
         for node, actor in actors.items():
             require(node, answer_of(node, actor.failure.remote(), NODE_ANSWER_S))
-            keepers[node] = keeper_of(
+            agents[node] = agent_of(
                 node, actor, answer_of(node, actor.folder.remote(), NODE_ANSWER_S), cluster_id, links
             )
     except BaseException:
         kill_actors(actors.values())
         raise
-    return keepers
+    return agents
 
 
-def create_keeper(node: RayNode, folder_name: str) -> Any:
-    """Create the keeper of this folder on this node; it comes up by itself."""
-    options = {"name": keeper_name(folder_name), "lifetime": "detached", **node.options}
+def create_agent(node: RayNode, folder_name: str) -> Any:
+    """Create the agent of this folder on this node; it comes up by itself."""
+    options = {"name": agent_name(folder_name), "lifetime": "detached", **node.options}
     return NodeActor.options(num_cpus=0, max_restarts=-1, **options).remote(folder_name)
 
 
-def keeper_of(node: RayNode, actor: Any, folder: Path, cluster_id: str, links: LinksConfig) -> Keeper:
-    """Return a keeper that is up and has made this folder."""
+def agent_of(node: RayNode, actor: Any, folder: Path, cluster_id: str, links: LinksConfig) -> Agent:
+    """Return a agent that is up and has made this folder."""
     book = AddressBook(folder, node.node_id, node.address, RayDirectory(cluster_id), has_tls=links.tls)
-    return Keeper(actor, book)
+    return Agent(actor, book)
 
 
-def keeper_name(folder_name: str) -> str:
-    """Return the name of the keeper of this folder, among Ray's named actors."""
-    return f"keeper-{folder_name}"
+def agent_name(folder_name: str) -> str:
+    """Return the name of the agent of this folder, among Ray's named actors."""
+    return f"agent-{folder_name}"
 
 
 class OwnHost:

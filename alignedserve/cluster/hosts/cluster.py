@@ -41,7 +41,7 @@ from alignedserve.cluster.hosts.membership import (
     PrepareNode,
 )
 from alignedserve.cluster.hosts.node_questions import AdapterExchange, LoadingOfNodes
-from alignedserve.cluster.hosts.nodes.keeper import end_actors
+from alignedserve.cluster.hosts.nodes.agent import end_actors
 from alignedserve.cluster.hosts.nodes.placement_group import release
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.nodes.report import own_versions
@@ -371,8 +371,8 @@ class ClusterOnHosts(ServingCluster):
         self._close_preparations()
         self._recordings.close(is_end=ray.is_initialized())
         if ray.is_initialized():
-            keepers = [member.keeper.actor for member in self._members.values()]
-            everything = [*self.actors().values(), *keepers]
+            agents = [member.agent.actor for member in self._members.values()]
+            everything = [*self.actors().values(), *agents]
             try:
                 remove_record(self._cluster_id)
                 kill_actors(everything)

@@ -1,7 +1,7 @@
 """The record by which a driver hands its cluster over to the next one: what cannot be found again.
 
-Actors, keepers and placement groups are found by their names, through Ray. The record has the cluster's secret and its
-certificate authority: it is for the memory of keepers alone, never for a store or a file.
+Actors, agents and placement groups are found by their names, through Ray. The record has the cluster's secret and its
+certificate authority: it is for the memory of agents alone, never for a store or a file.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import msgspec
 from alignedserve.cluster.actor_factory import ClusterSecrets, PreparedNode
 from alignedserve.cluster.deployments.logic import DeploymentsLogic, LeftDeployment
 from alignedserve.cluster.draining.drains import Draining, Drains
-from alignedserve.cluster.hosts.admission import JoiningDevice, keeper_of
+from alignedserve.cluster.hosts.admission import JoiningDevice, agent_of
 from alignedserve.cluster.hosts.joining import Joining, Shares
 from alignedserve.cluster.hosts.members import DrainedNode, HostedModel, Member
 from alignedserve.cluster.hosts.membership import Host
@@ -43,7 +43,7 @@ class ClusterState:
     started: float  # Unix time
     secrets: ClusterSecrets
     joining: Joining  # with the plan
-    members: tuple[Member, ...]  # the head first; decoded ones without their keepers' actors and placement groups
+    members: tuple[Member, ...]  # the head first; decoded ones without their agents' actors and placement groups
     number: int = 0  # counts what was handed over; beside the record
 
 
@@ -242,20 +242,20 @@ def _member_record(member: Member, sections: _Sections) -> _Member:
 
 def _member_of(record: _Member, joining: Joining, sections: Sequence[msgspec.Raw]) -> Member:
     links = joining.plan.config.links
-    keeper = keeper_of(record.ray_node, None, Path(record.folder), joining.cluster_id, links)
+    agent = agent_of(record.ray_node, None, Path(record.folder), joining.cluster_id, links)
     parts = [
         PreparedNode(
             part.share,
             part.capacity,
             _config_of(part.config, sections),
-            keeper.book,
+            agent.book,
             num_far_decode=part.num_far_decode,
             joins_others=part.joins_others,
         )
         for part in record.parts
     ]
     others = {part.share.deployment_id: part for part in parts[1:]}
-    return Member(record.ray_node, parts[0], keeper, others, record.placed)
+    return Member(record.ray_node, parts[0], agent, others, record.placed)
 
 
 def _served_of(record: msgspec.Raw, kind: type) -> ServedModel:

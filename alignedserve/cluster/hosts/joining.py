@@ -15,11 +15,11 @@ from alignedserve.cluster.draining.drains import Drains
 from alignedserve.cluster.hosts.admission import (
     NODE_ANSWER_S,
     Admission,
+    Agent,
     JoiningDevice,
-    Keeper,
-    create_keeper,
+    agent_of,
+    create_agent,
     differences,
-    keeper_of,
     missing_copies,
     require,
     warn_of_clocks,
@@ -72,10 +72,10 @@ class Joining:
     def vacate(self, member: Member) -> None:
         """Keep the share of a node that has not, or no more, its actors for the next one of its host."""
         self.keep_share(member)
-        kill_actors([member.keeper.actor])
+        kill_actors([member.agent.actor])
 
     def keep_share(self, member: Member) -> None:
-        """Keep the share of a node that is gone with its keeper for the next one of its host, and no more in Ray."""
+        """Keep the share of a node that is gone with its agent for the next one of its host, and no more in Ray."""
         release(member.prepared.folder.name)
         self.vacant.setdefault(member.ray_node.host, []).append(tuple(part.share for part in member.parts))
 
@@ -103,15 +103,15 @@ class Joining:
             self.num_folders += 1
             folder_name = f"{self.cluster_id}-{self.num_folders}"
             try:
-                keeper = create_keeper(node, folder_name)
+                agent = create_agent(node, folder_name)
             except (RayError, ValueError) as error:
                 self.vacant.setdefault(node.host, []).append(shares)
                 # A driver that died before it had told anyone has used the name; the next attempt has another.
-                raise PeerLost(f"its keeper cannot be started: {error}") from error
+                raise PeerLost(f"its agent cannot be started: {error}") from error
             try:
-                failure, folder = yield [keeper.failure.remote(), keeper.folder.remote()]
+                failure, folder = yield [agent.failure.remote(), agent.folder.remote()]
                 require(node, failure)
-                kept = keeper_of(node, keeper, folder, self.cluster_id, self.plan.config.links)
+                kept = agent_of(node, agent, folder, self.cluster_id, self.plan.config.links)
                 member = self._member(node, kept, planned, shares, resources)
                 for part in member.models.values():
                     if part.share.num_workers:
@@ -124,7 +124,7 @@ class Joining:
             except BaseException:
                 self.vacant.setdefault(node.host, []).append(shares)
                 release(folder_name)
-                kill_actors([keeper])
+                kill_actors([agent])
                 raise
         self.wholes[member.name] = resources.machine
         return member
@@ -173,7 +173,7 @@ class Joining:
     def _member(
         self,
         node: RayNode,
-        keeper: Keeper,
+        agent: Agent,
         planned: Sequence[PlannedModel],
         shares: Shares,
         resources: NodeResources,
@@ -188,7 +188,7 @@ class Joining:
             sized = plan_joining(plan, share, machines.get(one, resources.machine))
             capacity = replace(resources.capacity, name=share.node, gpus=devices.get(one, ()))
             parts.append(NodePart(share, capacity, node_config(sized, share, node.address)))
-        return member_of(node, parts, keeper)
+        return member_of(node, parts, agent)
 
 
 def needed_first(models: Mapping[str, HostedModel], members: Sequence[Member]) -> dict[str, HostedModel]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
 from alignedserve.cluster.deployments.division import Holding, holding_of
-from alignedserve.cluster.hosts.admission import Keeper, keeper_name
+from alignedserve.cluster.hosts.admission import Agent, agent_name
 from alignedserve.cluster.hosts.nodes.placement_group import (
     NodeGroup,
     WorkerShare,
@@ -44,7 +44,7 @@ class Member:
 
     ray_node: RayNode
     prepared: PreparedNode
-    keeper: Keeper
+    agent: Agent
     others: dict[str, PreparedNode] = field(default_factory=dict)  # parts of further deployments, by id
     placed: Mapping[str, WorkerShare] = field(default_factory=dict)  # what its workers take of its placement group
 
@@ -110,13 +110,13 @@ class DrainedNode(NamedTuple):
         return NodeRecord(self.name, node.node_id, node.address, node.hostname, drain=DRAINED)
 
 
-def member_of(node: RayNode, parts: Sequence[NodePart], keeper: Keeper) -> Member:
+def member_of(node: RayNode, parts: Sequence[NodePart], agent: Agent) -> Member:
     """Return the member that this node is, ready for its actors. `parts`: that with the gateways first."""
-    prepared = [PreparedNode(share, capacity, config, keeper.book) for share, capacity, config in parts]
+    prepared = [PreparedNode(share, capacity, config, agent.book) for share, capacity, config in parts]
     first = prepared[0]
     if first.config.recording.folder is not None and not first.share.is_head:  # the driver copies it from there
-        prepared[0] = replace(first, config=recording_into(first.config, parts_folder(keeper.book.folder)))
-    return Member(node, prepared[0], keeper, {one.share.deployment_id: one for one in prepared[1:]})
+        prepared[0] = replace(first, config=recording_into(first.config, parts_folder(agent.book.folder)))
+    return Member(node, prepared[0], agent, {one.share.deployment_id: one for one in prepared[1:]})
 
 
 def group_for(member: Member) -> NodeGroup:
@@ -181,7 +181,7 @@ def record_of(
         node_id=node.node_id,
         address=node.address,
         hostname=node.hostname,
-        keeper=keeper_name(member.prepared.folder.name),
+        agent=agent_name(member.prepared.folder.name),
         actors=tuple(
             ActorRecord(name, devices.get(name, ""), problems.get(name, ""))
             for name in (*others, *(name for name, _ in share.gateways), *devices)

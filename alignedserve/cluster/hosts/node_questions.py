@@ -1,4 +1,4 @@
-"""Asks the keepers of all nodes, without waiting: how far models are loaded, and which adapters were."""
+"""Asks the agents of all nodes, without waiting: how far models are loaded, and which adapters were."""
 
 import contextlib
 import logging
@@ -27,7 +27,7 @@ class AdapterExchange:
 
     def __init__(self) -> None:
         self._known: dict[str, Changes] = {}  # by deployment
-        self._asked: dict[Any, Any] = {}  # keepers by their calls
+        self._asked: dict[Any, Any] = {}  # agents by their calls
         self._looked_s = float("-inf")
 
     def look(self, members: Iterable[Member], models: Mapping[str, HostedModel]) -> None:
@@ -43,9 +43,9 @@ class AdapterExchange:
         asked = set(self._asked.values())
         told = {one: tuple(changes.values()) for one, changes in self._known.items()}
         for member in members:
-            keeper = member.keeper.actor
-            if keeper not in asked:
-                self._asked[keeper.exchange_adapters.remote(told)] = keeper
+            agent = member.agent.actor
+            if agent not in asked:
+                self._asked[agent.exchange_adapters.remote(told)] = agent
 
     def _take(self, call: Any, answer: Mapping[str, tuple[AdapterChange, ...]] | None) -> None:
         del self._asked[call]
@@ -58,7 +58,7 @@ class LoadingOfNodes:
     """The progress of nodes, as they last said."""
 
     def __init__(self) -> None:
-        self._asked: dict[Any, str] = {}  # nodes by the calls of their keepers
+        self._asked: dict[Any, str] = {}  # nodes by the calls of their agents
         self._known: dict[str, list[Progress | None]] = {}
 
     def look(self, members: Iterable[Member]) -> list[Progress | None]:
@@ -72,5 +72,5 @@ class LoadingOfNodes:
         for member in members:
             names.append(member.name)
             if member.name not in asked:
-                self._asked[member.keeper.actor.progress.remote()] = member.name
+                self._asked[member.agent.actor.progress.remote()] = member.name
         return [one for name in names for one in self._known.get(name, ())]

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from alignedserve.cluster.hosts.nodes.keeper import KeptState
+from alignedserve.cluster.hosts.nodes.agent import KeptState
 from alignedserve.cluster.hosts.nodes.placement_group import release_former
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.record import ClusterRecord, remove_record
@@ -28,21 +28,21 @@ _PATIENCE_S = 15.0  # with processes that do not end
 def end_cluster(record: ClusterRecord) -> None:
     """End all processes of a recorded cluster without a driver. Raises ResourceError when they do not end."""
     actors = [actor.name for node in record.nodes for actor in node.actors]  # the driver's name is no actor's
-    end_by_name([*actors, *(node.keeper for node in record.nodes if node.keeper)])
+    end_by_name([*actors, *(node.agent for node in record.nodes if node.agent)])
     release_former()
     remove_record(record.cluster_id)
 
 
 def has_driver(record: ClusterRecord) -> bool:
     """Return whether a driver looks after this cluster."""
-    kept = kept_by([node.keeper for node in record.nodes if node.keeper])
+    kept = kept_by([node.agent for node in record.nodes if node.agent])
     return any(one.age_s < SILENT_S for one in kept)
 
 
-def kept_by(keepers: Sequence[str]) -> list[KeptState]:
-    """Return the answering keepers' copies of the last driver's state."""
+def kept_by(agents: Sequence[str]) -> list[KeptState]:
+    """Return the answering agents' copies of the last driver's state."""
     asked: list[Any] = []
-    for name in keepers:
+    for name in agents:
         try:
             asked.append(ray.get_actor(name, NAMESPACE).kept.remote())
         except ValueError:

@@ -26,7 +26,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     node_id: str  # Ray's
     address: str
     hostname: str
-    keeper: str = ""  # the actor that reads its logs
+    agent: str = ""  # the actor that reads its logs
     actors: tuple[ActorRecord, ...] = ()
     urls: tuple[str, ...] = ()  # of its gateways
     problem: str = ""  # for which it is not used

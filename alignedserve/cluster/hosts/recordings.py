@@ -29,7 +29,7 @@ _ANSWER_S = 5.0
 _NUM_ASKED = 5  # for a node's clock: the answer that took the least time counts
 _FINISH_S = 20.0  # for what is left at the end, of all nodes together: a driver that stops may not take for ever
 
-Ask = Callable[..., Any]  # a method of a keeper by its name, with its arguments; raises RayError or TimeoutError
+Ask = Callable[..., Any]  # a method of a agent by its name, with its arguments; raises RayError or TimeoutError
 
 
 class RecordedNode:
@@ -153,7 +153,7 @@ class Recordings:
         try:
             with lock:
                 copy()
-        except OSError as error:  # TimeoutError is one: a keeper that is busy
+        except OSError as error:  # TimeoutError is one: a agent that is busy
             if node not in self._uncopied:  # said once, and not every second, of a disk that is full
                 logger.warning("what %s records cannot be copied now: %s", node, error)
             self._uncopied.add(node)
@@ -164,10 +164,10 @@ class Recordings:
 
 
 def _recorded_node(folder: Path, member: Member) -> RecordedNode:
-    """Ask a node's keeper for its clock, and begin the node's part of the run. Raises as `RecordedNode`."""
+    """Ask a node's agent for its clock, and begin the node's part of the run. Raises as `RecordedNode`."""
 
     def ask(method: str, *arguments: object) -> Any:
-        return ray.get(getattr(member.keeper.actor, method).remote(*arguments), timeout=_ANSWER_S)
+        return ray.get(getattr(member.agent.actor, method).remote(*arguments), timeout=_ANSWER_S)
 
     node, number = member.ray_node, member.prepared.folder.name.rpartition("-")[2]
     part = RecordedPart(

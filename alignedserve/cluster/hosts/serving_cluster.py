@@ -9,7 +9,7 @@ import psutil
 from typing_extensions import override
 
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
-from alignedserve.cluster.deployments.admin_door import AdminDoor
+from alignedserve.cluster.deployments.admin_api import AdminApi
 from alignedserve.cluster.deployments.orders import (
     AdminRequest,
     Answer,
@@ -150,7 +150,7 @@ class ServingCluster(RunningCluster):
         return True
 
     def _open_channel(self) -> OrderChannel:
-        return AdminDoor(self.folder)
+        return AdminApi(self.folder)
 
     def _take_orders(self) -> None:
         if self._channel is None:

@@ -1,9 +1,9 @@
 """Hands a driver's state to the next one, so that a cluster goes on while its driver is started again.
 
-Every node's keeper has a copy, in its memory alone: the cluster's secret and its certificate authority are in it. A
-driver hands it over when it has changed, and otherwise says about once a second that it lives; a keeper that has been
+Every node's agent has a copy, in its memory alone: the cluster's secret and its certificate authority are in it. A
+driver hands it over when it has changed, and otherwise says about once a second that it lives; a agent that has been
 started anew answers that it lacks the copy, and gets it. The next driver takes the latest copy of those that are left,
-from keepers that the cluster's record names, over Ray's authenticated channel.
+from agents that the cluster's record names, over Ray's authenticated channel.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from alignedserve.cluster.actor_factory import ClusterSecrets
 from alignedserve.cluster.hosts.handover import ClusterState, decode, encode
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
-from alignedserve.cluster.hosts.nodes.keeper import KeptState
+from alignedserve.cluster.hosts.nodes.agent import KeptState
 from alignedserve.cluster.hosts.nodes.report import own_versions
 from alignedserve.cluster.hosts.orphans import SILENT_S, kept_by
 from alignedserve.cluster.hosts.ray_storage import HEAD_RETURNS_S
@@ -60,16 +60,16 @@ def _typed(value: object) -> str:
 
 @dataclass(slots=True)
 class _Given:
-    """Actors that a keeper was given, and its answer to the latest word that the driver lives."""
+    """Actors that a agent was given, and its answer to the latest word that the driver lives."""
 
-    keeper: Any
+    agent: Any
     number: int
     actors: list[Any]
     answer: Any = None  # None: there is none to come
 
 
 class Succession:
-    """Hands the state of a cluster over to its keepers, and says again and again that its driver lives."""
+    """Hands the state of a cluster over to its agents, and says again and again that its driver lives."""
 
     def __init__(self, asked: str, former: ClusterState | None = None) -> None:
         """`former`: left by the driver before this one, which has its cluster; None: this one starts its own."""
@@ -90,9 +90,9 @@ class Succession:
         *,
         has_changed: bool = False,
     ) -> None:
-        """Give a copy to the keepers of all members that have not this state, without waiting for them.
+        """Give a copy to the agents of all members that have not this state, without waiting for them.
 
-        Looked at about once a second. `actors`: by node and name; keepers end those of their node when they have had no
+        Looked at about once a second. `actors`: by node and name; agents end those of their node when they have had no
         driver for long. `has_changed`: at once, so that a driver which dies now leaves no process that the next one
         does not know.
         """
@@ -109,7 +109,7 @@ class Succession:
                 self._tell(member, list(actors.get(member.name, {}).values()))
 
     def _forget_lacking(self, names: set[str]) -> None:
-        """Forget copies of keepers that are gone or lack them, and the answers of the others."""
+        """Forget copies of agents that are gone or lack them, and the answers of the others."""
         self._given = {name: given for name, given in self._given.items() if name in names}
         asked = {given.answer: name for name, given in self._given.items() if given.answer is not None}
         for answer, has_copy in answers_so_far(list(asked)).items():
@@ -118,12 +118,12 @@ class Succession:
                 del self._given[asked[answer]]
 
     def _tell(self, member: Member, actors: list[Any]) -> None:
-        keeper, given = member.keeper.actor, self._given.get(member.name)
-        if given is None or (given.keeper, given.number, given.actors) != (keeper, self._number, actors):
-            keeper.keep.remote(self._number, self._copy, actors, orphans_patience_s())
-            self._given[member.name] = _Given(keeper, self._number, actors)
+        agent, given = member.agent.actor, self._given.get(member.name)
+        if given is None or (given.agent, given.number, given.actors) != (agent, self._number, actors):
+            agent.keep.remote(self._number, self._copy, actors, orphans_patience_s())
+            self._given[member.name] = _Given(agent, self._number, actors)
         elif given.answer is None:  # one that answers late has heard enough
-            given.answer = keeper.hear.remote(self._number)
+            given.answer = agent.hear.remote(self._number)
 
 
 def head_patience_s() -> float:
@@ -143,9 +143,9 @@ def left_by_former(record: ClusterRecord | None) -> ClusterState | None:
     """
     if record is None or record.version != own_versions():
         return None
-    keepers = [node.keeper for node in record.nodes if node.keeper]
+    agents = [node.agent for node in record.nodes if node.agent]
     ends_s = time.monotonic() + _PATIENCE_S
-    while kept := kept_by(keepers):
+    while kept := kept_by(agents):
         if min(one.age_s for one in kept) > SILENT_S:
             latest = max(kept, key=lambda one: one.number)
             return _read(latest)

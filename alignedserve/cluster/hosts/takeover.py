@@ -7,7 +7,7 @@ from dataclasses import replace
 import ray
 
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory
-from alignedserve.cluster.hosts.admission import keeper_name
+from alignedserve.cluster.hosts.admission import agent_name
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.handover import ClusterState
 from alignedserve.cluster.hosts.joining import Joining
@@ -34,7 +34,7 @@ def adopt_cluster(asked: str, actor_classes: ActorClasses, driving: Driving) -> 
     """
     try:
         record = read_record()
-    except ProtocolError as error:  # of another version; its keepers end it
+    except ProtocolError as error:  # of another version; its agents end it
         logger.warning("the former cluster cannot be taken over: %s", error)
         return None
     if record is None:
@@ -56,7 +56,7 @@ def _adopt(state: ClusterState, actor_classes: ActorClasses, driving: Driving) -
     for member in lost:
         logger.warning("%s was lost with the former driver", member.ray_node)
         names = [actor.name for actor in record_of(member).actors if actor.name != DRIVER]
-        end_by_name([*names, keeper_name(member.prepared.folder.name)])
+        end_by_name([*names, agent_name(member.prepared.folder.name)])
         release(member.prepared.folder.name)
         state.joining.keep_share(member)
     members = [_found_again(member) for member in state.members if member not in lost]
@@ -79,13 +79,13 @@ def _settled_nodes() -> list[RayNode]:
 
 
 def _found_again(member: Member) -> Member:
-    """Return a member with its keeper and its placement group, which Ray finds by their names. Raises PeerLost."""
+    """Return a member with its agent and its placement group, which Ray finds by their names. Raises PeerLost."""
     folder_name = member.prepared.folder.name
     try:
-        keeper = ray.get_actor(keeper_name(folder_name), NAMESPACE)
+        agent = ray.get_actor(agent_name(folder_name), NAMESPACE)
     except ValueError as error:
-        raise PeerLost(f"the keeper of {member.ray_node} is gone") from error
-    found = replace(member, keeper=replace(member.keeper, actor=keeper))
+        raise PeerLost(f"the agent of {member.ray_node} is gone") from error
+    found = replace(member, agent=replace(member.agent, actor=agent))
     found.use(find_group(folder_name, member.placed))
     return found
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from alignedserve.cli.commands import one_host
-from alignedserve.cluster.deployments.admin_door import AdminDoor
+from alignedserve.cluster.deployments.admin_api import AdminApi
 from alignedserve.cluster.deployments.client import has_cluster
 from alignedserve.cluster.deployments.orders import DeploymentReport, ProcessReport, ShowStatus, StatusReport
 from alignedserve.core.errors import ResourceError
@@ -35,13 +35,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def door(folder: Path) -> Iterator[AdminDoor]:
-    door = AdminDoor(folder)
+def door(folder: Path) -> Iterator[AdminApi]:
+    door = AdminApi(folder)
     yield door
     door.close()
 
 
-def shown(door: AdminDoor, report: StatusReport, *, json_output: bool) -> bool:
+def shown(door: AdminApi, report: StatusReport, *, json_output: bool) -> bool:
     """Return what `status` returns, while a driver answers with this report."""
 
     def answer() -> None:
@@ -58,7 +58,7 @@ def shown(door: AdminDoor, report: StatusReport, *, json_output: bool) -> bool:
     return is_whole
 
 
-def test_models_load_and_memory(door: AdminDoor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_load_and_memory(door: AdminApi, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(door, REPORT, json_output=False)
     said = capsys.readouterr().out
     assert "chat (/a), serving. Load: 3 queued, 0 in prefill, 5 decoding; 1 elastic workers" in said
@@ -66,7 +66,7 @@ def test_models_load_and_memory(door: AdminDoor, capsys: pytest.CaptureFixture[s
     assert "Memory of the host: 3072 of 4096 MiB taken" in said
 
 
-def test_as_json(door: AdminDoor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_json(door: AdminApi, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(door, REPORT, json_output=True)
     document = json.loads(capsys.readouterr().out)
     assert (document["is_whole"], document["loads"][""]["num_queued"]) == (True, 3)
@@ -76,7 +76,7 @@ def test_as_json(door: AdminDoor, capsys: pytest.CaptureFixture[str]) -> None:
     "changes",
     [{"loads": {}}, {"processes": (ProcessReport("decode-0", "fails", "no [bold]memory", None),)}],
 )
-def test_what_is_not_whole(door: AdminDoor, capsys: pytest.CaptureFixture[str], changes: dict[str, object]) -> None:
+def test_what_is_not_whole(door: AdminApi, capsys: pytest.CaptureFixture[str], changes: dict[str, object]) -> None:
     assert not shown(door, msgspec.structs.replace(REPORT, **changes), json_output=False)
     said = capsys.readouterr().out
     assert ("Load: unknown" in said) is ("loads" in changes)
@@ -85,14 +85,14 @@ def test_what_is_not_whole(door: AdminDoor, capsys: pytest.CaptureFixture[str], 
 
 def test_a_cluster_is_there_while_its_door_is_open(folder: Path) -> None:
     assert not has_cluster()
-    door = AdminDoor(folder)
+    door = AdminApi(folder)
     assert has_cluster()
     door.close()
     assert not has_cluster()
 
 
 def test_the_log_of_a_process_here_is_shown_without_ray(
-    folder: Path, door: AdminDoor, capsys: pytest.CaptureFixture[str]
+    folder: Path, door: AdminApi, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "logs").mkdir()
     (folder / "logs" / "decode-0.log").write_text("first\nlast\n")

@@ -6,7 +6,7 @@ from typing import Any
 
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
 from alignedserve.cluster.deployments.logic import DeploymentsLogic
-from alignedserve.cluster.hosts.admission import Admission, Keeper
+from alignedserve.cluster.hosts.admission import Admission, Agent
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import HostedModel, Member
@@ -28,8 +28,8 @@ POCKET = resolve_model(ModelSectionConfig())
 NODES = [RayNode(f"id-{index}", f"10.0.0.{index}", f"host-{index}", is_head=index == 0) for index in range(3)]
 
 
-class KeeperMemory:
-    """A keeper in this process."""
+class AgentMemory:
+    """A agent in this process."""
 
     def __init__(self) -> None:
         self.copies: list[bytes] = []
@@ -60,7 +60,7 @@ def joined(folder: Path, settings: dict[str, Any]) -> tuple[Joining, list[Member
         book = AddressBook(folder / f"c-{share.node}", node.node_id, node.address, RayDirectory("c"))
         book.folder.mkdir(parents=True)
         prepared = PreparedNode(share, one.capacity, plan.config_of(share, node.address), book)
-        members.append(Member(node, prepared, Keeper(KeeperMemory(), book)))
+        members.append(Member(node, prepared, Agent(AgentMemory(), book)))
     return Joining(plan, {"": HostedModel(plan, {"model": {}}, None)}, "c", 2), members
 
 

@@ -204,6 +204,6 @@ def _parts(
         if share.num_workers or share.is_head:
             member = members[node]
             parts[member.name] = PreparedNode(
-                share, capacity, config, member.keeper.book, options_of=member.prepared.options_of, joins_others=True
+                share, capacity, config, member.agent.book, options_of=member.prepared.options_of, joins_others=True
             )
     return parts

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
 from alignedserve.cluster.deployments.logic import Prepared
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
-from alignedserve.cluster.hosts.admission import Keeper
+from alignedserve.cluster.hosts.admission import Agent
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import HostedModel, Member
 from alignedserve.cluster.hosts.models.preparing import HostedPlan, HostedPreparing, Surroundings, in_background
@@ -127,7 +127,7 @@ class HostedDeployments:
         """Stop its processes without restarting them; its record stays until `forget_deployment`."""
         model = self._joining.models[deployment_id]
         ended: dict[str, Any] = {}
-        left: dict[str, tuple[Keeper, tuple[str, ...]]] = {}
+        left: dict[str, tuple[Agent, tuple[str, ...]]] = {}
         for member in self._members.values():
             part = member.models.get(deployment_id)
             if part is None:
@@ -135,7 +135,7 @@ class HostedDeployments:
             share = part.share
             names = (share.router, share.pool_name, *share.workers)
             ended |= self._cluster.take_out(member.name, names)
-            left[member.name] = member.keeper, names
+            left[member.name] = member.agent, names
         self._preparing.settings.forget(deployment_id)
         return Ending(model.served.name, ended, _Cleaning(left).is_over)
 
@@ -196,24 +196,24 @@ def _described(model: HostedModel, parts: Iterable[PreparedNode]) -> Described:
 
 
 class _Cleaning:
-    """Removes what ended processes leave, once these have been killed: on this host, or through the nodes' keepers."""
+    """Removes what ended processes leave, once these have been killed: on this host, or through the nodes' agents."""
 
-    def __init__(self, left: Mapping[str, tuple[Keeper, Sequence[str]]]) -> None:
+    def __init__(self, left: Mapping[str, tuple[Agent, Sequence[str]]]) -> None:
         """`left`: the names of processes, by node."""
         self._left = dict(left)
-        self._asked: dict[Any, str] = {}  # nodes by the calls of their keepers
+        self._asked: dict[Any, str] = {}  # nodes by the calls of their agents
 
     def is_over(self) -> bool:
-        """Return whether nobody knows of memory that is held any more; keepers that are gone know of none."""
+        """Return whether nobody knows of memory that is held any more; agents that are gone know of none."""
         for call, is_gone in answers_so_far(list(self._asked)).items():
             node = self._asked.pop(call)
             if is_gone is not False:
                 del self._left[node]
         asked = set(self._asked.values())
-        for node, (keeper, names) in tuple(self._left.items()):
-            if keeper.actor is None:
-                if remove_files(keeper.book.folder, names):
+        for node, (agent, names) in tuple(self._left.items()):
+            if agent.actor is None:
+                if remove_files(agent.book.folder, names):
                     del self._left[node]
             elif node not in asked:
-                self._asked[keeper.actor.remove_files.remote(names)] = node
+                self._asked[agent.actor.remove_files.remote(names)] = node
         return not self._left

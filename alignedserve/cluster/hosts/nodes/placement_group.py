@@ -27,7 +27,7 @@ from alignedserve.core.errors import PeerLost
 
 logger = logging.getLogger(__name__)
 
-_CPU = "cpu"  # the keeper of a node needs no PyTorch
+_CPU = "cpu"  # the agent of a node needs no PyTorch
 _NODE_LABEL = "ray.io/node-id"
 _PREFIX = "alignedserve-node-"
 _WAIT_S = 20.0  # for what a former cluster had

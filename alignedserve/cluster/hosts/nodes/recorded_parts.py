@@ -1,4 +1,4 @@
-"""Reads in parts what a node has recorded: its keeper does, for the driver."""
+"""Reads in parts what a node has recorded: its agent does, for the driver."""
 
 import contextlib
 import re

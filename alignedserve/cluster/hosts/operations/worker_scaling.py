@@ -106,7 +106,7 @@ class WorkerScaling:
             member = members[node]
             if member.models[plan.deployment_id].capacity.gpus:
                 continue  # a worker checks the memory of its GPU itself
-            available = answer_of(f"the keeper of {node}", member.keeper.actor.available_bytes.remote(), _ANSWER_S)
+            available = answer_of(f"the agent of {node}", member.agent.actor.available_bytes.remote(), _ANSWER_S)
             if num_bytes > available:
                 count = sum(name == node for _, name in change.added)
                 raise NotEnoughMemory(

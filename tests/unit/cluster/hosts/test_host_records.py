@@ -27,7 +27,7 @@ from alignedserve.cluster.deployments.orders import (
 )
 from alignedserve.cluster.hosts import cluster as running
 from alignedserve.cluster.hosts import joining
-from alignedserve.cluster.hosts.admission import Keeper
+from alignedserve.cluster.hosts.admission import Agent
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors
@@ -138,7 +138,7 @@ def test_more_workers_have_new_names_and_fewer_are_those_with_the_least_work(
     routers = {"router": router}
     free = SimpleNamespace(available_bytes=SimpleNamespace(remote=lambda: 1 << 40))
     for member in cluster._members.values():
-        member.keeper = Keeper(free, member.keeper.book)
+        member.agent = Agent(free, member.agent.book)
     actors = WorkerActors(lambda node, name: created.append(name), lambda node, name: ended.append(name))
     monkeypatch.setattr(cluster._workers, "_workers", actors)
     monkeypatch.setattr("alignedserve.cluster.ray_polls.ray.get", lambda reference, timeout: reference)

@@ -209,7 +209,7 @@ def test_a_process_too_busy_to_accept_keeps_its_socket(tmp_path: Path) -> None:
         assert path.exists()
 
 
-def test_a_restarted_keeper_finds_its_folder_with_the_sockets_of_others(run_folder: Path) -> None:
+def test_a_restarted_agent_finds_its_folder_with_the_sockets_of_others(run_folder: Path) -> None:
     (run_folder / "c-0").mkdir(mode=0o700)
     (run_folder / "ended").mkdir(mode=0o700)
     sockets = [run_folder / name / "router.sock" for name in ("c-0", "ended")]

@@ -26,8 +26,8 @@ from tests.support.waiting import holds
 PART = RecordedPart(node="node-1", hostname="host1", address="10.0.0.2", clock_ahead_s=2.5, is_whole=False)
 
 
-class Keeper:
-    """Calls what the keeper of a node would, on a folder of this process; some calls find it busy."""
+class Agent:
+    """Calls what the agent of a node would, on a folder of this process; some calls find it busy."""
 
     def __init__(self, private: Path, rng: random.Random | None = None) -> None:
         self.folder = parts_folder(private)
@@ -59,9 +59,9 @@ def is_whole(folder: Path) -> bool:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_over_random_histories_every_byte_is_copied_once(tmp_path: Path, seed: int) -> None:
-    """Processes write, keepers are busy, and drivers are replaced meanwhile."""
+    """Processes write, agents are busy, and drivers are replaced meanwhile."""
     rng = random.Random(seed)
-    keeper = Keeper(tmp_path / "private", rng)
+    agent = Agent(tmp_path / "private", rng)
     written: dict[str, bytes] = {}
 
     def tried(do: Any) -> None:
@@ -73,21 +73,21 @@ def test_over_random_histories_every_byte_is_copied_once(tmp_path: Path, seed: i
                 continue
 
     copied = tmp_path / "run"
-    node = RecordedNode(keeper, copied, PART)
+    node = RecordedNode(agent, copied, PART)
     for _ in range(60):
         name = f"{rng.choice(('decode-1', 'router', 'pool-0'))}.{rng.randrange(2)}.recording"
         content = rng.randbytes(rng.randrange(2 * MAX_PART_BYTES))
-        keeper.write(name, content)
+        agent.write(name, content)
         written[name] = written.get(name, b"") + content
         if rng.random() < 0.3:
-            node = RecordedNode(keeper, copied, PART)
+            node = RecordedNode(agent, copied, PART)
         if rng.random() < 0.3:
             tried(lambda: node.copy(time.monotonic() + rng.choice((0.0, 60.0))))  # noqa: B023
     assert not is_whole(copied)
     tried(lambda: node.finish(time.monotonic() + 60.0))
     assert {path.name: path.read_bytes() for path in copied.glob("*.recording")} == written
     assert is_whole(copied)
-    assert not keeper.folder.exists()
+    assert not agent.folder.exists()
     assert {path.stat().st_mode & 0o777 for path in copied.iterdir()} == {0o600}
 
 
@@ -128,15 +128,15 @@ def test_of_several_answers_the_quickest_says_how_far_a_clock_is_ahead(monkeypat
     assert clock_ahead_s(ask) == pytest.approx(1000.0, abs=0.001)
 
 
-def member(keeper: Keeper, number: int, name: str) -> Any:
+def member(agent: Agent, number: int, name: str) -> Any:
     methods = ("recordings", "read_recording", "remove_recordings", "clock_s")
     actor = SimpleNamespace(
-        **{one: SimpleNamespace(remote=lambda *given, one=one: keeper(one, *given)) for one in methods}
+        **{one: SimpleNamespace(remote=lambda *given, one=one: agent(one, *given)) for one in methods}
     )
     share = SimpleNamespace(is_head=number == 0)
-    prepared = SimpleNamespace(share=share, folder=keeper.folder.parent)
+    prepared = SimpleNamespace(share=share, folder=agent.folder.parent)
     node = RayNode(f"id-{number}", f"10.0.0.{number}", f"host-{number}", is_head=number == 0)
-    return SimpleNamespace(name=name, ray_node=node, prepared=prepared, keeper=SimpleNamespace(actor=actor))
+    return SimpleNamespace(name=name, ray_node=node, prepared=prepared, agent=SimpleNamespace(actor=actor))
 
 
 async def test_nodes_that_do_not_answer_at_first_are_followed_once_they_do(
@@ -155,9 +155,9 @@ async def test_nodes_that_do_not_answer_at_first_are_followed_once_they_do(
     run.mkdir()
     recordings = Recordings(str(run))
     for number in (1, 2):
-        keeper = Keeper(tmp_path / f"c-{number}")
-        recordings.follow(member(keeper, number, f"node-{number}"))
-        keeper.write("pool-0.0.recording", b"begin")
+        agent = Agent(tmp_path / f"c-{number}")
+        recordings.follow(member(agent, number, f"node-{number}"))
+        agent.write("pool-0.0.recording", b"begin")
     recordings.forget("node-2")
     assert list(run.iterdir()) == []
     are_silent = False
@@ -171,24 +171,24 @@ async def test_nodes_are_followed_but_the_head_and_what_is_lost_stays_in_part(
 ) -> None:
     monkeypatch.setattr("alignedserve.cluster.hosts.recordings._PERIOD_S", 0.01)
     monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
-    keepers = [Keeper(tmp_path / name) for name in ("c-0", "c-1", "c-7")]
+    agents = [Agent(tmp_path / name) for name in ("c-0", "c-1", "c-7")]
     run = tmp_path / "run"
     run.mkdir()
     recordings = Recordings(str(run))
     for number, name in enumerate(("node-0", "node-1", "node-2")):
-        recordings.follow(member(keepers[number], number, name))
-        keepers[number].write(f"decode-{number}.0.recording", b"begin")
+        recordings.follow(member(agents[number], number, name))
+        agents[number].write(f"decode-{number}.0.recording", b"begin")
     await holds(lambda: len(list(run.glob("*/*.recording"))) == 2)
     await holds(lambda: all(path.read_bytes() for path in run.glob("*/*.recording")))
     recordings.forget("node-2")
-    for keeper in keepers:
-        keeper.write("pool-0.0.recording", b"end")
+    for agent in agents:
+        agent.write("pool-0.0.recording", b"end")
     recordings.close(is_end=True)
     recordings.close(is_end=True)
     assert sorted(path.name for path in run.iterdir()) == ["node-1.1", "node-2.7"]
     assert (is_whole(run / "node-1.1"), is_whole(run / "node-2.7")) == (True, False)
     assert (run / "node-1.1" / "pool-0.0.recording").read_bytes() == b"end"
-    assert keepers[2].folder.exists()
+    assert agents[2].folder.exists()
 
 
 class FullDisk(RecordedNode):
@@ -204,7 +204,7 @@ class FullDisk(RecordedNode):
 
 
 def test_a_disk_that_stays_full_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    node, recordings = FullDisk(Keeper(tmp_path / "private"), tmp_path / "run", PART), Recordings(None)
+    node, recordings = FullDisk(Agent(tmp_path / "private"), tmp_path / "run", PART), Recordings(None)
 
     def said(is_full: bool) -> int:
         node.is_full = is_full
@@ -219,7 +219,7 @@ def test_all_nodes_share_the_time_that_the_end_may_take(tmp_path: Path, monkeypa
     ends: list[float] = []
     recordings = Recordings(None)
     for name in ("node-1", "node-2"):
-        node = RecordedNode(Keeper(tmp_path / f"{name}-private"), tmp_path / name, PART)
+        node = RecordedNode(Agent(tmp_path / f"{name}-private"), tmp_path / name, PART)
         monkeypatch.setattr(node, "finish", ends.append)
         recordings._nodes[name] = node
     recordings.close(is_end=True)
@@ -236,7 +236,7 @@ def test_a_start_that_failed_leaves_an_empty_folder_to_the_next_one_and_no_file_
     for _ in range(2):
         write_run_file(RunMetadata(config=config, layout=served.block_layout(16)))
         (run / "router.0.recording").touch()
-        RecordedNode(Keeper(tmp_path / secrets.token_hex(4)), run / "node-1.1", PART)
+        RecordedNode(Agent(tmp_path / secrets.token_hex(4)), run / "node-1.1", PART)
         (run / "node-1.1" / "decode-1.0.recording").touch()
         remove_unserved(run)
         assert list(run.iterdir()) == []

@@ -14,10 +14,10 @@ from alignedserve.cluster.actor_factory import ClusterSecrets
 from alignedserve.cluster.deployments.logic import DeploymentsLogic, LeftDeployment, Phase
 from alignedserve.cluster.draining.drains import Draining
 from alignedserve.cluster.hosts import succession
-from alignedserve.cluster.hosts.admission import Keeper
+from alignedserve.cluster.hosts.admission import Agent
 from alignedserve.cluster.hosts.handover import ClusterState, decode, encode
 from alignedserve.cluster.hosts.members import DrainedNode, HostedModel
-from alignedserve.cluster.hosts.nodes.keeper import KeptState
+from alignedserve.cluster.hosts.nodes.agent import KeptState
 from alignedserve.cluster.hosts.nodes.placement_group import WorkerShare
 from alignedserve.cluster.hosts.nodes.report import own_versions
 from alignedserve.cluster.hosts.record import ClusterRecord
@@ -30,7 +30,7 @@ from alignedserve.core.errors import ProtocolError
 from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.tiny_encoders import make_tiny_encoder
-from tests.unit.cluster.driven_cluster import NODES, KeeperMemory, joined
+from tests.unit.cluster.driven_cluster import NODES, AgentMemory, joined
 
 PRODUCT = ("alignedserve", "router", "kvpool", "prefill_worker", "decode_worker", "kernels")
 
@@ -40,7 +40,7 @@ class Driver:
 
     def __init__(self, folder: Path) -> None:
         self.joining, self.members = joined(folder, {"topology": "disaggregated"})
-        self.keepers: list[KeeperMemory] = [member.keeper.actor for member in self.members]
+        self.agents: list[AgentMemory] = [member.agent.actor for member in self.members]
         self.secrets = ClusterSecrets()
         self.actors: dict[str, dict[str, Any]] = {}
         self._succession = Succession("asked")
@@ -62,7 +62,7 @@ def driver(tmp_path: Path) -> Driver:
 
 @pytest.fixture
 def eager(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """A driver that looks whenever it is asked to, and whose keepers answer at once."""
+    """A driver that looks whenever it is asked to, and whose agents answer at once."""
     monkeypatch.setattr(succession, "_PERIOD_S", 0.0)
     monkeypatch.setattr(succession, "answers_so_far", lambda calls: {call: call[1] for call in calls})
     return driver
@@ -86,8 +86,8 @@ def test_the_next_driver_gets_what_the_last_one_knew(driver: Driver) -> None:
         tuple(replace(part, options_of=known.options_of) for part in member.parts)
         for member, known in ((head, found.members[0].prepared), (other, found.members[1].prepared))
     ]
-    assert [(one.ray_node, one.keeper, one.placed) for one in found.members] == [
-        (one.ray_node, Keeper(None, one.keeper.book), one.placed) for one in driver.members
+    assert [(one.ray_node, one.agent, one.placed) for one in found.members] == [
+        (one.ray_node, Agent(None, one.agent.book), one.placed) for one in driver.members
     ]
     then = found.joining
     assert then.plan.placement.join(NodeCapacity("node-2", "10.0.0.2", 4)) == joining.plan.placement.join(
@@ -118,48 +118,48 @@ def test_a_model_of_either_kind_is_handed_over(driver: Driver, tmp_path: Path) -
 def test_a_driver_looks_once_a_second_at_most(driver: Driver) -> None:
     driver.hand_over()
     driver.hand_over()
-    assert [(len(keeper.copies), keeper.num_heard) for keeper in driver.keepers] == [(1, 0), (1, 0)]
-    assert driver.keepers[0].copies == driver.keepers[1].copies
+    assert [(len(agent.copies), agent.num_heard) for agent in driver.agents] == [(1, 0), (1, 0)]
+    assert driver.agents[0].copies == driver.agents[1].copies
 
 
 def test_what_has_changed_is_handed_over_at_once(driver: Driver) -> None:
     driver.hand_over()
     driver.joining.num_nodes = 9
     driver.hand_over(has_changed=True)
-    assert [len(keeper.copies) for keeper in driver.keepers] == [2, 2]
+    assert [len(agent.copies) for agent in driver.agents] == [2, 2]
 
 
 def test_what_has_not_changed_is_handed_over_once(eager: Driver) -> None:
     for second in range(4):
         eager.joining.drains.finished(float(second), {})
         eager.hand_over()
-    assert [(len(keeper.copies), keeper.num_heard) for keeper in eager.keepers] == [(1, 3), (1, 3)]
+    assert [(len(agent.copies), agent.num_heard) for agent in eager.agents] == [(1, 3), (1, 3)]
 
 
-def test_a_keeper_that_lacks_the_state_gets_it_again(eager: Driver) -> None:
+def test_a_agent_that_lacks_the_state_gets_it_again(eager: Driver) -> None:
     eager.hand_over()
-    eager.keepers[1].number = 0
+    eager.agents[1].number = 0
     eager.hand_over()
     eager.hand_over()
-    assert [len(keeper.copies) for keeper in eager.keepers] == [1, 2]
+    assert [len(agent.copies) for agent in eager.agents] == [1, 2]
 
 
-def test_a_node_with_other_actors_or_another_keeper_gets_the_state(eager: Driver) -> None:
+def test_a_node_with_other_actors_or_another_agent_gets_the_state(eager: Driver) -> None:
     eager.hand_over()
     eager.actors["node-0"] = {"decode-0": object()}
     eager.hand_over()
-    assert [len(keeper.copies) for keeper in eager.keepers] == [2, 1]
-    new = KeeperMemory()
-    eager.members[1].keeper = Keeper(new, eager.members[1].keeper.book)
+    assert [len(agent.copies) for agent in eager.agents] == [2, 1]
+    new = AgentMemory()
+    eager.members[1].agent = Agent(new, eager.members[1].agent.book)
     eager.hand_over()
-    assert [len(keeper.copies) for keeper in (*eager.keepers, new)] == [2, 1, 1]
+    assert [len(agent.copies) for agent in (*eager.agents, new)] == [2, 1, 1]
 
 
-def test_a_keeper_that_does_not_answer_is_not_asked_again(eager: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_agent_that_does_not_answer_is_not_asked_again(eager: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(succession, "answers_so_far", lambda calls: {})
     for _ in range(5):
         eager.hand_over()
-    assert [keeper.num_heard for keeper in eager.keepers] == [1, 1]
+    assert [agent.num_heard for agent in eager.agents] == [1, 1]
 
 
 def test_every_change_is_handed_over(eager: Driver) -> None:
@@ -185,11 +185,11 @@ def test_every_change_is_handed_over(eager: Driver) -> None:
     for number, change in enumerate(changes, start=1):
         eager.hand_over()
         eager.hand_over()
-        assert len(eager.keepers[0].copies) == number
+        assert len(eager.agents[0].copies) == number
         change()
     eager.hand_over()
-    assert eager.keepers[0].number == len(eager.keepers[0].copies) == len(changes) + 1
-    assert [member.ray_node.node_id for member in decode(eager.keepers[0].copies[-1]).members] == ["id-9"]
+    assert eager.agents[0].number == len(eager.agents[0].copies) == len(changes) + 1
+    assert [member.ray_node.node_id for member in decode(eager.agents[0].copies[-1]).members] == ["id-9"]
 
 
 @pytest.mark.parametrize("place", [(), ("device",), ("members", 0), ("first", "served", "config"), ("sections", 1)])
@@ -204,14 +204,14 @@ def test_a_record_with_an_unknown_field_is_refused(driver: Driver, place: Sequen
 
 @pytest.mark.parametrize("left", [b"calignedserve.core.errors\nNoSuchClass\n.", b"", b"\x80"])
 def test_what_a_driver_of_another_build_left_is_not_taken_over(left: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(succession, "kept_by", lambda keepers: [KeptState(1, left, 60.0)])
+    monkeypatch.setattr(succession, "kept_by", lambda agents: [KeptState(1, left, 60.0)])
     record = ClusterRecord("c", own_versions(), "pocket", "colocated", started=0.0, is_ready=True, nodes=())
     assert left_by_former(record) is None
 
 
 def test_the_latest_record_is_taken_over(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [KeptState(number, encode(replace(driver.state, asked=f"asked {number}")), 60.0) for number in (2, 3)]
-    monkeypatch.setattr(succession, "kept_by", lambda keepers: kept)
+    monkeypatch.setattr(succession, "kept_by", lambda agents: kept)
     record = ClusterRecord("c", own_versions(), "pocket", "colocated", started=0.0, is_ready=True, nodes=())
     left = left_by_former(record)
     assert left is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.cli import machine
-from alignedserve.cluster.deployments import admin_door
+from alignedserve.cluster.deployments import admin_api
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.device import cores
@@ -92,7 +92,7 @@ def test_the_user_of_a_connection_is_read_from_macos_structure(monkeypatch: pyte
     class Connection:
         def getsockopt(self, level: int, option: int, size: int) -> bytes:
             assert (level, option, size) == (0, 1, 76)
-            return admin_door._MACOS_PEER.pack(0, 501, 1, 20, *(0,) * 15)
+            return admin_api._MACOS_PEER.pack(0, 501, 1, 20, *(0,) * 15)
 
     monkeypatch.delattr(socket, "SO_PEERCRED")
-    assert admin_door._user_of(Connection()) == 501  # type: ignore[arg-type]
+    assert admin_api._user_of(Connection()) == 501  # type: ignore[arg-type]

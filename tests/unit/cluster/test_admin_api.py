@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from alignedserve.cluster.deployments.admin_door import MAX_LINE_BYTES, AdminDoor
+from alignedserve.cluster.deployments.admin_api import MAX_LINE_BYTES, AdminApi
 from alignedserve.cluster.deployments.client import ask, find_cluster, show
 from alignedserve.cluster.deployments.orders import (
     AddModel,
@@ -33,15 +33,15 @@ MODELS = Models("http://127.0.0.1:1", (DeploymentReport("", "a", "/a", "serving"
 
 
 @pytest.fixture
-def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AdminDoor]:
+def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AdminApi]:
     monkeypatch.setenv("ALIGNEDSERVE_RUN_DIR", str(tmp_path))
     (tmp_path / "cluster").mkdir()
-    door = AdminDoor(tmp_path / "cluster")
+    door = AdminApi(tmp_path / "cluster")
     yield door
     door.close()
 
 
-def asked(door: AdminDoor, request: AdminRequest, *answers: Answer) -> tuple[list[object], list[str]]:
+def asked(door: AdminApi, request: AdminRequest, *answers: Answer) -> tuple[list[object], list[str]]:
     """Ask on a thread, answer as the driver would; return the last answer or the error, and the remarks."""
     ends: list[object] = []
     remarks: list[str] = []
@@ -64,12 +64,12 @@ def asked(door: AdminDoor, request: AdminRequest, *answers: Answer) -> tuple[lis
     return ends, remarks
 
 
-def test_an_order_is_answered_step_by_step(door: AdminDoor) -> None:
+def test_an_order_is_answered_step_by_step(door: AdminApi) -> None:
     order = AddModel("/b", "b", ("decode.count=2",))
     assert asked(door, order, Remark("preparing"), Done("served")) == ([Done("served")], ["preparing"])
 
 
-def test_one_that_comes_while_the_door_closes_is_disconnected(door: AdminDoor) -> None:
+def test_one_that_comes_while_the_door_closes_is_disconnected(door: AdminApi) -> None:
     """A connection may be accepted before, and its order come after those that wait were told."""
     client, connection = socket.socketpair()
     with client, connection:
@@ -82,7 +82,7 @@ def test_one_that_comes_while_the_door_closes_is_disconnected(door: AdminDoor) -
     assert door.take() == []
 
 
-def test_the_last_answer_comes_after_any_number_of_remarks(door: AdminDoor) -> None:
+def test_the_last_answer_comes_after_any_number_of_remarks(door: AdminApi) -> None:
     answers: list[Answer] = [Remark("step " + "." * 1000)] * 5000
     answers.append(Done("served"))
     ends, remarks = asked(door, RemoveModel("b"), *answers)
@@ -90,22 +90,22 @@ def test_the_last_answer_comes_after_any_number_of_remarks(door: AdminDoor) -> N
     assert remarks
 
 
-def test_a_refusal_is_an_error_with_its_reason(door: AdminDoor) -> None:
+def test_a_refusal_is_an_error_with_its_reason(door: AdminApi) -> None:
     (error,), _ = asked(door, RemoveModel("b"), Refused("no model is served as b"))
     assert isinstance(error, ResourceError)
     assert str(error) == "no model is served as b"
 
 
-def test_a_cluster_that_ends_meanwhile_is_said(door: AdminDoor) -> None:
+def test_a_cluster_that_ends_meanwhile_is_said(door: AdminApi) -> None:
     (error,), _ = asked(door, ReplaceModel("a", "/b"))
     assert isinstance(error, PeerLost)
 
 
-def test_models_are_shown(door: AdminDoor) -> None:
+def test_models_are_shown(door: AdminApi) -> None:
     assert asked(door, ShowModels(), MODELS)[0] == [MODELS]
 
 
-def test_the_cluster_of_this_host_is_found_by_its_door(door: AdminDoor, tmp_path: Path) -> None:
+def test_the_cluster_of_this_host_is_found_by_its_door(door: AdminApi, tmp_path: Path) -> None:
     assert find_cluster(None) == find_cluster("cluster") == door.path
     (tmp_path / "ended").mkdir()
     with socket.socket(socket.AF_UNIX) as left_behind:
@@ -118,7 +118,7 @@ def test_the_cluster_of_this_host_is_found_by_its_door(door: AdminDoor, tmp_path
         show(partial(ask, door.path))
 
 
-def test_the_door_is_for_its_user_alone(door: AdminDoor) -> None:
+def test_the_door_is_for_its_user_alone(door: AdminApi) -> None:
     assert door.path.stat().st_mode & 0o077 == 0
 
 
@@ -135,7 +135,7 @@ def test_the_door_is_for_its_user_alone(door: AdminDoor) -> None:
         b"x" * (MAX_LINE_BYTES + 1),
     ],
 )
-def test_what_is_no_order_is_refused_and_not_echoed(door: AdminDoor, line: bytes) -> None:
+def test_what_is_no_order_is_refused_and_not_echoed(door: AdminApi, line: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(door.path))
         connection.sendall(line)

@@ -22,7 +22,7 @@ from alignedserve.cluster.deployments.orders import AdminRequest, Answer, Refuse
 
 logger = logging.getLogger(__name__)
 
-DOOR_NAME = "admin.sock"  # in the run folder
+SOCKET_NAME = "admin.sock"  # in the run folder
 MAX_LINE_BYTES = 1024 * 1024
 _MAX_CONNECTIONS = 16
 _MAX_ANSWERS = 1024  # that a client may leave unread
@@ -33,12 +33,12 @@ _MACOS_LEVEL, _MACOS_PEER_OPTION = 0, 1  # SOL_LOCAL, LOCAL_PEERCRED
 _MACOS_PEER = struct.Struct("2Ih16I")  # version, user, number of groups, groups
 
 
-class AdminDoor:
+class AdminApi:
     """Takes requests until it is closed."""
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError where the folder holds no sockets."""
-        self.path = folder / DOOR_NAME
+        self.path = folder / SOCKET_NAME
         self.path.unlink(missing_ok=True)
         self._taken: queue.SimpleQueue[tuple[str, AdminRequest]] = queue.SimpleQueue()
         self._answers: dict[str, queue.Queue[Answer | None]] = {}
@@ -47,7 +47,7 @@ class AdminDoor:
         self._server = _Server(str(self.path), self)
         self.path.chmod(0o600)
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_CLOSING_S,), name="admin door", daemon=True
+            target=self._server.serve_forever, args=(_CLOSING_S,), name="admin API", daemon=True
         )
         self._thread.start()
 
@@ -121,7 +121,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, path: str, door: AdminDoor) -> None:
+    def __init__(self, path: str, door: AdminApi) -> None:
         self._door = door
         super().__init__(path, socketserver.BaseRequestHandler)
 
@@ -134,7 +134,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     @override
     def handle_error(self, request: object, client_address: object) -> None:
         """Log instead of writing to stderr."""
-        logger.warning("a connection to the admin door has failed", exc_info=True)
+        logger.warning("a connection to the admin API has failed", exc_info=True)
 
 
 def _put_last(answers: "queue.Queue[Answer | None]", answer: Answer | None) -> None:

@@ -1,4 +1,4 @@
-"""The keeper of one node: its private folder, its logs, and what is left behind when its processes are killed."""
+"""The node agent: its private folder, its logs, and what is left behind when its processes are killed."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ class KeptState(NamedTuple):
     age_s: float
 
 
-class NodeKeeper:
+class NodeAgent:
     """Started by Ray before the other actors of its node."""
 
     def __init__(self, folder_name: str) -> None:
@@ -140,7 +140,7 @@ class NodeKeeper:
         """Do nothing: the sweeper works when this process has ended."""
 
 
-NodeActor: Any = ray.remote(NodeKeeper)
+NodeActor: Any = ray.remote(NodeAgent)
 
 
 def _own_handle() -> Any:
