@@ -7,7 +7,7 @@ from alignedserve.core.ids import LeaseId
 from alignedserve.messages.caches import BlockRun, BlocksTaken, CancelReservation, ReservationRefused, ReserveBlocks
 from alignedserve.messages.events import Received, Send, Ticked
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.pools import PoolLoad
+from alignedserve.messages.pools import PoolLoad, PoolRegistered
 from kvpool.logic import PoolLogic
 from kvpool.policies.fcfs import FcfsBatchFormer
 from tests.harnesses.pool import (
@@ -31,6 +31,10 @@ from tests.support.samples import PREFILL, R1, R2, R3, ROUTER, request
 
 def test_a_worker_is_offered_the_arena() -> None:
     assert PoolHarness().link("decode-1", Role.DECODE_WORKER) == [Send("decode-1", ARENA)]
+
+
+def test_the_router_hears_of_the_pool() -> None:
+    assert PoolHarness().link(ROUTER, Role.ROUTER) == [Send(ROUTER, PoolRegistered(8, "digest"))]
 
 
 def test_counts_that_have_changed_are_reported_at_the_next_tick() -> None:

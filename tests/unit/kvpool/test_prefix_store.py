@@ -116,6 +116,14 @@ def test_other_tokens_of_the_same_name_are_not_kept(pool: Pool) -> None:
     assert pool.reserved(forged) == ReservedPart(6)
 
 
+def test_unwritten_blocks_are_free_again(pool: Pool) -> None:
+    part = pool.reserved(LONG)
+    assert pool.write(part, 2) == [SetBlockGeneration(blocks(0, 1), 2), freed(2, 3, 4, 5)]
+    assert pool.find(LONG).copy == BlockCopy(2, 8, (BlockRun(0, 1, 100), BlockRun(1, 1, 101)))
+    assert pool.write(part) == []  # not twice
+    assert pool.num_free == 6
+
+
 def test_a_worker_lost_amid_writing_leaves_nothing(pool: Pool) -> None:
     pool.reserved(LONG)
     assert pool.lose(ONE) == [freed(0, 1, 2, 3, 4, 5)]

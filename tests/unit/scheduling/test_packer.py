@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.packer import Packer, by_arrival
+from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import EvictionMode, PlannedEviction, ScheduledRequest, WorkerView
 from alignedserve.scheduling.scheduler_state import work_of
 from tests.harnesses.scheduling import assert_sound, view_of
@@ -49,11 +49,6 @@ def test_what_is_refused_changes_nothing(limit: dict[str, int]) -> None:
     assert not packer.fits(1, 20)
     assert not packer.add(1, 20)
     assert (packer.num_free, packer.num_tokens_left, packer.num_places_left, packer.work, packer.plan()) == before
-
-
-def test_a_decode_takes_a_block_only_at_the_edge_of_one() -> None:
-    _, packer = _packer({"within": _DECODE, "edge": _FULL})
-    assert (packer.blocks_needed(0, 1), packer.blocks_needed(1, 1)) == (0, 1)
 
 
 def test_what_is_withdrawn_comes_back_to_every_account() -> None:
@@ -136,38 +131,6 @@ def test_a_swap_counts_what_is_copied_and_takes_host_room() -> None:
     assert_sound(view, packer.plan(), is_finished=False)
 
 
-def test_the_end_of_a_cache_leaves_and_the_blocks_behind_it() -> None:
-    view, packer = _packer({"a": {"prompt_len": 60, "num_generated": 3}}, num_blocks=4, num_free_host=100)
-    packer.evict(0, EvictionMode.SWAP, 20)  # 42 of 62 tokens stay, in 3 of 4 blocks
-    assert (packer.num_free, packer.work.swap_out_tokens) == (1, 20)
-    assert packer.plan().evictions == (PlannedEviction(0, EvictionMode.SWAP, 20),)
-    assert_sound(view, packer.plan(), is_finished=False)
-
-
-def test_without_room_for_its_end_a_cache_is_dropped_as_a_whole() -> None:
-    view, packer = _packer({"a": {"prompt_len": 60, "num_generated": 3}}, num_blocks=4, num_free_host=19)
-    packer.evict(0, EvictionMode.SWAP, 20)
-    assert (packer.num_free, packer.work.swap_out_tokens) == (4, 0)
-    assert packer.plan().evictions == (PlannedEviction(0, EvictionMode.DROP),)
-    assert_sound(view, packer.plan(), is_finished=False)
-
-
-def test_who_is_evicted_loses_the_share_it_had() -> None:
-    _, packer = _packer({"a": _FULL}, num_blocks=4)
-    packer.add(0, 1)
-    packer.evict(0, EvictionMode.DROP)
-    assert (packer.rows, packer.num_free, packer.work.is_empty) == ([], 4, True)
-
-
-def test_what_comes_back_takes_blocks_and_is_copied() -> None:
-    rows = {"a": {**_FULL, "num_swapped": 32}}
-    view, packer = _packer(rows, num_blocks=3, num_free_host=100)
-    assert view.table.num_blocks[0] == 0
-    assert packer.blocks_needed(0, 1) == 3
-    assert packer.add(0, 1)
-    assert (packer.num_free, packer.work.swap_in_tokens, packer.work.decode_context_len) == (0, 32, 33)
-
-
 def test_nothing_comes_back_of_what_is_dropped() -> None:
     """A hidden cache, half of it on the host, becomes one of keys and values: all of it is computed anew."""
     rows = {"a": {"prompt_len": 30, "num_generated": 3, "num_swapped": 16, "is_hidden": True, "num_blocks": 1}}
@@ -178,14 +141,6 @@ def test_nothing_comes_back_of_what_is_dropped() -> None:
     assert packer.work == IterationWork(num_prompt_tokens=33, num_chunks=1, prompt_pairs=561, num_sampled=1)
     assert packer.num_free == 1000 - 3
     assert_sound(view, packer.plan())
-
-
-def test_a_hidden_cache_needs_its_share_of_the_bytes() -> None:
-    _, packer = _packer({"a": {"prompt_len": 100}}, num_blocks=3, hidden_ratio=0.5)
-    assert packer.blocks_needed(0, 100, is_hidden=True) == 4  # 50 slots
-    assert not packer.add(0, 100, is_hidden=True)
-    assert packer.add(0, 96, is_hidden=True)
-    assert packer.num_free == 0
 
 
 @each(("num_blocks", "chunk"), [(4, 60), (3, 0)])
@@ -239,17 +194,6 @@ def test_our_own_mistakes_are_caught() -> None:
         packer.evict(0, EvictionMode.SWAP)
     with pytest.raises(AssertionError, match="swapped out does not compute"):
         packer.add(0, 1)
-
-
-def test_none_is_evicted_where_none_can_be() -> None:
-    _, packer = _packer({"a": _FULL}, can_evict=False)
-    with pytest.raises(AssertionError, match="on a worker that cannot evict"):
-        packer.evict(0, EvictionMode.DROP)
-
-
-def test_the_order_of_arrival_breaks_ties_by_who_came_first_to_the_worker() -> None:
-    view = view_of({"late": {"arrival_s": 2.0}, "first": {"arrival_s": 1.0}, "second": {"arrival_s": 1.0}})
-    assert by_arrival(view, view.table.order.copy()) == [1, 2, 0]
 
 
 def test_rows_that_are_sampled_under_a_grammar_are_counted() -> None:

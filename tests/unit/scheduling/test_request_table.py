@@ -18,25 +18,6 @@ from tests.harnesses.scheduling import request_of, table_of
 from tests.support.marks import each
 
 
-def test_a_new_request_has_its_facts_and_no_cache() -> None:
-    table = RequestTable()
-    fields = {"prompt_len": 7, "max_tokens": 30, "arrival_s": 2.0, "ttft_s": 0.5, "be": True, "priority": -3}
-    row = table.add(request_of("a", fields), 2.25)
-    assert (row, len(table), table.row(RequestId("a"))) == (0, 1, 0)
-    assert (table.prompt_len[0], table.max_tokens[0], table.priority[0], table.is_real_time[0]) == (7, 30, -3, False)
-    assert (table.ttft_s[0], table.tpot_s[0], table.deadline_s[0]) == (0.5, np.inf, np.inf)
-    assert (table.num_cached[0], table.num_swapped[0], table.num_blocks[0], table.is_hidden[0]) == (0, 0, 0, False)
-    assert (table.service_s[0], table.num_preemptions[0], table.last_run_s[0]) == (0.0, 0, -np.inf)
-    assert np.isnan(table.first_token_s[0])
-    assert np.isnan(table.last_token_s[0])
-
-
-def test_a_request_waits_since_its_arrival_not_since_it_came() -> None:
-    table = RequestTable()
-    table.add(request_of("a", {"arrival_s": 2.0}), 2.25)
-    assert table.waits_since_s[0] == 2.0
-
-
 def test_a_request_with_tokens_from_elsewhere_waits_since_it_came() -> None:
     table = RequestTable()
     table.add(request_of("a", {"arrival_s": 2.0, "prompt_len": 10}), 5.0, num_generated=4)
@@ -60,12 +41,6 @@ def test_the_last_row_moves_into_the_place_of_one_that_leaves() -> None:
     assert RequestId("a") not in table
 
 
-def test_the_last_row_leaves_and_no_row_moves() -> None:
-    table = table_of({"a": {"prompt_len": 1}, "b": {"prompt_len": 2}})
-    table.remove(RequestId("b"))
-    assert (len(table), table.prompt_len.tolist()) == (1, [1])
-
-
 def test_a_row_used_again_holds_nothing_of_who_had_it() -> None:
     table = table_of({"a": {"num_generated": 5, "num_swapped": 3, "is_hidden": True, "service_s": 4.0}})
     table.remove(RequestId("a"))
@@ -73,16 +48,6 @@ def test_a_row_used_again_holds_nothing_of_who_had_it() -> None:
     assert (table.num_generated[0], table.num_cached[0], table.num_swapped[0], table.num_blocks[0]) == (0, 0, 0, 0)
     assert (table.is_hidden[0], table.service_s[0], table.order[0]) == (False, 0.0, 1)
     assert np.isnan(table.first_token_s[0])
-
-
-def test_who_came_before_the_table_grew_is_still_there() -> None:
-    table = RequestTable()
-    for number in range(200):
-        table.add(request_of(f"r{number}", {"prompt_len": number + 1}), 0.0)
-        table.num_generated[number] = number
-    assert table.prompt_len.tolist() == list(range(1, 201))
-    assert table.num_generated.tolist() == list(range(200))
-    assert table.row(RequestId("r137")) == 137
 
 
 def test_unknown_and_repeated_requests() -> None:
