@@ -116,13 +116,6 @@ async def test_a_process_of_another_node_is_reached_at_its_published_port(
         assert place.address.startswith(f"{kind}:127.0.0.1:")
 
 
-async def test_processes_of_one_node_keep_to_their_sockets(here: AddressBook, directory: SharedDirectory) -> None:
-    async with pair("router", here, here) as (_, heard, dialler, _):
-        directory.entries["router"] = Publication("node-0", "tcp:127.0.0.1:1").encode()  # a port that refuses
-        dialler.dial("router")
-        await heard.wait_for(("linked", "decode-0"))
-
-
 async def test_a_single_host_has_no_port(tmp_path: Path) -> None:
     book = AddressBook(tmp_path)
     assert book.listening("router") == (f"unix:{tmp_path}/router.sock",)
@@ -247,21 +240,6 @@ async def test_a_peer_that_is_not_wanted_any_more_keeps_its_link_and_is_not_dial
         assert directory.num_asked == num_asked
         linked.events.clear()
         dialler.dial("prefill-0")
-        await linked.wait_for(("linked", "prefill-0"))
-
-
-async def test_a_peer_that_is_wanted_again_before_its_link_is_lost_is_dialled_on(
-    here: AddressBook, there: AddressBook
-) -> None:
-    async with pair("prefill-0", here, there) as (listener, heard, dialler, linked):
-        dialler.dial("prefill-0")
-        await linked.wait_for(("linked", "prefill-0"))
-        dialler.stop_dialling("prefill-0")
-        dialler.dial("prefill-0")
-        await heard.wait_for(("linked", "decode-0"))
-        listener.disconnect("decode-0")
-        await linked.wait_for(("lost", "prefill-0"))
-        linked.events.clear()
         await linked.wait_for(("linked", "prefill-0"))
 
 

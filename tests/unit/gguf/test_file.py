@@ -83,15 +83,9 @@ def test_numbers_lists_and_odd_text(tmp_path: Path) -> None:
 HUGE = 1 << 60
 HOSTILE: dict[str, tuple[tuple[bytes, ...], tuple[bytes, ...], str]] = {
     "text beyond the file": ((text("a") + struct.pack("<IQ", STRING, HUGE),), (), "a string of"),
-    "key beyond the file": ((struct.pack("<Q", 60000),), (), "60000 bytes are needed where"),
     "long key": ((struct.pack("<Q", HUGE),), (), "a string of"),
     "list of numbers beyond the file": (
         (entry("a", ARRAY, struct.pack("<IQ", UINT64, HUGE)),),
-        (),
-        "bytes are needed where",
-    ),
-    "list of texts beyond the file": (
-        (entry("a", ARRAY, struct.pack("<IQ", STRING, 1 << 20)),),
         (),
         "bytes are needed where",
     ),
@@ -100,21 +94,14 @@ HOSTILE: dict[str, tuple[tuple[bytes, ...], tuple[bytes, ...], str]] = {
     "unknown type of value": ((entry("a", 99, b""),), (), "unknown type 99"),
     "two entries of a name": ((entry("a", 0, b"1"), entry("a", 0, b"1")), (), "two entries named 'a'"),
     "odd alignment": ((entry("general.alignment", UINT32, struct.pack("<I", 3)),), (), "small power of two"),
-    "no alignment": ((entry("general.alignment", UINT32, struct.pack("<I", 0)),), (), "small power of two"),
-    "alignment of text": ((entry("general.alignment", STRING, text("32")),), (), "small power of two"),
-    "no dimensions": ((), (tensor("t", ()),), "has 0 dimensions"),
-    "many dimensions": ((), (tensor("t", (1,) * 5),), "has 5 dimensions"),
     "an empty dimension": ((), (tensor("t", (4, 0)),), "has the shape"),
     "an enormous shape": ((), (tensor("t", (HUGE, HUGE, HUGE)),), "lies outside the file"),
-    "rows that blocks do not fill": ((), (tensor("t", (33,), 2),), "not rows of Q4_0"),
     "a type that is not read": ((), (tensor("t", (256,), 10),), "the type Q2_K"),
     "a type that there is not": ((), (tensor("t", (256,), 77),), "the type number 77"),
     "offset beyond the file": ((), (tensor("t", (4,), 0, HUGE),), "lies outside the file"),
-    "odd offset": ((), (tensor("t", (4,), 0, 1),), "lies outside the file"),
     "two tensors of a name": ((), (tensor("t", (4,)), tensor("t", (4,))), "two tensors named 't'"),
     "one part of several": ((entry("split.count", 2, struct.pack("<H", 3)),), (), "is part 1 of 3 of a model, but not"),
     "too many parts": ((entry("split.count", 2, struct.pack("<H", 3000)),), (), "split.count must be a number"),
-    "parts in words": ((entry("split.count", STRING, text("3")),), (), "split.count must be a number"),
 }
 
 
@@ -161,7 +148,7 @@ def test_file_that_shrinks_after_its_header_was_read(whole: Path, tmp_path: Path
         file.raw_rows(file.tensors["output_norm.weight"])
 
 
-@pytest.mark.parametrize("share", np.linspace(0.0, 0.999, 30).tolist())
+@pytest.mark.parametrize("share", np.linspace(0.0, 0.999, 12).tolist())
 def test_truncated_anywhere(whole: Path, share: float, tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     content = whole.read_bytes()

@@ -35,8 +35,8 @@ levels = pytest.mark.parametrize("level", supported_levels() or [pytest.param(""
 backends = pytest.mark.parametrize("backend", [*supported_levels(), TORCH])
 dtypes = pytest.mark.parametrize("dtype", list(TOLERANCES))
 # Sums of integers over 520 elements might overflow: floats take their place.
-head_dims = pytest.mark.parametrize("head_dim", [64, 80, 7, 520, *slow(96, 128, 24, 512)])
-groups = pytest.mark.parametrize("group", [1, 3, 8, *slow(2, 4, 5, 6, 7)])
+SHAPES = [(64, 1), (80, 3), (7, 8), (520, 1)]
+shapes = pytest.mark.parametrize("shape", [*SHAPES, *slow((96, 2), (128, 4), (24, 5), (512, 6), (64, 7))])
 
 
 class Batch(NamedTuple):
@@ -152,23 +152,11 @@ def check_chunks(
 
 @backends
 @dtypes
-@head_dims
-def test_decode_of_any_head_width(head_dim: int, dtype: torch.dtype, backend: str) -> None:
-    check_decode(make_batch((3, head_dim), 16, LENGTHS), 1, dtype, backend)
-
-
-@backends
-@dtypes
-@groups
-def test_decode_with_grouped_heads(group: int, dtype: torch.dtype, backend: str) -> None:
-    check_decode(make_batch((2, 64), 8, LENGTHS), group, dtype, backend)
-
-
-@backends
-@dtypes
-@groups
-def test_chunks_with_grouped_heads(group: int, dtype: torch.dtype, backend: str) -> None:
-    check_chunks(make_batch((2, 64), 8, [5, 129, 300]), [5, 129, 77], group, dtype, backend)
+@shapes
+def test_decodes_and_chunks_of_any_head(shape: tuple[int, int], dtype: torch.dtype, backend: str) -> None:
+    head_dim, group = shape
+    check_decode(make_batch((3, head_dim), 16, LENGTHS), group, dtype, backend)
+    check_chunks(make_batch((2, head_dim), 8, [5, 129, 300]), [5, 129, 77], group, dtype, backend)
 
 
 @levels

@@ -1,4 +1,4 @@
-"""Streams of a device: what they order, what they leave open, and an engine's loop over them in thousands of orders."""
+"""Streams of a device: what they order, what they leave open, and what a device could not do."""
 
 from collections.abc import Callable
 
@@ -21,18 +21,6 @@ class Notes:
 
 def numbers(*values: int) -> Tensor:
     return torch.tensor(values)
-
-
-def test_nothing_happens_until_the_host_waits() -> None:
-    streams, notes = CheckedStreams(0), Notes()
-    compute = streams.stream("compute")
-    compute.run(notes.of("a"))
-    event = compute.record()
-    assert not event.is_done()
-    assert notes.taken == []
-    event.synchronize()
-    assert event.is_done()
-    assert notes.taken == ["a"]
 
 
 def test_a_stream_keeps_its_order_and_an_event_leaves_what_comes_behind_it() -> None:
@@ -115,6 +103,3 @@ def test_an_event_of_other_streams_breaks_an_invariant() -> None:
 def test_a_copy_that_a_device_could_not_do_at_once_breaks_an_invariant(target: Tensor, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         CheckedStreams(0).stream("offload").copy_out(numbers(1, 2), target)
-
-
-# --- an engine's loop

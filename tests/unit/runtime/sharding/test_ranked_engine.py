@@ -66,23 +66,20 @@ def test_two_ranks_compute_what_one_does(family: str, tmp_path: Path) -> None:
         check_equal(one, answers(engine))
 
 
-@pytest.mark.parametrize(
-    ("family", "size"), [("llama_mha", 4), ("llama", 4), ("llama_mqa", 4), ("qwen3_moe", 4), ("gemma3_text", 4)]
-)
-def test_four_ranks_compute_what_one_does(family: str, size: int, tmp_path: Path) -> None:
-    """In four of the five, key heads are fewer than ranks, and held by several of them."""
+@pytest.mark.parametrize("family", ["llama_mha", "qwen3_moe"])
+def test_four_ranks_compute_what_one_does(family: str, tmp_path: Path) -> None:
+    """In the second, key heads are fewer than ranks, and held by several of them."""
     make_tiny_model(tmp_path, family)
     one = answers(TinyEngine(tiny_decoder(tmp_path)))
-    with ranked(tmp_path, size) as engine:
+    with ranked(tmp_path, 4) as engine:
         check_equal(one, answers(engine))
 
 
-@pytest.mark.parametrize("cache_dtype", ["int8"])
-def test_a_cache_of_8_bits_is_the_same(cache_dtype: str, tmp_path: Path) -> None:
+def test_a_cache_of_8_bits_is_the_same(tmp_path: Path) -> None:
     """Its scales are of a token and a head, which one rank has."""
     make_tiny_model(tmp_path, "llama_mha")
-    one = answers(TinyEngine(tiny_decoder(tmp_path), cache_dtype=cache_dtype))
-    with ranked(tmp_path, 2, cache_dtype=cache_dtype) as engine:
+    one = answers(TinyEngine(tiny_decoder(tmp_path), cache_dtype="int8"))
+    with ranked(tmp_path, 2, cache_dtype="int8") as engine:
         check_equal(one, answers(engine))
 
 
@@ -105,7 +102,7 @@ def test_blocks_that_no_rank_has_whole_are_unpacked(name: str, tmp_path: Path) -
         assert first_logprobs(engine)[0] == pytest.approx(one, abs=ROUNDED_TOLERANCE)
 
 
-@pytest.mark.parametrize("types", [("Q4_0",), ("Q8_0",), ("Q4_K", "Q6_K"), ("F16",)])
+@pytest.mark.parametrize("types", [("Q8_0",), ("Q4_K", "Q6_K")])
 def test_gguf_files_are_divided(types: tuple[str, ...], tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf", types=types)
     one = first_logprobs(TinyEngine(tiny_decoder(path)))[0]
