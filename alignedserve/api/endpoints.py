@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import orjson
+
 from alignedserve.api.anthropic import message_request
 from alignedserve.api.anthropic.message_format import MessageFormatter
 from alignedserve.api.anthropic.parsing import BodyParser
@@ -24,19 +26,27 @@ from alignedserve.api.embeddings.response_format import (
     RerankFormatter,
     ScoreFormatter,
     ScoreReader,
+    computed_scores,
+    cosines,
 )
 from alignedserve.api.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
-from alignedserve.api.embeddings.vectors import computed_scores, cosines
-from alignedserve.api.models.chat_model import PromptServices
+from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.openai.conversation import checked_conversation
 from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
-from alignedserve.api.openai.parsing import parse, parse_chat, parse_completion
-from alignedserve.api.openai.prompt_encoding import Prompts, chat_prompts, completion_prompts
+from alignedserve.api.openai.parsing import parse, parse_chat, parse_completion, plain_messages
+from alignedserve.api.openai.prompt_encoding import (
+    Prompts,
+    chat_prompts,
+    completion_prompts,
+    decode_text,
+    encode_chat,
+    encode_text,
+)
 from alignedserve.api.openai.request_builder import build_chat_request, build_completion_request
 from alignedserve.api.openai.response_format import ChatFormatter, CompletionFormatter, MakeBodyFormatter
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, DetokenizeRequest
-from alignedserve.api.openai.token_answers import parse_tokenize, text_answer, tokens_answer
+from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
 from alignedserve.api.responses.context import resolve_references
 from alignedserve.api.responses.formatter import ResponsesFormatter
 from alignedserve.api.responses.items import Item, parse_items
@@ -48,6 +58,7 @@ from alignedserve.api.responses.request_builder import (
     response_prompts,
 )
 from alignedserve.api.responses.schemas import CreateResponseRequest, PromptFields
+from alignedserve.core.errors import InvalidRequest
 
 Body = dict[str, Any]
 AskedT = TypeVar("AskedT")
@@ -229,13 +240,37 @@ INPUT_TOKENS = TokenEndpoint(
 
 # --- tokens
 
+
+def _parse_tokenize(body: dict[str, Any], ignored: IgnoredFields | None = None) -> TokenizeRequest:
+    """Check the body of /tokenize; `ignored` as `parse` takes it. Raises InvalidRequest naming the field."""
+    asked = parse(TokenizeRequest, plain_messages(body), ignored)
+    return asked if asked.prompt is not None else checked_conversation(asked)
+
+
+async def _tokens_answer(asked: TokenizeRequest, services: PromptServices) -> bytes:
+    """Return the token ids of a text or a conversation, as generation would use them. Raises InvalidRequest."""
+    if (asked.prompt is None) == (not asked.messages):
+        raise InvalidRequest("Give either prompt or messages.", param="prompt")
+    if asked.prompt is None:
+        token_ids = await encode_chat(asked, services)
+    else:
+        token_ids = await encode_text(asked.prompt, services, add_special_tokens=asked.add_special_tokens)
+    answer = {"count": len(token_ids), "max_model_len": services.model.max_context_len, "tokens": token_ids}
+    return orjson.dumps(answer)
+
+
+async def _text_answer(asked: DetokenizeRequest, services: PromptServices) -> bytes:
+    """Return the text of token ids, special tokens included. Raises InvalidRequest."""
+    return orjson.dumps({"prompt": await decode_text(asked.tokens, services)})
+
+
 TOKENIZE = TokenEndpoint(
-    path="/tokenize", parse=parse_tokenize, answer=lambda asked, services, _: tokens_answer(asked, services)
+    path="/tokenize", parse=_parse_tokenize, answer=lambda asked, services, _: _tokens_answer(asked, services)
 )
 DETOKENIZE = TokenEndpoint(
     path="/detokenize",
     parse=partial(parse, DetokenizeRequest),
-    answer=lambda asked, services, _: text_answer(asked, services),
+    answer=lambda asked, services, _: _text_answer(asked, services),
 )
 
 ENDPOINTS: dict[str, Endpoint[Any]] = {

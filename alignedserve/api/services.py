@@ -6,14 +6,13 @@ from alignedserve.api.backend.interface import CompletionBackend
 from alignedserve.api.backend.readiness_probe import ReadinessProbe
 from alignedserve.api.metrics.gateway_metrics import GatewayMetrics
 from alignedserve.api.models.adapter_directory import AdapterDirectory
-from alignedserve.api.models.grammar_checker import GrammarChecker
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_registry import ModelRegistry, RegisteredModel
-from alignedserve.api.models.model_services import ModelServices, RequestLimiter
+from alignedserve.api.models.model_services import GrammarChecker, ModelServices, RequestLimiter
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.api.timelines.exporter import TraceExporter
 from alignedserve.api.timelines.questions import TimelineQuestions
-from alignedserve.api.timelines.timelines import Timelines
+from alignedserve.api.timelines.timeline import Timelines
 from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.text.tokenizer import Tokenizer

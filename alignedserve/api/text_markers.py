@@ -1,4 +1,4 @@
-"""Finds markers in text that comes in pieces, and holds back whatever may be the beginning of one."""
+"""Finds markers and stop strings in text that comes in pieces, and holds back whatever may be the beginning of one."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -14,9 +14,11 @@ from alignedserve.api.schema import Schema
 from alignedserve.batches.records import BatchStatus, Endpoint, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.files.files_api import FilesApi
-from alignedserve.gateway.files.submission import input_line, submit_lines
+from alignedserve.gateway.files.files_api import FilesApi, input_line, submit_lines
 from alignedserve.gateway.services import Services
+
+# Codes of lines that did not run, and this API's names of them.
+_UNRUN = {"batch_expired": "expired", "batch_cancelled": "canceled"}
 
 
 class BatchedMessage(Schema):
@@ -84,10 +86,6 @@ async def _lines_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             yield line
     if rest:
         yield rest
-
-
-# Codes of lines that did not run, and this API's names of them.
-_UNRUN = {"batch_expired": "expired", "batch_cancelled": "canceled"}
 
 
 def batch_view(snapshot: BatchSnapshot, results_url: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The outermost layer: gives every request an id, authenticates it, and alone turns errors into answers."""
+"""The outermost layers: HEAD as GET; and a request's id, its key, and errors turned into answers, here alone."""
 
 import logging
 import secrets

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from typing_extensions import override
 
@@ -55,9 +54,8 @@ def build_services(
     keys, intake = ApiKeys(api_keys), Intake()
     readiness = Readiness(api.models, intake)
     api.metrics.show_readiness(lambda: readiness.missing() is None)
-    shared: dict[str, Any] = {name: getattr(api, name) for name in ApiServices.__dataclass_fields__}
     return Services(
-        **shared,
+        **vars(api),
         api_keys=keys,
         quotas=quotas or RequestQuotas(config.requests_per_minute, keys.num_owners),
         work_process=WorkProcess(_READING),

@@ -15,7 +15,7 @@ from alignedserve.api.openai.choice_decoder import ChoiceDecoder
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.parsing import check_shape
 from alignedserve.api.openai.request_builder import PreparedChat, prepare_chat
-from alignedserve.api.openai.tool_calls import whole_tool_calls
+from alignedserve.api.tools.deltas import whole_tool_calls
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import Request
 from alignedserve.offline.request_output import RequestOutput
@@ -75,7 +75,7 @@ class ConversationReader:
         decoder = ChoiceDecoder(model.tokenizer, request, eos_token_ids=eos_token_ids, output_format=output_format)
         delta = decoder.decode(GeneratedTokens(tuple(output.token_ids), finish_reason=output.finish_reason))
         output.text, output.reasoning = delta.text, delta.reasoning
-        output.tool_calls, output.finish_reason = whole_tool_calls([delta]), delta.finish_reason
+        output.tool_calls, output.finish_reason = whole_tool_calls(delta.tool_calls), delta.finish_reason
 
     async def _prepare_all(self, bodies: Sequence[dict[str, Any]]) -> list[PreparedChat]:
         now = datetime.now().astimezone()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Unpack
 
-from alignedserve.api.embeddings.vectors import Vectors
+from alignedserve.api.embeddings.response_format import Vectors
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.config.sections import (
     DecodeWorkerConfig,

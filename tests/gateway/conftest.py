@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from typing_extensions import override
 
-from alignedserve.api.models import grammar_checker
+from alignedserve.api.models import model_services
 from alignedserve.batches import driver, run
 from alignedserve.runtime.grammar.trials import GrammarTrials
 from alignedserve.runtime.grammar.vocabulary import TokenTable
@@ -41,4 +41,4 @@ def _lasting_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     def trials(load: Callable[[], TokenTable]) -> GrammarTrials:
         return _trials_of(msgspec.msgpack.encode(load()))
 
-    monkeypatch.setattr(grammar_checker, "GrammarTrials", trials)
+    monkeypatch.setattr(model_services, "GrammarTrials", trials)

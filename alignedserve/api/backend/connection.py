@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from alignedserve.api.timelines.questions import TimelineQuestions
-from alignedserve.api.timelines.timelines import Timelines
+from alignedserve.api.timelines.timeline import Timelines
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.gateways import PromptScored, TokensEmitted
 from alignedserve.messages.handshake import Role

@@ -12,7 +12,7 @@ from alignedserve.api.embeddings.text_prompts import (
     first_prompt,
     prompt_named,
 )
-from alignedserve.api.models.chat_model import PromptServices
+from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.generation_request import Arrival, CallTerms, GenerationRequest
 from alignedserve.api.openai.prompt_encoding import Prompt, Prompts

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
-from alignedserve.api.models.chat_model import PromptServices
+from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.openai.prompt_encoding import Prompt, encode_prompts
 from alignedserve.api.openai.schemas.requests import PromptForms
 from alignedserve.core.errors import ContextTooLong, InvalidRequest

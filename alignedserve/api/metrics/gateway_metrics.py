@@ -3,17 +3,125 @@
 Never a request id in a label.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from alignedserve.api.backend.interface import CompletionBackend
 from alignedserve.api.metrics.deployment_metrics import DeploymentCollector
-from alignedserve.api.metrics.model_metrics import ModelMetricFamilies, ModelMetrics
 from alignedserve.api.timelines.exporter import TraceExporter
+from alignedserve.core.request import Request, RequestClass
+
+_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_TOKEN_BUCKETS = tuple(digit * 10**exponent for exponent in range(6) for digit in (1, 2, 5))
+_CHOICE_BUCKETS = (1, 2, 5, 10, 20)
+_TIERS = {RequestClass.REAL_TIME: "real_time", RequestClass.BEST_EFFORT: "best_effort"}
+
+
+class ModelMetricFamilies:
+    """The metrics of requests, labelled with the model's name; made once for all models of a gateway."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, help_text, ["model_name"], registry=registry, buckets=buckets)
+
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(name, help_text, ["model_name", *labels], registry=registry)
+
+        self.ttft_s = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS)
+        self.tbt_s = histogram("vllm:inter_token_latency_seconds", "Gap between tokens.", _GAP_BUCKETS)
+        self.tpot_s = histogram("vllm:request_time_per_output_token_seconds", "Mean gap per request.", _GAP_BUCKETS)
+        self.e2e_s = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E_BUCKETS)
+        self.decode_s = histogram("vllm:request_decode_time_seconds", "First token to last token.", _E2E_BUCKETS)
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that began to answer.")
+        self.cached_tokens = counter("vllm:prompt_tokens_cached", "Of them, those from the prefix cache.")
+        self.tokens_by_source = counter("vllm:prompt_tokens_by_source", "The same by where they came from.", "source")
+        self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens taken from the prefix cache.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Generated tokens.")
+        self.finished = counter("vllm:request_success", "Requests ended.", "finished_reason")
+        self.num_prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens per request.", _TOKEN_BUCKETS)
+        self.num_computed = histogram(
+            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens per request not from the cache.", _TOKEN_BUCKETS
+        )
+        self.num_generated = histogram(
+            "vllm:request_generation_tokens", "Generated tokens per request.", _TOKEN_BUCKETS
+        )
+        self.most_generated = histogram(
+            "vllm:request_max_num_generation_tokens", "Generated tokens of a request's longest choice.", _TOKEN_BUCKETS
+        )
+        self.num_choices = histogram("vllm:request_params_n", "Choices per request.", _CHOICE_BUCKETS)
+        self.max_tokens = histogram("vllm:request_params_max_tokens", "Tokens that requests may have.", _TOKEN_BUCKETS)
+        self.objectives = counter(
+            "alignedserve_objectives",
+            "Objectives that requests named, by whether they were held.",
+            *("tier", "objective", "outcome"),
+        )
+
+
+class ModelMetrics:
+    """The metrics of the requests to one model."""
+
+    def __init__(self, model_name: str, families: ModelMetricFamilies) -> None:
+        self.ttft_s = families.ttft_s.labels(model_name)
+        self.tbt_s = families.tbt_s.labels(model_name)
+        self.tpot_s = families.tpot_s.labels(model_name)
+        self.e2e_s = families.e2e_s.labels(model_name)
+        self.decode_s = families.decode_s.labels(model_name)
+        self.generation_tokens = families.generation_tokens.labels(model_name)
+        self.num_generated = families.num_generated.labels(model_name)
+        self._prompt_tokens = families.prompt_tokens.labels(model_name)
+        self._cached_tokens = families.cached_tokens.labels(model_name)
+        self._prefix_queries = families.prefix_queries.labels(model_name)
+        self._prefix_hits = families.prefix_hits.labels(model_name)
+        self._families = families
+        self._model_name = model_name
+        self._objectives: dict[tuple[str, str, str], int] = {}  # by tier, objective and outcome
+
+    def count_finished(self, reason: str) -> None:
+        """Count a request that ended: stop, length, abort or error."""
+        self._families.finished.labels(self._model_name, reason).inc()
+
+    def count_prompt(self, request: Request, num_cached_tokens: int) -> None:
+        """Count the prompt of a request that has its first token."""
+        name, families = self._model_name, self._families
+        self._prompt_tokens.inc(request.prompt_len)
+        self._cached_tokens.inc(num_cached_tokens)
+        num_computed = request.prompt_len - num_cached_tokens
+        families.tokens_by_source.labels(name, "local_compute").inc(num_computed)
+        families.tokens_by_source.labels(name, "local_cache_hit").inc(num_cached_tokens)
+        families.num_prompt.labels(name).observe(request.prompt_len)
+        families.num_computed.labels(name).observe(num_computed)
+        if request.prefix_root:  # else it shares nothing
+            self._prefix_queries.inc(request.prompt_len)
+            self._prefix_hits.inc(num_cached_tokens)
+
+    def count_request(self, choices: Sequence[Request], most_generated: int) -> None:
+        """Count a complete request of the API, whose longest choice has that many tokens."""
+        name, families = self._model_name, self._families
+        families.num_choices.labels(name).observe(len(choices))
+        families.max_tokens.labels(name).observe(choices[0].sampling.max_tokens)
+        families.most_generated.labels(name).observe(most_generated)
+
+    def count_objectives(self, request: Request, ttft_s: float, tpot_s: float, end_to_end_s: float) -> None:
+        """Count the objectives of a choice that has ended: none where its client named none."""
+        measured_s = {"ttft": ttft_s, "tpot": tpot_s, "deadline": end_to_end_s}
+        for objective, target_s in request.slo.targets:
+            outcome = "held" if measured_s[objective] <= target_s else "missed"
+            counted = (_TIERS[request.request_class], objective, outcome)
+            self._objectives[counted] = self._objectives.get(counted, 0) + 1
+            for known in ("held", "missed"):  # both, so that a share can be told before there is one of the other
+                counter = self._families.objectives.labels(self._model_name, *counted[:2], known)
+                counter.inc(known == outcome)
+
+    def objectives(self) -> list[tuple[str, str, str, int]]:
+        """Return how often which objective was held or missed: tier, objective, outcome, count."""
+        return [(*counted, count) for counted, count in self._objectives.items()]
 
 
 class GatewayMetrics:

@@ -6,14 +6,13 @@ from typing import Any
 
 import orjson
 
-from alignedserve.api.harmony.grammar import HarmonyGrammar
-from alignedserve.api.harmony.marks import CALL
-from alignedserve.api.models.chat_model import ChatModel
+from alignedserve.api.harmony import CALL, HarmonyGrammar
+from alignedserve.api.models.model_card import ChatModel
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.schemas.constraints import Constraint, ConstraintFields, constraint_of
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest
 from alignedserve.api.openai.schemas.tools import Tool
-from alignedserve.api.reasoning.formats import thought_rules, thought_symbol
+from alignedserve.api.reasoning import thought_rules, thought_symbol
 from alignedserve.api.tools.call_grammar import CallableTool, Literal, call_rules, lead_rules
 from alignedserve.api.tools.formats import ParameterCall, ToolFormat
 from alignedserve.api.tools.parameters import check_parameters, text_parameters

@@ -4,14 +4,14 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from alignedserve.api.harmony.messages import harmony_effort, harmony_messages, harmony_tools
-from alignedserve.api.models.chat_model import PromptModel
+from alignedserve.api.harmony import harmony_effort, harmony_messages, harmony_tools
+from alignedserve.api.models.model_card import PromptModel
 from alignedserve.api.openai.conversation import template_messages
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.schemas.messages import ChatMessage
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, ConversationFields
-from alignedserve.api.reasoning.formats import FORMATS as REASONING_FORMATS
-from alignedserve.api.reasoning.formats import ReasoningFormat, effort_variables, find_reasoning_format, thought_start
+from alignedserve.api.reasoning import FORMATS as REASONING_FORMATS
+from alignedserve.api.reasoning import ReasoningFormat, effort_variables, find_reasoning_format, thought_start
 from alignedserve.api.tools.formats import FORMATS as TOOL_FORMATS
 from alignedserve.api.tools.formats import HeaderCall, ToolFormat, find_tool_format, prompted_messages
 from alignedserve.api.tools.parameters import text_parameters

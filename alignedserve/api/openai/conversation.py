@@ -1,4 +1,4 @@
-"""Checks the messages of a conversation against each other, and turns them into the form of chat templates."""
+"""Checks the messages of a conversation against each other, and makes them, and functions, those of chat templates."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar

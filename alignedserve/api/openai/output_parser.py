@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from alignedserve.api.harmony.marks import MARKS
-from alignedserve.api.harmony.parser import HarmonyParser
-from alignedserve.api.reasoning.formats import ReasoningFormat, ThoughtStart
-from alignedserve.api.reasoning.parser import Part, ReasoningParser, Run
+from alignedserve.api.harmony import MARKS, HarmonyParser
+from alignedserve.api.reasoning import Part, ReasoningFormat, ReasoningParser, Run, ThoughtStart
 from alignedserve.api.tools.call_parser import ToolCallParser
 from alignedserve.api.tools.deltas import OutputRun
 from alignedserve.api.tools.formats import ToolFormat

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from alignedserve.api.models.chat_model import PromptServices
+from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.openai.chat_prompt import chat_prompt
 from alignedserve.api.openai.schemas.requests import (
     ChatCompletionRequest,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from alignedserve.api.models.chat_model import ChatModel
+from alignedserve.api.models.model_card import ChatModel
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.chat_grammar import answer_grammar, chat_grammar
 from alignedserve.api.openai.chat_prompt import chat_output_format

@@ -22,8 +22,7 @@ from alignedserve.api.openai.logprobs import (
     prompt_logprobs,
 )
 from alignedserve.api.openai.prompt_encoding import Prompt
-from alignedserve.api.openai.tool_calls import function_call_chunk, tool_call_chunk, whole_tool_calls
-from alignedserve.api.tools.deltas import ToolCallDelta
+from alignedserve.api.tools.deltas import ToolCallDelta, function_call_chunk, tool_call_chunk, whole_tool_calls
 from alignedserve.core.request import FinishReason, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
@@ -294,7 +293,7 @@ class CompletionFormatter(ResponseFormatter):
 
 def _message(deltas: Sequence[ChoiceDelta], *, calls_functions: bool) -> dict[str, Any]:
     """Return a whole chat message. Text and calls that there are none of are left out, the content is null then."""
-    text, calls = _text_of(deltas), whole_tool_calls(deltas)
+    text, calls = _text_of(deltas), whole_tool_calls(call for delta in deltas for call in delta.tool_calls)
     thought = "".join([delta.reasoning for delta in deltas])
     message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
     message |= {"reasoning_content": thought} if thought else {}

@@ -1,4 +1,4 @@
-"""Items of earlier responses that a new response continues or refers to."""
+"""Stored responses of one client, and their items that a new response continues or refers to."""
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -1,4 +1,8 @@
-"""Parses bodies of the Responses API. What is not supported and would change an answer is refused by name."""
+"""Parses bodies of the Responses API. What is not supported and would change an answer is refused by name.
+
+Functions may be in namespaces, which chat completions do not know: one is called `NAMESPACE__NAME` in the prompt, and
+items have both names apart.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from alignedserve.api.errors import Unavailable
 from alignedserve.api.timelines.explanation import explanation_json
-from alignedserve.api.timelines.timelines import Timelines
+from alignedserve.api.timelines.timeline import Timelines
 from alignedserve.messages.request_notes import AskTimeline, TimelineTold
 from alignedserve.messages.wire import Message
 

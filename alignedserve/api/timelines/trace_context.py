@@ -1,4 +1,4 @@
-"""The trace that a call belongs to: its client's (W3C Trace Context), or one of its own."""
+"""Ids that clients send with a call: their own for it, and the trace that it belongs to (W3C Trace Context)."""
 
 import re
 import secrets

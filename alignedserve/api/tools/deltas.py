@@ -1,6 +1,7 @@
-"""Tool calls as an answer gives them, in OpenAI's shapes."""
+"""Parts of an answer as they come: runs of its text, deltas of tool calls and their two shapes in OpenAI's API."""
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 
 class ToolCallDelta(NamedTuple):
@@ -19,3 +20,32 @@ class OutputRun(NamedTuple):
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+def tool_call_chunk(delta: ToolCallDelta) -> dict[str, Any]:
+    """Return an entry of `tool_calls` in a chunk."""
+    if delta.call_id is None:
+        return {"index": delta.call_index, "function": {"arguments": delta.arguments}}
+    return {
+        "index": delta.call_index,
+        "id": delta.call_id,
+        "type": "function",
+        "function": {"name": delta.name, "arguments": delta.arguments},
+    }
+
+
+def function_call_chunk(delta: ToolCallDelta) -> dict[str, Any]:
+    """Return `function_call` in a chunk, for clients that sent functions."""
+    name = {"name": delta.name} if delta.name is not None else {}
+    return {**name, "arguments": delta.arguments}
+
+
+def whole_tool_calls(deltas: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
+    """Return `tool_calls` of a whole message."""
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        if delta.call_id is not None:
+            call = {"id": delta.call_id, "type": "function", "function": {"name": delta.name, "arguments": ""}}
+            calls.append(call)
+        calls[delta.call_index]["function"]["arguments"] += delta.arguments
+    return calls

@@ -6,7 +6,7 @@ from typing_extensions import override
 from alignedserve.config.sections.base import MIB, Section
 
 _MAX_NAME_LEN = 200
-# Names of alignedserve.api.tools.formats and alignedserve.api.reasoning.formats, which stand on a higher floor.
+# Names of alignedserve.api.tools.formats and alignedserve.api.reasoning, which stand on a higher floor.
 TOOL_FORMATS = (
     "smollm2",
     "qwen3_coder",

@@ -3,12 +3,14 @@
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
 import msgspec
+import orjson
 
 from alignedserve.api.errors import Conflict, NotFound, QuotaExceeded
 from alignedserve.batches.eta import estimate_eta, remaining_work
@@ -33,13 +35,15 @@ from alignedserve.batches.repository import BatchRepository, BatchSnapshot, Stor
 from alignedserve.batches.results import result_bytes
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.files.schemas import CreateBatchRequest, endpoint_of, lifetime_of, window_s
+from alignedserve.gateway.files.schemas import CreateBatchRequest, ExpiresAfter, endpoint_of, lifetime_of, window_s
 from alignedserve.gateway.files.uploads import Upload
 
 INPUT_PURPOSE = "batch"
 _QUOTA_RETRY_S = 60.0
 _IDEMPOTENCY_KEY_LIFETIME_S = 24 * 3600.0  # an Idempotency-Key is remembered for at least this long
 _MAX_CONFLICTS = 5
+
+WINDOW = "24h"
 
 
 class Content(NamedTuple):
@@ -261,3 +265,37 @@ def _new_record(
 def _fingerprint(asked: CreateBatchRequest) -> str:
     fields = asked.model_dump(exclude={"input_file_id"})
     return hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()
+
+
+def input_line(custom_id: str, endpoint: Endpoint, body: dict[str, Any]) -> bytes:
+    """Return a line of a batch's input file."""
+    line = {"custom_id": custom_id, "method": "POST", "url": endpoint.value, "body": body}
+    return orjson.dumps(line) + b"\n"
+
+
+async def submit_lines(
+    files_api: FilesApi,
+    owner: str,
+    lines: Sequence[bytes],
+    endpoint: Endpoint,
+    *,
+    name: str = "",
+    results_expire: ExpiresAfter | None = None,
+) -> BatchSnapshot:
+    """Create the batch that runs these lines within a day. Raises InvalidRequest, QuotaExceeded, StorageFull."""
+    content, file_id = b"".join(lines), new_file_id()
+    blob = await files_api.stores.blobs.begin(file_id)
+    try:
+        await blob.write(content)
+        digest = blake2b(content, digest_size=16).hexdigest()
+        upload = Upload(blob, name, len(content), len(lines), digest, {"purpose": INPUT_PURPOSE})
+        record = await files_api.add_file(owner, file_id, upload)
+    finally:
+        await blob.discard()
+    asked = CreateBatchRequest(
+        input_file_id=record.file_id,
+        endpoint=endpoint.value,
+        completion_window=WINDOW,
+        output_expires_after=results_expire,
+    )
+    return await files_api.create(owner, asked, None)

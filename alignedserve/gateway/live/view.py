@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from prometheus_client import Histogram
 
-from alignedserve.api.metrics.model_metrics import ModelMetrics
+from alignedserve.api.metrics.gateway_metrics import ModelMetrics
 from alignedserve.api.models.model_registry import RegisteredModel
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.batches.records import BatchTotals

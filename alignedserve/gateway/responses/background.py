@@ -20,9 +20,8 @@ from alignedserve.batches.records import BatchKey, BatchRecord, BatchStatus, End
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.responses.response_repository import StoredResponse
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.files.files_api import FilesApi
+from alignedserve.gateway.files.files_api import WINDOW, FilesApi, input_line, submit_lines
 from alignedserve.gateway.files.schemas import MAX_LIFETIME_S, MIN_LIFETIME_S, ExpiresAfter
-from alignedserve.gateway.files.submission import WINDOW, input_line, submit_lines
 
 _STATUS = {
     BatchStatus.VALIDATING: "queued",

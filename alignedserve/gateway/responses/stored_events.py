@@ -1,4 +1,4 @@
-"""Streams the events of a response in the background from its log, from the beginning or from where a client was."""
+"""Sends responses once they are stored, and the events of those in the background from their log."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable

@@ -1,4 +1,4 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's shapes."""
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's shapes: their bodies and routes."""
 
 import asyncio
 from functools import partial

@@ -1,4 +1,4 @@
-"""GET /dashboard, the live page, and GET /v1/alignedserve/live, which it and `alignedserve top` read."""
+"""The chat page, the live page and what it and `alignedserve top` read, and the course of a request."""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""Query parameters and headers that routes of files and batches read."""
+"""Query parameters and headers that routes read, and pages of items."""
 
 import re
 from collections.abc import Sequence

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from alignedserve.api.responses.chat_body import chat_body, messages_of, name_as_asked
 from alignedserve.api.responses.items import item_id, parse_items, place_of
 from alignedserve.api.responses.parsing import parse_response
+from alignedserve.api.responses.request_builder import chat_body, messages_of, name_as_asked
 
 RESPONSE_ID = "resp_" + "ab" * 16
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from alignedserve.api.openai.choice_decoder import ChoiceDelta
-from alignedserve.api.responses.output import OutputBuilder
+from alignedserve.api.responses.formatter import OutputBuilder
 from alignedserve.api.tools.deltas import ToolCallDelta
 from tests.support.lazy_types import LazyType
 from tests.support.marks import each

@@ -10,8 +10,7 @@ import pytest
 from alignedserve.api.timelines import exporter as exporter_module
 from alignedserve.api.timelines.explanation import explanation
 from alignedserve.api.timelines.exporter import TraceExporter
-from alignedserve.api.timelines.timeline import CallFacts, Timeline
-from alignedserve.api.timelines.timelines import Timelines
+from alignedserve.api.timelines.timeline import CallFacts, Timeline, Timelines
 from alignedserve.api.timelines.trace_context import trace_of
 from alignedserve.config.sections import ExplainConfig, TracingConfig
 from alignedserve.core.ids import RequestId

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.api.errors import Unavailable
-from alignedserve.api.models.grammar_checker import GrammarChecker
+from alignedserve.api.models.model_services import GrammarChecker
 from alignedserve.text.tokenizer import Tokenizer
 from tests.support.grammars import PERSON, regex_grammar
 

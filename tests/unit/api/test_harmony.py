@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignedserve.api.harmony.messages import harmony_effort, harmony_messages, harmony_tools
-from alignedserve.api.harmony.parser import HarmonyParser
+from alignedserve.api.harmony import HarmonyParser, harmony_effort, harmony_messages, harmony_tools
 from tests.unit.api.test_tool_calls import cut
 
 NEXT = "<|end|><|start|>assistant"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from alignedserve.api.anthropic.chat_body import Conversation, chat_body_of
+from alignedserve.api.anthropic.message_request import Conversation, chat_body_of
 from alignedserve.api.anthropic.parsing import BodyParser
 from alignedserve.api.anthropic.schemas import CountTokensRequest, InputMessage
 from alignedserve.core.errors import InvalidRequest
