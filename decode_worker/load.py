@@ -9,8 +9,8 @@ from alignedserve.worker_core.request_notes import WaitingRequest
 from decode_worker.batching.batch_order import BatchOrder
 from decode_worker.batching.begun import span_of
 from decode_worker.batching.candidates import Candidates
-from decode_worker.batching.decode_batch import DecodeBatch
 from decode_worker.batching.eviction import Evictions
+from decode_worker.batching.scheduled_batch import DecodeBatch
 from decode_worker.state import CacheLocation, Candidate
 
 _WIDEST_JOIN = 1.5  # longest over shortest of the lengths that may join

@@ -61,11 +61,10 @@ from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.batching.batch_order import BatchOrder, DecodeLimits, WaitingBatch
 from decode_worker.batching.begun import BatchMember
 from decode_worker.batching.candidates import Candidates
-from decode_worker.batching.decode_batch import DecodeBatch
 from decode_worker.batching.entries import Entries
 from decode_worker.batching.eviction import EvictionCommand, Evictions
 from decode_worker.batching.running_batch import RunningBatch
-from decode_worker.batching.scheduled_batch import ScheduledBatch
+from decode_worker.batching.scheduled_batch import DecodeBatch, ScheduledBatch
 from decode_worker.block_peers import BlockPeers
 from decode_worker.load import LoadCounter, LoadCounts
 from decode_worker.pace import Pace

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from alignedserve.messages.iterations import Load, LoadBlocks
 from decode_worker.batching.batch_order import BatchOrder
 from decode_worker.batching.candidates import Candidates
-from decode_worker.batching.decode_batch import DecodeBatch
 from decode_worker.batching.eviction import Evictions
+from decode_worker.batching.scheduled_batch import DecodeBatch
 from decode_worker.state import CacheLocation, Candidate, Loading
 
 

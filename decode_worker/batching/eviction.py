@@ -15,7 +15,7 @@ from alignedserve.messages.workers import RequestPreempted
 from decode_worker.batching.batch_order import BatchOrder
 from decode_worker.batching.begun import BatchMember
 from decode_worker.batching.candidates import Candidates
-from decode_worker.batching.decode_batch import DecodeBatch
+from decode_worker.batching.scheduled_batch import DecodeBatch
 from decode_worker.state import CacheLocation, Candidate, Evicting
 
 _EVICTIONS_PER_ITERATION = 8  # of an outgoing batch, so that a switch is short and its copies keep up

@@ -22,6 +22,7 @@ from alignedserve.scheduling.scheduler_state import Progress, Scheduler
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.batching.admission import Admission
 from decode_worker.batching.begun import FORESEEN_TOKENS, Begun, Leaving, LoadingCandidates, growth_of
+from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.held_requests import HeldRequest, HeldRequests
 from decode_worker.plan_performer import PlanPerformer
 from decode_worker.state import Candidate, Loading
@@ -317,3 +318,7 @@ def _progress_of(candidate: Candidate, num_cached: int, num_blocks: int) -> Prog
         first_token_s=candidate.first_token_s,
         last_token_s=candidate.last_token_s,
     )
+
+
+# The running batch of a decode worker: whole in every iteration, or as a policy decides.
+DecodeBatch = RunningBatch | ScheduledBatch

@@ -8,9 +8,9 @@ import pytest
 
 from alignedserve.batches.interfaces import RecordStore
 from alignedserve.batches.remote.remote_stores import RemoteRecords
-from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.messages.state import AddToIndex, DeleteValue, RemoveFromIndex, SetValue
 from tests.contract.test_redis_faults import stored
+from tests.support.memory_records import MemoryRecords
 from tests.support.state_links import state_hosts
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,6 @@ from alignedserve.batches.records import FileId, ResultKind
 from alignedserve.batches.remote import remote_stores, state_client, state_server
 from alignedserve.batches.remote.remote_stores import RemoteBlobs, RemoteLogs, RemoteRecords
 from alignedserve.batches.remote.state_client import StateClient
-from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.core.quotas import LEASE_S, QuotaPool
 from alignedserve.gateway.request_quotas import RequestQuotas
@@ -36,6 +35,7 @@ from alignedserve.messages.state import (
 )
 from alignedserve.messages.state import ChunkRead as Chunk
 from tests.support.batch_samples import BATCH
+from tests.support.memory_records import MemoryRecords
 from tests.support.state_links import StateHosts, state_hosts
 from tests.support.waiting import holds
 

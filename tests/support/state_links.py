@@ -7,12 +7,12 @@ from pathlib import Path
 from alignedserve.batches.location import DriverStores, stores_in
 from alignedserve.batches.remote.state_client import STATE, StateClient
 from alignedserve.batches.remote.state_server import StateServer
-from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.core.quotas import QuotaPool
 from alignedserve.messages.handshake import Role
 from alignedserve.process.addresses import AddressBook
 from alignedserve.process.links import Identity
 from alignedserve.process.tls import CertificateAuthority
+from tests.support.memory_records import MemoryRecords
 
 AUTHORITY = CertificateAuthority.new("test")
 SECRET = b"s" * 32

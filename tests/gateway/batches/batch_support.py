@@ -15,7 +15,6 @@ from alignedserve.api.models.model_card import ModelCard
 from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import DriverStores, stores_in
-from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.config.sections import BatchesConfig, GatewayConfig
 from alignedserve.core.request import Request
 from alignedserve.gateway.app import build_app
@@ -23,6 +22,7 @@ from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.services import Services
 from tests.gateway.support import EOS, saying, services_for, tokens_of
 from tests.support.batch_samples import chat_lines
+from tests.support.memory_records import MemoryRecords
 
 OVER = ("completed", "failed", "expired", "cancelled")
 

@@ -10,12 +10,12 @@ from typing_extensions import override
 
 from alignedserve.batches import driver
 from alignedserve.batches.records import FileId
-from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.messages.state import Change, SetValue
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually, slowly
 from tests.gateway.support import error_of
 from tests.support.batch_samples import chat_lines
+from tests.support.memory_records import MemoryRecords
 
 pytestmark = pytest.mark.slow
 

@@ -17,9 +17,9 @@ from alignedserve.batches.responses import bounded_records
 from alignedserve.batches.responses.response_repository import ResponseRepository, StoredResponse
 from alignedserve.batches.results import result_files
 from alignedserve.batches.stores.disk_blobs import DiskBlobs
-from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.core.errors import StorageDamaged, StorageError
 from tests.support.batch_samples import BATCH, INPUT, OUTPUT, batch_record, file_record
+from tests.support.memory_records import MemoryRecords
 
 DAY_S = 86_400.0
 

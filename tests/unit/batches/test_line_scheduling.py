@@ -16,9 +16,9 @@ from alignedserve.batches.line_slots import LineSlots
 from alignedserve.batches.records import BatchTotals, Counts, Progress, Risk, Usage
 from alignedserve.batches.repository import BatchRepository
 from alignedserve.batches.statistics import ThroughputMeter
-from alignedserve.batches.stores.memory_records import MemoryRecords
 from tests.support.batch_samples import batch_record
 from tests.support.marks import each
+from tests.support.memory_records import MemoryRecords
 
 
 def test_the_least_slack_goes_first() -> None:

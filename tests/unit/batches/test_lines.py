@@ -21,10 +21,10 @@ from alignedserve.batches.line_tracker import LineTracker
 from alignedserve.batches.location import stores_in
 from alignedserve.batches.log.log_format import LineOutcome
 from alignedserve.batches.result_writer import ResultWriter
-from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.config.sections import BatchesConfig
 from tests.support.batch_samples import INPUT, batch_record, chat_line
 from tests.support.marks import each
+from tests.support.memory_records import MemoryRecords
 
 
 def test_every_line_is_leased_once() -> None:
