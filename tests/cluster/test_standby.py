@@ -19,7 +19,12 @@ STANDBY = (*EXACT, "--set", "decode.count=1", "--set", "decode.standby=1")
 def answers_by_worker(cluster: Serving) -> dict[str, int]:
     """Return how many answers each worker has finished."""
     found = re.findall(r'^alignedserve_answers_total\{.*worker="([^"]+)".*\} (\S+)$', cluster.get("/metrics")[1], re.M)
-    return {worker: int(float(count)) for worker, count in found}
+    return {_process_name(worker): int(float(count)) for worker, count in found}
+
+
+def _process_name(label: str) -> str:
+    """Return the name of a worker's process: metrics have its former name as their label."""
+    return label.replace("decode-", "worker-")
 
 
 def process_of(cluster: Serving, worker: str) -> psutil.Process:

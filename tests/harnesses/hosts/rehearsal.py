@@ -143,8 +143,9 @@ class Rehearsal:
         return found
 
     def host_of(self, process: str) -> str | None:
-        """Return the name of the host on which this process runs."""
-        return next((node["hostname"] for node in self.status()["nodes"] if process in node["actors"]), None)
+        """Return the name of the host on which this process runs, by its name or its label in metrics."""
+        names = {process, process.replace("decode-", "worker-")}
+        return next((node["hostname"] for node in self.status()["nodes"] if names & node["actors"].keys()), None)
 
     def noticed_s(self, since: float) -> float | None:
         """Return how long after this Unix time the driver gave the last host up; None: it did not."""
