@@ -1,8 +1,7 @@
-"""Decode workers and colocated workers as Ray actors."""
+"""Decode workers and colocated workers as Ray actors.
 
-from functools import partial
-from pathlib import Path
-from typing import NamedTuple
+A cluster's driver names these classes and computes nothing: what takes PyTorch is imported where an actor starts.
+"""
 
 import ray
 
@@ -15,28 +14,8 @@ from alignedserve.config.sections import (
 )
 from alignedserve.process.actor_host import ActorHost
 from alignedserve.process.process_spec import ProcessSpec
-from alignedserve.runtime.engine.device_turns import shared_device_of
-from alignedserve.runtime.engine.engine_sizes import engine_sizes, hidden_block_tokens, swapped_bytes
-from alignedserve.runtime.engine.model_executor import ModelExecutor
-from alignedserve.runtime.executor import make_executor
-from alignedserve.runtime.kv.arena_files import arena_path
-from alignedserve.runtime.kv.buffer_budget import BufferBudget
-from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.model.shared_weights import share_weights
-from alignedserve.scheduling.factory import calibration_s
-from alignedserve.scheduling.policies import wants_shared_blocks
-from alignedserve.worker_core.registration import num_active, registration_of
-from decode_worker.colocated.service import ColocatedWorker
-from decode_worker.factory import (
-    colocated_registration,
-    engine_places,
-    make_colocated_logic,
-    make_logic,
-    max_held,
-    memory_of,
-)
-from decode_worker.service import DecodeWorker
+from decode_worker.lending import Lending
 
 
 @ray.remote
@@ -52,69 +31,10 @@ class DecodeWorkerActor(ActorHost):
         served: ServedModel,
         process_spec: ProcessSpec,
     ) -> None:
-        layout = served.block_layout(engine_config.block_size)
-        block_tokens = hidden_block_tokens(served, scheduling, engine_config.block_size)
-        sizes = engine_sizes(
-            engine_config,
-            config.kv_cache_bytes,
-            engine_places(config, scheduling),
-            has_int8_swaps=config.has_int8_swaps,
-            hidden_block_tokens=block_tokens,
-            is_decoding=True,
-            swap_space_bytes=swapped_bytes(config.swap_space_bytes, scheduling),
-            loads_quietly=process_spec.joins_others,
-        )
-        pool_name = process_spec.pool_name
+        from decode_worker.start import start_decode_worker
 
-        async def build() -> DecodeWorker:
-            device = shared_device_of(process_spec, engine_config)
-            executor = ModelExecutor(served, sizes, process_spec.progress_path(), device)
-            if config.standby:
-                share_weights(_weights_path(process_spec), process_spec.addresses.folder)
-            registered = registration_of(
-                layout,
-                executor.num_blocks,
-                config.max_running_requests,
-                pool_name,
-                node=process_spec.addresses.node,
-                can_decode=True,
-                max_adapters=served.lora.max_worker_adapters,
-                num_active=num_active(config),
-            )
-            make = partial(
-                make_logic,
-                registered=registered,
-                config=config,
-                batching=batching,
-                scheduling=scheduling,
-                memory=memory_of(config, layout, num_blocks=executor.num_blocks, hidden_block_tokens=block_tokens),
-                eos_token_ids=executor.eos_token_ids,
-                measured=executor.measure_iterations(
-                    calibration_s(engine_config, scheduling), config.max_num_batched_tokens
-                ),
-            )
-            worker = DecodeWorker(
-                make=make,
-                executor=executor,
-                process_spec=process_spec,
-                transport=engine_config.kv_transport,
-            )
-            await worker.start(router_at=process_spec.router_name, pool_at=pool_name)
-            return worker
-
-        super().__init__(process_spec, build)
-
-
-def _weights_path(process_spec: ProcessSpec) -> Path:
-    """Return the file of the weights that the workers of its node and model share."""
-    return arena_path(process_spec.cluster_id, f"{process_spec.pool_name}-weights")
-
-
-class Lending(NamedTuple):
-    """Memory that an elastic worker lends to others of its node."""
-
-    buffer_bytes: int
-    peers: tuple[str, ...]  # as planned
+        arguments = (config, batching, scheduling, engine_config, served, process_spec)
+        super().__init__(process_spec, lambda: start_decode_worker(*arguments))
 
 
 @ray.remote
@@ -132,73 +52,7 @@ class ColocatedWorkerActor(ActorHost):
         process_spec: ProcessSpec,
     ) -> None:
         """`lending`: None: requests do not move between workers."""
-        if served.encoder is not None:  # what a token's block holds depends on the tokens after it
-            prefix_cache = PrefixCacheConfig(enabled=False)
-        pool_at = process_spec.pool_name if prefix_cache.pool_bytes else None
-        layout = served.block_layout(engine_config.block_size)
-        transport = engine_config.kv_transport
-        block_tokens = hidden_block_tokens(served, scheduling, engine_config.block_size)
-        sizes = engine_sizes(
-            engine_config,
-            config.kv_cache_bytes,
-            max_held(config),
-            has_int8_swaps=config.has_int8_swaps,
-            hidden_block_tokens=block_tokens,
-            wants_shared_blocks=wants_shared_blocks(
-                scheduling, can_move=lending is not None, has_int8_swaps=config.has_int8_swaps
-            ),
-            is_decoding=True,
-            swap_space_bytes=swapped_bytes(config.swap_space_bytes, scheduling),
-            loads_quietly=process_spec.joins_others,
-            candidate_buffer_bytes=lending.buffer_bytes if lending is not None else 0,
-        )
+        from decode_worker.start import start_colocated_worker
 
-        async def build() -> ColocatedWorker:
-            device = shared_device_of(process_spec, engine_config)
-            executor = make_executor(served, sizes, process_spec.progress_path(), device)
-            if config.standby:
-                share_weights(_weights_path(process_spec), process_spec.addresses.folder)
-            make = partial(
-                make_colocated_logic,
-                registered=colocated_registration(
-                    layout,
-                    executor.num_blocks,
-                    config,
-                    pool_name=process_spec.pool_name,
-                    can_move=lending is not None,
-                    node=process_spec.addresses.node,
-                    max_adapters=served.lora.max_worker_adapters,
-                ),
-                memory=memory_of(
-                    config,
-                    layout,
-                    num_blocks=executor.num_blocks,
-                    hidden_block_tokens=block_tokens,
-                    has_shared_blocks=executor.has_shared_blocks,
-                ),
-                config=config,
-                scheduling=scheduling,
-                eos_token_ids=executor.eos_token_ids,
-                measured=executor.measure_iterations(engine_config.calibration_s, config.max_num_batched_tokens),
-                prefix_cache=prefix_cache,
-                prefix_pool=pool_at,
-            )
-            memory = None
-            if lending is not None:
-                budget = BufferBudget(layout.blocks_in(lending.buffer_bytes), lending.peers, may_grow=True)
-                lanes, part = executor.lanes, executor.part
-                memory = CandidateMemory(layout, budget, process_spec, transport=transport, lanes=lanes, part=part)
-            worker = ColocatedWorker(
-                make=make,
-                executor=executor,
-                process_spec=process_spec,
-                memory=memory,
-                pool_at=pool_at,
-                transport=transport,
-            )
-            await worker.start(
-                router_at=process_spec.router_name, listen_at=process_spec.name if lending is not None else None
-            )
-            return worker
-
-        super().__init__(process_spec, build)
+        arguments = (config, scheduling, engine_config, served, lending, prefix_cache, process_spec)
+        super().__init__(process_spec, lambda: start_colocated_worker(*arguments))

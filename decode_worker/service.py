@@ -10,7 +10,7 @@ from alignedserve.process.logic_driver import LogicDriver
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.block_copier import BlockCopier
-from alignedserve.runtime.kv.transfers.registry import AUTO
+from alignedserve.runtime.kv.transfers.transports import AUTO
 from alignedserve.worker_core.request_notes import Phases, WorkerNotes
 from decode_worker.iteration_log_writer import try_write_iterations
 from decode_worker.logic import DecodeEvent, DecodeLogic, WorkCommand

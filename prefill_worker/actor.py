@@ -1,22 +1,14 @@
-"""The prefill worker as a Ray actor."""
+"""The prefill worker as a Ray actor.
 
-from functools import partial
+A cluster's driver names this class and computes nothing: what takes PyTorch is imported where an actor starts.
+"""
 
 import ray
 
 from alignedserve.config.sections import EngineConfig, PrefillWorkerConfig, PrefixCacheConfig, SchedulingConfig
 from alignedserve.process.actor_host import ActorHost
 from alignedserve.process.process_spec import ProcessSpec
-from alignedserve.runtime.engine.device_turns import shared_device_of
-from alignedserve.runtime.engine.engine_sizes import engine_sizes
-from alignedserve.runtime.engine.model_executor import ModelExecutor
-from alignedserve.runtime.kv.buffer_budget import BufferBudget
-from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.scheduling.factory import calibration_s
-from alignedserve.worker_core.registration import registration_of
-from prefill_worker.factory import make_logic
-from prefill_worker.service import PrefillWorker
 
 
 @ray.remote
@@ -35,60 +27,7 @@ class PrefillWorkerActor(ActorHost):
         process_spec: ProcessSpec,
     ) -> None:
         """`decoders`: names of the decode workers of this node; `num_far_decoders`: how many others have, at first."""
-        sizes = engine_sizes(
-            engine_config,
-            config.kv_cache_bytes,
-            config.max_running_requests,
-            loads_quietly=process_spec.joins_others,
-            candidate_buffer_bytes=config.candidate_buffer_bytes,
-        )
-        layout = served.block_layout(engine_config.block_size)
-        pool_name = process_spec.pool_name
-        budget = BufferBudget(
-            layout.blocks_in(config.candidate_buffer_bytes),
-            decoders,
-            num_others=num_far_decoders,
-            may_grow=bool(process_spec.addresses.beyond_node()),
-        )
+        from prefill_worker.start import start_prefill_worker
 
-        async def build() -> PrefillWorker:
-            device = shared_device_of(process_spec, engine_config)
-            executor = ModelExecutor(served, sizes, process_spec.progress_path(), device)
-            registered = registration_of(
-                layout,
-                executor.num_blocks,
-                config.max_running_requests,
-                pool_name,
-                node=process_spec.addresses.node,
-                can_prefill=True,
-                max_adapters=served.lora.max_worker_adapters,
-            )
-            make = partial(
-                make_logic,
-                registered=registered,
-                config=config,
-                scheduling=scheduling,
-                eos_token_ids=executor.eos_token_ids,
-                measured=executor.measure_iterations(
-                    calibration_s(engine_config, scheduling), config.max_num_batched_tokens
-                ),
-                prefix_cache=prefix_cache,
-            )
-            worker = PrefillWorker(
-                make=make,
-                executor=executor,
-                memory=CandidateMemory(
-                    layout,
-                    budget,
-                    process_spec,
-                    transport=engine_config.kv_transport,
-                    lanes=executor.lanes,
-                    part=executor.part,
-                ),
-                pool_name=pool_name,
-                process_spec=process_spec,
-            )
-            await worker.start(listen_at=process_spec.name, router_at=process_spec.router_name, pool_at=pool_name)
-            return worker
-
-        super().__init__(process_spec, build)
+        arguments = (config, scheduling, engine_config, decoders, num_far_decoders, served, prefix_cache, process_spec)
+        super().__init__(process_spec, lambda: start_prefill_worker(*arguments))

@@ -28,7 +28,7 @@ CPU_INDEX = ("--index-url", "https://download.pytorch.org/whl/cpu", "--extra-ind
 LOOK_S = 0.2
 RUNNING: set[subprocess.Popen[bytes]] = set()  # what this process waits for
 # Whatever serves imports these, so that their compiled files are there before the first start.
-SERVING = ("alignedserve.cli.wiring", "decode_worker.actor", "prefill_worker.actor")
+SERVING = ("alignedserve.cli.wiring", "decode_worker.start", "prefill_worker.start")
 NAME = re.compile(r"[\w.-]+?(?=-\d|[^\w.-]|$)")  # of a package, at the start of a requirement or a file's name
 OF_CUDA = re.compile(r"(nvidia|cuda)-")  # the name of a package that only a build for NVIDIA GPUs needs
 NEEDS_CUDA = """

@@ -9,7 +9,7 @@ import pytest
 
 if __name__ == "__main__":
     sys.modules["kernels._native"] = None  # type: ignore[assignment]  # importing it raises ImportError from now on
-    from kernels.cpu.paged_attention import supported_levels
+    from kernels.cpu.native import supported_levels
 
     assert not supported_levels(), "the native kernels are still found"
     sys.exit(pytest.main(sys.argv[1:]))

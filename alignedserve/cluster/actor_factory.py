@@ -21,7 +21,8 @@ from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.model.served_deployment import ServedDeployment
 from alignedserve.runtime.model.served_model import ServedModel
-from decode_worker.actor import ColocatedWorkerActor, DecodeWorkerActor, Lending
+from decode_worker.actor import ColocatedWorkerActor, DecodeWorkerActor
+from decode_worker.lending import Lending
 from kvpool.actor import KvPoolActor
 from prefill_worker.actor import PrefillWorkerActor
 from router.actor import RouterActor

@@ -18,18 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.core.errors import ResourceError
-from alignedserve.runtime.device.cores import num_cores
-from alignedserve.runtime.device.devices import CUDA, worker_devices
-from alignedserve.runtime.device.dtypes import has_native_bfloat16
+from alignedserve.runtime.device.cores import has_native_bfloat16, num_cores
+from alignedserve.runtime.device.devices import CUDA, torch_cuda, worker_devices
 from alignedserve.runtime.kv.arena_files import arena_folder
-from kernels.narrow.float8_linear import has_float8_products
 
 _CGROUP = Path("/sys/fs/cgroup")
-_CUDA: Any = torch.cuda
 _MIB = 1024 * 1024
 _TOOL_LIMIT_S = 10.0
 
@@ -43,7 +39,7 @@ def this_machine(device: str) -> Machine:
         num_cores=num_cores(),
         has_bfloat16=has_native_bfloat16(),
         gpu_bytes=_gpu_bytes(device),
-        has_float8=device.startswith(CUDA) and has_float8_products(device),
+        has_float8=device.startswith(CUDA) and _has_float8(device),
     )
 
 
@@ -79,10 +75,16 @@ def _gpu_bytes(device: str) -> tuple[int, ...]:
         return ()
     worker_devices(device, 1)
     _, _, number = device.partition(":")
-    used = [int(number)] if number else range(torch.cuda.device_count())
+    used = [int(number)] if number else range(torch_cuda().device_count())
     free = free_by_uuid()
-    found = [_CUDA.get_device_properties(index) for index in used]
+    found = [torch_cuda().get_device_properties(index) for index in used]
     return tuple(min(int(gpu.total_memory), free.get(_uuid(gpu), sys.maxsize)) for gpu in found)
+
+
+def _has_float8(gpu: str) -> bool:
+    from kernels.narrow.float8_linear import has_float8_products  # and with it PyTorch, which GPUs alone are asked by
+
+    return has_float8_products(gpu)
 
 
 def _uuid(gpu: Any) -> str:
@@ -152,5 +154,5 @@ def _close(descriptors: Sequence[int]) -> None:
 
 def _identity(gpu: str) -> str:
     """Return a name for the GPU that is the same whichever others a process sees."""
-    properties = _CUDA.get_device_properties(torch.device(gpu))
+    properties = torch_cuda().get_device_properties(gpu)
     return re.sub(r"[^\w-]", "", str(getattr(properties, "uuid", gpu)))

@@ -18,7 +18,7 @@ from alignedserve.config.sections import MIB, ClusterConfig, DecodeWorkerConfig,
 from alignedserve.config.unset_sizes import DefaultSize
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.runtime.grammar.memory import grammar_bytes
-from alignedserve.runtime.kv.transfers.registry import OF_DEVICES
+from alignedserve.runtime.kv.transfers.transports import OF_DEVICES
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.scheduling.policies import policy_entry
 from alignedserve.scheduling.policy import Mechanism

@@ -92,3 +92,8 @@ class BlockLayout:
     def digest(self) -> bytes:
         """Return 32 bytes that identify the layout; processes compare them before they share blocks."""
         return hashlib.sha256(repr(astuple(self)).encode()).digest()
+
+
+def recomputed_blocks(hidden_block_tokens: int, block_size: int) -> int:
+    """Return the most blocks of one layer that the recomputed keys and values of one hidden-cache block take."""
+    return -(-hidden_block_tokens // block_size)

@@ -35,8 +35,8 @@ from alignedserve.offline.lora_request import ANY_FOLDER, LoRARequests, adapters
 from alignedserve.offline.request_output import RequestOutput
 from alignedserve.offline.text_reader import EmbedOptions, TextReader
 from alignedserve.prefix_cache.block_hashes import prefix_root
+from alignedserve.runtime.device.cores import has_native_bfloat16
 from alignedserve.runtime.device.devices import check_ranks, worker_devices
-from alignedserve.runtime.device.dtypes import has_native_bfloat16
 from alignedserve.runtime.device_check.choice import choose_device
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, jumps_ahead
 from alignedserve.runtime.executor import make_executor

@@ -11,7 +11,7 @@ from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.executor import Executor
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.lending_copier import CopyCommand, LendingCopier
-from alignedserve.runtime.kv.transfers.registry import AUTO
+from alignedserve.runtime.kv.transfers.transports import AUTO
 from alignedserve.worker_core.request_notes import Phases, WorkerNotes
 from decode_worker.colocated.logic import ColocatedEvent, ColocatedLogic
 from decode_worker.iteration_log_writer import try_write_iterations

@@ -23,6 +23,12 @@ def load_native(name: str) -> Any:
     return native if hasattr(native, name) else None
 
 
+def supported_levels() -> tuple[str, ...]:
+    """List the instruction sets of attention that this processor has and that are built, best first."""
+    native = load_native("Cache")
+    return () if native is None else tuple(native.supported_levels())
+
+
 def _imported() -> Any:
     try:
         return importlib.import_module("kernels._native")

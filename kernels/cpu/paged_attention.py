@@ -39,11 +39,6 @@ class PagedPlan(Protocol):
 _native = load_native("Cache")
 
 
-def supported_levels() -> tuple[str, ...]:
-    """Return the levels that this processor runs, best first; none where the extension was not built."""
-    return () if _native is None else tuple(_native.supported_levels())
-
-
 class Int8Heads(NamedTuple):
     """Layout of the rows of a cache of int8."""
 

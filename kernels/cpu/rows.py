@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.cpu.native import load_native
-from kernels.cpu.paged_attention import supported_levels
+from kernels.cpu.native import load_native, supported_levels
 from kernels.int8_rows import int8_row_width
 
 DTYPES = (torch.float32, torch.bfloat16)

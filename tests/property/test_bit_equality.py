@@ -20,7 +20,7 @@ from alignedserve.runtime.attention.backend import AUTO
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from kernels.cpu.paged_attention import supported_levels
+from kernels.cpu.native import supported_levels
 from tests.support.marks import many, slow
 from tests.support.tiny_engines import random_tokens, tiny_decoder
 from tests.support.tiny_gguf import write_tiny_gguf

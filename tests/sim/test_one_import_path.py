@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-import decode_worker.actor
 import decode_worker.factory
+import decode_worker.start
 import kvpool.factory
 import kvpool.service
-import prefill_worker.actor
 import prefill_worker.factory
+import prefill_worker.start
 import router.factory
 import router.service
 from alignedserve.sim import simulation
@@ -57,9 +57,9 @@ def test_both_use_that_file() -> None:
     live = [
         (router.service, router.factory, "make_logic"),
         (kvpool.service, kvpool.factory, "make_logic"),
-        (prefill_worker.actor, prefill_worker.factory, "make_logic"),
-        (decode_worker.actor, decode_worker.factory, "make_logic"),
-        (decode_worker.actor, decode_worker.factory, "make_colocated_logic"),
+        (prefill_worker.start, prefill_worker.factory, "make_logic"),
+        (decode_worker.start, decode_worker.factory, "make_logic"),
+        (decode_worker.start, decode_worker.factory, "make_colocated_logic"),
     ]
     assert all(vars(user)[name] is vars(factory)[name] for user, factory, name in live)
     assemblies = [vars(simulation)[f"{component}_factory"] for component in ("router", "pool", "prefill", "decode")]

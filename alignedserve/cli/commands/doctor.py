@@ -25,8 +25,8 @@ from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.transfers.registry import available_transports
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.text.tokenizer import Tokenizer
+from kernels.cpu.native import supported_levels
 from kernels.cpu.packed_linear import INT8, packed_levels
-from kernels.cpu.paged_attention import supported_levels
 from kernels.linear import ONEDNN, packing
 
 _GIB = 1024**3

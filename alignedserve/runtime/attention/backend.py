@@ -9,7 +9,8 @@ from torch import Tensor
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.attention.sequence_table import BoolArray, IntArray
 from alignedserve.runtime.device.arrays import Array
-from kernels.cpu.paged_attention import LEVELS, supported_levels
+from kernels.cpu.native import supported_levels
+from kernels.cpu.paged_attention import LEVELS
 from kernels.gpu_dispatch import gpu_kernels_available
 
 AUTO, TORCH, TRITON = "auto", "torch", "triton"

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
-from alignedserve.runtime.device.devices import CUDA, use_device
+from alignedserve.runtime.device.device_work import use_device
+from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.registered_memory import MemoryDriver
 from alignedserve.runtime.device.streams import CudaStreams, DeviceStreams
 

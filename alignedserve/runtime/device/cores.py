@@ -2,6 +2,8 @@
 
 import os
 
+from kernels.cpu.native import supported_levels
+
 _MOST_PER_COPY = 4
 _CORES_PER_COPYING_THREAD = 8
 
@@ -29,3 +31,8 @@ def threads_per_copy() -> int:
     beside iterations, and several at a time, so they take few cores.
     """
     return max(1, min(_MOST_PER_COPY, num_cores() // _CORES_PER_COPYING_THREAD))
+
+
+def has_native_bfloat16() -> bool:
+    """Return whether this processor multiplies bfloat16 natively, and the kernels that do so are built."""
+    return "avx512bf16" in supported_levels()

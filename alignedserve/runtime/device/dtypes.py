@@ -4,7 +4,6 @@ import torch
 
 from alignedserve.core.block_layout import FP8, INT8
 from alignedserve.core.errors import UnsupportedModel
-from kernels.cpu.paged_attention import supported_levels
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -26,8 +25,3 @@ def cache_dtype(name: str) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a torch dtype that `torch_dtype` knows."""
     return str(dtype).removeprefix("torch.")
-
-
-def has_native_bfloat16() -> bool:
-    """Return whether this processor multiplies bfloat16 natively, and the kernels that do so are built."""
-    return "avx512bf16" in supported_levels()

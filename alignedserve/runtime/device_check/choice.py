@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 import kernels
 from alignedserve.config.sections import ClusterConfig
-from alignedserve.runtime.device.devices import AUTO, CPU, CUDA, cuda_obstacle, describe_gpus, gpu_names
-from alignedserve.runtime.device_check.self_check import FAILURE, OK
+from alignedserve.runtime.device.devices import AUTO, CPU, CUDA, cuda_obstacle, describe_gpus, gpu_names, torch_cuda
 
+OK, FAILURE = "ok", "failure"  # fields of what the self-check says
 _LIMIT_S = 180.0  # with kernels that are compiled for the first time
 _COMMAND = (sys.executable, "-m", "alignedserve.runtime.device_check.self_check")
 _LONGEST_REASON = 300
@@ -64,6 +63,8 @@ def choose_device(name: str, check: Check | None = None) -> DeviceChoice:
         return DeviceChoice(name)
     if cuda_obstacle() is not None:
         return DeviceChoice(CPU)
+    from alignedserve.runtime.device_check.verdicts import cache_folder, obstacle_on  # which take PyTorch
+
     check = check or partial(obstacle_on, folder=cache_folder())
     for gpu in gpu_names(CUDA):
         obstacle = check(gpu)
@@ -99,7 +100,9 @@ def obstacle_on(device: str, folder: Path, command: Sequence[str] = _COMMAND, li
 
 def identity_of(device: str) -> list[str]:
     """Return what a verdict is about: the GPU, its driver, PyTorch, Triton and our code."""
-    gpu: Any = torch.cuda.get_device_properties(torch.device(device))
+    import torch
+
+    gpu: Any = torch_cuda().get_device_properties(device)
     return [
         f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.total_memory}",
         str(getattr(gpu, "uuid", device)),

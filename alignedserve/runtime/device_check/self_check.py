@@ -18,8 +18,9 @@ from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.attention.backend import AUTO, TORCH
-from alignedserve.runtime.device.devices import use_device
+from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.dtypes import dtype_name
+from alignedserve.runtime.device_check.choice import FAILURE, OK
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture
@@ -28,8 +29,6 @@ from alignedserve.runtime.model.model_config import Activation, Family, ModelCon
 from alignedserve.runtime.model.random_weights import RandomSource
 from alignedserve.runtime.model.weight_loader import assemble_weights
 from kernels.gpu_dispatch import launch_failures
-
-OK, FAILURE = "ok", "failure"
 
 _CPU = torch.device("cpu")
 _SEED = 20

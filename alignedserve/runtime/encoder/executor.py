@@ -25,7 +25,7 @@ from alignedserve.process.links import Identity
 from alignedserve.process.loading_progress import LoadingProgress
 from alignedserve.process.worker_threads import WorkerThreads, run_quietly
 from alignedserve.runtime.device.cores import num_cores
-from alignedserve.runtime.device.devices import use_device
+from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.encoder.encoder import Encoder
@@ -38,7 +38,7 @@ from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.shm_arena import ArenaPart
-from alignedserve.runtime.kv.transfers.registry import AUTO as AUTO_TRANSPORT
+from alignedserve.runtime.kv.transfers.transports import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.encoder.encoder_weights import EncoderWeights, load_encoder_weights
 from alignedserve.runtime.model.served_model import ServedModel

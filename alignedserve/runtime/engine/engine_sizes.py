@@ -2,15 +2,11 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from alignedserve.config.sections import EngineConfig, SchedulingConfig
-from alignedserve.core.block_layout import BlockLayout
-from alignedserve.runtime.attention.backend import AUTO
+from alignedserve.core.block_layout import BlockLayout, recomputed_blocks
 from alignedserve.runtime.device.cores import num_cores
-from alignedserve.runtime.device.devices import CPU
-from alignedserve.runtime.engine.steps.hidden_cache import recomputed_blocks
-from alignedserve.runtime.kv.transfers.registry import OF_DEVICES
+from alignedserve.runtime.device.devices import CPU, device_type
+from alignedserve.runtime.kv.transfers.transports import OF_DEVICES
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.scheduling.policies import wanted_mechanisms
 from alignedserve.scheduling.policy import Mechanism
@@ -24,7 +20,7 @@ class EngineSizes:
     max_sequences: int
     block_size: int
     num_threads: int | None = None  # CPU threads of one forward pass; all cores when None
-    attention_backend: str = AUTO  # one of CHOICES of runtime.attention
+    attention_backend: str = "auto"  # one of CHOICES of runtime.attention
     device: str = CPU  # as torch spells it
     has_int8_swaps: bool = False  # caches in host memory are rounded to 8 bits per channel
     hidden_block_tokens: int | None = None  # tokens whose layer inputs a block may hold; None: only keys and values
@@ -41,7 +37,7 @@ class EngineSizes:
 
         A CPU is not idle meanwhile; slots behind a sequence whose blocks are shared from both ends may be another's.
         """
-        return self.is_decoding and not self.wants_shared_blocks and torch.device(self.device).type != CPU
+        return self.is_decoding and not self.wants_shared_blocks and device_type(self.device) != CPU
 
 
 def engine_sizes(
@@ -82,12 +78,12 @@ def engine_sizes(
 
 def lends_device_memory(config: EngineConfig) -> bool:
     """Return whether candidate buffers are in the memory of GPUs; `config`: with its device decided."""
-    return torch.device(config.device).type != CPU and config.kv_transport in OF_DEVICES
+    return device_type(config.device) != CPU and config.kv_transport in OF_DEVICES
 
 
 def jumps_ahead(wanted: bool | None, device: str) -> bool:
     """Return whether forced tokens are computed several at once; by default where that is measured to pay."""
-    return wanted if wanted is not None else torch.device(device).type == CPU
+    return wanted if wanted is not None else device_type(device) == CPU
 
 
 def engine_mechanisms(

@@ -27,7 +27,8 @@ from alignedserve.messages.wire import Message
 from alignedserve.process.links import Identity
 from alignedserve.process.worker_threads import WorkerThreads, run_quietly
 from alignedserve.runtime.device.cores import num_cores
-from alignedserve.runtime.device.devices import rank_devices, use_device, working
+from alignedserve.runtime.device.device_work import use_device, working
+from alignedserve.runtime.device.devices import rank_devices
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.device.streams import streams_of
@@ -47,7 +48,7 @@ from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.shm_arena import ArenaPart
-from alignedserve.runtime.kv.transfers.registry import AUTO as AUTO_TRANSPORT
+from alignedserve.runtime.kv.transfers.transports import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.lora.adapter_modules import product_shapes
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 from alignedserve.runtime.model.served_model import ServedModel

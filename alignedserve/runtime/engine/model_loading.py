@@ -13,7 +13,8 @@ from llguidance import LLTokenizer
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.process.loading_progress import LoadingProgress
-from alignedserve.runtime.device.devices import CUDA, free_bytes, used_by_others
+from alignedserve.runtime.device.device_work import free_bytes, used_by_others
+from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.ranks.rank_group import RankGroup

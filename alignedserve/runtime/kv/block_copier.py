@@ -22,7 +22,7 @@ from alignedserve.messages.iterations import (
 from alignedserve.process.links import Identity
 from alignedserve.process.worker_threads import WorkerThreads
 from alignedserve.runtime.device.cores import threads_per_copy
-from alignedserve.runtime.device.devices import working
+from alignedserve.runtime.device.device_work import working
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
@@ -35,8 +35,9 @@ from alignedserve.runtime.kv.transfers.ranked_transfer import (
     RankCopies,
     RankedTransfer,
 )
-from alignedserve.runtime.kv.transfers.registry import AUTO, SHM, open_transfer
+from alignedserve.runtime.kv.transfers.registry import open_transfer
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
+from alignedserve.runtime.kv.transfers.transports import AUTO, SHM
 
 logger = logging.getLogger(__name__)
 

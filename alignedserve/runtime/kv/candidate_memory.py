@@ -24,7 +24,7 @@ from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.local_transfer import LocalMemory
 from alignedserve.runtime.kv.transfers.open_channel import open_channel
 from alignedserve.runtime.kv.transfers.ranked_transfer import LentParts
-from alignedserve.runtime.kv.transfers.registry import AUTO, OF_DEVICES
+from alignedserve.runtime.kv.transfers.transports import AUTO, OF_DEVICES
 
 logger = logging.getLogger(__name__)
 

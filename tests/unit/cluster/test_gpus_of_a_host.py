@@ -11,7 +11,6 @@ import psutil
 import pytest
 import torch
 
-from alignedserve.cluster import machine as machines
 from alignedserve.cluster import preflight
 from alignedserve.cluster.launch import _claimed
 from alignedserve.cluster.machine import GpusTaken, claim_gpus, free_by_uuid, this_machine, with_gpus
@@ -38,7 +37,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(machines, "has_float8_products", lambda device: True)
+    monkeypatch.setattr("kernels.narrow.float8_linear.has_float8_products", lambda device: True)
     return ("cuda:0", "cuda:1")
 
 

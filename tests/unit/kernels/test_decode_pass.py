@@ -18,7 +18,8 @@ from kernels.cpu.decode_pass import (
     LayerParts,
     decode_pass_available,
 )
-from kernels.cpu.paged_attention import PagedAttention, PagedPlan, supported_levels
+from kernels.cpu.native import supported_levels
+from kernels.cpu.paged_attention import PagedAttention, PagedPlan
 from kernels.cpu.rows import HeadRows, NormRows, highest
 from kernels.sampling import mask_tokens_
 from tests.support.block_weights import random_blocks

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.paged_attention import supported_levels
+from kernels.cpu.native import supported_levels
 from kernels.cpu.rows import HeadRows
 from kernels.int8_rows import dequantise_rows, int8_row_width, quantise_rows
 from kernels.rotary import HeadPlacement

@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels import activation, norm, rotary, sampling
 from kernels.activation import ACTIVATIONS, Gated, gated
 from kernels.cpu import rows
-from kernels.cpu.paged_attention import supported_levels
+from kernels.cpu.native import supported_levels
 from kernels.cpu.rows import GateRows, HeadRows, NormRows, highest, native_level
 from kernels.norm import LayerNorm, Norm, RmsNorm, rms_norm
 from kernels.rotary import HeadPlacement, rotary_angles, rotate_

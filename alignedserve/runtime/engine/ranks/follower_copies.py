@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from alignedserve.core.errors import NotEnoughMemory, PeerError, TransportUnavailable
-from alignedserve.runtime.device.devices import use_device, working
+from alignedserve.runtime.device.device_work import use_device, working
 from alignedserve.runtime.engine.ranks.copy_commands import (
     CloseBlocks,
     CopyDone,

@@ -20,7 +20,7 @@ from typing_extensions import override
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.core.ids import RequestId
 from alignedserve.runtime.attention.sequence_table import NewSequence
-from alignedserve.runtime.device.devices import use_device
+from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.ranks.follower_copies import FollowerCopies, FrameCount

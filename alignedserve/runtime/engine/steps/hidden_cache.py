@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
+from alignedserve.core.block_layout import recomputed_blocks
 from alignedserve.runtime.attention.backend import AttentionPlanner, Contexts, StepAttention
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, tokens_of
 from alignedserve.runtime.device.arrays import Array
@@ -162,8 +163,3 @@ class MixedAttention:
             (self._hidden, slice(self._first, None), 0),
         ):
             attention.chunks(queries[rows], (keys[rows], values[rows]), out[rows], of_layer, is_windowed)
-
-
-def recomputed_blocks(hidden_block_tokens: int, block_size: int) -> int:
-    """Return the most blocks of one layer that the recomputed keys and values of one hidden-cache block take."""
-    return -(-hidden_block_tokens // block_size)

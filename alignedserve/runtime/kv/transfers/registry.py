@@ -15,13 +15,9 @@ from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import PartTransfer
 from alignedserve.runtime.kv.transfers.shm_transfer import open_shm_transfer
+from alignedserve.runtime.kv.transfers.transports import AUTO, FASTEST_FIRST, TRANSPORTS
 
 logger = logging.getLogger(__name__)
-
-AUTO, SHM = "auto", "shm"
-FASTEST_FIRST = ("cuda_ipc", "shm", "nccl", "tcp", "gloo")
-TRANSPORTS = (AUTO, *FASTEST_FIRST)
-OF_DEVICES = (AUTO, "cuda_ipc", "nccl")  # choices by which a candidate buffer is in the memory of its lender's GPU
 
 _Opener = Callable[[ArenaOffered, BlockStorage, Identity, bool], PartTransfer]
 

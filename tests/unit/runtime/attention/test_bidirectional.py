@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.paged_attention import PagedAttention, supported_levels
+from kernels.cpu.native import supported_levels
+from kernels.cpu.paged_attention import PagedAttention
 
 levels = pytest.mark.parametrize("level", supported_levels() or [pytest.param("", marks=pytest.mark.skip("not built"))])
 HEADS, HEAD_DIM, BLOCK_SIZE = 3, 24, 16

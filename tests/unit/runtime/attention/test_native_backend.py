@@ -10,7 +10,8 @@ from torch import Tensor
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON, attention_level
 from kernels.cpu import paged_attention as paged
-from kernels.cpu.paged_attention import Int64Array, PagedAttention, supported_levels
+from kernels.cpu.native import supported_levels
+from kernels.cpu.paged_attention import Int64Array, PagedAttention
 from kernels.gpu_dispatch import gpu_kernels_available
 from tests.support.kernel_reference import attention, attention_of_chunk
 from tests.support.marks import slow

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.paged_attention import Int8Heads, PagedAttention, supported_levels
+from kernels.cpu.native import supported_levels
+from kernels.cpu.paged_attention import Int8Heads, PagedAttention
 from kernels.int8_rows import quantise_rows
 from tests.support.marks import slow
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.attention.backend import TORCH
-from kernels.cpu.paged_attention import supported_levels
+from kernels.cpu.native import supported_levels
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 

@@ -17,7 +17,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import OffloadBlocks, RunIteration
 from alignedserve.process.links import Identity
 from alignedserve.process.worker_threads import WorkerThreads
-from alignedserve.runtime.device.devices import working
+from alignedserve.runtime.device.device_work import working
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor

@@ -7,7 +7,7 @@ from alignedserve.runtime.attention.backend import AUTO, TORCH
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.random_weights import random_weights
-from kernels.cpu.paged_attention import supported_levels
+from kernels.cpu.native import supported_levels
 from tests.support.in_process import TINY_LLAMA
 from tests.support.tiny_engines import TinyEngine, random_tokens
 

@@ -1,0 +1,58 @@
+"""What a process does with the device that it computes on: memory, errors, the current one of a thread."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import torch
+
+from alignedserve.core.errors import DeviceLost
+from alignedserve.runtime.device.devices import CUDA
+
+_LONGEST_REASON = 300
+_CUDA: Any = torch.cuda
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the free memory of the device."""
+    if device.type == CUDA:
+        free, _ = _CUDA.mem_get_info(device)
+        return int(free)
+    return int(psutil.virtual_memory().available)
+
+
+def used_by_others(device: torch.device) -> int:
+    """Return the memory of a GPU that is not free before this process has allocated any; 0: it is no GPU."""
+    if device.type != CUDA:
+        return 0
+    free, total = _CUDA.mem_get_info(device)
+    return int(total) - int(free)
+
+
+@contextlib.contextmanager
+def working(device: torch.device) -> Iterator[None]:
+    """Raise DeviceLost, naming the GPU and CUDA's own reason, where work on it fails within the context.
+
+    After such an error every later call fails in this process, so that it has to end. Memory that is short is no such
+    error.
+    """
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        reason = (str(error.args[0] if error.args else "").strip().splitlines() or ["CUDA says no more"])[0][
+            :_LONGEST_REASON
+        ]
+        raise DeviceLost(
+            f"{device} stopped working ({reason}); this worker ends, and its requests go on elsewhere"
+        ) from error
+
+
+def use_device(device: torch.device) -> None:
+    """Make it the current device of the calling thread.
+
+    Otherwise that is the first GPU, and page-locked memory, which belongs to no device, would take a few hundred
+    megabytes of it for each process that computes on another.
+    """
+    if device.type == CUDA and device.index is not None:
+        _CUDA.set_device(device)
