@@ -13,8 +13,11 @@ MAX_LONG_SLEEPS = 12
 # seventeen.
 MAX_PROMISE_CLUSTERS = 8
 MAX_REST_CLUSTERS = 26
+MAX_INTERPRETERS = 26  # that default tests start: most import torch or ray
 
 _STARTS_CLUSTER = re.compile(r"(?<!def )\b(?:serving|kill_cluster|RayNodes|NamespaceHosts)\(")
+_INTERPRETER = re.compile(r"sys\.executable")
+_AT_THE_TOP = re.compile(r"^(?:import|from) (?:anthropic|openai|transformers)\b", re.MULTILINE)
 _LONG_SLEEP = re.compile(r"\bsleep\((0\.[1-9]\d+|0\.[2-9]|[1-9]\d*(?:\.\d+)?)\)")
 
 
@@ -50,6 +53,16 @@ def _num_clusters(files: list[str]) -> int:
 def test_default_tests_do_not_sleep_to_wait() -> None:
     sleeps = [sleep for source in _default_sources().values() for sleep in _LONG_SLEEP.findall(source)]
     assert len(sleeps) <= MAX_LONG_SLEEPS
+
+
+def test_default_tests_start_few_interpreters() -> None:
+    assert sum(len(_INTERPRETER.findall(source)) for source in _default_sources().values()) <= MAX_INTERPRETERS
+
+
+def test_no_test_imports_an_sdk_before_it_uses_it() -> None:
+    """They take seconds of the collection of all tests, in every process."""
+    files = [path for path in (ROOT / "tests").rglob("*.py") if "tests/clients/" not in str(path)]
+    assert [path.name for path in files if _AT_THE_TOP.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_default_tests_keep_their_seconds() -> None:
