@@ -29,8 +29,8 @@ UUIDS = ("1a2b", "3c4d")
 def gpus(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """Two GPUs of 80 GiB each."""
 
-    def properties(gpu: torch.device | int) -> SimpleNamespace:
-        index = gpu if isinstance(gpu, int) else gpu.index
+    def properties(gpu: str | int) -> SimpleNamespace:
+        index = gpu if isinstance(gpu, int) else torch.device(gpu).index
         return SimpleNamespace(name="H100", total_memory=80 * GIB, major=9, minor=0, uuid=UUIDS[index])
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
