@@ -63,8 +63,6 @@ def choose_device(name: str, check: Check | None = None) -> DeviceChoice:
         return DeviceChoice(name)
     if cuda_obstacle() is not None:
         return DeviceChoice(CPU)
-    from alignedserve.runtime.device_check.verdicts import cache_folder, obstacle_on  # which take PyTorch
-
     check = check or partial(obstacle_on, folder=cache_folder())
     for gpu in gpu_names(CUDA):
         obstacle = check(gpu)
