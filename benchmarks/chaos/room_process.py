@@ -27,8 +27,10 @@ _PRELOADED = (
     "alignedserve.batch_worker.actor",
     "alignedserve.gateway.actor",
     "decode_worker.actor",
+    "decode_worker.start",
     "kvpool.actor",
     "prefill_worker.actor",
+    "prefill_worker.start",
     "router.actor",
 )
 
