@@ -8,9 +8,7 @@ static batch of 64 with its default (dynamic) cache and with its static cache; i
 
 import json
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +22,7 @@ from benchmarks.engine.throughput import WorkloadRun, make_engine
 from benchmarks.engine.workloads import RequestGroup
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
+from benchmarks.measuring.turns import seconds_by_turns
 
 BATCH, PROMPT_LEN, OUTPUT_LEN = 64, 32, 64
 
@@ -38,8 +37,8 @@ def main() -> None:
         reference.eval()
         reference.save_pretrained(folder)
         contenders = make_contenders(reference, folder)
-    seconds = alternate(contenders, arguments.rounds)
-    report = make_report(seconds)
+    seconds = seconds_by_turns(arguments.rounds, *contenders.values())
+    report = make_report(dict(zip(contenders, seconds, strict=True)))
     print(json.dumps(report, indent=2))
     write_result("engine/engine_vs_transformers", report)
 
@@ -61,20 +60,6 @@ def make_contenders(reference: Any, folder: str) -> dict[str, Callable[[], None]
         "transformers_dynamic_cache": generate,
         "transformers_static_cache": lambda: generate(cache_implementation="static"),
     }
-
-
-def alternate(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each contender in each round, after one round that is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for counted in range(-1, rounds):
-        for name, run in contenders.items():
-            started = time.perf_counter()
-            run()
-            elapsed = time.perf_counter() - started
-            print(f"round {counted + 1}: {name} {elapsed:.2f} s", file=sys.stderr, flush=True)
-            if counted >= 0:
-                seconds[name].append(elapsed)
-    return seconds
 
 
 def make_report(seconds: dict[str, list[float]]) -> dict[str, object]:

@@ -212,11 +212,6 @@ def measures_of(rounds: Sequence[Sequence[ReplayedRequest]]) -> dict[tuple[str, 
     return _measures(_together([real_requests(requests) for requests in rounds]))
 
 
-def real_classes(requests: Sequence[ReplayedRequest]) -> dict[str, ClassResult]:
-    """Compute the results of the real run by the simulator's formulas."""
-    return _together([real_requests(requests)])
-
-
 def _together(runs: Sequence[EndedRequests]) -> dict[str, ClassResult]:
     """Compute the results of several runs as if of one."""
     gaps: dict[str, GapSample] = {}

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from alignedserve.runtime.device.streams import DeviceStreams, Event
-from alignedserve.runtime.device.timing import clocked_by_turns
 from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.staged_copies import StagedCopies
+from benchmarks.measuring.turns import medians_by_turns
 
 OFFLOAD, PREFETCH = "offload", "prefetch"
 
@@ -56,7 +56,7 @@ class PinnedLists:
 
     def measure(self, name: str, num_rounds: int) -> PinnedSpeed:
         """Measure one list against one copy of as many contiguous bytes."""
-        seconds = clocked_by_turns(num_rounds, _awaited(lambda: self.begin(name)), _awaited(lambda: self._plain(name)))
+        seconds = medians_by_turns(num_rounds, _awaited(lambda: self.begin(name)), _awaited(lambda: self._plain(name)))
         return PinnedSpeed(*seconds)
 
     def _plain(self, name: str) -> Event:

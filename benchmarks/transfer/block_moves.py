@@ -6,9 +6,9 @@ from collections.abc import Callable
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy
-from alignedserve.runtime.device.timing import clocked_by_turns
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
 from benchmarks.measuring.results import TransferResult, transfer_result
+from benchmarks.measuring.turns import medians_by_turns
 from benchmarks.transfer.spec import BLOCK_SIZE, LAYOUTS, TransferBenchmarkSpec
 
 GENERATION = 1
@@ -49,4 +49,4 @@ class BlockMoves:
     ) -> TransferResult:
         """Time both by turns."""
         size = (self._shape, self.layout.block_bytes, self.num_blocks)
-        return transfer_result(size, (transport, operation), *clocked_by_turns(self._num_rounds, measured, plain))
+        return transfer_result(size, (transport, operation), *medians_by_turns(self._num_rounds, measured, plain))

@@ -15,13 +15,13 @@ import torch
 
 from alignedserve.runtime.device.host_accelerator import HostAccelerator
 from alignedserve.runtime.device.streams import streams_of
-from alignedserve.runtime.device.timing import Work, clocked_by_turns
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.direct_copies import DirectCopies, HostSide
 from alignedserve.runtime.kv.shm_arena import Arena
 from benchmarks.measuring.pinned_copies import OFFLOAD, PREFETCH, PinnedLists, lists_at_the_end
 from benchmarks.measuring.results import TransferResult, transfer_result
+from benchmarks.measuring.turns import Work, medians_by_turns
 from benchmarks.transfer.spec import LAYOUTS, TransferBenchmarkSpec
 from kernels.cpu.block_copies import BlockList
 
@@ -62,6 +62,6 @@ def registered_rows(spec: TransferBenchmarkSpec, device: torch.device) -> Iterat
                 PREFETCH: (partial(copies.copy_in, theirs, blocks, mine), partial(blocks.copy_, host)),
             }
             for name, (measured, plain) in ways.items():
-                seconds = clocked_by_turns(spec.num_rounds, measured, plain)
+                seconds = medians_by_turns(spec.num_rounds, measured, plain)
                 yield transfer_result((shape, layout.block_bytes, num_blocks), (REGISTERED, name), *seconds)
             arena.close(unlink=True)

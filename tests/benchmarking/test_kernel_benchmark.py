@@ -9,12 +9,13 @@ import torch
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.device.devices import cuda_obstacle
-from alignedserve.runtime.device.timing import DeviceTimer, clocked_by_turns
+from alignedserve.runtime.device.timing import DeviceTimer
 from benchmarks.kernels import __main__ as command
 from benchmarks.kernels.benchmark import KernelBenchmarkSpec, run_kernel_benchmark
 from benchmarks.measuring.device_ceilings import TOY_SIZES, measure_device_ceilings
 from benchmarks.measuring.device_choice import chosen_device
 from benchmarks.measuring.results import DeviceCeilings, KernelReport, KernelRow
+from benchmarks.measuring.turns import medians_by_turns
 
 CEILINGS = DeviceCeilings("here", "float32", 100.0, 200.0, 2.0, None, None)
 TOY = KernelBenchmarkSpec(device="cpu", shape="toy", dtype="float32", is_toy=True)
@@ -41,7 +42,7 @@ def test_work_is_timed_by_turns() -> None:
     seconds = timer.by_turns([lambda: calls.append("a"), lambda: calls.append("b")])
     assert calls == ["a", "b"] * 3
     assert len(seconds) == 2
-    assert len(clocked_by_turns(3, lambda: calls.append("c"))) == 1
+    assert len(medians_by_turns(3, lambda: calls.append("c"))) == 1
     assert calls[6:] == ["c"] * 4
 
 

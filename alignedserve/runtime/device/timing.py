@@ -91,16 +91,3 @@ class DeviceTimer:
     def _fill_caches(self) -> None:
         if self._elsewhere.numel():
             self._elsewhere.add_(1.0)
-
-
-def clocked_by_turns(num_rounds: int, *works: Work) -> list[float]:
-    """Measure each synchronous work by the host's clock, in turns, after one warm-up round; return seconds."""
-    rounds = []
-    for _ in range(num_rounds + 1):
-        seen = []
-        for work in works:
-            started = time.perf_counter()
-            work()
-            seen.append(time.perf_counter() - started)
-        rounds.append(seen)
-    return [statistics.median(seen) for seen in zip(*rounds[1:], strict=True)]
