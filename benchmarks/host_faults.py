@@ -33,7 +33,7 @@ def measure(rehearsal: Rehearsal, fault: str, rate: float) -> dict[str, Any]:
 
 def main() -> None:
     """Start the cluster once and let it have every fault in turn."""
-    parser = parser_of(__doc__, name="serving/host_faults")
+    parser = parser_of(__doc__, name="faults/host_faults")
     parser.add_argument("--base", type=Path, default=Path("/run/alignedserve-host-faults"))
     parser.add_argument("--rate", type=float, default=1.0, help="requests per second")
     parser.add_argument("--only", choices=sorted(CASES), action="append")

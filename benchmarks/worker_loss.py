@@ -151,7 +151,7 @@ def main() -> None:
         "num_changed": sum(row["num_changed"] for row in rows),
         "losses": rows,
     }
-    print(write_result(f"serving/worker_loss_{options.shape}", figures))
+    print(write_result(f"faults/worker_loss_{options.shape}", figures))
 
 
 if __name__ == "__main__":
