@@ -86,7 +86,9 @@ class RouterLogic:
     ) -> None:
         self._placement = placement
         self._registry = RequestRegistry(
-            placement=self._placement, queue=PrefillQueue(order), max_retries=config.max_retries
+            placement=self._placement,
+            queue=PrefillQueue(order, floor=config.best_effort_floor),
+            max_retries=config.max_retries,
         )
         self._prefill_choice = PrefillChoice(
             registry=self._registry, placement=placement, max_tokens_per_worker=config.max_prefill_tokens_per_worker
@@ -337,7 +339,7 @@ class RouterLogic:
         """Give queued requests to workers with free prefill capacity; the rest stays queued."""
         commands: list[Send] = []
         self._placement.note_late_prompts(now)
-        while (chosen := self._prefill_choice.next(self._gateways)) is not None:
+        while (chosen := self._prefill_choice.next(self._gateways, now)) is not None:
             tracked, worker, hit = chosen
             request_id = tracked.request.request_id
             tracked.move(Stage.PREFILLING, worker.name)

@@ -21,13 +21,13 @@ a and costs 0.2 s more at b: it goes to b, which has the adapter from then on. W
 """
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import NamedTuple
 
+from alignedserve.core.request import RequestClass
 from router.adapter_index import LOAD_S
 from router.late_predictions import expected_len
 from router.placement import Placement
-from router.prefill_queue import QueuedPrefill
+from router.prefill_queue import Turn
 from router.prefix_index import hit_of
 from router.request_registry import RequestRegistry
 from router.state import NO_HIT, PrefixHit, TrackedRequest, WorkerRecord
@@ -52,21 +52,36 @@ class PrefillChoice:
         self._placement = placement
         self._max_tokens_per_worker = max_tokens_per_worker
 
-    def next(self, gateways: Mapping[str, str]) -> ChosenPrefill | None:
+    def next(self, gateways: Mapping[str, str], now: float) -> ChosenPrefill | None:
         """Take the next request out of the queue, and return it with its worker; None: no worker can have one now.
 
         `gateways`: with their nodes.
         """
-        first = self._registry.queue.first()
-        if first is None:
-            return None
-        tracked = self._registry.requests[first]
+        for turn in self._registry.queue.turns(now):
+            chosen = self._place(turn, gateways)
+            if chosen is not None:
+                self._registry.queue.take(turn.request_id)
+                return chosen
+        return None
+
+    def _place(self, turn: Turn, gateways: Mapping[str, str]) -> ChosenPrefill | None:
+        tracked = self._registry.requests[turn.request_id]
+        queued, beside = self._registry.queue.of(turn.request_id), self._counted_beside(tracked, turn)
         runs = self._placement.prefix_runs(tracked)
         for worker in self._candidates(tracked, runs):
             hit = hit_of(tracked, worker, runs) if runs else NO_HIT
-            if self._registry.queue.pop_if(partial(self._has_room, worker, hit)) is not None:
-                return self._near_gateway(ChosenPrefill(tracked, worker, hit), gateways, runs)
+            if self._has_room(worker, hit, queued.num_tokens, beside):
+                return self._near_gateway(ChosenPrefill(tracked, worker, hit), gateways, runs, beside)
         return None
+
+    def _counted_beside(self, tracked: TrackedRequest, turn: Turn) -> RequestClass | None:
+        """Return the class whose prompts at a worker leave less room for this one; None: all of them.
+
+        Real-time prompts pass best-effort ones there; and a best-effort one that the floor lets go would never find a
+        place between them.
+        """
+        is_apart = turn.is_by_floor or (tracked.is_real_time and self._registry.queue.order.knows_classes)
+        return tracked.request.request_class if is_apart else None
 
     def _candidates(self, tracked: TrackedRequest, runs: Mapping[str, int]) -> Iterator[WorkerRecord]:
         """Yield the best worker for this prompt, then the next ones in case it has no room."""
@@ -103,13 +118,15 @@ class PrefillChoice:
     def _lacks_adapter(self, tracked: TrackedRequest, worker: WorkerRecord) -> bool:
         return bool(tracked.adapter) and not self._placement.adapters.has(worker.name, tracked.adapter)
 
-    def _has_room(self, worker: WorkerRecord, hit: PrefixHit, queued: QueuedPrefill) -> bool:
-        is_apart = queued.is_real_time and self._registry.queue.order.has_real_time_allowance
-        num_tokens = queued.num_tokens - hit.num_tokens
-        return worker.has_room(num_tokens, self._max_tokens_per_worker, is_apart=is_apart)
+    def _has_room(self, worker: WorkerRecord, hit: PrefixHit, num_tokens: int, beside: RequestClass | None) -> bool:
+        return worker.has_room(num_tokens - hit.num_tokens, self._max_tokens_per_worker, beside=beside)
 
     def _near_gateway(
-        self, chosen: ChosenPrefill, gateways: Mapping[str, str], runs: Mapping[str, int]
+        self,
+        chosen: ChosenPrefill,
+        gateways: Mapping[str, str],
+        runs: Mapping[str, int],
+        beside: RequestClass | None,
     ) -> ChosenPrefill:
         """Choose one near the gateway instead that is about as free and has as much, if there is one."""
         tracked = chosen.tracked
@@ -121,7 +138,7 @@ class PrefillChoice:
         if self._lacks_adapter(tracked, near) and not self._lacks_adapter(tracked, chosen.worker):
             return chosen
         hit = hit_of(tracked, near, runs) if runs else NO_HIT
-        queued = QueuedPrefill(tracked.num_prefill_tokens, tracked.is_real_time)
-        if hit.num_tokens < chosen.hit.num_tokens or not self._has_room(near, hit, queued):
+        has_room = self._has_room(near, hit, tracked.num_prefill_tokens, beside)
+        if hit.num_tokens < chosen.hit.num_tokens or not has_room:
             return chosen
         return ChosenPrefill(tracked, near, hit)

@@ -1,12 +1,33 @@
-"""The queue of requests waiting for a prefill worker."""
+"""The queue of requests waiting for a prefill worker, in the order of their classes.
+
+Where the policy knows classes, real-time requests that can still hold their first-token objective go first, then late
+real-time ones, then best-effort ones; within a class the policy's key decides. While real-time requests wait, best
+effort has a share of the tokens that leave the queue, the floor, so that it never starves. Nothing else lets a
+best-effort request pass a real-time one.
+
+Example: the floor is 5 %. A document of 1 000 tokens waits while chat keeps the queue filled. Each token of chat that
+leaves owes the document 0.05 / 0.95 tokens: it goes after 19 000 tokens of chat.
+So the tokens that leave before a real-time request are at most those of the real-time requests before it, `r`, of the
+floor, `r * floor / (1 - floor)`, and of one best-effort request.
+"""
 
 import heapq
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
+from enum import IntEnum
 from typing import NamedTuple
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass
 from router.policies.prefill_order import OrderKey, PrefillOrder
+
+
+class QueueClass(IntEnum):
+    """Classes of queued requests, in their order; without classes all are the first."""
+
+    ON_TIME = 0  # real-time
+    LATE = 1  # real-time, past the time of its first token
+    BEST_EFFORT = 2
 
 
 class QueuedPrefill(NamedTuple):
@@ -16,13 +37,36 @@ class QueuedPrefill(NamedTuple):
     is_real_time: bool
 
 
-class PrefillQueue:
-    """Priority queue by policy, then arrival, then id. Removal is lazy: an entry whose request has left is skipped."""
+class Turn(NamedTuple):
+    """A request whose turn it is."""
 
-    def __init__(self, order: PrefillOrder) -> None:
+    request_id: RequestId
+    is_by_floor: bool  # best effort before real time
+
+
+class _Entry(NamedTuple):
+    key: OrderKey
+    arrival_s: float
+    request_id: RequestId
+
+
+class _Waiting(NamedTuple):
+    queued: QueuedPrefill
+    entry: _Entry  # of the request as it was pushed last; others of the same request are stale
+    due_s: float
+    queue_class: QueueClass
+
+
+class PrefillQueue:
+    """Priority queue by class, then by policy, arrival and id. Removal is lazy: an entry that is stale is skipped."""
+
+    def __init__(self, order: PrefillOrder, *, floor: float = 0.0) -> None:
+        """`floor`: the share of the tokens that best effort has while real time waits, at least 0 and below 1."""
         self.order = order
-        self._heap: list[tuple[OrderKey, float, RequestId]] = []
-        self._waiting: dict[RequestId, QueuedPrefill] = {}
+        self._owed_share = floor / (1.0 - floor)
+        self._owed = 0.0  # tokens that best effort may have before the real-time requests that wait
+        self._heaps: dict[QueueClass, list[_Entry]] = {one: [] for one in QueueClass}
+        self._waiting: dict[RequestId, _Waiting] = {}
         self.num_tokens = 0
         self._num_real_time_tokens = 0
 
@@ -31,50 +75,96 @@ class PrefillQueue:
 
     @property
     def num_tokens_until_real_time_is_done(self) -> int:
-        """Number of tokens to compute until the last real-time request has its first one; 0: there is none.
-
-        Where real time has an allowance of its own it passes nearly all other work.
-        """
-        is_apart = self.order.has_real_time_allowance or not self._num_real_time_tokens
+        """Number of tokens to compute until the last real-time request has its first one; 0: there is none."""
+        is_apart = self.order.knows_classes or not self._num_real_time_tokens
         return self._num_real_time_tokens if is_apart else self.num_tokens
 
-    def push(self, request: Request, num_tokens: int) -> None:
-        """Add a request with `num_tokens` to compute; it must not be queued already."""
-        assert request.request_id not in self._waiting, "a request queued twice"
-        queued = QueuedPrefill(num_tokens, request.request_class is RequestClass.REAL_TIME)
-        self._waiting[request.request_id] = queued
-        self._count(queued, 1)
-        heapq.heappush(self._heap, (self.order.key(request), request.arrival_s, request.request_id))
+    def push(self, request: Request, num_tokens: int, due_s: float = math.inf) -> None:
+        """Add a request with `num_tokens` to compute, which must not be queued already.
 
-    def num_before(self, request: Request) -> int:
-        """Count the requests that go before this one: a look at all of them."""
-        key = (self.order.key(request), request.arrival_s, request.request_id)
-        return sum(entry < key and entry[2] in self._waiting for entry in self._heap)
+        `due_s`: the time from which its first token is late; infinite if it has no objective, or had its first token.
+        """
+        assert request.request_id not in self._waiting, "a request queued twice"
+        is_real_time = request.request_class is RequestClass.REAL_TIME
+        is_first = is_real_time or not self.order.knows_classes
+        waiting = _Waiting(
+            QueuedPrefill(num_tokens, is_real_time),
+            _Entry(self.order.key(request), request.arrival_s, request.request_id),
+            due_s if is_real_time and self.order.knows_classes else math.inf,
+            QueueClass.ON_TIME if is_first else QueueClass.BEST_EFFORT,
+        )
+        self._count(waiting.queued, 1)
+        self._put(waiting)
+
+    def num_before(self, request_id: RequestId, now: float) -> int:
+        """Count the requests that go before this one, the floor aside; 0 if it is not queued. Looks at all of them."""
+        if (own := self._waiting.get(request_id)) is None:
+            return 0
+        place = (self._class_at(own, now), own.entry)
+        return sum((self._class_at(other, now), other.entry) < place for other in self._waiting.values())
 
     def __iter__(self) -> Iterator[RequestId]:
         """Iterate over the requests, in order of arrival here."""
         return iter(self._waiting)
 
-    def first(self) -> RequestId | None:
-        """Return the first request; None: the queue is empty."""
-        while self._heap and self._heap[0][2] not in self._waiting:
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+    def turns(self, now: float) -> tuple[Turn, ...]:
+        """Return whose turn it is: one request, and after a best-effort one that the floor lets go, a real-time one.
 
-    def pop_if(self, is_wanted: Callable[[QueuedPrefill], bool]) -> RequestId | None:
-        """Take the first request if it is wanted, else None; a later request never overtakes it."""
-        first = self.first()
-        if first is None or not is_wanted(self._waiting[first]):
-            return None
-        heapq.heappop(self._heap)
-        self._count(self._waiting.pop(first), -1)
-        return first
+        No later request overtakes these. The second goes if no worker has room for the first: a best-effort request
+        never holds up a real-time one.
+        """
+        real_time, best_effort = self._first_real_time(now), self._first(QueueClass.BEST_EFFORT)
+        if real_time is None or best_effort is None:
+            first = real_time or best_effort
+            return () if first is None else (Turn(first, False),)
+        if self._owed < self._waiting[best_effort].queued.num_tokens:
+            return (Turn(real_time, False),)
+        return (Turn(best_effort, True), Turn(real_time, False))
+
+    def of(self, request_id: RequestId) -> QueuedPrefill:
+        """Return a request that is queued."""
+        return self._waiting[request_id].queued
+
+    def take(self, request_id: RequestId) -> None:
+        """Remove a request that a worker gets."""
+        waiting = self._waiting.pop(request_id)
+        self._count(waiting.queued, -1)
+        if waiting.queue_class is QueueClass.BEST_EFFORT:
+            self._owed = max(self._owed - waiting.queued.num_tokens, 0.0)
+        elif (best_effort := self._first(QueueClass.BEST_EFFORT)) is not None:
+            # Never more than one request's worth: what could not go meanwhile does not come in a burst.
+            most = self._waiting[best_effort].queued.num_tokens
+            self._owed = min(self._owed + self._owed_share * waiting.queued.num_tokens, most)
 
     def discard(self, request_id: RequestId) -> None:
         """Remove a request if it is queued."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
-            self._count(waiting, -1)
+            self._count(waiting.queued, -1)
+
+    def _put(self, waiting: _Waiting) -> None:
+        self._waiting[waiting.entry.request_id] = waiting
+        heapq.heappush(self._heaps[waiting.queue_class], waiting.entry)
+
+    def _class_at(self, waiting: _Waiting, now: float) -> QueueClass:
+        return QueueClass.LATE if waiting.due_s <= now else waiting.queue_class
+
+    def _first_real_time(self, now: float) -> RequestId | None:
+        while (first := self._first(QueueClass.ON_TIME)) is not None:
+            waiting = self._waiting[first]
+            if waiting.due_s > now:
+                return first
+            self._put(waiting._replace(queue_class=QueueClass.LATE))
+        return self._first(QueueClass.LATE)
+
+    def _first(self, queue_class: QueueClass) -> RequestId | None:
+        heap = self._heaps[queue_class]
+        while heap:
+            waiting = self._waiting.get(heap[0].request_id)
+            if waiting is not None and (waiting.queue_class, waiting.entry) == (queue_class, heap[0]):
+                return heap[0].request_id
+            heapq.heappop(heap)
+        return None
 
     def _count(self, queued: QueuedPrefill, sign: int) -> None:
         self.num_tokens += sign * queued.num_tokens

@@ -68,7 +68,7 @@ class RouterNotes:
         if tracked.stage is not Stage.QUEUED:  # it had not to wait
             self._notes.add(peer, RequestNote(request.request_id, Step.QUEUED, now))
             return
-        num_before = queue.num_before(request) if len(queue) <= _MAX_COUNTED else len(queue) - 1
+        num_before = queue.num_before(request.request_id, now) if len(queue) <= _MAX_COUNTED else len(queue) - 1
         num_tokens = max(queue.num_tokens - tracked.num_prefill_tokens, 0)
         cause = queue_cause(self._records.placement)
         self._note(request.request_id, Step.QUEUED, now, cause=cause, num_requests=num_before, num_tokens=num_tokens)

@@ -232,12 +232,19 @@ class WorkerRecord:
         tells_speed = self.load is not None and self.load.prompt_tokens_per_s
         return seconds if tells_speed else seconds * _USUAL_TOKENS_PER_S
 
-    def has_room(self, num_tokens: int, allowance: int, *, is_apart: bool) -> bool:
+    def has_room(self, num_tokens: int, allowance: int, *, beside: RequestClass | None) -> bool:
         """Return whether it may be given a prompt of that many tokens; one above the allowance waits for all others.
 
-        `is_apart`: only real-time prompts count. A colocated worker takes any: its own policy orders them.
+        `beside`: only prompts of this class count; None: all do. A colocated worker takes any: its own policy orders
+        them.
         """
-        given = self.num_real_time_tokens if is_apart else self.num_prefill_tokens
+        match beside:
+            case RequestClass.REAL_TIME:
+                given = self.num_real_time_tokens
+            case RequestClass.BEST_EFFORT:
+                given = self.num_prefill_tokens - self.num_real_time_tokens
+            case None:
+                given = self.num_prefill_tokens
         return self.registered.can_decode or not self.prefilling or num_tokens <= allowance - given
 
     @property

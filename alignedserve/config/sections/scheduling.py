@@ -18,6 +18,8 @@ class RouterConfig(Section, frozen=True):
     # worker ahead of need. Others are given what they have places for (decode.max_waiting_requests).
     max_prefill_tokens_per_worker: int = 8192
     max_candidate_requests: int = 16
+    # Share of the prompt tokens that best effort has while real-time requests wait (router/prefill_queue.py).
+    best_effort_floor: float = 0.05
     max_retries: int = 3  # after that a request fails
     length_predictor: str = "hashed_ngrams"  # a name in router/prediction
     max_learnt_bytes: int = 192 * MIB  # of the finished requests that it learns from; the oldest make room
@@ -25,6 +27,7 @@ class RouterConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         self._require_positive("max_queued_requests", "max_queued_tokens", "max_prefill_tokens_per_worker")
         self._require_positive("max_candidate_requests")
+        self._require(0.0 <= self.best_effort_floor <= 0.5, "best_effort_floor", "must be at least 0 and at most 0.5")
         self._require(self.max_learnt_bytes >= MIB, "max_learnt_bytes", f"must be at least {MIB}")
         self._require(self.max_retries >= 0, "max_retries", "must be at least 0")
 

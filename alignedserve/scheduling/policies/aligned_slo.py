@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from alignedserve.scheduling.policies.slo_floor import Floor
 from alignedserve.scheduling.policies.slo_forecast import (
     BEST_EFFORT,
     LATE,
@@ -44,7 +45,7 @@ class AlignedSloConfig:
     memory_s: float = 30.0  # for so long after its last request an objective still bounds iterations
     starvation_s: float = 60.0  # a request that waits longer, and `patience` times as long as it needs alone,
     patience: float = 10.0  # has a share of every iteration, whatever its class, and freed blocks are kept for it
-    starving_share: float = 0.1  # this share, of the time that the iteration may take
+    starving_share: float = 0.1  # this share, of the time that the iteration may take and of the memory
     growth_tokens: int = 16  # newcomers leave blocks for this many more tokens of each request with objectives
 
 
@@ -53,6 +54,7 @@ class AlignedSlo:
 
     def __init__(self, config: AlignedSloConfig) -> None:
         self._config = config
+        self._floor = Floor(config.starving_share)
         self._runtime = RefreshedEstimate(fit_request_runtime)
         self._prompts = RefreshedEstimate(measure_prefill_times)
         self._tightest_s = np.inf  # the tightest recent first-token objective
@@ -72,14 +74,12 @@ class AlignedSlo:
         # Decodes with objectives are not held back: the iteration is at least as long as they take.
         decodes_s = packing.predicted_s()
         budget_s = max(min(allowed_s, cap_s), decodes_s)
-        is_open = packing.add_prompts(_STARVING, decodes_s + starving_s)
+        packing.add_prompts(_STARVING, decodes_s + starving_s)
         # Nor are prompts with objectives held back for later ones.
-        if is_open:
-            packing.add_prompts(_ON_TIME, max(allowed_s, decodes_s), least_s=decodes_s)
+        packing.add_prompts(_ON_TIME, max(allowed_s, decodes_s), least_s=decodes_s)
         for group, until_s in ((_LATE, max(allowed_s, decodes_s)), (_OTHERS, budget_s)):
             packing.add_decodes(group, until_s)
-            if is_open:
-                packing.add_prompts(group, until_s)
+            packing.add_prompts(group, until_s)
         return packing.plan()
 
     def _cap_s(self, view: WorkerView) -> float:
@@ -113,9 +113,11 @@ class AlignedSlo:
             # Later gaps are at most `slack_share` of the allowed ones; half of that counts, as predictions err.
             given_back=(1.0 - config.slack_share) / 2,
         )
-        rows = forecast_rows(view.table, situation, prompts)
+        rows, hold, is_floor_held = self._floor.apply(view, forecast_rows(view.table, situation, prompts))
         return SloForecast(
             rows=rows,
+            hold=hold,
+            is_floor_held=is_floor_held,
             allowed_s=config.slack_share * rows.allowed_s,
             banked_s=self._stretched_s(rows.banked_until_s, now),
             stretched_s=self._stretched_s(rows.stretched_until_s, now),

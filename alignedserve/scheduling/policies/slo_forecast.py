@@ -150,8 +150,8 @@ def _plain_forecast(table: RequestTable, situation: Situation, prompts: PrefillT
         banked_until_s=_least(lasts_s, has_gaps),
         stretched_until_s=_least(lasts_s + situation.given_back * num_left * table.tpot_s, has_gaps),
         num_overtakable=int(np.count_nonzero(is_overtakable)),
-        num_ready=_counts(rank[is_ready]),
-        num_waiting=_counts(rank[~is_ready]),
+        num_ready=counts_of(rank[is_ready]),
+        num_waiting=counts_of(rank[~is_ready]),
     )
 
 
@@ -183,5 +183,6 @@ def _least(values: Floats, counts: Bools) -> float:
     return float(np.min(values, where=counts, initial=np.inf))
 
 
-def _counts(rank: Ints) -> tuple[int, ...]:
+def counts_of(rank: Ints) -> tuple[int, ...]:
+    """Count the rows of each rank."""
     return tuple(np.bincount(rank, minlength=_NUM_RANKS).tolist())

@@ -27,6 +27,8 @@ class SloForecast(NamedTuple):
     """Forecasts of every row, and of all of them."""
 
     rows: RowForecasts
+    hold: Ints  # the rank by which a row keeps its memory (slo_floor.py)
+    is_floor_held: bool  # no request takes memory from the first starving one
     allowed_s: float  # the longest iteration that makes no next token late
     banked_s: float  # the longest in which all still hold their mean gap, by what they are ahead of their schedule
     stretched_s: float  # the longest after which all requests that have begun still hold their mean gap
@@ -46,6 +48,7 @@ class SloPacking:
         self._growth_tokens = growth_tokens
         self._evicted: set[int] = set()
         self._gain: list[int] | None = None  # see _blocks_to_gain
+        self._lent = 0
         self._least_s = 0.0
         self._kept = 0  # blocks for the rest of starving prompts
 
@@ -96,38 +99,37 @@ class SloPacking:
 
     # --- prompts, and caches to swap in
 
-    def add_prompts(self, group: Group, budget_s: float, *, least_s: float = 0.0) -> bool:
+    def add_prompts(self, group: Group, budget_s: float, *, least_s: float = 0.0) -> None:
         """Add requests of this group that have more to compute or lie on the host, in order, until the time is used up.
 
-        Rows that do not fit are overtaken, except a starving one, for which blocks are kept: then return False.
+        Rows that do not fit are overtaken, and blocks are kept for starving ones.
         `least_s`: the time that the next iteration takes in any case.
         """
         packer = self._packer
         at_most = packer.num_places_left + self._rows.num_overtakable
         rows = rows_of(group, self._table, self._rows, is_ready=False, at_most=at_most)
         if not len(rows):
-            return True
+            return
         self._gain, self._least_s = None, least_s
-        for row, num_blocks, claim in zip(*self._wanted(rows), strict=True):
+        for row, num_blocks in zip(rows.tolist(), self._wanted(rows), strict=True):
             if row in self._evicted or (row in packer and not self._is_extensible(row, budget_s)):
                 continue
-            wanted = num_blocks + self._kept
+            wanted = num_blocks + self._kept_from(row)
             self._overtake(row, wanted - packer.num_free, budget_s)
             if min(packer.num_places_left, packer.num_tokens_left) < 1:
-                return True
+                return
             missing = wanted - packer.num_free
-            fits = missing <= 0 or missing <= self._blocks_to_gain(claim)
+            fits = missing <= 0 or missing <= self._blocks_to_gain(row)
             if not fits or not self._evict_until(row, wanted):
                 if self._is_starving(row):
-                    return False
+                    self._kept += num_blocks
                 continue
             num_free = packer.num_free
             looks_further = self._add_prompt(row, budget_s)
             if self._is_starving(row):
                 self._kept += num_blocks - (num_free - packer.num_free)
             if not looks_further:
-                return True
-        return True
+                return
 
     def _is_extensible(self, row: int, budget_s: float) -> bool:
         """Return whether a starving prompt, packed with its share, can get more time; it is withdrawn for that."""
@@ -137,8 +139,8 @@ class SloPacking:
         self._kept = 0
         return True
 
-    def _wanted(self, rows: Ints) -> tuple[list[int], list[int], list[int]]:
-        """Return these rows, the blocks that have to be free for each to be computed, and their claims."""
+    def _wanted(self, rows: Ints) -> list[int]:
+        """Return the blocks that have to be free for each of these rows to be computed."""
         table, forecast = self._table, self._rows
         needed = self._view.memory.blocks_for_each(
             table.prompt_len[rows] + table.num_generated[rows], is_hidden=table.is_hidden[rows]
@@ -149,19 +151,25 @@ class SloPacking:
         if leaves_room.any():
             wanted += leaves_room * self._reserved_blocks
         wanted += ((held == 0) & (forecast.rank[rows] >= LATE)) * self._forecast.kept_blocks
-        return rows.tolist(), wanted.tolist(), forecast.claim[rows].tolist()
+        blocks: list[int] = wanted.tolist()
+        return blocks
+
+    def _kept_from(self, row: int) -> int:
+        """Return the blocks that are kept for starving prompts from this row."""
+        is_kept = self._forecast.is_floor_held or self._rows.claim[row] > ON_TIME
+        return self._kept if is_kept else 0
 
     def _is_starving(self, row: int) -> bool:
         return bool(self._rows.rank[row] == STARVING)
 
-    def _blocks_to_gain(self, claim: int) -> int:
-        """Return the most blocks that a newcomer of this claim could take from others."""
+    def _blocks_to_gain(self, row: int) -> int:
+        """Return the most blocks that this newcomer could take from others."""
         if self._gain is None:
             rows = np.array([row for row in self._victims if row not in self._packer], np.int64)
-            held = np.bincount(self._rows.rank[rows], self._view.own_blocks(rows), BEST_EFFORT + 1)
-            self._gain = [int(held[max(claim, ON_TIME) + 1 :].sum()) for claim in range(BEST_EFFORT + 1)]
-            self._gain[URGENT] += int(self._view.own_blocks(np.array(self._lenders, np.int64)).sum())
-        return self._gain[claim]
+            held = np.bincount(self._forecast.hold[rows], self._view.own_blocks(rows), BEST_EFFORT + 1)
+            self._gain = [int(held[rank + 1 :].sum()) for rank in range(BEST_EFFORT + 1)]
+            self._lent = int(self._view.own_blocks(np.array(self._lenders, np.int64)).sum())
+        return self._gain[self._weakest(row)] + (self._lent if self._rows.claim[row] == URGENT else 0)
 
     def _evict_until(self, row: int, num_blocks: int) -> bool:
         """Evict others until this many blocks are free; return False if they do not suffice."""
@@ -232,7 +240,7 @@ class SloPacking:
         """Requests with blocks, the first to evict last: of the worst rank the one with most left to do."""
         table, forecast = self._table, self._rows
         holders = np.flatnonzero((table.num_blocks > 0) & self._view.can_evict)
-        order = np.lexsort((table.order[holders], forecast.left_s[holders], forecast.rank[holders]))
+        order = np.lexsort((table.order[holders], forecast.left_s[holders], self._forecast.hold[holders]))
         return [row for row in holders[order].tolist() if row not in self._evicted]
 
     def _evict_for(self, row: int, *, is_growth: bool) -> bool:
@@ -241,19 +249,24 @@ class SloPacking:
         A newcomer displaces only late or best-effort requests of a worse rank than its own, and if it is urgent also
         those ahead of their schedule; a request that grows displaces any behind it.
         """
-        rank, claim = self._rows.rank, self._rows.claim
+        hold, claim = self._forecast.hold, self._rows.claim
+        weakest = self._weakest(row)
         while self._victims:
             victim = self._victims[-1]
             if victim in self._packer:
                 self._victims.pop()
                 continue
-            is_worse = rank[victim] > max(claim[row], ON_TIME)
+            is_worse = hold[victim] > weakest
             if victim == row or not (is_worse or (is_growth and self._comes_after(victim, row))):
                 break
             self._victims.pop()
             self._evict(victim)
             return True
         return not is_growth and claim[row] == URGENT and self._evict_ahead(row)
+
+    def _weakest(self, row: int) -> int:
+        """Return the rank from whose holders a newcomer takes no memory, nor from those before it."""
+        return LATE if self._is_starving(row) else max(int(self._rows.claim[row]), ON_TIME)
 
     def _evict_ahead(self, row: int) -> bool:
         """Evict the request furthest ahead of its schedule, even if it is in the plan already.
@@ -277,8 +290,10 @@ class SloPacking:
         return furthest_last
 
     def _comes_after(self, victim: int, row: int) -> bool:
-        rank, left_s = self._rows.rank, self._rows.left_s
-        return bool((rank[victim], left_s[victim]) > (rank[row], left_s[row]))
+        hold, left_s = self._forecast.hold, self._rows.left_s
+        if self._rows.claim[row] > ON_TIME >= hold[victim]:  # whoever has waited takes nothing from those on time
+            return False
+        return bool((hold[victim], left_s[victim]) > (hold[row], left_s[row]))
 
     def _evict(self, row: int) -> None:
         """Evict a request: swapped if copying it out and back takes less time than recomputing it, and is in time."""
@@ -358,7 +373,7 @@ class SloPacking:
         return bool(is_equal and forecast.left_s[victim] > 2 * (forecast.left_s[row] + recovery_s))
 
     def _force_one(self) -> None:
-        rows = in_order(np.arange(len(self._table)), self._table, self._rows)
+        rows = in_order(np.arange(len(self._table)), self._table, self._rows._replace(rank=self._forecast.hold))
         row = next(one for one in rows.tolist() if one not in self._evicted)
         packer = self._packer
         while self._view.can_evict and packer.blocks_needed(row, packer.remaining(row)) > packer.num_free:

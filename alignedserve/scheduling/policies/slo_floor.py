@@ -1,0 +1,83 @@
+"""The floor of `aligned_slo`: what requests that have waited too long have of a worker before all others.
+
+They are served by priority and arrival, each to its end, within a share of every iteration's time, and hold a share of
+the memory that no other request takes from them: as many of the first ones as fit it, at least one. The rest go first
+among their own class, and are evicted for others as they would be without having waited. So however many documents have
+waited too long, chat has the rest of the time and of the memory.
+
+A first one that needs more memory than the share has it all the same, once it has been first for so long that the
+memory it holds is the share on average:
+
+    wait = left * (blocks / (share * all blocks) - 1)
+
+Until then it takes what requests on time leave. Example: the share is a tenth; a document that needs half of the
+memory and 20 s waits 20 * (0.5 / 0.1 - 1) = 80 s.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from alignedserve.core.ids import RequestId
+from alignedserve.scheduling.policies.slo_forecast import STARVING, counts_of, in_order
+from alignedserve.scheduling.policy import WorkerView
+from alignedserve.scheduling.table import Ints
+from kernels.cpu.request_table import RowForecasts
+
+
+class FlooredRows(NamedTuple):
+    """Forecasts of every row, of which no more are starving than the floor has room for."""
+
+    rows: RowForecasts
+    hold: Ints  # the rank by which a request keeps its memory: only one of a better rank takes it
+    is_first_held: bool  # the first starving one has its memory before requests on time; True without one
+
+
+class Floor:
+    """Knows since when the first starving request has been first."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._first: RequestId | None = None
+        self._due_s = np.inf  # from then on it has the memory that it needs
+
+    def apply(self, view: WorkerView, rows: RowForecasts) -> FlooredRows:
+        """Return the forecasts with the requests behind the floor in the ranks of their objectives."""
+        starving = np.flatnonzero(rows.rank == STARVING)
+        if not len(starving):
+            self._first = None
+            return FlooredRows(rows, rows.rank, is_first_held=True)
+        table, memory = view.table, view.memory
+        starving = in_order(starving, table, rows)
+        context_len = table.prompt_len[starving] + table.num_generated[starving] + 1
+        needed = memory.blocks_for_each(context_len, is_hidden=table.is_hidden[starving])
+        room = self._share * memory.num_blocks
+        num_kept = max(int(np.searchsorted(np.cumsum(needed), room, side="right")), 1)
+        first = int(starving[0])
+        is_held = self._is_held(table.request_ids[first], float(rows.left_s[first]), needed[0] / room, view.now)
+        if num_kept < len(starving):
+            rows = _behind(rows, starving[num_kept:])
+        if is_held:
+            return FlooredRows(rows, rows.rank, is_first_held=True)
+        hold = rows.rank.copy()
+        hold[first] = rows.claim[first]
+        return FlooredRows(rows, hold, is_first_held=False)
+
+    def _is_held(self, first: RequestId, left_s: float, shares: float, now: float) -> bool:
+        """Return whether the first one has its memory before all others. `shares`: that it needs of the memory's."""
+        if first != self._first:
+            self._first, self._due_s = first, now + left_s * max(shares - 1.0, 0.0)
+        return shares <= 1.0 or now >= self._due_s
+
+
+def _behind(rows: RowForecasts, behind: Ints) -> RowForecasts:
+    """Return the forecasts with these starving rows first in the ranks of their objectives."""
+    rank, left_s = rows.rank.copy(), rows.left_s.copy()
+    rank[behind] = rows.claim[behind]
+    left_s[behind] = 0.0
+    return rows._replace(
+        rank=rank,
+        left_s=left_s,
+        num_ready=counts_of(rank[rows.is_ready]),
+        num_waiting=counts_of(rank[~rows.is_ready]),
+    )
