@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from alignedserve.core.attempts import next_step
 from alignedserve.core.ids import LeaseId, RequestId
+from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import (
     ArenaOffered,
     BlockCopy,
@@ -172,13 +173,19 @@ class Candidates:
     # --- back to the pool
 
     def drain_buffers(self, now: float) -> list[Send]:
-        """Return the longest evicted request to the pool when the next victim would find no free blocks."""
+        """Return the longest evicted request to the pool when the next victim would find no free blocks.
+
+        Real-time requests stay: they enter before all others, and in the pool they would wait for another batch.
+        """
         if not self.space.is_short:
             return []
         able = [
             candidate
             for candidate in self
-            if candidate.lease_id is None and candidate.location is CacheLocation.BUFFER and not candidate.must_stay
+            if candidate.lease_id is None
+            and candidate.location is CacheLocation.BUFFER
+            and not candidate.must_stay
+            and candidate.request.request_class is RequestClass.BEST_EFFORT
         ]
         longest = max(able, key=lambda one: (one.context_len, one.request.request_id), default=None)
         return self.return_to_pool(longest, now) if longest is not None else []
