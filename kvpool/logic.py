@@ -13,7 +13,6 @@ The life of a request in the pool:
 A lease whose holder is lost or late is revoked. A lost pool entry is a miss, never data: it is computed again.
 """
 
-from collections import deque
 from itertools import chain
 
 from msgspec.structs import replace
@@ -63,6 +62,7 @@ from alignedserve.messages.workers import SetPredictedLength
 from kvpool.lease_table import LeaseTable
 from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits, LengthRange
 from kvpool.prefix_store import PrefixStore, StoreCommand
+from kvpool.reservations import WaitingReservations
 from kvpool.state import NO_GENERATION, Lease, LeaseStage, PooledRequest, Reservation, SetBlockGeneration
 from kvpool.waiting_forms import LINK_WAIT_S, WaitingForms
 
@@ -97,7 +97,7 @@ class PoolLogic:
             self._lease_table.allocator, block_size, take_lease=self._lease_table.take_number, lease_s=lease_s
         )
         self._pooled: dict[RequestId, Lease] = {}
-        self._reservations: deque[Reservation] = deque()
+        self._reservations = WaitingReservations(arena.num_blocks, self._can_allocate)
         self._router: str | None = None
         self._known_attempt = 0  # the latest at any request
         self._workers: dict[str, None] = {}  # linked now
@@ -154,7 +154,7 @@ class PoolLogic:
             return []
         self._workers.pop(peer, None)
         self._pace_s.pop(peer, None)
-        self._reservations = deque(entry for entry in self._reservations if entry.worker != peer)
+        self._reservations.forget_worker(peer)
         commands: list[PoolCommand] = self._prefixes.lose(peer)
         for lease in self._lease_table.all():
             if lease.holder != peer:
@@ -206,24 +206,23 @@ class PoolLogic:
         request_id, attempt, num_blocks = message.request_id, message.attempt, message.num_blocks
         self._known_attempt = max(self._known_attempt, attempt)
         is_hopeless = num_blocks > self._lease_table.num_blocks or attempt < self._latest_attempt(request_id)
-        must_wait = bool(self._reservations) or not self._can_allocate(num_blocks)
-        if is_hopeless or (must_wait and not message.may_wait):
+        reservation = Reservation(request_id, attempt, num_blocks, peer, message.is_copy, message.is_real_time)
+        if is_hopeless or (not message.may_wait and self._reservations.must_wait(reservation)):
             return [Send(peer, ReservationRefused(request_id, attempt))]
         # A retried request must not be pooled or written twice; a copy stays until there is a better one.
         commands = self._end_earlier(request_id, attempt, (LeaseStage.RESERVED, LeaseStage.POOLED))
-        self._cancel_reservations(request_id, attempt)
-        self._reservations.append(Reservation(request_id, attempt, num_blocks, peer, message.is_copy))
+        self._reservations.cancel(request_id, attempt)
+        self._reservations.add(reservation)
         return commands + self._serve_reservations(now)
 
     def _latest_attempt(self, request_id: RequestId) -> int:
         """Return the latest attempt at a request that reserves or holds blocks here; 0 if none does."""
-        attempts = [entry.attempt for entry in self._reservations if entry.request_id == request_id]
-        return max([*attempts, *(lease.attempt for lease in self._lease_table.of_request(request_id))], default=0)
+        waiting = self._reservations.latest_attempt(request_id)
+        return max([waiting, *(lease.attempt for lease in self._lease_table.of_request(request_id))])
 
     def _serve_reservations(self, now: float) -> list[PoolCommand]:
         commands: list[PoolCommand] = []
-        while self._reservations and self._can_allocate(self._reservations[0].num_blocks):
-            reservation = self._reservations.popleft()
+        while (reservation := self._reservations.take()) is not None:
             commands += self._prefixes.make_room(reservation.num_blocks)
             for lease in self._lease_table.copies_to_evict(reservation.num_blocks):
                 commands += self._end(lease)
@@ -344,7 +343,7 @@ class PoolLogic:
 
     def _drop(self, request_id: RequestId, attempt: int, stage: LeaseStage | None, now: float) -> list[PoolCommand]:
         """End the leases (with a stage: only those in it) of this attempt at a request and earlier ones."""
-        self._cancel_reservations(request_id, attempt)
+        self._reservations.cancel(request_id, attempt)
         commands = self._end_earlier(request_id, attempt, tuple(LeaseStage) if stage is None else (stage,))
         return commands + self._serve_reservations(now)
 
@@ -356,11 +355,6 @@ class PoolLogic:
             if lease is not but and lease.attempt <= attempt and lease.stage in stages:
                 commands += self._invalidate(lease)
         return commands
-
-    def _cancel_reservations(self, request_id: RequestId, attempt: int) -> None:
-        self._reservations = deque(
-            entry for entry in self._reservations if entry.request_id != request_id or entry.attempt > attempt
-        )
 
     def _invalidate(self, lease: Lease) -> list[PoolCommand]:
         """End a lease that is no longer needed; one being read ends when its reader releases it."""

@@ -78,6 +78,7 @@ class Reservation:
     num_blocks: int
     worker: str
     is_copy: bool = False
+    is_real_time: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ If this fails before the blocks were offered to the pool, the request stays in t
 from collections import deque
 
 from alignedserve.core.ids import RequestId
+from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import (
     BlockCopy,
     BlocksPrefetched,
@@ -108,8 +109,14 @@ class CandidateBuffers:
         if not self._has_pool or request_id in self._returning:
             return [Send(peer, RequestReturned(request_id, message.attempt, ReturnOutcome.STAYED))]
         self._returning[request_id] = ReturningRequest(peer, self._link_epochs[peer], message)
-        num_blocks = message.copy.num_blocks
-        return [Send(self._pool_name, ReserveBlocks(request_id, message.attempt, num_blocks, may_wait=False))]
+        reserve = ReserveBlocks(
+            request_id,
+            message.attempt,
+            message.copy.num_blocks,
+            may_wait=False,
+            is_real_time=message.request.request_class is RequestClass.REAL_TIME,
+        )
+        return [Send(self._pool_name, reserve)]
 
     # --- the pool
 

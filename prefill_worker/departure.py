@@ -54,8 +54,14 @@ class Departure:
         job.is_written = False
         if job.target is None:
             return DepartureStep(end=JobEnd.GONE if job.is_taken else None)
-        is_copy = job.is_taken
-        reserve = ReserveBlocks(job.request.request_id, job.attempt, len(job.block_ids), is_copy, may_wait=not is_copy)
+        reserve = ReserveBlocks(
+            job.request.request_id,
+            job.attempt,
+            len(job.block_ids),
+            is_copy=job.is_taken,
+            may_wait=not job.is_taken,
+            is_real_time=job.is_real_time,
+        )
         return DepartureStep((Send(job.target, reserve),))
 
     def answered(self, job: PrefillJob, message: BlocksReserved | BlocksTaken | ReservationRefused) -> DepartureStep:

@@ -67,6 +67,8 @@ PrefillEvent = CommonEvent | IterationCompleted | CopyEvent | BufferOpened
 WorkCommand = RunIteration | LoadBlocks | OffloadBlocks | RelayBlocks | MapArena | OpenBuffer | CloseBuffer
 PrefillCommand = Send | SendTo | WorkCommand
 
+_KEPT_SHARE = 0.25  # of blocks and places, from best effort
+
 
 class PrefillLogic:
     """Jobs, this worker's blocks, and the one iteration that is in flight at a time."""
@@ -273,7 +275,7 @@ class PrefillLogic:
         requests: list[PrefillCommand] = []
         num_holding = sum(bool(job.block_ids) for job in self._jobs.values())
         for job in waiting_jobs(self._jobs.values(), real_time_first=self._scheduler.prioritizes_real_time):
-            is_full = num_holding >= self._max_running_requests
+            is_full = num_holding >= self._max_running_requests or not self._leaves_room(job)
             if is_full or not self._blocks.allocate(job):
                 break
             num_holding += 1
@@ -283,6 +285,19 @@ class PrefillLogic:
             else:
                 self._enter(job, job.num_hit_tokens, now)
         return requests
+
+    def _leaves_room(self, job: PrefillJob) -> bool:
+        """Return whether real-time jobs keep their share of blocks and places beside this one, where they go first.
+
+        Best effort waits here for room in the pool, with the blocks that it has computed: it would keep chat out.
+        """
+        if job.is_real_time or not self._scheduler.prioritizes_real_time:
+            return True
+        beside = [other for other in self._jobs.values() if other.block_ids and not other.is_real_time]
+        num_blocks = sum(len(other.block_ids) for other in beside) + self._blocks.count_for(job.context_len)
+        num_jobs, share = len(beside) + 1, 1.0 - _KEPT_SHARE
+        fits = num_blocks <= share * self._registered.num_blocks and num_jobs <= share * self._max_running_requests
+        return fits or not beside
 
     def _enter(self, job: PrefillJob, num_cached: int, now: float) -> None:
         job.stage = JobStage.COMPUTING

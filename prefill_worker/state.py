@@ -54,6 +54,11 @@ class PrefillJob(WorkerRequest):
         )
 
     @property
+    def is_real_time(self) -> bool:
+        """Return whether a person waits for the answer."""
+        return self.request.request_class is RequestClass.REAL_TIME
+
+    @property
     def num_cached(self) -> int:
         """Tokens whose cache its blocks hold once it is computed: all but the one sampled last."""
         return self.context_len - (self.stage is JobStage.DEPARTING)
@@ -92,7 +97,7 @@ def waiting_jobs(jobs: Iterable[PrefillJob], *, real_time_first: bool) -> list[P
     """Return jobs without blocks in order of arrival; with `real_time_first`, best-effort ones last."""
     waiting = [job for job in jobs if job.stage is JobStage.WAITING]
     if real_time_first:
-        waiting.sort(key=lambda job: job.request.request_class is not RequestClass.REAL_TIME)
+        waiting.sort(key=lambda job: not job.is_real_time)
     return waiting
 
 

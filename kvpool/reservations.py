@@ -1,0 +1,69 @@
+"""Reservations that wait for free blocks, in the order of their classes.
+
+Real-time requests go first, and best effort leaves an eighth of the blocks to them: a pool full of documents takes a
+chat's blocks at once, and so a chat never waits at a prefill worker for a document to be decoded.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from alignedserve.core.ids import RequestId
+from kvpool.state import Reservation
+
+_KEPT_SHARE = 1 / 8  # of the blocks, from best effort
+
+CanAllocate = Callable[[int], bool]  # whether so many blocks are free, or can be made free
+
+
+class WaitingReservations:
+    """Two queues, each in order of arrival. `can_allocate`: of the pool's blocks as they are when it is called."""
+
+    def __init__(self, num_blocks: int, can_allocate: CanAllocate) -> None:
+        self._num_blocks = num_blocks
+        self._num_kept = int(_KEPT_SHARE * num_blocks)
+        self._can_allocate = can_allocate
+        self._real_time: deque[Reservation] = deque()
+        self._best_effort: deque[Reservation] = deque()
+
+    def __len__(self) -> int:
+        return len(self._real_time) + len(self._best_effort)
+
+    def add(self, reservation: Reservation) -> None:
+        """Queue a reservation behind those of its class."""
+        (self._real_time if reservation.is_real_time else self._best_effort).append(reservation)
+
+    def must_wait(self, reservation: Reservation) -> bool:
+        """Return whether others go first, or too few blocks are free."""
+        is_behind = bool(self._real_time) or (bool(self._best_effort) and not reservation.is_real_time)
+        return is_behind or not self._fits(reservation)
+
+    def take(self) -> Reservation | None:
+        """Remove and return the first reservation; None: there is none, or it has to wait."""
+        queue = self._real_time or self._best_effort
+        return queue.popleft() if queue and self._fits(queue[0]) else None
+
+    def latest_attempt(self, request_id: RequestId) -> int:
+        """Return the latest attempt at a request that waits; 0: none does."""
+        waiting = (*self._real_time, *self._best_effort)
+        return max((entry.attempt for entry in waiting if entry.request_id == request_id), default=0)
+
+    def cancel(self, request_id: RequestId, attempt: int) -> None:
+        """Remove this attempt at a request and earlier ones."""
+        self._keep(lambda entry: entry.request_id != request_id or entry.attempt > attempt)
+
+    def forget_worker(self, peer: str) -> None:
+        """Remove what a lost worker waited for."""
+        self._keep(lambda entry: entry.worker != peer)
+
+    def clear(self) -> None:
+        """Remove all."""
+        self._keep(lambda entry: False)
+
+    def _keep(self, is_kept: Callable[[Reservation], bool]) -> None:
+        self._real_time = deque(filter(is_kept, self._real_time))
+        self._best_effort = deque(filter(is_kept, self._best_effort))
+
+    def _fits(self, reservation: Reservation) -> bool:
+        num_blocks = reservation.num_blocks
+        is_small = num_blocks + self._num_kept <= self._num_blocks  # a larger one would never fit beside what is kept
+        return self._can_allocate(num_blocks + (0 if reservation.is_real_time or not is_small else self._num_kept))
