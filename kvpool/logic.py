@@ -206,7 +206,7 @@ class PoolLogic:
         request_id, attempt, num_blocks = message.request_id, message.attempt, message.num_blocks
         self._known_attempt = max(self._known_attempt, attempt)
         is_hopeless = num_blocks > self._lease_table.num_blocks or attempt < self._latest_attempt(request_id)
-        reservation = Reservation(request_id, attempt, num_blocks, peer, message.is_copy, message.is_real_time)
+        reservation = Reservation(request_id, attempt, num_blocks, peer, message.is_copy, message.is_best_effort)
         if is_hopeless or (not message.may_wait and self._reservations.must_wait(reservation)):
             return [Send(peer, ReservationRefused(request_id, attempt))]
         # A retried request must not be pooled or written twice; a copy stays until there is a better one.

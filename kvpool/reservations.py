@@ -30,11 +30,11 @@ class WaitingReservations:
 
     def add(self, reservation: Reservation) -> None:
         """Queue a reservation behind those of its class."""
-        (self._real_time if reservation.is_real_time else self._best_effort).append(reservation)
+        (self._best_effort if reservation.is_best_effort else self._real_time).append(reservation)
 
     def must_wait(self, reservation: Reservation) -> bool:
         """Return whether others go first, or too few blocks are free."""
-        is_behind = bool(self._real_time) or (bool(self._best_effort) and not reservation.is_real_time)
+        is_behind = bool(self._real_time) or (bool(self._best_effort) and reservation.is_best_effort)
         return is_behind or not self._fits(reservation)
 
     def take(self) -> Reservation | None:
@@ -66,4 +66,4 @@ class WaitingReservations:
     def _fits(self, reservation: Reservation) -> bool:
         num_blocks = reservation.num_blocks
         is_small = num_blocks + self._num_kept <= self._num_blocks  # a larger one would never fit beside what is kept
-        return self._can_allocate(num_blocks + (0 if reservation.is_real_time or not is_small else self._num_kept))
+        return self._can_allocate(num_blocks + (self._num_kept if reservation.is_best_effort and is_small else 0))

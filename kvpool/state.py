@@ -78,7 +78,7 @@ class Reservation:
     num_blocks: int
     worker: str
     is_copy: bool = False
-    is_real_time: bool = False
+    is_best_effort: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class CandidateBuffers:
             message.attempt,
             message.copy.num_blocks,
             may_wait=False,
-            is_real_time=message.request.request_class is RequestClass.REAL_TIME,
+            is_best_effort=message.request.request_class is RequestClass.BEST_EFFORT,
         )
         return [Send(self._pool_name, reserve)]
 

@@ -60,7 +60,7 @@ class Departure:
             len(job.block_ids),
             is_copy=job.is_taken,
             may_wait=not job.is_taken,
-            is_real_time=job.is_real_time,
+            is_best_effort=not job.is_real_time,
         )
         return DepartureStep((Send(job.target, reserve),))
 

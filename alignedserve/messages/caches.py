@@ -68,7 +68,7 @@ class ReserveBlocks(Message, frozen=True):
     num_blocks: Count
     is_copy: bool = False  # only kept, as a copy of what a decode worker has
     may_wait: bool = True  # False: refused unless blocks are free now
-    is_real_time: bool = False  # goes before others
+    is_best_effort: bool = False  # it waits for others, and leaves room to them
 
 
 class CancelReservation(Message, frozen=True):
