@@ -173,19 +173,13 @@ class Candidates:
     # --- back to the pool
 
     def drain_buffers(self, now: float) -> list[Send]:
-        """Return the longest evicted request to the pool when the next victim would find no free blocks.
-
-        Real-time requests stay: they enter before all others, and in the pool they would wait for another batch.
-        """
+        """Return the longest evicted request to the pool when the next victim would find no free blocks."""
         if not self.space.is_short:
             return []
         able = [
             candidate
             for candidate in self
-            if candidate.lease_id is None
-            and candidate.location is CacheLocation.BUFFER
-            and not candidate.must_stay
-            and candidate.request.request_class is RequestClass.BEST_EFFORT
+            if candidate.lease_id is None and candidate.location is CacheLocation.BUFFER and not candidate.must_stay
         ]
         longest = max(able, key=lambda one: (one.context_len, one.request.request_id), default=None)
         return self.return_to_pool(longest, now) if longest is not None else []
@@ -280,7 +274,8 @@ class Candidates:
             buffer_copy=message.copy,
             granted_s=now,
             predicted_output_len=message.predicted_output_len,
-            must_stay=self.space.is_far(slot),
+            # In the pool a chat would wait for a batch of its length, perhaps behind all documents.
+            must_stay=self.space.is_far(slot) or message.request.request_class is RequestClass.REAL_TIME,
             first_token_s=now - message.begun_s,
             last_token_s=now - (message.begun_s if len(message.generated_token_ids) == 1 else 0.0),
         )
