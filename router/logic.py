@@ -25,12 +25,7 @@ from alignedserve.core.ids import RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Request
 from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, Ticked
-from alignedserve.messages.gateways import (
-    AbortRequest,
-    GatewayRegistered,
-    ResumeRequest,
-    SubmitRequest,
-)
+from alignedserve.messages.gateways import AbortRequest, GatewayRegistered, ResumeRequest, SubmitRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import (
     BatchFormed,
@@ -85,11 +80,8 @@ class RouterLogic:
         self, *, config: RouterConfig, placement: Placement, order: PrefillOrder, bypass: Bypass, leans: Leans
     ) -> None:
         self._placement = placement
-        self._registry = RequestRegistry(
-            placement=self._placement,
-            queue=PrefillQueue(order, floor=config.best_effort_floor),
-            max_retries=config.max_retries,
-        )
+        queue = PrefillQueue(order, floor=config.best_effort_floor)
+        self._registry = RequestRegistry(placement=placement, queue=queue, max_retries=config.max_retries)
         self._prefill_choice = PrefillChoice(
             registry=self._registry, placement=placement, max_tokens_per_worker=config.max_prefill_tokens_per_worker
         )
@@ -348,6 +340,8 @@ class RouterLogic:
             self._last_attempt = tracked.attempt = next_epoch(self._last_attempt, now)
             pool = self._placement.pool_of(worker.name)
             tracked.pool_epoch = pool.epoch if pool is not None else None
+            if pool is not None and pool.num_pooled:
+                self._bypass.observe_waiting(now - pool.oldest_s)
             far_pool = self._placement.prefixes.far_pool(tracked, worker)  # before it is counted as computed there
             self._placement.start_prefill(worker, request_id, dispatched(tracked, hit))
             commands.append(Send(worker.name, self._prefill_request(tracked, worker, far_pool)))

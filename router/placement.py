@@ -44,7 +44,7 @@ class Placement:
         self._late_prompts = LatePrompts()  # at those
         self._at_full_pools = Prefillers()  # those whose pool has no room for what they have computed
         self._largest: Ranking[int] = Ranking()  # decoders by the tokens that they have room for, negated
-        self._free: dict[str, WorkerRecord] = {}  # decode workers with a free slot
+        self._free: dict[str, WorkerRecord] = {}  # decode workers with a slot for chat
         self.prefixes = PrefixIndex()
         self.adapters = AdapterIndex()
         self.links = LearnedLinks()  # to decode workers from pools of other nodes
@@ -134,12 +134,9 @@ class Placement:
         return self.pools.get(worker.registered.pool_name) if worker is not None else None
 
     def free_by_distance(self, worker: WorkerRecord) -> Iterator[Iterator[WorkerRecord]]:
-        """Yield the decode workers with a free slot: those of its node, which share its memory, then those of others.
-
-        Blocks travel to others over the network.
-        """
+        """Yield the decode workers with a slot for chat: those of its node, then those that need the network."""
         pool = worker.registered.pool_name
-        yield (other for other in self._nodes[pool].values() if other.has_free_slot)
+        yield (other for other in self._nodes[pool].values() if other.has_real_time_slot)
         yield (other for other in self._free.values() if other.registered.pool_name != pool)
 
     def can_ever_hold(self, max_context_len: int) -> bool:
@@ -254,6 +251,8 @@ class Placement:
         self.unassign(tracked)
         tracked.move(Stage.DECODING, worker.name)
         worker.decoding.add(tracked.request.request_id)
+        if tracked.is_real_time:
+            worker.decoding_real_time.add(tracked.request.request_id)
         self._rank(worker)
 
     def set_pooled(self, tracked: TrackedRequest, pool: str, num_blocks: int) -> None:
@@ -287,6 +286,7 @@ class Placement:
         if worker is not None:
             self._end_prefill(worker, request_id)
             worker.decoding.discard(request_id)
+            worker.decoding_real_time.discard(request_id)
             self._clear_refusal(worker)
         if tracked.stage is Stage.POOLED and tracked.holder in self.pools:
             pool = self.pools[tracked.holder]
@@ -391,7 +391,7 @@ class Placement:
             self._for_real_time.put(worker)
         elif registered.can_move:
             self._for_real_time.discard(worker)
-        if worker.has_free_slot:
+        if worker.has_real_time_slot:
             self._free[name] = worker
         else:
             self._free.pop(name, None)

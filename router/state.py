@@ -162,6 +162,7 @@ class WorkerRecord:
     late: dict[RequestId, None] = field(default_factory=dict)  # real-time prompts among them that are late by now
     num_late_tokens: int = 0  # those of these
     decoding: set[RequestId] = field(default_factory=set)  # running or candidate; membership only
+    decoding_real_time: set[RequestId] = field(default_factory=set)  # of those, real-time ones; membership only
     pending_batch: BatchId | None = None  # of a FormBatch without an answer
     asked_pool: str = ""  # that was asked for it, or for the last one
     requested_kind: BatchKind = BatchKind.BATCH  # of that FormBatch, or the last one
@@ -256,13 +257,16 @@ class WorkerRecord:
     @property
     def has_free_slot(self) -> bool:
         """True for a decode worker (a colocated one takes no request of another) that can run one more request."""
-        registered = self.registered
-        return (
-            registered.can_decode
-            and not registered.can_prefill
-            and not self.is_draining
-            and len(self.decoding) < registered.max_running_requests
-        )
+        return self._takes_prefilled and len(self.decoding) < self.registered.max_running_requests
+
+    @property
+    def has_real_time_slot(self) -> bool:
+        """True for such a worker that can run one more real-time request, before best-effort ones if need be."""
+        return self._takes_prefilled and len(self.decoding_real_time) < self.registered.max_running_requests
+
+    @property
+    def _takes_prefilled(self) -> bool:
+        return self.registered.can_decode and not self.registered.can_prefill and not self.is_draining
 
     @property
     def can_take_over(self) -> bool:

@@ -8,7 +8,8 @@ A request returned to the pool is tracked here until the router has learned of i
 the pool were lost before that, no other component could report that the request is gone.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from alignedserve.core.attempts import next_step
 from alignedserve.core.ids import LeaseId, RequestId
@@ -147,7 +148,10 @@ class Candidates:
 
     def space_for_eviction(self, num_blocks: int) -> BufferSlot | None:
         """Allocate buffer blocks for an eviction, dropping prefetched copies that the pool still has, latest first."""
-        slot = self.space.for_eviction(num_blocks)
+        return self._with_dropped_copies(partial(self.space.for_eviction, num_blocks))
+
+    def _with_dropped_copies(self, allocate: Callable[[], BufferSlot | None]) -> BufferSlot | None:
+        slot = allocate()
         for candidate in reversed(list(self._entries.values())):
             if slot is not None:
                 break
@@ -159,7 +163,7 @@ class Candidates:
                 self.version += 1
                 self.space.free(candidate.slot)
                 candidate.location, candidate.slot, candidate.buffer_copy = CacheLocation.POOL, None, None
-                slot = self.space.for_eviction(num_blocks)
+                slot = allocate()
         return slot
 
     def copy_of(self, candidate: Candidate) -> tuple[str, BlockCopy]:
@@ -236,7 +240,7 @@ class Candidates:
     def reserve(self, peer: str, message: ReserveBlocks) -> list[Send]:
         """Reserve blocks in the buffer at this prefill worker for an urgent request."""
         self.cancel_reservation(message.request_id, message.attempt)
-        slot = self.space.at(peer, message.num_blocks)
+        slot = self._with_dropped_copies(partial(self.space.at, peer, message.num_blocks))
         if slot is None:
             return [Send(peer, ReservationRefused(message.request_id, message.attempt))]
         self._reserved[message.request_id] = (message.attempt, slot)

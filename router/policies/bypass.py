@@ -13,7 +13,7 @@ from typing import Protocol
 from alignedserve.core.request import Request, RequestClass
 from router.state import WorkerRecord
 
-_WEIGHT = 1 / 16  # of the latest wait in the running mean
+_WEIGHT = 1 / 16  # of the latest wait, where it is shorter than expected; a longer one is expected at once
 _FADING = 1 / 64  # with every request that bypasses the pool
 
 
@@ -22,6 +22,9 @@ class Bypass(Protocol):
 
     def observe_wait(self, wait_s: float) -> None:
         """Learn how long a request waited between entering the pool and reaching a decode worker."""
+
+    def observe_waiting(self, wait_s: float) -> None:
+        """Learn how long the request that waits longest in the pool has waited by now."""
 
     def observe_bypass(self) -> None:
         """Learn that a request bypassed the pool."""
@@ -35,6 +38,9 @@ class DirectHandoff:
 
     def observe_wait(self, wait_s: float) -> None:
         """See Bypass. Only a request that finds no slot waits, which says nothing about the next one."""
+
+    def observe_waiting(self, wait_s: float) -> None:
+        """See Bypass."""
 
     def observe_bypass(self) -> None:
         """See Bypass."""
@@ -53,19 +59,28 @@ class UrgentBypass:
 
     def observe_wait(self, wait_s: float) -> None:
         """See Bypass."""
-        self._expected_wait_s += (wait_s - self._expected_wait_s) * _WEIGHT
+        shorter_s = self._expected_wait_s + (wait_s - self._expected_wait_s) * _WEIGHT
+        self._expected_wait_s = max(wait_s, shorter_s)
+
+    def observe_waiting(self, wait_s: float) -> None:
+        """See Bypass. A pool full of documents is known before the first of them has left it."""
+        self._expected_wait_s = max(wait_s, self._expected_wait_s)
 
     def observe_bypass(self) -> None:
         """See Bypass. The expected wait fades, as with no request waiting a shorter one would never be observed."""
         self._expected_wait_s *= 1 - _FADING
 
     def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
-        """See Bypass. Chooses the worker whose running lengths are nearest."""
+        """See Bypass. Chooses the worker whose running lengths are nearest, one with a free slot if there is any."""
         tpot_s = request.slo.tpot_s
         if request.request_class is not RequestClass.REAL_TIME or tpot_s is None or self._expected_wait_s <= tpot_s:
             return None
-        able = [worker for worker in workers if worker.has_free_slot]
-        return min(able, key=lambda worker: (_distance(worker, context_len), worker.name), default=None)
+        able = [worker for worker in workers if worker.has_real_time_slot]
+        return min(able, key=lambda worker: _order_of(worker, context_len), default=None)
+
+
+def _order_of(worker: WorkerRecord, context_len: int) -> tuple[bool, int, str]:
+    return (not worker.has_free_slot, _distance(worker, context_len), worker.name)
 
 
 def _distance(worker: WorkerRecord, context_len: int) -> int:

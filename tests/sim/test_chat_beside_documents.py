@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from alignedserve.config.sections import RouterConfig, SchedulingConfig, Topology
@@ -22,7 +23,7 @@ _DOCUMENT: dict[str, Any] = {
     "request_class": RequestClass.BEST_EFFORT,
     "slo": Slo(),
 }
-DURATION_S = 40.0
+DURATION_S = 25.0
 
 TOPOLOGIES = {
     "elastic": colocated(2, policy="aligned_slo", topology=Topology.ELASTIC),
@@ -35,15 +36,19 @@ TOPOLOGIES = {
 
 def _with_policy(config: SimConfig) -> SimConfig:
     router = RouterConfig(prefill_order="least_slack")
-    return replace(config, cluster=replace(config.cluster, scheduling=_POLICY, router=router), duration_s=DURATION_S)
+    return replace(
+        config,
+        cluster=msgspec.structs.replace(config.cluster, scheduling=_POLICY, router=router),
+        duration_s=DURATION_S,
+    )
 
 
 def _beside(num_documents: int) -> Workload:
-    """Return chat at 1.5/s, and documents that all come at once and fill every memory."""
+    """Return chat at 2/s, and documents that all come at once and fill every memory."""
     rng = random.Random(3)
     requests = [timed(0.0, rng.randrange(150, 300), 300, **_DOCUMENT) for _ in range(num_documents)]
     now = 1.0
-    while (now := now + rng.expovariate(1.5)) < DURATION_S - 5.0:
+    while (now := now + rng.expovariate(2.0)) < DURATION_S - 5.0:
         requests.append(timed(now, rng.randrange(20, 60), 12, **_CHAT))
     return workload_of(*requests)
 
@@ -54,9 +59,10 @@ def _run(name: str, num_documents: int) -> SimulationResult:
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_chat_keeps_its_objectives_beside_documents(name: str) -> None:
-    alone, beside = _run(name, 0).classes["chat"], _run(name, 300).classes
+    alone, beside = _run(name, 0).classes["chat"], _run(name, 150).classes
     chat, documents = beside["chat"], beside["documents"]
     assert alone.attainment == 1.0
-    assert chat.attainment is not None and chat.attainment >= 0.99
-    assert chat.ttft_s is not None and chat.ttft_s.distribution.max <= 0.6
+    assert chat.attainment == 1.0
+    assert chat.ttft_s is not None
+    assert chat.ttft_s.distribution.max <= 0.6
     assert documents.tokens_per_s > 100.0  # they are not put off either

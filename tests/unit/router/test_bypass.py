@@ -56,11 +56,26 @@ def test_before_any_request_waited_none_bypasses() -> None:
     assert UrgentBypass().target(chat(1e-9), 900, [decoder("decode-0")]) is None
 
 
-def test_the_expected_wait_moves_by_one_in_sixteen() -> None:
+def test_the_expected_wait_rises_at_once_and_falls_by_one_in_sixteen() -> None:
     bypass = UrgentBypass()
     bypass.observe_wait(1.6)
-    assert bypass.target(chat(0.1), 900, [decoder("decode-0")]) is None
-    assert bypass.target(chat(0.099), 900, [decoder("decode-0")]) is not None
+    bypass.observe_wait(0.0)
+    assert bypass.target(chat(1.5), 900, [decoder("decode-0")]) is None
+    assert bypass.target(chat(1.49), 900, [decoder("decode-0")]) is not None
+
+
+def test_a_pool_that_nobody_has_left_yet_is_expected_to_keep_the_next_as_long() -> None:
+    bypass = UrgentBypass()
+    bypass.observe_waiting(0.5)
+    assert bypass.target(chat(0.4), 900, [decoder("decode-0")]) is not None
+
+
+def test_chat_goes_to_a_worker_whose_places_documents_have() -> None:
+    full = decoder("decode-0", max_running_requests=2)
+    full.decoding |= {R1, R2}
+    assert chosen(chat(), full) == "decode-0"
+    full.decoding_real_time |= {R1, R2}
+    assert chosen(chat(), full) is None
 
 
 def test_the_expected_wait_falls_again() -> None:
@@ -102,7 +117,6 @@ def test_one_without_a_place_is_passed_over() -> None:
     assert chosen(chat(), near, far) == "decode-0"
     near.decoding.add(R2)
     assert chosen(chat(), near, far) == "decode-1"
-    assert chosen(chat(), near) is None
 
 
 @each("changes", [{"can_decode": False, "can_prefill": True}, {"can_prefill": True}])

@@ -216,7 +216,7 @@ SKIPPING = epoch(1000)  # attempts are at least the time in milliseconds
 def test_who_cannot_wait_that_long_goes_straight_to_a_decode_worker() -> None:
     made = urgent_router()
     assert made.submit(urgent()) == [given(urgent(), 1000, bypass_to=WorkerName(DECODE))]
-    assert made.submit(request("r3", slo=Slo(tpot_s=0.07))) == [given(request("r3", slo=Slo(tpot_s=0.07)), 1001)]
+    assert made.submit(request("r3", slo=Slo(tpot_s=1.1))) == [given(request("r3", slo=Slo(tpot_s=1.1)), 1001)]
 
 
 def test_it_goes_to_a_decode_worker_of_the_prefill_workers_own_node() -> None:

@@ -18,26 +18,21 @@ from tests.support.marks import each
 from tests.support.samples import R1, R2, request
 
 
-def order_of(queue: PrefillQueue, *requests: Request) -> list[RequestId]:
+def order_of(queue: PrefillQueue, *requests: Request, now: float = 0.0) -> list[RequestId]:
     for one in requests:
         queue.push(one, one.prompt_len)
-    return drained(queue)
+    return drained(queue, now)
 
 
-def drained(queue: PrefillQueue) -> list[RequestId]:
+def drained(queue: PrefillQueue, now: float = 0.0) -> list[RequestId]:
     taken = []
-    while (request_id := queue.pop_if(lambda _: True)) is not None:
-        taken.append(request_id)
+    while turns := queue.turns(now):
+        taken.append(turns[0].request_id)
+        queue.take(taken[-1])
     return taken
 
 
 DOCUMENT = request("document", arrival_s=100.0, request_class=RequestClass.BEST_EFFORT)
-
-
-@each(("arrival_s", "first"), [(158.9, "chat"), (159.1, "document")])
-def test_least_slack_as_in_its_docstring(arrival_s: float, first: str) -> None:
-    chat = request("chat", arrival_s=arrival_s)
-    assert order_of(PrefillQueue(LeastSlackOrder()), DOCUMENT, chat)[0] == first
 
 
 def test_least_slack_goes_by_a_requests_own_objective() -> None:
@@ -56,15 +51,54 @@ def test_lines_go_by_their_deadlines() -> None:
     assert order_of(PrefillQueue(LeastSlackOrder()), late, soon) == ["soon", "late"]
 
 
-@each(("arrival_s", "first"), [(178.9, "chat"), (179.1, "line")])
-def test_a_lines_deadline_never_brings_it_nearer_to_passing_chat(arrival_s: float, first: str) -> None:
-    chat = request("chat", arrival_s=arrival_s)
-    assert order_of(PrefillQueue(LeastSlackOrder()), line("line", 20.0), chat)[0] == first
-    assert LeastSlackOrder().key(line("line", 0.001)) > LeastSlackOrder().key(DOCUMENT)
-
-
 def test_a_deadline_a_week_away_does_not_starve_a_line() -> None:
-    assert LeastSlackOrder().key(line("line", 7 * 86_400.0)) == (100.0 + 60.0 + 600.0,)
+    assert LeastSlackOrder().key(line("line", 7 * 86_400.0)) == (100.0 + 600.0,)
+
+
+# --- classes
+
+
+def chat(name: str, arrival_s: float, num_tokens: int = 10) -> Request:
+    return request(name, arrival_s=arrival_s, prompt_len=num_tokens, slo=Slo(ttft_s=1.0))
+
+
+def test_no_document_passes_chat_however_long_it_waits() -> None:
+    old, overdue = line("old", 0.001, arrival_s=0.0), request("older", request_class=RequestClass.BEST_EFFORT)
+    order = order_of(PrefillQueue(LeastSlackOrder()), old, overdue, chat("chat", 5_000.0), now=5_000.0)
+    assert order == ["chat", "old", "older"]
+
+
+def test_chat_that_is_late_goes_after_chat_that_is_not_and_before_documents() -> None:
+    queue = PrefillQueue(LeastSlackOrder())
+    queue.push(DOCUMENT, 4)
+    for one in (chat("late", 100.0), chat("on time", 101.5)):
+        queue.push(one, 4, due_s=one.arrival_s + 1.0)
+    queue.push(chat("resumed", 90.0), 4)  # it has had its first token
+    order = ["resumed", "on time", "late", "document"]
+    assert [queue.num_before(RequestId(name), 102.0) for name in order] == [0, 1, 2, 3]
+    assert drained(queue, 102.0) == order
+
+
+def test_documents_have_the_floor_while_chat_waits() -> None:
+    queue = PrefillQueue(LeastSlackOrder(), floor=0.2)
+    queue.push(DOCUMENT, 20)
+    for number in range(12):
+        queue.push(chat(f"chat{number:02}", float(number)), 10)
+    order = drained(queue)
+    assert order.index(RequestId("document")) == 8  # 80 tokens of chat owe it 80 * 0.2 / 0.8
+
+
+def test_the_floor_does_not_hold_up_chat_where_its_document_finds_no_room() -> None:
+    queue = PrefillQueue(LeastSlackOrder(), floor=0.5)
+    queue.push(DOCUMENT, 10)
+    for number in range(3):
+        queue.push(chat(f"chat{number}", float(number)), 10)
+    assert queue.turns(0.0) == (("chat0", False),)
+    queue.take(RequestId("chat0"))
+    assert queue.turns(0.0) == (("document", True), ("chat1", False))
+    queue.take(RequestId("chat1"))
+    queue.take(RequestId("document"))  # it is owed no more than one document's tokens
+    assert queue.turns(0.0) == (("chat2", False),)
 
 
 def test_chat_with_a_deadline_gets_its_first_token_before_it() -> None:
@@ -91,8 +125,7 @@ def test_no_request_overtakes_the_first() -> None:
     queue = PrefillQueue(FcfsOrder())
     queue.push(request("r1", prompt_len=100), 100)
     queue.push(request("r2", prompt_len=1, arrival_s=1.0), 1)
-    assert queue.pop_if(lambda waiting: waiting.num_tokens <= 50) is None
-    assert len(queue) == 2
+    assert queue.turns(0.0) == ((R1, False),)
     assert drained(queue) == [R1, R2]
 
 
@@ -106,6 +139,15 @@ def test_tokens_are_counted_in_and_out() -> None:
     assert (len(queue), queue.num_tokens) == (1, 5)
     assert drained(queue) == [R2]
     assert (len(queue), queue.num_tokens) == (0, 0)
+
+
+def test_a_request_that_left_and_came_again_is_there_once_with_its_new_length() -> None:
+    queue = PrefillQueue(FcfsOrder())
+    queue.push(request("r1"), 7)
+    queue.discard(R1)
+    queue.push(request("r1"), 9)
+    assert (queue.of(R1).num_tokens, queue.num_before(R1, 0.0)) == (9, 0)
+    assert drained(queue) == [R1]
 
 
 def test_an_unknown_order_fails_listing_the_valid_ones() -> None:

@@ -52,15 +52,35 @@ def test_who_does_not_fit_lets_others_by_and_evicts_none_in_vain() -> None:
     assert planned(rows, num_blocks=13) == ({"chat": 1, "large": 60}, ["batch"])
 
 
-def test_who_has_waited_too_long_has_what_is_free_kept_for_it() -> None:
+def test_who_has_waited_too_long_has_its_share_of_the_memory_kept_for_it() -> None:
     rows: Rows = {
-        "chat": {"prompt_len": 100, "num_generated": 1},
-        "large": {"prompt_len": 90, "ttft_s": 0.1, "arrival_s": -100.0, "predicted_len": 10},
-        "small": {"prompt_len": 20, "ttft_s": 5.0},
+        "chat": {"prompt_len": 1080, "num_generated": 1, "ttft_s": 1.0, "tpot_s": 1.0},
+        "waiting": {"prompt_len": 90, "ttft_s": 0.1, "arrival_s": -100.0, "predicted_len": 10},
+        "new": {"prompt_len": 20, "ttft_s": 5.0},
     }
-    assert planned(rows, num_blocks=12)[0] == {"chat": 1}
-    rows["large"]["arrival_s"] = -50.0
-    assert planned(rows, num_blocks=12)[0] == {"chat": 1, "small": 20}
+    # 68 blocks are held and 5 free. It needs 6 blocks, which are less than a tenth.
+    assert planned(rows, num_blocks=73)[0] == {"chat": 1}
+    rows["waiting"]["arrival_s"] = -50.0
+    assert planned(rows, num_blocks=73)[0] == {"chat": 1, "new": 20}
+
+
+def test_who_needs_more_than_the_share_keeps_no_chat_out() -> None:
+    rows: Rows = {
+        "chat": {"prompt_len": 100, "num_generated": 1, "ttft_s": 1.0, "tpot_s": 1.0},
+        "large": {"prompt_len": 90, "be": True, "arrival_s": -100.0, "predicted_len": 10},
+        "new": {"prompt_len": 20, "ttft_s": 5.0},
+    }
+    assert planned(rows, num_blocks=12)[0] == {"chat": 1, "new": 20}
+
+
+def test_documents_that_have_waited_too_long_give_their_memory_to_chat_but_for_a_share() -> None:
+    waited: dict[str, Any] = {"be": True, "prompt_len": 150, "num_generated": 5, "arrival_s": -200.0}
+    documents: Rows = {f"document{number}": waited for number in range(20)}
+    rows: Rows = {**documents, "question": {"prompt_len": 60, "ttft_s": 0.2, "tpot_s": 0.1}}
+    scheduled, evicted = planned(rows, num_blocks=200)  # each document holds ten, all of them
+    assert scheduled["question"] == 60
+    assert evicted == ["document19"]
+    assert "document0" in scheduled  # which has the share of the time, too
 
 
 def test_who_has_only_waited_long_takes_no_cache() -> None:
