@@ -20,8 +20,8 @@ import msgspec
 import kernels
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.runtime.device.devices import AUTO, CPU, CUDA, cuda_obstacle, describe_gpus, gpu_names, torch_cuda
+from alignedserve.runtime.device_check.verdict import FAILURE, OK
 
-OK, FAILURE = "ok", "failure"  # fields of what the self-check says
 _LIMIT_S = 180.0  # with kernels that are compiled for the first time
 _COMMAND = (sys.executable, "-m", "alignedserve.runtime.device_check.self_check")
 _LONGEST_REASON = 300

@@ -20,7 +20,7 @@ from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.attention.backend import AUTO, TORCH
 from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.dtypes import dtype_name
-from alignedserve.runtime.device_check.choice import FAILURE, OK
+from alignedserve.runtime.device_check.verdict import FAILURE, OK
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture
