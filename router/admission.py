@@ -1,7 +1,7 @@
 """Admission: which requests the router accepts, and after what time a rejected one is worth another try."""
 
 from alignedserve.config.sections import RouterConfig
-from alignedserve.core.request import Request
+from alignedserve.core.request import Request, RequestClass
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import RequestFailed, RequestRejected
 from router.placement import Placement
@@ -26,13 +26,14 @@ class Admission:
         if not self._placement.can_ever_hold(request.max_context_len):
             reason = "its context needs more cache blocks than any worker or pool of this cluster has"
             return RequestFailed(request.request_id, FailureKind.UNSERVABLE, reason)
-        is_full = (
-            len(queue) >= self._config.max_queued_requests
-            or queue.num_tokens + request.prompt_len > self._config.max_queued_tokens
-        )
-        if not is_full:
+        # Each class has bounds of its own: documents that wait, however many, take no place of chat.
+        is_real_time, config = request.request_class is RequestClass.REAL_TIME, self._config
+        held = queue.held(is_real_time=is_real_time)
+        most = config.max_queued_requests if is_real_time else config.max_queued_best_effort_requests
+        if held.num_requests < most and held.num_tokens + request.prompt_len <= config.max_queued_tokens:
             return None
-        return RequestRejected(request.request_id, "the queue is full", self._drain.seconds_for(queue.num_tokens))
+        num_before = queue.num_tokens_until_real_time_is_done if is_real_time else queue.num_tokens
+        return RequestRejected(request.request_id, "the queue is full", self._drain.seconds_for(num_before))
 
     def observe_prefill(self, num_tokens: int, now: float) -> None:
         """Learn that this many tokens were computed since the last call."""

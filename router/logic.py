@@ -221,7 +221,8 @@ class RouterLogic:
             return self._adoption.resume(tracked, message.holder, now)
         # A request still being served needs nothing, unless tokens that it builds on were lost with a worker.
         has_gap = len(message.generated_token_ids) < tracked.num_emitted
-        if tracked.gateway != gateway or (tracked.stage is not Stage.QUEUED and not has_gap):
+        is_waiting = message.request.request_id in self._registry.queue or tracked.stage is not Stage.QUEUED
+        if tracked.gateway != gateway or (is_waiting and not has_gap):
             return []
         tracked.block_names = message.block_names
         self._adoption.await_no_more(message.request.request_id)

@@ -37,6 +37,13 @@ class QueuedPrefill(NamedTuple):
     is_real_time: bool
 
 
+class Held(NamedTuple):
+    """The queued requests of a class."""
+
+    num_requests: int
+    num_tokens: int  # to compute
+
+
 class Turn(NamedTuple):
     """A request whose turn it is."""
 
@@ -68,16 +75,25 @@ class PrefillQueue:
         self._heaps: dict[QueueClass, list[_Entry]] = {one: [] for one in QueueClass}
         self._waiting: dict[RequestId, _Waiting] = {}
         self.num_tokens = 0
-        self._num_real_time_tokens = 0
+        self._num_real_time = self._num_real_time_tokens = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._waiting
 
     @property
     def num_tokens_until_real_time_is_done(self) -> int:
         """Number of tokens to compute until the last real-time request has its first one; 0: there is none."""
         is_apart = self.order.knows_classes or not self._num_real_time_tokens
         return self._num_real_time_tokens if is_apart else self.num_tokens
+
+    def held(self, *, is_real_time: bool) -> Held:
+        """Return what is queued of one class."""
+        if is_real_time:
+            return Held(self._num_real_time, self._num_real_time_tokens)
+        return Held(len(self) - self._num_real_time, self.num_tokens - self._num_real_time_tokens)
 
     def push(self, request: Request, num_tokens: int, due_s: float = math.inf) -> None:
         """Add a request with `num_tokens` to compute, which must not be queued already.
@@ -168,4 +184,5 @@ class PrefillQueue:
 
     def _count(self, queued: QueuedPrefill, sign: int) -> None:
         self.num_tokens += sign * queued.num_tokens
+        self._num_real_time += sign * queued.is_real_time
         self._num_real_time_tokens += sign * queued.num_tokens * queued.is_real_time

@@ -14,6 +14,7 @@ AlignedServeError
 │   └── ClientDisconnected      the client closed the connection
 └── GenerationError             the cluster did not answer; the closed set that a CompletionBackend raises
     ├── Overloaded              no capacity now (503), with the time to retry after
+    │   └── ResourceUnavailable     none for best effort (429)
     ├── Unavailable             no router, or a worker was lost
     ├── Draining                it is about to end and takes nothing new
     ├── Unservable              can never fit this cluster
@@ -91,6 +92,10 @@ class Overloaded(GenerationError):
         self.retry_after_s = retry_after_s
 
 
+class ResourceUnavailable(Overloaded):
+    """No capacity for best effort now; real-time requests may have some."""
+
+
 class Unavailable(GenerationError):
     """No router, or a worker was lost."""
 
@@ -141,6 +146,7 @@ ERROR_TABLE: tuple[tuple[type[Exception], HttpError], ...] = (
     (ClientDisconnected, HttpError(499, "invalid_request_error", "client_gone")),
     (ContextTooLong, HttpError(400, "invalid_request_error", "context_length_exceeded")),
     (InvalidRequest, HttpError(400, "invalid_request_error")),
+    (ResourceUnavailable, HttpError(429, "server_error", "resource_unavailable")),
     (Overloaded, HttpError(503, "server_error", "overloaded")),
     (Unavailable, HttpError(503, "server_error", "unavailable")),
     (Draining, HttpError(503, "server_error", "draining")),

@@ -42,7 +42,7 @@ class ApiServices:
             config=config,
             reply_to=reply_to,
             metrics=GatewayMetrics(exporter),
-            limiter=RequestLimiter(config.max_concurrent_requests),
+            limiter=RequestLimiter(config.max_concurrent_requests, config.max_best_effort_requests),
             timelines=timelines,
             questions=TimelineQuestions(timelines),
             exporter=exporter,

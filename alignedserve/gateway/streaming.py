@@ -2,7 +2,7 @@
 generation is cancelled and its requests are aborted."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -24,6 +24,9 @@ EVENT_STREAM_HEADERS = [
 # A client that does not read occupies capacity; after this it counts as disconnected.
 _SEND_TIMEOUT_S = 60.0
 _CHECK_PAUSE_S = 5.0
+# A stream that says nothing for this long gets a comment, which clients pass over: proxies cut silent connections.
+_COMMENT_AFTER_S = 15.0
+_COMMENT = b": waiting\n\n"
 
 T = TypeVar("T")
 
@@ -47,7 +50,8 @@ class BodyResponse(Response):
 
 
 class EventStreamResponse(Response):
-    """A streamed response. It starts with the first token, so that a refusal still is a proper HTTP error.
+    """A streamed response. It starts with the first token, so that a refusal still is a proper HTTP error; or after
+    15 s of waiting, with a comment.
 
     Later errors are raised as well; the middleware ends the stream with the formatter's events of a failure.
     """
@@ -62,21 +66,18 @@ class EventStreamResponse(Response):
         """Generate, sending each delta as it comes."""
         formatter = self._make_formatter(self._generation)
         scope["state"]["failure_events"] = formatter.failure_events
-        sender = TimedSender(send)
-        await while_connected(receive, self._stream(formatter, sender.send), sender.is_stuck)
+        sender = EventSender(send)
+        await while_connected(receive, self._stream(formatter, sender), sender.check)
 
-    async def _stream(self, formatter: Formatter, send: Send) -> None:
-        has_started = False
+    async def _stream(self, formatter: Formatter, sender: "EventSender") -> None:
         async with self._generation as generation, aclosing(generation.deltas()) as deltas:
             async for index, delta in deltas:
-                if not has_started:
-                    has_started = True
-                    await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+                await sender.start()
                 events = formatter.events(index, delta)
                 if events:
-                    await send({"type": "http.response.body", "body": events, "more_body": True})
+                    await sender.send_events(events)
             closing = await self._closing_events(formatter)
-        await send({"type": "http.response.body", "body": closing, "more_body": False})
+        await sender.end(closing)
 
     async def _closing_events(self, formatter: Formatter) -> bytes:
         return formatter.closing_events()
@@ -96,25 +97,59 @@ class TimedSender:
         await self._send(message)
         self._since_s = None
 
-    def is_stuck(self) -> bool:
-        """Return whether the client has not read for too long."""
-        return self._since_s is not None and self._loop.time() - self._since_s > _SEND_TIMEOUT_S
+    async def check(self) -> None:
+        """Raise ClientDisconnected if the client has not read for too long. Called every five seconds."""
+        if self._since_s is not None and self._loop.time() - self._since_s > _SEND_TIMEOUT_S:
+            raise ClientDisconnected("The client does not read its answer.")
+
+
+class EventSender(TimedSender):
+    """Sends the events of a stream, and comments while there are none."""
+
+    def __init__(self, send: Send) -> None:
+        super().__init__(send)
+        self._has_started = False
+        self._last_s = self._loop.time()
+
+    async def start(self) -> None:
+        """Begin the response, unless it has begun."""
+        if not self._has_started:
+            self._has_started = True
+            await self.send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+
+    async def send_events(self, events: bytes) -> None:
+        """Send events, or a comment."""
+        self._last_s = self._loop.time()
+        await self.send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self, events: bytes) -> None:
+        """Send the last events and end the response."""
+        await self.start()
+        await self.send({"type": "http.response.body", "body": events, "more_body": False})
+
+    @override
+    async def check(self) -> None:
+        """See TimedSender. Keep the connection of a silent stream open."""
+        await super().check()
+        if self._since_s is None and self._loop.time() - self._last_s >= _COMMENT_AFTER_S:
+            await self.start()
+            await self.send_events(_COMMENT)
 
 
 async def while_connected(
-    receive: Receive, work: Coroutine[Any, Any, T], is_stuck: Callable[[], bool] = lambda: False
+    receive: Receive, work: Coroutine[Any, Any, T], check: Callable[[], Awaitable[None]] | None = None
 ) -> T:
     """Await `work`; when the client disconnects first, cancel it and raise ClientDisconnected.
 
-    The request's body must have been read.
+    The request's body must have been read. `check`: called while it waits; what it raises ends the wait.
     """
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnected(receive))
     both: set[asyncio.Task[Any]] = {task, watcher}
     try:
         while not (await asyncio.wait(both, timeout=_CHECK_PAUSE_S, return_when=asyncio.FIRST_COMPLETED))[0]:
-            if is_stuck():
-                raise ClientDisconnected("The client does not read its answer.")
+            if check is not None:
+                await check()
         if not task.done():
             raise ClientDisconnected("The client closed the connection.")
         return task.result()

@@ -21,6 +21,7 @@ from alignedserve.api.errors import (
     GenerationError,
     GenerationFailed,
     Overloaded,
+    ResourceUnavailable,
     TimedOut,
     Unavailable,
     Unservable,
@@ -28,7 +29,7 @@ from alignedserve.api.errors import (
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import FinishReason, Request, TokenLogprob
+from alignedserve.core.request import FinishReason, Request, RequestClass, TokenLogprob
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,
@@ -55,6 +56,7 @@ _MAX_CHECK_PAUSE_S = 0.5
 # A request that is silent for this long is sent to the router again, which ignores it if all is well: no request waits
 # for ever, whichever message was lost.
 _RESEND_AFTER_S = 10.0
+_LATENESS = 1.1  # of a deadline: a best-effort request that is late is not given up at once
 _ROUTER_RETURNS_S = 60.0  # after its loss, for which requests without a token wait for the next one
 _HEAD_RETURNS_S = 10.0  # the same of new ones among several hosts: others' gateways answer if this one is cut off
 _NO_ROUTER = "The router is not connected."
@@ -153,7 +155,7 @@ class ClusterBackend:
             case PromptScored():
                 self._on_prompt_logprobs(peer, message)
             case RequestRejected():
-                self._fail(message.request_id, Overloaded(message.reason, retry_after_s=message.retry_after_s))
+                self._reject(message)
             case RequestFailed():
                 self._fail(message.request_id, _error_of(message))
             case RequestInterrupted():
@@ -224,10 +226,23 @@ class ClusterBackend:
     def _block_names(self, request: Request, generated_token_ids: tuple[int, ...] = ()) -> bytes:
         return self._prefix_hasher.block_names(request, generated_token_ids) if self._prefix_hasher is not None else b""
 
+    def _reject(self, message: RequestRejected) -> None:
+        entry = self._open.get(message.request_id)
+        is_best_effort = entry is not None and entry.request.request_class is RequestClass.BEST_EFFORT
+        kind = ResourceUnavailable if is_best_effort else Overloaded
+        self._fail(message.request_id, kind(message.reason, retry_after_s=message.retry_after_s))
+
     def _fail(self, request_id: RequestId, error: GenerationError) -> None:
         entry = self._open.pop(request_id, None)
         if entry is not None:
             entry.stream.fail(error)
+
+    def _patience_s(self, entry: "_OpenRequest") -> float:
+        """Return for how long the request may be silent. Best effort waits for all chat before it, and may pause."""
+        request, config = entry.request, self._config
+        if request.request_class is RequestClass.BEST_EFFORT:
+            return max(config.best_effort_timeout_s, _LATENESS * (request.slo.deadline_s or 0.0))
+        return config.token_timeout_s if entry.num_tokens else config.first_token_timeout_s
 
     async def _watch_deadlines(self) -> None:
         """Abort and fail requests that are silent past their deadline."""
@@ -240,7 +255,7 @@ class ClusterBackend:
             for request_id, entry in tuple(self._open.items()):
                 if self._router is not None and entry.is_resend_due(now):
                     self._links.send(self._router, self._resumption(entry))
-                limit_s = next_s if entry.num_tokens else first_s
+                limit_s = self._patience_s(entry)
                 if now - entry.last_heard_s > limit_s:
                     self.abort(request_id)
                     entry.stream.fail(TimedOut(f"No token came for {limit_s:g} s."))

@@ -9,7 +9,7 @@ from threading import Lock
 
 from alignedserve.api.backend.interface import CompletionBackend
 from alignedserve.api.backend.readiness_probe import ReadinessProbe
-from alignedserve.api.errors import Overloaded, Unavailable
+from alignedserve.api.errors import Overloaded, ResourceUnavailable, Unavailable
 from alignedserve.api.metrics.gateway_metrics import ModelMetrics
 from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.api.models.model_card import ModelCard
@@ -18,7 +18,7 @@ from alignedserve.api.timelines.timeline import Timelines
 from alignedserve.api.work_lanes import SHORT_LEN, WorkLanes
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.core.request import LoraAdapter, Request
+from alignedserve.core.request import LoraAdapter, Request, RequestClass
 from alignedserve.runtime.grammar.compiler import GrammarError
 from alignedserve.runtime.grammar.trials import GrammarTrials
 from alignedserve.runtime.grammar.vocabulary import token_table
@@ -67,23 +67,37 @@ class GrammarChecker:
             return self._trials
 
 
+_BEST_EFFORT_RETRY_S = 30.0  # until a place of another document is likely to be free
+
+
 class RequestLimiter:
-    """Counts the requests that this gateway has open in the cluster and bounds them."""
+    """Counts the requests that this gateway has open in the cluster and bounds them, each class by itself.
 
-    def __init__(self, max_open: int) -> None:
-        self._max_open = max_open
-        self.num_open = 0
+    So documents that wait, however many, take no place of chat.
+    """
 
-    def acquire(self, count: int) -> None:
-        """Open requests. Raises Overloaded when that would be too many."""
-        if self.num_open + count > self._max_open:
+    def __init__(self, max_real_time: int, max_best_effort: int) -> None:
+        self._most = {RequestClass.REAL_TIME: max_real_time, RequestClass.BEST_EFFORT: max_best_effort}
+        self._open = dict.fromkeys(RequestClass, 0)
+
+    @property
+    def num_open(self) -> int:
+        """Number of open requests of both classes."""
+        return sum(self._open.values())
+
+    def acquire(self, request_class: RequestClass, count: int) -> None:
+        """Open requests. Raises Overloaded when that would be too many of this class."""
+        if self._open[request_class] + count > self._most[request_class]:
+            if request_class is RequestClass.BEST_EFFORT:
+                message = "The gateway has too many best-effort requests open."
+                raise ResourceUnavailable(message, retry_after_s=_BEST_EFFORT_RETRY_S)
             raise Overloaded("The gateway has too many requests open.", retry_after_s=1.0)
-        self.num_open += count
+        self._open[request_class] += count
 
-    def release(self, count: int) -> None:
+    def release(self, request_class: RequestClass, count: int) -> None:
         """Close requests."""
-        self.num_open -= count
-        assert self.num_open >= 0, "more requests closed than opened"
+        self._open[request_class] -= count
+        assert self._open[request_class] >= 0, "more requests closed than opened"
 
 
 @dataclass(slots=True)

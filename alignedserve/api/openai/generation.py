@@ -14,7 +14,7 @@ from alignedserve.api.openai.choice_decoder import ChoiceDecoder, ChoiceDelta
 from alignedserve.api.openai.generation_request import GenerationRequest
 from alignedserve.api.timelines.timeline import CallFacts, Timeline
 from alignedserve.api.timelines.trace_context import REQUEST_ID_HEADER, plain_request_id
-from alignedserve.core.request import FinishReason, Request
+from alignedserve.core.request import FinishReason, Request, RequestClass
 from alignedserve.messages.request_notes import Cause
 
 
@@ -32,7 +32,7 @@ class Generation:
         self._open: list[_Choice] = []
 
     async def __aenter__(self) -> "Generation":
-        self._services.limiter.acquire(len(self.request.requests))
+        self._services.limiter.acquire(self._request_class, len(self.request.requests))
         self._timeline = self._services.timelines.begin(call_facts(self.request, self._services), self.request.requests)
         try:
             for index, request in enumerate(self.request.requests):
@@ -60,6 +60,11 @@ class Generation:
         self._end_timeline(error)
         self._close()
 
+    @property
+    def _request_class(self) -> RequestClass:
+        """Return the class of its requests, which all have the same."""
+        return self.request.requests[0].request_class
+
     def _end_timeline(self, error: BaseException | None) -> None:
         """Note the end of what has not ended by itself, and that of the call."""
         if self._timeline is not None:
@@ -72,7 +77,7 @@ class Generation:
         for choice in self._choices:
             if not choice.has_ended:
                 self._services.backend.abort(choice.request.request_id)
-        self._services.limiter.release(len(self.request.requests))
+        self._services.limiter.release(self._request_class, len(self.request.requests))
         self._open = []
 
     async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta], None]:

@@ -25,12 +25,14 @@ class GatewayConfig(Section, frozen=True):
     max_json_values: int = 1_000_000  # in one body, such as token ids
     max_choices: int = 16  # the largest n
     max_stop_strings: int = 16
-    max_concurrent_requests: int = 1024
+    max_concurrent_requests: int = 1024  # real-time ones; best effort takes none of their places
+    max_best_effort_requests: int = 8192
     requests_per_minute: int | None = None  # per key; 429 above
     strict: bool = False  # unknown fields are refused; otherwise ignored, and named by a header of the response
     cors_origins: tuple[str, ...] = ()  # pages of these origins may call it, such as https://chat.example; "*": all
     first_token_timeout_s: float = 120.0  # accepted but silent: the request fails
     token_timeout_s: float = 60.0  # longest silence within an answer
+    best_effort_timeout_s: float = 3600.0  # longest silence of a best-effort request, or its deadline and a tenth more
     drain_s: float = 60.0  # for answers that run when it is told to end (SIGTERM, Ctrl-C); 0: it ends at once
     max_responses_bytes: int = 100_000_000  # stored responses of one key; its oldest ones make room
     max_response_events_bytes: int = 4_000_000  # of a response in the background; its oldest events make room
@@ -53,6 +55,7 @@ class GatewayConfig(Section, frozen=True):
         self._require_positive("max_body_bytes", "max_choices", "max_stop_strings")
         self._require_positive("max_json_depth", "max_json_containers", "max_json_values")
         self._require_positive("max_concurrent_requests", "first_token_timeout_s", "token_timeout_s")
+        self._require_positive("max_best_effort_requests", "best_effort_timeout_s")
         self._require_positive("max_responses_bytes", "max_response_turns", "response_lifetime_s")
         self._require_positive("max_response_events_bytes", "max_events_bytes")
         self._require(0.0 <= self.drain_s <= 86400.0, "drain_s", "must be between 0 and 86400 seconds")

@@ -19,10 +19,9 @@ from alignedserve.batches.responses.response_repository import StoredResponse
 from alignedserve.gateway.intake import release_early
 from alignedserve.gateway.responses.responses_api import ResponsesApi
 from alignedserve.gateway.streaming import (
-    EVENT_STREAM_HEADERS,
     BodyResponse,
+    EventSender,
     EventStreamResponse,
-    TimedSender,
     while_connected,
 )
 
@@ -128,20 +127,17 @@ class StoredEventsResponse(Response):
         """Send events as they come."""
         scope["state"]["failure_events"] = self._stored.failure_events
         release_early(scope["state"])  # the next server has the rest of its events, after the last one that it knows
-        sender = TimedSender(send)
-        await while_connected(receive, self._send_all(sender.send), sender.is_stuck)
+        sender = EventSender(send)
+        await while_connected(receive, self._send_all(sender), sender.check)
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, sender: EventSender) -> None:
         """Start with the first event, or once none is known to be missing: an error before is one of HTTP."""
-        has_started = False
         async with aclosing(self._stored.events()) as events:
             async for event in events:
-                if not has_started:
-                    has_started = True
-                    await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+                await sender.start()
                 if event:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    await sender.send_events(event)
+        await sender.end(b"")
 
 
 def _not_kept() -> NotFound:
