@@ -220,9 +220,12 @@ class RouterLogic:
             tracked = self._tracked(gateway, message.request, message.generated_token_ids, message.block_names)
             return self._adoption.resume(tracked, message.holder, now)
         # A request still being served needs nothing, unless tokens that it builds on were lost with a worker.
-        has_gap = len(message.generated_token_ids) < tracked.num_emitted
-        is_waiting = message.request.request_id in self._registry.queue or tracked.stage is not Stage.QUEUED
-        if tracked.gateway != gateway or (is_waiting and not has_gap):
+        num_more = len(message.generated_token_ids) - tracked.num_emitted
+        if tracked.stage is Stage.QUEUED:
+            is_well = message.request.request_id in self._registry.queue and num_more == 0
+        else:
+            is_well = num_more >= 0
+        if tracked.gateway != gateway or is_well:
             return []
         tracked.block_names = message.block_names
         self._adoption.await_no_more(message.request.request_id)

@@ -66,11 +66,11 @@ class PrefillChoice:
 
     def _place(self, turn: Turn, gateways: Mapping[str, str]) -> ChosenPrefill | None:
         tracked = self._registry.requests[turn.request_id]
-        queued, beside = self._registry.queue.of(turn.request_id), self._counted_beside(tracked, turn)
+        beside = self._counted_beside(tracked, turn)
         runs = self._placement.prefix_runs(tracked)
         for worker in self._candidates(tracked, runs):
             hit = hit_of(tracked, worker, runs) if runs else NO_HIT
-            if self._has_room(worker, hit, queued.num_tokens, beside):
+            if self._has_room(worker, hit, tracked, beside):
                 return self._near_gateway(ChosenPrefill(tracked, worker, hit), gateways, runs, beside)
         return None
 
@@ -118,8 +118,12 @@ class PrefillChoice:
     def _lacks_adapter(self, tracked: TrackedRequest, worker: WorkerRecord) -> bool:
         return bool(tracked.adapter) and not self._placement.adapters.has(worker.name, tracked.adapter)
 
-    def _has_room(self, worker: WorkerRecord, hit: PrefixHit, num_tokens: int, beside: RequestClass | None) -> bool:
-        return worker.has_room(num_tokens - hit.num_tokens, self._max_tokens_per_worker, beside=beside)
+    def _has_room(
+        self, worker: WorkerRecord, hit: PrefixHit, tracked: TrackedRequest, beside: RequestClass | None
+    ) -> bool:
+        leaves_room = self._registry.queue.order.knows_classes and not tracked.is_real_time
+        num_tokens = tracked.num_prefill_tokens - hit.num_tokens
+        return worker.has_room(num_tokens, self._max_tokens_per_worker, beside=beside, leaves_room=leaves_room)
 
     def _near_gateway(
         self,
@@ -138,7 +142,7 @@ class PrefillChoice:
         if self._lacks_adapter(tracked, near) and not self._lacks_adapter(tracked, chosen.worker):
             return chosen
         hit = hit_of(tracked, near, runs) if runs else NO_HIT
-        has_room = self._has_room(near, hit, tracked.num_prefill_tokens, beside)
+        has_room = self._has_room(near, hit, tracked, beside)
         if hit.num_tokens < chosen.hit.num_tokens or not has_room:
             return chosen
         return ChosenPrefill(tracked, near, hit)

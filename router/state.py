@@ -14,6 +14,7 @@ from alignedserve.messages.cluster_view import BatchShape, LengthTree
 from alignedserve.messages.prefixes import BLOCK_NAME_BYTES
 from alignedserve.messages.workers import IterationLogReport, WorkerLoad, WorkerRegistered
 
+_KEPT_SHARE = 1 / 8  # of the places of a worker that does both phases, from best effort
 _USUAL_TOKENS_PER_S = 5000  # of prompts, where workers do not tell their speed
 
 
@@ -233,12 +234,15 @@ class WorkerRecord:
         tells_speed = self.load is not None and self.load.prompt_tokens_per_s
         return seconds if tells_speed else seconds * _USUAL_TOKENS_PER_S
 
-    def has_room(self, num_tokens: int, allowance: int, *, beside: RequestClass | None) -> bool:
+    def has_room(self, num_tokens: int, allowance: int, *, beside: RequestClass | None, leaves_room: bool) -> bool:
         """Return whether it may be given a prompt of that many tokens; one above the allowance waits for all others.
 
-        `beside`: only prompts of this class count; None: all do. A colocated worker takes any: its own policy orders
-        them.
+        `beside`: only prompts of this class count; None: all do. A worker that does both phases takes any, as its own
+        policy orders them, but for an eighth of its places, which best effort leaves to others (`leaves_room`).
         """
+        if self.registered.can_decode:
+            num_held = len(self.prefilling) + len(self.decoding)
+            return not leaves_room or num_held < (1.0 - _KEPT_SHARE) * self.registered.max_running_requests
         match beside:
             case RequestClass.REAL_TIME:
                 given = self.num_real_time_tokens
@@ -246,7 +250,7 @@ class WorkerRecord:
                 given = self.num_prefill_tokens - self.num_real_time_tokens
             case None:
                 given = self.num_prefill_tokens
-        return self.registered.can_decode or not self.prefilling or num_tokens <= allowance - given
+        return not self.prefilling or num_tokens <= allowance - given
 
     @property
     def num_places(self) -> int:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,18 @@ from alignedserve.api.backend import cluster as cluster_backend
 from alignedserve.api.backend.cluster import ClusterBackend
 from alignedserve.api.backend.connection import ClusterConnection, ClusterLinks
 from alignedserve.api.backend.interface import GeneratedTokens, RequestStream
-from alignedserve.api.errors import GenerationError, GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
+from alignedserve.api.errors import (
+    GenerationError,
+    GenerationFailed,
+    Overloaded,
+    ResourceUnavailable,
+    TimedOut,
+    Unavailable,
+    Unservable,
+)
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import FinishReason, Request, SamplingParams, TokenLogprob
+from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams, Slo, TokenLogprob
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,
@@ -77,9 +86,11 @@ class ClusterHarness:
     gateway_address: str
     router_address: str
 
-    def submit(self, *, max_tokens: int = 8, num_prompt_logprobs: int | None = None, name: str = "r") -> RequestStream:
+    def submit(
+        self, *, max_tokens: int = 8, num_prompt_logprobs: int | None = None, name: str = "r", **fields: Any
+    ) -> RequestStream:
         sampling = SamplingParams(max_tokens=max_tokens, num_prompt_logprobs=num_prompt_logprobs)
-        return self.backend.submit(Request(RequestId(name), (5, 6, 7), sampling, self.gateway_address, 0.0))
+        return self.backend.submit(Request(RequestId(name), (5, 6, 7), sampling, self.gateway_address, 0.0, **fields))
 
     def emit(self, first_index: int, *token_ids: int, end: bool = False, name: str = "r") -> None:
         finish_reason = FinishReason.STOP if end else None
@@ -247,6 +258,26 @@ async def test_no_first_token_in_time(tmp_path: Path) -> None:
     async with cluster(tmp_path, first_token_timeout_s=0.2) as harness:
         assert isinstance(await failure_of(harness.submit()), TimedOut)
         await harness.received.wait_for(AbortRequest)
+
+
+async def test_best_effort_may_be_silent_for_longer_than_chat_and_until_its_deadline(tmp_path: Path) -> None:
+    async with cluster(tmp_path, first_token_timeout_s=0.1, token_timeout_s=0.1, best_effort_timeout_s=0.3) as harness:
+        flex = harness.submit(name="flex", request_class=RequestClass.BEST_EFFORT)
+        slo = Slo(deadline_s=60.0)
+        line = harness.submit(name="line", request_class=RequestClass.BEST_EFFORT, slo=slo)
+        assert isinstance(await failure_of(harness.submit()), TimedOut)
+        harness.emit(0, 11, name="flex")
+        assert (await anext(flex)).token_ids == (11,)
+        assert isinstance(await failure_of(flex), TimedOut)
+        harness.emit(0, 11, end=True, name="line")
+        assert (await anext(line)).token_ids == (11,)
+
+
+async def test_best_effort_is_rejected_as_a_resource_that_is_not_there(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as harness:
+        stream = harness.submit(request_class=RequestClass.BEST_EFFORT)
+        harness.send_from_router(RequestRejected(RequestId("r"), "the queue is full", 7.2))
+        assert isinstance(await failure_of(stream), ResourceUnavailable)
 
 
 async def test_an_interrupted_request_goes_on_where_the_client_is(tmp_path: Path) -> None:

@@ -102,3 +102,16 @@ def test_a_prompt_that_is_late_keeps_no_other_away() -> None:
     assert target(made, "r2", 100) == FIRST
     made.hear(FIRST, PrefillCompleted(RequestId("r0"), epoch(1), 500))
     assert made.logic._placement.workers[FIRST].num_late_tokens == 0
+
+
+def test_documents_leave_places_of_a_worker_to_chat() -> None:
+    held = WorkerRecord("worker-0", worker(can_prefill=True, max_running_requests=16))
+    held.decoding |= {RequestId(f"document{number}") for number in range(14)}
+
+    def has_room(*, leaves_room: bool) -> bool:
+        return held.has_room(10, 8192, beside=None, leaves_room=leaves_room)
+
+    assert not has_room(leaves_room=True)
+    assert has_room(leaves_room=False)
+    held.decoding.pop()
+    assert has_room(leaves_room=True)
