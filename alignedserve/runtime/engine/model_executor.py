@@ -24,6 +24,7 @@ from alignedserve.messages.iterations import (
     RunIteration,
 )
 from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import requests_of
 from alignedserve.process.links import Identity
 from alignedserve.process.worker_threads import WorkerThreads, run_quietly
 from alignedserve.runtime.device.cores import num_cores
@@ -42,7 +43,7 @@ from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec, RankEngineSpe
 from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
 from alignedserve.runtime.engine.steps.block_loans import num_lent_blocks
 from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
-from alignedserve.runtime.grammar.compiler import GrammarCompiler, prepare_grammars
+from alignedserve.runtime.grammar.compiler import GrammarCompiler
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -170,7 +171,8 @@ class ModelExecutor:
     def prepare(self, message: Message) -> "Sequence[Future[Any]]":
         """Begin what the requests of a message need; return what they wait for."""
         self._turns.on_message(message)
-        return [*prepare_grammars(self._grammars, message), *self._adapters.prepare(message)]
+        grammars = [request.sampling.grammar for request in requests_of(message) if request.sampling.grammar]
+        return [*map(self._grammars.compile, grammars), *self._adapters.prepare(message)]
 
     def check_grammar(self, grammar: str) -> None:
         """Raise InvalidRequest for a grammar that answers of this model cannot follow; empty: there is none."""

@@ -2,15 +2,13 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from alignedserve.core.errors import InvalidRequest, ModelError
-from alignedserve.messages.wire import Message
-from alignedserve.messages.workers import requests_of
 
 # The work that they bound takes about 40 ms to compile and 15 ms for a mask; schemas in use stay below 5 % of them.
 PARSER_LIMITS = LLParserLimits(
@@ -127,8 +125,3 @@ _REFUSALS = {
     "too large": "the grammar is too large",
     "unknown special token": "the grammar names a token that the model does not have",
 }
-
-
-def prepare_grammars(compiler: GrammarCompiler, message: Message) -> "Sequence[Future[LLMatcher]]":
-    """Begin to compile the grammars of the requests that a message brings; return what they wait for."""
-    return [compiler.compile(request.sampling.grammar) for request in requests_of(message) if request.sampling.grammar]
