@@ -86,6 +86,7 @@ class _OnceInAWhile(logging.Filter):
 def _refuse_redirect(response: requests.Response, *_: object, **__: object) -> None:
     """Raise for an answer that the SDK would take for a success."""
     if 300 <= response.status_code < 400:
+        response.close()  # the connection is not given back by itself, as nothing reads the answer
         raise requests.TooManyRedirects("the collector redirects")
 
 
