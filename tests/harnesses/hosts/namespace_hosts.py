@@ -88,7 +88,15 @@ class NamespaceHost:
         assert self.process is not None, "a host that is down"
         (first,) = _children(self.process.pid)
         inside = ["nsenter", "--target", str(first), "--net", "--pid", "--mount", "--uts", "--ipc"]
-        return subprocess.run([*inside, *command], capture_output=True, text=True, timeout=timeout_s, check=False)
+        path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin"  # root's tools, also for who is root by other ways
+        return subprocess.run(
+            [*inside, *command],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            env={**os.environ, "PATH": path},
+        )
 
     def processes(self) -> list[str]:
         """Return the command lines of everything that runs on the host, but its SSH server and the question itself."""
