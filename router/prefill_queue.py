@@ -137,10 +137,6 @@ class PrefillQueue:
             return (Turn(real_time, False),)
         return (Turn(best_effort, True), Turn(real_time, False))
 
-    def of(self, request_id: RequestId) -> QueuedPrefill:
-        """Return a request that is queued."""
-        return self._waiting[request_id].queued
-
     def take(self, request_id: RequestId) -> None:
         """Remove a request that a worker gets."""
         waiting = self._waiting.pop(request_id)

@@ -132,8 +132,12 @@ class EventSender(TimedSender):
         """See TimedSender. Keep the connection of a silent stream open."""
         await super().check()
         if self._since_s is None and self._loop.time() - self._last_s >= _COMMENT_AFTER_S:
-            await self.start()
-            await self.send_events(_COMMENT)
+            try:
+                async with asyncio.timeout(_SEND_TIMEOUT_S):  # nobody looks for a stuck client while this one waits
+                    await self.start()
+                    await self.send_events(_COMMENT)
+            except TimeoutError as error:
+                raise ClientDisconnected("The client does not read its answer.") from error
 
 
 async def while_connected(

@@ -146,7 +146,7 @@ def test_a_request_that_left_and_came_again_is_there_once_with_its_new_length() 
     queue.push(request("r1"), 7)
     queue.discard(R1)
     queue.push(request("r1"), 9)
-    assert (queue.of(R1).num_tokens, queue.num_before(R1, 0.0)) == (9, 0)
+    assert (queue.num_tokens, queue.num_before(R1, 0.0)) == (9, 0)
     assert drained(queue) == [R1]
 
 
