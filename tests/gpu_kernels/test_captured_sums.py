@@ -97,14 +97,22 @@ def ranks() -> list[CapturedRank]:
 
 @pytest.fixture(autouse=True)
 def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter replaces functions of its modules while a kernel runs; ranks are threads here."""
-    turn, run = threading.Lock(), interpreter.GridExecutor.__call__
+    """Ranks are threads here, and the interpreter replaces functions of its modules while a kernel runs.
 
-    def run_alone(*args: Any, **options: Any) -> Any:
-        with turn:
-            return run(*args, **options)
+    It parses a kernel's source before its first run, which two threads cannot do at once before Python 3.11.8 (CPython
+    issue 106905).
+    """
+    turn = threading.RLock()
 
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_alone)
+    def alone(work: Callable[..., Any]) -> Callable[..., Any]:
+        def work_alone(*args: Any, **options: Any) -> Any:
+            with turn:
+                return work(*args, **options)
+
+        return work_alone
+
+    for owner, name in ((interpreter.GridExecutor, "__call__"), (interpreter.InterpretedFunction, "rewrite")):
+        monkeypatch.setattr(owner, name, alone(getattr(owner, name)))
 
 
 @pytest.fixture

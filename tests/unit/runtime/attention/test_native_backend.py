@@ -9,6 +9,7 @@ from torch import Tensor
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON, attention_level
+from kernels.cpu import native
 from kernels.cpu import paged_attention as paged
 from kernels.cpu.native import supported_levels
 from kernels.cpu.paged_attention import Int64Array, PagedAttention
@@ -196,5 +197,5 @@ def test_the_level_that_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         attention_level("avx9000", CPU, torch.float32)
     with pytest.raises(ConfigError, match="float16"):
         attention_level("plain", CPU, torch.float16)
-    monkeypatch.setattr(paged, "_native", None)
+    monkeypatch.setattr(native, "load_native", lambda name: None)
     assert attention_level(AUTO, CPU, torch.float32) == TORCH
