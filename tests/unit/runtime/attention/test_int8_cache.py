@@ -26,9 +26,10 @@ from tests.support.marks import slow
 pytestmark = pytest.mark.slow
 
 # What the values lose between cache and result: products in float32 lose as little as without rounding. Products of
-# integers of 16 bits lose more, some hundredth of what rounding to the cache has lost.
+# integers of 16 bits lose more: some hundredth of what rounding to the cache has lost, two of them in heads of a few
+# elements, whose errors do not average out.
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
-INTEGERS, INTEGERS_TOLERANCE = "avx512bf16", 2e-4
+INTEGERS, INTEGERS_TOLERANCE, NARROW_HEAD = "avx512bf16", 2e-4, 16
 LENGTHS = [1, 3, 33, 100, 1501, 31, 32, 64, 129]
 LAYER = 1
 
@@ -120,8 +121,10 @@ def clear_unused_slots(batch: Batch) -> None:
             )
 
 
-def tolerance_of(dtype: torch.dtype, backend: str) -> float:
-    return max(TOLERANCES[dtype], INTEGERS_TOLERANCE) if backend == INTEGERS else TOLERANCES[dtype]
+def tolerance_of(dtype: torch.dtype, backend: str, head_dim: int) -> float:
+    if backend != INTEGERS:
+        return TOLERANCES[dtype]
+    return max(TOLERANCES[dtype], INTEGERS_TOLERANCE * (2 if head_dim < NARROW_HEAD else 1))
 
 
 def check_decode(
@@ -129,7 +132,7 @@ def check_decode(
 ) -> None:
     queries = queries_of(batch, len(batch.contexts), group, dtype)
     attended = attend(batch, None, queries, backend, window, num_threads)
-    tolerance = tolerance_of(dtype, backend)
+    tolerance = tolerance_of(dtype, backend, queries.shape[-1])
     for index, (keys, values) in enumerate(batch.contexts):
         first = max(0, len(keys) - window) if window is not None else 0
         expected = attention(queries[index].flatten(0, 1), keys[first:], values[first:])
@@ -142,12 +145,12 @@ def check_chunks(
 ) -> None:
     queries = queries_of(batch, sum(counts), group, dtype)
     attended = attend(batch, counts, queries, backend, window)
-    at = 0
+    tolerance, at = tolerance_of(dtype, backend, queries.shape[-1]), 0
     for (keys, values), count in zip(batch.contexts, counts, strict=True):
         own = slice(at, at + count)
         expected = attention_of_chunk(queries[own].flatten(1, 2), keys, values, window)
         difference = attended[own].flatten(1, 2).double() - expected
-        assert float(difference.abs().max()) < tolerance_of(dtype, backend), f"{count} of {len(keys)}"
+        assert float(difference.abs().max()) < tolerance, f"{count} of {len(keys)}"
         at += count
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON, attention_level
 from kernels.cpu import native
-from kernels.cpu import paged_attention as paged
 from kernels.cpu.native import supported_levels
 from kernels.cpu.paged_attention import Int64Array, PagedAttention
 from kernels.gpu_dispatch import gpu_kernels_available
