@@ -11,6 +11,7 @@ The `usage` at the end, where the server sends one, overrules the sum for throug
 import asyncio
 import enum
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -106,6 +107,11 @@ class CompletionOutcome:
     def num_tokens(self) -> int:
         """Return output tokens: the server's count where it gave one."""
         return len(self.token_times_s) if self.num_output_tokens is None else self.num_output_tokens
+
+    def num_tokens_since(self, since_s: float) -> int:
+        """Return the output tokens that came at `since_s` or later."""
+        num_before = bisect_left(self.token_times_s, since_s)
+        return max(0, self.num_tokens - num_before)
 
 
 @dataclass(frozen=True, slots=True)

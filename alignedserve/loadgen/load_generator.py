@@ -28,18 +28,39 @@ class SentRequest:
 
 @dataclass(slots=True)
 class LoadRun:
-    """Requests and timing of a whole run."""
+    """Requests and timing of a whole run, of which what comes before `warm_up_s` of it does not count."""
 
     started_s: float = 0.0
     ended_s: float = 0.0
     sent: list[SentRequest] = field(default_factory=list)  # in order of sending
+    cut_off: list[SentRequest] = field(default_factory=list)  # given up at the end: only their tokens count
+    warm_up_s: float = 0.0
     loop_lags_s: list[float] = field(default_factory=list)
     cpu_s: float = 0.0  # processor time that the generator itself took
 
     @property
     def duration_s(self) -> float:
-        """Return the seconds from the start to the last answer."""
-        return self.ended_s - self.started_s
+        """Return the seconds from the end of warming up to the last answer."""
+        return self.ended_s - self.started_s - self.warm_up_s
+
+    @property
+    def counted(self) -> list[SentRequest]:
+        """Return the requests that were sent after warming up and not cut off."""
+        if not self.warm_up_s:
+            return self.sent
+        return [sent for sent in self.sent if sent.outcome.sent_s >= self.started_s + self.warm_up_s]
+
+    def num_tokens_of(self, class_name: str | None) -> int:
+        """Return the output tokens that came after warming up, of requests of this class; None: of all.
+
+        Of requests that warmed up or were cut off too: what a server gives in a time is not what it began in it.
+        """
+        began_s = self.started_s + self.warm_up_s
+        return sum(
+            sent.outcome.num_tokens_since(began_s)
+            for sent in (*self.sent, *self.cut_off)
+            if class_name is None or sent.request.class_name == class_name
+        )
 
 
 class LoadGenerator:
@@ -52,13 +73,14 @@ class LoadGenerator:
         send: Send,
         on_done: Callable[[SentRequest], None] | None = None,
         cuts_off: bool = False,
+        warm_up_s: float = 0.0,
     ) -> None:
-        """`cuts_off`: closed-loop requests still in the air at the plan's end are given up, and not counted."""
+        """`cuts_off`: closed-loop requests still in the air at the plan's end are given up; their tokens count."""
         self._plan = plan
         self._cuts_off = cuts_off
         self._send = send
         self._on_done = on_done
-        self._run = LoadRun()
+        self._run = LoadRun(warm_up_s=warm_up_s)
         self._opens_done = asyncio.Event()
         self._num_closed = 0
 
@@ -120,6 +142,7 @@ class LoadGenerator:
             await self._send(request, outcome)
         except asyncio.CancelledError:
             self._run.sent.remove(sent)
+            self._run.cut_off.append(sent)
             raise
         if self._on_done is not None:
             self._on_done(sent)

@@ -10,6 +10,7 @@ from alignedserve.core.request import Slo
 from alignedserve.loadgen.load_generator import LoadRun, SentRequest
 from alignedserve.loadgen.load_plan import TrafficClass
 
+ALL = "all"  # every class together
 # A generator later than both of these at its 99th percentile shows in what it measures.
 GENERATOR_LIMIT_S = 0.02
 GENERATOR_LIMIT_OF_TTFT = 0.1  # of the median time to first token
@@ -26,7 +27,7 @@ class ClassReport:
     failures: dict[str, int]  # by kind, most frequent first
     input_tokens: int  # of completed requests: the server's count, else as planned
     cached_tokens: int  # of `input_tokens`, from the server's prefix cache, as it tells
-    output_tokens: int  # of all requests, failed ones too: they were received
+    output_tokens: int  # of all requests, failed ones and those that were cut off too: they were received
     requests_per_s: float  # completed
     input_tokens_per_s: float
     output_tokens_per_s: float
@@ -52,7 +53,7 @@ class GeneratorReport:
 class LoadReport:
     """The whole report."""
 
-    duration_s: float
+    duration_s: float  # without the time of warming up
     total: ClassReport
     classes: tuple[ClassReport, ...]
     generator: GeneratorReport
@@ -64,34 +65,33 @@ class LoadReport:
 def summarise(run: LoadRun, classes: Sequence[TrafficClass], *, num_clamped: tuple[int, int] = (0, 0)) -> LoadReport:
     """Return the report of a run; `num_clamped` prompts and outputs were shortened by the plan."""
     slos = {traffic.name: traffic.slo for traffic in classes}
-    reports = tuple(
-        _class_report(traffic.name, [sent for sent in run.sent if sent.request.class_name == traffic.name], slos, run)
-        for traffic in classes
-    )
-    total = _class_report("all", run.sent, slos, run)
+    reports = tuple(_class_report(traffic.name, run, slos) for traffic in classes)
+    total = _class_report(None, run, slos)
     return LoadReport(
         duration_s=run.duration_s,
         total=total,
         classes=reports,
         generator=_generator_report(run, total.ttft_s),
         num_server_counts=sum(
-            sent.outcome.failure is None and sent.outcome.num_output_tokens is not None for sent in run.sent
+            sent.outcome.failure is None and sent.outcome.num_output_tokens is not None for sent in run.counted
         ),
         num_clamped_prompts=num_clamped[0],
         num_clamped_outputs=num_clamped[1],
     )
 
 
-def _class_report(name: str, members: Sequence[SentRequest], slos: dict[str, Slo], run: LoadRun) -> ClassReport:
+def _class_report(name: str | None, run: LoadRun, slos: dict[str, Slo]) -> ClassReport:
+    """Report on one class, or on all together (None)."""
+    members = [sent for sent in run.counted if name is None or sent.request.class_name == name]
     completed = [sent for sent in members if sent.outcome.failure is None]
     failures = Counter(sent.outcome.failure.label for sent in members if sent.outcome.failure is not None)
     input_tokens = sum(_prompt_tokens(sent) for sent in completed)
-    output_tokens = sum(sent.outcome.num_tokens for sent in members)
+    output_tokens = run.num_tokens_of(name)
     has_slo = any(slos[sent.request.class_name] != Slo() for sent in members)
     num_met = sum(_held_slo(sent, slos[sent.request.class_name]) for sent in completed)
     return ClassReport(
-        name=name,
-        slo=slos.get(name, Slo()),
+        name=name or ALL,
+        slo=Slo() if name is None else slos[name],
         num_sent=len(members),
         num_completed=len(completed),
         failures=dict(failures.most_common()),
@@ -133,7 +133,7 @@ def _held_slo(sent: SentRequest, slo: Slo) -> bool:
 
 
 def _generator_report(run: LoadRun, ttft: Distribution | None) -> GeneratorReport:
-    lateness = metrics.describe([sent.lateness_s for sent in run.sent])
+    lateness = metrics.describe([sent.lateness_s for sent in run.counted])
     lag = metrics.describe(run.loop_lags_s)
     worst = max((found.p99 for found in (lateness, lag) if found is not None), default=0.0)
     tolerated = max(GENERATOR_LIMIT_S, GENERATOR_LIMIT_OF_TTFT * (ttft.p50 if ttft is not None else 0.0))

@@ -48,8 +48,15 @@ class LoadOptions:
     ] = False
     cuts_off: Annotated[
         bool,
-        typer.Option("--cut-off/--wait", help="At the end give up closed-loop requests still in the air, uncounted."),
+        typer.Option(
+            "--cut-off/--wait",
+            help="At the end give up closed-loop requests still in the air: only their tokens count.",
+        ),
     ] = False
+    warm_up_s: Annotated[
+        float,
+        typer.Option("--warm-up", min=0.0, help="What comes before this second does not count: only steady state."),
+    ] = 0.0
     slo_ttft_s: Annotated[float | None, typer.Option("--slo-ttft", min=0.0, help="Seconds to the first token.")] = None
     slo_tpot_s: Annotated[float | None, typer.Option("--slo-tpot", min=0.0, help="Mean seconds between tokens.")] = None
     tokenizer: Annotated[
@@ -68,6 +75,8 @@ class LoadOptions:
             raise ConfigError("give either --rate or --rate-scale")
         if self.synthetic is not None and (self.rate is not None or self.rate_scale != 1.0 or self.start_s):
             raise ConfigError("--rate, --rate-scale and --start belong to --trace; a synthetic class has its own rate=")
+        if self.duration_s is not None and self.warm_up_s >= self.duration_s:
+            raise ConfigError("--warm-up must be shorter than --duration: nothing would be left to count")
         if self.endpoint not in ("chat", "completions"):
             raise ConfigError(f"--endpoint {self.endpoint}: must be chat or completions")
         if self.output_len not in ("exact", "free"):

@@ -82,7 +82,7 @@ async def _run(options: LoadOptions, plan: LoadPlan) -> tuple[LoadRun, str]:
         )
         with progress() as bar:
             _prepare_prompts(options, plan, maker, bar)
-            run = await _send_all(plan, maker, client, bar, cuts_off=options.cuts_off)
+            run = await _send_all(options, plan, maker, client, bar)
     return run, model
 
 
@@ -101,7 +101,7 @@ def _prepare_prompts(options: LoadOptions, plan: LoadPlan, maker: CallMaker, bar
 
 
 async def _send_all(
-    plan: LoadPlan, maker: CallMaker, client: OpenAiClient, bar: Progress, *, cuts_off: bool
+    options: LoadOptions, plan: LoadPlan, maker: CallMaker, client: OpenAiClient, bar: Progress
 ) -> LoadRun:
     classes = {traffic.name: traffic for traffic in plan.classes}
     total = None if plan.closed_loops and plan.max_closed is None else plan.max_closed or len(plan.open_requests)
@@ -116,4 +116,7 @@ async def _send_all(
     async def send(request: LoadRequest, outcome: CompletionOutcome) -> None:
         await client.complete(maker.call(request, classes[request.class_name]), outcome)
 
-    return await LoadGenerator(plan=plan, send=send, on_done=on_done, cuts_off=cuts_off).run()
+    generator = LoadGenerator(
+        plan=plan, send=send, on_done=on_done, cuts_off=options.cuts_off, warm_up_s=options.warm_up_s
+    )
+    return await generator.run()

@@ -91,3 +91,19 @@ def test_report_by_class() -> None:
 def test_late_generator_says_so() -> None:
     run = LoadRun(0.0, 1.0, [SentRequest(LoadRequest(0, "a", 0.0, 1, 1), CompletionOutcome(), lateness_s=0.5)])
     assert summarise(run, [TrafficClass("a")]).generator.was_limit
+
+
+def test_what_warms_up_is_not_counted_but_every_token_is_that_comes_after_it() -> None:
+    def sent(index: int, sent_s: float, times_s: list[float]) -> SentRequest:
+        outcome = CompletionOutcome(sent_s=sent_s, ended_s=times_s[-1], token_times_s=times_s)
+        return SentRequest(LoadRequest(index, "a", 0.0, 10, len(times_s)), outcome, lateness_s=0.0)
+
+    warming = sent(0, 100.5, [101.0, 109.0, 110.0, 111.0])
+    counted = sent(1, 110.5, [112.0, 112.5])
+    cut_off = sent(2, 111.0, [113.0])
+    report = summarise(LoadRun(100.0, 120.0, [warming, counted], [cut_off], warm_up_s=10.0), [TrafficClass("a")])
+    assert (report.duration_s, report.total.num_sent, report.total.num_completed) == (10.0, 1, 1)
+    assert report.total.ttft_s is not None
+    assert report.total.ttft_s.max == 1.5
+    assert report.classes[0].output_tokens == 2 + 2 + 1
+    assert report.total.output_tokens_per_s == 0.5
