@@ -4,8 +4,7 @@ AlignedServe trades the wait for a batch against alignment (section 4.4, TTFT); 
 is bounded (design, section 1, step 8): alignment is an objective, the SLO is a constraint.
 
 Example: requests have lately waited 80 ms in the pool. A request with `tpot_s` 0.05 and 900 tokens goes straight to
-the decode worker with a free slot that runs lengths nearest to 900; one with `tpot_s` 0.2 waits for its batch, as does
-one that names none, which counts as 0.5.
+the decode worker with a free slot that runs lengths nearest to 900; one with `tpot_s` 0.2 waits for its batch.
 """
 
 from collections.abc import Iterable
@@ -15,7 +14,6 @@ from alignedserve.core.request import Request, RequestClass
 from router.state import WorkerRecord
 
 _WEIGHT = 1 / 16  # of the latest wait, where it is shorter than expected; a longer one is expected at once
-_LONGEST_WAIT_S = 0.5  # of a real-time request without an objective for its tokens: a person reads them
 _FADING = 1 / 64  # with every request that bypasses the pool
 
 
@@ -74,8 +72,8 @@ class UrgentBypass:
 
     def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
         """See Bypass. Chooses the worker whose running lengths are nearest, one with a free slot if there is any."""
-        tpot_s = request.slo.tpot_s if request.slo.tpot_s is not None else _LONGEST_WAIT_S
-        if request.request_class is not RequestClass.REAL_TIME or self._expected_wait_s <= tpot_s:
+        tpot_s = request.slo.tpot_s
+        if request.request_class is not RequestClass.REAL_TIME or tpot_s is None or self._expected_wait_s <= tpot_s:
             return None
         able = [worker for worker in workers if worker.has_real_time_slot]
         return min(able, key=lambda worker: _order_of(worker, context_len), default=None)

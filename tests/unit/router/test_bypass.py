@@ -52,11 +52,6 @@ def test_who_has_no_token_slo_that_would_be_missed_waits(of: Request) -> None:
     assert chosen(of, decoder("decode-0")) is None
 
 
-def test_chat_without_an_objective_waits_no_longer_than_a_reader_does() -> None:
-    assert chosen(chat(None), decoder("decode-0"), wait_s=0.4) is None
-    assert chosen(chat(None), decoder("decode-0"), wait_s=0.6) == "decode-0"
-
-
 def test_before_any_request_waited_none_bypasses() -> None:
     assert UrgentBypass().target(chat(1e-9), 900, [decoder("decode-0")]) is None
 
