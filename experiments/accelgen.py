@@ -17,9 +17,9 @@ from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.sim.config import SimConfig
 from alignedserve.workload.distributions import parse_distribution
-from benchmarks.measuring.recording import commit
 from experiments.common import (
     GIB,
+    STEADY_FIGURES,
     ColocatedWorkerSpec,
     LabelledCase,
     Labels,
@@ -215,12 +215,13 @@ COLUMNS = {
 }
 RECORDED = (
     *BY,
-    "commit",
+    "code",
     "num_runs",
     *COLUMNS,
     *(f"{name}.spread" for name in COLUMNS),
     "mean_blocks",
     "num_iterations",
+    *STEADY_FIGURES,
 )
 
 
@@ -251,8 +252,7 @@ def cases_of(*, is_quick: bool, setting: Setting = OPT_13B) -> list[LabelledCase
 
 def figures(cases: Sequence[LabelledCase], *, processes: int) -> list[Row]:
     """Return one row for each configuration: means over its seeds."""
-    rows = over_seeds(map(_with_means, run(cases, processes=processes)), by=BY)
-    return [row | {"commit": commit()} for row in rows]
+    return over_seeds(map(_with_means, run(cases, processes=processes)), by=BY)
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ from alignedserve.sim.result import SimulationResult
 from experiments.common import (
     GIB,
     MANY,
+    STEADY_FIGURES,
     LabelledCase,
     Row,
     chosen,
@@ -107,7 +108,7 @@ _MORE = (
     "ledger.waiting_for_prefill_s",
     "num_requests",
 )
-_RECORDED = ("part", *COLUMNS, *_MORE, "commit")
+_RECORDED = ("part", *COLUMNS, *_MORE, "code", *STEADY_FIGURES)
 
 
 # --- what is served

@@ -17,6 +17,7 @@ from alignedserve.costmodel.choice import WorkerSpec
 from alignedserve.costmodel.model import AttentionKernel
 from experiments.common import (
     GIB,
+    STEADY_FIGURES,
     ColocatedWorkerSpec,
     LabelledCase,
     Row,
@@ -125,7 +126,7 @@ HEADINGS: Mapping[str, str] = {
     "times": "x vLLM",
 }
 _MORE = ("seed", "duration_s", "utilisation", "num_iterations", "num_evictions", "num_recomputed_tokens", "workload")
-_RECORDED = ("part", "kernel", *COLUMNS, "all.ttft_s.p50", "all.num_sent", *_MORE, "commit")
+_RECORDED = ("part", "kernel", *COLUMNS, "all.ttft_s.p50", "all.num_sent", *_MORE, "code", *STEADY_FIGURES)
 
 
 @dataclass(frozen=True, slots=True)

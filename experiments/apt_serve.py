@@ -17,6 +17,7 @@ import msgspec
 
 from alignedserve.costmodel.choice import WorkerSpec
 from experiments.common import (
+    STEADY_FIGURES,
     ColocatedWorkerSpec,
     LabelledCase,
     Options,
@@ -77,13 +78,14 @@ COLUMNS: Mapping[str, str] = {
 _RECORDED = (
     "part",
     *COLUMNS,
-    "commit",
+    "code",
     "seed",
     "utilisation",
     "duration_s",
     "num_iterations",
     "num_preemptions",
     "workload",
+    *STEADY_FIGURES,
 )
 
 

@@ -12,6 +12,7 @@ from itertools import product
 
 from alignedserve.costmodel.choice import WorkerSpec
 from experiments.common import (
+    STEADY_FIGURES,
     ColocatedWorkerSpec,
     LabelledCase,
     Row,
@@ -76,7 +77,7 @@ COMPARISON: Mapping[str, str] = {
 _MORE = ("seed", "rt.tpot_s.p99", "rt.tbt_s.p99", "rt.num_sent", "be.num_sent", "duration_s", "utilisation")
 _RECORDED = (
     "part",
-    "commit",
+    "code",
     *COLUMNS,
     *_MORE,
     "num_iterations",
@@ -84,6 +85,7 @@ _RECORDED = (
     "num_preemptions",
     "num_recomputed_tokens",
     "workload",
+    *STEADY_FIGURES,
 )
 
 

@@ -30,7 +30,8 @@ from alignedserve.sim.result import ClassResult, Measure, SimulationResult
 from alignedserve.sim.sweep import Case, CaseProgress, CaseResult, WorkloadLine, run_cases
 from alignedserve.workload.catalogue import Library
 from benchmarks.measuring.arguments import parser_of
-from benchmarks.measuring.recording import commit, write_result
+from benchmarks.measuring.recording import write_result
+from experiments.validity.decision_code import digests
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 1 << 30
@@ -139,16 +140,23 @@ def run(
 
         results = run_cases([case for _, case in cases], processes=processes, progress=report)
     return [
-        {**labels, "commit": commit(), **_figures(result, also)}
-        for (labels, _), result in zip(cases, results, strict=True)
+        {**labels, "code": code_of(case), **_figures(result, also)}
+        for (labels, case), result in zip(cases, results, strict=True)
     ]
+
+
+def code_of(case: Case) -> str:
+    """Return the digest of the code that decides in a case."""
+    return digests()[case.config.cluster.scheduling.policy]
 
 
 def _figures(outcome: CaseResult, also: Callable[[SimulationResult], Row]) -> Row:
     if outcome.result is None:
         raise RuntimeError(f"{outcome.case.name}: {outcome.traceback or outcome.error}")
     workload = outcome.case.workload
-    said = {"workload": workload.line} if isinstance(workload, WorkloadLine) else {}
+    said: Row = {}
+    if isinstance(workload, WorkloadLine):
+        said = {"workload": workload.line, "sent_s": workload.duration_s}
     return said | figures_of(outcome.result) | also(outcome.result)
 
 
@@ -175,7 +183,8 @@ def _figures_of_class(of_class: ClassResult) -> Iterable[tuple[str, float | None
         value = getattr(of_class, field.name)
         if isinstance(value, Measure):
             yield from (
-                (f"{field.name}.{one}", getattr(value.distribution, one)) for one in ("mean", "p50", "p90", "p99")
+                (f"{field.name}.{one}", getattr(value.distribution, one))
+                for one in ("mean", "p50", "p90", "p99", "max")
             )
         elif not isinstance(value, dict):
             yield field.name, value
@@ -197,6 +206,9 @@ def over_seeds(rows: Iterable[Row], by: Sequence[str]) -> list[Row]:
 
 def _mean(rows: Sequence[Row], but: Sequence[str]) -> Row:
     mean: Row = {"num_runs": len(rows)}
+    codes = {row.get("code") for row in rows}
+    if len(codes) == 1 and None not in codes:
+        mean["code"] = codes.pop()
     for name in rows[0]:
         values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
         if name not in but and name != "seed" and len(values) == len(rows):
@@ -226,6 +238,18 @@ def _shown(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
+STEADY_FIGURES = (
+    "sent_s",
+    "be.loaded_tokens_per_s",
+    *(
+        f"{name}.{figure}"
+        for name in ("all", "rt", "be")
+        for figure in ("completed_of_arrived", "longest_gap_s", "fluidity")
+    ),
+)
+"""What every record has of its rows, so that a page can say whether they are rates and what stalled."""
+
+
 def chosen(rows: Iterable[Row], names: Iterable[str]) -> list[Row]:
     """Return these fields of the rows, to five digits, for a record that can be read."""
     return [{name: _rounded(row[name]) for name in names if name in row} for row in rows]
@@ -238,7 +262,7 @@ def _rounded(value: Any) -> Any:
 def with_recorded(name: str, rows: Sequence[Row], options: "Options") -> list[Row]:
     """Return these rows (as `chosen`) and, of policies or parts that were not run, those of results/NAME.json.
 
-    The record's figures are to have the rows under "runs". Each says of which commit it is.
+    The record's figures are to have the rows under "runs". Each has the digest of the code that decided.
     """
     path = RESULTS / f"{name}.json"
     if not (options.policies or options.parts) or not path.exists():

@@ -22,6 +22,7 @@ from experiments.alise import SHARED_RATES, AliseLoad
 from experiments.apt_serve import AptServeLoad
 from experiments.bros import BrosLoad
 from experiments.common import (
+    STEADY_FIGURES,
     LabelledCase,
     Row,
     chosen,
@@ -79,7 +80,19 @@ COLUMNS: Mapping[str, str] = {
     **{one.name: one.name for one in LENGTHS_WERE_TOLD},
 }
 _FIGURES = ("all.tokens_per_s", "all.attainment", "all.tbt_s.p99", "rt.ttft_attainment", "rt.tpot_attainment")
-_RECORDED = ("part", "point", "policy", "knows", "seed", "commit", "value", *_FIGURES, "be.tokens_per_s", "workload")
+_RECORDED = (
+    "part",
+    "point",
+    "policy",
+    "knows",
+    "seed",
+    "code",
+    "value",
+    *_FIGURES,
+    "be.tokens_per_s",
+    "workload",
+    *STEADY_FIGURES,
+)
 
 
 def with_limits(line: str, limit: ClientLimit) -> str:

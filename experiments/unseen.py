@@ -19,6 +19,7 @@ from alignedserve.sim.policies import with_policy
 from experiments.alignedserve import KERNELS, PAIR, further_figures
 from experiments.bros import WAITING
 from experiments.common import (
+    STEADY_FIGURES,
     ColocatedWorkerSpec,
     LabelledCase,
     Row,
@@ -92,7 +93,7 @@ COLUMNS_APART: Mapping[str, str] = {
     "ledger.spread": "longest/mean",
 }
 _MORE = ("seed", "rt.num_sent", "be.num_sent", "rt.ttft_s.p99", "duration_s", "utilisation", "num_preemptions")
-_RECORDED = ("part", "commit", *dict.fromkeys((*COLUMNS, *COLUMNS_APART)), *_MORE, "workload")
+_RECORDED = ("part", "code", *dict.fromkeys((*COLUMNS, *COLUMNS_APART)), *_MORE, "workload", *STEADY_FIGURES)
 COMPARED: Mapping[str, bool] = {  # and whether more is better
     "rt.attainment": True,
     "rt.goodput_per_s": True,

@@ -9,8 +9,11 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from alignedserve.core.request import Slo
+
+STEADY_FROM = 0.2  # of the time of sending: what came before is the filling of an empty system
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,16 @@ class Distribution:
     p95: float
     p99: float
     max: float
+
+
+class Deadlines(NamedTuple):
+    """The deadlines of tokens, and those that were met."""
+
+    num_due: int
+    num_met: int
+
+
+NO_DEADLINES = Deadlines(0, 0)
 
 
 def percentile(ascending: Sequence[float], percent: float) -> float:
@@ -86,6 +99,56 @@ def meets_slo(slo: Slo, *, ttft: float | None, tpot: float | None, end_to_end: f
     if slo.tpot_s is not None and tpot is not None and tpot > slo.tpot_s:
         return False
     return slo.deadline_s is None or end_to_end <= slo.deadline_s
+
+
+def token_deadlines(
+    slo: Slo, arrival_s: float, token_times_s: Sequence[float], *, ended_s: float | None = None, pace: float = 1.0
+) -> Deadlines:
+    """Count the deadlines of a request's tokens, of which the fluidity index (Etalon) is the share that was met.
+
+    The first token is due a TTFT after the arrival and each other a TPOT after the deadline before, so that time gained
+    is carried over. A late token misses its deadline and one more for every TPOT that it is late, and the schedule goes
+    on from it. `ended_s`: when a request ended that did not complete; it misses the next deadline in any case. `pace`:
+    tokens that came at one recorded time, in the mean.
+    """
+    due_s = None if slo.ttft_s is None else arrival_s + slo.ttft_s
+    step_s = None if slo.tpot_s is None else slo.tpot_s * pace
+    num_due = num_met = 0
+    for time_s in token_times_s:
+        if due_s is not None and time_s <= due_s:
+            num_due, num_met = num_due + 1, num_met + 1
+        elif due_s is not None:
+            num_due += _num_missed(time_s - due_s, step_s)
+            due_s = time_s
+        if step_s is None:
+            return _with_end(Deadlines(num_due, num_met), None, ended_s, step_s)
+        due_s = (time_s if due_s is None else due_s) + step_s
+    return _with_end(Deadlines(num_due, num_met), due_s, ended_s, step_s)
+
+
+def _num_missed(late_s: float, step_s: float | None) -> int:
+    """Return how many deadlines passed without a token that is so late."""
+    return 1 + (int(late_s // step_s) if step_s else 0)
+
+
+def _with_end(found: Deadlines, due_s: float | None, ended_s: float | None, step_s: float | None) -> Deadlines:
+    """Add what a request missed that ended without the token that was due next."""
+    if ended_s is None or due_s is None:
+        return found
+    return found._replace(num_due=found.num_due + _num_missed(max(ended_s - due_s, 0.0), step_s))
+
+
+def completed_of_arrived(arrivals_s: Sequence[float], completions_s: Sequence[float]) -> float | None:
+    """Return completions by arrivals while requests arrive, the first fifth of that time left out.
+
+    Below about 1 the queue grows as long as the load lasts: the rate is not served, however well the first are.
+    """
+    first_s, last_s = min(arrivals_s, default=0.0), max(arrivals_s, default=0.0)
+    from_s = first_s + STEADY_FROM * (last_s - first_s)
+    num_arrived, num_completed = (
+        sum(from_s < time_s <= last_s for time_s in times_s) for times_s in (arrivals_s, completions_s)
+    )
+    return num_completed / num_arrived if num_arrived else None
 
 
 def attainment(num_met: int, num_sent: int) -> float | None:

@@ -50,6 +50,9 @@ def print_counts(console: Console, report: LoadReport, *, title: str) -> None:
         table.add_row("objectives", *(_slo(numbers.slo) for numbers in shown))
         table.add_row("attainment (of all sent)", *(_share(numbers.slo_attainment) for numbers in shown))
         table.add_row("goodput (requests/s)", *(_rate(numbers.goodput_per_s) for numbers in shown))
+        table.add_row("token deadlines met (fluidity)", *(_share(numbers.fluidity) for numbers in shown))
+    table.add_row("completed of sent", *(_share(numbers.completed_of_arrived) for numbers in shown))
+    table.add_row("longest gap (s)", *(_longest(numbers.tbt_s) for numbers in shown))
     console.print(table)
 
 
@@ -113,6 +116,10 @@ def _slo(slo: Slo) -> str:
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value * 100:.1f} %"
+
+
+def _longest(gaps: Distribution | None) -> str:
+    return "-" if gaps is None else f"{gaps.max:.2f}"
 
 
 def _rate(value: float | None) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from alignedserve.core import metrics
-from alignedserve.core.metrics import Distribution
+from alignedserve.core.metrics import Deadlines, Distribution
 from alignedserve.core.request import Slo
 from alignedserve.loadgen.load_generator import LoadRun, SentRequest
 from alignedserve.loadgen.load_plan import TrafficClass
@@ -37,6 +37,8 @@ class ClassReport:
     end_to_end_s: Distribution | None
     slo_attainment: float | None  # None: no objectives
     goodput_per_s: float | None
+    fluidity: float | None = None  # share of the tokens' deadlines met, time carried over (Etalon); None: no objectives
+    completed_of_arrived: float | None = None  # while requests were sent, the first fifth left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ def _class_report(name: str | None, run: LoadRun, slos: dict[str, Slo]) -> Class
     output_tokens = run.num_tokens_of(name)
     has_slo = any(slos[sent.request.class_name] != Slo() for sent in members)
     num_met = sum(_held_slo(sent, slos[sent.request.class_name]) for sent in completed)
+    deadlines = [_deadlines(sent, slos[sent.request.class_name]) for sent in members]
     return ClassReport(
         name=name or ALL,
         slo=Slo() if name is None else slos[name],
@@ -107,6 +110,8 @@ def _class_report(name: str | None, run: LoadRun, slos: dict[str, Slo]) -> Class
         end_to_end_s=metrics.describe([_end_to_end_s(sent) for sent in completed]),
         slo_attainment=metrics.attainment(num_met, len(members)) if has_slo else None,
         goodput_per_s=metrics.per_second(num_met, run.duration_s) if has_slo else None,
+        fluidity=metrics.attainment(sum(one.num_met for one in deadlines), sum(one.num_due for one in deadlines)),
+        completed_of_arrived=_completed_of_arrived(name, run),
     )
 
 
@@ -130,6 +135,27 @@ def _end_to_end_s(sent: SentRequest) -> float:
 
 def _held_slo(sent: SentRequest, slo: Slo) -> bool:
     return metrics.meets_slo(slo, ttft=_ttft_s(sent), tpot=_tpot_s(sent), end_to_end=_end_to_end_s(sent))
+
+
+def _completed_of_arrived(name: str | None, run: LoadRun) -> float | None:
+    """Compare completions with arrivals, those of the warm-up with them: what came in it may complete after it."""
+    members = [sent for sent in run.sent if name is None or sent.request.class_name == name]
+    return metrics.completed_of_arrived(
+        [sent.outcome.sent_s for sent in members],
+        [sent.outcome.ended_s for sent in members if sent.outcome.failure is None],
+    )
+
+
+def _deadlines(sent: SentRequest, slo: Slo) -> Deadlines:
+    outcome = sent.outcome
+    num_gaps = len(outcome.token_times_s) - 1
+    return metrics.token_deadlines(
+        slo,
+        outcome.sent_s,
+        outcome.token_times_s,
+        ended_s=None if outcome.failure is None else outcome.ended_s,
+        pace=max((outcome.num_tokens - 1) / num_gaps, 1.0) if num_gaps > 0 else 1.0,
+    )
 
 
 def _generator_report(run: LoadRun, ttft: Distribution | None) -> GeneratorReport:

@@ -6,7 +6,16 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from alignedserve.core.metrics import meets_slo, percentile, tbt_s, tpot_s, ttft_s
+from alignedserve.core.metrics import (
+    NO_DEADLINES,
+    Deadlines,
+    meets_slo,
+    percentile,
+    tbt_s,
+    token_deadlines,
+    tpot_s,
+    ttft_s,
+)
 from alignedserve.core.request import Slo
 from alignedserve.workload.requests import TimedRequest
 
@@ -46,6 +55,7 @@ class RequestRecord:
     num_timely_tokens: int = 0  # of those, met theirs
     has_met_p99: bool = False  # as `has_met_slo`, with the 99th percentile of the gaps for their mean
     num_cached_tokens: int = 0  # of the prompt, that came from the prefix cache
+    deadlines: Deadlines = NO_DEADLINES  # of its tokens, by a schedule that carries time over (Etalon)
 
     @property
     def end_to_end_s(self) -> float:
@@ -100,6 +110,7 @@ class OpenRequest:
             *_timely(timed.slo, ttft, ascending),
             is_complete and has_met(timed.slo, p99_tbt),
             self.num_cached_tokens,
+            token_deadlines(timed.slo, self.arrival_s, times, ended_s=None if is_complete else now),
         )
 
 

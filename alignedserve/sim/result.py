@@ -6,7 +6,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from alignedserve.core.metrics import Distribution, attainment, describe, per_second, percentile
+from alignedserve.core.metrics import (
+    Distribution,
+    attainment,
+    completed_of_arrived,
+    describe,
+    per_second,
+    percentile,
+)
 from alignedserve.messages.gateways import LengthTotals
 from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.sim.engine import IterationLine, SimulatedEngine
@@ -60,6 +67,9 @@ class ClassResult:
     loaded_tokens_per_s: float | None = None  # that came during a workload's given time of sending: without the tail
     num_prompt_tokens: int = 0  # of requests that got a token
     num_cached_tokens: int = 0  # of those, that came from the prefix cache
+    fluidity: float | None = None  # share of the tokens' deadlines met, time carried over (Etalon)
+    completed_of_arrived: float | None = None  # while requests arrive, the first fifth left out; below 1 a queue grows
+    longest_gap_s: float | None = None  # of all requests, those too that did not complete
 
     @property
     def hit_rate(self) -> float | None:
@@ -169,6 +179,8 @@ def _class_of(records: Sequence[RequestRecord], gaps: Sequence[GapSample], span:
     completed = [record for record in records if record.ending is Ending.COMPLETED]
     num_met = sum(record.has_met_slo for record in records)
     num_timely = sum(record.num_timely_tokens for record in records)
+    num_due, num_in_time = (sum(record.deadlines[place] for record in records) for place in (0, 1))
+    gaps_s = _measure_gaps(gaps)
     counts = {ending.value: sum(record.ending is ending for record in records) for ending in Ending}
     return ClassResult(
         num_sent=len(records),
@@ -185,7 +197,7 @@ def _class_of(records: Sequence[RequestRecord], gaps: Sequence[GapSample], span:
         timely_tokens_per_s=per_second(num_timely, duration_s),
         ttft_s=_measure(record.ttft_s for record in records),
         tpot_s=_measure(record.tpot_s for record in completed),
-        tbt_s=_measure_gaps(gaps),
+        tbt_s=gaps_s,
         max_tbt_s=_measure(record.max_tbt_s for record in completed),
         p99_tbt_s=_measure(record.p99_tbt_s for record in completed),
         end_to_end_s=_measure(record.end_to_end_s for record in completed),
@@ -193,6 +205,11 @@ def _class_of(records: Sequence[RequestRecord], gaps: Sequence[GapSample], span:
         parts=_parts_of(records, span),
         num_prompt_tokens=sum(record.prompt_len for record in records if record.num_tokens),
         num_cached_tokens=sum(record.num_cached_tokens for record in records),
+        fluidity=attainment(num_in_time, num_due),
+        completed_of_arrived=completed_of_arrived(
+            [record.arrival_s for record in records], [record.ended_s for record in completed]
+        ),
+        longest_gap_s=None if gaps_s is None else gaps_s.distribution.max,
     )
 
 

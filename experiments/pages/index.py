@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from experiments.pages import accelgen, alignedserve, alise, apt_serve, bros, grid, leak, summary, unseen
+from experiments.pages import accelgen, alignedserve, alise, apt_serve, bros, grid, leak, stale, summary, unseen
 from experiments.pages.record import provenance
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "experiments"
@@ -20,7 +20,7 @@ _OF_RECORDS: Mapping[str, Tables] = {
     "unseen": unseen.TABLES,
 }
 PAGES: Mapping[str, Tables] = {
-    "README": summary.TABLES,
+    "README": {**summary.TABLES, "stale": stale.stale},
     "grid": grid.TABLES,
     **{page: {"record": partial(provenance, page), **tables} for page, tables in _OF_RECORDS.items()},
 }

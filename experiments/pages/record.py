@@ -7,10 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from experiments.validity.rows import State, num_bursts, states, system_of
+
 RESULTS = Path(__file__).parent.parent / "results"
 Row = dict[str, Any]
 _WIDTH = 100
-_MADE_BEFORE = ("55b318a", "e2a7aef", "c1854a6", "b4900fe", "8a3b47f", "441c08f", "d9491f6")  # the leak was closed
 _KNEW_MORE = " (schedulers knew [more](leak.md))"
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 
@@ -125,16 +126,41 @@ def bullets(items: Iterable[str]) -> str:
 
 
 def provenance(name: str) -> str:
-    """Return the commits of the code that made a record, the rows that each made, and where schedulers knew more."""
+    """Return which decision code made a record and whether it is today's, the rows that each made, and what they are.
+
+    A row that is stale, or no rate, is said to be so.
+    """
     rows = figures(name)["runs"]
-    made: dict[str, list[Row]] = {}
-    for row in rows:
-        made.setdefault(str(row["commit"]), []).append(row)
-    return bullets(
-        f"`results/{name}.json` of `{commit}`, {_num(len(of), 'row')}{_KNEW_MORE if commit in _MADE_BEFORE else ''}: "
-        f"{_names(of, rows) if len(made) > 1 else 'all'}"
-        for commit, of in made.items()
-    )
+    found = states(name, rows)
+    return bullets([*_warnings(rows, found), *_codes(name, rows, found)])
+
+
+def _warnings(rows: Sequence[Row], found: Sequence[State]) -> list[str]:
+    bursts = num_bursts(rows)
+    said = [
+        f"**{state.value[0].upper()}{state.value[1:]}: {_share_of(found.count(state), rows)}.**"
+        for state in (State.OLDER, State.UNKNOWN)
+        if state in found
+    ]
+    if bursts:
+        reason = "requests sent within less than ten minutes, or fewer than five seeds"
+        said.append(f"**Bursts, no rates: {_share_of(bursts, rows)}** ({reason}).")
+    return said
+
+
+def _share_of(number: int, rows: Sequence[Row]) -> str:
+    return f"all {_num(len(rows), 'row')}" if number == len(rows) else f"{number} of {_num(len(rows), 'row')}"
+
+
+def _codes(name: str, rows: Sequence[Row], found: Sequence[State]) -> list[str]:
+    made: dict[tuple[State, str, bool], list[Row]] = {}
+    for row, state in zip(rows, found, strict=True):
+        made.setdefault((state, str(row.get("code", "")), bool(row.get("knew_more"))), []).append(row)
+    return [
+        f"`results/{name}.json`{f' of `{code}`' if code else ''}, {_num(len(of), 'row')} {state.value}"
+        f"{_KNEW_MORE if knew_more else ''}: {_names(of, rows) if len(made) > 1 else 'all'}"
+        for (state, code, knew_more), of in made.items()
+    ]
 
 
 def _num(value: int, noun: str) -> str:
@@ -144,14 +170,10 @@ def _num(value: int, noun: str) -> str:
 def _names(of: Sequence[Row], rows: Sequence[Row]) -> str:
     """Return the systems of these rows, with their parts where the others of a system are of another commit."""
     names = []
-    for name in sorted(set(map(_system, of))):
-        parts, others = ({_part(row) for row in some if _system(row) == name} for some in (of, rows))
+    for name in sorted(set(map(system_of, of))):
+        parts, others = ({_part(row) for row in some if system_of(row) == name} for some in (of, rows))
         names.append(f"`{name}`" if parts == others else f"`{name}` ({', '.join(sorted(parts))})")
     return ", ".join(names)
-
-
-def _system(row: Row) -> str:
-    return str(row.get("system") or row["policy"])
 
 
 def _part(row: Row) -> str:

@@ -28,7 +28,8 @@ from alignedserve.runtime.device.cores import num_cores
 from alignedserve.scheduling.policies import policy_config
 from alignedserve.sim.report.page import report_page
 from alignedserve.sim.report.runs import Report, ReportedRun, window_of
-from alignedserve.sim.report.tables import headlines
+from alignedserve.sim.report.tables import Table as FigureTable
+from alignedserve.sim.report.tables import headlines, steadiness
 from alignedserve.sim.sweep import CaseProgress, CaseResult, WorkloadLine, run_cases
 
 
@@ -148,14 +149,8 @@ def _case_as_json(done: _Done) -> dict[str, Any]:
 
 
 def _print_table(report: Report) -> None:
-    whole = headlines(report)
-    table = Table(header_style="bold", title=report.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(whole.headings[0], min_width=11, overflow="fold")
-    for place, heading in enumerate(whole.headings[1:], start=1):
-        table.add_column(heading, justify="left" if place < whole.num_names else "right", no_wrap=True)
-    for row in whole.rows:
-        table.add_row(*map(printable, row))
-    results().print(table)
+    for title, figures in ((report.title, headlines(report)), ("", steadiness(report))):
+        _print_figures(figures, title)
     for run in report.runs:
         for router in run.result.routers if run.result is not None else ():
             if router.utilisation:
@@ -164,3 +159,14 @@ def _print_table(report: Report) -> None:
     for run in report.runs:
         if run.error is not None:
             notes().print(f"{run.policy} at {run.rate:g}/s: {run.error}", markup=False, soft_wrap=True)
+
+
+def _print_figures(figures: FigureTable, title: str) -> None:
+    box, padding = SIMPLE_HEAD, (0, 1, 0, 0)
+    table = Table(header_style="bold", title=title or None, title_justify="left", box=box, padding=padding)
+    table.add_column(figures.headings[0], min_width=11, overflow="fold")
+    for place, heading in enumerate(figures.headings[1:], start=1):
+        table.add_column(heading, justify="left" if place < figures.num_names else "right", no_wrap=True)
+    for row in figures.rows:
+        table.add_row(*map(printable, row))
+    results().print(table)

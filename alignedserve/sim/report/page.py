@@ -58,6 +58,7 @@ def _rates(report: Report) -> str:
         + _legend(report)
         + "".join(sections)
         + table(tables.headlines(report), "All figures", is_open=True)
+        + table(tables.steadiness(report), "Stalls and queues", is_open=True)
     )
 
 

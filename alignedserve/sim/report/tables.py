@@ -48,6 +48,29 @@ def headlines(report: Report) -> Table:
     return Table((*names, *_HEADLINES, *(("cached",) if has_hits else ())), rows, len(names))
 
 
+def steadiness(report: Report) -> Table:
+    """Build the same rows of what a mean hides: the longest gap, missed deadlines of tokens, a queue that grows."""
+    has_classes = len(report.classes) > 1
+    names = ("policy", "rate", *(("class",) if has_classes else ()))
+    rows = [
+        [run.policy, shown(run.rate), *([name] if has_classes else []), *_steadiness_cells(run.of_class(name))]
+        for run in report.runs
+        for name in report.classes
+    ]
+    return Table((*names, "longest gap", "token deadlines met", "completed of sent"), rows, len(names))
+
+
+def _steadiness_cells(found: ClassResult | None) -> list[str]:
+    if found is None:
+        return [NOTHING] * 3
+    longest = NOTHING if found.longest_gap_s is None else _duration(found.longest_gap_s)
+    return [longest, _percent(found.fluidity), _percent(found.completed_of_arrived)]
+
+
+def _percent(share: float | None) -> str:
+    return NOTHING if share is None else f"{share:.1%}"
+
+
 def _hit_rate(run: ReportedRun, class_name: str) -> str:
     measures = run.of_class(class_name)
     return NOTHING if measures is None or measures.hit_rate is None else f"{measures.hit_rate:.1%}"
@@ -63,7 +86,7 @@ def _headline_cells(run: ReportedRun, class_name: str) -> list[str]:
 
 def _class_cells(found: ClassResult) -> list[str]:
     return [
-        NOTHING if found.attainment is None else f"{found.attainment:.1%}",
+        _percent(found.attainment),
         *_seconds(found.ttft_s, 50, 99),
         *_seconds(found.tbt_s, 99),
         f"{found.requests_per_s:.2f}",

@@ -126,7 +126,7 @@ def test_a_small_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     policies = ("--policy", "aligned_slo", "--policy", "sarathi:token_budget=256")
     assert run_command(monkeypatch, *SMALL, *policies, "--rate", "4,8", "--output", str(tmp_path / "new")) == 0
     captured = capsys.readouterr()
-    assert captured.out.count("aligned_slo") == 2 * 3  # all, be and rt at either rate
+    assert captured.out.count("aligned_slo") == 2 * 2 * 3  # in two tables: all, be and rt at either rate
     assert "report.html has the plots" in captured.err
     page = (tmp_path / "new" / "report.html").read_text()
     assert "sarathi:token_budget=256" in page

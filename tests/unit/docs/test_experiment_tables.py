@@ -4,6 +4,7 @@ import pytest
 
 from experiments.pages import record
 from experiments.pages.index import PAGES, names_in, page_path, with_tables
+from experiments.validity.decision_code import digests
 from tests.support.marks import each
 
 
@@ -25,22 +26,37 @@ def test_an_unknown_table_is_an_error() -> None:
         with_tables("<!-- table: none -->\n\n", {})
 
 
-def test_a_record_of_several_commits_says_which_rows_are_of_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_of_several_codes_says_which_rows_are_of_which(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
-        {"policy": "fcfs", "part": "figure 1", "commit": "1111111"},
-        {"policy": "bros", "part": "figure 1", "commit": "1111111"},
-        {"policy": "bros", "part": "figure 2", "commit": "2222222"},
+        {"policy": "fcfs", "part": "figure 1", "code": digests()["fcfs"]},
+        {"policy": "bros", "part": "figure 1", "code": digests()["bros"]},
+        {"policy": "bros", "part": "figure 2", "code": "2222222"},
+        {"policy": "bros", "part": "figure 3", "code": ""},
     ]
     monkeypatch.setattr(record, "figures", lambda _: {"runs": rows})
-    assert record.provenance("some").splitlines() == [
-        "- `results/some.json` of `1111111`, 2 rows: `bros` (figure 1), `fcfs`",
-        "- `results/some.json` of `2222222`, 1 row: `bros` (figure 2)",
-    ]
+    said = " ".join(record.provenance("some").split())
+    assert "**Measured with an older decision code: 1 of 4 rows.**" in said
+    assert "**Measured with a decision code that is not known: 1 of 4 rows.**" in said
+    assert f"`results/some.json` of `{digests()['fcfs']}`, 1 row of today's decision code: `fcfs`" in said
+    assert "`results/some.json` of `2222222`, 1 row measured with an older decision code: `bros` (figure 2)" in said
 
 
 def test_a_record_says_where_schedulers_knew_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"policy": "fcfs", "figure": "11", "commit": commit} for commit in ("d9491f6", "1111111")]
-    monkeypatch.setattr(record, "figures", lambda _: {"runs": rows[:1]})
-    assert "(schedulers knew [more](leak.md)): all" in record.provenance("some")
-    monkeypatch.setattr(record, "figures", lambda _: {"runs": rows[1:]})
-    assert record.provenance("some") == "- `results/some.json` of `1111111`, 1 row: all"
+    rows = [{"policy": "fcfs", "figure": "11", "code": "1111111"}]
+    monkeypatch.setattr(record, "figures", lambda _: {"runs": [{**rows[0], "knew_more": True}]})
+    assert "(schedulers knew [more](leak.md)): all" in record.provenance("some").replace("\n ", "")
+    monkeypatch.setattr(record, "figures", lambda _: {"runs": rows})
+    assert "schedulers knew" not in record.provenance("some")
+
+
+def test_rows_that_are_no_rates_are_called_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"policy": "fcfs", "rate": rate, "seed": seed, "sent_s": 600.0, "code": ""}
+        for rate, num in ((1, 5), (2, 4))
+        for seed in range(num)
+    ]
+    rows.append({"policy": "bros", "rate": 1, "seed": 1, "sent_s": 60.0, "code": ""})
+    monkeypatch.setattr(record, "figures", lambda _: {"runs": rows})
+    assert "**Bursts, no rates: 5 of 10 rows**" in record.provenance("some")
+    monkeypatch.setattr(record, "figures", lambda _: {"runs": rows[:5]})
+    assert "Bursts" not in record.provenance("some")

@@ -107,3 +107,14 @@ def test_what_warms_up_is_not_counted_but_every_token_is_that_comes_after_it() -
     assert report.total.ttft_s.max == 1.5
     assert report.classes[0].output_tokens == 2 + 2 + 1
     assert report.total.output_tokens_per_s == 0.5
+
+
+def test_a_report_counts_missed_token_deadlines_and_what_stays_behind() -> None:
+    stalled = _sent(1, "rt", 9.0)  # due at 1.0: it misses that deadline and sixteen more of 0.5 s
+    stalled.outcome.sent_s = 1.0
+    run = LoadRun(0.0, 10.0, [_sent(0, "rt", 0.1), stalled])
+    (chat,) = summarise(run, [TrafficClass("rt", Slo(ttft_s=1.0, tpot_s=0.5))]).classes
+    assert chat.fluidity == pytest.approx((3 + 2) / (3 + 1 + 14 + 2))
+    assert chat.completed_of_arrived == 1.0  # one arrived after the first fifth, the other ended in it
+    without = summarise(run, [TrafficClass("rt")]).classes[0]
+    assert without.fluidity is None

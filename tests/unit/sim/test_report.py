@@ -11,7 +11,7 @@ from alignedserve.sim.engine import IterationLine
 from alignedserve.sim.report.page import report_page
 from alignedserve.sim.report.runs import WINDOW_S, Report, ReportedRun, window_of
 from alignedserve.sim.report.svg import Scale, from_zero, logarithmic, shown
-from alignedserve.sim.report.tables import headlines
+from alignedserve.sim.report.tables import headlines, steadiness
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.build import build_workload
 from alignedserve.workload.catalogue import Library
@@ -112,7 +112,7 @@ def test_every_policy_class_and_rate_is_there(reader: _Reader, page: str) -> Non
     assert sum(label.startswith("distribution") for label in labels) == 12
     assert sum(label.startswith("utilisation") for label in labels) == 2
     assert sum(label.startswith("timeline") for label in labels) == 3
-    assert sum(tag == "table" for tag in reader.tags) == 1 + 2 * 5
+    assert sum(tag == "table" for tag in reader.tags) == 2 + 2 * 5
 
 
 def test_a_page_about_nothing_is_a_page() -> None:
@@ -129,6 +129,15 @@ def test_failed_runs_have_a_row(runs: list[ReportedRun]) -> None:
     assert len(table.rows) == 4 * 3
     assert [row[3] for row in table.rows if row[0] == NASTY and row[1] == "8"] == ["failed"] * 3
     assert all(len(row) == len(table.headings) for row in table.rows)
+
+
+def test_stalls_and_queues_have_a_row_for_each_run_and_class(runs: list[ReportedRun]) -> None:
+    table = steadiness(Report("", (), runs))
+    assert [row[:3] for row in table.rows] == [row[:3] for row in headlines(Report("", (), runs)).rows]
+    assert table.headings[-3:] == ("longest gap", "token deadlines met", "completed of sent")
+    cells = {tuple(row[3:]) for row in table.rows}
+    assert ("–", "–", "–") in cells  # noqa: RUF001  # of those that failed
+    assert any(longest.endswith("s") and met.endswith("%") for longest, met, _ in cells)
 
 
 def test_the_window_is_the_middle_of_the_run() -> None:

@@ -1,0 +1,78 @@
+"""A sample of each record's rows, simulated again by today's code: does it decide the same?"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from experiments import accelgen, alignedserve, alise, apt_serve, bros, leak, unseen
+from experiments.common import LabelledCase, Row, chosen, run
+from experiments.validity.rows import State, state_of, system_of
+
+_LABELS_ONLY = ("code", "workload", "knew_more", "sent_s")
+_FULL = apt_serve.WorkerSizes(300, (1, 2, 3), 1)
+CASES: Mapping[str, Callable[[], Sequence[LabelledCase]]] = {
+    "accelgen": lambda: accelgen.cases_of(is_quick=False),
+    "alignedserve": lambda: list(chain.from_iterable(alignedserve.parts_of(is_quick=False))),
+    "alise": lambda: alise.cases_of(is_quick=False),
+    "apt_serve": lambda: [
+        *apt_serve.tables_4_and_5(_FULL),
+        *apt_serve.figure_9(_FULL),
+        *apt_serve.other_costs(_FULL),
+    ],
+    "bros": lambda: bros.cases_of(is_quick=False),
+    "leak": lambda: [
+        case._replace(labels={**case.labels, "part": name})
+        for name, of_part in leak.PARTS.items()
+        for case in of_part()
+    ],
+    "unseen": lambda: list(chain.from_iterable(unseen.parts_of(is_quick=False))),
+}
+
+
+class Sampled(NamedTuple):
+    """A recorded row, and the case that repeats it."""
+
+    row: Row
+    case: LabelledCase
+
+
+def sample(
+    rows: Sequence[Row], cases: Sequence[LabelledCase], today: Sequence[str], *, num_each: int = 1
+) -> list[Sampled]:
+    """Choose the quickest stale rows of each system and code, those for which there is a case."""
+    found: dict[tuple[str, str], list[Sampled]] = {}
+    for row in sorted(rows, key=lambda one: float(one.get("duration_s") or 0.0)):
+        if state_of(row, (), today) is not State.OLDER or row.get("num_runs", 1) != 1:
+            continue
+        of_row = found.setdefault((system_of(row), str(row["code"])), [])
+        if len(of_row) >= num_each:
+            continue
+        of_row += [Sampled(row, case) for case in cases if _is_of(case, row)][:1]
+    return list(chain.from_iterable(found.values()))
+
+
+def _is_of(case: LabelledCase, row: Row) -> bool:
+    labels: dict[str, Any] = {**case.labels}
+    return all(row[name] == value for name, value in labels.items() if name in row)
+
+
+def is_same(recorded: Row, again: Row) -> bool:
+    """Return whether every figure that both have is the same, to the digits of a record."""
+    rounded = chosen([again], again)[0]
+    common = [name for name in recorded if name in rounded and name not in _LABELS_ONLY]
+    return all(recorded[name] == rounded[name] for name in common)
+
+
+def repeat(sampled: Sequence[Sampled], *, processes: int) -> list[Row]:
+    """Simulate them, and return what is recorded of it."""
+    again = run([one.case for one in sampled], processes=processes)
+    return [
+        {
+            "system": system_of(one.row),
+            "code": one.row["code"],
+            "now": row["code"],
+            "is_same": is_same(one.row, row),
+            "of": {name: one.row[name] for name in one.case.labels if name in one.row},
+        }
+        for one, row in zip(sampled, again, strict=True)
+    ]

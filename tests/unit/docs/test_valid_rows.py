@@ -1,0 +1,138 @@
+"""Rows of the experiments hold while the code that decided them does: digests, and what a repeated sample says."""
+
+import ast
+
+from experiments.steady import interval, is_served
+from experiments.validity.decision_code import DecisionCode, digest_of, digests
+from experiments.validity.rows import State, num_bursts, state_of
+from experiments.validity.samples import is_same, sample
+from tests.support.marks import each
+
+RULE = """
+'''What it does.'''
+MOST = 3
+def room(num: int) -> bool:
+    '''Return whether one more fits.'''
+    return num < MOST  # not at most
+"""
+
+
+def digest(text: str) -> str:
+    """Return the digest of a module with this text."""
+    return digest_of(ast.parse(text))
+
+
+@each(
+    ("old", "new"),
+    [
+        ("# not at most", "# as many as are allowed"),
+        ("Return whether one more fits.", "Tell it."),
+        ("'''What it does.'''\n", ""),
+        ("num: int", "num"),
+        ("num < MOST", "(num <\n        MOST)"),
+    ],
+)
+def test_prose_types_and_layout_change_no_digest(old: str, new: str) -> None:
+    assert RULE.count(old) == 1
+    assert digest(RULE.replace(old, new)) == digest(RULE)
+
+
+@each(("old", "new"), [("num < MOST", "num <= MOST"), ("MOST = 3", "MOST = 4"), ("return num", "return not num")])
+def test_a_rule_changes_the_digest(old: str, new: str) -> None:
+    assert RULE.count(old) == 1
+    assert digest(RULE.replace(old, new)) != digest(RULE)
+
+
+POLICIES = "alignedserve/scheduling/policies"
+FILES = {
+    "alignedserve/sim/simulation.py": "from router import logic\nfrom alignedserve.messages import events\n",
+    "alignedserve/sim/policies.py": "import alignedserve.scheduling.policies\n",
+    "router/logic.py": "x = 1\n",
+    "router/actor.py": "y = 1\n",
+    "alignedserve/messages/events.py": "z = 1\n",
+    f"{POLICIES}/__init__.py": f"from {POLICIES.replace('/', '.')} import bros, fcfs\n",
+    f"{POLICIES}/bros.py": "b = 1\n",
+    f"{POLICIES}/fcfs.py": "f = 1\n",
+}
+
+
+def changed(*paths: str) -> dict[str, str]:
+    """Return by policy the digest where these files have one rule more."""
+    files = {path: text + "more = 2\n" * (path in paths) for path, text in FILES.items()}
+    code = DecisionCode(files.get)
+    return {policy: code.digest(policy) for policy in ("bros", "fcfs")}
+
+
+def test_what_a_simulation_imports_is_in_the_digest_and_nothing_else() -> None:
+    before = changed()
+    assert before["bros"] != before["fcfs"]
+    for path in ("router/actor.py", "alignedserve/messages/events.py", f"{POLICIES}/__init__.py"):
+        assert changed(path) == before
+    for path in ("router/logic.py", "alignedserve/sim/simulation.py"):
+        now = changed(path)
+        assert now["bros"] != before["bros"]
+        assert now["fcfs"] != before["fcfs"]
+
+
+def test_a_policy_s_own_rules_are_in_no_other_s_digest() -> None:
+    before, now = changed(), changed(f"{POLICIES}/bros.py")
+    assert now["bros"] != before["bros"]
+    assert now["fcfs"] == before["fcfs"]
+
+
+def test_today_s_digests_are_of_the_code_that_is_there() -> None:
+    assert len(set(digests().values())) == len(digests())
+
+
+def test_a_row_is_stale_unless_a_sample_was_repeated_with_the_same_figures() -> None:
+    row = {"policy": "fcfs", "code": "old"}
+    same = {"system": "fcfs", "code": "old", "now": "new", "is_same": True}
+    assert state_of({**row, "code": "new"}, (), ["new"]) is State.TODAY
+    assert state_of(row, (), ["new"]) is State.OLDER
+    assert state_of({**row, "code": ""}, [same], ["new"]) is State.UNKNOWN
+    assert state_of(row, [same], ["new"]) is State.REPEATED
+    assert state_of(row, [same], ["newer"]) is State.OLDER  # it was repeated by a code that is no more
+    assert state_of(row, [same, {**same, "is_same": False}], ["new"]) is State.OLDER
+    assert state_of({**row, "policy": "bros"}, [same], ["new"]) is State.OLDER
+
+
+def test_the_quickest_stale_row_of_each_system_is_repeated() -> None:
+    rows = [
+        {"policy": "fcfs", "rate": rate, "seed": 1, "code": code, "duration_s": duration_s}
+        for rate, code, duration_s in ((1.0, "old", 9.0), (2.0, "old", 5.0), (3.0, "new", 1.0), (4.0, "older", 7.0))
+    ]
+    cases = [_Case({"policy": "fcfs", "rate": row["rate"], "seed": 1}) for row in rows]
+    found = sample(rows, cases, ["new"])  # type: ignore[arg-type]  # a case's labels are all that is read
+    assert [(one.row["rate"], one.case.labels["rate"]) for one in found] == [(2.0, 2.0), (4.0, 4.0)]
+
+
+class _Case:
+    def __init__(self, labels: dict[str, object]) -> None:
+        self.labels = labels
+
+
+def test_figures_are_the_same_to_the_digits_of_a_record() -> None:
+    row = {"policy": "fcfs", "code": "old", "x": 1.2346, "gone": 3}
+    assert is_same(row, {"policy": "fcfs", "code": "new", "x": 1.23456789, "y": 2})
+    assert not is_same(row, {"policy": "fcfs", "code": "new", "x": 1.2347})
+
+
+def test_intervals_are_student_s() -> None:
+    found = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert found.mean == 3.0
+    assert found.half is not None
+    assert abs(found.half - 2.776 * 2.5**0.5 / 5**0.5) < 1e-12
+    assert interval([2.0]).half is None
+    assert interval([2.0] * 30).half == 0.0
+
+
+def test_a_rate_that_ends_less_than_arrives_is_not_served() -> None:
+    assert is_served([0.94, 0.97])
+    assert not is_served([0.94, 0.95])
+
+
+def test_a_point_has_five_seeds_of_ten_minutes() -> None:
+    rows = [{"policy": "fcfs", "rate": 1.0, "x": seed / 7, "seed": seed, "sent_s": 600.0} for seed in range(5)]
+    assert num_bursts(rows) == 0
+    assert num_bursts(rows[:4]) == 4
+    assert num_bursts([{**row, "sent_s": 599.0} for row in rows]) == 5
