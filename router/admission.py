@@ -16,7 +16,7 @@ class Admission:
         self._config = config
         self._registry = registry
         self._placement = placement
-        self._drain = DrainForecast()
+        self.drain = DrainForecast()  # to be read
 
     def rejection(self, request: Request) -> RequestRejected | RequestFailed | None:
         """Return why a request is not accepted; None when it is."""
@@ -33,16 +33,16 @@ class Admission:
         if held.num_requests < most and held.num_tokens + request.prompt_len <= config.max_queued_tokens:
             return None
         num_before = queue.num_tokens_until_real_time_is_done if is_real_time else queue.num_tokens
-        return RequestRejected(request.request_id, "the queue is full", self._drain.seconds_for(num_before))
+        return RequestRejected(request.request_id, "the queue is full", self.drain.seconds_for(num_before))
 
     def observe_prefill(self, num_tokens: int, now: float) -> None:
         """Learn that this many tokens were computed since the last call."""
         if len(self._registry.queue):
-            self._drain.observe(num_tokens, now)
+            self.drain.observe(num_tokens, now)
         else:
-            self._drain.idle()
+            self.drain.idle()
 
     def real_time_wait_s(self) -> float:
         """Return the forecast wait of the last real-time request in the queue; 0 without any."""
         num_tokens = self._registry.queue.num_tokens_until_real_time_is_done
-        return self._drain.seconds_for(num_tokens) if num_tokens else 0.0
+        return self.drain.seconds_for(num_tokens) if num_tokens else 0.0

@@ -312,7 +312,7 @@ class RouterLogic:
     @property
     def records(self) -> RouterRecords:
         """Return what it knows, to be read."""
-        return RouterRecords(self._registry, self._placement, self._gateways)
+        return RouterRecords(self._registry, self._placement, self._gateways, self._admission.drain)
 
     def num_left(self, names: Iterable[str]) -> dict[str, int]:
         """Return how many requests would be interrupted if each of these workers and pools were lost."""

@@ -51,6 +51,14 @@ class Turn(NamedTuple):
     is_by_floor: bool  # best effort before real time
 
 
+class Ahead(NamedTuple):
+    """What leaves the queue before a request, as far as it is known."""
+
+    num_requests: int  # the floor aside
+    num_tokens: float  # of requests that are queued by now, with what the floor lets go meanwhile
+    num_tokens_at_most: float | None  # of best effort, if real-time requests never cease to wait; None: no bound
+
+
 class _Entry(NamedTuple):
     key: OrderKey
     arrival_s: float
@@ -114,10 +122,28 @@ class PrefillQueue:
 
     def num_before(self, request_id: RequestId, now: float) -> int:
         """Count the requests that go before this one, the floor aside; 0 if it is not queued. Looks at all of them."""
+        return len(self._before(own, now)) if (own := self._waiting.get(request_id)) is not None else 0
+
+    def ahead_of(self, request_id: RequestId, now: float) -> Ahead | None:
+        """Return what leaves before this request; None: it is not queued. Looks at all requests.
+
+        A best-effort one waits for those before it, and for real-time requests as long as they wait and the floor has
+        not let it pass: `(its tokens + those before it) * (1 - floor) / floor` of their tokens.
+        """
         if (own := self._waiting.get(request_id)) is None:
-            return 0
-        place = (self._class_at(own, now), own.entry)
-        return sum((self._class_at(other, now), other.entry) < place for other in self._waiting.values())
+            return None
+        before = self._before(own, now)
+        by_class = dict.fromkeys(QueueClass, 0)
+        for other in before:
+            by_class[other.queue_class] += other.queued.num_tokens
+        real_time = by_class[QueueClass.ON_TIME] + by_class[QueueClass.LATE]
+        if own.queue_class is not QueueClass.BEST_EFFORT:
+            return Ahead(len(before), real_time + self._by_floor(real_time), None)
+        best_effort = by_class[QueueClass.BEST_EFFORT]
+        if not self._owed_share:
+            return Ahead(len(before), best_effort + real_time, None)
+        until_floor = max(best_effort + own.queued.num_tokens - self._owed, 0.0) / self._owed_share
+        return Ahead(len(before), best_effort + min(real_time, until_floor), best_effort + until_floor)
 
     def __iter__(self) -> Iterator[RequestId]:
         """Iterate over the requests, in order of arrival here."""
@@ -153,6 +179,18 @@ class PrefillQueue:
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             self._count(waiting.queued, -1)
+
+    def _by_floor(self, num_tokens: int) -> float:
+        """Return the tokens that the floor lets go while so many of real-time requests leave; requests go whole."""
+        best_effort = self._first(QueueClass.BEST_EFFORT)
+        owed = self._owed + self._owed_share * num_tokens
+        if best_effort is None or owed < self._waiting[best_effort].queued.num_tokens:
+            return 0.0
+        return min(owed, float(self.num_tokens - self._num_real_time_tokens))
+
+    def _before(self, own: _Waiting, now: float) -> list[_Waiting]:
+        place = (self._class_at(own, now), own.entry)
+        return [one for one in self._waiting.values() if (self._class_at(one, now), one.entry) < place]
 
     def _put(self, waiting: _Waiting) -> None:
         self._waiting[waiting.entry.request_id] = waiting

@@ -16,6 +16,7 @@ from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestInterrupted
 from alignedserve.messages.pools import DropRequest
 from router.placement import Placement
+from router.policies.forecast import DrainForecast
 from router.prefill_queue import PrefillQueue
 from router.state import TrackedRequest
 
@@ -150,3 +151,4 @@ class RouterRecords(NamedTuple):
     registry: RequestRegistry
     placement: Placement
     gateways: Mapping[str, str]  # that are connected, and their nodes
+    drain: DrainForecast  # of the queue

@@ -1,7 +1,7 @@
 """The running router: its logic, its links and the length predictor."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -11,7 +11,7 @@ import msgspec
 from alignedserve.config.sections import BatchingConfig, RouterConfig
 from alignedserve.messages.events import Send
 from alignedserve.messages.links import RouterInbound
-from alignedserve.messages.request_notes import AskTimeline, TimelineTold
+from alignedserve.messages.request_notes import AskStandings, AskTimeline, StandingsTold, TimelineTold
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.process.logic_driver import LogicDriver
 from alignedserve.process.process_spec import ProcessSpec
@@ -21,24 +21,33 @@ from router.factory import make_logic
 from router.logic import RouterEvent
 from router.prediction import learnt_lengths, make_length_predictor
 from router.request_notes import RouterNotes
+from router.request_registry import RouterRecords
+from router.standings import standings_of
 from router.state import DrainRequested, LengthPredicted
 
 
 class TimelineRelay:
-    """A Relay (runtime.process.observer). It keeps nothing: an answer names the gateway that it is for."""
+    """A Relay (process.logic_driver). It keeps nothing: an answer names the gateway that it is for."""
 
-    def __init__(self, gateways: Mapping[str, str]) -> None:
-        """`gateways`: the connected ones, with their nodes; the logic's own."""
-        self._gateways = gateways
+    def __init__(self, records: RouterRecords) -> None:
+        """`records`: the logic's own."""
+        self._records = records
+        self._gateways = records.gateways
 
-    def relay(self, peer: str, message: Message) -> Sequence[Send] | None:
-        """Pass a question to every other gateway, and an answer to the asking one; leave all else to the logic."""
+    def relay(self, peer: str, message: Message, now: float) -> Sequence[Send] | None:
+        """Pass a question to every other gateway, and an answer to the asking one; leave all else to the logic.
+
+        Where requests stand is answered here.
+        """
         match message:
             case AskTimeline():
                 return self._ask(peer, message)
             case TimelineTold():
                 told = msgspec.structs.replace(message, num_asked=None)
                 return [Send(message.asker, told)] if message.asker in self._gateways else []
+            case AskStandings():
+                standings = standings_of(self._records, message.request_ids, now)
+                return [Send(peer, StandingsTold(message.number, standings))]
         return None
 
     def _ask(self, peer: str, message: AskTimeline) -> list[Send]:
@@ -79,7 +88,7 @@ class Router:
             self._perform,
             process_spec.recorder(make),
             observer=RouterNotes(logic.records) if process_spec.notes_requests else None,
-            relay=TimelineRelay(logic.records.gateways),
+            relay=TimelineRelay(logic.records),
         )
 
     async def start(self, *, listen_at: str) -> None:

@@ -64,7 +64,7 @@ from alignedserve.messages.prefixes import (
     PrefixReleased,
     StorePrefixBlocks,
 )
-from alignedserve.messages.request_notes import AskTimeline, RequestsNoted, TimelineTold
+from alignedserve.messages.request_notes import AskStandings, AskTimeline, RequestsNoted, StandingsTold, TimelineTold
 from alignedserve.messages.workers import (
     AttemptFailed,
     BlocksFetched,
@@ -109,6 +109,7 @@ RouterInbound = (
     | PoolLoad
     | AskTimeline
     | TimelineTold
+    | AskStandings
     | Ping
 )
 GatewayInbound = (
@@ -121,6 +122,7 @@ GatewayInbound = (
     | RequestsNoted
     | AskTimeline
     | TimelineTold
+    | StandingsTold
     | Ping
 )
 PoolInbound = (

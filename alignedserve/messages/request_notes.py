@@ -9,11 +9,13 @@ from typing import Annotated
 import msgspec
 
 from alignedserve.core.ids import RequestId
-from alignedserve.messages.fields import Attempt, Count, PredictedLen, Text
+from alignedserve.core.lifecycle import Stage
+from alignedserve.messages.fields import Attempt, Count, PredictedLen, Seconds, Text
 from alignedserve.messages.wire import Message
 
 MAX_NOTES = 1024  # in a message
 MAX_DOCUMENT_BYTES = 1 << 20
+MAX_STANDINGS = 16  # in an answer
 
 
 class Step(enum.Enum):
@@ -132,3 +134,30 @@ class TimelineTold(Message, frozen=True):
     asker: Text
     document: Annotated[bytes, msgspec.Meta(max_length=MAX_DOCUMENT_BYTES)] = b""  # JSON; empty: it has none
     num_asked: Count | None = None  # the router: so many gateways were asked, each of which answers
+
+
+class AskStandings(Message, frozen=True):
+    """Gateway to router: where these requests stand."""
+
+    number: QuestionNumber
+    request_ids: Annotated[tuple[RequestId, ...], msgspec.Meta(max_length=MAX_STANDINGS)]
+
+
+class Standing(msgspec.Struct, frozen=True, array_like=True):
+    """Where a request stands."""
+
+    request_id: RequestId
+    stage: Stage
+    where: Text = ""  # the worker or pool that has it; empty while queued
+    num_before: Count | None = None  # requests of the queue that go before it; None: not known
+    num_tokens_before: Count = 0  # of prompts, expected before it is its turn; at a worker: of the others there
+    start_s: Seconds | None = None  # in which it is expected to be its turn; None: not known
+    latest_start_s: Seconds | None = None  # the same of best effort, if real-time requests never cease; None: no bound
+    num_others: Count = 0  # requests in the same stage at the same place
+
+
+class StandingsTold(Message, frozen=True):
+    """Router to gateway: the standings of those requests that it has."""
+
+    number: QuestionNumber
+    standings: Annotated[tuple[Standing, ...], msgspec.Meta(max_length=MAX_STANDINGS)]

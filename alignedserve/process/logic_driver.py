@@ -115,7 +115,7 @@ class Observer(Protocol):
 class Relay(Protocol):
     """Passes messages on that are none of the logic's business."""
 
-    def relay(self, peer: str, message: Message) -> Sequence[Send] | None:
+    def relay(self, peer: str, message: Message, now: float) -> Sequence[Send] | None:
         """Return what is to be sent for this message; None: it is for the logic."""
 
 
@@ -181,7 +181,7 @@ class LogicDriver(Generic[EventT, CommandT]):
         if isinstance(message, RegistrationRefused):
             logger.error("the router refuses this process: %s", message.reason)
             return
-        passed_on = self._relay.relay(peer.name, message) if self._relay is not None else None
+        passed_on = self._relay.relay(peer.name, message, time.monotonic()) if self._relay else None
         if passed_on is not None:
             self._perform_all(passed_on)
         elif self._held is None:

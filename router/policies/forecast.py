@@ -1,10 +1,13 @@
 """Forecasts of output lengths and of the time until the queue has drained."""
 
+import math
+
 from alignedserve.core.request import Request, RequestClass
 
 _WINDOW = 64.0  # observations that weigh in a running mean
 _MIN_RETRY_S = 1.0
 _MAX_RETRY_S = 120.0
+_MEMORY_S = 30.0  # of time with a queue: what was computed longer ago counts for less than 1 / e
 
 
 class OutputLengthForecast:
@@ -35,15 +38,19 @@ class DrainForecast:
     """Time until a queue of tokens has drained, by the rate at which tokens were computed while any waited."""
 
     def __init__(self) -> None:
-        self._tokens_per_s: float | None = None
+        self._num_tokens = self._seconds = 0.0  # computed, and in what time; both fade
         self._last_s: float | None = None
 
     def observe(self, num_tokens: int, now: float) -> None:
-        """Learn that `num_tokens` were computed since the last call."""
-        if self._last_s is not None and now > self._last_s:
-            rate = num_tokens / (now - self._last_s)
-            known = self._tokens_per_s
-            self._tokens_per_s = rate if known is None else known + (rate - known) / 8.0
+        """Learn that `num_tokens` were computed since the last call.
+
+        Prompts of one iteration are told at the same moment: what counts is their sum by the time, not each one's rate.
+        """
+        if self._last_s is not None:
+            seconds = max(now - self._last_s, 0.0)
+            kept = math.exp(-seconds / _MEMORY_S)
+            self._num_tokens = kept * self._num_tokens + num_tokens
+            self._seconds = kept * self._seconds + seconds
         self._last_s = now
 
     def idle(self) -> None:
@@ -52,6 +59,9 @@ class DrainForecast:
 
     def seconds_for(self, num_tokens: int) -> float:
         """Return the predicted seconds for this many tokens, between 1 and 120 s; 1 s while no rate is known."""
-        if not self._tokens_per_s:
-            return _MIN_RETRY_S
-        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, num_tokens / self._tokens_per_s))
+        expected_s = self.expected_s(num_tokens)
+        return _MIN_RETRY_S if expected_s is None else min(_MAX_RETRY_S, max(_MIN_RETRY_S, expected_s))
+
+    def expected_s(self, num_tokens: float) -> float | None:
+        """Return the predicted seconds for this many tokens; None while no rate is known."""
+        return num_tokens * self._seconds / self._num_tokens if self._num_tokens and self._seconds else None

@@ -1,11 +1,12 @@
 """A request is explained: live, after its end, at any gateway, to its key alone; and traced across processes."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from alignedserve.config.sections import ExplainConfig, Observing, Topology, TracingConfig
+from alignedserve.config.sections import ExplainConfig, Observing, RouterConfig, Topology, TracingConfig
 from tests.components.explained import Explained, explained
 from tests.support.otlp_receiver import collecting
 from tests.support.waiting import holds, holds_async
@@ -114,3 +115,27 @@ async def test_clients_that_do_not_want_a_trace_get_none(tmp_path: Path) -> None
             wanted = await cluster.complete()
         responses = [one.attributes.get("gen_ai.response.id") for one in collector.named("text_completion model")]
     assert responses == [wanted["id"]]
+
+
+async def test_a_waiting_request_is_told_its_place_and_when_it_is_likely_to_start(tmp_path: Path) -> None:
+    flex: Any = {"service_tier": "flex", "prompt": ["hello world " * 16] * 16, "max_tokens": 8}
+    few = RouterConfig(max_prefill_tokens_per_worker=32)
+    async with explained(tmp_path, num_gateways=2, router=few) as cluster:
+        bodies = [cluster.complete(headers={"x-request-id": f"mine-{number}"}, **flex) for number in range(12)]
+        waiting = [asyncio.create_task(body) for body in bodies]
+        found: dict[str, Any] = {}
+
+        async def is_estimated() -> bool:
+            response = await cluster.explain("mine-11", gateway=1)  # it was made at the other one
+            standing = response.json()["choices"][15]["standing"] if response.status_code == 200 else None
+            found.update(standing or {})
+            return found.get("start_in_ms") is not None
+
+        await holds_async(is_estimated)
+        await asyncio.gather(*waiting)
+        ended = (await cluster.explain("mine-11")).json()
+    assert (found["stage"], found["where"]) == ("queued", "router")
+    assert found["position"] > 1
+    assert found["start_in_ms"] > 0.0
+    assert found["text"].startswith(f"number {found['position']} in the queue")
+    assert (ended["state"], ended["choices"][15]["standing"]) == ("ended", None)

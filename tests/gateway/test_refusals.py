@@ -286,16 +286,6 @@ async def test_documents_that_wait_take_no_place_of_chat() -> None:
         assert [(await one).status_code for one in waiting] == [200, 200]
 
 
-async def test_a_silent_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "_CHECK_PAUSE_S", 0.02)
-    monkeypatch.setattr(streaming, "_COMMENT_AFTER_S", 0.05)
-    async with gateway(saying("the", first_token_delay_s=0.3)) as served:
-        response = await served.chat(stream=True)
-    assert response.text.startswith(": waiting\n\n")
-    assert response.text.endswith("data: [DONE]\n\n")
-    assert response.headers["content-type"].startswith("text/event-stream")
-
-
 async def test_a_failing_request_is_logged_once_without_its_content(caplog: pytest.LogCaptureFixture) -> None:
     async with gateway(api_keys=("right",)) as served:
         headers = {"authorization": "Bearer verysecret"}

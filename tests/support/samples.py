@@ -4,6 +4,7 @@ from typing import Any
 
 from alignedserve.core.attempts import STEPS_PER_EPOCH
 from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId, WorkerName
+from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams, Slo, TokenLogprob
 from alignedserve.messages import blocks as block_messages
 from alignedserve.messages import handshake, links
@@ -98,7 +99,17 @@ from alignedserve.messages.prefixes import (
     ReservedPart,
     StorePrefixBlocks,
 )
-from alignedserve.messages.request_notes import AskTimeline, Cause, RequestNote, RequestsNoted, Step, TimelineTold
+from alignedserve.messages.request_notes import (
+    AskStandings,
+    AskTimeline,
+    Cause,
+    RequestNote,
+    RequestsNoted,
+    Standing,
+    StandingsTold,
+    Step,
+    TimelineTold,
+)
 from alignedserve.messages.state import QuotaAnswer, StateAnswer, StateCall, UseQuota
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
@@ -363,6 +374,8 @@ EXAMPLES: tuple[Message, ...] = (
     RequestsNoted((RequestNote(R1, Step.WAITING, 7.5, 3, Cause.BLOCKS_SHORT, DECODE, 4, 5, 6, 6.5),)),
     AskTimeline(7, "gateway-1", "chatcmpl-1", "ab" * 16),
     TimelineTold(7, "gateway-1", b"{}", 2),
+    AskStandings(7, (R1,)),
+    StandingsTold(7, (Standing(R1, Stage.QUEUED, DECODE, 4, 5, 6.5, 7.5, 8),)),
 )
 
 

@@ -11,7 +11,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.messages.gateways import PromptScored, TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import GatewayInbound
-from alignedserve.messages.request_notes import AskTimeline, RequestsNoted, TimelineTold
+from alignedserve.messages.request_notes import AskTimeline, RequestsNoted, StandingsTold, TimelineTold
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.process.addresses import AddressBook
 from alignedserve.process.link_manager import LinkHandler, LinkManager
@@ -64,7 +64,7 @@ class ClusterConnection:
         self.timelines = timelines
         self._questions = questions
         if questions is not None:
-            questions.connect(links.identity.name, self._ask_router)
+            questions.connect(links.identity.name, self._ask_router, self._ask_routers)
         self._manager = LinkManager(links.identity, Codec(GatewayInbound), self, links.book)
         self._handlers: dict[str, DeploymentHandler] = {}  # by the router's name
         self._of_worker: dict[str, DeploymentHandler] = {}  # of those that have answered, by their names
@@ -109,7 +109,7 @@ class ClusterConnection:
 
     def on_message(self, peer: Peer, message: Message) -> None:
         """Hand a message to the deployment that it is from; what no open request waits for is dropped."""
-        if isinstance(message, RequestsNoted | AskTimeline | TimelineTold):
+        if isinstance(message, RequestsNoted | AskTimeline | TimelineTold | StandingsTold):
             self._on_timelines(peer, message)
             return
         handler = self._handlers.get(peer.name) if peer.role is Role.ROUTER else self._of_worker.get(peer.name)
@@ -132,7 +132,7 @@ class ClusterConnection:
             for handler in tuple(self._handlers.values()):
                 handler.on_lost(peer)
 
-    def _on_timelines(self, peer: Peer, message: RequestsNoted | AskTimeline | TimelineTold) -> None:
+    def _on_timelines(self, peer: Peer, message: RequestsNoted | AskTimeline | TimelineTold | StandingsTold) -> None:
         match message:
             case RequestsNoted() if self.timelines is not None:
                 self.timelines.take(peer.name, message)
@@ -141,10 +141,16 @@ class ClusterConnection:
                 self._manager.send(peer.name, told if self._questions is None else self._questions.answer(message))
             case TimelineTold() if self._questions is not None:
                 self._questions.told(message)
+            case StandingsTold() if self._questions is not None and peer.role is Role.ROUTER:
+                self._questions.told_standings(message)
 
     def _ask_router(self, message: Message) -> bool:
         """Send to the first router that is connected; False: none is."""
         return any(self._manager.send(router, message) for router in self._handlers)
+
+    def _ask_routers(self, message: Message) -> int:
+        """Send to every router that is connected; return how many there are."""
+        return sum(self._manager.send(router, message) for router in self._handlers)
 
     def _find(self, message: Message) -> DeploymentHandler | None:
         request_ids = tuple(_requests_of(message))

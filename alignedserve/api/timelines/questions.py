@@ -5,10 +5,13 @@ import itertools
 import time
 from collections.abc import Callable
 
+import orjson
+
 from alignedserve.api.errors import Unavailable
 from alignedserve.api.timelines.explanation import explanation_json
+from alignedserve.api.timelines.standings import StandingQuestions, add_standings, open_requests
 from alignedserve.api.timelines.timeline import Timelines
-from alignedserve.messages.request_notes import AskTimeline, TimelineTold
+from alignedserve.messages.request_notes import AskTimeline, StandingsTold, TimelineTold
 from alignedserve.messages.wire import Message
 
 _ANSWER_S = 2.0  # gateways that have not answered by then are taken to have nothing
@@ -41,19 +44,37 @@ class TimelineQuestions:
         self._timelines = timelines
         self._gateway = "gateway"
         self._ask_router: Callable[[Message], bool] | None = None
+        self._ask_routers: Callable[[Message], int] = _ask_nobody
+        self._standings = StandingQuestions()
         self._open: dict[int, _Question] = {}
         self._numbers = itertools.count(1)
         self._places = asyncio.Semaphore(_MAX_OPEN)
 
-    def connect(self, gateway: str, ask_router: Callable[[Message], bool]) -> None:
-        """Begin to ask others, by the name of this gateway. `ask_router`: False: no router is connected."""
-        self._gateway, self._ask_router = gateway, ask_router
+    def connect(
+        self, gateway: str, ask_router: Callable[[Message], bool], ask_routers: Callable[[Message], int]
+    ) -> None:
+        """Begin to ask others, by the name of this gateway.
+
+        `ask_router`: one that is connected; False: there is none. `ask_routers`: all of them; returns how many.
+        """
+        self._gateway, self._ask_router, self._ask_routers = gateway, ask_router, ask_routers
 
     async def explain(self, wanted: str, owner: str) -> bytes | None:
         """Return the explanation of a call (JSON), of this gateway or of another; None: nobody has it.
 
-        Raises Unavailable where others cannot be asked.
+        With where its choices stand at this moment. Raises Unavailable where others cannot be asked.
         """
+        found = await self._find(wanted, owner)
+        if found is None:
+            return None
+        document = orjson.loads(found)
+        request_ids = open_requests(document)
+        async with self._places:
+            known = await self._standings.ask(request_ids, self._ask_routers) if request_ids else {}
+        add_standings(document, known)
+        return orjson.dumps(document)
+
+    async def _find(self, wanted: str, owner: str) -> bytes | None:
         own = self._own(wanted, owner)
         if own is not None or self._ask_router is None:
             return own
@@ -69,6 +90,10 @@ class TimelineQuestions:
         question = self._open.get(message.number)
         if question is not None:
             question.told(message)
+
+    def told_standings(self, message: StandingsTold) -> None:
+        """Take a router's answer; it may be late."""
+        self._standings.told(message)
 
     def _own(self, wanted: str, owner: str) -> bytes | None:
         timeline = self._timelines.find(wanted, owner)
@@ -86,3 +111,7 @@ class TimelineQuestions:
             return None
         finally:
             del self._open[number]
+
+
+def _ask_nobody(message: Message) -> int:
+    return 0

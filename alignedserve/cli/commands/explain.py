@@ -62,7 +62,8 @@ def show(request: ExplainedRequest, console: Console) -> None:
 
 def _show_choice(choice: ExplainedChoice, console: Console, *, is_alone: bool) -> None:
     heading = [] if is_alone else [f"Choice {choice.index}"]
-    _print(console, "\n".join(["", *heading, _outcome(choice), *map(_objective, choice.objectives)]))
+    standing = [] if choice.standing is None else [f"now: {choice.standing.text}"]
+    _print(console, "\n".join(["", *heading, _outcome(choice), *standing, *map(_objective, choice.objectives)]))
     console.print(_phase_table(choice))
     console.print(_event_table(choice.events))
     if choice.events_left_out:

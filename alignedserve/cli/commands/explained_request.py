@@ -38,6 +38,16 @@ class ExplainedEvent(msgspec.Struct, frozen=True):
     reason: ExplainedReason | None = None
 
 
+class ExplainedStanding(msgspec.Struct, frozen=True):
+    """Where a choice stands that goes on."""
+
+    text: str
+    stage: str | None = None
+    position: int | None = None
+    start_in_ms: float | None = None
+    latest_start_in_ms: float | None = None
+
+
 class ExplainedChoice(msgspec.Struct, frozen=True):
     """The course of one choice."""
 
@@ -51,6 +61,7 @@ class ExplainedChoice(msgspec.Struct, frozen=True):
     phases: list[ExplainedPhase]
     events: list[ExplainedEvent]
     events_left_out: int
+    standing: ExplainedStanding | None = None  # None: it has ended, or the server tells of none
 
 
 class ExplainedRequest(msgspec.Struct, frozen=True):

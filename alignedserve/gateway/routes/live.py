@@ -87,9 +87,13 @@ async def page() -> Response:
     return _PAGE.response()
 
 
+@router.get("/v1/requests/{wanted}", response_model=None)
 @router.get("/v1/alignedserve/requests/{wanted}", response_model=None)
 async def explain(http: Request, wanted: str) -> Response:
-    """Explain a request by the id of its response, or by the client's own, at whichever gateway it was made."""
+    """Explain a request by the id of its response, or by the client's own, at whichever gateway it was made.
+
+    Where it waits, with its place in the queue and when it is likely to start.
+    """
     services = await rate_limited_services(http)
     document = None
     if plain_request_id(wanted) is not None:

@@ -1,24 +1,38 @@
 """What a gateway keeps of calls is bounded, and a collector that does not answer costs spans alone."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from msgspec.structs import replace
 
 from alignedserve.api.timelines import exporter as exporter_module
+from alignedserve.api.timelines import standings
 from alignedserve.api.timelines.explanation import explanation
 from alignedserve.api.timelines.exporter import TraceExporter
+from alignedserve.api.timelines.standings import StandingQuestions, standing_text
 from alignedserve.api.timelines.timeline import CallFacts, Timeline, Timelines
 from alignedserve.api.timelines.trace_context import trace_of
 from alignedserve.config.sections import ExplainConfig, TracingConfig
 from alignedserve.core.ids import RequestId
+from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Request, SamplingParams
-from alignedserve.messages.request_notes import RequestNote, RequestsNoted, Step
-from tests.gateway.support import gateway
+from alignedserve.messages.request_notes import (
+    AskStandings,
+    RequestNote,
+    RequestsNoted,
+    Standing,
+    StandingsTold,
+    Step,
+)
+from alignedserve.messages.wire import Message
+from tests.gateway.support import gateway, saying
 from tests.support.marks import each
 from tests.support.otlp_receiver import collecting
+from tests.support.waiting import holds
 
 PARENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-"
 
@@ -89,6 +103,68 @@ async def test_asking_for_ten_thousand_unknown_ids_keeps_nothing() -> None:
         assert (len(timelines), timelines.num_bytes, len(questions._open)) == (0, 0, 0)
         response = await served.client.get("/v1/alignedserve/requests/" + "x" * 500)
     assert response.status_code == 404
+
+
+@each("path", ["/v1/requests/mine", "/v1/alignedserve/requests/mine"])
+async def test_an_open_call_of_which_no_router_tells_stands_nowhere_that_is_known(path: str) -> None:
+    async with gateway(saying("the", first_token_delay_s=0.3)) as served:
+        waiting = asyncio.create_task(served.chat(headers={"x-request-id": "mine"}))
+        await holds(lambda: served.services.limiter.num_open == 1)
+        told = (await served.client.get(path)).json()
+        await waiting
+        ended = (await served.client.get(path)).json()
+    standing = told["choices"][0]["standing"]
+    assert (told["state"], standing["position"], standing["start_in_ms"]) == ("running", None, None)
+    assert standing["text"].startswith("not known")
+    assert (ended["state"], ended["choices"][0]["standing"]) == ("ended", None)
+
+
+QUEUED = Standing(RequestId("r1"), Stage.QUEUED, "", 222, 12_000, 24.0, 480.0)
+
+
+@each(
+    ("standing", "text"),
+    [
+        (
+            QUEUED,
+            "number 223 in the queue, 12000 prompt tokens before it; it is expected to start in 24.0 s, "
+            "by its class's share in 480.0 s if more real-time requests come",
+        ),
+        (
+            replace(QUEUED, latest_start_s=None),
+            "number 223 in the queue, 12000 prompt tokens before it; it is expected to start in 24.0 s",
+        ),
+        (
+            replace(QUEUED, start_s=None, latest_start_s=None),
+            "number 223 in the queue, 12000 prompt tokens before it; when it starts is not known: "
+            "no prompt was computed yet while others waited",
+        ),
+        (replace(QUEUED, num_before=None), "about to be queued again; when it starts is not known"),
+        (
+            Standing(RequestId("r1"), Stage.POOLED, "pool-0", num_others=7),
+            "in pool-0 with 7 others; it starts with a batch of its length, when is not known",
+        ),
+    ],
+)
+def test_a_standing_in_words(standing: Standing, text: str) -> None:
+    assert standing_text(standing) == text
+
+
+async def test_every_router_is_asked_and_a_late_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standings, "_ANSWER_S", 0.05)
+    questions, asked = StandingQuestions(), list[AskStandings]()
+
+    def ask_two(message: Message) -> int:
+        assert isinstance(message, AskStandings)
+        asked.append(message)
+        questions.told(StandingsTold(message.number, ()))  # of another deployment
+        asyncio.get_running_loop().call_later(0.0, questions.told, StandingsTold(message.number, (QUEUED,)))
+        return 2
+
+    assert await questions.ask((QUEUED.request_id,), ask_two) == {QUEUED.request_id: QUEUED}
+    assert await questions.ask((QUEUED.request_id,), lambda _: 1) == {}
+    questions.told(StandingsTold(asked[0].number, (QUEUED,)))
+    assert questions._open == {}
 
 
 @each("flags", ["00", "02"])

@@ -88,6 +88,40 @@ def test_documents_have_the_floor_while_chat_waits() -> None:
     assert order.index(RequestId("document")) == 8  # 80 tokens of chat owe it 80 * 0.2 / 0.8
 
 
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), min_size=1, max_size=60), st.data())
+def test_what_is_told_to_be_ahead_leaves_before(waiting: list[tuple[bool, int]], data: st.DataObject) -> None:
+    queue, sizes = PrefillQueue(LeastSlackOrder(), floor=0.2), {}
+    for number, (is_chat, num_tokens) in enumerate(waiting):
+        one = chat(f"r{number}", float(number)) if is_chat else line(f"r{number}", 300.0, arrival_s=float(number))
+        queue.push(one, num_tokens)
+        sizes[one.request_id] = num_tokens
+    own = data.draw(st.sampled_from(sorted(sizes)))
+    ahead = queue.ahead_of(own, 0.0)
+    order = drained(queue)
+    left = sum(sizes[one] for one in order[: order.index(own)])
+    assert ahead is not None
+    assert ahead.num_tokens == pytest.approx(left, abs=2 * max(sizes.values()) / 0.2)  # requests leave whole
+    assert queue.ahead_of(own, 0.0) is None
+
+
+def test_a_document_behind_chat_without_end_has_its_turn_by_the_floor() -> None:
+    queue = PrefillQueue(LeastSlackOrder(), floor=0.2)
+    queue.push(line("first", 100.0), 30)
+    queue.push(line("second", 200.0), 10)
+    for number in range(100):
+        queue.push(chat(f"chat{number}", float(number)), 10)
+    # 40 tokens of documents at one fifth: 160 of chat before them.
+    assert queue.ahead_of(RequestId("second"), 0.0) == (101, 190.0, 190.0)
+    assert queue.ahead_of(RequestId("chat99"), 0.0) == (99, 990.0 + 40.0, None)
+
+
+def test_a_document_behind_little_chat_may_come_sooner_than_the_floor_says() -> None:
+    queue = PrefillQueue(LeastSlackOrder(), floor=0.2)
+    queue.push(DOCUMENT, 50)
+    queue.push(chat("chat", 0.0), 10)
+    assert queue.ahead_of(DOCUMENT.request_id, 0.0) == (1, 10.0, 200.0)
+
+
 def test_the_floor_does_not_hold_up_chat_where_its_document_finds_no_room() -> None:
     queue = PrefillQueue(LeastSlackOrder(), floor=0.5)
     queue.push(DOCUMENT, 10)

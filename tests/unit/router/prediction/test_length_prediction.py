@@ -263,11 +263,21 @@ def test_the_queue_drains_at_the_rate_seen() -> None:
     assert forecast.seconds_for(5000) == 10.0
 
 
-def test_the_rate_moves_by_an_eighth() -> None:
+def test_the_rate_is_that_of_the_last_half_minute() -> None:
     forecast = DrainForecast()
-    for num_tokens, now in ((0, 1.0), (800, 2.0), (1600, 3.0)):
-        forecast.observe(num_tokens, now=now)
-    assert forecast.seconds_for(9000) == 10.0
+    for now in range(200):
+        forecast.observe(100, now=float(now))
+    for now in range(200, 320):
+        forecast.observe(300, now=float(now))
+    assert forecast.seconds_for(3000) == pytest.approx(10.0, rel=0.05)
+
+
+def test_prompts_of_one_iteration_do_not_make_the_machine_look_fast() -> None:
+    forecast = DrainForecast()
+    for second in range(60):
+        for prompt in range(20):  # told within the same millisecond
+            forecast.observe(50, now=second + prompt * 1e-5)
+    assert forecast.seconds_for(10_000) == pytest.approx(10.0, rel=0.05)
 
 
 @each(("num_tokens", "expected"), [(1, 1.0), (10**9, 120.0)])

@@ -1,0 +1,109 @@
+"""What each API says of requests that wait: comments in silent streams, and refusals in its own form."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from alignedserve.api.backend.scripted import Script
+from alignedserve.api.errors import Overloaded, ResourceUnavailable
+from alignedserve.gateway import streaming
+from tests.gateway.support import Gateway, error_of, gateway, saying
+from tests.support.marks import each
+from tests.support.waiting import holds
+
+COMMENT = ": waiting\n\n"
+MESSAGES = [{"role": "user", "content": "hello"}]
+CHAT = ("/v1/chat/completions", {"messages": MESSAGES})
+COMPLETION = ("/v1/completions", {"prompt": "hello"})
+RESPONSE = ("/v1/responses", {"input": "hello", "store": False})
+MESSAGE = ("/v1/messages", {"messages": MESSAGES, "max_tokens": 100})
+APIS = each("asked", [CHAT, COMPLETION, RESPONSE, MESSAGE], ids=lambda asked: asked[0])
+
+Asked = tuple[str, dict[str, Any]]
+
+
+async def post(served: Gateway, asked: Asked, **fields: Any) -> httpx.Response:
+    path, body = asked
+    return await served.client.post(path, json={"model": "tiny", **body, **fields})
+
+
+def quick_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "_CHECK_PAUSE_S", 0.02)
+    monkeypatch.setattr(streaming, "_COMMENT_AFTER_S", 0.05)
+
+
+def events_of(response: httpx.Response) -> list[str]:
+    """Return the names of events, comments among them; each must be whole."""
+    *blocks, end = response.text.split("\n\n")
+    assert end == ""
+    return [block.partition("\n")[0] if block.startswith("event:") else block[:9] for block in blocks]
+
+
+def test_a_comment_comes_every_fifteen_seconds() -> None:
+    assert streaming._COMMENT_AFTER_S == 15.0
+    assert streaming._CHECK_PAUSE_S <= 5.0  # and not much later
+
+
+@APIS
+@each("tier", ["auto", "flex"])
+async def test_a_stream_that_waits_gets_comments(monkeypatch: pytest.MonkeyPatch, asked: Asked, tier: str) -> None:
+    quick_comments(monkeypatch)
+    async with gateway(saying("the quick", first_token_delay_s=0.25)) as served:
+        response = await post(served, asked, stream=True, service_tier=tier)
+    async with gateway(saying("the quick")) as served:
+        quick = await post(served, asked, stream=True, service_tier=tier)
+    assert response.status_code == 200
+    assert response.text.startswith(COMMENT * 2)
+    assert events_of(quick) == [event for event in events_of(response) if event != ": waiting"]
+
+
+@APIS
+async def test_a_stream_that_pauses_gets_comments(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> None:
+    quick_comments(monkeypatch)
+    async with gateway(saying("the quick", token_delay_s=0.2)) as served:
+        events = events_of(await post(served, asked, stream=True))
+    assert events[0] != ": waiting"
+    assert events[-1] != ": waiting"
+    assert ": waiting" in events
+
+
+@each("asked", [CHAT, COMPLETION, RESPONSE], ids=lambda asked: asked[0])
+@each(
+    ("failure", "status", "code", "retry_after"),
+    [
+        (Overloaded("the queue is full", retry_after_s=7.2), 503, "overloaded", "8"),
+        (ResourceUnavailable("the queue is full", retry_after_s=40.0), 429, "resource_unavailable", "40"),
+    ],
+)
+async def test_a_full_queue_is_told_in_openais_form(
+    asked: Asked, failure: Overloaded, status: int, code: str, retry_after: str
+) -> None:
+    async with gateway(lambda _: Script((), failure=failure)) as served:
+        for is_streamed in (False, True):
+            response = await post(served, asked, stream=is_streamed)
+            assert error_of(response, status)["code"] == code
+            assert response.headers["retry-after"] == retry_after
+
+
+@each("kind", [Overloaded, ResourceUnavailable])
+async def test_a_full_queue_is_told_in_anthropics_form(kind: type[Overloaded]) -> None:
+    failure = kind("the queue is full", retry_after_s=7.2)
+    async with gateway(lambda _: Script((), failure=failure)) as served:
+        for is_streamed in (False, True):
+            response = await post(served, MESSAGE, stream=is_streamed)
+            assert (response.status_code, response.headers["retry-after"]) == (529, "8")
+            assert response.json()["error"]["type"] == "overloaded_error"
+
+
+@APIS
+async def test_flex_that_finds_no_place_is_refused_and_chat_is_not(asked: Asked) -> None:
+    async with gateway(saying("the", first_token_delay_s=0.3), max_best_effort_requests=1) as served:
+        waiting = asyncio.create_task(post(served, asked, service_tier="flex"))
+        await holds(lambda: served.services.limiter.num_open == 1)
+        refused = await post(served, asked, service_tier="flex")
+        assert refused.status_code == (529 if asked is MESSAGE else 429)
+        assert refused.headers["retry-after"] == "30"
+        assert (await post(served, asked)).status_code == 200
+        assert (await waiting).status_code == 200
