@@ -28,7 +28,9 @@ def batch_limits_of(config: DecodeWorkerConfig, batching: BatchingConfig, *, num
     share = batching.low_running_share
     low_running = max(min(int(share * config.max_running_requests), batching.min_requests), 1)
     enough = batching.enough_requests(config.max_running_requests)
-    switch = SwitchLimits(enough, low_running, batching.starvation_s, int(share * num_blocks))
+    switch = SwitchLimits(
+        enough, low_running, batching.starvation_s, int(share * num_blocks), batching.best_effort_floor
+    )
     return DecodeLimits(config.max_running_requests, switch)
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad
 from alignedserve.worker_core.request_notes import WaitingRequest
-from decode_worker.batching.batch_order import BatchOrder
+from decode_worker.batching.batch_order import BatchOrder, is_best_effort
 from decode_worker.batching.begun import span_of
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.eviction import Evictions
@@ -21,6 +21,7 @@ class _CandidateCounts(NamedTuple):
     num_joining: int
     num_following: int
     num_blocks: int
+    num_real_time: int  # of those that follow
 
 
 class LoadCounts(NamedTuple):
@@ -30,6 +31,7 @@ class LoadCounts(NamedTuple):
     num_joining: int  # candidates of the running batch
     num_following: int  # and of the next
     num_blocks: int  # blocks that both will take
+    num_real_time: int  # of the next
     num_verified: int
     num_evictions: int
     running: JoinedBatch | None
@@ -44,7 +46,7 @@ class LoadCounter:
         self._order = order
         self._evictions = evictions
         self._waiting_of: tuple[int, int] | None = None  # versions for which `_waiting` was counted
-        self._waiting = _CandidateCounts(0, 0, 0)
+        self._waiting = _CandidateCounts(0, 0, 0, 0)
         self._range_of: tuple[int, int, int] | None = None
         self._range: JoinedBatch | None = None
 
@@ -69,6 +71,7 @@ class LoadCounter:
             num_handoffs_verified=counts.num_verified,
             num_evictions=counts.num_evictions,
             running=counts.running,
+            num_real_time_candidates=counts.num_real_time,
         )
 
     def waiting(self) -> Iterator[WaitingRequest]:
@@ -95,7 +98,9 @@ class LoadCounter:
             num_joining = sum(self._order.joins_running(candidate) for candidate in staying)
             num_blocks = sum(self._batch.blocks_for(candidate.context_len) for candidate in staying)
             self._waiting_of = versions
-            self._waiting = _CandidateCounts(num_joining, len(staying) - num_joining, num_blocks)
+            following = (one for one in staying if not self._order.joins_running(one))
+            num_real_time = sum(not is_best_effort(one) for one in following) if self._order.knows_classes else 0
+            self._waiting = _CandidateCounts(num_joining, len(staying) - num_joining, num_blocks, num_real_time)
         return self._waiting
 
     def _running_range(self, num_iterations: int) -> JoinedBatch | None:

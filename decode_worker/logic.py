@@ -58,7 +58,7 @@ from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.iteration_log import IterationLog
 from alignedserve.worker_core.request import WorkerRequest
 from alignedserve.worker_core.router_link import RouterLink
-from decode_worker.batching.batch_order import BatchOrder, DecodeLimits, WaitingBatch
+from decode_worker.batching.batch_order import BatchOrder, DecodeLimits, waiting_batch
 from decode_worker.batching.begun import BatchMember
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.entries import Entries
@@ -94,7 +94,7 @@ class DecodeLogic:
         self._batch: DecodeBatch = (
             scheduled if scheduled is not None else RunningBatch.of_worker(registered, limits.max_running_requests)
         )
-        self._candidates = Candidates(registered.pool_name)
+        self._candidates = Candidates(registered.pool_name, knows_classes=limits.switch.best_effort_floor is not None)
         self._peers = BlockPeers(registered.pool_name)
         self._order = BatchOrder(limits.switch, scheduled.is_mixing_cheaper if scheduled is not None else None)
         self._evictions = Evictions(self._batch, self._candidates, self._order)
@@ -217,7 +217,7 @@ class DecodeLogic:
         commands: list[DecodeCommand] = [*self._router.send(received)]
         batch_id = message.batch_id if message.joins is None else message.joins
         if message.joins is None:
-            self._order.granted(WaitingBatch(batch_id, message.is_aligned, len(members), now))
+            self._order.granted(waiting_batch(batch_id, message, now))
         for handoff in message.handoffs:
             self._router.observe(handoff.attempt)
             commands += self._add_candidate(Candidate.of_handoff(handoff, batch_id, now, far_pool=far_pool))
@@ -290,7 +290,7 @@ class DecodeLogic:
         if versions == self._moved_at:
             return commands  # what could be done for the others has been done
         self._moved_at = versions
-        for candidate in list(self._candidates):
+        for candidate in self._candidates.to_move():
             if self._order.is_stray(candidate):
                 commands += self._candidates.return_to_pool(candidate, now)
             else:

@@ -19,7 +19,10 @@ def make_logic(
 ) -> PoolLogic:
     """Build the logic; `first_lease` should differ after each restart. Raises ConfigError naming the field."""
     former = make_batch_former(
-        batching.policy or "density_first", block_size=block_size, starvation_s=batching.starvation_s
+        batching.policy or "density_first",
+        block_size=block_size,
+        starvation_s=batching.starvation_s,
+        best_effort_floor=batching.best_effort_floor,
     )
     return PoolLogic(
         arena=arena,

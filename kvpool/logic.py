@@ -286,7 +286,7 @@ class PoolLogic:
         return self._to_router(BatchFormed(message.batch_id, message.worker, ()))
 
     def _choose(self, message: FormBatch, now: float) -> AlignedBatch | None:
-        limits = BatchLimits(message.max_blocks, message.max_requests, message.min_requests)
+        limits = BatchLimits(message.max_blocks, message.max_requests, message.min_requests, message.is_for_real_time)
         if message.joins is None:
             return self._former.form(limits, now)
         return self._former.join(LengthRange(message.joins.start, message.joins.stop), limits, now)

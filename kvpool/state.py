@@ -20,6 +20,14 @@ class SetBlockGeneration:
     generation: int
 
 
+class BatchClass(enum.IntEnum):
+    """Classes of pooled requests, in the order in which they leave where classes are known."""
+
+    ON_TIME = 0  # real-time
+    LATE = 1  # real-time, whose first token was late
+    BEST_EFFORT = 2
+
+
 class LeaseStage(enum.Enum):
     """Stages of a lease, by the process that may touch its blocks."""
 
@@ -90,6 +98,7 @@ class PooledRequest:
     num_blocks: int
     arrival_s: float
     urgent_at_s: float | None  # waiting longer than this would miss its deadline; None: it has none
+    batch_class: BatchClass = BatchClass.ON_TIME
 
     @classmethod
     def of(cls, lease: Lease, tpot_s: float | None) -> "PooledRequest":
@@ -98,7 +107,23 @@ class PooledRequest:
         assert content is not None, "nothing to index"
         urgent_at_s = _urgent_at_s(content, tpot_s)
         num_blocks = len(lease.block_ids)
-        return cls(lease.request_id, content.copy.context_len, num_blocks, content.request.arrival_s, urgent_at_s)
+        return cls(
+            lease.request_id,
+            content.copy.context_len,
+            num_blocks,
+            content.request.arrival_s,
+            urgent_at_s,
+            _class_of(content, lease.written_s),
+        )
+
+
+def _class_of(content: BlocksWritten, written_s: float) -> BatchClass:
+    request = content.request
+    if request.request_class is RequestClass.BEST_EFFORT:
+        return BatchClass.BEST_EFFORT
+    first_token_s, ttft_s = written_s - content.begun_s, request.slo.ttft_s
+    is_late = ttft_s is not None and first_token_s > request.arrival_s + ttft_s
+    return BatchClass.LATE if is_late else BatchClass.ON_TIME
 
 
 def _urgent_at_s(content: BlocksWritten, tpot_s: float | None) -> float | None:

@@ -11,6 +11,7 @@ If this fails before the blocks were offered to the pool, the request stays in t
 """
 
 from collections import deque
+from typing import NamedTuple
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass
@@ -36,6 +37,12 @@ from prefill_worker.state import ReturningRequest
 BufferCommand = Send | RelayBlocks | OpenBuffer | CloseBuffer
 
 
+class _WaitingCopy(NamedTuple):
+    peer: str  # the decode worker
+    relay: RelayBlocks
+    is_best_effort: bool = False  # goes after others
+
+
 class CandidateBuffers:
     """Copies between the pool and the buffers, and the decode workers that they are for."""
 
@@ -45,7 +52,7 @@ class CandidateBuffers:
         self._link_epochs: dict[str, int] = {}  # of the decode workers linked now
         self._offered: dict[str, None] = {}  # those that have a buffer
         self._num_link_epochs = 0
-        self._waiting: deque[tuple[str, RelayBlocks]] = deque()  # (decode worker, copy), in order
+        self._waiting: deque[_WaitingCopy] = deque()  # in order
         self._relaying: dict[str, tuple[int, RelayBlocks]] = {}  # by decode worker: the link epoch it began in
         self._returning: dict[RequestId, ReturningRequest] = {}
 
@@ -65,7 +72,7 @@ class CandidateBuffers:
         """Close the buffer of a decode worker that is gone."""
         del self._link_epochs[peer]
         self._offered.pop(peer, None)
-        self._waiting = deque(entry for entry in self._waiting if entry[0] != peer)
+        self._waiting = deque(entry for entry in self._waiting if entry.peer != peer)
         commands: list[BufferCommand] = [CloseBuffer(peer)]
         for request_id, entry in list(self._returning.items()):
             if entry.peer == peer and not self._is_under_way(request_id):
@@ -92,15 +99,22 @@ class CandidateBuffers:
         )
         if not self._has_pool:
             return [_not_prefetched(peer, relay)]
-        self._waiting.append((peer, relay))
+        self._queue_prefetch(peer, relay, is_best_effort=message.is_best_effort)
         return self._next()
+
+    def _queue_prefetch(self, peer: str, relay: RelayBlocks, *, is_best_effort: bool) -> None:
+        """Queue it behind those of its class: a chat is not copied after documents."""
+        place = len(self._waiting)
+        while place and not is_best_effort and self._waiting[place - 1].is_best_effort:
+            place -= 1
+        self._waiting.insert(place, _WaitingCopy(peer, relay, is_best_effort))
 
     def cancel(self, peer: str, message: CancelPrefetch) -> list[BufferCommand]:
         """Remove a prefetch from the queue; one that has started continues and is answered as usual."""
         commands: list[BufferCommand] = []
-        for entry in [entry for entry in self._waiting if entry[0] == peer and _is_of(entry[1], message)]:
+        for entry in [entry for entry in self._waiting if entry.peer == peer and _is_of(entry.relay, message)]:
             self._waiting.remove(entry)
-            commands.append(_not_prefetched(peer, entry[1]))
+            commands.append(_not_prefetched(peer, entry.relay))
         return commands
 
     def return_to_pool(self, peer: str, message: ReturnRequest) -> list[BufferCommand]:
@@ -129,7 +143,7 @@ class CandidateBuffers:
         self._has_pool = False
         waiting, self._waiting = self._waiting, deque()
         commands: list[BufferCommand] = []
-        for peer, relay in waiting:
+        for peer, relay, _ in waiting:
             if relay.target == peer:
                 commands.append(_not_prefetched(peer, relay))
         for request_id in list(self._returning):
@@ -163,7 +177,7 @@ class CandidateBuffers:
             message.generation,
             message.lease_id,
         )
-        self._waiting.appendleft((entry.peer, relay))  # before prefetches: it frees buffer blocks
+        self._waiting.appendleft(_WaitingCopy(entry.peer, relay))  # before prefetches: it frees buffer blocks
         return self._next()
 
     def _taken(self, message: BlocksTaken) -> list[BufferCommand]:
@@ -225,12 +239,12 @@ class CandidateBuffers:
         """Start the first waiting copy of every buffer that has none under way."""
         started: list[BufferCommand] = []
         waiting, self._waiting = self._waiting, deque()
-        for peer, relay in waiting:
-            if peer in self._relaying:
-                self._waiting.append((peer, relay))
+        for entry in waiting:
+            if entry.peer in self._relaying:
+                self._waiting.append(entry)
             else:
-                self._relaying[peer] = (self._link_epochs[peer], relay)
-                started.append(relay)
+                self._relaying[entry.peer] = (self._link_epochs[entry.peer], entry.relay)
+                started.append(entry.relay)
         return started
 
     # --- ends

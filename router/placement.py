@@ -261,7 +261,8 @@ class Placement:
             self.unassign(tracked)
         tracked.move(Stage.POOLED, pool)
         self.set_copy(tracked, pool)
-        self.pools[pool].pooled[tracked.request.request_id] = PooledRecord(num_blocks, tracked.pooled_s)
+        record = PooledRecord(num_blocks, tracked.pooled_s, tracked.is_real_time)
+        self.pools[pool].add_pooled(tracked.request.request_id, record)
         self._num_pooled += 1
         if num_blocks > self._batch_requests.least_share(pool):
             self.pools[pool].large_requests[tracked.request.request_id] = (num_blocks, tracked.pooled_s)
@@ -290,8 +291,7 @@ class Placement:
             self._clear_refusal(worker)
         if tracked.stage is Stage.POOLED and tracked.holder in self.pools:
             pool = self.pools[tracked.holder]
-            self._num_pooled -= pool.pooled.pop(request_id, None) is not None
-            pool.large_requests.pop(request_id, None)
+            self._num_pooled -= pool.remove_pooled(request_id)
             self._batch_requests.note_change(pool.name)
 
     def depends_on(self, tracked: TrackedRequest, peer: str) -> bool:

@@ -5,10 +5,7 @@ real-time ones, then best-effort ones; within a class the policy's key decides. 
 effort has a share of the tokens that leave the queue, the floor, so that it never starves. Nothing else lets a
 best-effort request pass a real-time one.
 
-Example: the floor is 5 %. A document of 1 000 tokens waits while chat keeps the queue filled. Each token of chat that
-leaves owes the document 0.05 / 0.95 tokens: it goes after 19 000 tokens of chat.
-So the tokens that leave before a real-time request are at most those of the real-time requests before it, `r`, of the
-floor, `r * floor / (1 - floor)`, and of one best-effort request.
+The floor, and what a real-time request waits for by it, is in alignedserve/core/class_floor.py.
 """
 
 import heapq
@@ -17,6 +14,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
+from alignedserve.core.class_floor import ClassFloor
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass
 from router.policies.prefill_order import OrderKey, PrefillOrder
@@ -78,8 +76,7 @@ class PrefillQueue:
     def __init__(self, order: PrefillOrder, *, floor: float = 0.0) -> None:
         """`floor`: the share of the tokens that best effort has while real time waits, at least 0 and below 1."""
         self.order = order
-        self._owed_share = floor / (1.0 - floor)
-        self._owed = 0.0  # tokens that best effort may have before the real-time requests that wait
+        self._floor = ClassFloor(floor)
         self._heaps: dict[QueueClass, list[_Entry]] = {one: [] for one in QueueClass}
         self._waiting: dict[RequestId, _Waiting] = {}
         self.num_tokens = 0
@@ -140,9 +137,9 @@ class PrefillQueue:
         if own.queue_class is not QueueClass.BEST_EFFORT:
             return Ahead(len(before), real_time + self._by_floor(real_time), None)
         best_effort = by_class[QueueClass.BEST_EFFORT]
-        if not self._owed_share:
+        if not self._floor.owed_share:
             return Ahead(len(before), best_effort + real_time, None)
-        until_floor = max(best_effort + own.queued.num_tokens - self._owed, 0.0) / self._owed_share
+        until_floor = max(best_effort + own.queued.num_tokens - self._floor.owed, 0.0) / self._floor.owed_share
         return Ahead(len(before), best_effort + min(real_time, until_floor), best_effort + until_floor)
 
     def __iter__(self) -> Iterator[RequestId]:
@@ -159,7 +156,7 @@ class PrefillQueue:
         if real_time is None or best_effort is None:
             first = real_time or best_effort
             return () if first is None else (Turn(first, False),)
-        if self._owed < self._waiting[best_effort].queued.num_tokens:
+        if not self._floor.is_due(self._waiting[best_effort].queued.num_tokens):
             return (Turn(real_time, False),)
         return (Turn(best_effort, True), Turn(real_time, False))
 
@@ -168,11 +165,9 @@ class PrefillQueue:
         waiting = self._waiting.pop(request_id)
         self._count(waiting.queued, -1)
         if waiting.queue_class is QueueClass.BEST_EFFORT:
-            self._owed = max(self._owed - waiting.queued.num_tokens, 0.0)
+            self._floor.note_best_effort(waiting.queued.num_tokens)
         elif (best_effort := self._first(QueueClass.BEST_EFFORT)) is not None:
-            # Never more than one request's worth: what could not go meanwhile does not come in a burst.
-            most = self._waiting[best_effort].queued.num_tokens
-            self._owed = min(self._owed + self._owed_share * waiting.queued.num_tokens, most)
+            self._floor.note_real_time(waiting.queued.num_tokens, self._waiting[best_effort].queued.num_tokens)
 
     def discard(self, request_id: RequestId) -> None:
         """Remove a request if it is queued."""
@@ -183,7 +178,7 @@ class PrefillQueue:
     def _by_floor(self, num_tokens: int) -> float:
         """Return the tokens that the floor lets go while so many of real-time requests leave; requests go whole."""
         best_effort = self._first(QueueClass.BEST_EFFORT)
-        owed = self._owed + self._owed_share * num_tokens
+        owed = self._floor.owed + self._floor.owed_share * num_tokens
         if best_effort is None or owed < self._waiting[best_effort].queued.num_tokens:
             return 0.0
         return min(owed, float(self.num_tokens - self._num_real_time_tokens))

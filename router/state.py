@@ -98,6 +98,7 @@ class BatchKind(enum.Enum):
 
     BATCH = "batch"  # the next batch
     JOIN = "join"  # requests of similar length, to join the running batch
+    REAL_TIME = "real-time"  # a batch that goes before best-effort ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +301,7 @@ class PooledRecord(NamedTuple):
 
     num_blocks: int
     since_s: float
+    is_real_time: bool = False
 
 
 @dataclass(slots=True)
@@ -320,6 +322,19 @@ class PoolRecord:
     pooled: OrderedDict[RequestId, PooledRecord] = field(
         default_factory=OrderedDict
     )  # requests that wait there for a batch or are on their way, as the router knows them; the oldest first
+    pooled_real_time: dict[RequestId, int] = field(default_factory=dict)  # the real-time ones of these: blocks
+
+    def add_pooled(self, request_id: RequestId, record: PooledRecord) -> None:
+        """Add a request that waits here."""
+        self.pooled[request_id] = record
+        if record.is_real_time:
+            self.pooled_real_time[request_id] = record.num_blocks
+
+    def remove_pooled(self, request_id: RequestId) -> bool:
+        """Remove a request; return whether it was here."""
+        self.pooled_real_time.pop(request_id, None)
+        self.large_requests.pop(request_id, None)
+        return self.pooled.pop(request_id, None) is not None
 
     @property
     def num_pooled(self) -> int:

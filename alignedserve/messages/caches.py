@@ -187,6 +187,7 @@ class PrefetchBlocks(Message, frozen=True):
     source: BlockCopy
     block_ids: tuple[BlockId, ...]
     generation: Count  # to be stamped on the buffer's blocks
+    is_best_effort: bool = False  # copied after real-time requests
 
 
 class CancelPrefetch(Message, frozen=True):

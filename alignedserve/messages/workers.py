@@ -178,6 +178,7 @@ class WorkerLoad(Message, frozen=True):
     num_prefix_hit_tokens: Count = 0  # of those, taken from it
     num_prefix_blocks: Count = 0  # cached now, those that requests use included
     num_prefix_evictions: Count = 0  # blocks that left the cache for others, since it started
+    num_real_time_candidates: Count = 0  # of the next batches' candidates, where classes are known
 
 
 class BlocksFetched(Message, frozen=True):

@@ -25,6 +25,8 @@ from alignedserve.scheduling.policy import IterationLimits
 from alignedserve.scheduling.scheduler_state import Scheduler
 from alignedserve.scheduling.topology import topology_of
 
+_CLASSLESS_ORDERS = ("fcfs",)  # of prompts, in the router
+
 
 def limits_of(config: PrefillWorkerConfig | DecodeWorkerConfig) -> IterationLimits:
     """Return the bounds of one iteration on such a worker."""
@@ -106,6 +108,9 @@ def resolve_policy(config: ClusterConfig) -> ClusterConfig:
     }
     if config.batching.policy is None:
         batching["policy"] = entry.batching
+    knows_classes = (config.router.prefill_order or entry.prefill_order) not in _CLASSLESS_ORDERS
+    if config.batching.best_effort_floor is None and knows_classes and topology.is_separate:
+        batching["best_effort_floor"] = config.router.best_effort_floor
     return replace(
         config,
         topology=topology,

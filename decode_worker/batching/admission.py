@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
@@ -20,7 +21,7 @@ from alignedserve.scheduling.table_operations import note_decodes
 from decode_worker.state import Candidate
 
 _STARVATION_S = 60.0  # a candidate that has waited so long here enters as if nothing had an objective
-_ON_TIME, _LATE, _BEST_EFFORT = range(3)
+_BY_FLOOR, _ON_TIME, _LATE, _BEST_EFFORT = range(4)
 
 
 class AdmissionRoom:
@@ -58,21 +59,34 @@ class Admission:
         self._costs = costs
         self._share = share
 
-    def within(self, candidates: Iterable[Candidate], loading: Iterable[Candidate], now: float) -> Iterator[Candidate]:
+    def within(
+        self,
+        candidates: Iterable[Candidate],
+        loading: Iterable[Candidate],
+        now: float,
+        *,
+        by_floor: RequestId | None = None,
+    ) -> Iterator[Candidate]:
         """Return the candidates that may enter beside running and loading requests, up to the first that may not.
 
-        Real-time candidates go first; among them, those that can still hold their mean gap.
+        Real-time candidates go first; among them, those that can still hold their mean gap. `by_floor`: goes before
+        all, and holds up none of them.
         """
         table, work, least_s = self._table, IterationWork(), self._least_s()
         note_decodes(work, table, np.flatnonzero(table.num_blocks > 0))
         room = AdmissionRoom(self._costs, work, self._share * self._tightest_s(), self._share, now)
         for candidate in loading:
             room.note(candidate)
-        for candidate in sorted(candidates, key=lambda one: _rank_of(one, now, least_s=least_s)):
-            if not room.admits(candidate):
+
+        def rank(one: Candidate) -> int:
+            return _BY_FLOOR if one.request.request_id == by_floor else _rank_of(one, now, least_s=least_s)
+
+        for candidate in sorted(candidates, key=rank):
+            if room.admits(candidate):
+                room.note(candidate)
+                yield candidate
+            elif candidate.request.request_id != by_floor:
                 return
-            room.note(candidate)
-            yield candidate
 
     def _least_s(self) -> float:
         work = IterationWork()

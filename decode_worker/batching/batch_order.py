@@ -5,12 +5,22 @@ become too small to saturate the worker (and no longer fills its memory), or the
 `starvation_s`. The two mix from the new batch's first request until the last old one has left: the batch switch. A
 smaller batch, or a batch of any lengths (FCFS), causes no switch: it joins the running batch, whose lengths are then no
 longer similar. With a cost model, a batch may join at any time if its lengths add no cost to the running ones.
+
+Where classes are known, real-time candidates go before best-effort ones, whichever batch came first, and these take
+neither place nor memory from them: a batch of chats is due as if no document ran. A full one replaces the running batch
+as above; a smaller one enters beside it like requests that come straight from a prefill worker, and the running batch
+stays as aligned as it was. Documents that have been copied ahead keep their copies and wait, with their floor
+(alignedserve/core/class_floor.py).
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from alignedserve.core.ids import BatchId
+from alignedserve.core.class_floor import ClassFloor
+from alignedserve.core.ids import BatchId, RequestId
+from alignedserve.core.request import RequestClass
+from alignedserve.messages.caches import BatchGranted
 from alignedserve.messages.fields import NO_BATCH
 from decode_worker.held_requests import HeldRequest
 from decode_worker.state import Candidate, RunningRequest
@@ -24,6 +34,7 @@ class SwitchLimits:
     low_running: int = 36  # with fewer running and no candidate requests, the next batch takes over
     starvation_s: float = 2.0
     low_blocks: int | None = None  # not while this many blocks or more are taken; None: however many
+    best_effort_floor: float | None = None  # of best-effort candidates beside real-time ones; None: no classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,24 @@ class WaitingBatch:
     is_aligned: bool
     num_requests: int
     granted_s: float
+    is_best_effort: bool = False  # all of it
+
+
+def waiting_batch(batch_id: BatchId, granted: BatchGranted, now: float) -> WaitingBatch:
+    """Return the batch that was granted."""
+    classes = {handoff.request.request_class for handoff in granted.handoffs}
+    is_best_effort = classes == {RequestClass.BEST_EFFORT}
+    return WaitingBatch(batch_id, granted.is_aligned, len(granted.handoffs), now, is_best_effort)
+
+
+class Holding(NamedTuple):
+    """What running requests hold of a worker."""
+
+    num_requests: int = 0
+    num_blocks: int = 0
+
+
+_ById = Mapping[BatchId, list[Candidate]]
 
 
 class BatchOrder:
@@ -59,6 +88,15 @@ class BatchOrder:
         self.running_id = NO_BATCH
         self.is_aligned = False  # whether what runs is of similar length
         self.is_switching = False  # whether requests of the batch before may still run
+        floor = limits.best_effort_floor
+        self._floor = None if floor is None else ClassFloor(floor)
+        self._next_tokens: int | None = None  # of the best-effort candidate that is next; None: there is none
+        self.by_floor: RequestId | None = None  # the candidate that goes first by the floor, and holds up no other
+
+    @property
+    def knows_classes(self) -> bool:
+        """Return whether real-time candidates go before best-effort ones."""
+        return self._floor is not None
 
     def granted(self, batch: WaitingBatch) -> None:
         """Queue a batch."""
@@ -80,26 +118,91 @@ class BatchOrder:
     def is_overdue(self, now: float) -> bool:
         """Return whether the next batch has waited longer than `starvation_s`, and so takes over in any case."""
         following = next(iter(self._waiting.values()), None)
-        return following is not None and now - following.granted_s >= self._limits.starvation_s
+        return following is not None and self._has_waited(following, now)
+
+    def _has_waited(self, batch: WaitingBatch, now: float) -> bool:
+        return now - batch.granted_s >= self._limits.starvation_s
 
     def choose(
-        self, candidates: Iterable[Candidate], num_running: int, now: float, *, num_blocks: int = 0
+        self,
+        candidates: Iterable[Candidate],
+        num_running: int,
+        now: float,
+        *,
+        num_blocks: int = 0,
+        real_time: Holding | None = None,
     ) -> list[Candidate]:
         """Return the candidates that may enter now, in order: candidate requests first, else the next batch's.
 
-        `num_blocks`: held by running requests. This also starts the next batch when it is due: its requests are then
-        candidate requests of the running batch.
+        `num_blocks`: held by running requests. `real_time`: of these, what real-time ones hold. This also starts the
+        next batch when it is due: its requests are then candidate requests of the running batch.
         """
-        by_id: dict[BatchId, list[Candidate]] = {}
-        for candidate in candidates:
-            by_id.setdefault(candidate.batch_id, []).append(candidate)
-        self._forget_empty(by_id)
-        following = next(iter(self._waiting.values()), None)
-        is_overdue = self.is_overdue(now)
+        all_candidates, running = list(candidates), Holding(num_running, num_blocks)
+        self._forget_empty(_by_id(all_candidates))
+        if self._floor is None:
+            following = next(iter(self._waiting.values()), None)
+            return self._choose(_by_id(all_candidates), following, running, now)
+        urgent = self._choose_real_time(all_candidates, running, real_time or Holding(), now)
+        others = [candidate for candidate in all_candidates if is_best_effort(candidate)]
+        chosen: list[Candidate] = []
+        if all(batch.is_best_effort for batch in self._waiting.values()):
+            following = next(iter(self._waiting.values()), None)
+            chosen = self._choose(_by_id(others), following, running, now)
+        return self._with_floor(self._floor, urgent, chosen, others)
+
+    def entered(self, candidate: Candidate) -> None:
+        """Note a candidate that enters the running batch."""
+        if self._floor is None:
+            return
+        if is_best_effort(candidate):
+            self._floor.note_best_effort(candidate.context_len)
+        elif self._next_tokens is not None:
+            self._floor.note_real_time(candidate.context_len, self._next_tokens)
+
+    # --- inside
+
+    def _choose_real_time(
+        self, candidates: list[Candidate], running: Holding, real_time: Holding, now: float
+    ) -> list[Candidate]:
+        """Return the real-time candidates that may enter now: those that join what runs, else the next batch's."""
+        following = next((batch for batch in self._waiting.values() if not batch.is_best_effort), None)
+        urgent = [candidate for candidate in candidates if not is_best_effort(candidate)]
+        own = [candidate for candidate in urgent if self.joins_running(candidate)]
+        if following is None or (own and not self._has_waited(following, now)):
+            return own
+        if not (self._has_waited(following, now) or self._may_follow(following, *real_time)):
+            return own
+        members = [candidate for candidate in candidates if candidate.batch_id == following.batch_id]
+        is_full = following.is_aligned and following.num_requests >= self._limits.min_requests
+        if running.num_requests and not is_full:
+            self._begin(following)
+            for candidate in members:
+                candidate.batch_id = NO_BATCH
+        else:
+            self._take_up(following, members, running.num_requests)
+        return own + [candidate for candidate in members if not is_best_effort(candidate)]
+
+    def _with_floor(
+        self, floor: ClassFloor, urgent: list[Candidate], chosen: list[Candidate], others: list[Candidate]
+    ) -> list[Candidate]:
+        """Return both, best effort last, but for the request that its floor lets go."""
+        following = next(iter(chosen or others), None)
+        self._next_tokens = following.context_len if following is not None else None
+        self.by_floor = None
+        if following is None or not urgent or not floor.is_due(following.context_len):
+            return urgent + chosen
+        self.by_floor = following.request.request_id
+        if not self.joins_running(following):
+            following.batch_id = NO_BATCH
+        return [following, *urgent, *(candidate for candidate in chosen if candidate is not following)]
+
+    def _choose(self, by_id: _ById, following: WaitingBatch | None, running: Holding, now: float) -> list[Candidate]:
+        num_running, num_blocks = running
+        is_overdue = following is not None and self._has_waited(following, now)
         own = by_id.get(NO_BATCH, []) + by_id.get(self.running_id, []) * (self.running_id != NO_BATCH)
         if following is None or (own and not is_overdue):
             return own
-        members = by_id[following.batch_id]
+        members = by_id.get(following.batch_id, [])
         if not is_overdue and self._should_mix(members, num_running):
             self._begin(following)
             self._join(members)
@@ -109,7 +212,7 @@ class BatchOrder:
         self._take_up(following, members, num_running)
         return by_id.get(NO_BATCH, []) + members
 
-    def _forget_empty(self, by_id: dict[BatchId, list[Candidate]]) -> None:
+    def _forget_empty(self, by_id: _ById) -> None:
         for batch_id in [batch_id for batch_id in self._waiting if batch_id not in by_id]:
             del self._waiting[batch_id]
             self.version += 1
@@ -141,3 +244,15 @@ class BatchOrder:
     def _join(self, members: list[Candidate]) -> None:
         for candidate in members:
             candidate.batch_id = self.running_id
+
+
+def _by_id(candidates: Iterable[Candidate]) -> dict[BatchId, list[Candidate]]:
+    by_id: dict[BatchId, list[Candidate]] = {}
+    for candidate in candidates:
+        by_id.setdefault(candidate.batch_id, []).append(candidate)
+    return by_id
+
+
+def is_best_effort(candidate: Candidate) -> bool:
+    """Return whether nobody waits for its tokens as they come."""
+    return candidate.request.request_class is RequestClass.BEST_EFFORT

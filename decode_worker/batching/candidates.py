@@ -40,9 +40,10 @@ from decode_worker.state import BufferSlot, CacheLocation, Candidate
 class Candidates:
     """Candidate batch and candidate requests of one decode worker, in order of arrival."""
 
-    def __init__(self, pool_name: str) -> None:
+    def __init__(self, pool_name: str, *, knows_classes: bool = False) -> None:
         self.space = BufferSpace()
         self._pool_name = pool_name
+        self._knows_classes = knows_classes
         self.version = 0  # changes with the candidates, and with which of them should be moved
         self._entries: dict[RequestId, Candidate] = {}
         self._prefetching: dict[int, BufferSlot] = {}  # by generation; being written by a prefill worker
@@ -125,7 +126,12 @@ class Candidates:
         self._prefetching[slot.generation] = slot
         request_id = candidate.request.request_id
         message = PrefetchBlocks(
-            request_id, candidate.attempt, candidate.pool_copy, slot.block_ids, generation=slot.generation
+            request_id,
+            candidate.attempt,
+            candidate.pool_copy,
+            slot.block_ids,
+            generation=slot.generation,
+            is_best_effort=self._knows_classes and _is_best_effort(candidate),
         )
         return [Send(slot.peer, message)]
 
@@ -152,7 +158,8 @@ class Candidates:
 
     def _with_dropped_copies(self, allocate: Callable[[], BufferSlot | None]) -> BufferSlot | None:
         slot = allocate()
-        for candidate in reversed(list(self._entries.values())):
+        latest_first = list(self._entries.values())[::-1]
+        for candidate in sorted(latest_first, key=self._is_dropped_late):
             if slot is not None:
                 break
             if (
@@ -165,6 +172,14 @@ class Candidates:
                 candidate.location, candidate.slot, candidate.buffer_copy = CacheLocation.POOL, None, None
                 slot = allocate()
         return slot
+
+    def _is_dropped_late(self, candidate: Candidate) -> bool:
+        """Return whether others leave buffers before this one: best-effort ones, where classes are known."""
+        return self._knows_classes and not _is_best_effort(candidate)
+
+    def to_move(self) -> list[Candidate]:
+        """Return the candidates in the order in which they are copied ahead: real-time ones first, where it matters."""
+        return sorted(self._entries.values(), key=lambda one: self._knows_classes and _is_best_effort(one))
 
     def copy_of(self, candidate: Candidate) -> tuple[str, BlockCopy]:
         """Return the peer to load its cache from, and the copy there."""
@@ -185,7 +200,11 @@ class Candidates:
             for candidate in self
             if candidate.lease_id is None and candidate.location is CacheLocation.BUFFER and not candidate.must_stay
         ]
-        longest = max(able, key=lambda one: (one.context_len, one.request.request_id), default=None)
+        longest = max(
+            able,
+            key=lambda one: (not self._is_dropped_late(one), one.context_len, one.request.request_id),
+            default=None,
+        )
         return self.return_to_pool(longest, now) if longest is not None else []
 
     def return_to_pool(self, candidate: Candidate, now: float) -> list[Send]:
@@ -323,6 +342,10 @@ class Candidates:
         for request_id in list(self._reserved):
             self.space.free(self._reserved.pop(request_id)[1])
         return [command for request_id in list(self._entries) for command in self.abort(request_id)]
+
+
+def _is_best_effort(candidate: Candidate) -> bool:
+    return candidate.request.request_class is RequestClass.BEST_EFFORT
 
 
 def _is_at(candidate: Candidate, peer: str) -> bool:

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable, Iterator
 
+from alignedserve.core.request import RequestClass
 from alignedserve.messages.iterations import Load, LoadBlocks
-from decode_worker.batching.batch_order import BatchOrder
+from decode_worker.batching.batch_order import BatchOrder, Holding, is_best_effort
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.eviction import Evictions
 from decode_worker.batching.scheduled_batch import DecodeBatch
 from decode_worker.state import CacheLocation, Candidate, Loading
+
+_MOST_BEST_EFFORT_LOADS = 4  # at a time, where classes are known
 
 
 class Entries:
@@ -27,10 +30,13 @@ class Entries:
         if not self._candidates:
             return
         num_taken = self._batch.num_blocks - self._batch.num_free
-        chosen = self._order.choose(self._candidates, self._batch.num_holding, now, num_blocks=num_taken)
+        real_time = self._real_time_holding() if self._order.knows_classes else None
+        holding = self._batch.num_holding
+        chosen = self._order.choose(self._candidates, holding, now, num_blocks=num_taken, real_time=real_time)
         within: Iterable[Candidate] = chosen
         if self._batch.admission is not None:
-            within = self._batch.admission.within(chosen, self._batch.loading.candidates(), now)
+            loading = self._batch.loading.candidates()
+            within = self._batch.admission.within(chosen, loading, now, by_floor=self._order.by_floor)
         for candidate in within:
             is_copied = candidate.location in (CacheLocation.PREFETCHING, CacheLocation.RETURNING)
             # An earlier attempt of it may still be being copied out.
@@ -38,20 +44,37 @@ class Entries:
                 yield candidate
 
     def admitted(self, now: float) -> Iterator[Loading]:
-        """Return the candidates that fit, in order, up to the first that does not, with blocks of their own."""
+        """Return the candidates that fit, in order, up to the first that does not, with blocks of their own.
+
+        Where classes are known, few best-effort ones are copied at a time: a chat's cache comes after these.
+        """
         if not self._batch.has_place and not self._order.is_overdue(now):
             return
+        num_best_effort = sum(map(is_best_effort, self._batch.loading.candidates())) if self._order.knows_classes else 0
         for candidate in self.may_enter(now):
+            if self._order.knows_classes and is_best_effort(candidate):
+                if num_best_effort >= _MOST_BEST_EFFORT_LOADS:
+                    continue
+                num_best_effort += 1
             block_ids = self._batch.blocks_if_fits(candidate)
-            if block_ids is None:
+            if block_ids is not None:
+                yield Loading(candidate, block_ids)
+            elif candidate.request.request_id != self._order.by_floor:
                 return
-            yield Loading(candidate, block_ids)
+
+    def _real_time_holding(self) -> Holding:
+        """Return what real-time requests hold that run or are being copied in."""
+        running = [one for one in self._batch if one.request.request_class is RequestClass.REAL_TIME]
+        loading = [one for one in self._batch.loading.candidates() if not is_best_effort(one)]
+        num_blocks = sum(len(one.block_ids) for one in running) + sum(one.num_copied_blocks for one in loading)
+        return Holding(len(running) + len(loading), num_blocks)
 
     def load(self, entering: Iterable[Loading]) -> list[LoadBlocks]:
         """Copy the caches of these candidates in."""
         loads: dict[str, list[Load]] = {}
         for entry in entering:
             candidate = entry.candidate
+            self._order.entered(candidate)
             self._candidates.take(candidate)
             source, copy = self._candidates.copy_of(candidate)
             self._batch.load(entry)

@@ -3,6 +3,7 @@
 1. The victim leaves the engine; its blocks stay taken while they are copied into a prefill worker's memory.
 2. The copy is done: the blocks are free, and the request is a candidate again. If the copy failed, it is preempted.
 If no buffer has free blocks for its cache, it is preempted only if another request stalls for its blocks.
+Where classes are known, best-effort requests leave before real-time ones, and a batch that is replaced keeps these.
 """
 
 from itertools import islice
@@ -49,8 +50,8 @@ class Evictions:
         outgoing = [running for running in self._batch if self._order.is_outgoing(running)]
         self._order.is_switching = bool(outgoing)
         commands: list[OffloadBlocks] = []
-        evictable = [running for running in outgoing if not running.is_aborted and not _has_tight_slo(running)]
-        able = (running for running in sorted(evictable, key=_eviction_key) if self._batch.can_leave(running))
+        evictable = [running for running in outgoing if not running.is_aborted and not self._stays(running)]
+        able = (running for running in sorted(evictable, key=self._eviction_key) if self._batch.can_leave(running))
         for running in islice(able, _EVICTIONS_PER_ITERATION):
             commands += self._evict(running)
         return commands
@@ -89,7 +90,7 @@ class Evictions:
         outgoing = [running for running in able if self._order.is_outgoing(running)]
         if self._batch.num_holding < 2:
             return None
-        return min(outgoing or able, key=_eviction_key, default=None)
+        return min(outgoing or able, key=self._eviction_key, default=None)
 
     def _evict(self, running: BatchMember) -> list[OffloadBlocks]:
         """Start copying it into a prefill worker's memory; return nothing when no buffer has free blocks."""
@@ -118,16 +119,17 @@ class Evictions:
         )
         return [offload]
 
+    def _stays(self, running: BatchMember) -> bool:
+        """Return whether its next token must not be late: alignment is an objective, the SLO is a constraint."""
+        request = running.request
+        has_slo = request.slo.tpot_s is not None
+        return request.request_class is RequestClass.REAL_TIME and (has_slo or self._order.knows_classes)
+
+    def _eviction_key(self, running: BatchMember) -> tuple[bool, int, RequestId]:
+        """Order victims: the longest first, as it frees most."""
+        is_real_time = running.request.request_class is RequestClass.REAL_TIME
+        return is_real_time and self._order.knows_classes, -running.context_len, running.request.request_id
+
     def _preempt(self, running: BatchMember) -> list[RequestPreempted]:
         self._batch.drop(running)
         return [running.preempted()]
-
-
-def _has_tight_slo(running: BatchMember) -> bool:
-    """Return whether its next token must not be late: alignment is an objective, the SLO is a constraint."""
-    return running.request.request_class is RequestClass.REAL_TIME and running.request.slo.tpot_s is not None
-
-
-def _eviction_key(running: BatchMember) -> tuple[int, RequestId]:
-    """Order victims: the longest first, as it frees most."""
-    return -running.context_len, running.request.request_id

@@ -23,6 +23,7 @@ class BatchLimits:
     max_blocks: int
     max_requests: int
     min_requests: int = 1  # fewer would leave the decode worker idle: search further
+    is_for_real_time: bool = False  # where classes are known: best effort by its floor alone
 
 
 @dataclass(frozen=True, slots=True)

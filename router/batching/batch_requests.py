@@ -105,7 +105,7 @@ class BatchRequests:
             worker.refused_kinds.add(worker.requested_kind)
             return
         worker.is_load_stale = True
-        if worker.requested_kind is BatchKind.BATCH:
+        if worker.requested_kind is not BatchKind.JOIN:
             worker.last_batch_s = now
 
     def cancel(self, worker: WorkerRecord) -> None:
@@ -170,7 +170,11 @@ class BatchRequests:
         return (*self._nodes.get(pool, {}).values(), *self._asked_far.get(pool, {}).values())
 
     def _next_form(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
-        form = self._request_batch(worker, pool, now) or self._request_joining(worker, pool, now)
+        form = (
+            self._request_real_time(worker, pool, now)
+            or self._request_batch(worker, pool, now)
+            or self._request_joining(worker, pool, now)
+        )
         if form is not None:
             self._note_asked(worker, pool, form)
         return form
@@ -178,7 +182,44 @@ class BatchRequests:
     def _note_asked(self, worker: WorkerRecord, pool: PoolRecord, form: FormBatch) -> None:
         worker.pending_batch, worker.num_requested, worker.asked_pool = form.batch_id, form.max_requests, pool.name
         worker.requested_kind = BatchKind.BATCH if form.joins is None else BatchKind.JOIN
+        if form.is_for_real_time:
+            worker.requested_kind = BatchKind.REAL_TIME
         self._requested[pool.name] += form.max_requests
+
+    def _request_real_time(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
+        """Request a batch of the real-time requests that wait, where classes are known.
+
+        Best-effort ones that the worker runs, or has for its next batch, take no place and no blocks from these: there
+        they go after them.
+        """
+        load, batching, waiting = worker.load or WorkerLoad(), self._batching, pool.pooled_real_time
+        if batching.best_effort_floor is None or not waiting or BatchKind.REAL_TIME in worker.refused_kinds:
+            return None
+        if load.num_real_time_candidates:
+            return None
+        max_requests, num_held = worker.registered.max_running_requests, len(worker.decoding_real_time)
+        min_requests = batching.enough_requests(max_requests)
+        is_saturated = num_held >= min_requests
+        has_waited = now - worker.last_batch_s >= batching.starvation_s
+        if is_saturated and len(waiting) < min_requests and not has_waited:
+            return None
+        if not (is_saturated and batching.is_aligned):
+            max_requests += self._max_candidate_requests - num_held
+        max_requests = min(max_requests, self._fair_share(len(waiting), pool))
+        num_blocks = worker.registered.num_blocks
+        largest = _largest_that_fits(worker, waiting.values())
+        max_blocks = max(self._share(worker), largest) if num_held else num_blocks
+        if max_requests < 1 or max_blocks < 1:
+            return None
+        min_requests = min(min_requests, max_requests)
+        name = WorkerName(worker.name)
+        return FormBatch(self._batch_id(), name, max_blocks, max_requests, min_requests, is_for_real_time=True)
+
+    def _fair_share(self, num_waiting: int, pool: PoolRecord) -> int:
+        """Return how many of these requests each decode worker of the pool's node gets."""
+        peers = self._nodes[pool.name].values()
+        num_peers = sum(other.registered.can_decode and not other.is_draining for other in peers)
+        return -(-num_waiting // num_peers)
 
     def _request_batch(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
         """Request the next batch; while the worker has enough to run, only one worth a switch, or after a long time."""
@@ -217,9 +258,7 @@ class BatchRequests:
         joins: JoinedBatch | None = None,
         least_blocks: int = 0,
     ) -> FormBatch | None:
-        peers = self._nodes[pool.name].values()
-        num_peers = sum(other.registered.can_decode and not other.is_draining for other in peers)
-        max_requests = min(max_requests, -(-pool.num_pooled // num_peers))  # a fair share
+        max_requests = min(max_requests, self._fair_share(pool.num_pooled, pool))
         max_blocks = worker.registered.num_blocks
         if worker.decoding:
             candidate_blocks = worker.load.num_candidate_blocks if worker.load is not None else 0

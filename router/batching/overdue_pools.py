@@ -177,7 +177,7 @@ def has_waited(pool: PoolRecord, own_oldest_s: float, now: float, starvation_s: 
 def is_batch_awaited(pool: str, workers: Iterable[WorkerRecord]) -> bool:
     """Return whether the pool has been asked for a batch for any of these workers, other than to join what runs."""
     return any(
-        one.pending_batch is not None and one.asked_pool == pool and one.requested_kind is BatchKind.BATCH
+        one.pending_batch is not None and one.asked_pool == pool and one.requested_kind is not BatchKind.JOIN
         for one in workers
     )
 

@@ -51,9 +51,17 @@ class BatchingConfig(Section, frozen=True):
     low_running_share: float = 0.75  # with fewer of a worker's places and blocks taken, its next batch takes over
     max_block_share: float = 0.4  # of a decode worker's blocks, for what is granted to it ahead of need
     starvation_s: float = 2.0  # lengths that were in no batch for this long go first
+    # Share of the tokens that best effort has in batches while real-time requests wait for one; unset: that of the
+    # router, where its order of prompts knows classes.
+    best_effort_floor: float | None = None
 
     def __post_init__(self) -> None:
         self._require_positive("min_requests", "starvation_s")
+        self._require(
+            self.best_effort_floor is None or 0.0 <= self.best_effort_floor <= 0.5,
+            "best_effort_floor",
+            "must be at least 0 and at most 0.5",
+        )
         for share in ("low_running_share", "max_block_share"):
             self._require(0.0 < getattr(self, share) <= 1.0, share, "must be above 0 and at most 1")
 

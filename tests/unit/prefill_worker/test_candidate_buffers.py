@@ -268,3 +268,16 @@ def test_the_decode_worker_is_lost_and_back_while_it_is_copied_back() -> None:
     lose_decode(made)
     made.link()
     assert made.relayed(BACK) == [to_pool(CancelReservation(R1, 3))]
+
+
+def test_a_chat_is_copied_before_documents_that_wait() -> None:
+    made = busy()
+    for number, is_best_effort in ((2, True), (3, True), (4, False), (5, False)):
+        message = PrefetchBlocks(RequestId(f"r{number}"), 3, IN_POOL, blocks(number), number, is_best_effort)
+        made.hear(message, DECODE)
+    copied = []
+    under_way = relay()
+    for _ in range(4):
+        (under_way,) = [one for one in made.relayed(under_way) if isinstance(one, RelayBlocks)]
+        copied.append(under_way.request_id)
+    assert copied == ["r4", "r5", "r2", "r3"]

@@ -89,9 +89,28 @@ def test_what_is_set_explicitly_stays() -> None:
         topology=Topology.DISAGGREGATED,
         scheduling=SchedulingConfig(policy="distserve"),
         router=RouterConfig(prefill_order="least_slack", direct_handoff=False),
-        batching=BatchingConfig(policy="density_first"),
+        batching=BatchingConfig(policy="density_first", best_effort_floor=0.1),
     )
     assert resolve_policy(config) == config
+
+
+@each("order,floor", [("least_slack", 0.2), ("fcfs", None)])
+def test_batches_know_classes_where_the_order_of_prompts_does(order: str, floor: float | None) -> None:
+    router = RouterConfig(prefill_order=order, best_effort_floor=0.2)
+    config = ClusterConfig(topology=Topology.DISAGGREGATED, router=router)
+    assert resolve_policy(config).batching.best_effort_floor == floor
+
+
+def test_elastic_workers_form_no_batches() -> None:
+    assert resolve_policy(ClusterConfig()).batching.best_effort_floor is None
+
+
+@each("floor", [-0.01, 0.51, float("nan")])
+def test_a_floor_out_of_range_is_refused(floor: float) -> None:
+    with pytest.raises(ConfigError, match=r"best_effort_floor must be at least 0 and at most 0\.5"):
+        BatchingConfig(best_effort_floor=floor)
+    with pytest.raises(ConfigError, match=r"best_effort_floor must be at least 0 and at most 0\.5"):
+        RouterConfig(best_effort_floor=floor)
 
 
 def test_settings_of_the_batching_section_go_there() -> None:
