@@ -265,6 +265,12 @@ class ReservingPacker(Packer):
         super().evict(row, how, num_tokens)
         self.num_free += self._reserved.pop(row, 0)
 
+    @override
+    def num_freed_by(self, rows: Iterable[int]) -> int:
+        """Return how many blocks would become free, with those reserved for these requests."""
+        leaving = list(rows)
+        return super().num_freed_by(leaving) + sum(self._reserved.get(row, 0) for row in leaving)
+
 
 def add_evicting(packer: Packer, row: int, num_tokens: int, victims: list[int]) -> bool:
     """Schedule this many tokens, dropping the last of `victims` (and removing it from the list) while blocks lack.
@@ -275,6 +281,16 @@ def add_evicting(packer: Packer, row: int, num_tokens: int, victims: list[int]) 
         if not victims or packer.num_places_left < 1 or num_tokens > packer.num_tokens_left:
             return False
         packer.evict(victims.pop(), EvictionMode.DROP)
+    return True
+
+
+def displace(packer: Packer, victims: list[int], missing: int, evict: Callable[[int], None]) -> bool:
+    """Evict from the end of `victims` until so many more blocks are free; evict none if all would be too few."""
+    if missing > 0 and packer.num_freed_by(victims) < missing:
+        return False
+    wanted = packer.num_free + missing
+    while packer.num_free < wanted:
+        evict(victims.pop())
     return True
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from alignedserve.scheduling.packer import Packer, by_arrival
+from alignedserve.scheduling.packer import Packer, by_arrival, displace
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Floats, Ints
 
@@ -41,7 +41,6 @@ class PriorityPacking:
         self._rank = np.zeros(len(view.table), np.int64)
         self._rank[self._rows] = np.arange(len(self._rows))
         self._holders = self._by_wait(np.flatnonzero(view.table.num_blocks > 0))
-        self._evicted: set[int] = set()
         self._is_closed = False  # a newcomer did not fit: none after it enters
 
     def plan(self) -> IterationPlan:
@@ -80,7 +79,7 @@ class PriorityPacking:
 
     def _continue(self, row: int) -> None:
         """Schedule the next token or chunk of a request on the device; it pauses if no memory can be claimed."""
-        if row in self._evicted:
+        if self._packer.is_evicted(row):
             self._is_closed = True  # no request behind it takes the blocks that it lacked
             return
         packer = self._packer
@@ -115,20 +114,13 @@ class PriorityPacking:
 
     def _staying(self) -> list[int]:
         """Return the requests with cache on the device, the soonest to run first."""
-        return [row for row in self._holders if row not in self._evicted]
+        return [row for row in self._holders if not self._packer.is_evicted(row)]
 
     def _displace(self, candidates: list[int], missing: int) -> bool:
         """Evict from the end of `candidates` until enough blocks are free; evict none if all would be too few."""
-        packer = self._packer
-        if missing > 0 and (not self._view.can_evict or packer.num_freed_by(candidates) < missing):
-            return False
         how = EvictionMode.SWAP if self._preemption is Preemption.SWAP else EvictionMode.DROP
-        while missing > 0:
-            row, num_free = candidates.pop(), packer.num_free
-            packer.evict(row, how)
-            self._evicted.add(row)
-            missing -= packer.num_free - num_free
-        return True
+        victims = candidates if self._view.can_evict else []
+        return displace(self._packer, victims, missing, lambda row: self._packer.evict(row, how))
 
     def _copy_ahead(self) -> None:
         """Add copies that take no longer than the pass computes.
@@ -146,11 +138,10 @@ class PriorityPacking:
                 if num_tokens > packer.num_free_host or not self._is_hidden_copy(row, num_tokens, compute_s):
                     break
                 packer.evict(row, EvictionMode.SWAP)
-                self._evicted.add(row)
         if self._is_closed:
             return
         for row in self._by_wait(np.array([row for row in self._rows if table.num_swapped[row]], np.int64)):
-            if row not in packer and row not in self._evicted:
+            if row not in packer and not packer.is_evicted(row):
                 is_hidden = self._is_hidden_copy(row, int(table.num_swapped[row]), compute_s)
                 if not is_hidden or packer.blocks_needed(row, 1) > packer.num_free - self._watermark:
                     break

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from alignedserve.core.errors import ConfigError
-from router.policies.prefill_order import FcfsOrder, LeastSlackOrder, PrefillOrder
+from router.policies.prefill_order import FcfsByClassOrder, FcfsOrder, LeastSlackOrder, PrefillOrder
 
 PREFILL_ORDERS: Mapping[str, Callable[[], PrefillOrder]] = MappingProxyType(
-    {"fcfs": FcfsOrder, "least_slack": LeastSlackOrder}
+    {"fcfs": FcfsOrder, "fcfs_classed": FcfsByClassOrder, "least_slack": LeastSlackOrder}
 )
 
 

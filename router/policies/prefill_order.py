@@ -33,6 +33,12 @@ class FcfsOrder:
         return (request.arrival_s,)
 
 
+class FcfsByClassOrder(FcfsOrder):
+    """Order of arrival in each class."""
+
+    knows_classes = True
+
+
 class LeastSlackOrder:
     """Least time left to the first-token deadline: `arrival_s + ttft_s + 10 s * priority` (design, section 1, step 3).
 

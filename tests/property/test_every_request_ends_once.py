@@ -40,6 +40,7 @@ SHAPES = (
     Shape(worker_blocks=20, hidden_ratio=0.5, disaggregated_scheduling=SchedulingConfig(policy="apt_serve_chunked")),
     Shape(worker_blocks=20, host_tokens=60, disaggregated_scheduling=SchedulingConfig(policy="bros")),
     Shape(num_decode=2, worker_blocks=20, disaggregated_scheduling=SchedulingConfig(policy="accelgen")),
+    Shape(worker_blocks=20, host_tokens=60, disaggregated_scheduling=SchedulingConfig(policy="fcfs_classed")),
     Shape(num_decode=2, refuse=0.3),
     Shape(is_colocated=True, is_elastic=True, num_decode=3, worker_blocks=24, scheduling="aligned_slo"),
     Shape(is_colocated=True, is_elastic=True, num_decode=3, worker_blocks=30, host_tokens=60, num_nodes=2),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -159,6 +160,16 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             BOTH,
             uses=frozenset({Mechanism.SWAP}),
         ),
+        "fcfs_classed": PolicyEntry(
+            "the same, real-time requests before best-effort ones (vLLM with priorities)",
+            FcfsConfig,
+            partial(Fcfs, is_classed=True),
+            BOTH,
+            uses=frozenset({Mechanism.SWAP}),
+            prefill_order="fcfs_classed",
+            candidate_choice=CandidateChoice.OVER_BEST_EFFORT,
+            schedules_iterations=True,
+        ),
         "fastgen": PolicyEntry("passes of one size, short prompts split to fill them", FastgenConfig, Fastgen),
         "oracle": PolicyEntry(
             "reference: as many requests within their SLOs as known lengths allow",
@@ -175,6 +186,12 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             schedules_iterations=True,
         ),
         "sarathi": PolicyEntry("decodes first, then prompts in chunks up to a budget", SarathiConfig, Sarathi),
+        "sarathi_classed": PolicyEntry(
+            "the same, real-time requests before best-effort ones",
+            SarathiConfig,
+            partial(Sarathi, is_classed=True),
+            prefill_order="fcfs_classed",
+        ),
     }
 )
 

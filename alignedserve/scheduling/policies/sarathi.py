@@ -1,10 +1,10 @@
-"""Sarathi-Serve: chunked prompts beside decodes that never stall (Agrawal et al., OSDI 2024)."""
+"""Sarathi-Serve: chunked prompts beside decodes that never stall (Agrawal et al., OSDI 2024); also class by class."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from alignedserve.scheduling.packer import ReservingPacker, add_evicting, by_arrival
+from alignedserve.scheduling.chunked_packing import ChunkedPacking, class_of, order_of
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 
 
@@ -21,45 +21,20 @@ class Sarathi:
 
     A prompt has blocks for all its tokens from its first chunk on. When a decode has no block left, the last to arrive
     is preempted and recomputed. The page docs/policies/sarathi.md has an example.
+
+    Classed, all of this holds for the real-time requests first, and for the best-effort ones with what those leave: a
+    real-time request that finds no blocks takes them from the last best-effort one to arrive.
     """
 
-    def __init__(self, config: SarathiConfig) -> None:
+    def __init__(self, config: SarathiConfig, *, is_classed: bool = False) -> None:
         self._config = config
+        self._is_classed = is_classed
 
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""
-        table = view.table
-        is_prompt = table.num_remaining > 1
-        has_begun = table.num_blocks > 0
-        packer = ReservingPacker(view, total_len=table.context_len, has_begun=has_begun & is_prompt)
-        packer.num_tokens_left = min(packer.num_tokens_left, self._config.token_budget)
-        begun = self._add_decodes(packer, view, by_arrival(view, np.flatnonzero(has_begun)))
-        for row in begun:
-            if num_tokens := packer.chunk(row):
-                packer.add(row, num_tokens)
-        self._admit(packer, view, by_arrival(view, np.flatnonzero(~has_begun)))
-        return packer.plan()
-
-    def _add_decodes(self, packer: ReservingPacker, view: WorkerView, running: list[int]) -> list[int]:
-        """Add decodes; return the running prompts that were not preempted."""
-        decodes = [row for row in running if packer.remaining(row) == 1]
-        packer.add_decodes(np.array(decodes, np.int64))  # those that fit, at once
-        prompts = []
-        while running:
-            row = running.pop(0)
-            if packer.remaining(row) > 1:
-                prompts.append(row)
-            elif row not in packer:
-                add_evicting(packer, row, 1, running if view.can_evict else [])
-        return prompts
-
-    def _admit(self, packer: ReservingPacker, view: WorkerView, waiting: list[int]) -> None:
-        """Admit prompts up to the first that does not fit; only with all memory free may one use the watermark."""
-        watermark = int(self._config.watermark * view.memory.num_blocks)
-        for row in waiting:
-            is_alone = packer.num_free == view.memory.num_blocks
-            if packer.blocks_needed(row, 1) > packer.num_free - (0 if is_alone else watermark):
-                return
-            num_tokens = packer.chunk(row)
-            if not num_tokens or not packer.add(row, num_tokens):
-                return
+        num_rows = len(view.table)
+        level = class_of(view) if self._is_classed else np.zeros(num_rows, np.int64)
+        is_new = np.where(view.table.num_blocks > 0, 0.0, 1.0)
+        order = order_of(view, is_new, group=level, level=level, keep=np.zeros(num_rows))
+        budget, watermark = self._config.token_budget, self._config.watermark
+        return ChunkedPacking(view, order, token_budget=budget, watermark=watermark).plan()

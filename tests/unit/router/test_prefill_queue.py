@@ -11,7 +11,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass, Slo
 from router.policies import make_prefill_order
-from router.policies.prefill_order import FcfsOrder, LeastSlackOrder
+from router.policies.prefill_order import FcfsByClassOrder, FcfsOrder, LeastSlackOrder
 from router.prefill_queue import PrefillQueue
 from router.ranking import Ranking
 from tests.support.marks import each
@@ -149,6 +149,12 @@ def test_fcfs_looks_at_arrival_only() -> None:
     assert order_of(PrefillQueue(FcfsOrder()), urgent, DOCUMENT) == ["document", "urgent"]
 
 
+def test_fcfs_by_class_looks_at_class_and_arrival_only() -> None:
+    urgent = request("urgent", arrival_s=101.5, slo=Slo(ttft_s=0.1), priority=-9)
+    order = order_of(PrefillQueue(FcfsByClassOrder()), urgent, request("chat", arrival_s=101.0), DOCUMENT)
+    assert order == ["chat", "urgent", "document"]
+
+
 def test_ties_are_broken_by_arrival_then_id() -> None:
     early = request("z", arrival_s=0.5, slo=Slo(ttft_s=1.5))
     twins = [request("b", arrival_s=1.0), request("a", arrival_s=1.0)]
@@ -185,7 +191,8 @@ def test_a_request_that_left_and_came_again_is_there_once_with_its_new_length() 
 
 
 def test_an_unknown_order_fails_listing_the_valid_ones() -> None:
-    with pytest.raises(ConfigError, match=r"router\.prefill_order: unknown order 'lifo'; known: fcfs, least_slack"):
+    message = r"router\.prefill_order: unknown order 'lifo'; known: .*fcfs_classed, least_slack"
+    with pytest.raises(ConfigError, match=message):
         make_prefill_order("lifo")
 
 

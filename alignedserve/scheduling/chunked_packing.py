@@ -1,0 +1,146 @@
+"""Packs an iteration of decodes and of chunks of prompts, in an order that a policy gives.
+
+It is what Sarathi-Serve does by arrival, for any order: a decode computes a token; a prompt computes a chunk of what is
+left of the iteration, and has blocks for all its tokens from its first chunk on. A newcomer (a request without cache on
+the device) takes blocks only from holders of worse levels, never from equals, so that equals do not evict each other in
+turn; a decode that needs one more block takes it from whoever comes after it. What is evicted is dropped.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from alignedserve.scheduling.packer import Packer, ReservingPacker, add_evicting, displace
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
+from alignedserve.scheduling.table import Bools, Floats, Ints
+
+ChunkRule = Callable[[Packer, int], int]
+"""Returns the most tokens that this prompt (a row) computes beside what is packed already."""
+
+
+class Order(NamedTuple):
+    """The order of a policy. Rows that cannot compute may be missing in it."""
+
+    turns: Ints  # rows, in the order in which they compute
+    keeps: Ints  # rows that hold blocks; the last loses them first
+    level: Ints  # by row, 0 the best
+
+
+def order_of(view: WorkerView, key: Floats, *, group: Ints, level: Ints, keep: Floats | None = None) -> Order:
+    """Return the order by group; in each, decodes go before prompts, and both by key, then arrival.
+
+    Blocks are kept by level, then by `keep` (the same key if it is not given), then arrival.
+    """
+    table = view.table
+    holders = np.flatnonzero(table.num_blocks > 0)
+    kept_by = (table.order, table.arrival_s, key if keep is None else keep, level)
+    return Order(
+        np.lexsort((table.order, table.arrival_s, key, ~_is_ready(view), group)),
+        holders[np.lexsort(tuple(one[holders] for one in kept_by))],
+        level,
+    )
+
+
+def class_of(view: WorkerView) -> Ints:
+    """Return, by row, 0 for real-time and 1 for best-effort requests."""
+    return np.where(view.table.is_real_time, 0, 1)
+
+
+class ChunkedPacking:
+    """One decision."""
+
+    def __init__(
+        self,
+        view: WorkerView,
+        order: Order,
+        *,
+        token_budget: int | None = None,
+        chunk_rule: ChunkRule = Packer.remaining,
+        watermark: float,
+    ) -> None:
+        """`token_budget`: of the iteration, None: what the worker allows. `watermark`: the share of the blocks that
+        newcomers leave free, unless they are alone."""
+        table, memory = view.table, view.memory
+        has_begun = (table.num_blocks > 0) & (table.num_remaining > 1)
+        self._view = view
+        self._order = order
+        self._packer = ReservingPacker(view, total_len=table.context_len, has_begun=has_begun)
+        if token_budget is not None:
+            self._packer.num_tokens_left = min(self._packer.num_tokens_left, token_budget)
+        self._chunk_rule = chunk_rule
+        self._watermark = int(watermark * memory.num_blocks)
+        self._is_ready = _is_ready(view)
+        self._is_holder = table.num_blocks > 0
+        self._closed_from = int(order.level.max(initial=0)) + 1  # newcomers from this level on wait
+
+    def plan(self) -> IterationPlan:
+        """Schedule requests in their turns until places or tokens run out."""
+        turns = self._order.turns
+        is_ready = self._is_ready[turns]
+        for run in np.split(turns, np.flatnonzero(is_ready[1:] != is_ready[:-1]) + 1):
+            if len(run) and self._is_ready[run[0]]:
+                self._add_decodes(run)
+            else:
+                self._add_prompts(run)
+        return self._packer.plan()
+
+    def _add_decodes(self, rows: Ints) -> None:
+        packer = self._packer
+        staying = np.array([row for row in rows.tolist() if not packer.is_evicted(row)], np.int64)
+        for row in staying[packer.add_decodes(staying) :].tolist():  # those that fit, at once
+            if not packer.is_evicted(row):
+                add_evicting(packer, row, 1, self._after(row))
+
+    def _add_prompts(self, rows: Ints) -> None:
+        packer = self._packer
+        for row in rows.tolist():
+            if packer.num_places_left < 1 or packer.num_tokens_left < 1:
+                return
+            if self._is_holder[row]:
+                if not packer.is_evicted(row) and (num_tokens := self._chunk(row)):
+                    packer.add(row, num_tokens)
+            elif self._order.level[row] < self._closed_from and not self._enter(row):
+                self._closed_from = int(self._order.level[row])
+
+    def _chunk(self, row: int) -> int:
+        num_tokens = self._packer.chunk(row)
+        return min(self._chunk_rule(self._packer, row), num_tokens) if num_tokens else 0
+
+    def _enter(self, row: int) -> bool:
+        """Schedule the first chunk of a newcomer; return False if memory or tokens are short: none overtakes it."""
+        packer, at_most = self._packer, self._chunk_rule(self._packer, row)
+        missing = packer.blocks_needed(row, 1) + self._watermark - packer.num_free
+        if at_most < 1 or (missing > 0 and not self._claim(row, missing)):
+            return False
+        num_tokens = min(packer.chunk(row), at_most)
+        return num_tokens > 0 and packer.add(row, num_tokens)
+
+    def _claim(self, row: int, missing: int) -> bool:
+        """Take the missing blocks, including the watermark, from holders of worse levels, which none then enters."""
+        level, holders = self._order.level, self._staying(self._order.keeps)
+        worse = [other for other in holders if self._view.can_evict and level[other] > level[row]]
+        if not self._packer.num_scheduled and len(worse) == len(holders):
+            missing -= self._watermark
+        if missing <= 0:
+            return True
+        if not displace(self._packer, worse, missing, lambda other: self._packer.evict(other, EvictionMode.DROP)):
+            return False
+        self._closed_from = min(self._closed_from, int(level[row]) + 1)
+        return True
+
+    def _after(self, row: int) -> list[int]:
+        """Return the holders that lose their blocks before this one does."""
+        if not self._view.can_evict:
+            return []
+        keeps = self._order.keeps
+        return self._staying(keeps[int(np.flatnonzero(keeps == row)[0]) + 1 :])
+
+    def _staying(self, rows: Ints) -> list[int]:
+        return [row for row in rows.tolist() if not self._packer.is_evicted(row)]
+
+
+def _is_ready(view: WorkerView) -> Bools:
+    """Return which rows compute a last token beside their cache on the device."""
+    ready: Bools = (view.table.num_blocks > 0) & (view.table.num_remaining == 1)
+    return ready
