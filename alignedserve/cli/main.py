@@ -12,6 +12,7 @@ import typer
 
 from alignedserve.cli.batch.app import batch_app
 from alignedserve.cli.bench.app import bench_app
+from alignedserve.cli.certify.options import CertifyOptions
 from alignedserve.cli.commands.options import (
     ChatOptions,
     DemoOptions,
@@ -295,6 +296,18 @@ def demo(options: DemoOptions) -> None:
     Exit code 1 when a request was lost, a block leaked or an answer was corrupted on its way.
     """
     from alignedserve.cli.commands.demo import demo as run
+
+    raise typer.Exit(run(options))
+
+
+@app.command()
+@takes_options
+def certify(options: CertifyOptions) -> None:
+    """Certify that chat keeps its objectives beside documents, on any OpenAI-compatible server; write a page, and JSON.
+
+    Bursts of chat alone, the same beside three batches, the batches alone. Exit code 1 when a bound does not hold.
+    """
+    from alignedserve.cli.certify.command import certify as run
 
     raise typer.Exit(run(options))
 

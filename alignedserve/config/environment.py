@@ -38,9 +38,9 @@ def api_keys() -> tuple[str, ...]:
     return tuple(key.strip() for key in os.environ.get(API_KEYS_VARIABLE, "").split(",") if key.strip())
 
 
-def client_api_key() -> str | None:
-    """Return the key that our own client commands present."""
-    return os.environ.get(CLIENT_KEY_VARIABLE) or None
+def client_api_key(variable: str = CLIENT_KEY_VARIABLE) -> str | None:
+    """Return the key that our own client commands present, from another variable where the user names one."""
+    return os.environ.get(variable) or None
 
 
 def ray_address() -> str | None:

@@ -47,7 +47,7 @@ from router import factory as router_factory
 
 Progress = Callable[[float, int], None]  # simulated seconds since the first request, number of ended requests
 
-_BEGIN_S = 1.0  # start of sending: components are linked by then
+BEGIN_S = 1.0  # start of sending: components are linked by then
 _SETTLE_S = 2.5  # after the last end; the router's counts come every second
 _EOS_TOKEN_IDS = frozenset({EOS})
 _MAX_FIRST_LEASE = 1 << 39  # as in a live pool
@@ -93,19 +93,19 @@ class Simulation:
     def run(self, progress: Progress | None = None) -> SimulationResult:
         """Simulate from the first request to the last; may be called once."""
         if self._config.duration_s is not None:
-            self._event_queue.end_s = _BEGIN_S + self._config.duration_s
+            self._event_queue.end_s = BEGIN_S + self._config.duration_s
         for number, component in enumerate(self._components):
             component.tick_from(TICK_S * (number + 1) / len(self._components))
-        self._gateway.start(_BEGIN_S)
+        self._gateway.start(BEGIN_S)
         if self._config.routers.lost_at_s is not None:
             first = next(iter(self._routers.values()))
-            self._event_queue.at(_BEGIN_S + self._config.routers.lost_at_s, self._lose, first)
+            self._event_queue.at(BEGIN_S + self._config.routers.lost_at_s, self._lose, first)
         for loss in self._config.losses:
-            self._event_queue.at(_BEGIN_S + loss.at_s, self._lose_worker, loss)
+            self._event_queue.at(BEGIN_S + loss.at_s, self._lose_worker, loss)
         if progress is not None:
-            self._event_queue.at(_BEGIN_S, self._report, progress)
+            self._event_queue.at(BEGIN_S, self._report, progress)
         if self._config.miss_limits is not None:
-            self._event_queue.at(_BEGIN_S, self._watch, MissWatch(self._config.miss_limits))
+            self._event_queue.at(BEGIN_S, self._watch, MissWatch(self._config.miss_limits))
         num_events = self._event_queue.run()
         self._gateway.cut_off()
         if not self._busy_s:
@@ -150,7 +150,7 @@ class Simulation:
     def _make_router(self, name: str) -> SimulatedRouter:
         event_s = self._config.routers.event_s
         logic, queue = self._router_logic(), self._event_queue
-        return SimulatedRouter(name, logic, queue, self._network, event_s=event_s, begin_s=_BEGIN_S)
+        return SimulatedRouter(name, logic, queue, self._network, event_s=event_s, begin_s=BEGIN_S)
 
     def _router_logic(self) -> AnyLogic:
         cluster = self._config.cluster
@@ -309,7 +309,7 @@ class Simulation:
         self._busy_s = [router.busy_s for router in self._routers.values()]
 
     def _report(self, progress: Progress) -> None:
-        progress(self._event_queue.now - _BEGIN_S, len(self._gateway.records))
+        progress(self._event_queue.now - BEGIN_S, len(self._gateway.records))
         self._event_queue.after(_PROGRESS_S, self._report, progress)
 
     def _watch(self, misses: MissWatch) -> None:
@@ -324,8 +324,8 @@ class Simulation:
 
     def _result(self, num_events: int) -> SimulationResult:
         gateway, status = self._gateway, _total(self._gateway.statuses.values())
-        ended_s = max((record.ended_s for record in gateway.records), default=_BEGIN_S)
-        duration_s = ended_s - _BEGIN_S
+        ended_s = max((record.ended_s for record in gateway.records), default=BEGIN_S)
+        duration_s = ended_s - BEGIN_S
         workers = self._workers.items()
         timelines = [worker.engine.timeline() for worker in self._workers.values()]
         return SimulationResult(

@@ -4,6 +4,7 @@ import contextlib
 import secrets
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -100,12 +101,16 @@ class Rooms:
 
     model = MODEL
 
-    def __init__(self, folder: Path, *, has_small_disks: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, has_small_disks: bool = False, configure: Callable[[int], ClusterConfig] | None = None
+    ) -> None:
         """`folder`: for sockets, logs and state; short, as Unix sockets have short names.
 
         `has_small_disks`: this program has a mount namespace of its own, so its disks may be small and be filled.
+        `configure`: another cluster than `rooms_config`, for the gateway's port.
         """
         self.folder = folder
+        self._configure = configure or self._small
         self.has_small_disks = has_small_disks
         self.state_folder = folder / "state"
         self.run_folder = folder / f"c{secrets.token_hex(3)}"
@@ -126,10 +131,16 @@ class Rooms:
     def start(self) -> None:
         """Start everything; return when it is ready."""
         self._redis.start()
-        config = rooms_config(_write_model(self.folder / "served"), self.port)
+        config = self._configure(self.port)
         served = resolve_model(config.model, kv_cache_dtype=config.engine.kv_cache_dtype)
+        separate = config.prefill.count if config.chosen_topology.is_separate else 0
         share = NodeShare(
-            "node-0", POOL, ("prefill-0",), ("decode-0",), gateways=(("gateway-0", self.port),), is_head=True
+            "node-0",
+            POOL,
+            tuple(f"prefill-{number}" for number in range(separate)),
+            tuple(f"decode-{number}" for number in range(config.decode.count)),
+            gateways=(("gateway-0", self.port),),
+            is_head=True,
         )
         node = PreparedNode(share, NodeCapacity("node-0", "", 1), config, AddressBook(self.run_folder))
         location = BatchLocation(config.batches, self.state_folder, self._redis.location)
@@ -141,6 +152,9 @@ class Rooms:
             process.start()
         if not when_true(self.is_ready, _START_S):
             raise TimeoutError(f"the rooms were not ready in time; logs: {self.tail()}")
+
+    def _small(self, port: int) -> ClusterConfig:
+        return rooms_config(_write_model(self.folder / "served"), port)
 
     def stop(self) -> None:
         """End everything."""

@@ -50,12 +50,12 @@ th, td { text-align: right; padding: .2rem .7rem .2rem 0; border-bottom: 1px sol
 """
 
 
-def document(title: str, content: str, script: str = "") -> str:
+def document(title: str, content: str, script: str = "", more_style: str = "") -> str:
     """Render a whole document; it loads nothing, and its content security policy forbids loading.
 
-    `content` is markup; `title` is escaped.
+    `content` is markup; `title` is escaped; `more_style` follows the style of every document.
     """
-    style, shown_title = _styled(), escape(title)
+    style, shown_title = _styled() + more_style, escape(title)
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'"
     head = (
         '<meta charset="utf-8">'

@@ -1,0 +1,62 @@
+"""Turns planned requests into calls of a server's completion interface, and outcomes into records."""
+
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from alignedserve.certification.protocol import PlannedRequest
+from alignedserve.certification.records import StreamRecord
+from alignedserve.core import metrics
+from alignedserve.core.request import Slo
+from alignedserve.loadgen.client import CompletionApi, CompletionCall, CompletionOutcome
+from alignedserve.loadgen.load_plan import TrafficClass
+from alignedserve.loadgen.prompts import slo_headers, words
+
+
+@dataclass(frozen=True, slots=True)
+class CallMaker:
+    """Makes bodies and calls for one model. The same seed and text make the same prompt."""
+
+    model: str
+    api: CompletionApi
+    seed: int
+    tokens_per_word: float = 1.0
+    extra: Mapping[str, Any] = field(default_factory=dict)  # fields of every body
+
+    def body(self, request: PlannedRequest) -> dict[str, Any]:
+        """Return a body, greedy and of a fixed length where the server can do that."""
+        rng = random.Random(f"{self.seed}/{request.text}")  # noqa: S311 - a workload, not a secret
+        prompt = words(round(request.prompt_len / self.tokens_per_word), rng)
+        body = {"model": self.model, "temperature": 0, "max_tokens": request.output_len, **self.extra}
+        if self.api is CompletionApi.CHAT:
+            return {**body, "messages": [{"role": "user", "content": prompt}]}
+        return {**body, "prompt": prompt}
+
+    def call(self, request: PlannedRequest, slo: Slo, more: Mapping[str, Any] | None = None) -> CompletionCall:
+        """Return a call; objectives are told as AlignedServe's gateway reads them."""
+        headers = slo_headers(TrafficClass("chat", slo))
+        return CompletionCall(self.api, {**self.body(request), **(more or {})}, headers)
+
+
+def record_of(outcome: CompletionOutcome, began_s: float) -> StreamRecord:
+    """Return what a client saw, with times from `began_s` on."""
+    gaps_s = metrics.tbt_s(outcome.token_times_s)
+    failure = None if outcome.failure is None else outcome.failure.label
+    if failure is None and outcome.finish_reason is None:
+        failure = "given up"  # the phase ended first
+    return StreamRecord(
+        sent_s=outcome.sent_s - began_s,
+        ended_s=outcome.ended_s - began_s,
+        num_tokens=outcome.num_tokens,
+        ttft_s=metrics.ttft_s(outcome.sent_s, outcome.token_times_s),
+        tpot_s=metrics.tpot_s(outcome.token_times_s, outcome.num_tokens),
+        longest_gap_s=max(gaps_s, default=None),
+        failure=failure,
+    )
+
+
+def gaps_of(outcomes: Iterable[CompletionOutcome], most: int = 200_000) -> tuple[tuple[float, ...], float | None]:
+    """Return an even sample of all gaps between tokens, and the longest of all."""
+    gaps_s = [gap for outcome in outcomes for gap in metrics.tbt_s(outcome.token_times_s)]
+    return tuple(gaps_s[:: len(gaps_s) // most + 1]), max(gaps_s, default=None)

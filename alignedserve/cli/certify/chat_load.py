@@ -1,0 +1,70 @@
+"""Chat in bursts: an open loop, which a slow server does not slow down."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from alignedserve.certification.protocol import PlannedRequest
+from alignedserve.cli.certify.calls import CallMaker
+from alignedserve.core.errors import PeerLost
+from alignedserve.core.request import Slo
+from alignedserve.loadgen.client import ClientFailureKind, CompletionOutcome, OpenAiClient
+from alignedserve.loadgen.load_generator import LoadGenerator, SentRequest
+from alignedserve.loadgen.load_plan import LoadPlan, LoadRequest, TrafficClass
+
+_GONE_AFTER = 8  # chats in a row that found no connection
+
+
+class ChatLoad:
+    """The chat of one phase. What was sent is kept also when it is cancelled."""
+
+    def __init__(
+        self, *, client: OpenAiClient, calls: CallMaker, slo: Slo, chats: Sequence[PlannedRequest],
+        on_done: Callable[[CompletionOutcome], None] = lambda outcome: None,
+    ) -> None:  # fmt: skip
+        self._client = client
+        self._chats = chats
+        self._calls = [calls.call(chat, slo) for chat in chats]  # takes time, so not between arrivals
+        self._slo = slo
+        self._on_done = on_done
+        self._num_gone = 0
+        self._is_gone = asyncio.Event()
+        self.began_s = 0.0  # on the monotonic clock
+        self.outcomes: list[CompletionOutcome] = []
+
+    async def run(self, lasts_s: float) -> None:
+        """Send every chat in time and wait for all answers, at least for `lasts_s`.
+
+        Raises PeerLost when the server is gone.
+        """
+        self.began_s = time.monotonic()
+        requests = tuple(
+            LoadRequest(index, "chat", chat.arrival_s, chat.prompt_len, chat.output_len)
+            for index, chat in enumerate(self._chats)
+        )
+        plan = LoadPlan((TrafficClass("chat", self._slo),), requests)
+        generator = LoadGenerator(plan=plan, send=self._send, on_done=self._note)
+        sending = asyncio.create_task(generator.run())
+        gone = asyncio.create_task(self._is_gone.wait())
+        try:
+            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+            if self._is_gone.is_set():
+                raise PeerLost(f"nothing answers at {self._client.url} any more")
+            await sending
+            await asyncio.sleep(max(0.0, self.began_s + lasts_s - time.monotonic()))
+        finally:
+            sending.cancel()
+            gone.cancel()
+            await asyncio.gather(sending, gone, return_exceptions=True)
+
+    async def _send(self, request: LoadRequest, outcome: CompletionOutcome) -> None:
+        self.outcomes.append(outcome)
+        await self._client.complete(self._calls[request.index], outcome)
+
+    def _note(self, sent: SentRequest) -> None:
+        failure = sent.outcome.failure
+        is_gone = failure is not None and failure.kind is ClientFailureKind.CONNECT
+        self._num_gone = self._num_gone + 1 if is_gone else 0
+        if self._num_gone >= _GONE_AFTER:
+            self._is_gone.set()
+        self._on_done(sent.outcome)

@@ -1,0 +1,63 @@
+"""The server that `certify` starts where no URL is given: the pocket model, on free ports, with a state of its own."""
+
+import contextlib
+import json
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from alignedserve.cli.certify.options import CertifyOptions
+from alignedserve.cli.console import notes
+from alignedserve.cli.wiring import start_cluster
+from alignedserve.config.model_settings import load_models
+
+READY_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A server that was started."""
+
+    url: str
+    words: str  # topology and workers
+
+
+@contextlib.contextmanager
+def started_server(options: CertifyOptions) -> Iterator[Started]:
+    """Run a server as long as the context. Raises an error of the tree, with nothing left running."""
+    with tempfile.TemporaryDirectory(prefix="certify-state-") as folder, contextlib.ExitStack() as stack:
+        settings = load_models(options.config, _overrides(options, folder), ())
+        began_s = time.monotonic()
+        with notes().status("starting a server"):
+            cluster = stack.enter_context(start_cluster(settings))
+            cluster.wait_ready(READY_TIMEOUT_S)
+        notes().print(f"server ready at {cluster.url} after {time.monotonic() - began_s:.1f} s", markup=False)
+        config = cluster.config
+        topology = config.chosen_topology
+        count = str(config.decode.count)
+        workers = (
+            f"{config.prefill.count} prefill + {count} decode workers" if topology.is_separate else f"{count} workers"
+        )
+        yield Started(cluster.url, f"{topology.value}, {workers}, policy {config.scheduling.policy}")
+
+
+def _overrides(options: CertifyOptions, folder: str) -> list[str]:
+    """Return what the options stand for; an explicit --set comes later and wins."""
+    overrides = [f"batches.folder={json.dumps(folder)}"]
+    if options.config is None:
+        overrides.append(f"gateway.port={_free_port()}")
+    if options.topology is not None:
+        overrides.append(f"topology={options.topology}")
+    if options.num_workers != 1:
+        overrides.append(f"decode.count={options.num_workers}")
+        if options.topology == "disaggregated":
+            overrides.append(f"prefill.count={options.num_workers}")
+    return [*overrides, *options.overrides]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

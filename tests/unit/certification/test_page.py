@@ -1,0 +1,63 @@
+"""The page of a certificate."""
+
+import json
+import re
+from xml.etree import ElementTree
+
+from alignedserve.certification.certificate import Certificate, certificate_of
+from alignedserve.certification.page import certificate_page
+from alignedserve.certification.protocol import Phase
+from alignedserve.certification.records import Evidence
+from alignedserve.certification.verdict import Bounds
+from tests.unit.certification.samples import PROTOCOL, SPEED, batch, chat, evidence, phase
+
+
+def _certificate(seen: Evidence) -> Certificate:
+    about = (("server", "http://server/<script>"),)
+    return certificate_of(
+        title="Certificate", about=about, protocol=PROTOCOL, speed=SPEED, evidence=seen, bounds=Bounds()
+    )
+
+
+def _page(seen: Evidence) -> str:
+    page = certificate_page(_certificate(seen))
+    for picture in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ElementTree.fromstring(picture)  # well formed
+    return page
+
+
+def test_a_page_says_what_holds_and_loads_nothing() -> None:
+    page = _page(evidence())
+    assert "Held: all 10 bounds" in page
+    assert "default-src 'none'" in page
+    assert not re.search(r"(?:src|href)=", page)
+    assert "&lt;script&gt;" in page
+    for words in ("TTFT, on to off", "95 % interval", "lines that had ended", "How the figures are defined"):
+        assert words in page
+
+
+def test_a_page_names_what_does_not_hold() -> None:
+    chats = (chat(),) * 9 + (chat(ttft_s=None, failure="http 503"),)
+    seen = evidence(beside=chats, batches=(batch("a", num_lost=1), batch("b")))
+    page = _page(seen)
+    assert "Not held: 3 of 10 bounds" in page
+    assert "latest first token, by its objective none came (bound at most 3 x)" in page
+    assert "1 x http 503" in page
+
+
+def test_a_partial_run_has_a_page() -> None:
+    seen = Evidence(
+        (phase(Phase.CHAT_ALONE, (chat(),), failure="nothing answers at X any more"),), 5.0, ("no batches",)
+    )
+    page = _page(seen)
+    assert "ended early: nothing answers at X any more" in page
+    assert "No phase with documents was reached." in page
+    assert "no batches" in page
+
+
+def test_the_json_has_figures_checks_and_every_chat() -> None:
+    document = json.loads(json.dumps(_certificate(evidence()).to_builtins()))
+    assert document["holds"] is True
+    assert document["chat"]["TTFT"]["p99"]["ratio"] == 1.0
+    assert {check["name"] for check in document["checks"]} >= {"lines lost", "answers of 504, or broken off"}
+    assert len(document["phases"][0]["chats"]) == 10
