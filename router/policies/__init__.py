@@ -4,10 +4,23 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from alignedserve.core.errors import ConfigError
-from router.policies.prefill_order import FcfsByClassOrder, FcfsOrder, LeastSlackOrder, PrefillOrder
+from router.policies.prefill_order import (
+    DeadlineOrder,
+    FcfsByClassOrder,
+    FcfsOrder,
+    LeastSlackOrder,
+    PrefillOrder,
+    ShortestPromptOrder,
+)
 
 PREFILL_ORDERS: Mapping[str, Callable[[], PrefillOrder]] = MappingProxyType(
-    {"fcfs": FcfsOrder, "fcfs_classed": FcfsByClassOrder, "least_slack": LeastSlackOrder}
+    {
+        "deadline": DeadlineOrder,
+        "fcfs": FcfsOrder,
+        "fcfs_classed": FcfsByClassOrder,
+        "least_slack": LeastSlackOrder,
+        "shortest_prompt": ShortestPromptOrder,
+    }
 )
 
 

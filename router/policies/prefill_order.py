@@ -1,5 +1,6 @@
 """The order in which queued requests go to prefill workers: by class, where a policy knows classes, then by a key."""
 
+import math
 from typing import Protocol
 
 from alignedserve.core.request import Request, RequestClass
@@ -37,6 +38,27 @@ class FcfsByClassOrder(FcfsOrder):
     """Order of arrival in each class."""
 
     knows_classes = True
+
+
+class ShortestPromptOrder:
+    """Shortest prompt first in each class."""
+
+    knows_classes = True
+
+    def key(self, request: Request) -> OrderKey:
+        """See PrefillOrder."""
+        return (float(request.prompt_len),)
+
+
+class DeadlineOrder:
+    """Earliest first-token deadline, or without such an objective that of the last token; then those without any."""
+
+    knows_classes = True
+
+    def key(self, request: Request) -> OrderKey:
+        """See PrefillOrder."""
+        within_s = request.slo.ttft_s if request.slo.ttft_s is not None else request.slo.deadline_s
+        return (math.inf if within_s is None else request.arrival_s + within_s,)
 
 
 class LeastSlackOrder:

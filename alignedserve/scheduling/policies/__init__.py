@@ -16,14 +16,17 @@ from alignedserve.scheduling.policies.aligned_slo import AlignedSlo, AlignedSloC
 from alignedserve.scheduling.policies.alise import Alise, AliseConfig
 from alignedserve.scheduling.policies.apt_serve import AptServe, AptServeChunked, AptServeConfig
 from alignedserve.scheduling.policies.bros import Bros, BrosConfig
+from alignedserve.scheduling.policies.edf import Edf, EdfConfig
 from alignedserve.scheduling.policies.fastgen import Fastgen, FastgenConfig
 from alignedserve.scheduling.policies.fastserve import FastServe, FastServeConfig
 from alignedserve.scheduling.policies.fcfs import Fcfs, FcfsConfig
 from alignedserve.scheduling.policies.oracle import Oracle, OracleConfig
 from alignedserve.scheduling.policies.orca import Orca, OrcaConfig
+from alignedserve.scheduling.policies.qoserve import QoServe, QoServeConfig
 from alignedserve.scheduling.policies.round_robin import RoundRobin, RoundRobinConfig
 from alignedserve.scheduling.policies.run_all import AlignedConfig, DistserveConfig, RunAllRequests
 from alignedserve.scheduling.policies.sarathi import Sarathi, SarathiConfig
+from alignedserve.scheduling.policies.srpt import Srpt, SrptConfig
 from alignedserve.scheduling.policy import CandidateChoice, IterationPolicy, Mechanism
 
 COLOCATED = (Topology.COLOCATED, Topology.ELASTIC)
@@ -144,6 +147,15 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             DISAGGREGATED,
             is_direct=True,
         ),
+        "edf": PolicyEntry(
+            "earliest deadline first, prompts in chunks",
+            EdfConfig,
+            Edf,
+            BOTH,
+            prefill_order="deadline",
+            candidate_choice=CandidateChoice.OVER_BEST_EFFORT,
+            schedules_iterations=True,
+        ),
         "fastserve": PolicyEntry(
             "feedback queues, joined by prefill time (FastServe)",
             FastServeConfig,
@@ -178,6 +190,15 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             needs=frozenset({Mechanism.KNOWN_LENGTHS}),
         ),
         "orca": PolicyEntry("first come, first served by iteration, memory reserved up to the limit", OrcaConfig, Orca),
+        "qoserve": PolicyEntry(
+            "deadline and remaining work in one priority, late requests last, chunks by slack (QoServe)",
+            QoServeConfig,
+            QoServe,
+            BOTH,
+            prefill_order="deadline",
+            candidate_choice=CandidateChoice.OVER_BEST_EFFORT,
+            schedules_iterations=True,
+        ),
         "round_robin": PolicyEntry(
             "an iteration of real-time requests, then one of best-effort ones (BROS's baseline)",
             RoundRobinConfig,
@@ -191,6 +212,15 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             SarathiConfig,
             partial(Sarathi, is_classed=True),
             prefill_order="fcfs_classed",
+        ),
+        "srpt": PolicyEntry(
+            "shortest predicted remaining time first in each class, prompts in chunks",
+            SrptConfig,
+            Srpt,
+            BOTH,
+            prefill_order="shortest_prompt",
+            candidate_choice=CandidateChoice.OVER_BEST_EFFORT,
+            schedules_iterations=True,
         ),
     }
 )

@@ -1,0 +1,150 @@
+"""Hybrid priorities, eager relegation and dynamic chunks (QoServe, first named Niyama: Goel et al., 2025).
+
+- Hybrid prioritisation: prompts go by their deadline and `alpha_s` for each token that remains to be computed.
+- Eager relegation: a prompt that cannot be in time any more goes behind all that can; and where there is not time for
+  all, those of least importance go behind first.
+- Dynamic chunking: prompts have the time until the first of the decodes beside them is due, by the cost model.
+"""
+
+import heapq
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import numpy as np
+from msgspec import Meta
+
+from alignedserve.costmodel.model import chunk_within
+from alignedserve.scheduling.chunked_packing import ChunkedPacking, order_of
+from alignedserve.scheduling.packer import Packer
+from alignedserve.scheduling.policy import IterationPlan, WorkerView
+from alignedserve.scheduling.runtime_estimate import (
+    RefreshedEstimate,
+    fit_request_runtime,
+    measure_prefill_times,
+    remaining_output_len,
+)
+from alignedserve.scheduling.table import Bools, Floats, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class QoServeConfig:
+    """Parameters; docs/policies/qoserve.md says which values are the authors'."""
+
+    alpha_s: Annotated[float, Meta(ge=0)] = 0.008  # of priority for each remaining token; 0: earliest deadline first
+    relegation: bool = True
+    dynamic_chunks: bool = True  # False: chunks of `token_budget`
+    token_budget: Annotated[int, Meta(ge=1)] = 512  # of an iteration, where chunks are not dynamic
+    least_tokens: Annotated[int, Meta(ge=1)] = 128  # of an iteration with a prompt, however short the time
+    margin: Annotated[float, Meta(ge=1)] = 1.2  # a predicted duration counts as so many times as long
+    watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01  # share of the blocks that a new prompt has to leave free
+
+
+class Needs(NamedTuple):
+    """What is due of every row, and what it takes."""
+
+    due_s: Floats  # time of the next token, without a TTFT that of the last one; inf without either
+    needed_s: Floats  # until then, alone on the worker
+    num_tokens: Floats  # remaining until then
+
+
+class QoServe:
+    """The policy: all decodes, and prompts by hybrid priority in the time that those leave.
+
+    The page docs/policies/qoserve.md has the formulas and an example.
+    """
+
+    def __init__(self, config: QoServeConfig) -> None:
+        self._config = config
+        self._runtime = RefreshedEstimate(fit_request_runtime)
+        self._prompts = RefreshedEstimate(measure_prefill_times)
+
+    def plan(self, view: WorkerView) -> IterationPlan:
+        """See IterationPolicy."""
+        table, config = view.table, self._config
+        needs = self._needs(view)
+        has_due = np.isfinite(needs.due_s)
+        key = np.where(has_due, needs.due_s, table.arrival_s) + config.alpha_s * needs.num_tokens
+        is_behind = ~has_due
+        if config.relegation:
+            is_behind |= self._relegated(view, needs, key)
+        is_behind &= ~table.is_decoding
+        level = np.where(table.is_real_time, is_behind, 2)
+        # Decodes come before prompts, so that the time that they leave is known.
+        group = np.where(table.is_decoding, level, np.where(is_behind, 3 + level, 3))
+        order = order_of(view, key, group=group, level=level)
+        if not config.dynamic_chunks:
+            return ChunkedPacking(view, order, token_budget=config.token_budget, watermark=config.watermark).plan()
+        return ChunkedPacking(view, order, chunk_rule=self._within_slack(view), watermark=config.watermark).plan()
+
+    def _needs(self, view: WorkerView) -> Needs:
+        """Return the needs by the worker's costs: of a TTFT to the next token, of a deadline to the last one."""
+        table = view.table
+        next_s, deadline_s = table.next_token_due_s, table.arrival_s + table.deadline_s
+        is_interactive = np.isfinite(next_s) | ~np.isfinite(deadline_s)
+        num_left, _ = remaining_output_len(table)
+        to_prefill = np.where(table.is_decoding, 0, table.num_remaining)
+        prefill_s = np.where(table.is_decoding, 0.0, self._prompts.of(view.costs).of(table.num_remaining))
+        whole_s = self._runtime.of(view.costs).remaining_s(table, num_left)
+        return Needs(
+            np.where(is_interactive, next_s, deadline_s),
+            np.where(is_interactive, prefill_s, whole_s),
+            to_prefill + np.where(is_interactive, 0.0, num_left),
+        )
+
+    def _relegated(self, view: WorkerView, needs: Needs, key: Floats) -> Bools:
+        """Return the prompts that cannot be in time alone, and those that more important ones are in time without."""
+        table = view.table
+        is_prompt = ~table.is_decoding & np.isfinite(needs.due_s)
+        relegated: Bools = is_prompt & (view.now + needs.needed_s > needs.due_s)
+        importance = np.where(table.is_real_time, 0, _BEST_EFFORT) + table.priority
+        kept = np.flatnonzero(is_prompt & ~relegated)
+        if len(kept) and np.ptp(importance[kept]):
+            kept = kept[np.lexsort((table.order[kept], key[kept]))]
+            relegated[yielding(kept, view.now, needs, importance)] = True
+        return relegated
+
+    def _within_slack(self, view: WorkerView) -> "_SlackRule":
+        """Return the rule of chunks: the time until the first of the decodes is due."""
+        table = view.table
+        is_ready = table.is_decoding & (table.num_blocks > 0) & (table.num_swapped == 0)
+        due_s = float(np.min(table.next_token_due_s, where=is_ready, initial=np.inf))
+        return _SlackRule(view, (due_s - view.now) / self._config.margin, self._config.least_tokens)
+
+
+_BEST_EFFORT = 1 << 32  # less important than any priority of a real-time request
+
+
+def yielding(rows: Ints, now: float, needs: Needs, importance: Ints) -> list[int]:
+    """Return those of these rows, which compute one after the other, that go behind so that others are in time.
+
+    Where one would be late, the least important of it and those before it yield (a larger number; of equals the one
+    that takes longest), as long as they are less important than it.
+    """
+    late_s, yielded = now, []
+    before: list[tuple[int, float, int]] = []
+    for row in rows.tolist():
+        heapq.heappush(before, (-int(importance[row]), -float(needs.needed_s[row]), row))
+        late_s += float(needs.needed_s[row])
+        while late_s > needs.due_s[row] and -before[0][0] > importance[row]:
+            _, minus_s, other = heapq.heappop(before)
+            late_s += minus_s
+            yielded.append(other)
+    return yielded
+
+
+class _SlackRule:
+    """A rule of chunks (ChunkRule): as many tokens as the iteration has time for, and no fewer than the least."""
+
+    def __init__(self, view: WorkerView, slack_s: float, least_tokens: int) -> None:
+        self._view = view
+        self._slack_s = slack_s
+        self._least_tokens = least_tokens
+
+    def __call__(self, packer: Packer, row: int) -> int:
+        at_most = min(packer.remaining(row), packer.num_tokens_left)
+        num_cached = int(self._view.table.context_len[row]) - packer.remaining(row)
+        in_time = chunk_within(
+            self._view.costs, packer.work, num_cached=num_cached, at_most=at_most, budget_s=self._slack_s
+        )
+        num_packed = self._view.limits.max_tokens - packer.num_tokens_left
+        return max(in_time, min(self._least_tokens - num_packed, at_most))
