@@ -10,10 +10,16 @@ from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.prefix_cache.contexts import PrefixCache
-from alignedserve.scheduling.factory import admission_share, limits_of, make_decode_scheduler, make_scheduler
+from alignedserve.scheduling.factory import (
+    admission_share,
+    limits_of,
+    make_decode_scheduler,
+    make_scheduler,
+    measured_speed,
+)
 from alignedserve.scheduling.policies import policy_entry
 from alignedserve.scheduling.policy import DeviceMemory
-from alignedserve.worker_core.registration import num_active, registration_of
+from alignedserve.worker_core.registration import num_active, registration_of, with_speed
 from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
 from decode_worker.batching.scheduled_batch import ScheduledBatch
 from decode_worker.colocated.logic import ColocatedLogic
@@ -61,7 +67,7 @@ def make_logic(
             admission_share=admission_share(scheduling),
         )
     return DecodeLogic(
-        registered=registered,
+        registered=_with_speed(registered, config, costs, measured),
         limits=batch_limits_of(config, batching, num_blocks=registered.num_blocks),
         eos_token_ids=eos_token_ids,
         scheduled=scheduled,
@@ -148,10 +154,17 @@ def make_colocated_logic(
     is_plain = memory.hidden_ratio is None and not memory.has_shared_blocks
     has_cache = prefix_cache is not None and prefix_cache.enabled and is_plain
     return ColocatedLogic(
-        registered=registered,
+        registered=_with_speed(registered, config, costs, measured),
         memory=memory,
         scheduler=make_scheduler(scheduling, limits_of(config), costs, measured),
         eos_token_ids=eos_token_ids,
         prefixes=PrefixCache(memory.block_size) if has_cache else None,
         prefix_pool=prefix_pool if has_cache else None,
     )
+
+
+def _with_speed(
+    registered: WorkerRegistered, config: DecodeWorkerConfig, costs: CostModel | None, measured: tuple[Sample, ...]
+) -> WorkerRegistered:
+    max_context_len = registered.num_blocks * registered.block_size
+    return with_speed(registered, measured_speed(limits_of(config), costs, measured, max_context_len=max_context_len))

@@ -6,7 +6,8 @@ from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.prefix_cache.contexts import PrefixCache
-from alignedserve.scheduling.factory import limits_of, make_iteration_scheduler
+from alignedserve.scheduling.factory import limits_of, make_iteration_scheduler, measured_speed
+from alignedserve.worker_core.registration import with_speed
 from prefill_worker.logic import PrefillLogic
 
 
@@ -29,8 +30,10 @@ def make_logic(
 
     `prefix_cache`: None: it has none. Raises ConfigError naming what is unknown.
     """
+    max_context_len = registered.num_blocks * registered.block_size
+    speed = measured_speed(limits_of(config), costs, measured, max_context_len=max_context_len)
     return PrefillLogic(
-        registered=registered,
+        registered=with_speed(registered, speed),
         max_running_requests=config.max_running_requests,
         scheduler=make_iteration_scheduler(scheduling, limits_of(config), costs, measured),
         eos_token_ids=eos_token_ids,

@@ -116,7 +116,7 @@ class RequestRegistry:
 
     def enqueue(self, tracked: TrackedRequest) -> None:
         """Queue a request that is in no queue and has no holder."""
-        self.queue.push(tracked.request, tracked.num_prefill_tokens, tracked.first_due_s)
+        self.queue.push(tracked.request, tracked.num_prefill_tokens, tracked.turn_due_s)
 
     def _end(self, tracked: TrackedRequest, stage: Stage) -> list[Send]:
         """Remove a request, wherever it is, and tell its holder to free what it holds."""

@@ -72,6 +72,11 @@ class TrackedRequest:
         return math.inf if ttft_s is None or self.num_emitted else self.request.arrival_s + ttft_s
 
     @property
+    def turn_due_s(self) -> float:
+        """Return the time from which it is late in the queue: of no objective at all always, as in workers."""
+        return self.first_due_s if self.request.slo.targets or self.num_emitted else -math.inf
+
+    @property
     def num_prefill_tokens(self) -> int:
         """Number of tokens that a prefill worker has to compute."""
         return self.request.prompt_len + len(self.generated_token_ids)

@@ -16,6 +16,7 @@ from alignedserve.messages.cluster_view import (
 )
 from alignedserve.messages.gateways import ClusterStatus, Demand, LengthTotals, PrefixTotals, WorkerLean
 from alignedserve.messages.iteration_log import IterationLogTotals
+from alignedserve.messages.speeds import WorkerSpeed
 from alignedserve.messages.workers import IterationLogReport
 from router.placement import Placement
 from router.policies.prefill_order import first_token_s
@@ -175,7 +176,19 @@ def status_of(
         num_tokens=counters.num_tokens,
         block_size=max((one.registered.block_size for one in workers), default=0),
         num_poolless_workers=sum(_is_poolless(worker, placement) for worker in workers),
+        speed=slowest(workers),
     )
+
+
+def slowest(workers: Iterable[WorkerRecord]) -> WorkerSpeed:
+    """Return the speed that every worker has at least: for prompts and for tokens of those that compute them."""
+    speed = WorkerSpeed()
+    for worker in workers:
+        told, registered = worker.registered.speed, worker.registered
+        prompts = (told.short_prompt_s, told.prompt_s) if registered.can_prefill else (0.0, 0.0)
+        tokens = (told.token_s, told.shared_token_s) if registered.can_decode else (0.0, 0.0)
+        speed = speed.slower(WorkerSpeed(*prompts, *tokens))
+    return speed
 
 
 def tier_load(requests: Collection[TrackedRequest], request_class: RequestClass, now: float) -> TierLoad:

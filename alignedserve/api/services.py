@@ -1,6 +1,7 @@
 """The objects that every request of one gateway (or batch worker) shares, whichever model it names. No HTTP here."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from alignedserve.api.backend.interface import CompletionBackend
 from alignedserve.api.backend.readiness_probe import ReadinessProbe
@@ -9,6 +10,7 @@ from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_registry import ModelRegistry, RegisteredModel
 from alignedserve.api.models.model_services import GrammarChecker, ModelServices, RequestLimiter
+from alignedserve.api.objectives import default_slo_at
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.api.timelines.exporter import TraceExporter
 from alignedserve.api.timelines.questions import TimelineQuestions
@@ -85,7 +87,9 @@ class ApiServices:
             backend=backend,
             tokenizer=tokenizer,
             grammars=GrammarChecker(tokenizer, model.eos_token_ids),
-            metrics=self.metrics.add_model(model.name, backend, deployment_id),
+            metrics=self.metrics.add_model(
+                model.name, backend, deployment_id, partial(default_slo_at, self.config, backend)
+            ),
             readiness_probe=ReadinessProbe(backend, token_id=probe_token_id, reply_to=self.reply_to),
             config=self.config,
             limiter=self.limiter,

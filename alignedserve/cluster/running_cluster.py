@@ -23,12 +23,14 @@ from alignedserve.cluster.local_ray.node_processes import kill_all, orphans_of
 from alignedserve.cluster.local_ray.node_watch import NodeWatch
 from alignedserve.cluster.local_ray.start import start_ray
 from alignedserve.cluster.private_redis import PrivateRedis
-from alignedserve.cluster.ray_polls import Starting, kill_actors
+from alignedserve.cluster.ray_polls import Starting, answer_of, kill_actors
 from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.cluster.signals import interrupts_kept, signals_ignored
 from alignedserve.cluster.start_observer import Patience, StartObserver
 from alignedserve.cluster.watchdog import Watchdog
 from alignedserve.core.errors import NodeLost, PeerLost
+from alignedserve.messages.gateways import ClusterStatus
+from alignedserve.process.addresses import is_gateway
 from alignedserve.process.loading_progress import Progress, read_progress
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.model.served_model import ServedModel
@@ -39,6 +41,7 @@ START_TIMEOUT_S = 600.0  # without progress
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 5.0
 _RAY_EXIT_S = 3.0
+_ANSWER_S = 5.0
 
 
 class AskedToStop(Exception):
@@ -192,6 +195,15 @@ class RunningCluster:
     def actors(self) -> dict[str, Any]:
         """Return all actors by name."""
         return {name: actor for actors in self._actors.values() for name, actor in actors.items()}
+
+    def statuses(self) -> dict[str, ClusterStatus]:
+        """Return the last report of each deployment's router, from a gateway that has any; empty: none answers."""
+        for name, actor in self.actors().items():
+            with contextlib.suppress(PeerLost):
+                found = answer_of(name, actor.cluster_statuses.remote(), _ANSWER_S) if is_gateway(name) else None
+                if found:
+                    return dict(found)
+        return {}
 
     def check(self) -> bool:
         """Look after the cluster; False: it was asked to stop. Raises NodeLost."""

@@ -105,6 +105,15 @@ class Slo:
     tpot_s: float | None = None
     deadline_s: float | None = None  # from arrival to the last token
 
+    def completed_by(self, default: "Slo") -> "Slo":
+        """Return these objectives with the default ones where none is named; a deadline stands for all of them."""
+        if self.deadline_s is not None:
+            return self
+        return Slo(
+            ttft_s=default.ttft_s if self.ttft_s is None else self.ttft_s,
+            tpot_s=default.tpot_s if self.tpot_s is None else self.tpot_s,
+        )
+
     @property
     def targets(self) -> tuple[tuple[str, float], ...]:
         """The objectives that are set, by the names that metrics and answers give them."""

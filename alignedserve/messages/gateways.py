@@ -18,6 +18,7 @@ from alignedserve.messages.fields import (
 )
 from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.messages.prefixes import BlockNames
+from alignedserve.messages.speeds import WorkerSpeed
 from alignedserve.messages.wire import Message
 
 
@@ -158,6 +159,7 @@ class ClusterStatus(Message, frozen=True):
     block_size: Count = 0  # token slots per block; 0: no worker has registered
     num_standby_workers: Count = 0  # beside those that decode: loaded, and without work until one of them is lost
     num_poolless_workers: Count = 0  # among those for prompts: their pool is not registered, and they get none
+    speed: WorkerSpeed = WorkerSpeed()  # of the slowest worker for prompts, and of the slowest that decodes
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):

@@ -10,6 +10,7 @@ from alignedserve.messages.caches import BatchGranted, BlocksWritten
 from alignedserve.messages.cluster_view import BatchShape
 from alignedserve.messages.fields import Attempt, Count, FailureKind, PredictedLen, Seconds, Share, Text, TokenIds
 from alignedserve.messages.iteration_log import IterationLogTotals
+from alignedserve.messages.speeds import WorkerSpeed
 from alignedserve.messages.wire import Message
 
 
@@ -41,6 +42,7 @@ class WorkerRegistered(Message, frozen=True):
     max_adapters: Count = 0  # LoRA adapters that its memory holds; 0: it takes none
     decoding: tuple[DecodedRequest, ...] = ()  # that it goes on with; it has dropped all others
     num_active: Count = 0  # of its node's workers that decode so many have work, and the others stand by; 0: all have
+    speed: WorkerSpeed = WorkerSpeed()  # as measured at its start
 
 
 class RegistrationRefused(Message, frozen=True):

@@ -15,6 +15,7 @@ from alignedserve.config.sections import (
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.online import learned_from
+from alignedserve.costmodel.speed import Speed, speed_of
 from alignedserve.scheduling.iteration_scheduler import (
     FcfsIterationScheduler,
     IterationScheduler,
@@ -49,6 +50,20 @@ def make_scheduler(
         return Scheduler(policy, costs, limits)
     learned = learned_from(measured)
     return Scheduler(policy, learned, limits, learned)
+
+
+def measured_speed(
+    limits: IterationLimits,
+    costs: CostModel | None,
+    measured: Sequence[Sample],
+    *,
+    max_context_len: int,
+) -> Speed | None:
+    """Return how fast a worker is, by its costs or by what it measured at its start; None: it has neither."""
+    if costs is None and not any(not sample.work.is_empty for sample in measured):
+        return None
+    known = costs if costs is not None else learned_from(measured)
+    return speed_of(known, max_tokens=limits.max_tokens, max_context_len=max_context_len)
 
 
 def calibration_s(engine: EngineConfig, scheduling: SchedulingConfig) -> float:

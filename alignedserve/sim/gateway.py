@@ -3,10 +3,10 @@
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import Request, SamplingParams
+from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
 from alignedserve.messages.events import PeerConnected, PeerDisconnected, Received
 from alignedserve.messages.gateways import (
     ClusterStatus,
@@ -24,7 +24,7 @@ from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.prompts import SimulatedTexts
 from alignedserve.sim.records import Ending, GapSample, OpenRequest, RequestRecord
 from alignedserve.sim.routers import RouterChoice
-from alignedserve.workload.requests import ClosedLoopRun, TimedRequest, Workload
+from alignedserve.workload.requests import NO_SLO, ClosedLoopRun, TimedRequest, Workload
 from router.state import LengthPredicted
 
 GATEWAY = "gateway-0"
@@ -50,12 +50,15 @@ class SimulatedGateway:
         *,
         texts: SimulatedTexts,
         max_context_len: int,
+        default_slo: Slo,
         on_idle: Callable[[], None],
     ) -> None:
+        """`default_slo`: of real-time requests that name no objective, as the live gateway has it."""
         self._event_queue = event_queue
         self._network = network
         self._routers = routers
         self._max_context_len = max_context_len
+        self._default_slo = default_slo
         self._on_idle = on_idle
         self._timed = iter(workload.requests)
         self._loops = ClosedLoopRun(workload)
@@ -155,6 +158,8 @@ class SimulatedGateway:
     def _send(self, timed: TimedRequest) -> None:
         request_id = RequestId(f"r{self._num_sent:07d}")
         now = self._event_queue.now
+        if timed.request_class is RequestClass.REAL_TIME and self._default_slo != NO_SLO:
+            timed = replace(timed, slo=timed.slo.completed_by(self._default_slo))
         request = Request(
             request_id,
             self._texts.prompt(timed),

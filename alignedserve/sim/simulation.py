@@ -75,6 +75,7 @@ class Simulation:
             choice,
             texts=SimulatedTexts(config.layout.block_size if config.cluster.prefix_cache.enabled else None),
             max_context_len=config.max_context_len,
+            default_slo=config.cluster.gateway.named_slo,
             on_idle=self._settle,
         )
         self._network.to_gateway = self._gateway.emitted

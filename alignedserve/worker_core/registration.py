@@ -1,7 +1,11 @@
 """Registration of a worker with the router."""
 
+import msgspec
+
 from alignedserve.config.sections import DecodeWorkerConfig
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.costmodel.speed import Speed
+from alignedserve.messages.speeds import WorkerSpeed
 from alignedserve.messages.workers import WorkerRegistered
 
 
@@ -39,3 +43,8 @@ def registration_of(
 def num_active(config: DecodeWorkerConfig) -> int:
     """Return how many workers of a node have work, where others stand by; 0: all have. `config`: of this node."""
     return config.count if config.standby else 0
+
+
+def with_speed(registered: WorkerRegistered, speed: Speed | None) -> WorkerRegistered:
+    """Return the registration with what the worker measured; None: nothing."""
+    return registered if speed is None else msgspec.structs.replace(registered, speed=WorkerSpeed(*speed))

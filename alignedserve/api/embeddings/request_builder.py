@@ -17,7 +17,7 @@ from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.generation_request import Arrival, CallTerms, GenerationRequest
 from alignedserve.api.openai.prompt_encoding import Prompt, Prompts
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.core.request import SamplingParams
+from alignedserve.core.request import SamplingParams, Slo
 from alignedserve.runtime.model.encoder.encoder_config import EmbeddingConfig, EncoderConfig
 
 _EMBEDDING = SamplingParams(max_tokens=0, wants_embedding=True)
@@ -119,7 +119,7 @@ def _embedding_of(services: PromptServices) -> EmbeddingConfig | None:
 def _built(
     asked: PromptFields, prompts: Sequence[Prompt], arrival: Arrival, services: ModelServices
 ) -> GenerationRequest:
-    terms = CallTerms.of(asked, arrival, services)
+    terms = CallTerms.of(asked, arrival, services)._replace(default=Slo())  # nobody reads as they come
     return GenerationRequest(
         response_id=f"embd-{arrival.request_id}",
         arrival=arrival,
@@ -127,4 +127,5 @@ def _built(
         requests=tuple(terms.request(index, prompt, _EMBEDDING) for index, prompt in enumerate(prompts)),
         prompts=tuple(prompts),
         service_tier=terms.tier.name,
+        named_slo=terms.slo,
     )

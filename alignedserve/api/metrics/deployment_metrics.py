@@ -14,6 +14,7 @@ from prometheus_client.utils import floatToGoString
 from typing_extensions import override
 
 from alignedserve.api.backend.interface import CompletionBackend
+from alignedserve.core.request import Slo
 from alignedserve.messages.cluster_view import TIME_EDGES_S, TierLoad, TimeSpread, WorkerView
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.messages.iteration_log import SPREAD_EDGES, IterationLogTotals
@@ -98,6 +99,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (
 @dataclass(frozen=True, slots=True)
 class _Deployment:
     backend: CompletionBackend
+    default_slo: Callable[[], Slo]
     labels: dict[str, str]
 
     def metrics(self) -> Iterator[Metric]:
@@ -106,6 +108,13 @@ class _Deployment:
         for worker, count in sorted(self.backend.num_answers().items()):
             answers.add_metric([worker], count)
         yield answers
+        targets = self.default_slo().targets
+        if targets:
+            name = "alignedserve_default_objective_seconds"
+            objectives = GaugeMetricFamily(name, "Of real-time requests that name none.", labels=["objective"])
+            for objective, target_s in targets:
+                objectives.add_metric([objective], target_s)
+            yield objectives
         status = self.backend.status()
         if status is not None:
             yield from _reported(status)
@@ -117,10 +126,12 @@ class DeploymentCollector(Collector):
     def __init__(self) -> None:
         self._deployments: dict[str, _Deployment] = {}  # by id
 
-    def add(self, model_name: str, backend: CompletionBackend, deployment_id: str) -> None:
+    def add(
+        self, model_name: str, backend: CompletionBackend, deployment_id: str, default_slo: Callable[[], Slo] = Slo
+    ) -> None:
         """Collect from one more deployment; from this one instead, if there was one of its id."""
         labels = {"model_name": model_name} | ({"deployment": deployment_id} if deployment_id else {})
-        self._deployments[deployment_id] = _Deployment(backend, labels)
+        self._deployments[deployment_id] = _Deployment(backend, default_slo, labels)
 
     def remove(self, deployment_id: str) -> None:
         """Collect no more from this deployment."""

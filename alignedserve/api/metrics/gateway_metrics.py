@@ -13,7 +13,7 @@ from typing_extensions import override
 from alignedserve.api.backend.interface import CompletionBackend
 from alignedserve.api.metrics.deployment_metrics import DeploymentCollector
 from alignedserve.api.timelines.exporter import TraceExporter
-from alignedserve.core.request import Request, RequestClass
+from alignedserve.core.request import Request, RequestClass, Slo
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -139,9 +139,18 @@ class GatewayMetrics:
             "alignedserve_rejected", "Requests refused or failed.", ["reason"], registry=self._registry
         )
 
-    def add_model(self, model_name: str, backend: CompletionBackend, deployment_id: str = "") -> ModelMetrics:
-        """Show the reports of the deployment behind this backend; return the metrics of the model's requests."""
-        self._deployments.add(model_name, backend, deployment_id)
+    def add_model(
+        self,
+        model_name: str,
+        backend: CompletionBackend,
+        deployment_id: str = "",
+        default_slo: Callable[[], Slo] = Slo,
+    ) -> ModelMetrics:
+        """Show the reports of the deployment behind this backend; return the metrics of the model's requests.
+
+        `default_slo`: returns the objectives of its requests that name none.
+        """
+        self._deployments.add(model_name, backend, deployment_id, default_slo)
         return ModelMetrics(model_name, self._families)
 
     def remove_deployment(self, deployment_id: str) -> None:

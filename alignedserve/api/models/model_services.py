@@ -13,12 +13,13 @@ from alignedserve.api.errors import Overloaded, ResourceUnavailable, Unavailable
 from alignedserve.api.metrics.gateway_metrics import ModelMetrics
 from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.objectives import default_slo_at
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.api.timelines.timeline import Timelines
 from alignedserve.api.work_lanes import SHORT_LEN, WorkLanes
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.core.request import LoraAdapter, Request, RequestClass
+from alignedserve.core.request import LoraAdapter, Request, RequestClass, Slo
 from alignedserve.runtime.grammar.compiler import GrammarError
 from alignedserve.runtime.grammar.trials import GrammarTrials
 from alignedserve.runtime.grammar.vocabulary import token_table
@@ -133,6 +134,10 @@ class ModelServices:
         if adapter is None:
             return None
         return replace(self, model=self.model.of_adapter(adapter), adapter=adapter)
+
+    def default_slo(self) -> Slo:
+        """Return the objectives of real-time requests that name none."""
+        return default_slo_at(self.config, self.backend)
 
     def prefix_root(self, tenant: str, salt: str | None) -> bytes:
         """Return the root of the block hashes of a client's request; empty: it shares nothing."""

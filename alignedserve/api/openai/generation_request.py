@@ -72,19 +72,28 @@ class CallTerms(NamedTuple):
     arrival: Arrival
     services: ModelServices
     tier: ServiceTier
-    slo: Slo
+    slo: Slo  # that the client named
     priority: int
     prefix_root: bytes
+    default: Slo = Slo()  # of those that it did not name
 
     @classmethod
     def of(cls, fields: TermFields, arrival: Arrival, services: ModelServices) -> "CallTerms":
         """Return the terms of a call. Raises InvalidRequest for objectives that cannot be read."""
         tier, slo = SERVICE_TIERS[fields.service_tier], parse_slo(arrival.headers)
         priority = fields.priority if fields.priority is not None else tier.priority
-        return cls(arrival, services, tier, slo, priority, services.prefix_root(arrival.tenant, fields.cache_salt))
+        is_real_time = tier.request_class is RequestClass.REAL_TIME
+        default = services.default_slo() if is_real_time and not arrival.is_line else Slo()
+        root = services.prefix_root(arrival.tenant, fields.cache_salt)
+        return cls(arrival, services, tier, slo, priority, root, default)
 
     def request(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Request:
-        """Return the request of one choice of the call."""
+        """Return the request of one choice of the call.
+
+        A body of many prompts is no chat: after as many as a chat may have choices they get no default objectives. They
+        go after all that have some, and do not prolong the gaps of those that run.
+        """
+        is_chat = index < self.services.config.max_choices
         return Request(
             request_id=RequestId(f"{self.arrival.request_id}-{index}"),
             prompt_token_ids=prompt.token_ids,
@@ -93,7 +102,7 @@ class CallTerms(NamedTuple):
             reply_to=self.services.reply_to,
             arrival_s=self.arrival.arrival_s,
             request_class=self.tier.request_class,
-            slo=self.slo,
+            slo=self.slo.completed_by(self.default) if is_chat else self.slo,
             priority=self.priority,
             prefix_root=self.prefix_root,
             adapter=self.services.adapter,
@@ -123,11 +132,12 @@ class GenerationRequest:
     calls_functions: bool = False  # calls are answered as `function_call`, which tool_calls replaced
     num_prompt_logprobs: int | None = None  # shown for each prompt token beside its own; None: none are
     names_tokens_by_id: bool = False  # in log-probabilities
+    named_slo: Slo = field(default_factory=Slo)  # by the client
 
     @property
     def slo(self) -> Slo:
         """Objectives that the response reports on; a line's deadline is ours, not the client's."""
-        return Slo() if self.arrival.is_line else self.requests[0].slo
+        return Slo() if self.arrival.is_line else self.named_slo
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:

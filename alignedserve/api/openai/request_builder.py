@@ -152,6 +152,7 @@ def _build(
         calls_functions=answer.calls_functions,
         num_prompt_logprobs=fields.prompt_logprobs,
         names_tokens_by_id=fields.return_tokens_as_token_ids,
+        named_slo=terms.slo,
     )
 
 

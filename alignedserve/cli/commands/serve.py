@@ -4,6 +4,7 @@ import contextlib
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from types import FrameType
 
 import typer
@@ -11,6 +12,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from alignedserve.api.objectives import default_slo, in_words, unholdable
 from alignedserve.cli.commands.node_losses import NodeLosses
 from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.commands.start_screen import StartScreen
@@ -24,8 +26,9 @@ from alignedserve.cluster.running_cluster import AskedToStop, RunningCluster
 from alignedserve.cluster.signals import ignore_signals
 from alignedserve.config.environment import api_keys
 from alignedserve.config.model_settings import ModelSettings
-from alignedserve.config.sections import ClusterConfig
+from alignedserve.config.sections import ClusterConfig, GatewayConfig
 from alignedserve.core.errors import AlignedServeError, NodeLost
+from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.served_model import ServedModel
 
@@ -171,10 +174,21 @@ def _welcome(cluster: ServingCluster, seconds: float) -> Panel:
             (choice,) = plan.choices.values()
             table.add_row(f"[bold]{escape(plan.served.name)}[/]", _shape(choice.config))
         _describe(table, plan.served)
+    describe_objectives(table, cluster.config.gateway, cluster.statuses())
     names = ", ".join(plan.served.name for plan in cluster.plans)
     table.add_row("Logs", str(cluster.folder / "logs"))
     table.add_row("Stop", "Ctrl-C")
     return Panel(table, title=f"AlignedServe serves [bold]{escape(names)}[/] (ready in {seconds:.1f} s)")
+
+
+def describe_objectives(table: Table, config: GatewayConfig, statuses: Mapping[str, ClusterStatus]) -> None:
+    """Add the objectives of chat that names none, and warnings of those that this machine cannot hold."""
+    for deployment, status in sorted(statuses.items()):
+        slo = default_slo(config, status.speed)
+        which = f"{deployment}: " if len(statuses) > 1 else ""
+        table.add_row("Objectives", escape(f"{which}{in_words(slo)}  (of chat that names none)"))
+        for warning in unholdable(slo, status.speed):
+            table.add_row("[yellow]warning[/]", escape(f"{which}{warning}"))
 
 
 def _describe(table: Table, served: ServedModel) -> None:

@@ -6,7 +6,7 @@ A component receives its own section, never the whole. Every wrong value raises 
 from alignedserve.config.sections.base import MIB, Section
 from alignedserve.config.sections.batches import BatchesConfig
 from alignedserve.config.sections.cluster import ClusterConfig, LinksConfig, RecordingConfig, ScalingConfig, Topology
-from alignedserve.config.sections.gateway import GatewayConfig
+from alignedserve.config.sections.gateway import AUTO, GatewayConfig
 from alignedserve.config.sections.model import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -20,6 +20,7 @@ from alignedserve.config.sections.scheduling import BatchingConfig, RouterConfig
 from alignedserve.config.sections.workers import DecodeWorkerConfig, EngineConfig, PrefillWorkerConfig
 
 __all__ = [
+    "AUTO",
     "BatchesConfig",
     "BatchingConfig",
     "ClusterConfig",

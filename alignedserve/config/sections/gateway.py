@@ -3,7 +3,9 @@
 import re
 
 from alignedserve.config.sections.base import MIB, Section
+from alignedserve.core.request import Slo
 
+AUTO, NONE = "auto", "none"  # of default objectives
 _ORIGIN = re.compile(r"\*|https?://[^/\s,]+", re.ASCII)
 
 
@@ -30,6 +32,9 @@ class GatewayConfig(Section, frozen=True):
     requests_per_minute: int | None = None  # per key; 429 above
     strict: bool = False  # unknown fields are refused; otherwise ignored, and named by a header of the response
     cors_origins: tuple[str, ...] = ()  # pages of these origins may call it, such as https://chat.example; "*": all
+    # Objectives of real-time requests that name none: seconds, "auto" (from the speed of the machine) or "none".
+    default_ttft_s: float | str = "auto"  # to the first token
+    default_tpot_s: float | str = "auto"  # between tokens, on average
     first_token_timeout_s: float = 120.0  # accepted but silent: the request fails
     token_timeout_s: float = 60.0  # longest silence within an answer
     best_effort_timeout_s: float = 3600.0  # longest silence of a best-effort request, or its deadline and a tenth more
@@ -45,6 +50,11 @@ class GatewayConfig(Section, frozen=True):
         """Return how many ports the gateways need where they are on one host, from `port` on."""
         return 1 if self.shared_port else self.count
 
+    @property
+    def named_slo(self) -> Slo:
+        """Return the default objectives that are set to seconds; whoever knows the machine has those that are auto."""
+        return Slo(_seconds(self.default_ttft_s), _seconds(self.default_tpot_s))
+
     def __post_init__(self) -> None:
         self._require(0 < self.port < 65536, "port", "must be a TCP port")
         self._require(1 <= self.count <= 64, "count", "must be between 1 and 64")
@@ -55,6 +65,10 @@ class GatewayConfig(Section, frozen=True):
         self._require_positive("max_body_bytes", "max_choices", "max_stop_strings")
         self._require_positive("max_json_depth", "max_json_containers", "max_json_values")
         self._require_positive("max_concurrent_requests", "first_token_timeout_s", "token_timeout_s")
+        for objective in ("default_ttft_s", "default_tpot_s"):
+            self._require(
+                _is_objective(getattr(self, objective)), objective, "must be auto, none or seconds up to 3600"
+            )
         self._require_positive("max_best_effort_requests", "best_effort_timeout_s")
         self._require_positive("max_responses_bytes", "max_response_turns", "response_lifetime_s")
         self._require_positive("max_response_events_bytes", "max_events_bytes")
@@ -64,3 +78,11 @@ class GatewayConfig(Section, frozen=True):
         self._require(
             self.requests_per_minute is None or self.requests_per_minute > 0, "requests_per_minute", "must be above 0"
         )
+
+
+def _is_objective(value: float | str) -> bool:
+    return value in (AUTO, NONE) if isinstance(value, str) else 0.0 < value <= 3600.0
+
+
+def _seconds(value: float | str) -> float | None:
+    return None if isinstance(value, str) else value

@@ -5,10 +5,11 @@ from msgspec.structs import replace
 from alignedserve.messages.gateways import ClusterStatus, Demand, PrefixTotals
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import PoolLoad, PoolRegistered
+from alignedserve.messages.speeds import WorkerSpeed
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import WorkerLoad
-from tests.harnesses.router import colocated_router, decoding
-from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, epoch, request
+from tests.harnesses.router import colocated_router, connected_router, decoding
+from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, epoch, request, worker
 
 
 def without_view(status: Message) -> ClusterStatus:
@@ -74,3 +75,11 @@ def test_workers_for_prompts_whose_pool_is_gone_are_counted() -> None:
 
 def test_workers_that_decode_what_they_prefill_need_no_pool() -> None:
     assert colocated_router().status().num_poolless_workers == 0
+
+
+def test_the_speed_is_that_of_the_slowest_for_prompts_and_of_the_slowest_that_decodes() -> None:
+    made = connected_router()
+    made.hear(PREFILL, worker(can_prefill=True, can_decode=False, speed=WorkerSpeed(0.1, 0.8, 9.0, 9.0)))
+    made.hear(DECODE, worker(speed=WorkerSpeed(9.0, 9.0, 0.02, 0.05)))
+    made.hear("decode-1", worker(speed=WorkerSpeed(9.0, 9.0, 0.03, 0.04)))
+    assert made.status().speed == WorkerSpeed(0.1, 0.8, 0.03, 0.05)

@@ -4,10 +4,11 @@ from typing import Any
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass, Slo
+from alignedserve.messages.gateways import ResumeRequest
 from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, WorkerLoad
 from router.state import DispatchedPrefill, WorkerRecord
-from tests.harnesses.router import RouterHarness
-from tests.support.samples import epoch, request, worker
+from tests.harnesses.router import RouterHarness, connected_router
+from tests.support.samples import GATEWAY, epoch, request, worker
 
 FIRST, SECOND = "decode-0", "decode-1"
 CHAT = DispatchedPrefill(1, 3000, is_real_time=True)
@@ -115,3 +116,18 @@ def test_documents_leave_places_of_a_worker_to_chat() -> None:
     assert has_room(leaves_room=False)
     held.decoding.pop()
     assert has_room(leaves_room=True)
+
+
+def test_chat_without_any_objective_goes_after_chat_that_has_one_and_before_documents() -> None:
+    made = connected_router(max_prefill_tokens_per_worker=10)
+    made.submit(request("running", prompt_len=10))
+    plain, document = request("plain"), request("document", request_class=RequestClass.BEST_EFFORT)
+    resumed = request("resumed")
+    for one in (document, plain):
+        made.submit(one)
+    made.hear(GATEWAY, ResumeRequest(resumed, (7,)))
+    made.now = 5.0
+    made.submit(request("chat", arrival_s=5.0, slo=Slo(ttft_s=9.0)))
+    queue = made.logic.records.registry.queue
+    places = {one: queue.num_before(RequestId(one), made.now) for one in ("resumed", "chat", "plain", "document")}
+    assert places == {"resumed": 0, "chat": 1, "plain": 2, "document": 3}
