@@ -34,6 +34,7 @@ from experiments.common import (
     with_recorded,
     write_record,
 )
+from experiments.steady import LEAST_S, LEAST_SEEDS
 
 WORKERS: Mapping[str, ColocatedWorkerSpec] = {  # Table 2
     "opt-13b": ColocatedWorkerSpec(WorkerSpec("opt-13b", "a100-40g", 1)),
@@ -58,6 +59,8 @@ LEVELS = (0.9, 0.6)
 BURSTS = (1.0, 5.0, 10.0)  # coefficients of variation
 HELD = "all.p99_attainment"
 FIGURE_8 = "figure 8"
+STEADY = "steady"  # ten minutes, five seeds: rates; all other parts are bursts of 300 requests
+STEADY_RATES = (2.5, 3.0, 3.5, 4.0)  # ShareGPT on OPT-13B
 _LOWEST_RATES: Mapping[str, float] = {"sharegpt": 0.8, "humaneval": 4.0, "longbench": 0.15}
 _STEP, _NUM_RATES = 1.25, 20
 _CONTEXT = 2048
@@ -99,6 +102,7 @@ class AptServeLoad:
     cv: float = 1.0
     model: str = "opt-13b"
     costs: str = "roofline"
+    sent_s: float | None = None  # for so long, in place of a number of requests
 
     def line(self) -> str:
         """Return the workload line (docs/workloads.md)."""
@@ -118,7 +122,8 @@ class AptServeLoad:
             "costs": self.costs,
             "policy": policy,
         }
-        workload = line(self.line(), seed, num_requests=self.num_requests)
+        num_requests = self.num_requests if self.sent_s is None else None
+        workload = line(self.line(), seed, num_requests=num_requests, duration_s=self.sent_s)
         on, settings = WORKERS[self.model], None
         if policy == KV_ONLY:
             policy, settings = "apt_serve", {"hybrid_cache": False}
@@ -287,6 +292,13 @@ def other_costs(sizes: WorkerSizes) -> list[LabelledCase]:
     return [load.case("costs", policy, sizes.seeds[0]) for load in loads for policy in policies]
 
 
+def steady_state() -> list[LabelledCase]:
+    """Return the same lengths sent for as long as a rate needs."""
+    loads = [AptServeLoad("sharegpt", rate, 0, sent_s=LEAST_S) for rate in STEADY_RATES]
+    points = [(load, policy) for load in loads for policy in ("fcfs", "sarathi", *OURS)]
+    return [load.case(STEADY, policy, seed) for load, policy in points for seed in range(1, LEAST_SEEDS + 1)]
+
+
 def curves_of(*, is_quick: bool) -> list[AttainmentCurve]:
     """Return figure 8 on the smallest model, of the other lengths only what counts; on the others of ShareGPT only."""
     compared = ("fcfs", *OURS)
@@ -314,7 +326,7 @@ def main() -> None:
     curves = [one for one in curves if options.wants({"part": FIGURE_8, "policy": one.policy})]
     rows = with_recorded("apt_serve", [], options) if options.is_recorded else []
     if not options.is_quick:
-        for part in (tables_4_and_5(sizes), figure_9(sizes), other_costs(sizes)):
+        for part in (tables_4_and_5(sizes), figure_9(sizes), other_costs(sizes), steady_state()):
             rows += chosen(run(options.select(part), processes=options.processes), _RECORDED)
             _record(rows, options)
     rows += chosen(find_throughputs(curves, sizes), _RECORDED)

@@ -27,6 +27,7 @@ from experiments.common import (
     with_recorded,
     write_record,
 )
+from experiments.steady import LEAST_S, LEAST_SEEDS
 
 WORKERS: Mapping[str, ColocatedWorkerSpec] = {  # section 7.1
     "opt-13b": ColocatedWorkerSpec(WorkerSpec("opt-13b", "a100-40g", 2)),
@@ -50,6 +51,8 @@ WHOLE = "bros, whole caches"  # without shared blocks: whole caches are swapped
 WAITING = "bros, long prompts wait"  # for the end of all decodes: the letter of Algorithm 1 (docs/policies/bros.md)
 FIGURES = "figures 10, 11"
 READINGS = "readings"
+STEADY = "steady"  # ten minutes, five seeds: rates; all other parts are bursts
+STEADY_RATES: Mapping[float, tuple[str, ...]] = {10.0: COMPARED, 18.0: ("bros", "aligned_slo")}
 _CONTEXT = 2048  # OPT's; longer requests are left out, and no policy knows how much of it an answer will take
 
 COLUMNS: Mapping[str, str] = {
@@ -184,6 +187,12 @@ def other_reading(duration_s: float) -> list[LabelledCase]:
     return [load.case(READINGS, WAITING, 1, duration_s) for load in loads]
 
 
+def steady_state() -> list[LabelledCase]:
+    """Return the headline's load, and the highest of Figure 10, for as long as a rate needs."""
+    points = [(BrosLoad("opt-13b", rate), policy) for rate, policies in STEADY_RATES.items() for policy in policies]
+    return [load.case(STEADY, policy, seed, LEAST_S) for load, policy in points for seed in range(1, LEAST_SEEDS + 1)]
+
+
 # --- what comes of it
 
 
@@ -248,6 +257,7 @@ def cases_of(*, is_quick: bool) -> list[LabelledCase]:
         *figure_12(30.0),
         *figure_13(60.0, (1, 2)),
         *other_reading(60.0),
+        *steady_state(),
     ]
 
 

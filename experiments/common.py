@@ -102,6 +102,7 @@ def cluster_case(
     return LabelledCase(labelled, Case(name, simulated_policy(machines, cluster), workload))
 
 
+@cache
 def source_or(preferred: str, stand_in: str) -> str:
     """Return the first of two sources of lengths that there is. Says so where it is the second."""
     try:

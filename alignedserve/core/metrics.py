@@ -102,14 +102,21 @@ def meets_slo(slo: Slo, *, ttft: float | None, tpot: float | None, end_to_end: f
 
 
 def token_deadlines(
-    slo: Slo, arrival_s: float, token_times_s: Sequence[float], *, ended_s: float | None = None, pace: float = 1.0
+    slo: Slo,
+    arrival_s: float,
+    token_times_s: Sequence[float],
+    *,
+    ended_s: float | None = None,
+    is_cut: bool = False,
+    pace: float = 1.0,
 ) -> Deadlines:
     """Count the deadlines of a request's tokens, of which the fluidity index (Etalon) is the share that was met.
 
     The first token is due a TTFT after the arrival and each other a TPOT after the deadline before, so that time gained
     is carried over. A late token misses its deadline and one more for every TPOT that it is late, and the schedule goes
-    on from it. `ended_s`: when a request ended that did not complete; it misses the next deadline in any case. `pace`:
-    tokens that came at one recorded time, in the mean.
+    on from it. `ended_s`: when a request ended that did not complete; it misses the next deadline in any case.
+    `is_cut`: it was the measurement that ended, and only what was due until then counts. `pace`: tokens that came at
+    one recorded time, in the mean.
     """
     due_s = None if slo.ttft_s is None else arrival_s + slo.ttft_s
     step_s = None if slo.tpot_s is None else slo.tpot_s * pace
@@ -121,21 +128,17 @@ def token_deadlines(
             num_due += _num_missed(time_s - due_s, step_s)
             due_s = time_s
         if step_s is None:
-            return _with_end(Deadlines(num_due, num_met), None, ended_s, step_s)
+            due_s = None
+            break
         due_s = (time_s if due_s is None else due_s) + step_s
-    return _with_end(Deadlines(num_due, num_met), due_s, ended_s, step_s)
+    if ended_s is not None and due_s is not None and (ended_s > due_s or not is_cut):
+        num_due += _num_missed(max(ended_s - due_s, 0.0), step_s)
+    return Deadlines(num_due, num_met)
 
 
 def _num_missed(late_s: float, step_s: float | None) -> int:
     """Return how many deadlines passed without a token that is so late."""
     return 1 + (int(late_s // step_s) if step_s else 0)
-
-
-def _with_end(found: Deadlines, due_s: float | None, ended_s: float | None, step_s: float | None) -> Deadlines:
-    """Add what a request missed that ended without the token that was due next."""
-    if ended_s is None or due_s is None:
-        return found
-    return found._replace(num_due=found.num_due + _num_missed(max(ended_s - due_s, 0.0), step_s))
 
 
 def completed_of_arrived(arrivals_s: Sequence[float], completions_s: Sequence[float]) -> float | None:

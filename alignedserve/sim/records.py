@@ -110,7 +110,13 @@ class OpenRequest:
             *_timely(timed.slo, ttft, ascending),
             is_complete and has_met(timed.slo, p99_tbt),
             self.num_cached_tokens,
-            token_deadlines(timed.slo, self.arrival_s, times, ended_s=None if is_complete else now),
+            token_deadlines(
+                timed.slo,
+                self.arrival_s,
+                times,
+                ended_s=None if is_complete else now,
+                is_cut=ending is Ending.UNFINISHED,
+            ),
         )
 
 

@@ -1,17 +1,16 @@
-"""The default, `aligned_slo` elastic, beside the best of all others at every point of a grid.
+"""The default, `aligned_slo` elastic, beside the best of the field at every point of a grid, in steady state.
 
-    python -m experiments.grid [--processes N] [--points PATTERN ...] [--again COMMIT ...] [--quick]
-    python -m experiments.grid --seeds | --summary | --capacity
+    python -m experiments.grid [--cpu-minutes N] [--points PATTERN ...] [--processes N] [--again]
+    python -m experiments.grid --seeds N --minutes M | --summary | --capacity | --quick
 
-Five traces, six rates, three kinds of objectives, 2 to 8 accelerators, with and without best-effort work: 540 points.
-Others: fcfs, sarathi at the best of its token budgets for the point, `aligned_slo`; colocated and in every split. What
-has ended is in results/grid.jsonl at once; called again it goes on where it was. The summary, results/grid.json and the
-pictures of docs/experiments/grid.md, is made of that record alone.
+Five traces, five rates, two kinds of objectives, 2 and 4 accelerators, with and without best-effort work: 200 points of
+ten simulated minutes and five seeds each. What has ended is in results/grid.jsonl at once; called again it goes on
+where it was. The summary, results/grid.json and the pictures of docs/experiments/grid.md, is made of that record alone.
 """
 
 import argparse
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from itertools import islice
@@ -22,14 +21,13 @@ from rich.progress import track
 
 from alignedserve.cli.machine import describe_machine
 from benchmarks.measuring.arguments import parser_of
-from benchmarks.measuring.recording import commit
 from experiments.common import write_record
 from experiments.grid.picture import PICTURES
-from experiments.grid.points import LOADS, MIXED, TRACES, Point, all_points
+from experiments.grid.points import LOADS, MINUTES, MIXED, SEEDS, TRACES, Point, all_points
 from experiments.grid.record import PATH, Record, Run, append_run
-from experiments.grid.search import repeat_point, search_task, simulate
-from experiments.grid.summary import points_apart, show, summary_of
-from experiments.grid.systems import DEFAULT, HARDWARE, MODEL, UNION
+from experiments.grid.search import SearchTask, search_task, simulate
+from experiments.grid.summary import row_of, show, summary_of
+from experiments.grid.systems import DEFAULT, HARDWARE, MODEL
 
 _QUICK = ("azure_code/1.02/tight/2/alone",)
 _HELD = 0.9  # of the requests, for a capacity
@@ -42,16 +40,14 @@ def main() -> None:
         for trace in TRACES:
             print(f"{trace}: {capacity(trace):.3g} requests/s of one accelerator")
         return
-    if options.quick:
-        with TemporaryDirectory() as folder:
-            run([point for point in all_points() if point.name in _QUICK], Path(folder) / "grid.jsonl", processes=1)
-            show(summary_of(Record(Path(folder) / "grid.jsonl")))
+    seeds = tuple(range(1, options.seeds + 1))
+    wanted = [one for one in all_points(options.minutes) if any(fnmatch(one.name, name) for name in options.points)]
+    if options.quick or len(seeds) < len(SEEDS) or options.minutes < MINUTES:
+        _try([one for one in wanted if one.name.startswith(_QUICK)] if options.quick else wanted, seeds)
         return
-    if options.seeds:
-        _repeat(PATH)
-    elif not options.summary:
-        chosen = [point for point in all_points() if any(fnmatch(point.name, one) for one in options.points)]
-        run(chosen, PATH, processes=options.processes, again=options.again, systems=options.systems)
+    if not options.summary:
+        tasks = [SearchTask(point, PATH, seeds, options.again) for point in wanted]
+        run(tasks, processes=options.processes, most_cpu_s=60 * options.cpu_minutes)
     summary = summary_of(Record(PATH))
     show(summary)
     write_record("grid", summary)
@@ -61,41 +57,49 @@ def main() -> None:
 
 def _read_options() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--processes", type=int, default=2, help="points at a time")
+    parser.add_argument("--processes", type=int, default=1, help="points at a time")
+    parser.add_argument("--cpu-minutes", type=float, default=60.0, help="no point is begun after these")
     parser.add_argument("--points", nargs="+", default=["*"], help="only these: 'azure_code/*/2/*'")
-    parser.add_argument("--again", nargs="+", default=(), metavar="COMMIT", help="forget what was simulated at these")
-    parser.add_argument("--systems", default=f"{UNION} *", help="of these alone ('%(default)s')")
-    parser.add_argument("--seeds", action="store_true", help="repeat, with more seeds, points that are apart")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="of every point; fewer are not recorded")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of arrivals; fewer are not recorded")
+    parser.add_argument("--again", action="store_true", help="simulate anew what an older decision code decided")
     parser.add_argument("--summary", action="store_true", help="simulate nothing")
     parser.add_argument("--capacity", action="store_true", help="find the rate that one accelerator carries")
-    parser.add_argument("--quick", action="store_true", help="one point, under a minute; nothing is recorded")
-    return parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="one point of a minute; nothing is recorded")
+    options = parser.parse_args()
+    if options.quick:
+        options.seeds, options.minutes = 2, 1.0
+    return options
 
 
 # --- runs
 
 
-def run(points: Sequence[Point], path: Path, *, processes: int, again: Sequence[str] = (), systems: str = "*") -> None:
-    """Search these points, each in a process, and append to the record of this path.
+def run(tasks: Sequence[SearchTask], *, processes: int, most_cpu_s: float) -> None:
+    """Search these points and append to their record, until so many seconds of processors are used."""
+    append_run(tasks[0].path, Run(describe_machine(), MODEL, HARDWARE))
+    used_s = 0.0
+    for cpu_s in _searched(tasks, processes):
+        used_s += cpu_s
+        if used_s >= most_cpu_s:
+            break
 
-    `again`: commits whose outcomes of `systems`, a pattern, no longer count, at these points and at all others.
-    """
-    append_run(path, Run(commit(), describe_machine(), MODEL, HARDWARE, tuple(again), systems if again else "*"))
-    tasks = [(point, path) for point in points]
+
+def _searched(tasks: Sequence[SearchTask], processes: int) -> Iterator[float]:
     if processes <= 1:
-        for task in track(tasks, "points", transient=True):
-            search_task(task)
+        yield from map(search_task, track(tasks, "points", transient=True))
         return
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for _ in track(pool.imap_unordered(search_task, tasks), "points", total=len(tasks), transient=True):
-            pass
+        yield from track(pool.imap_unordered(search_task, tasks), "points", total=len(tasks), transient=True)
 
 
-def _repeat(path: Path) -> None:
-    """Repeat with further seeds the points at which the default or another is ahead, those behind first."""
-    append_run(path, Run(commit(), describe_machine(), MODEL, HARDWARE))
-    for point in track(points_apart(Record(path)), "points", transient=True):
-        repeat_point(point, Record(path), simulate)
+def _try(points: Sequence[Point], seeds: Sequence[int]) -> None:
+    """Search these points without recording them, and show what comes of it."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "grid.jsonl"
+        for point in points:
+            search_task(SearchTask(point, path, seeds))
+            print(row_of(point, Record(path), seeds))
 
 
 def capacity(trace: str) -> float:
@@ -103,11 +107,11 @@ def capacity(trace: str) -> float:
 
     Of mixed objectives, without best-effort work; to 5 %, by bisection. What the others hold there is not asked.
     """
-    base = Point(trace, LOADS[0], MIXED, 2, has_best_effort=False)
+    base = Point(trace, LOADS[0], MIXED, 2, has_best_effort=False, minutes=1.0)
     low, high = 0.1, 8.0  # as shares of the capacity that is written down
     for _ in islice(iter(int, 1), 8):
         middle = (low * high) ** 0.5
-        outcome = simulate(replace(base, load=middle), DEFAULT, None)
+        outcome = simulate(replace(base, load=middle), DEFAULT, 0)
         low, high = (middle, high) if outcome.attainment >= _HELD else (low, middle)
     return low * TRACES[trace].capacity
 

@@ -2,9 +2,9 @@
 
     python -m experiments.grid.differences [POINT ...]
 
-Both systems have the same requests, each simulated to its end; without names of points, where another is more than a
-point ahead. For each request: its objectives, when its first token came, its mean gap, the workers that it was given
-to, and whether it moved between them. The record, results/grid_differences.json, has those that differ.
+Both systems have the same requests of the first seed, each simulated to its end; without names of points, where another
+is more than a point ahead. For each request that only one of them holds: its objectives, when its first token came, its
+mean gap, the workers that it was given to, and whether it moved between them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,9 +22,8 @@ from alignedserve.sim.records import RequestRecord
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import TimedRequest, Workload
 from benchmarks.measuring.arguments import parser_of
-from benchmarks.measuring.recording import commit
-from experiments.common import Row, chosen, print_table, write_record
-from experiments.grid.points import SEEDS, Point, all_points
+from experiments.common import Row, chosen, print_table
+from experiments.grid.points import Point, all_points
 from experiments.grid.record import PATH, Record
 from experiments.grid.search import is_searched
 from experiments.grid.summary import CLAIMED_POINTS, row_of
@@ -96,7 +95,6 @@ def compare(point: Point, other: System) -> Row:
     return {
         "point": point.name,
         "of": other.name(point.accelerators),
-        "commit": commit(),
         "num_sent": len(ours),
         "num_met": sum(one.record.has_met_slo for one in ours),
         "num_met_by_other": sum(one.record.has_met_slo for one in theirs),
@@ -129,29 +127,25 @@ def _pair(ours: float | None, theirs: float | None) -> list[float | None]:
     return [None if value is None else round(value, 4) for value in (ours, theirs)]
 
 
-def _lost(record: Record) -> list[tuple[Point, System]]:
-    """Return the points at which another is more than a point ahead with the first seed, and that other."""
-    rows = [(point, row_of(point, record, seeds=SEEDS[:1])) for point in all_points() if is_searched(point, record)]
-    behind = [(point, row) for point, row in rows if row.get("ahead", 0.0) < -CLAIMED_POINTS]
-    return [(point, others(point.accelerators)[row["of"]]) for point, row in behind]
+def _lost(record: Record) -> list[Point]:
+    """Return the points at which another is more than a point ahead."""
+    searched = [point for point in all_points() if is_searched(point, record)]
+    return [point for point in searched if row_of(point, record).get("ahead", 0.0) < -CLAIMED_POINTS]
 
 
 def main() -> None:
     """Compare, print and record."""
     parser = parser_of(__doc__)
-    parser.add_argument("points", nargs="*", help="by their names; the other is the best of others at the point")
+    parser.add_argument("points", nargs="*", help="by their names; the other is the best of the field there")
     wanted = parser.parse_args().points
     record = Record(PATH)
-    cases = _lost(record)
-    if wanted:
-        known = {point.name: point for point in all_points()}
-        chosen_points = [known[name] for name in wanted]
-        cases = [(point, others(point.accelerators)[row_of(point, record)["of"]]) for point in chosen_points]
+    known = {point.name: point for point in all_points()}
+    points = [known[name] for name in wanted] or _lost(record)
+    cases = [(point, others(point.accelerators)[row_of(point, record)["of"]]) for point in points]
     compared = [compare(point, other) for point, other in track(cases, "points", transient=True)]
     for row in compared:
         title = ", ".join(f"{name} {value}" for name, value in row.items() if name != "requests")
         print_table(row["requests"], _COLUMNS, title=title)
-    write_record("grid_differences", compared)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ text { font: 10px sans-serif; fill: #333 } .title { font-weight: bold } .cell { 
 .value { font-size: 8px; text-anchor: middle } .end { text-anchor: end } .middle { text-anchor: middle }
 """
 _EMPTY, _HELD, _NONE = "#f5f5f5", "#cfe8c6", "#fff"
+_HELD_PERCENT = 99
 _TOO_LONG = 999.5  # per cent: shown as so many times
 
 
@@ -29,17 +30,17 @@ class _Lead(NamedTuple):
 
 
 _OVER_BEST = _Lead(
-    "Attainment of aligned_slo elastic less that of the best of all others, in points",
+    "Attainment of aligned_slo elastic less that of the best of the field, in points",
     "points",
     lambda row: row.get("ahead"),
     lambda row: f"{row['of']} {row['best']:.1f} %",
     most=20.0,
 )
 _OVER_FIELD = _Lead(
-    "Goodput of aligned_slo elastic over the best of fcfs and sarathi, in %, where none holds 99 %",
+    "Goodput of aligned_slo elastic over the best of the field, in %, where none holds 99 %",
     "%",
-    lambda row: row.get("field_gain"),
-    lambda row: f"{row['field_of']} {row['field']:.1f} %",
+    lambda row: row.get("gain") if max(row["default"], row.get("best", 0.0)) < _HELD_PERCENT else None,
+    lambda row: f"{row['of']} {row['best']:.1f} %",
     most=100.0,
 )
 
@@ -63,7 +64,7 @@ def draw(rows: Sequence[Row], lead: _Lead = _OVER_BEST) -> str:
 
 
 def draw_field(rows: Sequence[Row]) -> str:
-    """Draw the goodput of all points over that of the best of fcfs and sarathi."""
+    """Draw the goodput of all points over that of the best of the field."""
     return draw(rows, _OVER_FIELD)
 
 
@@ -79,7 +80,7 @@ def _cell(x: float, y: float, point: Point, row: Row | None, lead: _Lead) -> str
     label, colour, words = "", _EMPTY, "not simulated"
     if row is not None:
         ahead = lead.value(row)
-        label, colour, words = ("✓", _HELD, "") if row["default"] >= 99 else ("·", _NONE, "")
+        label, colour, words = ("✓", _HELD, "") if row["default"] >= _HELD_PERCENT else ("·", _NONE, "")
         if ahead is not None:
             label, colour, words = _number(ahead), _colour(ahead / lead.most), f"; {lead.words(row)}"
         words = f"{row['default']:.1f} %{words}"

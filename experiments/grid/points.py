@@ -2,42 +2,40 @@
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from alignedserve.sim.sweep import WorkloadLine
 from experiments.common import line
+from experiments.steady import LEAST_S, LEAST_SEEDS
 
 MAX_TOTAL = 16_000  # tokens of prompt and answer together: with scaled positions, and so that every worker holds it
 OUTSTANDING = 8  # best-effort requests for each accelerator
-SEEDS = (1, 2, 3)  # the first: of every point
-_START_S = 300  # of a recording, for each seed: another part of it
+SEEDS = tuple(range(1, LEAST_SEEDS + 1))
+MINUTES = LEAST_S / 60
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Lengths and arrivals, what is served beside them, and the scale of objectives and rates."""
+    """Lengths, what is served beside them, and the scale of objectives and rates."""
 
     ttft_s: float  # tight
     capacity: float  # requests/s of one accelerator: `python -m experiments.grid --capacity`
     beside: str = "arxiv"
-    is_timed: bool = True  # or drawn: Mooncake's come in lumps of a few seconds, at its own rate of many machines
-    longer: int = 1  # as few requests come
 
 
 TRACES: Mapping[str, Trace] = {
     "azure_conv": Trace(1.0, 2.2),
     "azure_code": Trace(2.0, 1.55),
-    "mooncake": Trace(8.0, 0.37, is_timed=False, longer=2),
-    "arxiv": Trace(2.0, 1.45, "azure_code", is_timed=False),
-    "sharegpt": Trace(1.0, 0.52, is_timed=False, longer=2),
+    "mooncake": Trace(8.0, 0.37),
+    "arxiv": Trace(2.0, 1.45, "azure_code"),
+    "sharegpt": Trace(1.0, 0.52),
 }
-LOADS = (0.3, 0.54, 0.78, 1.02, 1.26, 1.5)  # shares of the capacity
-TIGHT, LOOSE, MIXED = "tight", "loose", "mixed"
-OBJECTIVES = (TIGHT, LOOSE, MIXED)
-ACCELERATORS = (2, 4, 8)
+LOADS = (0.54, 0.78, 1.02, 1.26, 1.5)  # shares of the capacity
+TIGHT, MIXED = "tight", "mixed"  # looser ones were held by all at every load that was tried
+OBJECTIVES = (TIGHT, MIXED)
+ACCELERATORS = (2, 4)
 _TPOT_S, _LOOSER = 0.05, 4
-_ARRIVALS_S: Mapping[int, float] = {2: 40.0, 4: 25.0, 8: 15.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +48,15 @@ class Point:
     accelerators: int
     has_best_effort: bool
     seed: int = SEEDS[0]
+    minutes: float = MINUTES
 
     @property
     def name(self) -> str:
         """Return its name in records and on the command line: `sharegpt/0.54/tight/4/be`; other seeds are named."""
         beside = "be" if self.has_best_effort else "alone"
         seed = f"/seed{self.seed}" if self.seed != SEEDS[0] else ""
-        return f"{self.trace}/{self.load:g}/{self.objectives}/{self.accelerators}/{beside}{seed}"
+        minutes = f"/{self.minutes:g}min" if self.minutes != MINUTES else ""
+        return f"{self.trace}/{self.load:g}/{self.objectives}/{self.accelerators}/{beside}{minutes}{seed}"
 
     @property
     def rate(self) -> float:
@@ -66,13 +66,16 @@ class Point:
     @property
     def arrivals_s(self) -> float:
         """Return for how many seconds requests arrive."""
-        return _ARRIVALS_S[self.accelerators] * TRACES[self.trace].longer
+        return 60 * self.minutes
+
+    def of_seed(self, seed: int) -> "Point":
+        """Return the same point with another seed."""
+        return replace(self, seed=seed)
 
     def workload(self) -> WorkloadLine:
         """Return the real-time requests of the trace, class `rt`, and what is served beside them, class `be`."""
         trace = TRACES[self.trace]
-        when = f"arrivals=recorded, start={_START_S * self.seed}" if trace.is_timed else "arrivals=gamma"
-        text = f"rt: {self.trace}, max_total={MAX_TOTAL}, {when}, rate={self.rate:g}, {self._objectives()}"
+        text = f"rt: {self.trace}, max_total={MAX_TOTAL}, arrivals=gamma, rate={self.rate:g}, {self._objectives()}"
         if self.has_best_effort:
             text += f"; be: {trace.beside}, max_total={MAX_TOTAL}, outstanding={OUTSTANDING * self.accelerators}"
         return line(text, self.seed, duration_s=self.arrivals_s)
@@ -81,31 +84,28 @@ class Point:
         ttft_s, tpot_s = TRACES[self.trace].ttft_s, _TPOT_S
         if self.objectives == MIXED:  # each drawn for itself
             return f"ttft=choice({ttft_s:g},{_LOOSER * ttft_s:g}), tpot=choice({tpot_s:g},{_LOOSER * tpot_s:g})"
-        factor = _LOOSER if self.objectives == LOOSE else 1
-        return f"ttft={factor * ttft_s:g}, tpot={factor * tpot_s:g}"
+        return f"ttft={ttft_s:g}, tpot={tpot_s:g}"
 
 
-def all_points() -> list[Point]:
-    """Return every point, in six blocks of ninety that are each a fair sample of the whole.
+def all_points(minutes: float = MINUTES) -> list[Point]:
+    """Return every point, in blocks of twenty that are each a fair sample: those of two accelerators before the others.
 
-    In a block every trace meets all objectives, numbers of accelerators, with and without best-effort work, at one load
-    each; the six loads are spread evenly over them, and each block has others. Within a block the order is shuffled, so
-    that a part of it is fair as well.
+    In a block every trace meets both kinds of objectives, with and without best-effort work, at one load each; the five
+    loads are spread evenly over them, and each block has others. Within a block the order is shuffled, so that a part
+    of it is fair as well.
     """
     shuffled = []
-    for number in range(len(LOADS)):
-        block = list(_block(number))
+    for accelerators, number in product(ACCELERATORS, range(len(LOADS))):
+        block = [replace(point, minutes=minutes) for point in _block(accelerators, number)]
         random.Random(number).shuffle(block)
         shuffled += block
     return shuffled
 
 
-def _block(block: int) -> Iterator[Point]:
-    factors = (ACCELERATORS, OBJECTIVES, (False, True), TRACES)
-    for places in product(*(range(len(factor)) for factor in factors)):
-        (machine, wish, beside, trace), levels = places, [tuple(factor) for factor in factors]
-        load = LOADS[(_FIRST[block] + machine + 2 * wish + 3 * beside + trace) % len(LOADS)]
-        yield Point(str(levels[3][trace]), load, OBJECTIVES[wish], ACCELERATORS[machine], bool(beside))
+def _block(accelerators: int, block: int) -> Iterator[Point]:
+    for (trace, name), (wish, objectives), beside in product(enumerate(TRACES), enumerate(OBJECTIVES), (False, True)):
+        load = LOADS[(_FIRST[block] + trace + 2 * wish + 3 * beside) % len(LOADS)]
+        yield Point(name, load, objectives, accelerators, beside)
 
 
-_FIRST = (3, 0, 4, 1, 5, 2)  # loads of the first combination: far apart in succession
+_FIRST = (2, 0, 3, 1, 4)  # loads of the first combination: far apart in succession

@@ -1,8 +1,7 @@
 """The record of the grid: a line of JSON for every simulation, appended when it has ended, and one for every run."""
 
 import os
-from collections.abc import Iterator
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ PATH = RESULTS / "grid.jsonl"
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """One simulation; of the real-time requests, unless it says otherwise.
 
-    One that was abandoned has no figure but the number of requests beyond which it could not come.
+    One that was abandoned has no figure but the number of requests that it could not hold.
     """
 
     point: str
@@ -25,10 +24,14 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     num_met: int = 0  # their objectives
     num_ttft_met: int = 0
     num_tpot_met: int = 0
+    completed_of_arrived: float | None = None
+    fluidity: float | None = None  # of the tokens' deadlines, met
+    longest_gap_s: float | None = None
     best_effort_tokens_per_s: float | None = None  # while requests arrived
     at_most: int | None = None  # so many met theirs, when it was abandoned
     ended_s: float = 0.0  # simulated
-    commit: str = ""  # of the code
+    cpu_s: float = 0.0  # that it took
+    code: str = ""  # digest of what decided
 
     @property
     def attainment(self) -> float:
@@ -42,14 +45,11 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Run(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The code and machine of the outcomes that follow it, and the outcomes before it that no longer count."""
+    """Machine of the outcomes that follow it."""
 
-    commit: str = ""
     machine: dict[str, Any] = {}
     model: str = ""
     hardware: str = ""
-    again: tuple[str, ...] = ()  # commits whose outcomes no longer count
-    systems: str = "*"  # a pattern: of these alone
 
 
 class _RunLine(msgspec.Struct, frozen=True):
@@ -57,16 +57,13 @@ class _RunLine(msgspec.Struct, frozen=True):
 
 
 class Record:
-    """All outcomes of a file, the latest of each case that still counts."""
+    """All outcomes of a file, the latest of each case. `codes`: only of these digests; None: of all."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, codes: Collection[str] | None = None) -> None:
         self._path = path
         self._outcomes: dict[tuple[str, str], Outcome] = {}
-        self._first: dict[tuple[str, str], Outcome] = {}
         for line in _read(path):
-            if isinstance(line, Run):
-                self._forget(line)
-            else:
+            if isinstance(line, Outcome) and (codes is None or line.code in codes):
                 self._note(line)
 
     def __iter__(self) -> Iterator[Outcome]:
@@ -77,30 +74,17 @@ class Record:
         """Return what is recorded of a case."""
         return self._outcomes.get((point, system))
 
-    def first(self, point: str, system: str) -> Outcome:
-        """Return the earliest outcome of a case that is recorded, which may be of another commit."""
-        return self._first[point, system]
-
     def append(self, outcome: Outcome) -> None:
         """Add a line, whole even beside other processes that add theirs."""
         self._note(outcome)
         _append(self._path, outcome)
 
     def _note(self, outcome: Outcome) -> None:
-        case = outcome.point, outcome.system
-        self._outcomes[case] = outcome
-        self._first.setdefault(case, outcome)
-
-    def _forget(self, run: Run) -> None:
-        self._outcomes = {
-            key: one
-            for key, one in self._outcomes.items()
-            if one.commit not in run.again or not fnmatchcase(one.system, run.systems)
-        }
+        self._outcomes[outcome.point, outcome.system] = outcome
 
 
 def append_run(path: Path, run: Run) -> None:
-    """Add a line that says how the following ones were made, and what they replace."""
+    """Add a line that says on which machine the following ones were made."""
     _append(path, _RunLine(run))
 
 

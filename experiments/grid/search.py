@@ -1,31 +1,39 @@
 """Simulates what has to be known of a point, and no more.
 
-1. The default, to its end. If it holds 99 % of the requests, no other can be a point ahead, and none is simulated.
-2. Of the others each is abandoned as soon as it cannot hold as many as the best of them so far: exact, as misses only
-   grow.
-3. Where neither the default nor its own policy on colocated workers holds 99 %, the field (fcfs and sarathi) is
-   compared with itself alone: the best of it is simulated to its end however far it is behind.
+1. The default, to its end, with every seed.
+2. With the first seed every system of the field; one is abandoned as soon as it is sure to hold over a point less than
+   the best of them so far. That is exact: misses only grow. Where the default holds 99 %, so is one that is sure to
+   hold less than 98 %: it cannot be the better of the two.
+3. Those of the field within a point of its best, three at most, to their end with every seed. By all seeds together
+   they are compared with the default.
 4. Token budgets and splits are climbed from the middle: on to the next neighbour as long as it does better than the one
    before it. That could miss a second peak; what it leaves out is named in the summary.
-5. Points where one side is ahead by more than a point are repeated with further seeds, and all seeds together decide.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
+
+from alignedserve.sim.result import SimulationResult
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import Workload
-from benchmarks.measuring.recording import commit
 from experiments.grid.points import SEEDS, Point
 from experiments.grid.record import Outcome, Record
-from experiments.grid.systems import DEFAULT, Family, System, field_families, others, own_families
+from experiments.grid.systems import DEFAULT, System, families
+from experiments.validity.decision_code import digests
 
 ENOUGH = 0.99
+_MARGIN = 0.01  # by which the first seed may be wrong about who is best
+_MOST_FINALISTS = 3
 
-
-Simulate = Callable[[Point, System, int | None], Outcome]
+Simulate = Callable[[Point, System, int], Outcome]
+"""Simulates a system, which is abandoned once it is sure to hold fewer requests than this."""
 
 
 class NotSimulatedError(Exception):
@@ -40,84 +48,77 @@ class _Search:
         self._record = record
         self._simulated = simulated
 
-    def outcome_of(self, system: System, best: int | None) -> Outcome:
-        """Return what is known of a system. `best`: it may be abandoned if it cannot hold more; None: it may not."""
-        known = self._record.find(self._point.name, system.name(self._point.accelerators))
-        if known is not None and (known.at_most is None or (best is not None and known.at_most <= best)):
+    def outcome_of(self, system: System, seed: int, least: int = 0) -> Outcome:
+        """Return what is known of a system with a seed. `least`: below so many held it may be abandoned."""
+        point = self._point.of_seed(seed)
+        known = self._record.find(point.name, system.name(point.accelerators))
+        if known is not None and (known.at_most is None or known.at_most < least):
             return known
-        outcome = self._simulated(self._point, system, best)
+        outcome = self._simulated(point, system, least)
         self._record.append(outcome)
         return outcome
 
-    def best_of(self, families: Iterable[Family], best: int | None) -> int | None:
-        """Return the most requests that a system of these families holds, or `best` if none holds more."""
+    def screened(self, seed: int, least: int) -> list[tuple[System, int]]:
+        """Return the systems of the field that were not abandoned, with the requests that each holds."""
+        ended: list[tuple[System, int]] = []
+        best = 0
 
         def outcome_of(system: System) -> Outcome:
             nonlocal best
-            outcome = self.outcome_of(system, best)
+            outcome = self.outcome_of(system, seed, max(least, best - _margin(best)))
             if outcome.at_most is None:
-                best = outcome.num_met if best is None else max(best, outcome.num_met)
+                best = max(best, outcome.num_met)
+                ended.append((system, outcome.num_met))
             return outcome
 
-        for systems, first in families:
+        for systems, first in families(self._point.accelerators):
             climb(systems, first, outcome_of)
-        return best
+        return ended
 
 
-def search_point(point: Point, record: Record, simulated: Simulate) -> None:
+def _margin(num: int) -> int:
+    return math.ceil(_MARGIN * num)
+
+
+def search_point(point: Point, record: Record, simulated: Simulate, seeds: Sequence[int] = SEEDS) -> None:
     """Simulate what the record lacks of a point."""
     search = _Search(point, record, simulated)
-    default = search.outcome_of(DEFAULT, None)
-    if default.attainment >= ENOUGH:
-        return
-    colocated, splits = own_families(point.accelerators)
-    own = search.best_of([colocated], None)
-    assert own is not None, "simulated to its end"
-    is_contested = max(default.num_met, own) < ENOUGH * default.num_sent
-    field = search.best_of(field_families(point.accelerators), None if is_contested else own)
-    assert field is not None, "the first is simulated to its end"
-    search.best_of([splits], max(own, field))
+    default, *_ = [search.outcome_of(DEFAULT, seed) for seed in seeds]
+    is_held = default.attainment >= ENOUGH
+    least = math.ceil((ENOUGH - _MARGIN) * default.num_sent) if is_held else 0
+    for system in finalists(search.screened(seeds[0], least)):
+        for seed in seeds[1:]:
+            search.outcome_of(system, seed)
 
 
-def search_task(task: tuple[Point, Path]) -> None:
-    """Search a point in a process of its own, by the record of this path."""
-    point, path = task
-    search_point(point, Record(path), simulate)
+def finalists(ended: Sequence[tuple[System, int]]) -> list[System]:
+    """Return the systems within a point of the best, the best ones first."""
+    ranked = sorted(ended, key=lambda one: -one[1])
+    least = ranked[0][1] - _margin(ranked[0][1]) if ranked else 0
+    return [system for system, num_met in ranked if num_met >= least][:_MOST_FINALISTS]
 
 
-def is_searched(point: Point, record: Record) -> bool:
+class SearchTask(NamedTuple):
+    """A point to search, in a process of its own."""
+
+    point: Point
+    path: Path  # of the record
+    seeds: Sequence[int] = SEEDS
+    is_again: bool = False  # what other code decided does not count
+
+
+def search_task(task: SearchTask) -> float:
+    """Search a point by the record of this path; return the seconds of the processor that it took."""
+    before_s = time.process_time()
+    record = Record(task.path, set(digests().values()) if task.is_again else None)
+    search_point(task.point, record, simulate, task.seeds)
+    return time.process_time() - before_s
+
+
+def is_searched(point: Point, record: Record, seeds: Sequence[int] = SEEDS) -> bool:
     """Return whether all that has to be known of a point is in the record."""
-    return _is_recorded(search_point, point, record)
-
-
-def repeat_point(point: Point, record: Record, simulated: Simulate) -> None:
-    """Search a point with every seed, and simulate what one of them did not abandon to its end with all."""
-    repeats = [replace(point, seed=seed) for seed in SEEDS]
-    for one in repeats:
-        search_point(one, record, simulated)
-    ended = {
-        name: system
-        for name, system in others(point.accelerators).items()
-        if any(_has_ended(record.find(one.name, name)) for one in repeats)
-    }
-    for one in repeats:
-        search = _Search(one, record, simulated)
-        for system in ended.values():
-            search.outcome_of(system, None)
-
-
-def is_repeated(point: Point, record: Record) -> bool:
-    """Return whether the record has a point with every seed."""
-    return _is_recorded(repeat_point, point, record)
-
-
-def _has_ended(outcome: Outcome | None) -> bool:
-    return outcome is not None and outcome.at_most is None
-
-
-def _is_recorded(task: Callable[[Point, Record, Simulate], None], point: Point, record: Record) -> bool:
     try:
-        task(point, record, _refuse)
+        search_point(point, record, _refuse, seeds)
     except NotSimulatedError:
         return False
     return True
@@ -135,43 +136,53 @@ def climb(systems: Sequence[System], first: int, outcome_of: Callable[[System], 
             place, before = place + step, reached
 
 
-def _refuse(point: Point, system: System, _best: int | None) -> Outcome:
+def _refuse(point: Point, system: System, _least: int) -> Outcome:
     raise NotSimulatedError(f"{point.name}: {system.name(point.accelerators)}")
 
 
-def simulate(point: Point, system: System, best: int | None) -> Outcome:
-    """Simulate one case until all is known of it, or until it cannot hold more than the best does."""
+def simulate(point: Point, system: System, least: int) -> Outcome:
+    """Simulate one case until all is known of it, or until it is sure to hold less than `least`."""
+    before_s = time.process_time()
     workload = _workload(point)
     num_sent = len(workload.requests)
-    # Equal ones are abandoned too: what counts is the best number, not whose it is.
-    limit = num_sent if best is None else num_sent - best - 1
-    config = replace(system.config(point.accelerators), miss_limits={"rt": limit}, ends_when_settled=True)
+    limits = {"rt": num_sent - least}
+    config = replace(system.config(point.accelerators), miss_limits=limits, ends_when_settled=True)
     result = Simulation(config, workload).run()
-    name, code = system.name(point.accelerators), _code()
-    if result.is_abandoned:
-        ended_s = round(result.duration_s, 2)
-        return Outcome(point.name, name, num_sent, at_most=best, ended_s=ended_s, commit=code)
-    of_class = result.classes["rt"]
-    beside = result.classes["be"].loaded_tokens_per_s if point.has_best_effort else None
-    return Outcome(
+    known = Outcome(
         point.name,
-        name,
+        system.name(point.accelerators),
         num_sent,
-        num_met=round((of_class.attainment or 0.0) * num_sent),
-        num_ttft_met=round((of_class.ttft_attainment or 0.0) * num_sent),
-        num_tpot_met=round((of_class.tpot_attainment or 0.0) * num_sent),
-        best_effort_tokens_per_s=None if beside is None else round(beside, 1),
         ended_s=round(result.duration_s, 2),
-        commit=code,
+        cpu_s=round(time.process_time() - before_s, 2),
+        code=digests()[system.policy],
     )
+    if result.is_abandoned:
+        return _changed(known, at_most=least - 1)
+    return _changed(known, **_figures_of(result, num_sent))
+
+
+def _changed(outcome: Outcome, **fields: float | None) -> Outcome:
+    changed: Outcome = msgspec.structs.replace(outcome, **fields)
+    return changed
+
+
+def _figures_of(result: SimulationResult, num_sent: int) -> dict[str, float | None]:
+    of_class, beside = result.classes["rt"], result.classes.get("be")
+    return {
+        "num_met": round((of_class.attainment or 0.0) * num_sent),
+        "num_ttft_met": round((of_class.ttft_attainment or 0.0) * num_sent),
+        "num_tpot_met": round((of_class.tpot_attainment or 0.0) * num_sent),
+        "completed_of_arrived": _rounded(of_class.completed_of_arrived, 4),
+        "fluidity": _rounded(of_class.fluidity, 5),
+        "longest_gap_s": _rounded(of_class.longest_gap_s, 3),
+        "best_effort_tokens_per_s": None if beside is None else _rounded(beside.loaded_tokens_per_s, 1),
+    }
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 @lru_cache(maxsize=2)
 def _workload(point: Point) -> Workload:
     return point.workload().build()
-
-
-@cache
-def _code() -> str:
-    """Return the commit that this process began with."""
-    return commit()

@@ -19,8 +19,32 @@ from experiments.common import GIB, MANY
 
 MODEL, HARDWARE = "llama-2-13b", "a100-80g"
 UNION = "aligned_slo"
-TOKEN_BUDGETS = (128, 256, 512, 1024, 2048)
+TOKEN_BUDGETS = (256, 512, 1024, 2048)
+_FIRST_BUDGET = 1  # of these: where a search begins
 _MACHINES = ClusterHardware(WorkerSpec(MODEL, HARDWARE))
+
+
+class Baseline(NamedTuple):
+    """A policy of the field, and how it is run."""
+
+    policy: str
+    knows_classes: bool = False
+    budgets: tuple[int, ...] = ()  # the best of these for the point
+    is_colocated: bool = True
+    has_splits: bool = False  # on separate workers, in every split
+
+
+FIELD = (
+    Baseline("qoserve", knows_classes=True, has_splits=True),
+    Baseline("edf", knows_classes=True, budgets=TOKEN_BUDGETS, has_splits=True),
+    Baseline("srpt", knows_classes=True, budgets=TOKEN_BUDGETS, has_splits=True),
+    Baseline("sarathi_classed", knows_classes=True, budgets=TOKEN_BUDGETS),
+    Baseline("fcfs_classed", knows_classes=True, has_splits=True),
+    Baseline("sarathi", budgets=TOKEN_BUDGETS),
+    Baseline("fcfs", has_splits=True),
+    Baseline("distserve", is_colocated=False, has_splits=True),
+)
+"""All that the default is compared with."""
 
 
 class System(NamedTuple):
@@ -30,6 +54,7 @@ class System(NamedTuple):
     topology: Topology
     num_prefill: int = 0  # of the workers, where they are separate
     token_budget: int = 0  # Sarathi's
+    knows_classes: bool = False
 
     def name(self, accelerators: int) -> str:
         """Return its name among systems on this many accelerators: `sarathi 512 colocated`, `fcfs 1 + 3`."""
@@ -58,37 +83,38 @@ class System(NamedTuple):
         return simulated_policy(_MACHINES, with_policy(cluster, self.policy, settings, topology=self.topology))
 
 
-DEFAULT = System(UNION, Topology.ELASTIC)
+DEFAULT = System(UNION, Topology.ELASTIC, knows_classes=True)
 
 
 Family = tuple[Sequence[System], int]
 """A row of neighbours, and the place at which a search begins."""
 
 
-def own_families(accelerators: int) -> tuple[Family, Family]:
-    """Return the default's own policy on colocated workers, and in every split."""
-    return ([System(UNION, Topology.COLOCATED)], 0), _splits(UNION, accelerators)
+def families(accelerators: int) -> list[Family]:
+    """Return all systems of the field, neighbours together: a policy's token budgets, its splits."""
+    found: list[Family] = []
+    for one in FIELD:
+        if one.is_colocated and one.budgets:
+            systems = [
+                System(one.policy, Topology.COLOCATED, token_budget=budget, knows_classes=one.knows_classes)
+                for budget in one.budgets
+            ]
+            found.append((systems, _FIRST_BUDGET))
+        elif one.is_colocated:
+            found.append(([System(one.policy, Topology.COLOCATED, knows_classes=one.knows_classes)], 0))
+        if one.has_splits:
+            found.append(_splits(one, accelerators))
+    return found
 
 
-def field_families(accelerators: int) -> tuple[Family, ...]:
-    """Return what others serve with: fcfs and Sarathi-Serve.
-
-    Sarathi-Serve has no separate workers: its chunks share iterations with decodes, and with nothing to share it is
-    `fcfs` with prompts in pieces.
-    """
-    return (
-        ([System("sarathi", Topology.COLOCATED, token_budget=budget) for budget in TOKEN_BUDGETS], 2),
-        ([System("fcfs", Topology.COLOCATED)], 0),
-        _splits("fcfs", accelerators),
-    )
-
-
-def _splits(policy: str, accelerators: int) -> Family:
-    splits = [System(policy, Topology.DISAGGREGATED, num_prefill) for num_prefill in range(1, accelerators)]
+def _splits(baseline: Baseline, accelerators: int) -> Family:
+    splits = [
+        System(baseline.policy, Topology.DISAGGREGATED, num_prefill, knows_classes=baseline.knows_classes)
+        for num_prefill in range(1, accelerators)
+    ]
     return splits, len(splits) // 2
 
 
 def others(accelerators: int) -> Mapping[str, System]:
     """Return all that the default is compared with, by their names."""
-    families = (*own_families(accelerators), *field_families(accelerators))
-    return {system.name(accelerators): system for systems, _ in families for system in systems}
+    return {system.name(accelerators): system for systems, _ in families(accelerators) for system in systems}

@@ -1,135 +1,116 @@
 """Tables of docs/experiments/grid.md."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 from experiments.common import Row
-from experiments.pages.record import bold, figures, table
+from experiments.grid.record import PATH, Record
+from experiments.grid.systems import FIELD
+from experiments.pages.record import bold, bullets, codes_of, digits, figures, seconds, share, table, warnings_of
+from experiments.validity.rows import states
+
+_NONE = "none over 98 %"
 
 
-def _compared() -> list[Row]:
-    """Return the points at which others were simulated, the furthest behind first."""
-    return sorted((row for row in figures("grid")["points"] if "ahead" in row), key=lambda row: row["ahead"])
+@cache
+def rows() -> Sequence[Row]:
+    """Return a row for every simulation of the record: its policy and the digest of what decided."""
+    return [{"policy": one.system.partition(" ")[0], "code": one.code} for one in Record(PATH)]
 
 
-def commits() -> str:
-    """Count the points by the commit of the default's simulation."""
-    numbers = Counter(row["commit"] for row in figures("grid")["points"])
-    return table(["commit", "points"], ([f"`{commit}`", str(count)] for commit, count in numbers.items()))
+def record() -> str:
+    """Return which decision code made the record, and whether it is today's."""
+    found = states("grid", rows())
+    return bullets([*warnings_of(rows(), found), *codes_of("grid.jsonl", rows(), found)])
+
+
+def progress() -> str:
+    """Return how much of the grid is done."""
+    counts, level = figures("grid")["counts"], figures("grid")["all"]
+    done, hours = level["num_points"], counts["simulated_s"] / 3600
+    return bullets(
+        [
+            f"**{done} of {counts['points']} points are done**, ten minutes and {counts['seeds']} seeds each; "
+            f"{level['num_contested']} of them contest something (some system is below 99 %)",
+            f"{counts['simulations']} simulations, {counts['abandoned']} of them abandoned: {hours:.0f} simulated "
+            f"hours in {counts['cpu_s'] / 60:.0f} minutes of one processor",
+            f"the field: {', '.join(f'`{one.policy}`' for one in FIELD)}",
+        ]
+    )
+
+
+def verdict() -> str:
+    """Return at how many points each claim holds, the losing ones first."""
+    level, points = figures("grid")["all"], figures("grid")["points"]
+    behind = [row for row in points if row.get("ahead", 0.0) < -1.0]
+    sure = [row for row in behind if row["ahead"] + (row["ahead_half"] or 0.0) < 0.0]
+    lost = f"{len(behind)} of {level['num_points']} ({len(sure)} of them with the whole interval below 0)"
+    open_points = level["num_open"]
+    said = [
+        f"more than a point behind the best of the field: **{lost}**",
+        f"where none holds 99 %: {open_points} points; goodput +15 % or more at **{level['num_gained']} of them**, "
+        f"{_signed(level['median_gain'])} at the median point, {_signed(level['summed_gain'])} all together, "
+        f"{_signed(level['least_gain'])} at the worst",
+        f"best-effort tokens there: {_signed(level['summed_be_gain'])} all together",
+        f"rates that the default serves (completions at least 0.95 of arrivals): {level['num_served']} of "
+        f"{level['num_points']}",
+    ]
+    return bullets(said)
 
 
 def totals() -> str:
-    """Return the counts over all points and over every level of a factor, and the goodput over the best other."""
-    counted = ("num_points", "num_held", "num_behind", "num_ahead", "num_contested")
-    rows = [
-        [
-            name,
-            *(str(level[one]) for one in counted),
-            _signed(level["mean_ahead"], " points"),
-            _signed(level["mean_gain"]),
-        ]
-        for name, level in _levels()
+    """Return the counts over all points and over every level of a factor."""
+    counted = ("num_points", "num_contested", "num_held", "num_served", "num_behind", "num_ahead", "num_open")
+    levels = [("all", figures("grid")["all"])]
+    levels += [(name.replace("=", " "), level) for name, level in figures("grid")["by_level"].items()]
+    lines = [
+        [name, *(str(level[one]) for one in counted), _signed(level["mean_ahead"], ""), _signed(level["summed_gain"])]
+        for name, level in levels
     ]
-    head = ["", "points", "default holds 99 %", "over 1 behind", "over 1 ahead", "none holds 99 %"]
-    return table([*head, "attainment there", "goodput there"], rows)
+    head = ["", "points", "contested", "default holds 99 %", "serves", "over 1 behind", "over 1 ahead", "none holds"]
+    return table([*head, "points ahead there", "goodput there"], lines)
 
 
-def over_field() -> str:
-    """Return the goodput over the best of fcfs and sarathi, likewise."""
-    rows = [
-        [
-            name,
-            str(level["num_field"]),
-            str(level["num_field_ahead"]),
-            _signed(level["mean_field_ahead"], " points"),
-            bold(_signed(level["summed_field_gain"])),
-            _signed(level["median_field_gain"]),
-            _signed(level["least_field_gain"]),
-        ]
-        for name, level in _levels()
-        if level["num_field"]
+def compared() -> str:
+    """Return every point, the furthest behind first."""
+    points = sorted(figures("grid")["points"], key=lambda row: row.get("ahead", 100.0))
+    head = ["point", "default", "best", "which", "ahead", "goodput", "BE tokens/s", "done", "fluid", "gap"]
+    return table(head, map(_cells, points))
+
+
+def _cells(row: Row) -> list[str]:
+    default = f"{row['default']:.1f} ± {row['default_half']:.1f} %"
+    if "ahead" not in row:
+        return [
+            row["point"], default, "-", _NONE, "-", "-", _number(row["default_be"]), share(row["default_completed"], 0),
+            share(row["default_fluidity"]), seconds(row["default_gap"]),
+        ]  # fmt: skip
+    ahead = f"{row['ahead']:+.1f} ± {row['ahead_half']:.1f}"
+    return [
+        row["point"],
+        default,
+        f"{row['best']:.1f} ± {row['best_half']:.1f} %",
+        f"`{row['of']}`",
+        bold(ahead) if row["ahead"] < -1 else ahead,
+        _signed(row["gain"]),
+        _pair(row, "be", _number),
+        _pair(row, "completed", lambda value: share(value, 0)),
+        _pair(row, "fluidity", share),
+        _pair(row, "gap", seconds),
     ]
-    head = ["", "points", "field ahead", "attainment", "goodput, all together", "median point", "least"]
-    return table(head, rows)
 
 
-def _levels() -> list[tuple[str, Row]]:
-    all_figures = figures("grid")
-    levels = [(name.replace("=", " "), level) for name, level in all_figures["by_level"].items()]
-    return [("all", all_figures["all"]), *levels]
+def _pair(row: Row, name: str, shown: Callable[[float], str]) -> str:
+    ours, theirs = shown(row[f"default_{name}"]), shown(row[f"best_{name}"])
+    return ours if ours == theirs == "-" else f"{ours}, {theirs}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else digits(value, 3)
 
 
 def _signed(value: float | None, unit: str = " %") -> str:
     return "-" if value is None else f"{value:+.1f}{unit}"
 
 
-def compared() -> str:
-    """Return every point at which others were simulated."""
-    rows = [
-        [
-            row["point"],
-            str(row["num_seeds"]),
-            f"{row['default']:.1f} %",
-            f"{row['best']:.1f} %",
-            row["of"],
-            bold(f"{row['ahead']:+.1f}") if row["ahead"] < -1 else f"{row['ahead']:+.1f}",
-            *_field_cells(row),
-        ]
-        for row in _compared()
-    ]
-    head = ["point", "seeds", "default", "best other", "which", "points", "field", "which", "goodput over it"]
-    return table(head, rows)
-
-
-def _field_cells(row: Row) -> list[str]:
-    if "field" not in row:
-        return ["-", "-", "-"]
-    return [f"{row['field']:.1f} %", row["field_of"], _signed(row["field_gain"])]
-
-
-def lost() -> str:
-    """Return at which points another holds more with the first seed, and by which requests."""
-    rows = []
-    for point in figures("grid_differences"):
-        theirs = [one for one in point["requests"] if one["holds"] == "other"]
-        late = sum(not _is_in_time(one["ttft"][0], one["ttft_slo"]) for one in theirs)
-        num_ours = len(point["requests"]) - len(theirs)
-        held = f"{point['num_met']}, {point['num_met_by_other']} of {point['num_sent']}"
-        counts = (str(one) for one in (num_ours, len(theirs), late, point["num_moved"]))
-        rows.append([point["point"], point["of"], held, *counts])
-    head = ["point", "other", "held: default, other", "the default alone", "the other alone"]
-    return table([*head, "of these first token late", "moved"], rows)
-
-
-def _is_in_time(took_s: float | None, objective_s: float | None) -> bool:
-    return objective_s is None or (took_s is not None and took_s <= objective_s)
-
-
-def changed() -> str:
-    """Return what the default held before its rules were mended, and after."""
-    rows = sorted(figures("grid")["changed"], key=lambda row: row["first"] - row["last"])
-    cells = [
-        [row["point"], f"{row['first']:.1f} %", f"{row['last']:.1f} %", _pair(row["first_be"], row["last_be"])]
-        for row in rows
-    ]
-    return table(["point", "before", "now", "best-effort tokens/s"], [*cells, _means(rows)])
-
-
-def _pair(before: float | None, now: float | None) -> str:
-    return "-" if before is None or now is None else f"{before:.0f}, {now:.0f}"
-
-
-def _means(rows: Sequence[Row]) -> list[str]:
-    count = max(len(rows), 1)
-    before, now = (sum(row[name] for row in rows) / count for name in ("first", "last"))
-    return ["mean", f"{before:.1f} %", f"{now:.1f} %", "-"]
-
-
-TABLES = {
-    "totals": totals,
-    "over_field": over_field,
-    "compared": compared,
-    "lost": lost,
-    "changed": changed,
-    "commits": commits,
-}
+TABLES = {"record": record, "progress": progress, "verdict": verdict, "totals": totals, "compared": compared}

@@ -132,32 +132,34 @@ def provenance(name: str) -> str:
     """
     rows = figures(name)["runs"]
     found = states(name, rows)
-    return bullets([*_warnings(rows, found), *_codes(name, rows, found)])
-
-
-def _warnings(rows: Sequence[Row], found: Sequence[State]) -> list[str]:
+    said = [*warnings_of(rows, found), *codes_of(f"{name}.json", rows, found)]
     bursts = num_bursts(rows)
-    said = [
-        f"**{state.value[0].upper()}{state.value[1:]}: {_share_of(found.count(state), rows)}.**"
+    if bursts:
+        reason = "requests sent within less than ten minutes, or fewer than five seeds"
+        said.insert(0, f"**Bursts, no rates: {_share_of(bursts, rows)}** ({reason})")
+    return bullets(said)
+
+
+def warnings_of(rows: Sequence[Row], found: Sequence[State]) -> list[str]:
+    """Return what a page says of rows that are stale. `found`: the state of each."""
+    return [
+        f"**{state.value[0].upper()}{state.value[1:]}: {_share_of(found.count(state), rows)}**"
         for state in (State.OLDER, State.UNKNOWN)
         if state in found
     ]
-    if bursts:
-        reason = "requests sent within less than ten minutes, or fewer than five seeds"
-        said.append(f"**Bursts, no rates: {_share_of(bursts, rows)}** ({reason}).")
-    return said
 
 
 def _share_of(number: int, rows: Sequence[Row]) -> str:
     return f"all {_num(len(rows), 'row')}" if number == len(rows) else f"{number} of {_num(len(rows), 'row')}"
 
 
-def _codes(name: str, rows: Sequence[Row], found: Sequence[State]) -> list[str]:
+def codes_of(file: str, rows: Sequence[Row], found: Sequence[State]) -> list[str]:
+    """Return the digests of the code that made the rows of a file, and which rows each made."""
     made: dict[tuple[State, str, bool], list[Row]] = {}
     for row, state in zip(rows, found, strict=True):
         made.setdefault((state, str(row.get("code", "")), bool(row.get("knew_more"))), []).append(row)
     return [
-        f"`results/{name}.json`{f' of `{code}`' if code else ''}, {_num(len(of), 'row')} {state.value}"
+        f"`results/{file}`{f' of `{code}`' if code else ''}, {_num(len(of), 'row')} {state.value}"
         f"{_KNEW_MORE if knew_more else ''}: {_names(of, rows) if len(made) > 1 else 'all'}"
         for (state, code, knew_more), of in made.items()
     ]

@@ -9,7 +9,7 @@ import ast
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from alignedserve.scheduling.policies import POLICIES, PolicyEntry
@@ -47,7 +47,7 @@ class DecisionCode:
     def digest(self, policy: str | None = None) -> str:
         """Return the digest of what a policy runs; None: of the code of all policies."""
         entry = None if policy is None else POLICIES[policy]
-        own = None if entry is None else {entry.config.__module__, entry.make.__module__}
+        own = None if entry is None else {entry.config.__module__, _class_of(entry.make).__module__}
         modules = sorted(self._closure(own))
         found = hashlib.sha256(b"" if entry is None else _settings_of(entry))
         for name in modules:
@@ -127,7 +127,13 @@ def _settings_of(entry: PolicyEntry) -> bytes:
     return repr([(name, _plain(value)) for name, value in said.items() if name != "summary"]).encode()
 
 
+def _class_of(make: Callable[..., object]) -> Callable[..., object]:
+    return make.func if isinstance(make, partial) else make
+
+
 def _plain(value: object) -> object:
+    if isinstance(value, partial):
+        return [_plain(value.func), *map(str, value.args), *sorted(map(str, value.keywords.items()))]
     if isinstance(value, frozenset):
         return sorted(map(str, value))
     if isinstance(value, tuple):

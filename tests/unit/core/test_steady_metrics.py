@@ -61,6 +61,8 @@ def test_a_request_that_ends_without_its_tokens_misses_at_least_one() -> None:
     slo = Slo(ttft_s=1.0, tpot_s=0.5)
     assert token_deadlines(slo, 0.0, [], ended_s=0.0) == (1, 0)
     assert token_deadlines(slo, 0.0, [], ended_s=2.1) == (3, 0)
+    assert token_deadlines(slo, 0.0, [], ended_s=0.9, is_cut=True) == (0, 0)  # what comes after was not simulated
+    assert token_deadlines(slo, 0.0, [], ended_s=2.1, is_cut=True) == (3, 0)
     assert token_deadlines(Slo(), 0.0, [1.0, 2.0], ended_s=9.0) == (0, 0)
     assert token_deadlines(Slo(ttft_s=1.0), 0.0, [0.5], ended_s=9.0) == (1, 1)  # no objective for those after it
 

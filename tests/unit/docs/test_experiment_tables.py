@@ -35,8 +35,8 @@ def test_a_record_of_several_codes_says_which_rows_are_of_which(monkeypatch: pyt
     ]
     monkeypatch.setattr(record, "figures", lambda _: {"runs": rows})
     said = " ".join(record.provenance("some").split())
-    assert "**Measured with an older decision code: 1 of 4 rows.**" in said
-    assert "**Measured with a decision code that is not known: 1 of 4 rows.**" in said
+    assert "**Measured with an older decision code: 1 of 4 rows**" in said
+    assert "**Measured with a decision code that is not known: 1 of 4 rows**" in said
     assert f"`results/some.json` of `{digests()['fcfs']}`, 1 row of today's decision code: `fcfs`" in said
     assert "`results/some.json` of `2222222`, 1 row measured with an older decision code: `bros` (figure 2)" in said
 
