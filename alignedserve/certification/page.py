@@ -25,11 +25,13 @@ _STYLE = """
 .tile { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .6rem .8rem; }
 .tile b { display: block; font-size: 1.35rem; font-variant-numeric: tabular-nums; }
 .tile span { color: var(--soft); font-size: .8125rem; }
-.two { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(28rem, 100%), 1fr)); gap: 1rem; }
+.two { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(28rem, 100%), 1fr)); gap: 1rem; }
 .dot { fill: currentColor; opacity: .65; } .missed { fill: none; stroke: currentColor; stroke-width: 1.6; opacity: 1; }
 .objective { stroke: var(--ink); stroke-dasharray: 4 3; } .span { stroke: currentColor; stroke-width: 3; }
 path.curve { stroke: currentColor; } .s0.box, .s1.box, .s2.box { background: currentColor; }
 table.plain { font-size: .875rem; margin: .5rem 0 1rem; }
+tr.ratio td { font-weight: 600; border-bottom-color: var(--soft); }
+.free { fill: var(--track); stroke: var(--soft); }
 """
 _PERCENTILES = (("p50", "p50"), ("p90", "p90"), ("p99", "p99"), ("longest", "max"))
 
@@ -155,8 +157,12 @@ def _chat(certificate: Certificate) -> str:
     return (
         element("h2", "Chat, with documents off and on")
         + element("p", escape(intro), class_="soft")
-        + _compared(figures.compared())
-        + _attainment(figures.alone, figures.beside)
+        + element(
+            "div",
+            element("div", _compared(figures.compared())),
+            element("div", _attainment(figures.alone, figures.beside)),
+            class_="two",
+        )
         + _legend((Phase.CHAT_ALONE, Phase.BESIDE))
         + element(
             "div",
@@ -198,7 +204,8 @@ def _compared(compared: Sequence[Compared]) -> str:
             rows.append(element("tr", element("td", escape(name), class_="word"), *cells))
         ratios = [one.ratio(field) for _, field in _PERCENTILES]
         cells = [element("td", "-" if ratio is None else f"{shown(ratio)} x") for ratio in ratios]
-        rows.append(element("tr", element("td", f"{one.measure}, on to off", class_="word"), *cells))
+        name = element("td", f"{one.measure}, on to off", class_="word")
+        rows.append(element("tr", name, *cells, class_="ratio"))
     return _plain_table(("chat", *(words for words, _ in _PERCENTILES)), rows)
 
 
@@ -240,11 +247,18 @@ def _documents(certificate: Certificate) -> str:
         element("h2", "Documents, alone and beside chat")
         + (_left_over(figures.left_over) if figures.left_over is not None else "")
         + _legend((Phase.BESIDE, Phase.DOCUMENTS_ALONE))
-        + element("div", figure(plots.progress(certificate), "lines that had ended"), class_="two")
+        + element("div", *_document_plots(certificate), class_="two")
         + _batches(phases)
         + _lines(certificate)
         + streamed
     )
+
+
+def _document_plots(certificate: Certificate) -> list[str]:
+    left, found = certificate.figures.left_over, [figure(plots.progress(certificate), "lines that had ended")]
+    if left is not None:
+        found.append(figure(plots.capacity(left), "tokens of documents per second"))
+    return found
 
 
 def _left_over(left: LeftOver) -> str:
@@ -264,13 +278,13 @@ def _batches(phases: Sequence[PhaseRecord]) -> str:
             took_s = None if batch.ended_s is None else batch.ended_s - batch.began_s
             values = (
                 duration(batch.window_s), "-" if took_s is None else duration(took_s), batch.status,
-                "held" if batch.has_held_window else "not held", f"{batch.num_lines:,}", f"{batch.num_answered:,}",
+                "yes" if batch.has_held_window else "no", f"{batch.num_lines:,}", f"{batch.num_answered:,}",
                 f"{batch.num_output_tokens:,}",
             )  # fmt: skip
             cells = [element("td", escape(value)) for value in values]
             name = f"batch {batch.name}, {phase.phase.value}"
             rows.append(element("tr", element("td", escape(name), class_="word"), *cells))
-    return _plain_table(("batch", "window", "took", "status", "window", "lines", "answered", "tokens"), rows)
+    return _plain_table(("batch", "window", "took", "status", "in time", "lines", "answered", "tokens"), rows)
 
 
 def _lines(certificate: Certificate) -> str:

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from alignedserve.certification.certificate import Certificate
 from alignedserve.certification.protocol import Phase, Protocol
 from alignedserve.certification.records import PhaseRecord
+from alignedserve.certification.statistics import LeftOver
 from alignedserve.core.metrics import percentile
-from alignedserve.sim.report.svg import Frame, Scale, element, from_zero, logarithmic, path, shown, text
+from alignedserve.sim.report.svg import Frame, Scale, element, from_zero, logarithmic, path, picture, shown, text
 
 STYLES = {Phase.CHAT_ALONE: 0, Phase.BESIDE: 1, Phase.DOCUMENTS_ALONE: 2}
 _PERCENTS = (*range(100), 99.5, 99.9, 100)
@@ -58,7 +59,7 @@ def _documents_there(frame: Frame, phase: PhaseRecord) -> str:
     left, top = frame.at(max(phase.documents_began_s, 0.0), frame.y.high)
     right, _ = frame.at(ended_s, frame.y.high)
     line = element("line", x1=left, x2=right, y1=top - 4, y2=top - 4, class_="span")
-    return element("g", line, text("documents", x=right, y=top - 8, text_anchor="end"), class_="s2")
+    return element("g", line, text("documents", x=left + 4, y=top + 12), class_="s2")
 
 
 def _objective(frame: Frame, objective_s: float | None) -> str:
@@ -89,6 +90,26 @@ def distribution(series: Sequence[tuple[Phase, Sequence[float]]], x_label: str, 
         _, bottom = frame.at(objective_s, 0.0)
         mark = element("line", x1=x, x2=x, y1=top, y2=bottom, class_="objective")
     return frame.picture(f"distribution of {x_label}", frame.axes(y_is_share=True), mark, *lines)
+
+
+def capacity(left: LeftOver) -> str:
+    """Plot what documents have alone, what chat leaves of it, and what they had beside chat."""
+    rows = (
+        ("alone", left.alone_tokens_per_s, "bar s2"),
+        ("left over by chat", left.left_tokens_per_s, "free"),
+        ("beside chat", left.beside_tokens_per_s, "bar s1"),
+    )
+    width, start, height = 560, 130, 46
+    scale = from_zero([value for _, value, _ in rows])
+    parts = []
+    for place, (name, value, kind) in enumerate(rows):
+        top, length = place * height + 14, (width - start - 90) * scale.place(value)
+        parts += [
+            text(name, x=start - 8, y=top + 18, text_anchor="end", class_="name"),
+            element("rect", x=start, y=top, width=length, height=height - 18, class_=kind),
+            text(f"{shown(value)}/s", x=start + length + 8, y=top + 18),
+        ]
+    return picture(width, 3 * height + 106, "tokens of documents per second", *parts)
 
 
 def progress(certificate: Certificate) -> str:

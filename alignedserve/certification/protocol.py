@@ -16,9 +16,10 @@ from alignedserve.core.request import Slo
 WINDOW_SHARES = (2.5, 10.0, 120.0)  # of the seconds of chat: 30 min, 2 h and 24 h of 12 min
 MIN_WINDOW_S, MAX_WINDOW_S = 60.0, 7 * 86_400.0
 CHAT_SHARE = 0.4  # of what the server can do with chat alone: the rate within a burst
-MARGIN = 1.15  # more lines than fit beside chat, so that documents are there to its end
+MARGIN = 1.3  # more lines than fit beside chat, so that documents are there to its end
 LINES_AT_FULL_LENGTH = 3000  # of all batches, of the unscaled protocol
 FULL_CHAT_S = 720.0
+FEWEST_USUAL_LINES = 450  # of all batches: fewer are mostly beginning and end
 MAX_LINES = 50_000  # of a batch, as OpenAI allows
 MIN_LINES = 4
 NUM_PROBES = 8  # lines whose answers are known
@@ -203,7 +204,9 @@ def scaled(wanted: Wanted, speed: Speed) -> Protocol:
     num_fitting = speed.documents_per_s * max(left_s, 0.1 * chat_s) * MARGIN
     documents, num_lines = wanted.documents, wanted.num_lines
     if num_lines is None:
-        documents = _lengthened(wanted, num_fitting, LINES_AT_FULL_LENGTH * chat_s / FULL_CHAT_S)
+        documents = _lengthened(
+            wanted, num_fitting, max(LINES_AT_FULL_LENGTH * chat_s / FULL_CHAT_S, FEWEST_USUAL_LINES)
+        )
         num_all = num_fitting * wanted.documents.output_len / documents.output_len
         num_lines = min(MAX_LINES, max(MIN_LINES, math.ceil(num_all / len(windows_s))))
     return Protocol(

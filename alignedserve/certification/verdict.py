@@ -23,6 +23,7 @@ class Bounds:
     max_failed: int = 0  # lines
     max_timeouts: int = 0  # answers of 504 to chats and lines, and answers that broke off
     max_missed_windows: int = 0
+    min_beside: float = 0.5  # of the chats that were sent, with documents beside them
     max_ttft_p99_ratio: float | None = None  # beside documents to alone
     max_tpot_p99_ratio: float | None = None
     max_gap_p99_ratio: float | None = None
@@ -61,6 +62,9 @@ def _of_chat(figures: Figures, bounds: Bounds) -> Iterator[Check]:
         yield Check("attainment beside documents", measured, bounds.min_attainment, is_least=True, unit="%")
     latest = None if beside is None else beside.latest_of_objective
     yield Check("latest first token, by its objective", latest, bounds.max_ttft_ratio, unit="x")
+    there = _percent(figures.share_of_chats_beside)
+    least = _percent(bounds.min_beside) or 0.0
+    yield Check("chats with documents beside them", there, least, is_least=True, unit="%")
     limits = (bounds.max_ttft_p99_ratio, bounds.max_tpot_p99_ratio, bounds.max_gap_p99_ratio)
     for compared, limit in zip(figures.compared(), limits, strict=True):
         if limit is not None:

@@ -17,7 +17,7 @@ def duration(value: float) -> str:
     """Return a span of time: 90 s, 12 min, 2 h."""
     for unit, size in (("h", 3600.0), ("min", 60.0)):
         if value >= 2 * size or (value >= size and value % size == 0):
-            return f"{shown(value / size)} {unit}"
+            return f"{round(value / size, 1):g} {unit}"
     return f"{shown(value)} s"
 
 

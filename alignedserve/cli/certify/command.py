@@ -13,6 +13,7 @@ from alignedserve.certification.page import certificate_page
 from alignedserve.certification.protocol import Lengths, Wanted
 from alignedserve.certification.verdict import Bounds
 from alignedserve.certification.words import bound_of, measured_of
+from alignedserve.cli.certify.cluster_words import cluster_words
 from alignedserve.cli.certify.live import LiveOptions, LiveRun, Measured
 from alignedserve.cli.certify.options import CertifyOptions
 from alignedserve.cli.commands.output_folder import command_line, make_folder, write_file
@@ -74,6 +75,7 @@ def bounds_of(options: CertifyOptions) -> Bounds:
         max_failed=options.max_failed,
         max_timeouts=options.max_timeouts,
         max_missed_windows=options.max_missed_windows,
+        min_beside=options.min_beside / 100.0,
         max_ttft_p99_ratio=options.max_ttft_p99_ratio,
         max_tpot_p99_ratio=options.max_tpot_p99_ratio,
         max_gap_p99_ratio=options.max_gap_p99_ratio,
@@ -159,13 +161,9 @@ def _simulated(options: CertifyOptions, wanted: Wanted) -> Certificate:
 
     began_s, config = time.time(), simulated_config(options)
     protocol, speed, evidence = SimulatedRun(config, wanted, _say).run()
-    topology, cluster = config.cluster.chosen_topology, config.cluster
-    workers = f"{cluster.decode.count} workers"
-    if topology.is_separate:
-        workers = f"{cluster.prefill.count} prefill + {cluster.decode.count} decode workers"
     costs = options.costs if options.costs.startswith("fitted:") else f"{options.simulated_model} on {options.hardware}"
     about = (
-        ("server", f"simulated: {topology.value}, {workers}, policy {cluster.scheduling.policy}"),
+        ("server", f"simulated: {cluster_words(config.cluster)}"),
         ("model", costs),
         ("documents", "lines handed over as places get free, as the batch worker does; answers are not computed"),
         *_about_run(began_s),

@@ -89,6 +89,7 @@ class CertifyOptions:
     max_failed: Annotated[int, typer.Option(min=0, help="Lines that failed.")] = 0
     max_timeouts: Annotated[int, typer.Option(min=0, help="Answers of 504, and answers that broke off.")] = 0
     max_missed_windows: Annotated[int, typer.Option(min=0, help="Batches that ended after their window.")] = 0
+    min_beside: Annotated[float, typer.Option(help="Percent of chats that must have documents beside them.")] = 50.0
     min_attainment: Annotated[float | None, typer.Option(help="Percent of chats in time, beside documents.")] = None
     max_ttft_p99_ratio: Annotated[float | None, typer.Option(help="p99 of TTFT, with documents to without.")] = None
     max_tpot_p99_ratio: Annotated[float | None, typer.Option(help="p99 of TPOT, likewise.")] = None

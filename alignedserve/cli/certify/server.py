@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from alignedserve.cli.certify.cluster_words import cluster_words
 from alignedserve.cli.certify.options import CertifyOptions
 from alignedserve.cli.console import notes
 from alignedserve.cli.wiring import start_cluster
@@ -34,13 +35,7 @@ def started_server(options: CertifyOptions) -> Iterator[Started]:
             cluster = stack.enter_context(start_cluster(settings))
             cluster.wait_ready(READY_TIMEOUT_S)
         notes().print(f"server ready at {cluster.url} after {time.monotonic() - began_s:.1f} s", markup=False)
-        config = cluster.config
-        topology = config.chosen_topology
-        count = str(config.decode.count)
-        workers = (
-            f"{config.prefill.count} prefill + {count} decode workers" if topology.is_separate else f"{count} workers"
-        )
-        yield Started(cluster.url, f"{topology.value}, {workers}, policy {config.scheduling.policy}")
+        yield Started(cluster.url, cluster_words(cluster.config))
 
 
 def _overrides(options: CertifyOptions, folder: str) -> list[str]:

@@ -28,7 +28,7 @@ def _page(seen: Evidence) -> str:
 
 def test_a_page_says_what_holds_and_loads_nothing() -> None:
     page = _page(evidence())
-    assert "Held: all 10 bounds" in page
+    assert "Held: all 11 bounds" in page
     assert "default-src 'none'" in page
     assert not re.search(r"(?:src|href)=", page)
     assert "&lt;script&gt;" in page
@@ -40,7 +40,7 @@ def test_a_page_names_what_does_not_hold() -> None:
     chats = (chat(),) * 9 + (chat(ttft_s=None, failure="http 503"),)
     seen = evidence(beside=chats, batches=(batch("a", num_lost=1), batch("b")))
     page = _page(seen)
-    assert "Not held: 3 of 10 bounds" in page
+    assert "Not held: 3 of 11 bounds" in page
     assert "latest first token, by its objective none came (bound at most 3 x)" in page
     assert "1 x http 503" in page
 

@@ -35,7 +35,7 @@ def test_batches_of_both_phases_have_the_same_lengths_and_every_probe() -> None:
 
 
 def test_a_server_that_does_a_thousand_lines_gets_the_original_protocol() -> None:
-    protocol = scaled(_FULL, Speed(0.05, 0.01, chats_per_s=37.5, documents_per_s=4.5))
+    protocol = scaled(_FULL, Speed(0.05, 0.01, chats_per_s=37.5, documents_per_s=4.0))
     assert protocol.rate == 15.0
     assert protocol.windows_s == (1800.0, 7200.0, 86400.0)
     assert 900 < protocol.num_lines < 1100

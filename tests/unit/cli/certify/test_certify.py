@@ -41,7 +41,7 @@ async def _measured(url: str, patience_s: float = 20.0, **sizes: Any) -> Measure
 def _certificate(measured: Measured) -> Certificate:
     return certificate_of(
         title="Certificate", about=(), protocol=measured.protocol, speed=measured.speed, evidence=measured.evidence,
-        bounds=Bounds(min_documents_share=0.0),
+        bounds=Bounds(min_documents_share=0.0, min_beside=0.0),
     )  # fmt: skip
 
 
