@@ -3,7 +3,8 @@
 It is what Sarathi-Serve does by arrival, for any order: a decode computes a token; a prompt computes a chunk of what is
 left of the iteration, and has blocks for all its tokens from its first chunk on. A newcomer (a request without cache on
 the device) takes blocks only from holders of worse levels, never from equals, so that equals do not evict each other in
-turn; a decode that needs one more block takes it from whoever comes after it. What is evicted is dropped.
+turn; a decode that needs one more block takes it from whoever comes after it. What is evicted is dropped. A prompt that
+finds no place takes that of a scheduled request of a worse level, which pauses.
 """
 
 from collections.abc import Callable
@@ -93,28 +94,39 @@ class ChunkedPacking:
                 add_evicting(packer, row, 1, self._after(row))
 
     def _add_prompts(self, rows: Ints) -> None:
-        packer = self._packer
+        packer, level = self._packer, self._order.level
         for row in rows.tolist():
-            if packer.num_places_left < 1 or packer.num_tokens_left < 1:
+            if packer.num_tokens_left < 1:
                 return
             if self._is_holder[row]:
-                if not packer.is_evicted(row) and (num_tokens := self._chunk(row)):
-                    packer.add(row, num_tokens)
-            elif self._order.level[row] < self._closed_from and not self._enter(row):
-                self._closed_from = int(self._order.level[row])
+                if not packer.is_evicted(row):
+                    self._add_chunk(row, self._chunk_rule(packer, row))
+            elif level[row] < self._closed_from and not self._enter(row):
+                self._closed_from = int(level[row])
 
-    def _chunk(self, row: int) -> int:
-        num_tokens = self._packer.chunk(row)
-        return min(self._chunk_rule(self._packer, row), num_tokens) if num_tokens else 0
+    def _add_chunk(self, row: int, at_most: int) -> bool:
+        if at_most < 1 or not self._has_place(row):
+            return False
+        num_tokens = min(self._packer.chunk(row), at_most)
+        return num_tokens > 0 and self._packer.add(row, num_tokens)
+
+    def _has_place(self, row: int) -> bool:
+        """Return whether there is a place, after the last of worse levels has given up its own if there was none."""
+        packer, level = self._packer, self._order.level
+        if packer.num_places_left > 0:
+            return True
+        worse = next((other for other in reversed(packer.rows) if level[other] > level[row]), None)
+        if worse is not None:
+            packer.withdraw(worse)
+        return worse is not None
 
     def _enter(self, row: int) -> bool:
-        """Schedule the first chunk of a newcomer; return False if memory or tokens are short: none overtakes it."""
+        """Schedule the first chunk of a newcomer; return False if memory, a place or time is short: none overtakes."""
         packer, at_most = self._packer, self._chunk_rule(self._packer, row)
         missing = packer.blocks_needed(row, 1) + self._watermark - packer.num_free
         if at_most < 1 or (missing > 0 and not self._claim(row, missing)):
             return False
-        num_tokens = min(packer.chunk(row), at_most)
-        return num_tokens > 0 and packer.add(row, num_tokens)
+        return self._add_chunk(row, at_most)
 
     def _claim(self, row: int, missing: int) -> bool:
         """Take the missing blocks, including the watermark, from holders of worse levels, which none then enters."""

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Meta
 
 from alignedserve.costmodel.model import chunk_within
-from alignedserve.scheduling.chunked_packing import ChunkedPacking, order_of
+from alignedserve.scheduling.chunked_packing import ChunkedPacking, ChunkRule, order_of
 from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import (
@@ -32,8 +32,8 @@ class QoServeConfig:
 
     alpha_s: Annotated[float, Meta(ge=0)] = 0.008  # of priority for each remaining token; 0: earliest deadline first
     relegation: bool = True
-    dynamic_chunks: bool = True  # False: chunks of `token_budget`
-    token_budget: Annotated[int, Meta(ge=1)] = 512  # of an iteration, where chunks are not dynamic
+    dynamic_chunks: bool = True  # False: as many tokens as the budget has
+    token_budget: Annotated[int, Meta(ge=1)] = 2552  # the most of an iteration
     least_tokens: Annotated[int, Meta(ge=1)] = 128  # of an iteration with a prompt, however short the time
     margin: Annotated[float, Meta(ge=1)] = 1.2  # a predicted duration counts as so many times as long
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01  # share of the blocks that a new prompt has to leave free
@@ -72,9 +72,9 @@ class QoServe:
         # Decodes come before prompts, so that the time that they leave is known.
         group = np.where(table.is_decoding, level, np.where(is_behind, 3 + level, 3))
         order = order_of(view, key, group=group, level=level)
-        if not config.dynamic_chunks:
-            return ChunkedPacking(view, order, token_budget=config.token_budget, watermark=config.watermark).plan()
-        return ChunkedPacking(view, order, chunk_rule=self._within_slack(view), watermark=config.watermark).plan()
+        rule = self._within_slack(view) if config.dynamic_chunks else Packer.remaining
+        budget, watermark = config.token_budget, config.watermark
+        return ChunkedPacking(view, order, token_budget=budget, chunk_rule=rule, watermark=watermark).plan()
 
     def _needs(self, view: WorkerView) -> Needs:
         """Return the needs by the worker's costs: of a TTFT to the next token, of a deadline to the last one."""
@@ -103,7 +103,7 @@ class QoServe:
             relegated[yielding(kept, view.now, needs, importance)] = True
         return relegated
 
-    def _within_slack(self, view: WorkerView) -> "_SlackRule":
+    def _within_slack(self, view: WorkerView) -> ChunkRule:
         """Return the rule of chunks: the time until the first of the decodes is due."""
         table = view.table
         is_ready = table.is_decoding & (table.num_blocks > 0) & (table.num_swapped == 0)
@@ -146,5 +146,4 @@ class _SlackRule:
         in_time = chunk_within(
             self._view.costs, packer.work, num_cached=num_cached, at_most=at_most, budget_s=self._slack_s
         )
-        num_packed = self._view.limits.max_tokens - packer.num_tokens_left
-        return max(in_time, min(self._least_tokens - num_packed, at_most))
+        return max(in_time, min(self._least_tokens - packer.work.num_tokens, at_most))

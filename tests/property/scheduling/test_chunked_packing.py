@@ -39,8 +39,14 @@ class Plain:
     def free(self) -> int:
         return self.view.memory.num_blocks - sum(self.holds(row) for row in range(len(self.view.table)))
 
-    def has_place(self) -> bool:
-        return len(self.scheduled) < self.view.limits.max_running_requests and self.tokens_left() > 0
+    def num_places_left(self) -> int:
+        return self.view.limits.max_running_requests - len(self.scheduled)
+
+    def has_place(self, level: int) -> bool:
+        worse = [row for row in self.scheduled if self.order.level[row] > level]
+        if self.num_places_left() < 1 and worse:
+            del self.scheduled[worse[-1]]
+        return self.num_places_left() > 0
 
     def tokens_left(self) -> int:
         return self.budget - sum(self.scheduled.values())
@@ -52,13 +58,15 @@ class Plain:
     def plan(self) -> tuple[dict[int, int], set[int]]:
         table = self.view.table
         for row in self.order.turns.tolist():
-            if row in self.evicted or not self.has_place():
-                continue
             level = int(self.order.level[row])
+            if row in self.evicted or self.tokens_left() < 1:
+                continue
             if table.num_blocks[row] and table.num_remaining[row] == 1:
-                self.decode(row)
+                if self.num_places_left() > 0:
+                    self.decode(row)
             elif table.num_blocks[row]:
-                self.scheduled[row] = min(int(table.num_remaining[row]), self.tokens_left())
+                if self.has_place(level):
+                    self.scheduled[row] = min(int(table.num_remaining[row]), self.tokens_left())
             elif level < self.closed and not self.enter(row):
                 self.closed = level
         return self.scheduled, set(self.evicted)
@@ -90,6 +98,8 @@ class Plain:
         while self.free() < needed:
             self.evict(worse.pop())
             self.closed = min(self.closed, int(level[row]) + 1)
+        if not self.has_place(int(level[row])):
+            return False
         self.scheduled[row] = min(int(table.num_remaining[row]), self.tokens_left())
         return True
 

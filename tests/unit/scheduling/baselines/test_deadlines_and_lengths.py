@@ -258,6 +258,16 @@ def test_without_an_objective_for_tokens_a_chunk_fills_the_iteration() -> None:
     assert planned("qoserve", view_of(rows, max_tokens=300))[0] == {"writes": 1, "new": 299}
 
 
+def test_documents_that_fill_all_places_make_room_for_a_question() -> None:
+    writes = {"be": True, "num_generated": 2}
+    rows: dict[str, Any] = {
+        "one": writes,
+        "two": {**writes, "arrival_s": 1.0},
+        "chat": {"arrival_s": 2.0, "ttft_s": 9.0},
+    }
+    assert planned("qoserve", view_of(rows, now=3.0, max_running_requests=2)) == ({"one": 1, "chat": 16}, [])
+
+
 @each("name", ["edf", "srpt", "qoserve"])
 def test_the_router_knows_classes(name: str) -> None:
     assert make_prefill_order(policy_entry(name).prefill_order).knows_classes
