@@ -1,9 +1,11 @@
 """Tables of docs/experiments/apt_serve.md."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import zip_longest
 
 from experiments.pages.record import Record, figures, runs, share, table
+from experiments.pages.steady import SteadyFigures, steady
 
 _KV_ONLY = "apt_serve, keys and values"
 _NAMES = {"fcfs": "vLLM", _KV_ONLY: "Apt-Serve, keys and values", "apt_serve": "Apt-Serve"}
@@ -90,7 +92,7 @@ def _rates(level: str) -> str:
         baseline = rates["fcfs"]
         name = f"{_LENGTHS[dataset]}, {model.upper()}"
         rows.append([name, *(_rate_cell(dataset, model, policy, rates[policy], baseline) for policy in _BASELINES)])
-    return table([f"at {level}", *_BASELINES.values()], rows)
+    return table([f"bursts: {level} held when sent at", *_BASELINES.values()], rows)
 
 
 def _rate(dataset: str, model: str, policy: str, level: str) -> float | None:
@@ -122,6 +124,7 @@ def rates_at_60() -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
+    "steady": partial(steady, "apt_serve", SteadyFigures("all", _HELD, "all.requests_per_s", "completed/s")),
     "attainment": attainment,
     "bursts": bursts,
     "costs": costs,

@@ -1,8 +1,10 @@
 """Tables of docs/experiments/bros.md."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from experiments.pages.record import Record, change, digits, figures, runs, seconds, share, table
+from experiments.pages.steady import SteadyFigures, steady
 
 _POLICIES = ("fcfs", "round_robin", "bros", "aligned_slo")
 _FIGURES = "figures 10, 11"
@@ -184,6 +186,7 @@ def figure_12() -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
+    "steady": partial(steady, "bros", SteadyFigures("rt", "rt.attainment", "rt.normalized_s.mean", "s/token")),
     "averages": averages,
     "held": held,
     "totals": totals,

@@ -228,8 +228,8 @@ def _apt_serve() -> list[Claim]:
         Claim(
             page,
             "rate at 90 % relative to vLLM, Sarathi-Serve on ShareGPT: 2.3, 2.0 times",
-            f"{sum(ratios) / len(ratios):.1f} (three models), {sarathi:.1f} (OPT-13B), of short traces",
-            "Reproduced in order",
+            f"{sum(ratios) / len(ratios):.1f} (three models), {sarathi:.1f} (OPT-13B), of bursts of 300 requests",
+            "No rates, so **not comparable**; [rates](apt_serve.md#steady-state) are far closer together",
         ),
         Claim(
             page,

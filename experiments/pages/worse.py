@@ -34,7 +34,7 @@ _SHORT_FIRST = (
 _BURSTS = (
     "A burst is where a policy must know which answers are short and what an iteration of many prompts takes, and it is"
     " told neither; one seed has one burst, and at the other variation of LongBench it is ahead by as much"
-    " ([more](apt_serve.md#opt-13b-at-the-papers-rates-the-record))."
+    " ([more](apt_serve.md#opt-13b-at-the-papers-rates-bursts-of-300-requests))."
 )
 _KEPT_BLOCKS = (
     "Newcomers that are late anyway leave the blocks that requests on time held lately; here most are late, and without"
@@ -51,7 +51,7 @@ WHY: Mapping[str, str] = {  # by the names of the rows
     "AlignedServe, eight accelerators: tokens/s, p99 TBT": _STRAGGLERS,
     "AlignedServe, tokens/s: OPT-6.7B, 13B, 30B": _STRAGGLERS,
     "AlignedServe, tokens/s, one block: ShareGPT, LongBench, Azure": _STRAGGLERS,
-    "BROS, 10/s (three seeds): held, best-effort requests/s": _BEST_EFFORT,
+    "BROS, burst of 120 s at 10/s (three seeds): held, best-effort requests/s": _BEST_EFFORT,
     "the same, best-effort requests/s": _BEST_EFFORT,
     "AccelGen, 8/s (three seeds): tokens/s, requests/s, goodput/s": _KEPT_BLOCKS,
     "the same: iteration-level SLOs, deadlines held": _DEADLINES,
@@ -59,6 +59,6 @@ WHY: Mapping[str, str] = {  # by the names of the rows
     "the same, iteration-level SLOs": _LONG_ITERATIONS,
     "ALISE, s/token: Alpaca 20/s, ShareGPT 1.7/s, ten minutes of 1.5/s": _LEARNED_COSTS,
     "the same, p99 of the response, s": _SHORT_FIRST,
-    "Apt-Serve, ShareGPT 6/s held: CV 1 (three seeds), 5, 10": _BURSTS,
+    "Apt-Serve, burst of 300, ShareGPT 6/s held: CV 1 (three seeds), 5, 10": _BURSTS,
     "Apt-Serve, LongBench 1.5/s, likewise": _BURSTS,
 }

@@ -14,35 +14,48 @@ from collections import Counter
 from collections.abc import Sequence
 
 from benchmarks.measuring.arguments import parser_of
-from experiments.common import print_table
+from experiments.common import Row, print_table
+from experiments.grid import repeats as grid_repeats
+from experiments.grid.record import PATH, Record
+from experiments.grid.search import simulate
 from experiments.pages.record import figures
+from experiments.pages.stale import PAGES, rows_of
 from experiments.validity.decision_code import digests
-from experiments.validity.rows import REPEATED, State, is_stale, num_bursts, repeats, states
+from experiments.validity.rows import REPEATED, State, is_stale, repeats, states
 from experiments.validity.samples import CASES, repeat, sample
 
 
 def main() -> None:
     """Say which pages are stale; repeat samples if asked to."""
     parser = parser_of(__doc__)
-    parser.add_argument("pages", nargs="*", help="only these")
+    parser.add_argument("pages", nargs="*", help=f"only these: {', '.join(PAGES)}")
     parser.add_argument("--repeat", action="store_true", help="simulate a sample of the stale rows again")
     parser.add_argument("--each", type=int, default=1, help="rows of each system and code")
     parser.add_argument("--processes", type=int, default=1, help="simulations at a time")
     options = parser.parse_args()
-    pages = options.pages or list(CASES)
+    unknown = [page for page in options.pages if page not in PAGES]
+    if unknown:
+        parser.error(f"unknown page {unknown[0]!r}; known: {', '.join(PAGES)}")
+    pages = options.pages or list(PAGES)
     if options.repeat:
         for page in pages:
-            _repeat(page, num_each=options.each, processes=options.processes)
+            _record(page, _repeated(page, num_each=options.each, processes=options.processes))
         repeats.cache_clear()
     sys.exit(_show(pages))
 
 
-def _repeat(page: str, *, num_each: int, processes: int) -> None:
-    chosen = sample(figures(page)["runs"], CASES[page](), list(digests().values()), num_each=num_each)
-    print(f"{page}: {len(chosen)} rows again")
-    found = repeat(chosen, processes=processes)
+def _repeated(page: str, *, num_each: int, processes: int) -> list[Row]:
+    today = list(digests().values())
+    if page not in CASES:
+        return grid_repeats.repeat(grid_repeats.sample(Record(PATH), today, num_each=num_each), simulate)
+    chosen = sample(figures(page)["runs"], CASES[page](), today, num_each=num_each)
+    return repeat(chosen, processes=processes)
+
+
+def _record(page: str, found: Sequence[Row]) -> None:
     known = json.loads(REPEATED.read_text()) if REPEATED.exists() else {}
     REPEATED.write_text(json.dumps({**known, page: found}, indent=1) + "\n")
+    print(f"{page}: {len(found)} rows again")
     for one in found:
         print(f"  {one['system']} of {one['code']}: {'the same' if one['is_same'] else 'other figures'}")
 
@@ -51,14 +64,11 @@ def _show(pages: Sequence[str]) -> int:
     """Print a line for each page; return 1 if one is stale."""
     lines = []
     for page in pages:
-        rows = figures(page)["runs"]
+        rows = rows_of(page)
         counts = Counter(states(page, rows))
         num_stale = sum(count for state, count in counts.items() if is_stale(state))
         shown = {state.name.lower(): counts[state] for state in State}
-        bursts = num_bursts(rows)
-        lines.append(
-            {"page": page, "stale": "stale" if num_stale else "", "rows": len(rows), **shown, "bursts": bursts}
-        )
+        lines.append({"page": page, "stale": "stale" if num_stale else "", "rows": len(rows), **shown})
     print_table(lines, {name: name for name in lines[0]})
     return int(any(line["stale"] for line in lines))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.pages import record
+from experiments.pages import record, steady
 from experiments.pages.index import PAGES, names_in, page_path, with_tables
 from experiments.validity.decision_code import digests
 from tests.support.marks import each
@@ -60,3 +60,23 @@ def test_rows_that_are_no_rates_are_called_bursts(monkeypatch: pytest.MonkeyPatc
     assert "**Bursts, no rates: 5 of 10 rows**" in record.provenance("some")
     monkeypatch.setattr(record, "figures", lambda _: {"runs": rows[:5]})
     assert "Bursts" not in record.provenance("some")
+
+
+def _rate(policy: str, seed: int, completed: float, *, sent_s: float = 600.0) -> dict[str, object]:
+    figures = {"held": 0.9 + seed / 100, "rt.completed_of_arrived": completed, "rt.fluidity": 0.5, "x": 1.0}
+    labels = {"part": "steady", "rate": 2.0, "policy": policy, "seed": seed, "sent_s": sent_s}
+    return labels | figures | {"rt.longest_gap_s": float(seed), "be.loaded_tokens_per_s": 10.0}
+
+
+def test_a_rate_has_its_interval_and_one_that_is_not_served_stands_in_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [_rate("fcfs", seed, 0.97) for seed in range(1, 6)] + [_rate("bros", seed, 0.9) for seed in range(1, 6)]
+    rows += [_rate("few", seed, 1.0) for seed in range(1, 5)]
+    rows += [_rate("short", seed, 1.0, sent_s=60.0) for seed in range(1, 6)]
+    monkeypatch.setattr(steady, "runs", lambda _: record.Record(rows))
+    table = steady.steady("some", steady.SteadyFigures("rt", "held", "x", "x/s"))
+    assert table.splitlines()[2:] == [
+        "| 2 | `fcfs` | 93.0 ± 2.0 % | yes | 97.0 % | 50.0 % | 5.0 s | 1.00 | 10.0 |",
+        "| 2 | `bros` | (93.0 ± 2.0 %) | **no** | 90.0 % | 50.0 % | 5.0 s | 1.00 | 10.0 |",
+    ]
+    monkeypatch.setattr(steady, "runs", lambda _: record.Record(rows[10:]))
+    assert steady.steady("some", steady.SteadyFigures("rt", "held", "x", "x/s")) == "- No rate has been simulated yet"

@@ -9,6 +9,7 @@ import pytest
 from experiments.grid.picture import draw, draw_field
 from experiments.grid.points import LOADS, OBJECTIVES, SEEDS, TRACES, Point, all_points
 from experiments.grid.record import Outcome, Record, Run, append_run
+from experiments.grid.repeats import repeat, sample
 from experiments.grid.search import is_searched, search_point
 from experiments.grid.summary import summary_of
 from experiments.grid.systems import DEFAULT, System, families
@@ -191,3 +192,31 @@ def test_a_picture_has_a_cell_for_every_point() -> None:
     assert "arxiv/1.02/tight/4/be: 90.0 %; fcfs colocated 93.2 %" in drawn
     assert ">+100<" in draw_field([row])
     assert ">·<" in draw_field([{**row, "best": 99.5}])
+
+
+def test_the_quickest_outcome_of_each_policy_and_code_is_repeated_and_compared(tmp_path: Path) -> None:
+    bench = Bench({ELASTIC: 700, SARATHI: 500, "fcfs 1 + 3": 495}, tmp_path / "r.jsonl")
+    bench.search()
+    slow, quick = (
+        Outcome(POINT.of_seed(seed).name, ELASTIC, 1000, num_met=700, cpu_s=cpu_s, code="old")
+        for seed, cpu_s in ((2, 9.0), (3, 1.0))
+    )
+    bench.record.append(slow)
+    bench.record.append(quick)
+    chosen = sample(bench.record, ["c"])
+    assert chosen == [quick]
+
+    for num_met, is_same in ((700, True), (701, False)):
+        again = Outcome(quick.point, ELASTIC, 1000, num_met=num_met, cpu_s=2.0, code="c")
+        (row,) = repeat(chosen, _Again(again).simulated)
+        assert (row["system"], row["code"], row["now"], row["is_same"]) == ("aligned_slo", "old", "c", is_same)
+
+
+class _Again:
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+
+    def simulated(self, point: Point, system: System, least: int) -> Outcome:
+        """Return the outcome, if the case is the one that is to be repeated."""
+        assert (point, system, least) == (POINT.of_seed(3), DEFAULT, 0)
+        return self._outcome

@@ -1,0 +1,61 @@
+"""Simulates a sample of the grid's outcomes again, by today's code: does it decide the same?"""
+
+from collections.abc import Collection, Sequence
+
+from experiments.common import Row
+from experiments.grid.points import Point, all_points
+from experiments.grid.record import Outcome, Record
+from experiments.grid.search import Simulate
+from experiments.grid.systems import DEFAULT, System, others
+
+_SAID_ONLY = ("cpu_s", "code")
+
+
+def sample(record: Record, today: Collection[str], *, num_each: int = 1) -> list[Outcome]:
+    """Choose the quickest stale outcomes of each policy and code, of those that were not abandoned."""
+    found: dict[tuple[str, str], list[Outcome]] = {}
+    for one in sorted(record, key=lambda outcome: outcome.cpu_s):
+        if one.at_most is None and one.code not in today:
+            of_policy = found.setdefault((policy_of(one), one.code), [])
+            if len(of_policy) < num_each:
+                of_policy.append(one)
+    return [one for of_policy in found.values() for one in of_policy]
+
+
+def policy_of(outcome: Outcome) -> str:
+    """Return the policy of the system that an outcome is of."""
+    return outcome.system.partition(" ")[0]
+
+
+def repeat(sampled: Sequence[Outcome], simulated: Simulate) -> list[Row]:
+    """Simulate them, and return what is recorded of it."""
+    rows = []
+    for one in sampled:
+        point = _point(one.point)
+        again = simulated(point, _system(one.system, point.accelerators), 0)
+        rows.append(
+            {
+                "system": policy_of(one),
+                "code": one.code,
+                "now": again.code,
+                "is_same": is_same(one, again),
+                "of": {"point": one.point, "system": one.system},
+            }
+        )
+    return rows
+
+
+def is_same(recorded: Outcome, again: Outcome) -> bool:
+    """Return whether all figures are the same."""
+    names = [name for name in recorded.__struct_fields__ if name not in _SAID_ONLY]
+    return all(getattr(recorded, name) == getattr(again, name) for name in names)
+
+
+def _point(name: str) -> Point:
+    base, _, seed = name.partition("/seed")
+    (point,) = (one for one in all_points() if one.name == base)
+    return point.of_seed(int(seed)) if seed else point
+
+
+def _system(name: str, accelerators: int) -> System:
+    return DEFAULT if name == DEFAULT.name(accelerators) else others(accelerators)[name]
