@@ -108,7 +108,7 @@ _MORE = (
     "ledger.waiting_for_prefill_s",
     "num_requests",
 )
-_RECORDED = ("part", *COLUMNS, *_MORE, "code", *STEADY_FIGURES)
+_RECORDED = ("part", *COLUMNS, *_MORE, "code", "workload", *STEADY_FIGURES)
 
 
 # --- what is served

@@ -12,14 +12,18 @@ _SAID_ONLY = ("cpu_s", "code")
 
 
 def sample(record: Record, today: Collection[str], *, num_each: int = 1) -> list[Outcome]:
-    """Choose the quickest stale outcomes of each policy and code, of those that were not abandoned."""
+    """Choose the quickest stale outcomes of each policy and code and those that hold least; abandoned ones are none."""
     found: dict[tuple[str, str], list[Outcome]] = {}
-    for one in sorted(record, key=lambda outcome: outcome.cpu_s):
+    for one in record:
         if one.at_most is None and one.code not in today:
-            of_policy = found.setdefault((policy_of(one), one.code), [])
-            if len(of_policy) < num_each:
-                of_policy.append(one)
-    return [one for of_policy in found.values() for one in of_policy]
+            found.setdefault((policy_of(one), one.code), []).append(one)
+    return [one for of_policy in found.values() for one in _chosen(of_policy, num_each)]
+
+
+def _chosen(outcomes: Sequence[Outcome], num_each: int) -> list[Outcome]:
+    quickest = sorted(outcomes, key=lambda one: one.cpu_s)[:num_each]
+    hardest = sorted(outcomes, key=lambda one: one.attainment)[:num_each]
+    return [*quickest, *(one for one in hardest if one not in quickest)]
 
 
 def policy_of(outcome: Outcome) -> str:

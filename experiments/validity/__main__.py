@@ -5,7 +5,7 @@
     python -m experiments.pages                             # writes what is found on the pages
 
 A row is valid while the digest of the code that decided it is one of today's, or if the quickest row of its system and
-code, simulated again by today's code, has the same figures (results/repeated.json).
+code and the one that holds least, simulated again by today's code, have the same figures (results/repeated.json).
 """
 
 import json

@@ -4,11 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+from alignedserve.sim.sweep import WorkloadLine
 from experiments import accelgen, alignedserve, alise, apt_serve, bros, leak, unseen
 from experiments.common import LabelledCase, Row, chosen, run
 from experiments.validity.rows import State, state_of, system_of
 
 _LABELS_ONLY = ("code", "workload", "knew_more", "sent_s")
+_HELD = ("rt.attainment", "all.p99_attainment", "all.attainment")
 _FULL = apt_serve.WorkerSizes(300, (1, 2, 3), 1)
 CASES: Mapping[str, Callable[[], Sequence[LabelledCase]]] = {
     "accelgen": lambda: accelgen.cases_of(is_quick=False),
@@ -39,20 +41,38 @@ class Sampled(NamedTuple):
 def sample(
     rows: Sequence[Row], cases: Sequence[LabelledCase], today: Sequence[str], *, num_each: int = 1
 ) -> list[Sampled]:
-    """Choose the quickest stale rows of each system and code, those for which there is a case."""
+    """Choose the quickest stale rows of each system and code and those that hold least, where there is a case.
+
+    Where all is held many rules decide nothing, and the quickest row is often such a one.
+    """
     found: dict[tuple[str, str], list[Sampled]] = {}
-    for row in sorted(rows, key=lambda one: float(one.get("duration_s") or 0.0)):
-        if state_of(row, (), today) is not State.OLDER or row.get("num_runs", 1) != 1:
-            continue
-        of_row = found.setdefault((system_of(row), str(row["code"])), [])
-        if len(of_row) >= num_each:
-            continue
-        of_row += [Sampled(row, case) for case in cases if _is_of(case, row)][:1]
-    return list(chain.from_iterable(found.values()))
+    for row in rows:
+        if state_of(row, (), today) is State.OLDER and row.get("num_runs", 1) == 1:
+            of_row = found.setdefault((system_of(row), str(row["code"])), [])
+            of_row += [Sampled(row, case) for case in cases if _is_of(case, row)][:1]
+    return list(chain.from_iterable(_chosen(of_row, num_each) for of_row in found.values()))
+
+
+def _chosen(sampled: Sequence[Sampled], num_each: int) -> list[Sampled]:
+    quickest = sorted(sampled, key=lambda one: float(one.row.get("duration_s") or 0.0))[:num_each]
+    hardest = sorted((one for one in sampled if _held(one.row) is not None), key=lambda one: _held(one.row) or 0.0)
+    return [*quickest, *(one for one in hardest[:num_each] if one not in quickest)]
+
+
+def _held(row: Row) -> float | None:
+    """Return what a row's requests hold; None: it has no objectives."""
+    return next((float(row[name]) for name in _HELD if row.get(name) is not None), None)
 
 
 def _is_of(case: LabelledCase, row: Row) -> bool:
+    """Return whether a case repeats a row: the same labels, and the same workload, of which the row must have the line.
+
+    Where data is missing others stand in, and figures would differ by that alone.
+    """
     labels: dict[str, Any] = {**case.labels}
+    workload = case.case.workload
+    if not isinstance(workload, WorkloadLine) or row.get("workload") != workload.line:
+        return False
     return all(row[name] == value for name, value in labels.items() if name in row)
 
 

@@ -197,14 +197,14 @@ def test_a_picture_has_a_cell_for_every_point() -> None:
 def test_the_quickest_outcome_of_each_policy_and_code_is_repeated_and_compared(tmp_path: Path) -> None:
     bench = Bench({ELASTIC: 700, SARATHI: 500, "fcfs 1 + 3": 495}, tmp_path / "r.jsonl")
     bench.search()
-    slow, quick = (
-        Outcome(POINT.of_seed(seed).name, ELASTIC, 1000, num_met=700, cpu_s=cpu_s, code="old")
-        for seed, cpu_s in ((2, 9.0), (3, 1.0))
+    slow, quick, hard = (
+        Outcome(POINT.of_seed(seed).name, ELASTIC, 1000, num_met=num_met, cpu_s=cpu_s, code="old")
+        for seed, num_met, cpu_s in ((2, 700, 9.0), (3, 700, 1.0), (4, 500, 5.0))
     )
-    bench.record.append(slow)
-    bench.record.append(quick)
-    chosen = sample(bench.record, ["c"])
-    assert chosen == [quick]
+    for one in (slow, quick, hard):
+        bench.record.append(one)
+    assert sample(bench.record, ["c"]) == [quick, hard]
+    chosen = [quick]
 
     for num_met, is_same in ((700, True), (701, False)):
         again = Outcome(quick.point, ELASTIC, 1000, num_met=num_met, cpu_s=2.0, code="c")

@@ -2,12 +2,16 @@
 
 import ast
 
+from alignedserve.costmodel.choice import WorkerSpec
+from experiments.common import ColocatedWorkerSpec, colocated_case, line
 from experiments.steady import interval, is_served
 from experiments.validity.decision_code import DecisionCode, digest_of, digests
 from experiments.validity.rows import State, num_bursts, state_of
 from experiments.validity.samples import is_same, sample
 from tests.support.marks import each
 
+WORKER = ColocatedWorkerSpec(WorkerSpec("opt-13b", "a100-80g"))
+LINE = "rt: prompt=100, output=4, rate=5"
 RULE = """
 '''What it does.'''
 MOST = 3
@@ -96,19 +100,18 @@ def test_a_row_is_stale_unless_a_sample_was_repeated_with_the_same_figures() -> 
     assert state_of({**row, "policy": "bros"}, [same], ["new"]) is State.OLDER
 
 
-def test_the_quickest_stale_row_of_each_system_is_repeated() -> None:
+def test_the_quickest_and_the_hardest_stale_row_of_each_system_are_repeated_by_a_case_of_their_workload() -> None:
+    of_rows = ((1.0, "old", 9.0, 0.3), (2.0, "old", 5.0, 1.0), (3.0, "new", 1.0, 0.0), (4.0, "older", 7.0, 0.9))
     rows = [
-        {"policy": "fcfs", "rate": rate, "seed": 1, "code": code, "duration_s": duration_s}
-        for rate, code, duration_s in ((1.0, "old", 9.0), (2.0, "old", 5.0), (3.0, "new", 1.0), (4.0, "older", 7.0))
+        {"policy": "fcfs", "rate": rate, "seed": 1, "code": code, "duration_s": duration_s, "rt.attainment": held}
+        | {"workload": LINE}
+        for rate, code, duration_s, held in of_rows
     ]
-    cases = [_Case({"policy": "fcfs", "rate": row["rate"], "seed": 1}) for row in rows]
-    found = sample(rows, cases, ["new"])  # type: ignore[arg-type]  # a case's labels are all that is read
-    assert [(one.row["rate"], one.case.labels["rate"]) for one in found] == [(2.0, 2.0), (4.0, 4.0)]
-
-
-class _Case:
-    def __init__(self, labels: dict[str, object]) -> None:
-        self.labels = labels
+    rows.append({**rows[1], "rate": 5.0, "rt.attainment": 0.5})
+    rows.append({**rows[0], "rate": 6.0, "duration_s": 0.1, "workload": "data that is not here"})
+    cases = [colocated_case({"rate": rate}, "fcfs", WORKER, line(LINE, 1)) for rate in range(1, 7)]
+    found = sample(rows, cases, ["new"])
+    assert [(one.row["rate"], one.case.labels["rate"]) for one in found] == [(2.0, 2), (1.0, 1), (4.0, 4)]
 
 
 def test_figures_are_the_same_to_the_digits_of_a_record() -> None:
