@@ -5,6 +5,8 @@ from decode_worker.state import BufferSlot
 
 # Prefetches leave this share of a buffer free, so that an eviction finds free blocks without waiting.
 _EVICTION_SHARE = 0.25
+# Evictions of best effort leave this share free, so that chat finds blocks that comes straight from a prefill worker.
+_CHAT_SHARE = 0.125
 
 
 class BufferSpace:
@@ -61,9 +63,9 @@ class BufferSpace:
         """Allocate in the emptiest buffer, except the share kept for evictions."""
         return self._allocate(num_blocks, _EVICTION_SHARE, None)
 
-    def for_eviction(self, num_blocks: int) -> BufferSlot | None:
-        """Allocate in the emptiest buffer."""
-        return self._allocate(num_blocks, 0.0, None)
+    def for_eviction(self, num_blocks: int, *, leaves_room: bool = False) -> BufferSlot | None:
+        """Allocate in the emptiest buffer. `leaves_room`: except the share kept for chat."""
+        return self._allocate(num_blocks, _CHAT_SHARE if leaves_room else 0.0, None)
 
     def at(self, peer: str, num_blocks: int) -> BufferSlot | None:
         """Allocate in this prefill worker's buffer, for a request that comes straight from it."""

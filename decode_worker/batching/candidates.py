@@ -152,9 +152,10 @@ class Candidates:
         candidate.location, candidate.slot, candidate.may_prefetch = CacheLocation.POOL, None, False
         return candidate if message.is_refused else None
 
-    def space_for_eviction(self, num_blocks: int) -> BufferSlot | None:
+    def space_for_eviction(self, num_blocks: int, *, is_best_effort: bool) -> BufferSlot | None:
         """Allocate buffer blocks for an eviction, dropping prefetched copies that the pool still has, latest first."""
-        return self._with_dropped_copies(partial(self.space.for_eviction, num_blocks))
+        leaves_room = self._knows_classes and is_best_effort
+        return self._with_dropped_copies(partial(self.space.for_eviction, num_blocks, leaves_room=leaves_room))
 
     def _with_dropped_copies(self, allocate: Callable[[], BufferSlot | None]) -> BufferSlot | None:
         slot = allocate()

@@ -95,7 +95,8 @@ class Evictions:
     def _evict(self, running: BatchMember) -> list[OffloadBlocks]:
         """Start copying it into a prefill worker's memory; return nothing when no buffer has free blocks."""
         num_blocks = self._batch.blocks_for(self._batch.num_cached(running))
-        slot = self._candidates.space_for_eviction(num_blocks)
+        is_best_effort = running.request.request_class is RequestClass.BEST_EFFORT
+        slot = self._candidates.space_for_eviction(num_blocks, is_best_effort=is_best_effort)
         if slot is None:
             return []
         request_id = running.request.request_id

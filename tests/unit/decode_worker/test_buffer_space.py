@@ -58,3 +58,11 @@ def test_a_buffer_beside_another_pool_is_for_what_comes_straight_into_it() -> No
     made.lost(OTHER)
     made.opened(OTHER, 40)
     assert made.for_eviction(1) is not None
+
+
+def test_evictions_of_documents_leave_an_eighth_to_chat() -> None:
+    made = space(prefill_0=16)
+    assert made.for_eviction(15, leaves_room=True) is None
+    assert made.for_eviction(14, leaves_room=True) is not None
+    assert made.for_eviction(1, leaves_room=True) is None
+    assert made.at(ONE, 2) is not None
