@@ -100,8 +100,8 @@ class _ResponseSender:
         return [(b"request-id", self._state["request_id"].encode())] if self._is_anthropic else []
 
     def _last_words(self) -> list[tuple[bytes, bytes]]:
-        """Return the header that makes a client open its next connection elsewhere, while this server drains."""
-        return [(b"connection", b"close")] if self._intake.is_closed else []
+        """Return the header that ends the connection: while this server drains, or where it held a place for none."""
+        return [(b"connection", b"close")] if self._intake.is_closed or self._state.get("closes_connection") else []
 
     def _ignored_fields(self) -> list[tuple[bytes, bytes]]:
         ignored: IgnoredFields | None = self._state.get("ignored_fields")

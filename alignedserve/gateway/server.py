@@ -22,7 +22,7 @@ from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.app import build_app
 from alignedserve.gateway.connections.http_protocol import BoundedHttpProtocol
-from alignedserve.gateway.connections.limits import ConnectionLimits
+from alignedserve.gateway.connections.limits import ConnectionLimits, file_shortage
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.gateway.services import Services, build_services
@@ -204,6 +204,9 @@ class HttpServer:
     def __init__(self, services: Services, listener: socket.socket) -> None:
         self._services = services
         self._listener = listener
+        shortage = file_shortage(services.config)
+        if shortage is not None:
+            logger.warning(shortage)
         self._server = _Uvicorn(
             uvicorn.Config(
                 build_app(services),

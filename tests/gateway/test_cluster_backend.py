@@ -273,6 +273,19 @@ async def test_best_effort_may_be_silent_for_longer_than_chat_and_until_its_dead
         assert (await anext(line)).token_ids == (11,)
 
 
+async def test_thousands_that_wait_for_an_hour_are_not_sent_again_every_ten_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_backend, "_RESEND_AFTER_S", 0.05)
+    monkeypatch.setattr(cluster_backend, "_MAX_CHECK_PAUSE_S", 0.01)
+    async with cluster(tmp_path) as harness:
+        harness.submit(name="flex", request_class=RequestClass.BEST_EFFORT)
+        harness.submit(name="chat")
+        sent = [one.request.request_id for one in await harness.received.wait_for(ResumeRequest, 20)]  # type: ignore[attr-defined]
+    # After 1, 3, 7 and 15 times as long, while chat was sent some fifteen times.
+    assert 2 <= sent.count(RequestId("flex")) <= 5
+
+
 async def test_best_effort_is_rejected_as_a_resource_that_is_not_there(tmp_path: Path) -> None:
     async with cluster(tmp_path) as harness:
         stream = harness.submit(request_class=RequestClass.BEST_EFFORT)

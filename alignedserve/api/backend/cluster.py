@@ -56,6 +56,7 @@ _MAX_CHECK_PAUSE_S = 0.5
 # A request that is silent for this long is sent to the router again, which ignores it if all is well: no request waits
 # for ever, whichever message was lost.
 _RESEND_AFTER_S = 10.0
+_MOST_RESEND_AFTER_S = 160.0  # of best effort, where the time doubles: thousands may wait for an hour
 _LATENESS = 1.1  # of a deadline: a best-effort request that is late is not given up at once
 _ROUTER_RETURNS_S = 60.0  # after its loss, for which requests without a token wait for the next one
 _HEAD_RETURNS_S = 10.0  # the same of new ones among several hosts: others' gateways answer if this one is cut off
@@ -272,6 +273,7 @@ class _OpenRequest:
         self.last_heard_s = now  # when new tokens last came
         self.last_worker: str | None = None  # whose tokens came last, until its link is lost
         self._last_sent_s = now
+        self._resend_after_s = _RESEND_AFTER_S
         self._has_last = False
         self.request = request
         self._token_ids: list[int] = []  # delivered, without gap
@@ -290,10 +292,14 @@ class _OpenRequest:
         return self._has_last and self.stream.has_prompt_logprobs
 
     def is_resend_due(self, now: float) -> bool:
-        """Return whether it has been silent too long; True starts the next wait."""
-        is_due = now - max(self.last_heard_s, self._last_sent_s) > _RESEND_AFTER_S
+        """Return whether it has been silent too long; True starts the next wait, of best effort twice as long."""
+        if self.last_heard_s > self._last_sent_s:
+            self._resend_after_s = _RESEND_AFTER_S
+        is_due = now - max(self.last_heard_s, self._last_sent_s) > self._resend_after_s
         if is_due:
             self._last_sent_s = now
+            if self.request.request_class is RequestClass.BEST_EFFORT:
+                self._resend_after_s = min(2.0 * self._resend_after_s, _MOST_RESEND_AFTER_S)
         return is_due
 
     @property

@@ -68,7 +68,7 @@ class GrammarChecker:
             return self._trials
 
 
-_BEST_EFFORT_RETRY_S = 30.0  # until a place of another document is likely to be free
+BEST_EFFORT_RETRY_S = 30.0  # until a place of another document is likely to be free
 
 
 class RequestLimiter:
@@ -91,7 +91,7 @@ class RequestLimiter:
         if self._open[request_class] + count > self._most[request_class]:
             if request_class is RequestClass.BEST_EFFORT:
                 message = "The gateway has too many best-effort requests open."
-                raise ResourceUnavailable(message, retry_after_s=_BEST_EFFORT_RETRY_S)
+                raise ResourceUnavailable(message, retry_after_s=BEST_EFFORT_RETRY_S)
             raise Overloaded("The gateway has too many requests open.", retry_after_s=1.0)
         self._open[request_class] += count
 

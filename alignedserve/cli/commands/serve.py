@@ -28,6 +28,7 @@ from alignedserve.config.environment import api_keys
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import ClusterConfig, GatewayConfig
 from alignedserve.core.errors import AlignedServeError, NodeLost
+from alignedserve.gateway.connections.limits import file_shortage
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.served_model import ServedModel
@@ -175,6 +176,9 @@ def _welcome(cluster: ServingCluster, seconds: float) -> Panel:
             table.add_row(f"[bold]{escape(plan.served.name)}[/]", _shape(choice.config))
         _describe(table, plan.served)
     describe_objectives(table, cluster.config.gateway, cluster.statuses())
+    shortage = file_shortage(cluster.config.gateway)
+    if shortage is not None:
+        table.add_row("[yellow]warning[/]", escape(shortage))
     names = ", ".join(plan.served.name for plan in cluster.plans)
     table.add_row("Logs", str(cluster.folder / "logs"))
     table.add_row("Stop", "Ctrl-C")

@@ -16,8 +16,9 @@ class GatewayConfig(Section, frozen=True):
     port: int = 8000
     count: int = 1  # gateways; the n-th of a host listens on port + n; when unset one on each node
     shared_port: bool = False  # all gateways of a host listen on `port`; one that is lost costs its connections alone
-    max_connections: int = 4096  # of one gateway, idle ones too; fewer where the process may open fewer files
-    max_connections_per_address: int = 1024  # a proxy before the gateway is one address
+    # Of one gateway, idle ones too; fewer where the process may open fewer files. Best effort has 3/4 of both.
+    max_connections: int = 8192
+    max_connections_per_address: int = 2048  # a proxy before the gateway is one address
     max_header_bytes: int = 65_536  # of one request
     header_timeout_s: float = 10.0  # from the first byte of a request, or of the connection, to the last of its headers
     min_body_bytes_per_s: int = 256  # over 10 s, while a body is awaited

@@ -13,7 +13,7 @@ from typing_extensions import override
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from alignedserve.api.errors import error_json
-from alignedserve.gateway.connections.limits import ConnectionLimits
+from alignedserve.gateway.connections.limits import ConnectionLimits, ConnectionPlace
 
 _BODY_CHECK_S = 10.0
 _LINGER_S = 5.0  # in which a client may read why its body was refused, while it still sends
@@ -30,7 +30,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def __init__(self, *, limits: ConnectionLimits, **uvicorn_arguments: Any) -> None:
         super().__init__(**uvicorn_arguments)
         self._limits = limits
-        self._address: str | None = None  # None: the connection does not count
+        self._place: ConnectionPlace | None = None  # None: the connection does not count
         self._is_in_head = False
         self._is_in_body = False
         self._has_eof = False
@@ -47,8 +47,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """See asyncio.Protocol."""
         super().connection_made(transport)
         address = self.client[0] if self.client else ""
-        if self._limits.admit(address):
-            self._address = address
+        self._place = self._limits.admit(address)
+        if self._place is not None:
             self._await_head()
         else:
             self._refuse(
@@ -59,15 +59,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._set_timer(None)
-        if self._address is not None:
-            self._limits.leave(self._address)
-            self._address = None
+        if self._place is not None:
+            self._place.leave()
+            self._place = None
         super().connection_lost(exc)
 
     @override
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        if self._address is None or self.transport.is_closing():
+        if self._place is None or self.transport.is_closing():
             return
         before, was_in_body = self._num_body_bytes, self._is_in_body
         super().data_received(data)
@@ -97,6 +97,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """See HttpToolsProtocol."""
         super().on_message_begin()
+        self.scope["state"]["connection"] = self._place  # for whoever reads of which class the request is
         self._is_in_head, self._num_head_bytes = True, 0
         if self._timer is None:
             self._await_head()

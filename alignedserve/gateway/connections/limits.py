@@ -1,12 +1,27 @@
-"""What one connection may send before it is refused, and how many connections there may be."""
+"""What one connection may send before it is refused, and how many connections there may be.
+
+A connection is of no class until its first request has been read; from then on it is of the class of the last one, also
+while it is kept open without any. Best effort has three quarters of the places at most, in all and of one address, so
+that documents that wait leave room for chat. A best-effort request that finds none is refused and its connection
+closed: the places that are kept for others are never held by best effort for longer than its request takes to be read,
+and `header_timeout_s` and `min_body_bytes_per_s` bound that.
+"""
 
 import resource
-from collections import Counter
 from dataclasses import dataclass, field
 
 from alignedserve.config.sections import GatewayConfig
 
 _RESERVED_FILES = 256  # for links to the cluster, stores and logs
+_KEPT_SHARE = 1 / 4  # of the places, from best effort
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Open connections, and those of them that are of best effort."""
+
+    num_open: int = 0
+    num_best_effort: int = 0
 
 
 @dataclass(slots=True)
@@ -18,8 +33,8 @@ class ConnectionLimits:
     min_body_bytes_per_s: int
     max_connections: int
     max_per_address: int
-    num_open: int = 0
-    num_of_address: Counter[str] = field(default_factory=Counter)
+    all: _Counts = field(default_factory=_Counts)
+    of_address: dict[str, _Counts] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: GatewayConfig) -> "ConnectionLimits":
@@ -32,26 +47,89 @@ class ConnectionLimits:
             max_per_address=config.max_connections_per_address,
         )
 
-    def admit(self, address: str) -> bool:
-        """Count one more connection of this address, unless there are too many; False: it is to be closed."""
-        if self.num_open >= self.max_connections or self.num_of_address[address] >= self.max_per_address:
-            return False
-        self.num_open += 1
-        self.num_of_address[address] += 1
-        return True
+    def admit(self, address: str) -> "ConnectionPlace | None":
+        """Count one more connection of this address; None: there are too many, and it is to be closed."""
+        own = self.of_address.get(address) or _Counts()
+        if self.all.num_open >= self.max_connections or own.num_open >= self.max_per_address:
+            return None
+        self.of_address[address] = own
+        for counts in (self.all, own):
+            counts.num_open += 1
+        return ConnectionPlace(self, address)
 
     def leave(self, address: str) -> None:
         """Count one connection less."""
-        self.num_open -= 1
-        self.num_of_address[address] -= 1
-        if not self.num_of_address[address]:
-            del self.num_of_address[address]
+        own = self.of_address[address]
+        for counts in (self.all, own):
+            counts.num_open -= 1
+        if not own.num_open:
+            del self.of_address[address]
+
+    def has_room_for_best_effort(self, address: str) -> bool:
+        """Return whether one more connection of this address may be of best effort."""
+        most, most_of_address = (_best_effort_of(limit) for limit in (self.max_connections, self.max_per_address))
+        own = self.of_address[address]
+        return self.all.num_best_effort < most and own.num_best_effort < most_of_address
+
+    def add_best_effort(self, address: str, count: int) -> None:
+        """Count so many connections of this address more as best effort; -1: one less."""
+        for counts in (self.all, self.of_address[address]):
+            counts.num_best_effort += count
+
+
+class ConnectionPlace:
+    """The place of one connection; its requests say of which class it is."""
+
+    def __init__(self, limits: ConnectionLimits, address: str) -> None:
+        self._limits, self._address = limits, address
+        self._is_best_effort = False
+
+    def take_best_effort(self) -> bool:
+        """Hold a place of best effort from now on; False: there is none."""
+        if not self._is_best_effort and self._limits.has_room_for_best_effort(self._address):
+            self._is_best_effort = True
+            self._limits.add_best_effort(self._address, 1)
+        return self._is_best_effort
+
+    def take_real_time(self) -> None:
+        """Hold a place of best effort no more."""
+        if self._is_best_effort:
+            self._is_best_effort = False
+            self._limits.add_best_effort(self._address, -1)
+
+    def leave(self) -> None:
+        """Give the place up; called once."""
+        self.take_real_time()
+        self._limits.leave(self._address)
+
+
+def _best_effort_of(limit: int) -> int:
+    return max(int((1.0 - _KEPT_SHARE) * limit), 1)
 
 
 def most_connections() -> int:
     """Return how many connections the process has file descriptors for."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 20 if soft == resource.RLIM_INFINITY else max(16, soft - min(_RESERVED_FILES, soft // 2))
+    return _connections_within(soft)
+
+
+def file_shortage(config: GatewayConfig) -> str | None:
+    """Return a warning where a gateway may not open as many files as it may have connections; None: it may.
+
+    It raises its own limit to what the system allows (the hard limit), which is looked at.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _connections_within(hard)
+    if most >= config.max_connections:
+        return None
+    return (
+        f"a gateway may open {hard} files here, enough for {most} connections where gateway.max_connections is "
+        f"{config.max_connections}: raise the hard limit (ulimit -Hn, LimitNOFILE of systemd), or set it to {most}"
+    )
+
+
+def _connections_within(num_files: int) -> int:
+    return 1 << 20 if num_files == resource.RLIM_INFINITY else max(16, num_files - min(_RESERVED_FILES, num_files // 2))
 
 
 def raise_file_limit() -> None:

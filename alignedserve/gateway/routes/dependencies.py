@@ -4,9 +4,11 @@ from typing import Any
 
 from starlette.requests import HTTPConnection, Request
 
-from alignedserve.api.errors import NotFound
-from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.errors import NotFound, ResourceUnavailable
+from alignedserve.api.models.model_services import BEST_EFFORT_RETRY_S, ModelServices
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.core.request import RequestClass
+from alignedserve.gateway.connections.limits import ConnectionPlace
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.services import Services
 
@@ -24,6 +26,19 @@ async def rate_limited_services(http: Request) -> Services:
     services = services_of(http)
     await services.quotas.count(http.state.key_number)
     return services
+
+
+def hold_connection(http: Request, request_class: RequestClass) -> None:
+    """Count the connection as one of the class of its request. Raises ResourceUnavailable: best effort has too many."""
+    place: ConnectionPlace | None = http.scope["state"].get("connection")
+    if place is None:  # no server counts connections here
+        return
+    if request_class is RequestClass.REAL_TIME:
+        place.take_real_time()
+    elif not place.take_best_effort():
+        http.state.closes_connection = True
+        message = "The gateway has too many connections open for best-effort requests."
+        raise ResourceUnavailable(message, retry_after_s=BEST_EFFORT_RETRY_S)
 
 
 def model_of(http: Request, name: str | None) -> ModelServices:

@@ -14,7 +14,12 @@ from alignedserve.api.openai.generation_request import Arrival
 from alignedserve.api.openai.response_format import MakeFormatter
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.gateway.json_response import JsonResponse
-from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
+from alignedserve.gateway.routes.dependencies import (
+    hold_connection,
+    ignored_fields_of,
+    model_of,
+    rate_limited_services,
+)
 from alignedserve.gateway.routes.request_bodies import read_and_answer, read_prompts
 from alignedserve.gateway.services import Services
 from alignedserve.gateway.streaming import BodyResponse, EventStreamResponse
@@ -28,7 +33,9 @@ async def _generate(endpoint: Endpoint[Any], http: Request) -> Response:
     arrival = arrival_of(http, services, ignored_fields_of(http))
     asked, prompts = await read_prompts(http, endpoint, services, arrival.ignored)
     model = model_of(http, asked.model)
-    generation = Generation(await endpoint.build(asked, arrival, model, prompts), model)
+    request = await endpoint.build(asked, arrival, model, prompts)
+    hold_connection(http, request.requests[0].request_class)
+    generation = Generation(request, model)
     make_formatter = endpoint.formatter(asked, model)
     if generation.request.is_streamed:  # bodies that may ask for it have formatters that can
         return EventStreamResponse(generation, cast(MakeFormatter, make_formatter))

@@ -15,7 +15,7 @@ from alignedserve.api.responses.parsing import parse_response
 from alignedserve.api.responses.request_builder import build_response_request, input_tokens_answer
 from alignedserve.api.responses.schemas import CreateResponseRequest, InputTokensRequest
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.core.request import Slo
+from alignedserve.core.request import RequestClass, Slo
 from alignedserve.gateway.files.views import list_view
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.responses.responses_api import ResponsesApi, Turn
@@ -25,7 +25,12 @@ from alignedserve.gateway.responses.stored_events import (
     StoredEvents,
     StoredEventsResponse,
 )
-from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
+from alignedserve.gateway.routes.dependencies import (
+    hold_connection,
+    ignored_fields_of,
+    model_of,
+    rate_limited_services,
+)
 from alignedserve.gateway.routes.generate import arrival_of
 from alignedserve.gateway.routes.request_bodies import parsed, read_and_answer, read_if_long, receive
 from alignedserve.gateway.routes.request_parameters import item_page, number, one_of, page_of
@@ -47,10 +52,13 @@ async def create_response(http: Request) -> Response:
     turn = await api.begin(asked, ignored)
     request = await build_response_request(asked, turn.all_items, turn.response_id, arrival, model)
     if asked.background:
+        if asked.stream:
+            hold_connection(http, RequestClass.BEST_EFFORT)
         queued = await _submit(api, asked, turn, request)
         if asked.stream:
             return StoredEventsResponse(StoredEvents(api, api.event_log, turn.response_id))
         return JsonResponse(queued)
+    hold_connection(http, request.requests[0].request_class)
     return _respond(api, asked, turn, Generation(request, model))
 
 
@@ -80,6 +88,7 @@ async def get_response(http: Request, response_id: str) -> Response:
         message = "Only responses in the background that were created with stream have events, for a time."
         raise InvalidRequest(message, param="stream", code="events_not_stored")
     starting_after = number(http, "starting_after", default=-1)
+    hold_connection(http, RequestClass.BEST_EFFORT)
     return StoredEventsResponse(StoredEvents(api, api.event_log, record.response_id, starting_after))
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from alignedserve.api.backend.scripted import Script, ScriptedBackend
 from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.request import Request, RequestClass
 from alignedserve.gateway.connections import http_protocol
-from alignedserve.gateway.connections.limits import ConnectionLimits, most_connections
+from alignedserve.gateway.connections.limits import ConnectionLimits, file_shortage, most_connections
 from alignedserve.gateway.server import HttpServer, bind
 from tests.gateway.support import saying, services_for
 from tests.support.marks import each
@@ -232,10 +233,97 @@ async def test_too_many_connections_are_refused_until_others_end(limit: str) -> 
 
 def test_connections_are_counted_by_address() -> None:
     limits = ConnectionLimits.of(GatewayConfig(max_connections=3, max_connections_per_address=2))
-    assert [limits.admit(address) for address in "aaabb"] == [True, True, False, True, False]
-    limits.leave("a")
+    first, second, third, fourth, fifth = (limits.admit(address) for address in "aaabb")
+    assert (third, fifth) == (None, None)
+    assert None not in (first, second, fourth)
+    assert first is not None
+    assert second is not None
+    first.leave()
     assert limits.admit("b")
     assert not limits.admit("a")
-    limits.leave("a")
-    assert limits.num_of_address == {"b": 2}
+    second.leave()
+    assert {address: counts.num_open for address, counts in limits.of_address.items()} == {"b": 2}
     assert ConnectionLimits.of(GatewayConfig(max_connections=1 << 40)).max_connections == most_connections()
+
+
+@each(("num_files", "most"), [(1024, 768), (8192 + 255, 8191), (100, 50)])
+def test_a_limit_of_files_below_that_of_connections_is_told(
+    monkeypatch: pytest.MonkeyPatch, num_files: int, most: int
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (num_files // 2, num_files))
+    warning = file_shortage(GatewayConfig())
+    assert warning is not None
+    assert warning.startswith(f"a gateway may open {num_files} files here, enough for {most} connections where")
+    assert warning.endswith(f"or set it to {most}")
+
+
+@each("num_files", [8192 + 256, 1 << 20, -1])
+def test_enough_files_are_no_word(monkeypatch: pytest.MonkeyPatch, num_files: int) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1024, num_files))
+    assert file_shortage(GatewayConfig()) is None
+
+
+def test_best_effort_has_three_quarters_of_the_places_in_all_and_of_an_address() -> None:
+    limits = ConnectionLimits.of(GatewayConfig(max_connections=12, max_connections_per_address=8))
+    own = [limits.admit("a") for _ in range(8)]
+    assert [place is not None and place.take_best_effort() for place in own] == [True] * 6 + [False] * 2
+    others = [limits.admit("b") for _ in range(4)]
+    assert [place is not None and place.take_best_effort() for place in others] == [True] * 3 + [False]
+    assert own[0] is not None
+    assert own[0].take_best_effort()  # it has its place already
+    own[0].take_real_time()
+    own[0].take_real_time()
+    assert others[3] is not None
+    assert others[3].take_best_effort()
+    for place in (*own, *others):
+        assert place is not None
+        place.leave()
+    assert (limits.all.num_open, limits.all.num_best_effort, limits.of_address) == (0, 0, {})
+
+
+async def _document(connect: Connect, *headers: bytes) -> bytes:
+    reader, writer = await connect()
+    writer.write(chat(*headers, service_tier="flex", stream=True, max_tokens=1))
+    return await rest_of(reader)
+
+
+@each("limit", ["max_connections", "max_connections_per_address"])
+async def test_documents_that_wait_leave_connections_to_chat(limit: str) -> None:
+    held = asyncio.Event()
+    script = Script((5, 6), held_until=held)
+
+    def scripted(request: Request) -> Script:
+        return script if request.request_class is RequestClass.BEST_EFFORT else Script((5, 6))
+
+    async with serving(scripted, **{limit: 8}) as connect:
+        documents = [await connect() for _ in range(6)]
+        for _, writer in documents:
+            writer.write(chat(service_tier="flex", stream=True))
+        for reader, _ in documents:
+            assert await status_of(reader) == 200  # its first token is there, and no other comes
+        for _ in range(20):  # each gives the connection that it found back
+            refused = await _document(connect)
+            assert refused.startswith(b"HTTP/1.1 429 ")
+            assert b"connection: close\r\n" in refused.lower()
+            assert b'"code":"resource_unavailable"' in refused
+        for _ in range(3):
+            reader, writer = await connect()
+            writer.write(chat(b"Connection: close"))
+            assert (await rest_of(reader)).startswith(b"HTTP/1.1 200 ")
+        held.set()
+
+
+async def test_a_connection_is_of_the_class_of_its_last_request() -> None:
+    async with serving(max_connections=4) as connect:
+        kept = [await connect() for _ in range(3)]
+        for reader, writer in kept:
+            writer.write(chat(service_tier="flex"))
+            assert await status_of(reader) == 200
+        assert (await _document(connect)).startswith(b"HTTP/1.1 429 ")  # three idle ones are of documents
+        reader, writer = kept[0]
+        await reader.readuntil(b"}]")
+        writer.write(chat(b"Connection: close"))
+        await rest_of(reader)
+        async with asyncio.timeout(PATIENCE_S):
+            while (await _document(connect, b"Connection: close")).startswith(b"HTTP/1.1 429 "):
+                pass  # the server has yet to see that the connection is closed
