@@ -4,7 +4,7 @@
 2. With the first seed every system of the field; one is abandoned as soon as it is sure to hold over a point less than
    the best of them so far. That is exact: misses only grow. Where the default holds 99 %, so is one that is sure to
    hold less than 98 %: it cannot be the better of the two.
-3. Those of the field within a point of its best, three at most, to their end with every seed. By all seeds together
+3. Those of the field within a point of its best, two at most, to their end with every seed. By all seeds together
    they are compared with the default.
 4. Token budgets and splits are climbed from the middle: on to the next neighbour as long as it does better than the one
    before it. That could miss a second peak; what it leaves out is named in the summary.
@@ -30,7 +30,7 @@ from experiments.validity.decision_code import digests
 
 ENOUGH = 0.99
 _MARGIN = 0.01  # by which the first seed may be wrong about who is best
-_MOST_FINALISTS = 3
+_MOST_FINALISTS = 2
 
 Simulate = Callable[[Point, System, int], Outcome]
 """Simulates a system, which is abandoned once it is sure to hold fewer requests than this."""
@@ -71,7 +71,7 @@ class _Search:
                 ended.append((system, outcome.num_met))
             return outcome
 
-        for systems, first in families(self._point.accelerators):
+        for systems, first in families(self._point.accelerators, has_best_effort=self._point.has_best_effort):
             climb(systems, first, outcome_of)
         return ended
 

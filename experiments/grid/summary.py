@@ -98,7 +98,7 @@ def row_of(point: Point, record: Record, seeds: Sequence[int] = SEEDS) -> Row:
     """Return the comparison at a point."""
     arrivals_s = len(seeds) * point.arrivals_s
     default = held_at(point, record, DEFAULT, seeds)
-    screened = {name: record.find(point.of_seed(seeds[0]).name, name) for name in others(point.accelerators)}
+    screened = {name: record.find(point.of_seed(seeds[0]).name, name) for name in _others(point)}
     row = _labels(point) | {"num_sent": sum(one.num_sent for one in default.outcomes), "num_seeds": len(seeds)}
     row |= default.row("default", arrivals_s)
     row |= _beside_best(point, record, default, seeds)
@@ -109,6 +109,10 @@ def row_of(point: Point, record: Record, seeds: Sequence[int] = SEEDS) -> Row:
     return chosen([row], row)[0]
 
 
+def _others(point: Point) -> Mapping[str, System]:
+    return others(point.accelerators, has_best_effort=point.has_best_effort)
+
+
 def _labels(point: Point) -> Row:
     labels = {name: getattr(point, name) for name in ("trace", "load", "objectives", "accelerators", "rate")}
     return {"point": point.name, **labels, "beside": "best-effort" if point.has_best_effort else "nothing"}
@@ -116,7 +120,7 @@ def _labels(point: Point) -> Row:
 
 def _beside_best(point: Point, record: Record, default: Held, seeds: Sequence[int]) -> Row:
     """Return the best of the field beside the default; nothing where all were sure to hold less than 98 %."""
-    systems = others(point.accelerators)
+    systems = _others(point)
     ended: list[tuple[System, int]] = []
     for name, system in systems.items():
         outcome = record.find(point.of_seed(seeds[0]).name, name)

@@ -32,6 +32,7 @@ class Baseline(NamedTuple):
     budgets: tuple[int, ...] = ()  # the best of these for the point
     is_colocated: bool = True
     has_splits: bool = False  # on separate workers, in every split
+    has_twin: bool = False  # another of the field does the same where there is one class alone
 
 
 FIELD = (
@@ -40,8 +41,8 @@ FIELD = (
     Baseline("srpt", knows_classes=True, budgets=TOKEN_BUDGETS, has_splits=True),
     Baseline("sarathi_classed", knows_classes=True, budgets=TOKEN_BUDGETS),
     Baseline("fcfs_classed", knows_classes=True, has_splits=True),
-    Baseline("sarathi", budgets=TOKEN_BUDGETS),
-    Baseline("fcfs", has_splits=True),
+    Baseline("sarathi", budgets=TOKEN_BUDGETS, has_twin=True),
+    Baseline("fcfs", has_splits=True, has_twin=True),
     Baseline("distserve", is_colocated=False, has_splits=True),
 )
 """All that the default is compared with."""
@@ -90,10 +91,12 @@ Family = tuple[Sequence[System], int]
 """A row of neighbours, and the place at which a search begins."""
 
 
-def families(accelerators: int) -> list[Family]:
+def families(accelerators: int, *, has_best_effort: bool = True) -> list[Family]:
     """Return all systems of the field, neighbours together: a policy's token budgets, its splits."""
     found: list[Family] = []
     for one in FIELD:
+        if one.has_twin and not has_best_effort:
+            continue
         if one.is_colocated and one.budgets:
             systems = [
                 System(one.policy, Topology.COLOCATED, token_budget=budget, knows_classes=one.knows_classes)
@@ -115,6 +118,7 @@ def _splits(baseline: Baseline, accelerators: int) -> Family:
     return splits, len(splits) // 2
 
 
-def others(accelerators: int) -> Mapping[str, System]:
+def others(accelerators: int, *, has_best_effort: bool = True) -> Mapping[str, System]:
     """Return all that the default is compared with, by their names."""
-    return {system.name(accelerators): system for systems, _ in families(accelerators) for system in systems}
+    found = families(accelerators, has_best_effort=has_best_effort)
+    return {system.name(accelerators): system for systems, _ in found for system in systems}

@@ -12,7 +12,7 @@ from experiments.grid.record import Outcome, Record, Run, append_run
 from experiments.grid.repeats import repeat, sample
 from experiments.grid.search import is_searched, search_point
 from experiments.grid.summary import summary_of
-from experiments.grid.systems import DEFAULT, System, families
+from experiments.grid.systems import DEFAULT, System, families, others
 from experiments.pages import grid as page
 
 POINT = Point("arxiv", 1.02, "tight", 4, has_best_effort=True)
@@ -220,3 +220,8 @@ class _Again:
         """Return the outcome, if the case is the one that is to be repeated."""
         assert (point, system, least) == (POINT.of_seed(3), DEFAULT, 0)
         return self._outcome
+
+
+def test_forms_without_classes_are_left_out_where_there_is_one_class() -> None:
+    alone, beside = (others(4, has_best_effort=has) for has in (False, True))
+    assert {one.policy for one in beside.values()} - {one.policy for one in alone.values()} == {"fcfs", "sarathi"}
