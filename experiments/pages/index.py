@@ -39,4 +39,9 @@ def names_in(text: str) -> list[str]:
 
 def with_tables(text: str, tables: Tables) -> str:
     """Return the page with its tables as the records have them now."""
-    return _PLACE.sub(lambda place: f"<!-- table: {place['name']} -->\n\n{tables[place['name']]()}\n", text)
+
+    def written(place: re.Match[str]) -> str:
+        below = "" if text[place.end() : place.end() + 1] in ("", "\n") else "\n"  # a place that was empty until now
+        return f"<!-- table: {place['name']} -->\n\n{tables[place['name']]()}\n{below}"
+
+    return _PLACE.sub(written, text)

@@ -1,10 +1,23 @@
 """Tables of docs/experiments/README.md: every paper's claims beside ours, and `aligned_slo` beside each policy."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from experiments.pages.claims import claims
-from experiments.pages.record import Record, bold, bullets, count, digits, figures, milliseconds, runs, share, table
+from experiments.pages.record import (
+    Record,
+    bold,
+    bullets,
+    count,
+    digits,
+    figures,
+    milliseconds,
+    runs,
+    seconds,
+    share,
+    table,
+)
 from experiments.pages.worse import NOT_LOOKED_INTO, WHY
 
 _UNION = "aligned_slo"
@@ -149,6 +162,36 @@ def _apt_serve() -> dict[str, list[Compared]]:
     }
 
 
+def _steady() -> dict[str, list[Compared]]:
+    """Return the rates of both pages that have some: what is held at each, and the longest gap."""
+    found: dict[str, list[Compared]] = {}
+    for page, name, of, figure in (
+        ("bros", "BROS", "rt", "rt.attainment"),
+        ("apt_serve", "Apt-Serve", "all", "all.p99_attainment"),
+    ):
+        steady = runs(page).of(part="steady")
+        both = [set(steady.of(policy=policy).values("rate")) for policy in (page, _UNION)]
+        rates = sorted(both[0] & both[1])
+        if not rates:
+            continue
+        at = {rate: partial(_of_policy, steady.of(rate=rate)) for rate in rates}
+        names = ", ".join(f"{rate:g}" for rate in rates)
+        found[f"{name}, ShareGPT, **in steady state** at {names}/s: held"] = [
+            Compared(*_pair(at[rate], (page, _UNION), figure), share) for rate in rates
+        ]
+        found["the same, longest gap"] = [_longest_gaps(at[rate], page, f"{of}.longest_gap_s") for rate in rates]
+    return found
+
+
+def _longest_gaps(at: Callable[[str], Record], policy: str, figure: str) -> Compared:
+    theirs, ours = (max(at(name).values(figure)) for name in (policy, _UNION))
+    return Compared(theirs, ours, seconds, is_more_better=False)
+
+
+def _of_policy(of: Record, policy: str) -> Record:
+    return of.of(policy=policy)
+
+
 def _rates() -> list[list[str]]:
     """Return effective throughput, which may lie beyond the highest rate that was tried."""
     points = (("sharegpt", "opt-13b"), ("sharegpt", "opt-30b"), ("sharegpt", "opt-66b"))
@@ -196,7 +239,7 @@ def worse() -> str:
 def _rows() -> list[list[str]]:
     sections = (_alignedserve(), _bros(), _accelgen(), _alise(), _apt_serve())
     rows = [_row(name, compared) for section in sections for name, compared in section.items()]
-    return [*rows, *_rates()]
+    return [*rows, *_rates(), *(_row(name, compared) for name, compared in _steady().items())]
 
 
 def _row(name: str, compared: Sequence[Compared]) -> list[str]:

@@ -22,14 +22,17 @@ _DEADLINES = (
     "In an overload of thirty times it gives long documents up, which alone have deadlines, for many short requests"
     " ([more](accelgen.md#figure-11-opt-13b-8-requestss-three-seeds-of-100-s))."
 )
-_MORE_REQUESTS = "It ends more requests, of which each has fewer tokens ([more](accelgen.md#other-models-other-rates))."
+_MORE_REQUESTS = (
+    "It ends more requests, of which each has fewer tokens"
+    " ([more](accelgen.md#other-models-other-rates-bursts-of-50-and-200-s))."
+)
 _LONG_ITERATIONS = (
     "Its iterations last about as long as the shortest objective or longer, which then bounds nothing"
-    " ([more](accelgen.md#other-models-other-rates))."
+    " ([more](accelgen.md#other-models-other-rates-bursts-of-50-and-200-s))."
 )
 _SHORT_FIRST = (
     "Without objectives what has far less left to do goes first, so long answers pay for the mean"
-    " ([more](alise.md#the-record))."
+    " ([more](alise.md#the-record-bursts-of-15-to-120-s))."
 )
 _BURSTS = (
     "A burst is where a policy must know which answers are short and what an iteration of many prompts takes, and it is"

@@ -21,6 +21,11 @@ def test_a_table_is_replaced_and_what_is_around_it_stays() -> None:
     assert with_tables(text, tables) == "before\n\n<!-- table: one -->\n\n| new |\n|---|\n| 1 |\n\nafter\n"
 
 
+def test_a_place_that_was_empty_keeps_what_follows_apart() -> None:
+    tables = {"one": lambda: "- new"}
+    assert with_tables("<!-- table: one -->\n\nafter\n", tables) == "<!-- table: one -->\n\n- new\n\nafter\n"
+
+
 def test_an_unknown_table_is_an_error() -> None:
     with pytest.raises(KeyError):
         with_tables("<!-- table: none -->\n\n", {})
