@@ -286,6 +286,22 @@ async def test_thousands_that_wait_for_an_hour_are_not_sent_again_every_ten_seco
     assert 2 <= sent.count(RequestId("flex")) <= 5
 
 
+async def test_of_many_that_wait_few_are_sent_again_at_once_and_chat_is_not_among_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_backend, "_RESEND_AFTER_S", 0.3)
+    monkeypatch.setattr(cluster_backend, "_MAX_CHECK_PAUSE_S", 0.1)
+    monkeypatch.setattr(cluster_backend, "_MOST_RESENT", 4)
+    async with cluster(tmp_path) as harness:
+        for number in range(20):
+            harness.submit(name=f"flex{number:02}", request_class=RequestClass.BEST_EFFORT)
+        harness.submit(name="chat")
+        found = await harness.received.wait_for(ResumeRequest, 5)
+        sent = [one.request.request_id for one in found if isinstance(one, ResumeRequest)]
+        assert sent == ["flex00", "flex01", "flex02", "flex03", "chat"]
+        await harness.received.wait_for(ResumeRequest, 21)  # the others come with the next looks
+
+
 async def test_best_effort_is_rejected_as_a_resource_that_is_not_there(tmp_path: Path) -> None:
     async with cluster(tmp_path) as harness:
         stream = harness.submit(request_class=RequestClass.BEST_EFFORT)

@@ -1,6 +1,7 @@
 """What each API says of requests that wait: comments in silent streams, and refusals in its own form."""
 
 import asyncio
+import time
 from typing import Any
 
 import httpx
@@ -44,6 +45,23 @@ def events_of(response: httpx.Response) -> list[str]:
 def test_a_comment_comes_every_fifteen_seconds() -> None:
     assert streaming._COMMENT_AFTER_S == 15.0
     assert streaming._CHECK_PAUSE_S <= 5.0  # and not much later
+
+
+async def test_thousands_of_streams_that_came_together_are_not_looked_at_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streaming, "_CHECK_PAUSE_S", 0.4)
+    started_s, looked_s = time.monotonic(), list[float]()
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def check() -> None:
+        looked_s.append(time.monotonic() - started_s)
+
+    await asyncio.gather(*(streaming.while_connected(receive, asyncio.sleep(0.42), check) for _ in range(64)))
+    quarters = {int(4 * seconds / 0.4) for seconds in looked_s}
+    assert quarters >= {0, 1, 2, 3}
 
 
 @APIS

@@ -57,6 +57,7 @@ _MAX_CHECK_PAUSE_S = 0.5
 # for ever, whichever message was lost.
 _RESEND_AFTER_S = 10.0
 _MOST_RESEND_AFTER_S = 160.0  # of best effort, where the time doubles: thousands may wait for an hour
+_MOST_RESENT = 64  # best-effort requests in one look, of which there are two a second: the others come next
 _LATENESS = 1.1  # of a deadline: a best-effort request that is late is not given up at once
 _ROUTER_RETURNS_S = 60.0  # after its loss, for which requests without a token wait for the next one
 _HEAD_RETURNS_S = 10.0  # the same of new ones among several hosts: others' gateways answer if this one is cut off
@@ -229,8 +230,7 @@ class ClusterBackend:
 
     def _reject(self, message: RequestRejected) -> None:
         entry = self._open.get(message.request_id)
-        is_best_effort = entry is not None and entry.request.request_class is RequestClass.BEST_EFFORT
-        kind = ResourceUnavailable if is_best_effort else Overloaded
+        kind = ResourceUnavailable if entry is not None and entry.is_best_effort else Overloaded
         self._fail(message.request_id, kind(message.reason, retry_after_s=message.retry_after_s))
 
     def _fail(self, request_id: RequestId, error: GenerationError) -> None:
@@ -241,7 +241,7 @@ class ClusterBackend:
     def _patience_s(self, entry: "_OpenRequest") -> float:
         """Return for how long the request may be silent. Best effort waits for all chat before it, and may pause."""
         request, config = entry.request, self._config
-        if request.request_class is RequestClass.BEST_EFFORT:
+        if entry.is_best_effort:
             return max(config.best_effort_timeout_s, _LATENESS * (request.slo.deadline_s or 0.0))
         return config.token_timeout_s if entry.num_tokens else config.first_token_timeout_s
 
@@ -252,10 +252,12 @@ class ClusterBackend:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(pause_s)
-            now = loop.time()
+            now, num_left = loop.time(), _MOST_RESENT
             for request_id, entry in tuple(self._open.items()):
-                if self._router is not None and entry.is_resend_due(now):
-                    self._links.send(self._router, self._resumption(entry))
+                may_be_sent = self._router is not None and (num_left > 0 or not entry.is_best_effort)
+                if may_be_sent and entry.is_resend_due(now):
+                    num_left -= entry.is_best_effort
+                    self._links.send(self._router_name, self._resumption(entry))
                 limit_s = self._patience_s(entry)
                 if now - entry.last_heard_s > limit_s:
                     self.abort(request_id)
@@ -282,6 +284,11 @@ class _OpenRequest:
         self._out_of_order_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
 
     @property
+    def is_best_effort(self) -> bool:
+        """True if no person waits for it."""
+        return self.request.request_class is RequestClass.BEST_EFFORT
+
+    @property
     def num_tokens(self) -> int:
         """Tokens delivered to the stream."""
         return len(self._token_ids)
@@ -298,7 +305,7 @@ class _OpenRequest:
         is_due = now - max(self.last_heard_s, self._last_sent_s) > self._resend_after_s
         if is_due:
             self._last_sent_s = now
-            if self.request.request_class is RequestClass.BEST_EFFORT:
+            if self.is_best_effort:
                 self._resend_after_s = min(2.0 * self._resend_after_s, _MOST_RESEND_AFTER_S)
         return is_due
 
