@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DOCS_VENV := .venv-docs
 
-.PHONY: serve demo cluster-demo chat eval test test-promise test-part test-all test-histories test-clients faults check check-types check-style format bench docs install install-dev clean
+.PHONY: serve demo cluster-demo chat eval test test-promise test-part test-all test-histories test-clients faults records check check-types check-style format bench docs install install-dev clean
 
 # A folder, a GGUF file, or a name: `make serve MODEL=smollm2` holds a conversation.
 MODEL ?= pocket
@@ -55,6 +55,10 @@ test-clients: install-dev  ## clients of the field against a served model, in en
 
 faults: install-dev  ## deliberate faults, each of which the default tests must catch: about ten minutes
 	@$(BIN)/python -m tests.faults.run --output benchmarks/results/tests/deliberate_faults.json
+
+records: install-dev  ## which experiments are of an older decision code; their pages say so afterwards
+	@$(BIN)/python -m experiments.pages
+	@-$(BIN)/python -m experiments.validity
 
 check: install-dev  ## format, lint, types, import contracts; types beside the others
 	@$(MAKE) --no-print-directory -j 2 --output-sync=target check-types check-style

@@ -12,7 +12,7 @@ from tests.support.marks import each
 def test_the_tables_of_a_page_are_those_of_its_record(page: str) -> None:
     text = page_path(page).read_text()
     assert sorted(names_in(text)) == sorted(PAGES[page])
-    assert with_tables(text, PAGES[page]) == text, "python -m experiments.pages writes them"
+    assert with_tables(text, PAGES[page]) == text, "`make records` writes them"
 
 
 def test_a_table_is_replaced_and_what_is_around_it_stays() -> None:
