@@ -6,6 +6,7 @@ from html import escape
 from alignedserve.certification import plots
 from alignedserve.certification.certificate import Certificate
 from alignedserve.certification.definitions import protocol_section, reading_section
+from alignedserve.certification.notes import own_notes
 from alignedserve.certification.protocol import Phase
 from alignedserve.certification.records import PhaseRecord
 from alignedserve.certification.statistics import Compared, LeftOver, StreamFigures
@@ -114,33 +115,12 @@ def _plain_table(headings: Sequence[str], rows: Sequence[str]) -> str:
 
 
 def _notes(certificate: Certificate) -> str:
-    notes = [*certificate.evidence.notes, *_own_notes(certificate)]
+    notes = [*certificate.evidence.notes, *own_notes(certificate)]
     if not notes:
         return ""
     return element("h2", "Done otherwise, and what to know") + element(
         "ul", *(element("li", escape(note)) for note in notes)
     )
-
-
-def _own_notes(certificate: Certificate) -> list[str]:
-    notes = [
-        f"The phase “{one.phase.value}” ended early: {one.failure}"
-        for one in certificate.evidence.phases
-        if one.failure
-    ]
-    share = certificate.figures.share_of_chats_beside
-    if share is not None and share < 0.9:
-        notes.append(
-            "Documents were through before the last chats came: only those chats count as beside documents that were "
-            f"sent before, {share:.0%} of them."
-        )
-    beside = certificate.figures.beside
-    if beside is not None and beside.num_sent < 200:
-        notes.append(
-            f"{beside.num_sent} chats beside documents: one of them is {100 / max(beside.num_sent, 1):.1f} points of "
-            "attainment. Longer or more bursts say more."
-        )
-    return notes
 
 
 # --- chat

@@ -70,6 +70,7 @@ class PhaseRecord:
     documents_began_s: float = 0.0
     documents_ended_s: float | None = None  # None: they had not ended when the phase did
     progress: tuple[tuple[float, int], ...] = ()  # seconds, lines that have ended
+    client_late_s: float | None = None  # p99 of the client's own lateness
     failure: str | None = None  # why it ended early
 
     @property

@@ -31,6 +31,7 @@ class ChatLoad:
         self._is_gone = asyncio.Event()
         self.began_s = 0.0  # on the monotonic clock
         self.outcomes: list[CompletionOutcome] = []
+        self.late_s: list[float] = []  # our own lateness: of sending, and of the event loop that reads
 
     async def run(self, lasts_s: float) -> None:
         """Send every chat in time and wait for all answers, at least for `lasts_s`.
@@ -50,7 +51,7 @@ class ChatLoad:
             await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
             if self._is_gone.is_set():
                 raise PeerLost(f"nothing answers at {self._client.url} any more")
-            await sending
+            self.late_s += (await sending).loop_lags_s
             await asyncio.sleep(max(0.0, self.began_s + lasts_s - time.monotonic()))
         finally:
             sending.cancel()
@@ -62,6 +63,7 @@ class ChatLoad:
         await self._client.complete(self._calls[request.index], outcome)
 
     def _note(self, sent: SentRequest) -> None:
+        self.late_s.append(sent.lateness_s)
         failure = sent.outcome.failure
         is_gone = failure is not None and failure.kind is ClientFailureKind.CONNECT
         self._num_gone = self._num_gone + 1 if is_gone else 0

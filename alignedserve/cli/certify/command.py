@@ -9,6 +9,7 @@ from importlib.metadata import version
 from rich.table import Table
 
 from alignedserve.certification.certificate import Certificate, certificate_of
+from alignedserve.certification.notes import own_notes
 from alignedserve.certification.page import certificate_page
 from alignedserve.certification.protocol import Lengths, Wanted
 from alignedserve.certification.verdict import Bounds
@@ -103,11 +104,11 @@ def _live(options: CertifyOptions, wanted: Wanted) -> Certificate:
 
             started = stack.enter_context(started_server(options))
             url, words = started.url, started.words
-        began_s = time.time()
+        began_s, load_before = time.time(), describe_machine()["load_1min"]
         measured = asyncio.run(LiveRun(_live_options(options, url), wanted, _say).run())
     return certificate_of(
         title="Certificate: chat beside documents",
-        about=_about_live(url, words, measured, began_s),
+        about=_about_live(url, words, measured, began_s, load_before),
         protocol=measured.protocol,
         speed=measured.speed,
         evidence=measured.evidence,
@@ -128,7 +129,9 @@ def _live_options(options: CertifyOptions, url: str) -> LiveOptions:
     )
 
 
-def _about_live(url: str, words: str, measured: Measured, began_s: float) -> tuple[tuple[str, str], ...]:
+def _about_live(
+    url: str, words: str, measured: Measured, began_s: float, load_before: float
+) -> tuple[tuple[str, str], ...]:
     machine = describe_machine()
     started = [("started", words)] if words else []
     return (
@@ -136,7 +139,10 @@ def _about_live(url: str, words: str, measured: Measured, began_s: float) -> tup
         *started,
         ("model", measured.model),
         ("documents", measured.documents),
-        ("client", f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_1min']}"),
+        (
+            "client",
+            f"{machine['cpu']}, {machine['cores']} cores, load {load_before} before, {machine['load_1min']} after",
+        ),
         *_about_run(began_s),
     )
 
@@ -187,13 +193,8 @@ def _print(certificate: Certificate) -> None:
         table.add_row(check.name, measured_of(check), bound_of(check), verdict)
     console.print(table)
     console.print(_latencies(certificate))
-    for note in certificate.evidence.notes:
+    for note in (*certificate.evidence.notes, *own_notes(certificate)):
         console.print(f"- {printable(note)}", markup=False, soft_wrap=True)
-    for phase in certificate.evidence.phases:
-        if phase.failure is not None:
-            console.print(
-                f"- {phase.phase.value} ended early: {printable(phase.failure)}", markup=False, soft_wrap=True
-            )
     if certificate.holds:
         console.print("held: chat keeps its objectives beside documents", style="bold green")
     else:

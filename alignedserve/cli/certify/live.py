@@ -15,6 +15,7 @@ from alignedserve.cli.certify.chat_load import ChatLoad
 from alignedserve.cli.certify.documents import Documents, DocumentsLog
 from alignedserve.cli.certify.speed import SpeedMeter
 from alignedserve.cli.certify.stream_documents import StreamDocuments
+from alignedserve.core import metrics
 from alignedserve.core.errors import PeerError, PeerLost
 from alignedserve.loadgen.client import CompletionApi, CompletionOutcome, OpenAiClient
 
@@ -200,6 +201,7 @@ def _record_of(phase: Phase, chat: ChatLoad, log: DocumentsLog, began_s: float, 
         document_gaps_s=gaps_of(log.streams)[0],
         documents_began_s=log.began_s - zero_s if phase.has_documents else 0.0,
         documents_ended_s=None if log.ended_s is None else log.ended_s - zero_s,
+        client_late_s=None if (late := metrics.describe(chat.late_s)) is None else late.p99,
         progress=tuple((at_s - zero_s, count) for at_s, count in log.progress),
         failure=failure,
     )

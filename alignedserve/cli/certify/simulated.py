@@ -36,7 +36,7 @@ from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload, W
 
 _CHAT, _DOCUMENTS = "chat", "documents"
 _LEAD_S = 2.0  # between the first documents and the first chat
-_FILL_S = 60.0  # of measuring
+_FILL_S = 30.0  # of measuring
 _MOST_CHATS_IN_AIR = 256  # of a worker, while it is filled
 _LINES_IN_AIR = 2  # for each place of a worker, as the batch worker has them
 
@@ -134,7 +134,7 @@ class SimulatedRun:
         # The first third is left out: all were sent at once.
         ended = [at_s - begin_s for at_s in times if _FILL_S / 3 <= at_s - begin_s < _FILL_S]
         if not ended:
-            raise ConfigError("the simulated server ends no request within a minute; shorten the lengths")
+            raise ConfigError("the simulated server ends no request within half a minute; shorten the lengths")
         return len(ended) / (_FILL_S * 2 / 3)
 
     # --- phases

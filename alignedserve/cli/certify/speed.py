@@ -17,6 +17,7 @@ _NUM_IDLE = 4  # chats one after the other
 _FIRST_IN_AIR, _MOST_IN_AIR = 8, 256
 _GAIN = 1.1  # more in the air at a time are tried while they bring so much
 _SETTLES = 0.3  # of a stage
+_MOST_EMPTY = 20  # stages without a token: a slow server gets time for its first
 _TIERS: tuple[Mapping[str, Any], ...] = (
     {"service_tier": "flex", "priority": 10},
     {"service_tier": "flex"},
@@ -104,12 +105,20 @@ class SpeedMeter:
             best, best_in_air, in_air = 0.0, first, first
             while True:
                 loop.grow_to(in_air)
-                rate = await loop.rate(self._stage_s if most > first else 2 * self._stage_s)
+                rate = await self._rate(loop, self._stage_s if most > first else 2 * self._stage_s)
                 if rate <= best * _GAIN or loop.has_failed or in_air >= most:
                     return self._checked(max(best, rate), name, loop), best_in_air if rate <= best else in_air
                 best, best_in_air, in_air = rate, in_air, in_air * 2
         finally:
             await loop.stop()
+
+    async def _rate(self, loop: "_ClosedLoop", stage_s: float) -> float:
+        """Return the rate of the first stage in which tokens come; 0 after failures or many stages without any."""
+        for _ in range(_MOST_EMPTY):
+            rate = await loop.rate(stage_s)
+            if rate > 0 or loop.has_failed:
+                return rate
+        return 0.0
 
     def _checked(self, rate: float, name: str, loop: "_ClosedLoop") -> float:
         if rate <= 0:

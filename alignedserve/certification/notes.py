@@ -1,0 +1,54 @@
+"""What a reader of a certificate should know before its figures."""
+
+from collections.abc import Iterator
+
+from alignedserve.certification.certificate import Certificate
+from alignedserve.certification.words import percent, seconds
+
+_FEW_CHATS = 200
+_MUCH_BESIDE = 0.9
+_LATE_OF_TTFT = 0.2  # of the median time to a first token
+_LATE_S = 0.02
+_MUCH_MORE = 1.15  # than is left over: the machine was not the same in both phases
+
+
+def own_notes(certificate: Certificate) -> Iterator[str]:
+    """Yield them."""
+    for phase in certificate.evidence.phases:
+        if phase.failure is not None:
+            yield f"The phase “{phase.phase.value}” ended early: {phase.failure}"
+    yield from _of_chat(certificate)
+    yield from _of_noise(certificate)
+
+
+def _of_chat(certificate: Certificate) -> Iterator[str]:
+    share, beside = certificate.figures.share_of_chats_beside, certificate.figures.beside
+    if share is not None and share < _MUCH_BESIDE:
+        yield (
+            "Documents were through before the last chats came: only those chats count as beside documents that were "
+            f"sent before, {share:.0%} of them."
+        )
+    if beside is not None and 0 < beside.num_sent < _FEW_CHATS:
+        yield (
+            f"{beside.num_sent} chats beside documents: one of them is {100 / beside.num_sent:.1f} points of "
+            "attainment. Longer or more bursts say more."
+        )
+
+
+def _of_noise(certificate: Certificate) -> Iterator[str]:
+    figures = certificate.figures
+    for phase, chat in zip(certificate.evidence.phases, (figures.alone, figures.beside), strict=False):
+        late_s, ttft = phase.client_late_s, None if chat is None else chat.ttft_s
+        if late_s is None or ttft is None:
+            continue
+        if late_s > max(_LATE_S, _LATE_OF_TTFT * ttft.p50):
+            yield (
+                f"The client itself was late by {seconds(late_s)} (p99) in “{phase.phase.value}”: its machine is too "
+                "busy to measure finely."
+            )
+    share = None if figures.left_over is None else figures.left_over.share
+    if share is not None and share > _MUCH_MORE and not certificate.is_simulated:
+        yield (
+            f"Documents had {percent(share)} of what chat leaves over: the server was slower while it was measured, or "
+            "while it had documents alone. On a quiet machine the figure is near or below 100 %."
+        )

@@ -1,0 +1,46 @@
+"""`alignedserve certify --simulated`: the whole command, on a small modelled server."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from alignedserve.cli.certify.command import certify
+from alignedserve.cli.certify.options import CertifyOptions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["elastic", "disaggregated"])
+def test_a_simulated_server_is_certified(tmp_path: Path, topology: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = CertifyOptions(
+        is_simulated=True,
+        topology=topology,
+        burst_s=4.0,
+        idle_s=1.0,
+        num_bursts=1,
+        num_lines=20,
+        overrides=("decode.max_running_requests=8", "pool.memory_bytes=1GiB"),
+        min_documents=50.0,
+        max_attainment_loss=5.0,
+        output=tmp_path / "certificate",
+    )
+    assert certify(options) == 0
+    assert "held: chat keeps its objectives beside documents" in capsys.readouterr().out
+    document = json.loads((tmp_path / "certificate" / "certificate.json").read_text())
+    assert [phase["phase"] for phase in document["phases"]] == [
+        "chat alone",
+        "chat beside documents",
+        "documents alone",
+    ]
+    assert document["figures"]["lines"]["chat beside documents"]["num_answered"] == 60
+    assert topology in dict(document["about"])["server"]
+    assert "Held: all 11 bounds" in (tmp_path / "certificate" / "certificate.html").read_text()
+
+
+def test_a_bound_that_does_not_hold_is_exit_code_1(tmp_path: Path) -> None:
+    options = CertifyOptions(
+        is_simulated=True, burst_s=2.0, idle_s=0.0, num_bursts=1, num_lines=4, rate=2.0, document_output_len=8,
+        overrides=("decode.max_running_requests=4",), max_ttft_p99_ratio=0.1, output=tmp_path,
+    )  # fmt: skip
+    assert certify(options) == 1
+    assert "p99 of TTFT, on to off" in (tmp_path / "certificate.html").read_text()
