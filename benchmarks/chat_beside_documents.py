@@ -70,7 +70,7 @@ def config_of(topology: Topology, num_workers: int, pool_blocks: int) -> SimConf
     return SimConfig(cluster, LAYOUT, LINKS, COSTS, duration_s=DURATION_S, seed=1)
 
 
-def workload_of(seed: int, num_documents: int, rate: float) -> Workload:
+def workload_of(seed: int, num_documents: int, rate: float, *, duration_s: float = DURATION_S) -> Workload:
     """Draw chat at this rate (0: none), and documents that all come at once."""
     rng = random.Random(seed)
     requests = [
@@ -78,7 +78,7 @@ def workload_of(seed: int, num_documents: int, rate: float) -> Workload:
         for _ in range(num_documents)
     ]
     now = 5.0
-    while rate and (now := now + rng.expovariate(rate)) < DURATION_S - 15.0:
+    while rate and (now := now + rng.expovariate(rate)) < duration_s - 15.0:
         requests.append(TimedRequest(now, rng.randrange(60, 200), 40, 64, "chat", slo=CHAT_SLO))
     return Workload(WorkloadDescription("chat beside documents", seed), tuple(requests))
 

@@ -332,8 +332,8 @@ class DecodeLogic:
         if begun.command is None:
             return commands
         self._num_iterations += 1
-        is_switching = self._order.is_switching
-        self._iterations.start(now, begun.members, has_changed=begun.has_changed, is_switching=is_switching)
+        has_changed, is_switching, alone_s = begun.has_changed, self._order.is_switching, begun.alone_s
+        self._iterations.start(now, begun.members, has_changed=has_changed, is_switching=is_switching, alone_s=alone_s)
         return [begun.command, *commands]
 
     def _make_room(self, batch: RunningBatch) -> list[DecodeCommand]:

@@ -22,21 +22,23 @@ _MORE_SHARE = 0.125  # of requests: an iteration of that many more takes no long
 class Prefillers:
     """Workers that can take a prefill now: the one with the least wait of the cluster, and of each node.
 
-    Ties: the fewest decoding requests (colocated workers), then the name.
+    Ties: the fewest decoding requests (colocated workers), then the name. For real-time prompts the fewest real-time
+    ones come first: the prompt prolongs their gaps, and documents do not hold it up.
     """
 
     def __init__(self, *, is_real_time: bool = False) -> None:
         """`is_real_time`: by the wait of real-time prompts."""
         self._is_real_time = is_real_time
-        self._all: Ranking[tuple[float, int]] = Ranking()
-        self._by_node: dict[str, Ranking[tuple[float, int]]] = {}
+        self._all: Ranking[tuple[float, int, int]] = Ranking()
+        self._by_node: dict[str, Ranking[tuple[float, int, int]]] = {}
 
     def __len__(self) -> int:
         return len(self._all)
 
     def put(self, worker: WorkerRecord) -> None:
         """Add a worker, or bring its place up to date."""
-        rank = (worker.wait_s(is_real_time=self._is_real_time), len(worker.decoding))
+        num_beside = len(worker.decoding_real_time) if self._is_real_time else 0
+        rank = (worker.wait_s(is_real_time=self._is_real_time), num_beside, len(worker.decoding))
         self._all.put(worker.name, rank)
         if worker.registered.node:
             self._by_node.setdefault(worker.registered.node, Ranking()).put(worker.name, rank)

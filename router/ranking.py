@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Generator
 from typing import Generic, NamedTuple, TypeVar
 
-RankT = TypeVar("RankT", float, int, tuple[int, int], tuple[float, int], tuple[int, float, int])
+RankT = TypeVar("RankT", float, int, tuple[int, int], tuple[float, int], tuple[int, float, int], tuple[float, int, int])
 
 _MIN_STALE = 32  # fewer stale entries are not worth a rebuild
 

@@ -31,6 +31,10 @@ class IterationLogTotals(msgspec.Struct, frozen=True, array_like=True):
     sum_of_spreads: TotalSeconds = 0.0
     spread_counts: SpreadCounts = (0,) * _NUM_BUCKETS  # iterations by spread, one bucket for each edge and the last
     num_ahead_iterations: Total = 0  # that were launched before the tokens of the one before were known
+    # Where interference is bounded, of iterations in gaps of real-time requests: of their part alone by the cost model,
+    # and as they were.
+    real_time_alone_s: TotalSeconds = 0.0
+    real_time_beside_s: TotalSeconds = 0.0
 
     def plus(self, other: "IterationLogTotals") -> "IterationLogTotals":
         """Add both totals."""

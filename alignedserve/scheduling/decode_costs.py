@@ -6,7 +6,7 @@ import numpy as np
 
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.table import RequestTable
+from alignedserve.scheduling.table import Ints, RequestTable
 from alignedserve.scheduling.table_operations import note_decodes
 
 _MIXING_TOLERANCE = 0.1  # about the error of a learned cost model
@@ -43,3 +43,22 @@ def is_mixing_cheaper(table: RequestTable, costs: CostModel, context_lens: Colle
     added_s = costs.iteration_s(both) - costs.iteration_s(here)
     own_s = costs.iteration_s(among_like) - costs.iteration_s(empty)
     return added_s <= (1.0 + _MIXING_TOLERANCE) * own_s
+
+
+def num_decodes_within(costs: CostModel, work: IterationWork, table: RequestTable, rows: Ints, budget_s: float) -> int:
+    """Count how many of these decodes, from the front, keep the iteration within the time; by bisection."""
+    if not len(rows) or budget_s == np.inf:
+        return len(rows)
+
+    def fits(count: int) -> bool:
+        trial = work.copy()
+        note_decodes(trial, table, rows[:count])
+        return costs.iteration_s(trial) <= budget_s
+
+    if fits(len(rows)):
+        return len(rows)
+    below, above = 0, len(rows)
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (middle, above) if fits(middle) else (below, middle)
+    return below

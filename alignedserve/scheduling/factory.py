@@ -1,6 +1,7 @@
 """Construction of schedulers from the configuration, for live workers and for simulated ones."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from alignedserve.config.sections import (
     PrefillWorkerConfig,
     SchedulingConfig,
 )
+from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.online import learned_from
@@ -26,7 +28,26 @@ from alignedserve.scheduling.policy import IterationLimits
 from alignedserve.scheduling.scheduler_state import Scheduler
 from alignedserve.scheduling.topology import topology_of
 
+_INTERFERENCE = "interference"
 _CLASSLESS_ORDERS = ("fcfs",)  # of prompts, in the router
+
+
+def params_of(scheduling: SchedulingConfig) -> dict[str, Any]:
+    """Return the parameters of the policy, with those that have a setting of their own.
+
+    Raises ConfigError where the policy does not have that.
+    """
+    params, interference = scheduling.policy_params, scheduling.interference
+    if interference is None:
+        return params
+    if _INTERFERENCE not in {field.name for field in fields(policy_entry(scheduling.policy).config)}:
+        raise ConfigError(
+            f"scheduling.interference has no effect with policy {scheduling.policy!r}; leave it out, or set "
+            "scheduling.policy=aligned_slo"
+        )
+    if params.get(_INTERFERENCE, interference) != interference:
+        raise ConfigError("scheduling.interference and scheduling.policy_params.interference differ; set one of them")
+    return {**params, _INTERFERENCE: interference}
 
 
 def limits_of(config: PrefillWorkerConfig | DecodeWorkerConfig) -> IterationLimits:
@@ -45,7 +66,7 @@ def make_scheduler(
 
     Raises ConfigError naming what is unknown.
     """
-    policy = make_policy(scheduling.policy, scheduling.policy_params)
+    policy = make_policy(scheduling.policy, params_of(scheduling))
     if costs is not None:
         return Scheduler(policy, costs, limits)
     learned = learned_from(measured)
@@ -100,7 +121,7 @@ def admission_share(scheduling: SchedulingConfig) -> float | None:
     name = policy_entry(scheduling.policy).admission_share
     if name is None:
         return None
-    share: float = getattr(policy_config(scheduling.policy, scheduling.policy_params), name)
+    share: float = getattr(policy_config(scheduling.policy, params_of(scheduling)), name)
     return share
 
 
@@ -111,7 +132,10 @@ def resolve_policy(config: ClusterConfig) -> ClusterConfig:
     """
     scheduling, topology = config.scheduling, topology_of(config)
     entry = policy_entry(scheduling.policy)
-    policy_config(scheduling.policy, scheduling.policy_params)
+    if scheduling.interference is not None:
+        params = {"best_effort_floor": config.router.best_effort_floor, **scheduling.policy_params}
+        scheduling = msgspec.structs.replace(scheduling, policy_params=params)
+    policy_config(scheduling.policy, params_of(scheduling))
     router: dict[str, Any] = {}
     if config.router.prefill_order is None:
         router["prefill_order"] = entry.prefill_order
@@ -129,6 +153,7 @@ def resolve_policy(config: ClusterConfig) -> ClusterConfig:
     return replace(
         config,
         topology=topology,
+        scheduling=scheduling,
         router=replace(config.router, **router),
         batching=replace(config.batching, **batching),
     )

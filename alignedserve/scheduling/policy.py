@@ -80,6 +80,8 @@ class IterationPlan:
     uploads: tuple[int, ...] = ()  # rows neither scheduled nor evicted; only beside scheduled ones
     shares: tuple[PlannedShare, ...] = ()  # blocks fewer for as many of the scheduled ones
     work: IterationWork | None = field(default=None, compare=False)  # of the scheduled ones, where it is added up
+    # Predicted seconds of its real-time part alone, where interference is bounded and its gaps run; else 0.
+    alone_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,7 @@ class SchedulerState:
         self.num_free = memory.num_free
         self.num_free_host = memory.num_free_host
         self.work = IterationWork()  # of the iteration in flight, like these; no row is removed meanwhile
+        self.alone_s = 0.0  # of its real-time part, as in the plan
         self._rows: Ints = np.zeros(0, np.int64)
         self._num_tokens: Ints = np.zeros(0, np.int64)
         self._tokens_of: dict[int, int] = {}  # tokens that rows compute in it, where blocks are shared
@@ -137,6 +138,7 @@ class SchedulerState:
         self._rows = np.array([part.row for part in plan.scheduled], np.int64)
         self._num_tokens = np.array([part.num_tokens for part in plan.scheduled], np.int64)
         self.work = plan.work if plan.work is not None else work_of(self.table, plan, self._memory)
+        self.alone_s = plan.alone_s
         if self._memory.has_shared_blocks:
             self._tokens_of = {part.row: part.num_tokens for part in plan.scheduled}
             self._joins = {part.row: self.table.request_ids[part.partner] for part in plan.shares}

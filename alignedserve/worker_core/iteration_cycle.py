@@ -51,16 +51,25 @@ class IterationCycle(Generic[RequestT, CommandT]):
         return self._started_s is not None
 
     def start(
-        self, now: float, members: Collection[RequestT], *, has_changed: bool, is_switching: bool = False
+        self,
+        now: float,
+        members: Collection[RequestT],
+        *,
+        has_changed: bool,
+        is_switching: bool = False,
+        alone_s: float = 0.0,
     ) -> None:
-        """Begin an iteration of these requests; `has_changed`: others than in the last one.
+        """Begin an iteration of these requests; `has_changed`: others than in the last one. `alone_s`: of its real-time
+        part, as in the plan.
 
         One without requests makes copies alone, and is not in the log.
         """
         self._started_s = now
         self._is_logged = bool(members)
         if self._iteration_log is not None and self._is_logged:
-            self._iteration_log.iteration_started(now, members, has_changed=has_changed, is_switching=is_switching)
+            self._iteration_log.iteration_started(
+                now, members, has_changed=has_changed, is_switching=is_switching, alone_s=alone_s
+            )
 
     def end(self, event: IterationCompleted, now: float) -> float:
         """End the iteration in flight and return the seconds that it took."""

@@ -62,12 +62,18 @@ class IterationRecord(NamedTuple):
     attention_s: float  # of forward_s: attention of decoding sequences
     misaligned_s: float  # of attention_s: over padding
     is_ahead: bool  # its decodes were launched before the tokens of the one before were known
+    alone_s: float = 0.0  # predicted of its real-time part, where interference is bounded and its gaps run
 
     @property
     def parts_s(self) -> float:
         """Sum of the measured parts of `wall_s`."""
         waiting_s = self.nothing_to_do_s + self.waiting_for_prefill_s + self.prefetch_not_ready_s
         return waiting_s + self.turnaround_s + self.prepare_s + self.forward_s + self.sampling_s
+
+    @property
+    def beside_s(self) -> float:
+        """Time that it computed, where `alone_s` is known."""
+        return self.prepare_s + self.forward_s + self.sampling_s if self.alone_s else 0.0
 
 
 class WaitingTimes(NamedTuple):
@@ -92,21 +98,31 @@ class IterationLog:
         self._num_tokens = 0  # generated since they were last taken
         self.latest_batch = BatchShape()
         self._is_switching = False
+        self._alone_s = 0.0
         self._waits = _NO_WAITS
         self._started_s: float | None = None  # of the iteration that runs
         self._completed_s: float | None = None  # the end of the last iteration, or the first time known
         self._reported_s: float | None = None
 
     def iteration_started(
-        self, now: float, running: Collection[IterationMember], *, has_changed: bool, is_switching: bool = False
+        self,
+        now: float,
+        running: Collection[IterationMember],
+        *,
+        has_changed: bool,
+        is_switching: bool = False,
+        alone_s: float = 0.0,
     ) -> None:
-        """Begin a record. `running`: the members of this iteration; `has_changed`: not those of the last one."""
+        """Begin a record. `running`: the members of this iteration; `has_changed`: not those of the last one.
+
+        `alone_s`: see IterationRecord.
+        """
         if self._completed_s is None:
             self._completed_s = now
         self._waits = _split_wait(self._completed_s, now, running) if now > self._completed_s else _NO_WAITS
         self._shape.update(running, has_changed=has_changed)
         self._started_s = now
-        self._is_switching = is_switching
+        self._is_switching, self._alone_s = is_switching, alone_s
 
     def iteration_completed(self, now: float, event: IterationCompleted) -> None:
         """Finish the record; must follow `iteration_started`. Lengths and members may change only after it."""
@@ -133,6 +149,7 @@ class IterationLog:
             times.attention_s,
             times.attention_s * times.padded_share,
             times.is_ahead,
+            self._alone_s,
         )
         self._records.append(record)
         self._num_tokens += len(event.sampled)
@@ -216,6 +233,8 @@ def totals_of(records: Sequence[IterationRecord]) -> IterationLogTotals:
         sum_of_spreads=sum(spreads),
         spread_counts=tuple(spread_counts),
         num_ahead_iterations=sum(record.is_ahead for record in records),
+        real_time_alone_s=sum(record.alone_s for record in records),
+        real_time_beside_s=sum(record.beside_s for record in records),
     )
 
 

@@ -23,6 +23,7 @@ class Begun(NamedTuple):
     members: Collection[BatchMember]
     has_changed: bool = True  # other members than in the iteration before
     loads: tuple[Loading, ...] = ()
+    alone_s: float = 0.0  # of its real-time part, as in the plan
 
 
 class LoadingCandidates:

@@ -198,7 +198,7 @@ class ScheduledBatch:
         command = self._performer.perform(own, members, now)
         loads = () if has_copies_out else self._hold(chosen)
         has_changed, self._members = members != self._members, members
-        return Begun(command, members, has_changed=has_changed, loads=loads)
+        return Begun(command, members, has_changed=has_changed, loads=loads, alone_s=own.alone_s)
 
     def completed(self, event: IterationCompleted, now: float, duration_s: float) -> None:
         """Note the end of the iteration, before any request leaves because of it."""
@@ -259,6 +259,7 @@ class ScheduledBatch:
             tuple(part for part in plan.scheduled if request_ids[part.row] not in in_view),
             tuple(part for part in plan.evictions if request_ids[part.row] not in in_view),
             tuple(row for row in plan.uploads if request_ids[row] not in in_view),
+            alone_s=plan.alone_s,
         )
         return _Split(own, chosen)
 

@@ -233,7 +233,8 @@ class ColocatedLogic:
         members = self._requests.of_parts(plan.scheduled)
         self._state.begin(plan)
         iteration = self._performer.perform(plan, members, now)
-        self._iterations.start(now, members, has_changed=members != self._members)
+        has_changed = members != self._members
+        self._iterations.start(now, members, has_changed=has_changed, alone_s=plan.alone_s)
         self._members = members
         return [iteration, *commands]
 

@@ -43,7 +43,7 @@ def _with_policy(config: SimConfig) -> SimConfig:
     )
 
 
-def _beside(num_documents: int) -> Workload:
+def beside(num_documents: int) -> Workload:
     """Return chat at 2/s, and documents that all come at once and fill every memory."""
     rng = random.Random(3)
     requests = [timed(0.0, rng.randrange(150, 300), 300, **_DOCUMENT) for _ in range(num_documents)]
@@ -54,7 +54,7 @@ def _beside(num_documents: int) -> Workload:
 
 
 def _run(name: str, num_documents: int) -> SimulationResult:
-    return Simulation(_with_policy(TOPOLOGIES[name]), _beside(num_documents)).run()
+    return Simulation(_with_policy(TOPOLOGIES[name]), beside(num_documents)).run()
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)

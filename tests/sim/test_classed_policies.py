@@ -10,7 +10,7 @@ from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.policies import policy_entry
 from alignedserve.sim.result import ClassResult
 from alignedserve.sim.simulation import Simulation
-from tests.sim.test_chat_beside_documents import DURATION_S, TOPOLOGIES, _beside
+from tests.sim.test_chat_beside_documents import DURATION_S, TOPOLOGIES, beside
 
 CLASSED: dict[str, dict[str, int]] = {
     "fcfs_classed": {},
@@ -34,7 +34,7 @@ def _classes(policy: str, name: str, num_documents: int) -> dict[str, ClassResul
         config.cluster, scheduling=scheduling, router=RouterConfig(), batching=BatchingConfig()
     )
     config = replace(config, cluster=resolve_policy(cluster), duration_s=DURATION_S)
-    return Simulation(config, _beside(num_documents)).run().classes
+    return Simulation(config, beside(num_documents)).run().classes
 
 
 @pytest.mark.parametrize(("policy", "name"), CASES)

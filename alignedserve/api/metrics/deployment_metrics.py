@@ -199,6 +199,10 @@ def iteration_log_metrics(totals: IterationLogTotals) -> Iterator[Metric]:
     yield _counter("switch_iterations", "Decode iterations in which two batches mixed.", totals.num_switch_iterations)
     ahead = "Decode iterations launched before the tokens of the one before were known."
     yield _counter("ahead_iterations", ahead, totals.num_ahead_iterations)
+    alone = "Time of iterations in gaps of real-time requests, of these alone, by the cost model; 0 without a bound."
+    yield _counter("real_time_alone_seconds", alone, totals.real_time_alone_s)
+    beside = "The same iterations, as they were with best-effort work."
+    yield _counter("real_time_beside_seconds", beside, totals.real_time_beside_s)
     yield _counter("iteration_requests", "Running requests, counted in every iteration.", totals.num_requests)
     yield _spread(totals)
 

@@ -6,6 +6,8 @@ import msgspec
 
 from alignedserve.config.sections.base import MIB, Section
 
+MAX_INTERFERENCE = 10.0
+
 
 class RouterConfig(Section, frozen=True):
     """Admission, queues, placement."""
@@ -38,9 +40,15 @@ class SchedulingConfig(Section, frozen=True):
 
     policy: str = "aligned_slo"  # name of a policy in alignedserve/scheduling/policies
     policy_params: dict[str, Any] = msgspec.field(default_factory=dict)  # parameters of that policy, by name
+    # Best-effort work prolongs gaps between tokens of real-time requests by at most this factor, by the cost model;
+    # unset: as far as objectives allow.
+    interference: float | None = None
 
     def __post_init__(self) -> None:
         self._require(bool(self.policy), "policy", "must name a policy")
+        is_within = self.interference is None or 1.0 <= self.interference <= MAX_INTERFERENCE
+        limits = f"must be at least 1 and at most {MAX_INTERFERENCE:g}, or unset for no bound"
+        self._require(is_within, "interference", limits)
 
 
 class BatchingConfig(Section, frozen=True):

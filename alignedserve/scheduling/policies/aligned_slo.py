@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alignedserve.scheduling.policies.slo_floor import Floor
+from alignedserve.config.sections.scheduling import MAX_INTERFERENCE
+from alignedserve.scheduling.policies.slo_floor import Floor, behind_real_time
 from alignedserve.scheduling.policies.slo_forecast import (
     BEST_EFFORT,
     LATE,
@@ -28,6 +29,7 @@ from alignedserve.scheduling.policies.slo_forecast import (
     forecast_rows,
     real_time_work,
 )
+from alignedserve.scheduling.policies.slo_interference import Interference, has_gaps, without_starving_chat
 from alignedserve.scheduling.policies.slo_packing import SloForecast, SloPacking
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import RefreshedEstimate, fit_request_runtime, measure_prefill_times
@@ -47,6 +49,14 @@ class AlignedSloConfig:
     patience: float = 10.0  # has a share of every iteration, whatever its class, and freed blocks are kept for it
     starving_share: float = 0.1  # this share, of the time that the iteration may take and of the memory
     growth_tokens: int = 16  # newcomers leave blocks for this many more tokens of each request with objectives
+    interference: float | None = None  # `scheduling.interference`: best effort prolongs gaps of chat by this factor
+    best_effort_floor: float = 0.05  # share of the time that it has all the same, `router.best_effort_floor`
+
+    def __post_init__(self) -> None:
+        if self.interference is not None and not 1.0 <= self.interference <= MAX_INTERFERENCE:
+            raise ValueError(f"interference must be at least 1 and at most {MAX_INTERFERENCE:g}")
+        if not 0.0 <= self.best_effort_floor <= 0.5:
+            raise ValueError("best_effort_floor must be at least 0 and at most 0.5")
 
 
 class AlignedSlo:
@@ -55,6 +65,8 @@ class AlignedSlo:
     def __init__(self, config: AlignedSloConfig) -> None:
         self._config = config
         self._floor = Floor(config.starving_share)
+        bound = config.interference
+        self._interference = None if bound is None else Interference(bound, config.best_effort_floor)
         self._runtime = RefreshedEstimate(fit_request_runtime)
         self._prompts = RefreshedEstimate(measure_prefill_times)
         self._tightest_s = np.inf  # the tightest recent first-token objective
@@ -65,9 +77,19 @@ class AlignedSlo:
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""
         cap_s = self._cap_s(view)
-        forecast = self._forecast(view, cap_s)
+        interference = self._interference if has_gaps(view.table) else None
+        if self._interference is not None and interference is None:
+            cap_s = min(cap_s, self._interference.without_gaps_s(view.now, self._config.memory_s))
+        forecast = self._forecast(view, cap_s, interference)
         packing = SloPacking(view, forecast, growth_tokens=self._config.growth_tokens)
         allowed_s = forecast.allowed_s
+        if interference is not None:
+            packing.add_decodes(_ON_TIME, np.inf)
+            decodes_s = packing.predicted_s()
+            packing.add_prompts(_ON_TIME, max(allowed_s, decodes_s), least_s=decodes_s)
+            packing.add_decodes(_LATE, max(allowed_s, decodes_s))
+            packing.add_prompts(_LATE, max(allowed_s, decodes_s))
+            return interference.pack(packing, view, forecast.rows, max(min(allowed_s, cap_s), decodes_s))
         starving_s = self._config.starving_share * max(min(allowed_s, cap_s), view.history.mean_s)
         packing.add_decodes(_STARVING, starving_s, at_least=1)
         packing.add_decodes(_ON_TIME, np.inf)
@@ -99,7 +121,7 @@ class AlignedSlo:
             self._tightest_s, self._seen_s = tightest_s, view.now
         return share * self._tightest_s
 
-    def _forecast(self, view: WorkerView, cap_s: float) -> SloForecast:
+    def _forecast(self, view: WorkerView, cap_s: float, interference: Interference | None) -> SloForecast:
         now, config = view.now, self._config
         runtime, prompts = self._runtime.of(view.costs), self._prompts.of(view.costs)
         situation = Situation(
@@ -113,12 +135,19 @@ class AlignedSlo:
             # Later gaps are at most `slack_share` of the allowed ones; half of that counts, as predictions err.
             given_back=(1.0 - config.slack_share) / 2,
         )
-        rows, hold, is_floor_held = self._floor.apply(view, forecast_rows(view.table, situation, prompts))
+        rows = behind_real_time(view.table, forecast_rows(view.table, situation, prompts))
+        allowed_s = copies_s = config.slack_share * rows.allowed_s
+        if interference is not None:
+            rows = without_starving_chat(view.table, rows)
+            copies_s = min(copies_s, interference.copies_s(view, real_time_work(view.table).decodes))
+        rows, hold, is_floor_held = self._floor.apply(view, rows)
         return SloForecast(
             rows=rows,
             hold=hold,
             is_floor_held=is_floor_held,
-            allowed_s=config.slack_share * rows.allowed_s,
+            allowed_s=allowed_s,
+            copies_s=copies_s,
+            is_bound=interference is not None,
             banked_s=self._stretched_s(rows.banked_until_s, now),
             stretched_s=self._stretched_s(rows.stretched_until_s, now),
             kept_blocks=self._kept_blocks(rows.held_blocks, now),

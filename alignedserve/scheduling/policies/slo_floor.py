@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from alignedserve.core.ids import RequestId
-from alignedserve.scheduling.policies.slo_forecast import STARVING, counts_of, in_order
+from alignedserve.scheduling.policies.slo_forecast import BEST_EFFORT, LATE, STARVING, counts_of, in_order
 from alignedserve.scheduling.policy import WorkerView
-from alignedserve.scheduling.table import Ints
+from alignedserve.scheduling.table import Ints, RequestTable
 from kernels.cpu.request_table import RowForecasts
 
 
@@ -56,7 +56,7 @@ class Floor:
         first = int(starving[0])
         is_held = self._is_held(table.request_ids[first], float(rows.left_s[first]), needed[0] / room, view.now)
         if num_kept < len(starving):
-            rows = _behind(rows, starving[num_kept:])
+            rows = behind(rows, starving[num_kept:])
         if is_held:
             return FlooredRows(rows, rows.rank, is_first_held=True)
         hold = rows.rank.copy()
@@ -70,11 +70,28 @@ class Floor:
         return shares <= 1.0 or now >= self._due_s
 
 
-def _behind(rows: RowForecasts, behind: Ints) -> RowForecasts:
-    """Return the forecasts with these starving rows first in the ranks of their objectives."""
+def behind_real_time(table: RequestTable, rows: RowForecasts) -> RowForecasts:
+    """Return the forecasts with best-effort requests whose deadline presses first in their own class.
+
+    A deadline lets no document pass a chat.
+    """
+    pressed = np.flatnonzero(~table.is_real_time & (rows.claim < LATE))
+    if not len(pressed):
+        return rows
+    claim, starving = rows.claim.copy(), rows.rank[pressed] == STARVING
+    claim[pressed] = BEST_EFFORT
+    moved = behind(rows._replace(claim=claim), pressed)
+    moved.rank[pressed[starving]] = STARVING
+    return moved._replace(
+        num_ready=counts_of(moved.rank[rows.is_ready]), num_waiting=counts_of(moved.rank[~rows.is_ready])
+    )
+
+
+def behind(rows: RowForecasts, moved: Ints) -> RowForecasts:
+    """Return the forecasts with these rows first in the ranks of their objectives."""
     rank, left_s = rows.rank.copy(), rows.left_s.copy()
-    rank[behind] = rows.claim[behind]
-    left_s[behind] = 0.0
+    rank[moved] = rows.claim[moved]
+    left_s[moved] = 0.0
     return rows._replace(
         rank=rank,
         left_s=left_s,

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from alignedserve.costmodel.model import chunk_within
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.decode_costs import num_decodes_within
 from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policies.slo_forecast import (
     BEST_EFFORT,
@@ -19,7 +21,6 @@ from alignedserve.scheduling.policies.slo_forecast import (
 )
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Ints
-from alignedserve.scheduling.table_operations import note_decodes
 from kernels.cpu.request_table import RowForecasts
 
 
@@ -30,6 +31,8 @@ class SloForecast(NamedTuple):
     hold: Ints  # the rank by which a row keeps its memory (slo_floor.py)
     is_floor_held: bool  # no request takes memory from the first starving one
     allowed_s: float  # the longest iteration that makes no next token late
+    copies_s: float  # the longest that copies of evicted caches may take
+    is_bound: bool  # no cache that comes back takes an iteration beyond its time
     banked_s: float  # the longest in which all still hold their mean gap, by what they are ahead of their schedule
     stretched_s: float  # the longest after which all requests that have begun still hold their mean gap
     kept_blocks: int  # more than requests on time hold now, they held lately: not for newcomers that they would evict
@@ -52,6 +55,11 @@ class SloPacking:
         self._least_s = 0.0
         self._kept = 0  # blocks for the rest of starving prompts
 
+    @property
+    def work(self) -> IterationWork:
+        """Return the work of the iteration as packed so far."""
+        return self._packer.work
+
     def predicted_s(self) -> float:
         """Return the predicted seconds of the iteration as packed so far."""
         return self._packer.predicted_s()
@@ -70,7 +78,8 @@ class SloPacking:
         if not len(rows):
             return
         rows = self._still_out(rows)
-        rows = rows[: max(self._num_within(rows, budget_s), at_least)]
+        work, costs = self._packer.work, self._view.costs
+        rows = rows[: max(num_decodes_within(costs, work, self._table, rows, budget_s), at_least)]
         while len(rows):
             rows = rows[self._packer.add_decodes(rows) :]
             if not len(rows) or min(self._packer.num_places_left, self._packer.num_tokens_left) < 1:
@@ -78,24 +87,6 @@ class SloPacking:
             if not self._evict_for(int(rows[0]), is_growth=True):
                 return
             rows = self._still_out(rows)
-
-    def _num_within(self, rows: Ints, budget_s: float) -> int:
-        """Count how many of these, from the front, keep the iteration within the time; by bisection."""
-        if not len(rows) or budget_s == np.inf:
-            return len(rows)
-
-        def fits(count: int) -> bool:
-            trial = self._packer.work.copy()
-            note_decodes(trial, self._table, rows[:count])
-            return self._view.costs.iteration_s(trial) <= budget_s
-
-        if fits(len(rows)):
-            return len(rows)
-        below, above = 0, len(rows)
-        while above - below > 1:
-            middle = (below + above) // 2
-            below, above = (middle, above) if fits(middle) else (below, middle)
-        return below
 
     # --- prompts, and caches to swap in
 
@@ -186,14 +177,20 @@ class SloPacking:
         if table.num_swapped[row] or remaining == 1:
             if self._rows.rank[row] == URGENT:
                 budget_s = max(budget_s, self._forecast.stretched_s)
-            if self._can_copy(int(table.num_swapped[row]), budget_s) or self._is_starving(row):
-                packer.add(row, at_most)
+            does_come = self._can_copy(int(table.num_swapped[row]), budget_s) or self._is_starving(row)
+            num_tokens = max(self._chunk_within(row, at_most, budget_s), 1)
+            has_come = does_come and packer.add(row, num_tokens)
+            if has_come and self._forecast.is_bound and packer.predicted_s() > budget_s:
+                packer.withdraw(row)
             return True
-        num_cached, costs = int(table.num_cached[row]), self._view.costs
-        num_tokens = chunk_within(costs, packer.work, num_cached=num_cached, at_most=at_most, budget_s=budget_s)
+        num_tokens = self._chunk_within(row, at_most, budget_s)
         if num_tokens < at_most and self._rows.rank[row] == URGENT:
             num_tokens = self._in_time(row, num_tokens, at_most)
         return num_tokens > 0 and packer.add(row, num_tokens) and num_tokens == remaining
+
+    def _chunk_within(self, row: int, at_most: int, budget_s: float) -> int:
+        costs, num_cached = self._view.costs, int(self._table.num_cached[row])
+        return chunk_within(costs, self._packer.work, num_cached=num_cached, at_most=at_most, budget_s=budget_s)
 
     def _in_time(self, row: int, usual: int, at_most: int) -> int:
         """Return the tokens of an urgent prompt to compute now: more than the `usual` if it is in time only so.
@@ -201,11 +198,11 @@ class SloPacking:
         Each part of a prompt takes an iteration with all decodes once more. With longer parts one gap of the others is
         longer than the mean that they have to hold, and they still hold that.
         """
-        forecast, costs, packer = self._forecast, self._view.costs, self._packer
+        forecast, costs = self._forecast, self._view.costs
         if self._table.num_generated[row]:
             return usual
-        remaining, num_cached = packer.remaining(row), int(self._table.num_cached[row])
-        whole = packer.work.copy()
+        remaining, num_cached = self._packer.remaining(row), int(self._table.num_cached[row])
+        whole = self._packer.work.copy()
         is_constrained = bool(self._table.is_constrained[row])
         whole.add_chunk(remaining, num_cached, is_last=True, is_constrained=is_constrained)
         whole_s, slack_s = costs.iteration_s(whole), float(self._rows.slack_s[row])
@@ -218,7 +215,7 @@ class SloPacking:
             return usual
         if at_most == remaining and whole_s <= forecast.stretched_s:
             return remaining
-        longer = chunk_within(costs, packer.work, num_cached=num_cached, at_most=at_most, budget_s=forecast.banked_s)
+        longer = self._chunk_within(row, at_most, forecast.banked_s)
         return longer if longer > usual and is_in_time(longer) else usual
 
     @cached_property
@@ -298,7 +295,7 @@ class SloPacking:
     def _evict(self, row: int) -> None:
         """Evict a request: swapped if copying it out and back takes less time than recomputing it, and is in time."""
         is_cheaper = 2 * self._copying_s(row) < self._recomputing_s(row) and not self._table.num_swapped[row]
-        is_swapped = is_cheaper and self._can_copy(int(self._table.num_cached[row]), self._forecast.allowed_s)
+        is_swapped = is_cheaper and self._can_copy(int(self._table.num_cached[row]), self._forecast.copies_s)
         self._packer.evict(row, EvictionMode.SWAP if is_swapped else EvictionMode.DROP)
         self._evicted.add(row)
         for others in (self._victims, self._longest):

@@ -157,3 +157,19 @@ def test_a_join_is_no_batch_of_its_own() -> None:
     assert record.requested_kind is BatchKind.JOIN
     where.close_batch_request(record, is_empty=False, now=1.5)
     assert (record.last_batch_s, record.is_load_stale) == (0.0, True)
+
+
+def test_chat_goes_where_least_chat_decodes_whatever_documents_do() -> None:
+    where = placement(**{f"elastic_{number}": {"can_prefill": True, "can_move": True} for number in range(2)})
+    for name, count, is_real_time in (("elastic-0", 1, True), ("elastic-1", 3, False)):
+        for one in decoding(where, name, count):
+            if not is_real_time:
+                where.workers[name].decoding_real_time.discard(one.request.request_id)
+        where.clear_refusals()
+        where.update_load(name, WorkerLoad())
+    least = where.least_loaded_prefiller(is_real_time=True)
+    assert least is not None
+    assert least.name == "elastic-1"
+    other = where.least_loaded_prefiller()
+    assert other is not None
+    assert other.name == "elastic-0"

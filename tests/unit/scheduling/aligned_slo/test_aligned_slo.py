@@ -107,6 +107,15 @@ def test_smaller_priority_goes_first_among_equals() -> None:
     assert list(planned(view_of(rows, now=1.0))) == ["before", "plain"]
 
 
+def test_a_deadline_that_presses_lets_no_document_pass_chat() -> None:
+    rows: dict[str, dict[str, Any]] = {
+        "pressed": {"be": True, "prompt_len": 300, "predicted_len": 1, "arrival_s": 0.2, "deadline_s": 1.3},
+        "late": {"prompt_len": 30, "ttft_s": 0.5, "arrival_s": 0.3},
+        "in time": {"prompt_len": 30, "ttft_s": 5.0, "arrival_s": 0.9},
+    }
+    assert list(planned(view_of(rows, now=1.0))) == ["in time", "late", "pressed"]
+
+
 def test_a_deadline_that_presses_goes_before_what_can_wait() -> None:
     rows: dict[str, dict[str, Any]] = {
         "idle": {"be": True, "prompt_len": 300, "predicted_len": 1},
