@@ -78,25 +78,30 @@ async def _chats(port: int, count: int) -> list[float]:
 async def _hold(port: int, first: int, count: int, sent: Any, is_over: Event) -> None:
     """Open streams of documents and read what comes, until it is over."""
 
-    async def stream(number: int) -> None:
+    async def document(number: int) -> None:
+        """Stream a document to its end."""
         address = f"127.0.0.{2 + number // PER_ADDRESS}"
         reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
         writer.write(_document(number))
         with sent.get_lock():
             sent.value += 1
-        received = b""
-        while more := await reader.read(1 << 14):
-            received = received or more
-            if not received.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 100 ")):
-                raise RuntimeError(f"a stream was refused: {received[:300]!r}")
-        if not is_over.is_set():
-            raise RuntimeError(f"stream {number} ended")
+        last = received = b""
+        while b"data: [DONE]" not in last:
+            more = await reader.read(1 << 14)
+            received, last = received or more, last[-12:] + more
+            if not more or not received.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 100 ")):
+                raise RuntimeError(f"a stream was refused or cut off: {received[:300]!r}")
+        writer.close()
+
+    async def stream(number: int) -> None:
+        while not is_over.is_set():
+            await document(number)
 
     tasks = []
     for number in range(first, first + count):
         tasks.append(asyncio.create_task(stream(number)))
-        if number % 20 == 19:
-            await asyncio.sleep(0.02)
+        if number % 10 == 9:
+            await asyncio.sleep(0.05)
     while not is_over.is_set():
         await asyncio.sleep(0.1)
         failed = [task for task in tasks if task.done() and task.exception() is not None]

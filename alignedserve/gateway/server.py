@@ -34,7 +34,7 @@ from alignedserve.runtime.model.served_deployment import DeploymentState, Served
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 1024
+_BACKLOG = 4096  # connections that wait to be accepted, when thousands come at once; the system may allow fewer
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that none is closed under a new request
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
