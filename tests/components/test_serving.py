@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.request import FinishReason, SamplingParams
@@ -31,6 +31,7 @@ async def test_greedy_answers_equal_one_engine_alone(
             assert answer.num_repeats == 0
         status = await cluster.gateway.idle()
     assert status.num_handoffs_refused == 0
+    assert all(seconds > 0.0 for seconds in astuple(status.speed))  # measured at their start, in every topology
     if config.topology is Topology.DISAGGREGATED:
         num_handed_off = sum(len(answer.token_ids) > 1 for answer in answers)
         assert status.num_handoffs_verified == num_handed_off + status.num_evictions
