@@ -1,0 +1,24 @@
+"""The tables of the policies that know classes are those of the record."""
+
+from alignedserve.scheduling.policies import POLICIES
+from benchmarks.classed_policies import LOADS, SHAPES
+from benchmarks.classed_policies import POLICIES as COMPARED
+from benchmarks.classed_table import PAGE, RECORD, with_tables
+from benchmarks.measuring.recording import read_figures
+
+
+def test_the_tables_are_those_of_the_record() -> None:
+    text = PAGE.read_text()
+    assert with_tables(text) == text, "python -m benchmarks.classed_table writes them"
+    assert all(f"<!-- table: {shape} -->" in text for shape in SHAPES)
+
+
+def test_every_load_has_every_policy_that_runs_there() -> None:
+    rows = {(row["shape"], row["load"], row["policy"]) for row in read_figures(RECORD)}
+    assert rows == {
+        (shape, load, policy)
+        for shape in SHAPES
+        for load in LOADS
+        for policy in COMPARED
+        if "disaggregated" not in shape or "disaggregated" in [one.value for one in POLICIES[policy].topologies]
+    }
