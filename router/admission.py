@@ -17,6 +17,7 @@ class Admission:
         self._registry = registry
         self._placement = placement
         self.drain = DrainForecast()  # to be read
+        self._num_taken = 0  # tokens that have left the queue, as last looked at
 
     def rejection(self, request: Request) -> RequestRejected | RequestFailed | None:
         """Return why a request is not accepted; None when it is."""
@@ -35,9 +36,14 @@ class Admission:
         num_before = queue.num_tokens_until_real_time_is_done if is_real_time else queue.num_tokens
         return RequestRejected(request.request_id, "the queue is full", self.drain.seconds_for(num_before))
 
-    def observe_prefill(self, num_tokens: int, now: float) -> None:
-        """Learn that this many tokens were computed since the last call."""
-        if len(self._registry.queue):
+    def observe_queue(self, now: float) -> None:
+        """Learn which tokens have left the queue since the last call, at every event.
+
+        What leaves while nothing waits fills places that were free, and says nothing about how fast they get free.
+        """
+        queue = self._registry.queue
+        num_tokens, self._num_taken = queue.num_taken_tokens - self._num_taken, queue.num_taken_tokens
+        if len(queue):
             self.drain.observe(num_tokens, now)
         else:
             self.drain.idle()

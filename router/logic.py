@@ -113,6 +113,7 @@ class RouterLogic:
             commands = self._on_message(event.peer, event.message, now)
         if len(self._registry.queue):
             commands += self._dispatch_prefills(now)
+        self._admission.observe_queue(now)
         if is_report_due(self._last_attempt, self._reported_attempt):
             commands += self._report_status(now)
         if self._placement.num_pooled:
@@ -239,7 +240,6 @@ class RouterLogic:
         worker = self._placement.workers.get(peer)
         if worker is None or not self._placement.complete_prefill(worker, message.request_id, message.attempt):
             return []
-        self._admission.observe_prefill(message.num_tokens, now)
         tracked = self._registry.current(message.request_id, message.attempt)
         self._counters.count_prefill(tracked, worker, message.num_tokens, now)
         if tracked is None or tracked.stage is not Stage.PREFILLING or tracked.holder != peer:

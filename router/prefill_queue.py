@@ -79,7 +79,7 @@ class PrefillQueue:
         self._floor = ClassFloor(floor)
         self._heaps: dict[QueueClass, list[_Entry]] = {one: [] for one in QueueClass}
         self._waiting: dict[RequestId, _Waiting] = {}
-        self.num_tokens = 0
+        self.num_tokens = self.num_taken_tokens = 0  # the second: of all that workers ever got
         self._num_real_time = self._num_real_time_tokens = 0
 
     def __len__(self) -> int:
@@ -164,6 +164,7 @@ class PrefillQueue:
         """Remove a request that a worker gets."""
         waiting = self._waiting.pop(request_id)
         self._count(waiting.queued, -1)
+        self.num_taken_tokens += waiting.queued.num_tokens
         if waiting.queue_class is QueueClass.BEST_EFFORT:
             self._floor.note_best_effort(waiting.queued.num_tokens)
         elif (best_effort := self._first(QueueClass.BEST_EFFORT)) is not None:

@@ -35,16 +35,16 @@ def doubled_past(expected_len: float, num_generated: int, limit: int) -> float:
 
 
 class DrainForecast:
-    """Time until a queue of tokens has drained, by the rate at which tokens were computed while any waited."""
+    """Time until a queue of tokens has drained, by the rate at which tokens left it while others waited."""
 
     def __init__(self) -> None:
         self._num_tokens = self._seconds = 0.0  # computed, and in what time; both fade
         self._last_s: float | None = None
 
     def observe(self, num_tokens: int, now: float) -> None:
-        """Learn that `num_tokens` were computed since the last call.
+        """Learn that `num_tokens` left since the last call.
 
-        Prompts of one iteration are told at the same moment: what counts is their sum by the time, not each one's rate.
+        Several may leave at the same moment: what counts is their sum by the time, not each one's rate.
         """
         if self._last_s is not None:
             seconds = max(now - self._last_s, 0.0)

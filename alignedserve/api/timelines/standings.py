@@ -117,7 +117,7 @@ def _queued_text(standing: Standing) -> str:
     position = (standing.num_before or 0) + 1
     place = f"number {position} in the queue, {standing.num_tokens_before} prompt tokens before it"
     if standing.start_s is None:
-        return f"{place}; when it starts is not known: no prompt was computed yet while others waited"
+        return f"{place}; when it starts is not known: nothing has left the queue yet while others waited"
     expected, latest = f"{place}; it is expected to start in {standing.start_s:.1f} s", standing.latest_start_s
     if latest is None or latest <= standing.start_s:
         return expected

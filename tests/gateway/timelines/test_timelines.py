@@ -137,7 +137,7 @@ QUEUED = Standing(RequestId("r1"), Stage.QUEUED, "", 222, 12_000, 24.0, 480.0)
         (
             replace(QUEUED, start_s=None, latest_start_s=None),
             "number 223 in the queue, 12000 prompt tokens before it; when it starts is not known: "
-            "no prompt was computed yet while others waited",
+            "nothing has left the queue yet while others waited",
         ),
         (replace(QUEUED, num_before=None), "about to be queued again; when it starts is not known"),
         (

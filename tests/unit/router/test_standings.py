@@ -37,9 +37,9 @@ def test_nothing_is_estimated_before_anything_was_measured() -> None:
 
 def test_the_estimate_follows_from_the_tokens_before_and_the_speed_that_was_measured() -> None:
     made = busy_router()
-    for number, now in enumerate((0.0, 2.0), 1):  # ten tokens in two seconds
+    for number, now in enumerate((2.0, 4.0), 1):  # every two seconds ten tokens leave the queue
         made.now = now
-        made.submit(request(f"next{number}", prompt_len=10, slo=Slo(ttft_s=3.0)))
+        made.submit(request(f"next{number}", prompt_len=10, slo=Slo(ttft_s=0.5), arrival_s=now))
         given = made.logic.records.placement.workers[PREFILL].prefilling
         first = next(iter(given))
         made.hear(PREFILL, PrefillCompleted(first, given[first].attempt, 10))
@@ -52,6 +52,22 @@ def test_the_estimate_follows_from_the_tokens_before_and_the_speed_that_was_meas
     assert (document.num_before, document.num_tokens_before, document.start_s) == (2, 10, 2.0)
     owed = 20 * 0.05 / 0.95
     assert document.latest_start_s == pytest.approx((4 + (8 - owed) * 0.95 / 0.05) / 5.0)
+
+
+def test_what_left_before_anything_waited_is_no_speed_of_the_queue() -> None:
+    made = connected_router(max_prefill_tokens_per_worker=40)
+    for number in range(14):  # ten find room at once
+        made.submit(request(f"document{number:02}", prompt_len=4, request_class=FLEX, arrival_s=float(number)))
+        made.now += 0.01
+    first = standing_of(made, "document10")
+    assert first is not None
+    assert (first.num_before, first.start_s) == (0, None)
+    made.now = 8.0
+    given = made.logic.records.placement.workers[PREFILL].prefilling
+    made.hear(PREFILL, PrefillCompleted(RequestId("document00"), given[RequestId("document00")].attempt, 4))
+    last = standing_of(made, "document13")
+    assert last is not None
+    assert last.start_s == pytest.approx(2 * 8.0, rel=0.03)  # one in eight seconds
 
 
 @each(
