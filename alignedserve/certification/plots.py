@@ -59,7 +59,7 @@ def _documents_there(frame: Frame, phase: PhaseRecord) -> str:
     left, top = frame.at(max(phase.documents_began_s, 0.0), frame.y.high)
     right, _ = frame.at(ended_s, frame.y.high)
     line = element("line", x1=left, x2=right, y1=top - 4, y2=top - 4, class_="span")
-    return element("g", line, text("documents", x=left + 4, y=top + 12), class_="s2")
+    return element("g", line, text("documents", x=right, y=top - 8, text_anchor="end"), class_="s2")
 
 
 def _objective(frame: Frame, objective_s: float | None) -> str:

@@ -100,7 +100,7 @@ class SpeedMeter:
             request = PlannedRequest(f"{name} {number}", lengths.prompt_len, lengths.output_len)
             return self.calls.call(request, Slo(), more)
 
-        loop = _ClosedLoop(self._client, call)
+        loop = _ClosedLoop(self._client, call, lengths.output_len)
         try:
             best, best_in_air, in_air = 0.0, first, first
             while True:
@@ -132,8 +132,10 @@ class SpeedMeter:
 class _ClosedLoop:
     """Keeps a number of requests in the air, and counts the tokens that come."""
 
-    def __init__(self, client: OpenAiClient, call: Callable[[int], CompletionCall]) -> None:
+    def __init__(self, client: OpenAiClient, call: Callable[[int], CompletionCall], output_len: int) -> None:
+        """`output_len`: of an answer as planned, until one has come to its end."""
         self._client = client
+        self._output_len = output_len
         self._call = call
         self._number = 0
         self._open: dict[int, CompletionOutcome] = {}
@@ -155,7 +157,7 @@ class _ClosedLoop:
         outcomes = [*self._ended, *self._open.values()]
         num_tokens = sum(began_s <= at_s < ended_s for one in outcomes for at_s in one.token_times_s)
         whole = [len(one.token_times_s) for one in self._ended if one.failure is None and one.token_times_s]
-        num_of_one = sum(whole) / len(whole) if whole else max((len(one.token_times_s) for one in outcomes), default=1)
+        num_of_one = sum(whole) / len(whole) if whole else self._output_len
         return num_tokens / (ended_s - began_s) / max(num_of_one, 1)
 
     async def stop(self) -> None:
