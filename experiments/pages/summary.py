@@ -19,6 +19,7 @@ from experiments.pages.record import (
     table,
 )
 from experiments.pages.worse import NOT_LOOKED_INTO, WHY
+from experiments.steady import is_served
 
 _UNION = "aligned_slo"
 _STRAGGLER, _BALANCED = "one_block_per_sequence", "load_balanced"
@@ -176,11 +177,21 @@ def _steady() -> dict[str, list[Compared]]:
             continue
         at = {rate: partial(_of_policy, steady.of(rate=rate)) for rate in rates}
         names = ", ".join(f"{rate:g}" for rate in rates)
-        found[f"{name}, ShareGPT, **in steady state** at {names}/s: held"] = [
-            Compared(*_pair(at[rate], (page, _UNION), figure), share) for rate in rates
+        found[f"{name}, **in steady state** at {names}/s: held (0 % if not served)"] = [
+            _compared_held(at[rate], page, of, figure) for rate in rates
         ]
         found["the same, longest gap"] = [_longest_gaps(at[rate], page, f"{of}.longest_gap_s") for rate in rates]
     return found
+
+
+def _held(at: Record, of: str, figure: str) -> float:
+    """Return what is held at a rate; nothing of one that is not served."""
+    return at.mean(figure) if is_served(at.values(f"{of}.completed_of_arrived")) else 0.0
+
+
+def _compared_held(at: Callable[[str], Record], policy: str, of: str, figure: str) -> Compared:
+    theirs, ours = (_held(at(name), of, figure) for name in (policy, _UNION))
+    return Compared(theirs, ours, share)
 
 
 def _longest_gaps(at: Callable[[str], Record], policy: str, figure: str) -> Compared:
