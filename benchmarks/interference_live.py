@@ -3,9 +3,9 @@
     python -m benchmarks.interference_live                                    # about 40 minutes, on a quiet machine
     python -m benchmarks.interference_live --topology elastic --bound none 1.1 --duration 20
 
-A model of 125M OPT's shape with random weights in bfloat16. Chat: Poisson, 0.5 requests/s, prompts log-normal around
-100 tokens, answers of 40; TTFT 2 s, TPOT 1 s. Documents: 64 `flex` streams outstanding, prompts 512 to 1 024, answers
-100 to 300. For each topology first each kind alone, then both under every bound; each server is started anew and warmed
+A model of 125M OPT's shape with random weights in bfloat16. Chat: Poisson, 0.5 requests/s, prompts of 60 to 200
+tokens, answers of 40; TTFT 2 s, TPOT 1 s. Documents: 64 `flex` streams outstanding, prompts 512 to 1 024, answers 100
+to 300. For each topology first each kind alone, then both under every bound; each server is started anew and warmed
 up by ten seconds of both, so that it knows what iterations cost. Beside what clients saw stand the two counters of the
 workers, as they were and alone by the cost model. Targets at 1.1: p99 of TPOT at most 1.15 times that of chat alone,
 documents at 40 % or more of what they get alone.
@@ -23,7 +23,7 @@ from benchmarks.measuring.models import make_opt_125m
 from benchmarks.measuring.recording import write_result
 from benchmarks.measuring.server import TOPOLOGIES, load_report, served, settings_of
 
-CHAT = "chat: prompt=lognormal(100,60), output=fixed(40), rate=0.5, ttft=2, tpot=1"
+CHAT = "chat: prompt=uniform(60,200), output=40, rate=0.5, ttft=2, tpot=1"
 DOCUMENTS = "documents: prompt=uniform(512,1024), output=uniform(100,300), outstanding=64, tier=flex"
 BOUNDS = ("none", "2", "1.5", "1.2", "1.1", "1.05")
 _WARM_UP_S = 10.0
