@@ -7,6 +7,7 @@ from experiments.common import Row
 from experiments.grid.record import PATH, Record
 from experiments.grid.systems import FIELD
 from experiments.pages.record import bold, bullets, codes_of, digits, figures, seconds, share, table, warnings_of
+from experiments.steady import LEAST_S
 from experiments.validity.rows import states
 
 _NONE = "none over 98 %"
@@ -15,7 +16,16 @@ _NONE = "none over 98 %"
 @cache
 def rows() -> Sequence[Row]:
     """Return a row for every simulation of the record: its policy and the digest of what decided."""
-    return [{"policy": one.system.partition(" ")[0], "code": one.code} for one in Record(PATH)]
+    return [
+        {
+            "policy": one.system.partition(" ")[0],
+            "point": one.point.partition("/seed")[0],
+            "run": one.system,
+            "sent_s": 0.0 if one.at_most is not None else LEAST_S,  # an abandoned one is no rate
+            "code": one.code,
+        }
+        for one in Record(PATH)
+    ]
 
 
 def record() -> str:
@@ -51,7 +61,7 @@ def verdict() -> str:
         f"where none holds 99 %: {open_points} points; goodput +15 % or more at **{level['num_gained']} of them**, "
         f"{_signed(level['median_gain'])} at the median point, {_signed(level['summed_gain'])} all together, "
         f"{_signed(level['least_gain'])} at the worst",
-        f"best-effort tokens there: {_signed(level['summed_be_gain'])} all together",
+        f"best-effort tokens there: {_signed(level['summed_be_gain'])} all together (-: no such point has any)",
         f"rates that the default serves (completions at least 0.95 of arrivals): {level['num_served']} of "
         f"{level['num_points']}",
     ]

@@ -26,7 +26,6 @@ def stale() -> str:
         counts = Counter(states(page, rows))
         num_stale = sum(count for state, count in counts.items() if is_stale(state))
         verdict = "no" if num_stale == 0 else bold("all") if num_stale == len(rows) else bold("in part")
-        rates = len(rows) if page == GRID else len(rows) - num_bursts(rows)
-        numbers = (len(rows), *(counts[state] for state in State), rates)
+        numbers = (len(rows), *(counts[state] for state in State), len(rows) - num_bursts(rows))
         lines.append([f"[{page}]({page}.md)", verdict, *map(str, numbers)])
     return table(["page", "stale", "rows", "today's", "sample repeated", "older", "unknown", "rates"], lines)
