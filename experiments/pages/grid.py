@@ -93,26 +93,29 @@ def _cells(row: Row) -> list[str]:
     if "ahead" not in row:
         return [
             row["point"], default, "-", _NONE, "-", "-", _number(row["default_be"]), share(row["default_completed"], 0),
-            share(row["default_fluidity"]), seconds(row["default_gap"]),
+            share(row["default_fluidity"], 0), seconds(row["default_gap"]),
         ]  # fmt: skip
     ahead = f"{row['ahead']:+.1f} ± {row['ahead_half']:.1f}"
     return [
         row["point"],
         default,
-        f"{row['best']:.1f} ± {row['best_half']:.1f} %",
-        f"`{row['of']}`",
+        f"{row['best']:.1f} %",
+        f"`{row['of'].removesuffix(' colocated')}`",
         bold(ahead) if row["ahead"] < -1 else ahead,
         _signed(row["gain"]),
         _pair(row, "be", _number),
         _pair(row, "completed", lambda value: share(value, 0)),
-        _pair(row, "fluidity", share),
+        _pair(row, "fluidity", lambda value: share(value, 0)),
         _pair(row, "gap", seconds),
     ]
 
 
 def _pair(row: Row, name: str, shown: Callable[[float], str]) -> str:
     ours, theirs = shown(row[f"default_{name}"]), shown(row[f"best_{name}"])
-    return ours if ours == theirs == "-" else f"{ours}, {theirs}"
+    if ours == theirs == "-":
+        return ours
+    unit = ours.rpartition(" ")[2]
+    return f"{ours.removesuffix(f' {unit}') if theirs.endswith(f' {unit}') else ours}, {theirs}"
 
 
 def _number(value: float | None) -> str:
