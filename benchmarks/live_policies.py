@@ -1,22 +1,23 @@
-"""Real-time chat beside best-effort documents, live, under each policy: BROS's headline (section 7) on this machine.
+"""Real-time chat beside best-effort documents, live, under every policy in every topology in which it runs.
 
-    python -m benchmarks.live_policies                      # 60 s each: about 20 minutes
-    python -m benchmarks.live_policies --policy aligned_slo --topology colocated --duration 30
+    python -m benchmarks.live_policies                      # some two hours; what is recorded already is kept
+    python -m benchmarks.live_policies --policy aligned_slo fcfs --topology elastic --load light --duration 30
+    python -m benchmarks.live_policies --anew               # forget what is recorded
+    python -m benchmarks.live_policies --page               # only the table of the page
 
-A model of 125M OPT's shape with random weights in bfloat16. Real-time: Poisson, 2 requests/s, prompts log-normal around
-100 tokens, answers around 60; TTFT 0.4 s, TPOT 0.2 s. Best-effort: 64 requests outstanding, prompts 512 to 1 024,
-answers 32 to 128. Per topology first each kind alone, under `aligned_slo`: best-effort alone gives its throughput,
-real-time alone the share of the workers' time that it takes. Target for `aligned_slo`: both objectives held by 98 %,
-best-effort at 85 % or more of what real-time leaves free. Beside each run stands what the simulator makes of the same
-traffic (other draws from the same distributions), with costs fitted to the recording of the two runs alone.
+A model of 125M OPT's shape with random weights in bfloat16. Real-time: Poisson, prompts log-normal around 100 tokens,
+answers around 60; TTFT 0.4 s, TPOT 0.2 s. Best-effort: 64 requests outstanding, prompts 512 to 1 024, answers 32 to
+128. Two loads, that differ in the rate of chat. Each run begins with documents outstanding already, so that none is
+measured from a cold start. Per topology first each kind alone, under `aligned_slo`: best-effort alone gives its
+throughput, real-time alone the share of the workers' time that it takes. Beside each run stands what the simulator
+makes of the same traffic (other draws from the same distributions), with costs fitted to the recording of those runs.
+The table stands in docs/benchmarks.md; tests/unit/docs/test_live_policies.py holds page and record together.
 """
 
 import re
 import statistics
 import tempfile
-import urllib.request
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,129 +25,253 @@ from typing import Any
 from alignedserve.cli.commands.replay import replay_folder
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import Topology
-from alignedserve.replay.fitting import MachineFit, fit_machine
+from alignedserve.replay.fitting import fit_machine
 from alignedserve.replay.run_file import read_run_metadata
 from alignedserve.replay.simulated import SimulatedMachine, fitted_machine, simulate
+from alignedserve.scheduling.policies import POLICIES
+from alignedserve.scheduling.policy import Mechanism
 from alignedserve.sim.policies import with_policy
-from alignedserve.sim.result import ALL, ClassResult
+from alignedserve.sim.result import ALL, ClassResult, Measure
 from alignedserve.workload.build import build_workload
 from alignedserve.workload.catalogue import Library
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_opt_125m
-from benchmarks.measuring.recording import write_result
+from benchmarks.measuring.recording import read_figures, write_result
 from benchmarks.measuring.server import TOPOLOGIES, load_report, served, settings_of
 
-POLICIES = ("fcfs", "round_robin", "bros", "accelgen", "aligned_slo")
+RECORD = "serving/live_policies"
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 NUM_SIMULATED = 5  # runs of the simulator, whose means are taken
-REAL_TIME = "rt: prompt=lognormal(100,300), output=lognormal(60,120), rate=2, ttft=0.4, tpot=0.2"
-BEST_EFFORT = "be: prompt=uniform(512,1024), output=uniform(32,128), outstanding=64, tier=flex"
-_BUBBLE = re.compile(r'^alignedserve_bubble_seconds_total\{[^}]*cause="nothing_to_do"[^}]*\} (\S+)', re.MULTILINE)
+LEARNING_S = 10.0  # before anything counts, so that workers have learned what iterations cost
+CHAT, DOCUMENTS = "rt", "be"
+LOADS = {"light": 1.0, "heavy": 2.0}  # chats per second
+_REAL_TIME = "rt: prompt=lognormal(100,300), output=lognormal(60,120), rate={rate}, ttft=0.4, tpot=0.2"
+_BEST_EFFORT = "be: prompt=uniform(512,1024), output=uniform(32,128), outstanding=64, tier=flex"
+# What a policy has here beside its own: the paper's form of it.
+_SETTINGS_OF = {"alise": ("decode.swap_format=int8",)}
+_PLACE = re.compile(r"(?<=^<!-- table: chat beside documents, live -->\n\n)(?:\|.*\n)*", re.MULTILINE)
+_HEAD = (
+    "| topology, load | policy | both held | simulated | TTFT p50, p90, longest, s | TPOT p50, p90, s | longest gap, s "
+    "| documents, tokens/s | simulated |"
+)
+_DIFFERS = 0.1  # from where on a difference between live and simulated is shown in bold
+Row = dict[str, Any]
 
 
-def served_under(policy: str, folder: Path, topology: str, *options: str) -> AbstractContextManager[int]:
-    """Serve the model under this policy."""
-    return served(folder, settings_of(topology), "--policy", policy, *options)
+def systems() -> Iterator[tuple[str, str]]:
+    """Walk the policies that run live, each with every topology in which it does."""
+    for name, entry in sorted(POLICIES.items()):
+        if Mechanism.KNOWN_LENGTHS not in entry.needs:
+            yield from ((name, topology) for topology in TOPOLOGIES if Topology(topology) in entry.topologies)
 
 
-def load(port: int, folder: Path, traffic: list[str], duration_s: float) -> dict[str, Any]:
-    """Return what `bench serve` saw of this traffic, and the share of time in which decode workers were idle."""
-    idle_before = idle_s(port)
-    cut_off = ("--cut-off", "--duration", str(duration_s), "--tokenizer", str(folder))
-    report = load_report(port, *cut_off, "--synthetic", "; ".join(traffic))
-    report["idle_s"] = idle_s(port) - idle_before
-    return report
+def real_time(load: str) -> str:
+    """Return the line of this load's chat."""
+    return _REAL_TIME.format(rate=LOADS[load])
 
 
-def idle_s(port: int) -> float:
-    """Return the seconds in which workers had nothing to do, since they started."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        return sum(float(value) for value in _BUBBLE.findall(answer.read().decode()))
+# --- live
 
 
-def main() -> None:
-    """Measure and record."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--policy", nargs="+", default=POLICIES, choices=POLICIES)
-    parser.add_argument("--topology", nargs="+", default=TOPOLOGIES, choices=TOPOLOGIES)
-    parser.add_argument("--duration", type=float, default=60.0)
-    arguments = parser.parse_args()
-    figures: dict[str, Any] = {"duration_s": arguments.duration, "real_time": REAL_TIME, "best_effort": BEST_EFFORT}
-    with tempfile.TemporaryDirectory() as name:
-        folder = make_opt_125m(Path(name) / "opt-125m")
-        for topology in arguments.topology:
-            figures[topology] = measure(folder, topology, arguments.policy, arguments.duration)
-    print(f"written to {write_result('serving/live_policies', figures)}")
+def measure_alone(folder: Path, topology: str, recording: Path, duration_s: float) -> dict[str, Row]:
+    """Measure each kind of work alone under `aligned_slo`, and leave a recording of it all."""
+    options = ("--policy", "aligned_slo", "--record", str(recording))
+    with served(folder, settings_of(topology), *options) as port:
+        _report(port, folder, [real_time("heavy")], LEARNING_S)
+        chat = {load: row_of(_report(port, folder, [real_time(load)], duration_s)) for load in LOADS}
+        return {**chat, DOCUMENTS: row_of(_report(port, folder, [_BEST_EFFORT], duration_s, LEARNING_S))}
 
 
-def measure(folder: Path, topology: str, policies: list[str], duration_s: float) -> dict[str, Any]:
-    """Measure each kind alone, then both under every policy, beside the simulator's prediction."""
-    recording = folder.parent / f"{topology}-alone"
-    with served_under("aligned_slo", folder, topology, "--record", str(recording)) as port:
-        load(port, folder, [REAL_TIME], 10.0)  # so that the workers have learned what iterations cost
-        alone = {"rt": load(port, folder, [REAL_TIME], duration_s), "be": load(port, folder, [BEST_EFFORT], duration_s)}
-    print(topology, "alone:", {kind: short(report) for kind, report in alone.items()}, flush=True)
-    machine = fitted_machine(read_run_metadata(recording), fit_to(recording))
-    both: dict[str, Any] = {}
-    simulated: dict[str, Any] = {}
-    for policy in policies:
-        with served_under(policy, folder, topology) as port:
-            load(port, folder, [REAL_TIME], 10.0)
-            both[policy] = load(port, folder, [REAL_TIME, BEST_EFFORT], duration_s)
-        print(topology, policy, short(both[policy]), flush=True)
-        simulated[policy] = predicted(machine, policy, topology, duration_s)
-        print(topology, policy, "simulated:", simulated[policy], flush=True)
-    return {"alone": alone, "both": both, "simulated": simulated}
-
-
-def fit_to(recording: Path) -> MachineFit:
-    """Fit the costs of iterations and copies of this run."""
-    return fit_machine(replay_folder(recording)[1], read_run_metadata(recording).layout.block_bytes)
-
-
-def predicted(machine: SimulatedMachine, policy: str, topology: str, duration_s: float) -> dict[str, Any]:
-    """Return what the simulator predicts for both kinds under a policy: means over draws of the traffic, as `short`
-    has them. Best-effort requests that end after the last arrival do not count, as live, where they are cut off.
-    """
-    cluster = load_config(None, settings_of(topology))
-    machine = replace(machine, cluster=with_policy(cluster, policy, topology=Topology(topology)))
-    runs = []
-    for seed in range(NUM_SIMULATED):
-        traffic = "; ".join((REAL_TIME, BEST_EFFORT))
-        workload = build_workload(traffic, seed=seed, library=Library(), duration_s=duration_s)
-        runs.append(simulate(workload, machine, seed))
-    return {
-        name: {
-            "completed": round(statistics.fmean(_num_completed(name, run[name], duration_s) for run in runs), 1),
-            "held": _mean([run[name].attainment for run in runs]),
-            "ttft_p50": _mean([one.distribution.p50 for run in runs if (one := run[name].ttft_s)]),
-            "tpot_p50": _mean([one.distribution.p50 for run in runs if (one := run[name].tpot_s)]),
+def measure(folder: Path, policy: str, topology: str, loads: Sequence[str], duration_s: float) -> dict[str, Row]:
+    """Measure a policy in a topology, under each of these loads in turn."""
+    settings = [*settings_of(topology), *_SETTINGS_OF.get(policy, ())]
+    with served(folder, settings, "--policy", policy) as port:
+        _report(port, folder, [real_time("heavy"), _BEST_EFFORT], LEARNING_S)
+        return {
+            load: row_of(_report(port, folder, [real_time(load), _BEST_EFFORT], duration_s, LEARNING_S))
+            for load in loads
         }
-        for name in runs[0]
-        if name != ALL
+
+
+def _report(
+    port: int, folder: Path, traffic: Sequence[str], duration_s: float, warm_up_s: float = 0.0
+) -> dict[str, Any]:
+    """Return what `bench serve` saw of this traffic in `duration_s`, after `warm_up_s` of it."""
+    times = ("--duration", str(warm_up_s + duration_s), "--warm-up", str(warm_up_s))
+    return load_report(port, "--cut-off", *times, "--tokenizer", str(folder), "--synthetic", "; ".join(traffic))
+
+
+def row_of(report: Mapping[str, Any]) -> Row:
+    """Return what a row keeps of a report of `bench serve`, by class."""
+    return {
+        one["name"]: {
+            "completed": one["num_completed"],
+            "failures": one["failures"],
+            "held": one["slo_attainment"],
+            "tokens_per_s": one["output_tokens_per_s"],
+            "ttft_s": _percentiles(one["ttft_s"]),
+            "tpot_s": _percentiles(one["tpot_s"]),
+            "longest_gap_s": one["tbt_s"] and one["tbt_s"]["max"],
+        }
+        for one in report["classes"]
     }
 
 
-def _num_completed(name: str, of_class: ClassResult, duration_s: float) -> float:
-    is_cut_off = name == "be"
-    return of_class.loaded_requests_per_s * duration_s if is_cut_off else of_class.num_by_ending["completed"]
+def _percentiles(distribution: Mapping[str, float] | None) -> dict[str, float] | None:
+    if distribution is None:
+        return None
+    return {name: round(distribution[name], 4) for name in ("p50", "p90", "p99", "max")}
+
+
+# --- simulated
+
+
+def machine_of(recording: Path) -> SimulatedMachine:
+    """Return a machine with the costs of iterations and copies fitted to this recording."""
+    metadata = read_run_metadata(recording)
+    return fitted_machine(metadata, fit_machine(replay_folder(recording)[1], metadata.layout.block_bytes))
+
+
+def simulated(machine: SimulatedMachine, policy: str, topology: str, load: str, duration_s: float) -> Row:
+    """Return what the simulator predicts for both kinds under a policy: means over draws of the traffic.
+
+    Documents' tokens count that came before the last arrival, as live, where they are cut off.
+    """
+    cluster = load_config(None, [*settings_of(topology), *_SETTINGS_OF.get(policy, ())])
+    machine = replace(machine, cluster=with_policy(cluster, policy, topology=Topology(topology)))
+    traffic = "; ".join((real_time(load), _BEST_EFFORT))
+    runs = [
+        simulate(build_workload(traffic, seed=seed, library=Library(), duration_s=duration_s), machine, seed)
+        for seed in range(NUM_SIMULATED)
+    ]
+    return {name: _simulated_class([run[name] for run in runs]) for name in runs[0] if name != ALL}
+
+
+def _simulated_class(runs: Sequence[ClassResult]) -> dict[str, Any]:
+    loaded = [run.tokens_per_s if run.loaded_tokens_per_s is None else run.loaded_tokens_per_s for run in runs]
+    return {
+        "held": _mean([run.attainment for run in runs]),
+        "tokens_per_s": _mean(loaded),
+        "ttft_s": _mean_percentiles([run.ttft_s for run in runs]),
+        "tpot_s": _mean_percentiles([run.tpot_s for run in runs]),
+        "longest_gap_s": _mean([None if run.tbt_s is None else run.tbt_s.distribution.max for run in runs]),
+    }
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
     present = [value for value in values if value is not None]
-    return round(statistics.fmean(present), 3) if present else None
+    return round(statistics.fmean(present), 4) if present else None
 
 
-def short(report: dict[str, Any]) -> dict[str, Any]:
-    """Return what matters of a report, for the screen: requests completed, their medians, and the share that held."""
-    return {
-        one["name"]: {
-            "completed": one["num_completed"],
-            "held": one["slo_attainment"],
-            "ttft_p50": one["ttft_s"] and round(one["ttft_s"]["p50"], 3),
-            "tpot_p50": one["tpot_s"] and round(one["tpot_s"]["p50"], 3),
+def _mean_percentiles(measures: Sequence[Measure | None]) -> dict[str, float | None]:
+    found = [one.distribution for one in measures if one is not None]
+    return {name: _mean([getattr(one, name) for one in found]) for name in ("p50", "p90", "p99", "max")}
+
+
+# --- the table
+
+
+def table(figures: Mapping[str, Any]) -> str:
+    """Return the table: per topology and load first each kind alone, then every policy that was measured."""
+    rows = [_HEAD, "|---" * (_HEAD.count("|") - 1) + "|"]
+    for topology, of_topology in figures["topologies"].items():
+        alone = of_topology["alone"]
+        documents = round(alone[DOCUMENTS][DOCUMENTS]["tokens_per_s"])
+        for load in LOADS:
+            chat = _chat_cells(alone[load], None)
+            rows.append(f"| {topology}, {load} | each alone (`aligned_slo`) | {chat} | {documents} | |")
+            for policy, measured in of_topology["both"].items():
+                if load in measured:
+                    rows.append(f"| | `{policy}` | {_cells(measured[load]['live'], measured[load]['simulated'])} |")
+    return "\n".join(rows) + "\n"
+
+
+def _cells(live: Row, predicted: Row) -> str:
+    tokens, expected = live[DOCUMENTS]["tokens_per_s"], predicted[DOCUMENTS]["tokens_per_s"]
+    shown = _bold(f"{expected:.0f}", abs(expected - tokens) > _DIFFERS * tokens)
+    return f"{_chat_cells(live, predicted)} | {tokens:.0f} | {shown}"
+
+
+def _chat_cells(live: Row, predicted: Row | None) -> str:
+    chat = live[CHAT]
+    expected = ""
+    if predicted is not None:
+        share = predicted[CHAT]["held"] or 0.0
+        expected = _bold(f"{share:.0%}", abs(share - (chat["held"] or 0.0)) > _DIFFERS)
+    ttft, tpot = chat["ttft_s"], chat["tpot_s"]
+    times = [
+        ", ".join(_seconds(ttft and ttft[name]) for name in ("p50", "p90", "max")),
+        ", ".join(_seconds(tpot and tpot[name], 3) for name in ("p50", "p90")),
+        _seconds(chat["longest_gap_s"]),
+    ]
+    return " | ".join([f"{chat['held'] or 0.0:.0%}", expected, *times])
+
+
+def _bold(text: str, is_bold: bool) -> str:
+    return f"**{text}**" if is_bold else text
+
+
+def _seconds(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def with_table(page: str) -> str:
+    """Return the page with the table as the record has it now."""
+    figures = read_figures(RECORD)
+    return page if figures is None else _PLACE.sub(lambda _: table(figures), page)
+
+
+# --- all of it
+
+
+def measure_all(figures: dict[str, Any], folder: Path, wanted: Sequence[tuple[str, str]], loads: Sequence[str]) -> None:
+    """Measure what `figures` do not have yet of these policies, topologies and loads; write the record after each."""
+    duration_s = figures["duration_s"]
+    for topology in dict.fromkeys(topology for _, topology in wanted):
+        of_topology = figures["topologies"].setdefault(topology, {"both": {}})
+        both: dict[str, dict[str, Row]] = of_topology["both"]
+        missing = {
+            policy: [load for load in loads if load not in both.get(policy, {})]
+            for policy, in_topology in wanted
+            if in_topology == topology
         }
-        for one in report["classes"]
-    }
+        if not any(missing.values()):
+            continue
+        recording = folder.parent / f"{topology}-alone"
+        of_topology["alone"] = measure_alone(folder, topology, recording, duration_s)
+        machine = machine_of(recording)
+        for policy, of_policy in missing.items():
+            for load, live in (measure(folder, policy, topology, of_policy, duration_s) if of_policy else {}).items():
+                predicted = simulated(machine, policy, topology, load, duration_s)
+                both.setdefault(policy, {})[load] = {"live": live, "simulated": predicted}
+                print(f"{topology}, {load}, {policy}: {_cells(live, predicted)}", flush=True)
+            write_result(RECORD, figures, command="python -m benchmarks.live_policies")
+
+
+def main() -> None:
+    """Measure, record, and write the table into its page."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--policy", nargs="+", choices=sorted({name for name, _ in systems()}))
+    parser.add_argument("--topology", nargs="+", default=TOPOLOGIES, choices=TOPOLOGIES)
+    parser.add_argument("--load", nargs="+", default=list(LOADS), choices=LOADS)
+    parser.add_argument("--duration", type=float, default=60.0)
+    parser.add_argument("--anew", action="store_true", help="forget what is recorded")
+    parser.add_argument("--page", action="store_true", help="measure nothing, write the table of the page")
+    arguments = parser.parse_args()
+    if not arguments.page:
+        known = None if arguments.anew else read_figures(RECORD)
+        figures = known if known and known["duration_s"] == arguments.duration else None
+        figures = figures or {"duration_s": arguments.duration, "topologies": {}}
+        figures |= {"real_time": {load: real_time(load) for load in LOADS}, "best_effort": _BEST_EFFORT}
+        chosen = [
+            (name, topology)
+            for name, topology in systems()
+            if topology in arguments.topology and name in (arguments.policy or [name])
+        ]
+        with tempfile.TemporaryDirectory() as name:
+            folder = make_opt_125m(Path(name) / "opt-125m")
+            measure_all(figures, folder, chosen, arguments.load)
+    PAGE.write_text(with_table(PAGE.read_text()))
 
 
 if __name__ == "__main__":
