@@ -13,7 +13,6 @@ documents at 40 % or more of what they get alone (what chat leaves of that is le
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,6 +24,7 @@ from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import Workload
 from benchmarks.chat_beside_documents import RATE, config_of, workload_of
 from benchmarks.measuring.arguments import parser_of
+from benchmarks.measuring.intervals import interval
 from benchmarks.measuring.recording import read_figures, write_result
 
 SHAPES: dict[str, tuple[Topology, int, int]] = {  # topology, workers that decode, blocks of the pool
@@ -35,7 +35,6 @@ SHAPES: dict[str, tuple[Topology, int, int]] = {  # topology, workers that decod
 BOUNDS = (None, 2.0, 1.5, 1.2, 1.1, 1.05)
 PICTURE = Path(__file__).parent.parent / "docs" / "experiments" / "interference.svg"
 _DOCUMENTS_PER_S = 0.9  # more than a worker answers
-_T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's, by the number of seeds
 _COLOURS = ("#0b7285", "#c2410c", "#5b21b6")
 
 
@@ -154,9 +153,8 @@ def _at(measure: Measure | None, percent: int) -> float:
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean of a figure over seeds, and half of its 95 % interval."""
-    if len(values) < 2:
-        return values[0], 0.0
-    return fmean(values), _T95[len(values)] * stdev(values) / len(values) ** 0.5
+    mean, half = interval(values)
+    return mean, half or 0.0
 
 
 def main() -> None:

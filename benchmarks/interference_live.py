@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_opt_125m
 from benchmarks.measuring.recording import write_result
-from benchmarks.measuring.server import TOPOLOGIES, load_report, served, settings_of
+from benchmarks.measuring.server import TOPOLOGIES, served, settings_of, traffic_report
 
 CHAT = "chat: prompt=uniform(60,200), output=40, rate=0.5, ttft=2, tpot=1"
 DOCUMENTS = "documents: prompt=uniform(512,1024), output=uniform(100,300), outstanding=64, tier=flex"
@@ -32,8 +32,7 @@ _SIDE = re.compile(r"^alignedserve_real_time_(alone|beside)_seconds_total\{[^}]*
 
 def load(port: int, folder: Path, traffic: Sequence[str], duration_s: float) -> dict[str, Any]:
     """Return what `bench serve` saw of this traffic, by class."""
-    options = ("--cut-off", "--duration", str(duration_s), "--tokenizer", str(folder))
-    report = load_report(port, *options, "--synthetic", "; ".join(traffic))
+    report = traffic_report(port, folder, traffic, duration_s)
     return {one["name"]: one for one in report["classes"]}
 
 

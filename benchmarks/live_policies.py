@@ -37,7 +37,7 @@ from alignedserve.workload.catalogue import Library
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_opt_125m
 from benchmarks.measuring.recording import read_figures, write_result
-from benchmarks.measuring.server import TOPOLOGIES, load_report, served, settings_of
+from benchmarks.measuring.server import TOPOLOGIES, served, settings_of, traffic_report
 
 RECORD = "serving/live_policies"
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
@@ -77,28 +77,20 @@ def measure_alone(folder: Path, topology: str, recording: Path, duration_s: floa
     """Measure each kind of work alone under `aligned_slo`, and leave a recording of it all."""
     options = ("--policy", "aligned_slo", "--record", str(recording))
     with served(folder, settings_of(topology), *options) as port:
-        _report(port, folder, [real_time("heavy")], LEARNING_S)
-        chat = {load: row_of(_report(port, folder, [real_time(load)], duration_s)) for load in LOADS}
-        return {**chat, DOCUMENTS: row_of(_report(port, folder, [_BEST_EFFORT], duration_s, LEARNING_S))}
+        traffic_report(port, folder, [real_time("heavy")], LEARNING_S)
+        chat = {load: row_of(traffic_report(port, folder, [real_time(load)], duration_s)) for load in LOADS}
+        return {**chat, DOCUMENTS: row_of(traffic_report(port, folder, [_BEST_EFFORT], duration_s, LEARNING_S))}
 
 
 def measure(folder: Path, policy: str, topology: str, loads: Sequence[str], duration_s: float) -> dict[str, Row]:
     """Measure a policy in a topology, under each of these loads in turn."""
     settings = [*settings_of(topology), *_SETTINGS_OF.get(policy, ())]
     with served(folder, settings, "--policy", policy) as port:
-        _report(port, folder, [real_time("heavy"), _BEST_EFFORT], LEARNING_S)
+        traffic_report(port, folder, [real_time("heavy"), _BEST_EFFORT], LEARNING_S)
         return {
-            load: row_of(_report(port, folder, [real_time(load), _BEST_EFFORT], duration_s, LEARNING_S))
+            load: row_of(traffic_report(port, folder, [real_time(load), _BEST_EFFORT], duration_s, LEARNING_S))
             for load in loads
         }
-
-
-def _report(
-    port: int, folder: Path, traffic: Sequence[str], duration_s: float, warm_up_s: float = 0.0
-) -> dict[str, Any]:
-    """Return what `bench serve` saw of this traffic in `duration_s`, after `warm_up_s` of it."""
-    times = ("--duration", str(warm_up_s + duration_s), "--warm-up", str(warm_up_s))
-    return load_report(port, "--cut-off", *times, "--tokenizer", str(folder), "--synthetic", "; ".join(traffic))
 
 
 def row_of(report: Mapping[str, Any]) -> Row:

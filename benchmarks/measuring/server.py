@@ -91,3 +91,14 @@ def load_report(port: int, *options: str) -> dict[str, Any]:
         raise RuntimeError(f"bench serve: {answer.stderr}")
     report: dict[str, Any] = json.loads(answer.stdout)["report"]
     return report
+
+
+def traffic_report(
+    port: int, folder: Path, traffic: Sequence[str], duration_s: float, warm_up_s: float = 0.0
+) -> dict[str, Any]:
+    """Return what `bench serve` saw of this made-up traffic in `duration_s`, after `warm_up_s` of it.
+
+    `folder`: the model's, for prompts of exact length. Documents in the air at the end are cut off.
+    """
+    times = ("--duration", str(warm_up_s + duration_s), "--warm-up", str(warm_up_s))
+    return load_report(port, "--cut-off", *times, "--tokenizer", str(folder), "--synthetic", "; ".join(traffic))

@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+from benchmarks.measuring.intervals import Interval, interval
 from experiments.common import Row, chosen, pick, print_table
 from experiments.grid.points import SEEDS, Point, all_points
 from experiments.grid.record import Outcome, Record
 from experiments.grid.search import ENOUGH, finalists, is_searched
 from experiments.grid.systems import DEFAULT, System, others
-from experiments.steady import Interval, interval, is_served
+from experiments.steady import is_served
 
 CLAIMED_POINTS = 1.0  # of attainment: no further behind the best of the field
 CLAIMED_GAIN = 15.0  # % of goodput over it, where none holds 99 %

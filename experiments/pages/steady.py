@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from benchmarks.measuring.intervals import interval
 from experiments.pages.record import Record, bold, bullets, digits, runs, seconds, share, table
-from experiments.steady import LEAST_SEEDS, interval, is_long, is_served
+from experiments.steady import LEAST_SEEDS, is_long, is_served
 
 _PART = "steady"
 

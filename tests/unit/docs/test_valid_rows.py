@@ -3,8 +3,9 @@
 import ast
 
 from alignedserve.costmodel.choice import WorkerSpec
+from benchmarks.measuring.intervals import interval
 from experiments.common import ColocatedWorkerSpec, colocated_case, line
-from experiments.steady import interval, is_served
+from experiments.steady import is_served
 from experiments.validity.decision_code import DecisionCode, digest_of, digests
 from experiments.validity.rows import State, num_bursts, state_of
 from experiments.validity.samples import is_same, sample
