@@ -64,9 +64,14 @@ def cached_elements(
 
 
 @triton.jit
-def widened(elements, query, HAS_SCALES: tl.constexpr):
-    """Return elements of blocks as numbers of the query's dtype, without their scales."""
+def widened(elements, query, HAS_SCALES: tl.constexpr, CONVERTS_FLOAT8: tl.constexpr):
+    """Return elements of blocks as numbers of the query's dtype, without their scales.
+
+    `CONVERTS_FLOAT8`: by the GPU's own instructions, two elements each (`launching.converts_float8`).
+    """
     if HAS_SCALES:
+        if CONVERTS_FLOAT8:
+            return elements.to(tl.float8e4nv, bitcast=True).to(query.dtype)
         return float8_values(elements, query)
     return elements.to(query.dtype)
 
@@ -86,7 +91,7 @@ def float8_values(stored, like):
 
     Sign, exponent and mantissa are those of a float16 whose exponent counts from 2**-8 of theirs.
 
-    By integer operations, which every GPU has: a GPU of compute capability 8.0 converts none itself.
+    By integer operations, which every GPU has: below compute capability 8.9 none converts them itself.
     """
     bits = stored.to(tl.uint16)
     halves = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0

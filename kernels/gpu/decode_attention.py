@@ -15,7 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.blocks import BlockTables, BlockView, cached_elements, cached_scales, widened
-from kernels.gpu.launching import LARGE_SHARED_BYTES, CompiledKernel, padded, program_shared_bytes, upcast
+from kernels.gpu.launching import (
+    LARGE_SHARED_BYTES,
+    CompiledKernel,
+    converts_float8,
+    padded,
+    program_shared_bytes,
+    upcast,
+)
 
 TILE = 64  # tokens
 _WARPS = 4
@@ -120,6 +127,7 @@ def paged_decode(
         UPCAST=upcast(queries.dtype),
         SLOT_WIDTH=view.slot_width,
         HAS_SCALES=view.has_scales,
+        CONVERTS_FLOAT8=view.has_scales and converts_float8(view.blocks.device),
         num_warps=num_warps,
         num_stages=num_stages,
     )
@@ -167,6 +175,7 @@ def _decode_parts(
     UPCAST: tl.constexpr,
     SLOT_WIDTH: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    CONVERTS_FLOAT8: tl.constexpr,
 ):
     head, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     members, dims, places = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM), tl.arange(0, TOKENS)
@@ -199,7 +208,9 @@ def _decode_parts(
             )
             where = elements[:, None] + dims[None, :]
             is_element = is_read[:, None] & (dims < HEAD_DIM)[None, :]
-            keys = widened(tl.load(blocks + keys_at + where, mask=is_element, other=0), query, HAS_SCALES)
+            keys = widened(
+                tl.load(blocks + keys_at + where, mask=is_element, other=0), query, HAS_SCALES, CONVERTS_FLOAT8
+            )
             scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
             if HAS_SCALES:
                 scores *= cached_scales(blocks + keys_at, elements, is_read, head, KV_HEADS, HEAD_DIM)[None, :]
@@ -209,7 +220,9 @@ def _decode_parts(
             correction = tl.where(most == -float("inf"), 0.0, tl.exp2(most - higher))
             shares = tl.where(is_read[None, :], tl.exp2(scores - higher[:, None]), 0.0)
             total = total * correction + tl.sum(shares, axis=1)
-            values = widened(tl.load(blocks + values_at + where, mask=is_element, other=0), query, HAS_SCALES)
+            values = widened(
+                tl.load(blocks + values_at + where, mask=is_element, other=0), query, HAS_SCALES, CONVERTS_FLOAT8
+            )
             if HAS_SCALES:
                 shares *= cached_scales(blocks + values_at, elements, is_read, head, KV_HEADS, HEAD_DIM)[None, :]
             result = result * correction[:, None] + tl.dot(shares.to(values.dtype), values, input_precision="ieee")

@@ -14,6 +14,9 @@ _MOST_WARPS = 16
 # two also multiply out of shared memory, so that larger tiles do not run out of registers.
 LARGE_SHARED_BYTES = 200 * 1024
 
+# Compute capability from which on it is one instruction for two elements.
+_CONVERTS_FLOAT8 = (8, 9)
+
 _REGISTERS_AT_ONCE = 8  # a thread's are given out in such steps
 _SHARED_BYTES_OF_INTERPRETER = 227 * 1024
 _OWN_SHARED_BYTES = 1024  # that the driver takes of a multiprocessor for each program
@@ -53,6 +56,12 @@ def program_shared_bytes(device: torch.device) -> int:
         return _SHARED_BYTES_OF_INTERPRETER
     gpu: Any = torch.cuda.get_device_properties(device)
     return int(gpu.shared_memory_per_block_optin)
+
+
+@functools.cache
+def converts_float8(device: torch.device) -> bool:
+    """Return whether this GPU converts FP8 (e4m3) itself; Triton's interpreter does, as an H100."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _CONVERTS_FLOAT8
 
 
 def programs_at_once(kernel: CompiledKernel, limits: Multiprocessor) -> int:

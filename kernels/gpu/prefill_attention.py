@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.blocks import BlockTables, BlockView, cached_elements, cached_scales, widened
-from kernels.gpu.launching import LARGE_SHARED_BYTES, padded, program_shared_bytes, upcast
+from kernels.gpu.launching import LARGE_SHARED_BYTES, converts_float8, padded, program_shared_bytes, upcast
 from kernels.gpu.work_partition import Int32Array, Int64Array
 
 
@@ -110,6 +110,7 @@ def paged_prefill(
         UPCAST=upcast(queries.dtype),
         SLOT_WIDTH=view.slot_width,
         HAS_SCALES=view.has_scales,
+        CONVERTS_FLOAT8=view.has_scales and converts_float8(view.blocks.device),
         num_warps=num_warps,
         num_stages=num_stages,
     )
@@ -139,6 +140,7 @@ def _attend(
     TOKENS: tl.constexpr,
     SLOT_WIDTH: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    CONVERTS_FLOAT8: tl.constexpr,
 ):
     """Return the state (highest score, sum of weights and weighted values of each row) after one more tile of keys,
     from token `first` on. IS_WHOLE: all rows read all of it. `bounds`: first and last token to read."""
@@ -148,7 +150,7 @@ def _attend(
     is_cached = is_read[:, None] & (dims < HEAD_DIM)[None, :]
     elements = cached_elements(table, others, is_read, backwards, head, block_stride, SLOT_WIDTH, HEAD_DIM, BLOCK_SIZE)
     where = elements[:, None] + dims[None, :]
-    keys = widened(tl.load(blocks + keys_at + where, mask=is_cached, other=0), query, HAS_SCALES)
+    keys = widened(tl.load(blocks + keys_at + where, mask=is_cached, other=0), query, HAS_SCALES, CONVERTS_FLOAT8)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     if HAS_SCALES:
         scores *= cached_scales(blocks + keys_at, elements, is_read, head, KV_HEADS, HEAD_DIM)[None, :]
@@ -161,7 +163,7 @@ def _attend(
     reference = tl.where(higher == -float("inf"), 0.0, higher)
     correction = tl.exp2(most - reference)
     shares = tl.exp2(scores * scale - reference[:, None])
-    values = widened(tl.load(blocks + values_at + where, mask=is_cached, other=0), query, HAS_SCALES)
+    values = widened(tl.load(blocks + values_at + where, mask=is_cached, other=0), query, HAS_SCALES, CONVERTS_FLOAT8)
     total = total * correction + tl.sum(shares, axis=1)
     if HAS_SCALES:
         shares *= cached_scales(blocks + values_at, elements, is_read, head, KV_HEADS, HEAD_DIM)[None, :]
@@ -199,6 +201,7 @@ def _prefill(
     UPCAST: tl.constexpr,
     SLOT_WIDTH: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    CONVERTS_FLOAT8: tl.constexpr,
 ):
     tile, head = tl.program_id(0) // KV_HEADS, (tl.program_id(0) % KV_HEADS).to(tl.int64)
     sequence = tl.load(tile_sequences + tile).to(tl.int64)
@@ -250,6 +253,7 @@ def _prefill(
                 TOKENS,
                 SLOT_WIDTH,
                 HAS_SCALES,
+                CONVERTS_FLOAT8,
             )
     most, total, result = state
     total = tl.where(total == 0.0, 1.0, total)

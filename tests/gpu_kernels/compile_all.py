@@ -24,12 +24,13 @@ from triton.compiler import ASTSource
 
 from benchmarks.measuring.recording import write_result
 from kernels.gpu.launching import Multiprocessor, programs_at_once
-from tests.gpu_kernels.compiled_cases import Case, cases
+from tests.gpu_kernels.compiled_cases import Case, Gpu, cases
 
 # Of a thread, some for what is rarely used; where matrix units read registers alone, large heads and float32 need more.
 _MOST_STACK_BYTES = {90: 64, 100: 64}
 _MOST_STACK_BYTES_ELSEWHERE = 256
 _NOT_SIZES = ("window", "site", "num_runs", "num_rows", "run_groups")  # of any value
+_CONVERTS_FLOAT8 = 89  # and newer
 _KIB = 1024
 
 
@@ -70,7 +71,8 @@ class Compiled:
 def compiled(capability: int, only: str = "") -> Iterator[Compiled]:
     """Compile every kernel in every variant for one kind of GPU; `only` those with this in their names."""
     target = TARGETS[capability]
-    for case in cases(target.program_shared_bytes):
+    gpu = Gpu(target.program_shared_bytes, capability >= _CONVERTS_FLOAT8)
+    for case in cases(gpu):
         if only not in case.kernel.__name__:
             continue
         found = triton.compile(_source(case), target=GPUTarget("cuda", capability, 32), options=case.options)

@@ -142,48 +142,60 @@ GROUPED = {
 }
 
 
-def slots(head_dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
+class Gpu(NamedTuple):
+    """What launches depend on."""
+
+    shared_bytes: int  # that a program may have
+    converts_float8: bool
+
+
+def slots(head_dim: int, dtype: torch.dtype, gpu: Gpu) -> dict[str, int | bool]:
     """Return the constants of the slots of a cache of this dtype; uint8: of FP8."""
     has_scales = dtype == torch.uint8
-    return {"SLOT_WIDTH": HEADS["KV_HEADS"] * (head_dim + 4 * has_scales), "HAS_SCALES": has_scales}
+    width = HEADS["KV_HEADS"] * (head_dim + 4 * has_scales)
+    return {
+        "SLOT_WIDTH": width,
+        "HAS_SCALES": has_scales,
+        "CONVERTS_FLOAT8": has_scales and gpu.converts_float8,
+    }
 
 
-def decode_case(head_dim: int, dtype: torch.dtype, element: str, shared_bytes: int, side_by_side: int) -> Case:
+def decode_case(head_dim: int, dtype: torch.dtype, element: str, gpu: Gpu, side_by_side: int) -> Case:
     """As `paged_decode` launches it; `element` of queries."""
     cached = "*u8" if dtype == torch.uint8 else element
     types = {**ATTENTION, **PARTS, "queries": element, "blocks": cached}
     sizes = {"HEAD_DIM": head_dim, "PADDED_DIM": padded(head_dim), "PADDED_GROUP": 16}
-    constants = {**TILE, **sizes, **slots(head_dim, dtype)}
-    _, num_warps, num_stages = decode_attention.decode_tiling(head_dim, dtype, shared_bytes)
+    constants = {**TILE, **sizes, **slots(head_dim, dtype, gpu)}
+    _, num_warps, num_stages = decode_attention.decode_tiling(head_dim, dtype, gpu.shared_bytes)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     return Case(decode_attention._decode_parts, types, constants, options, side_by_side)
 
 
-def prefill_case(head_dim: int, dtype: torch.dtype, element: str, shared_bytes: int) -> Case:
+def prefill_case(head_dim: int, dtype: torch.dtype, element: str, gpu: Gpu) -> Case:
     """As `paged_prefill` launches it; `element` of queries."""
-    tiling = prefill_attention.tiling(head_dim, dtype, shared_bytes)
+    tiling = prefill_attention.tiling(head_dim, dtype, gpu.shared_bytes)
     sizes = {"HEAD_DIM": head_dim, "PADDED_DIM": padded(head_dim), "ROWS": tiling.query_rows, "TOKENS": tiling.keys}
     cached = "*u8" if dtype == torch.uint8 else element
     types = {**ATTENTION, **TILES, "queries": element, "blocks": cached, "out": element}
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
     return Case(
-        prefill_attention._prefill, types, {**TILE, **sizes, **slots(head_dim, dtype), "PADDED_GROUP": 4}, options
+        prefill_attention._prefill, types, {**TILE, **sizes, **slots(head_dim, dtype, gpu), "PADDED_GROUP": 4}, options
     )
 
 
-def cases(shared_bytes: int) -> list[Case]:
-    """Return every kernel in every variant for a GPU whose programs may have so much shared memory."""
+def cases(gpu: Gpu) -> list[Case]:
+    """Return every kernel in every variant for a kind of GPU."""
     return [
-        decode_case(64, torch.bfloat16, HALF, shared_bytes, 4),
-        decode_case(128, torch.bfloat16, HALF, shared_bytes, 3),
-        decode_case(256, torch.bfloat16, HALF, shared_bytes, 2),
-        decode_case(128, torch.uint8, HALF, shared_bytes, 2),
-        decode_case(128, torch.float32, FLOAT, shared_bytes, 2),
+        decode_case(64, torch.bfloat16, HALF, gpu, 4),
+        decode_case(128, torch.bfloat16, HALF, gpu, 3),
+        decode_case(256, torch.bfloat16, HALF, gpu, 2),
+        decode_case(128, torch.uint8, HALF, gpu, 2),
+        decode_case(128, torch.float32, FLOAT, gpu, 2),
         Case(decode_attention._merge_parts, MERGED, {"HEADS": 32, "HEAD_DIM": 128, "PADDED_DIM": 128, "PARTS": 16}),
-        prefill_case(128, torch.bfloat16, HALF, shared_bytes),
-        prefill_case(256, torch.bfloat16, HALF, shared_bytes),
-        prefill_case(128, torch.uint8, HALF, shared_bytes),
-        prefill_case(128, torch.float32, FLOAT, shared_bytes),
+        prefill_case(128, torch.bfloat16, HALF, gpu),
+        prefill_case(256, torch.bfloat16, HALF, gpu),
+        prefill_case(128, torch.uint8, HALF, gpu),
+        prefill_case(128, torch.float32, FLOAT, gpu),
         *(
             Case(block_copies._copy_words, WORDS, {"IS_GATHER": is_gather, "WORDS": 1024})
             for is_gather in (True, False)

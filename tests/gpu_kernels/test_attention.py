@@ -14,8 +14,9 @@ from tests.support.marks import slow
 
 pytest.importorskip("triton")
 
+from kernels.gpu import decode_attention, prefill_attention
 from kernels.gpu.decode_attention import TILE, decode_batch, paged_decode
-from kernels.gpu.launching import program_shared_bytes
+from kernels.gpu.launching import converts_float8, program_shared_bytes
 from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
 from kernels.gpu.work_partition import partition
 
@@ -128,9 +129,14 @@ def test_chunks_deep_in_their_contexts(seed: int, window: int | None, device: to
     check_prefill(seed, [300, 193, 129], [20, 150, 1], window, device)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *slow(2, 3, 6)])
-def test_a_cache_of_float8(seed: int, device: torch.device) -> None:
-    """Head sizes and dtypes by turns, windows, both directions."""
+@pytest.mark.parametrize("converts", [True, False])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3, 6)])
+def test_a_cache_of_float8(seed: int, converts: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head sizes and dtypes by turns, windows, both directions; by GPUs that convert FP8 themselves, and older ones."""
+    if converts and not converts_float8(device):
+        pytest.skip("this GPU converts no FP8")
+    for module in (decode_attention, prefill_attention):
+        monkeypatch.setattr(module, "converts_float8", lambda _: converts)
     window = 90 if seed % 2 else None
     check_decode(seed, [1, 130, TILE, 70], window, device, is_float8=True)
     check_prefill(seed, [1, 130, TILE, 200], [1, 9, TILE, 70], window, device, is_float8=True)
