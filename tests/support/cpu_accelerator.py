@@ -5,6 +5,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from alignedserve.runtime.device.host_accelerator import HostAccelerator
+from alignedserve.runtime.device.registered_memory import MemoryDriver
 from alignedserve.runtime.device.streams import DeviceStreams, HostStreams
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from tests.support.memory_drivers import NotedDriver
@@ -13,7 +14,7 @@ from tests.support.memory_drivers import NotedDriver
 class CpuAccelerator(HostAccelerator):
     """Its streams do everything at once, or are these; new memory holds anything."""
 
-    def __init__(self, streams: DeviceStreams | None = None, driver: NotedDriver | None = None) -> None:
+    def __init__(self, streams: DeviceStreams | None = None, driver: MemoryDriver | None = None) -> None:
         super().__init__()
         self.driver = driver or NotedDriver()
         self.num_streams_made = 0
@@ -35,5 +36,5 @@ class CpuAccelerator(HostAccelerator):
         return torch.full((num_rows, row_bytes), 0x5A, dtype=torch.uint8)
 
 
-def cpu_lanes(streams: DeviceStreams | None = None, driver: NotedDriver | None = None) -> CopyLanes:
+def cpu_lanes(streams: DeviceStreams | None = None, driver: MemoryDriver | None = None) -> CopyLanes:
     return CopyLanes(CpuAccelerator(streams, driver))

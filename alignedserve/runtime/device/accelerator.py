@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import logging
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
@@ -14,35 +13,16 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
+from alignedserve.runtime.device.cuda_driver import CudaDriver
 from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.registered_memory import MemoryDriver
 from alignedserve.runtime.device.streams import CudaStreams, DeviceStreams
 
-logger = logging.getLogger(__name__)
-
-_PORTABLE = 1  # cudaHostRegisterPortable: for all of the process's contexts
 _CUDA: Any = torch.cuda
 _EXPANDABLE = "expandable_segments:True"
 _OF_THIS_PROCESS: "WeakValueDictionary[tuple[bytes, int], Tensor]" = WeakValueDictionary()  # exported rows
 _settings_lock = threading.Lock()
-
-
-class CudaDriver:
-    """The CUDA runtime of this process."""
-
-    def register(self, address: int, size: int) -> str | None:
-        """See MemoryDriver."""
-        runtime = _CUDA.cudart()
-        code = runtime.cudaHostRegister(address, size, _PORTABLE)
-        return None if int(code) == 0 else str(runtime.cudaGetErrorString(code))
-
-    def unregister(self, address: int) -> None:
-        """See MemoryDriver."""
-        runtime = _CUDA.cudart()
-        code = runtime.cudaHostUnregister(address)
-        if int(code) != 0:
-            logger.error("memory stays registered: %s", runtime.cudaGetErrorString(code))
 
 
 class SharedRows(NamedTuple):
@@ -94,7 +74,7 @@ class CudaAccelerator:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.driver: MemoryDriver = CudaDriver()
+        self.driver: MemoryDriver = CudaDriver(self._index)
 
     def use(self) -> None:
         """See Accelerator."""

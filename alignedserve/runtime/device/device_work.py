@@ -7,10 +7,11 @@ from typing import Any
 import psutil
 import torch
 
-from alignedserve.core.errors import DeviceLost
+from alignedserve.core.errors import DeviceLost, PeerLost
 from alignedserve.runtime.device.devices import CUDA
 
 _LONGEST_REASON = 300
+_REFUSALS = {1: "invalid argument", 2: "out of memory"}  # of single calls, by CUDA's codes: what follows goes on
 _CUDA: Any = torch.cuda
 
 
@@ -34,18 +35,37 @@ def used_by_others(device: torch.device) -> int:
 def working(device: torch.device) -> Iterator[None]:
     """Raise DeviceLost, naming the GPU and CUDA's own reason, where work on it fails within the context.
 
-    After such an error every later call fails in this process, so that it has to end. Memory that is short is no such
-    error.
+    After such an error every later call fails in this process, so that it has to end. Memory that is short, or a call
+    that is refused for its arguments, is no such error, and is raised as it is.
     """
     try:
         yield
     except torch.AcceleratorError as error:
-        reason = (str(error.args[0] if error.args else "").strip().splitlines() or ["CUDA says no more"])[0][
-            :_LONGEST_REASON
-        ]
+        if _is_refusal(error):
+            raise
         raise DeviceLost(
-            f"{device} stopped working ({reason}); this worker ends, and its requests go on elsewhere"
+            f"{device} stopped working ({_reason(error)}); this worker ends, and its requests go on elsewhere"
         ) from error
+
+
+@contextlib.contextmanager
+def copying(device: torch.device) -> Iterator[None]:
+    """Do as `working`, and raise PeerLost where CUDA refuses a copy within the context: its blocks are not there."""
+    try:
+        with working(device):
+            yield
+    except torch.AcceleratorError as error:
+        raise PeerLost(f"{device} refuses a copy: {_reason(error)}") from error
+
+
+def _is_refusal(error: torch.AcceleratorError) -> bool:
+    code = getattr(error, "error_code", None)  # of PyTorch 2.9 and newer
+    return code in _REFUSALS or any(f"CUDA error: {name}" in _reason(error) for name in _REFUSALS.values())
+
+
+def _reason(error: torch.AcceleratorError) -> str:
+    lines = str(error.args[0] if error.args else "").strip().splitlines()
+    return (lines or ["CUDA says no more"])[0][:_LONGEST_REASON]
 
 
 def use_device(device: torch.device) -> None:

@@ -1,14 +1,18 @@
 """Host memory that is registered with a GPU's driver, so that the GPU copies straight to and from it.
 
 Memory of another process's making, such as an arena, cannot be allocated page-locked; it can be registered later, which
-takes about a tenth of a second for each GiB. One registration is limited, so large memory is registered in chunks.
+takes about a tenth of a second for each GiB. One registration is limited (drivers from 580 on refuse 512 GiB), so large
+memory is registered in chunks. A copy that reaches over two of them is refused as an invalid argument, so chunks are
+cut between rows, and whoever copies neighbours splits them there.
 
 Nothing here loads torch: the KV pool, whose arena it is, does without it.
 """
 
+import math
+import mmap
 from typing import Protocol
 
-_CHUNK_BYTES = 64 << 30
+CHUNK_BYTES = 64 << 30
 
 
 class MemoryDriver(Protocol):
@@ -22,23 +26,44 @@ class MemoryDriver(Protocol):
 
 
 class RegisteredMemory:
-    """Memory registered from construction until `close`, all of it or, with the `obstacle`, nothing.
+    """Rows registered from construction until `close`, all of them or, with the `obstacle`, none.
 
     It is to be closed before the memory is unmapped.
     """
 
-    def __init__(self, driver: MemoryDriver, address: int, size: int, *, chunk_bytes: int = _CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        driver: MemoryDriver,
+        address: int,
+        row_bytes: int,
+        num_rows: int,
+        *,
+        head_bytes: int = 0,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        """`head_bytes`: in front of the first row, which begins a page; registered with it."""
+        assert (address + head_bytes) % mmap.PAGESIZE == 0, "rows that begin a page"
         self.obstacle: str | None = None
+        self.rows_per_chunk = _rows_per_chunk(row_bytes, chunk_bytes)
         self._driver = driver
         self._chunks: list[int] = []
-        for first in range(0, size, chunk_bytes):
-            self.obstacle = driver.register(address + first, min(chunk_bytes, size - first))
+        end = address + head_bytes + num_rows * row_bytes
+        while address < end:
+            step = self.rows_per_chunk * row_bytes + (0 if self._chunks else head_bytes)
+            self.obstacle = driver.register(address, min(step, end - address))
             if self.obstacle is not None:
                 self.close()
                 return
-            self._chunks.append(address + first)
+            self._chunks.append(address)
+            address += step
 
     def close(self) -> None:
         """Undo the registration. May be repeated; no copy may be under way."""
         while self._chunks:
             self._driver.unregister(self._chunks.pop())
+
+
+def _rows_per_chunk(row_bytes: int, chunk_bytes: int) -> int:
+    """Return how many rows a chunk has, with an end between two pages: no page is registered twice."""
+    together = mmap.PAGESIZE // math.gcd(row_bytes, mmap.PAGESIZE)
+    return max(1, chunk_bytes // row_bytes // together) * together

@@ -22,7 +22,7 @@ from alignedserve.messages.iterations import (
 from alignedserve.process.links import Identity
 from alignedserve.process.worker_threads import WorkerThreads
 from alignedserve.runtime.device.cores import threads_per_copy
-from alignedserve.runtime.device.device_work import working
+from alignedserve.runtime.device.device_work import copying, working
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
@@ -131,7 +131,8 @@ class BlockCopier:
         began_s = time.monotonic()
         if transfer is not None:
             try:
-                held = transfer.fetch(requests)
+                with copying(self._storage.device):
+                    held = transfer.fetch(requests)
             except PeerError as error:
                 self._fail(command.source, error)
         refused = [part.request_id for part, is_held in zip(command.loads, held, strict=True) if not is_held]
@@ -145,7 +146,8 @@ class BlockCopier:
             return BlocksOffloaded(command, None)
         request = OffloadRequest(command.block_ids, command.target_block_ids, command.generation, command.num_before)
         try:
-            return BlocksOffloaded(command, transfer.offload([request])[0])
+            with copying(self._storage.device):
+                return BlocksOffloaded(command, transfer.offload([request])[0])
         except PeerError as error:
             self._fail(command.target, error)
             return BlocksOffloaded(command, None)
@@ -154,10 +156,14 @@ class BlockCopier:
         source, target = self._transfer(command.source), self._transfer(command.target)
         ids, generation = command.target_block_ids, command.generation
         runs = None
-        if isinstance(source, RankedTransfer) and isinstance(target, RankedTransfer):
-            runs = source.relay_to(target, command.copy, ids, generation, peer)
-        elif isinstance(source, LocalTransfer) and isinstance(target, LocalTransfer):
-            runs = relay(source, command.copy, target, ids, generation)
+        try:
+            with copying(self._storage.device):
+                if isinstance(source, RankedTransfer) and isinstance(target, RankedTransfer):
+                    runs = source.relay_to(target, command.copy, ids, generation, peer)
+                elif isinstance(source, LocalTransfer) and isinstance(target, LocalTransfer):
+                    runs = relay(source, command.copy, target, ids, generation)
+        except PeerError as error:
+            self._fail(peer, error)
         return BlocksRelayed(command, runs)
 
     def _transfer(self, peer: str) -> KVTransfer | None:

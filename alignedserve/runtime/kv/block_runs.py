@@ -33,13 +33,18 @@ class BlockRuns:
     counts: Ints
 
     @classmethod
-    def of(cls, block_ids: BlockIds, *, is_by_block: bool = False) -> "BlockRuns":
-        """Split a list of blocks into its runs (`is_by_block`: of one block each)."""
+    def of(cls, block_ids: BlockIds, *, is_by_block: bool = False, cut_every: int | None = None) -> "BlockRuns":
+        """Split a list of blocks into its runs (`is_by_block`: of one block each).
+
+        `cut_every`: a run also ends in front of each multiple of this.
+        """
         ids = as_ids(block_ids)
         if is_by_block:
             return cls(ids, np.ones(len(ids), np.int64))
         begins = np.ones(len(ids), np.bool_)
         np.not_equal(ids[1:], ids[:-1] + 1, out=begins[1:])
+        if cut_every is not None:
+            begins |= ids % cut_every == 0
         starts = np.flatnonzero(begins)
         counts = np.empty_like(starts)
         counts[:-1] = starts[1:] - starts[:-1]

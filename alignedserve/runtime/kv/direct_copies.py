@@ -31,6 +31,7 @@ class OtherBlocks(Protocol):
     """Blocks on the other side of a link, in the order of their copies."""
 
     ids: Ints
+    cut_every: int | None  # no copy may reach over a multiple of this; None: everything is copied at once
 
     def write(self, stream: Stream, rows: Tensor, ids: Ints) -> None:
         """Enqueue the copy of contiguous rows to these blocks."""
@@ -48,18 +49,20 @@ class OtherBlocks(Protocol):
 class HostSide:
     """Blocks in registered host memory."""
 
-    def __init__(self, listed: BlockList) -> None:
+    def __init__(self, listed: BlockList, cut_every: int | None = None) -> None:
+        """`cut_every`: as many rows are in one registration."""
         self.ids = listed.block_ids
+        self.cut_every = cut_every
         self._memory = torch.from_numpy(listed.blocks)
 
     def write(self, stream: Stream, rows: Tensor, ids: Ints) -> None:
         """See OtherBlocks."""
-        for places, run in _runs(ids):
+        for places, run in _runs(ids, self.cut_every):
             self.write_run(stream, rows[places], run)
 
     def read(self, stream: Stream, ids: Ints, rows: Tensor) -> None:
         """See OtherBlocks."""
-        for places, run in _runs(ids):
+        for places, run in _runs(ids, self.cut_every):
             self.read_run(stream, run, rows[places])
 
     def write_run(self, stream: Stream, rows: Tensor, run: slice) -> None:
@@ -73,6 +76,8 @@ class HostSide:
 
 class PeerSide:
     """Blocks of another device, mapped for this one, or others of the device's own."""
+
+    cut_every: int | None = None
 
     def __init__(self, memory: Tensor, ids: Ints) -> None:
         """`memory`: uint8 [num_blocks, block_bytes]."""
@@ -139,12 +144,12 @@ class DirectCopies:
         return on_host.numpy().view(np.uint64).reshape(-1).copy()
 
     def _straight_out(self, blocks: Tensor, block_ids: Ints, target: OtherBlocks, digests: Tensor) -> None:
-        for own, other in _common_runs(block_ids, target.ids):
+        for own, other in _common_runs(block_ids, target):
             target.write_run(self._stream, blocks[own], other)
         self._stream.run(partial(_digest_listed, blocks, block_ids, digests))
 
     def _straight_in(self, source: OtherBlocks, blocks: Tensor, block_ids: Ints, digests: Tensor) -> None:
-        for own, other in _common_runs(block_ids, source.ids):
+        for own, other in _common_runs(block_ids, source):
             source.read_run(self._stream, other, blocks[own])
         self._stream.run(partial(_digest_listed, blocks, block_ids, digests))
 
@@ -179,10 +184,14 @@ class _CommonRun(NamedTuple):
     other: slice
 
 
-def _common_runs(own: Ints, other: Ints) -> Iterator[_CommonRun]:
-    """Yield the runs of two lists of blocks in which both have neighbours."""
+def _common_runs(own: Ints, side: OtherBlocks) -> Iterator[_CommonRun]:
+    """Yield the runs of two lists of blocks in which both have neighbours that one copy reaches."""
+    other = side.ids
     assert len(own) == len(other), "as many blocks on either side"
-    ends = np.flatnonzero((np.diff(own) != 1) | (np.diff(other) != 1)) + 1
+    is_end = (np.diff(own) != 1) | (np.diff(other) != 1)
+    if side.cut_every is not None:
+        is_end |= other[1:] % side.cut_every == 0
+    ends = np.flatnonzero(is_end) + 1
     for first, last in pairwise([0, *ends.tolist(), len(own)]):
         if last > first:
             begin, begin_other = int(own[first]), int(other[first])
@@ -190,9 +199,9 @@ def _common_runs(own: Ints, other: Ints) -> Iterator[_CommonRun]:
             yield _CommonRun(slice(begin, begin + count), slice(begin_other, begin_other + count))
 
 
-def _runs(block_ids: Ints) -> list[tuple[slice, slice]]:
+def _runs(block_ids: Ints, cut_every: int | None) -> list[tuple[slice, slice]]:
     """Return the runs of neighbours: their rows in the staging memory, and their blocks on the other side."""
-    runs = BlockRuns.of(block_ids)
+    runs = BlockRuns.of(block_ids, cut_every=cut_every)
     rows = runs.placed().num_before.tolist()
     return [
         (slice(row, row + count), slice(first, first + count))

@@ -14,7 +14,7 @@ from alignedserve.core.block_allocator import BlockAllocator
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.device.huge_pages import huge_pages
-from alignedserve.runtime.device.registered_memory import RegisteredMemory
+from alignedserve.runtime.device.registered_memory import CHUNK_BYTES, RegisteredMemory
 from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.kv.block_runs import BlockRuns
 from alignedserve.runtime.kv.pending_copies import IntArray, PendingCopies
@@ -25,11 +25,15 @@ logger = logging.getLogger(__name__)
 class HostRows:
     """Rows of one registered piece of host memory."""
 
-    def __init__(self, accelerator: Accelerator, row_bytes: int, num_rows: int) -> None:
+    def __init__(
+        self, accelerator: Accelerator, row_bytes: int, num_rows: int, *, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
         """Of none where the driver refuses, which is logged."""
         memory = huge_pages(max(num_rows * row_bytes, 1), populates=True)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
-        self._registered = RegisteredMemory(accelerator.driver, whole.data_ptr(), num_rows * row_bytes)
+        self._registered = RegisteredMemory(
+            accelerator.driver, whole.data_ptr(), row_bytes, num_rows, chunk_bytes=chunk_bytes
+        )
         if self._registered.obstacle is not None:
             logger.warning("swapped caches are in memory of their own: %s", self._registered.obstacle)
             num_rows = 0
@@ -52,5 +56,6 @@ class HostRows:
         self._allocator.free(map(BlockId, numbers.tolist()))
 
     def pieces(self, numbers: IntArray) -> list[Tensor]:
-        """Return the memory of rows as pieces of neighbours, in their order."""
-        return [self._rows[first : first + count] for first, count in BlockRuns.of(numbers).pairs()]
+        """Return the memory of rows as pieces of neighbours, each in one registration, in their order."""
+        runs = BlockRuns.of(numbers, cut_every=self._registered.rows_per_chunk)
+        return [self._rows[first : first + count] for first, count in runs.pairs()]

@@ -27,7 +27,7 @@ import psutil
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
-from alignedserve.runtime.device.registered_memory import MemoryDriver, RegisteredMemory
+from alignedserve.runtime.device.registered_memory import CHUNK_BYTES, MemoryDriver, RegisteredMemory
 from alignedserve.runtime.device.shared_pages import HUGE_PAGE, map_file, take_pages
 from alignedserve.runtime.kv.block_runs import BlockIds
 from kernels.cpu.block_copies import BlockList
@@ -86,7 +86,7 @@ class Arena:
             content = map_file(file_descriptor, _file_bytes(num_blocks, block_bytes))
         finally:
             os.close(file_descriptor)
-        self._address, self._size = ctypes.addressof(content), ctypes.sizeof(content)
+        self._address = ctypes.addressof(content)
         self._registered: RegisteredMemory | None = None
         self.generations: npt.NDArray[np.uint64] = np.frombuffer(content, np.uint64, num_blocks, _PAGE)
         start = _blocks_offset(num_blocks)
@@ -176,11 +176,21 @@ class Arena:
         """Return whether a driver copies straight to and from the blocks."""
         return self._registered is not None
 
-    def register(self, driver: MemoryDriver) -> None:
+    @property
+    def rows_per_registration(self) -> int:
+        """Return how many rows of `listed` each registration has: no copy may reach over two."""
+        assert self._registered is not None, "an arena that is registered"
+        return self._registered.rows_per_chunk * self._part.size
+
+    def register(self, driver: MemoryDriver, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         """Register the blocks with a driver until the arena is closed, or log why that is impossible."""
         if self._registered is not None:
             return
-        registered = RegisteredMemory(driver, self._address, self._size)
+        num_blocks, block_bytes = self.blocks.shape
+        head_bytes = _blocks_offset(num_blocks)
+        registered = RegisteredMemory(
+            driver, self._address, block_bytes, num_blocks, head_bytes=head_bytes, chunk_bytes=chunk_bytes
+        )
         if registered.obstacle is not None:
             logger.warning("%s is not registered with the GPU's driver: %s", self.path.name, registered.obstacle)
             return

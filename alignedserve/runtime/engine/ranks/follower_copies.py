@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from alignedserve.core.errors import NotEnoughMemory, PeerError, TransportUnavailable
-from alignedserve.runtime.device.device_work import use_device, working
+from alignedserve.runtime.device.device_work import copying, use_device
 from alignedserve.runtime.engine.ranks.copy_commands import (
     CloseBlocks,
+    CopyCommand,
     CopyDone,
     FetchParts,
     LendBlocks,
@@ -163,8 +164,7 @@ class FollowerCopies:
         try:
             if not self._performed.wait(ordered.num_frames):
                 return
-            with working(self._storage.device):
-                done = self._perform(ordered)
+            done = self._perform(ordered)
             with self._answering:
                 send_frame(self._connection, encode(done))
         except OSError:
@@ -174,24 +174,29 @@ class FollowerCopies:
             os._exit(1)  # a rank's end is its worker's
 
     def _perform(self, ordered: OrderedCopy) -> CopyDone:
-        peers, number = self._peers, ordered.number
+        number, peer = ordered.number, ordered.command.peer
         try:
-            match ordered.command:
-                case OpenBlocks(peer, offer):
-                    peers.open(peer, offer)
-                case LendBlocks(peer, loan):
-                    return CopyDone(number, address=peers.lend(peer, loan))
-                case CloseBlocks(peer):
-                    peers.close(peer)
-                case OffloadParts(peer, requests):
-                    return CopyDone(number, peers.offload(peer, requests))
-                case FetchParts(peer, requests):
-                    return CopyDone(number, peers.fetch(peer, requests))
-                case RelayParts(relay=relay):
-                    return CopyDone(number, peers.relay(relay))
+            with copying(self._storage.device):
+                return self._done(number, ordered.command)
         except PeerError:
-            peers.close(ordered.command.peer)
+            self._peers.close(peer)
             return CopyDone(number, is_lost=True)
         except (TransportUnavailable, NotEnoughMemory) as error:
             return CopyDone(number, refusal=str(error))
+
+    def _done(self, number: int, command: CopyCommand) -> CopyDone:
+        peers = self._peers
+        match command:
+            case OpenBlocks(peer, offer):
+                peers.open(peer, offer)
+            case LendBlocks(peer, loan):
+                return CopyDone(number, address=peers.lend(peer, loan))
+            case CloseBlocks(peer):
+                peers.close(peer)
+            case OffloadParts(peer, requests):
+                return CopyDone(number, peers.offload(peer, requests))
+            case FetchParts(peer, requests):
+                return CopyDone(number, peers.fetch(peer, requests))
+            case RelayParts(relay=relay):
+                return CopyDone(number, peers.relay(relay))
         return CopyDone(number)

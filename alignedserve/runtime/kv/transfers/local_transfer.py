@@ -188,12 +188,16 @@ def _copied(source: LocalMemory, source_ids: Ints, target: LocalTransfer, target
         if not source.is_registered:
             return copy_to_pieces(source.listed(source_ids), memory.pieces_to_write(target_ids))
         with memory.lanes.direct() as copies:
-            return copies.copy_in(HostSide(source.listed(source_ids)), memory.blocks, target_ids)
+            return copies.copy_in(_registered(source, source_ids), memory.blocks, target_ids)
     if isinstance(memory, Arena) and not memory.is_registered:
         return copy_from_pieces(source.pieces_to_read(source_ids), memory.listed(target_ids))
-    other = HostSide(memory.listed(target_ids)) if isinstance(memory, Arena) else PeerSide(memory.blocks, target_ids)
+    other = _registered(memory, target_ids) if isinstance(memory, Arena) else PeerSide(memory.blocks, target_ids)
     with source.lanes.direct() as copies:
         return copies.copy_out(source.blocks, source_ids, other)
+
+
+def _registered(arena: Arena, block_ids: Ints) -> HostSide:
+    return HostSide(arena.listed(block_ids), arena.rows_per_registration)
 
 
 def _check_lease(memory: LocalMemory, block_ids: Ints, generation: int) -> None:

@@ -52,7 +52,11 @@ class ShmTransfer(LocalTransfer):
         there = self.arena.listed(target)
         if self._lanes is not None:
             with self._lanes.direct() as copies:
-                return copies.copy_out(self._storage.bytes, self._storage.settled(block_ids), HostSide(there))
+                return copies.copy_out(
+                    self._storage.bytes,
+                    self._storage.settled(block_ids),
+                    HostSide(there, self.arena.rows_per_registration),
+                )
         return copy_from_pieces(self._storage.pieces_to_read(block_ids), there, num_threads=self.num_threads)
 
     @override
@@ -60,7 +64,11 @@ class ShmTransfer(LocalTransfer):
         there = self.arena.listed(source)
         if self._lanes is not None:
             with self._lanes.direct() as copies:
-                return copies.copy_in(HostSide(there), self._storage.bytes, self._storage.settled(block_ids))
+                return copies.copy_in(
+                    HostSide(there, self.arena.rows_per_registration),
+                    self._storage.bytes,
+                    self._storage.settled(block_ids),
+                )
         return copy_to_pieces(there, self._storage.pieces_to_write(block_ids), num_threads=self.num_threads)
 
 

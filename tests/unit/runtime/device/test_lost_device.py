@@ -10,14 +10,14 @@ from typing_extensions import override
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.core.errors import DeviceLost
+from alignedserve.core.errors import DeviceLost, PeerLost
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import OffloadBlocks, RunIteration
+from alignedserve.messages.iterations import BlocksOffloaded, OffloadBlocks, RunIteration
 from alignedserve.process.links import Identity
 from alignedserve.process.worker_threads import WorkerThreads
-from alignedserve.runtime.device.device_work import working
+from alignedserve.runtime.device.device_work import copying, working
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
@@ -30,6 +30,9 @@ from kernels.cpu.block_copies import BlockList
 
 GPU = torch.device("cuda:1")
 FALLEN = "CUDA error: GPU has fallen off the bus\nCUDA kernel errors might be asynchronously reported"
+
+
+REFUSED = "CUDA error: invalid argument\nSearch for `cudaErrorInvalidValue' in CUDA's documentation"
 
 
 def fail(*_: object, **__: object) -> None:
@@ -52,12 +55,38 @@ def test_other_errors_are_not_the_devices(error: Exception) -> None:
         raise error
 
 
+def test_a_call_that_is_refused_for_its_arguments_is_no_lost_device() -> None:
+    by_text, by_code = torch.AcceleratorError(REFUSED), torch.AcceleratorError("of another wording")
+    by_code.error_code = 1  # type: ignore[attr-defined]
+    for error in (by_text, by_code):
+        with pytest.raises(torch.AcceleratorError), working(GPU):
+            raise error
+    with pytest.raises(PeerLost, match=r"cuda:1 refuses a copy: CUDA error: invalid argument$"), copying(GPU):
+        raise by_text
+    with pytest.raises(DeviceLost), copying(GPU):
+        fail()
+
+
 def test_a_step_on_a_device_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = ModelExecutor(resolve_model(ModelSectionConfig()), EngineSizes(1 << 20, 2, 16, 1))
     monkeypatch.setattr(Engine, "execute", fail)
     with pytest.raises(DeviceLost, match="cpu stopped working"):
         executor.run_iteration(RunIteration(slices=((RequestId("a"), 1),), removals=(), additions=(), extensions=()))
     executor.close()
+
+
+async def test_a_copy_that_the_device_refuses_is_refused_alone(tmp_path: Path) -> None:
+    layout = BlockLayout(1, 8, 1, 8, "float32")
+    threads, identity = WorkerThreads(), Identity(Role.DECODE_WORKER, "worker", b"secret")
+    copier = BlockCopier(RefusingStorage(layout, 4), threads, identity)
+    Arena.create(tmp_path / "arena", layout, 4).stamp([BlockId(0)], 1)
+    copier.map_arena("pool", offer_of(tmp_path / "arena", layout), stamps=False)
+    over: asyncio.Future[BlocksOffloaded] = asyncio.get_running_loop().create_future()
+    copier.start_offload(OffloadBlocks(RequestId("a"), 0, (BlockId(0),), "pool", (BlockId(0),), 1), over.set_result)
+    async with asyncio.timeout(60):
+        assert (await over).runs is None
+    threads.close()
+    copier.close()
 
 
 async def test_a_copy_on_a_device_that_fails_is_its_worker_s_end(tmp_path: Path) -> None:
@@ -75,6 +104,14 @@ async def test_a_copy_on_a_device_that_fails_is_its_worker_s_end(tmp_path: Path)
         assert isinstance(await faults.get(), DeviceLost)
     threads.close()
     copier.close()
+
+
+class RefusingStorage(BlockStorage):
+    """Blocks on a device that refuses a copy of them."""
+
+    @override
+    def pieces_to_read(self, block_ids: BlockIds) -> Iterator[BlockList]:
+        raise torch.AcceleratorError(REFUSED)
 
 
 class FallenStorage(BlockStorage):

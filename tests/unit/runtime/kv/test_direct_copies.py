@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from alignedserve.runtime.device.registered_memory import RegisteredMemory
 from alignedserve.runtime.device.streams import CheckedStreams, DeviceStreams, HostStreams
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.device_pieces import DevicePieces
@@ -128,24 +127,6 @@ def test_a_walk_that_is_left_gives_its_lane_back() -> None:
 
 
 # --- registration
-
-
-def test_large_memory_is_registered_in_chunks() -> None:
-    driver = NotedDriver(largest=100)
-    memory = RegisteredMemory(driver, 5000, 250, chunk_bytes=100)
-    assert memory.obstacle is None
-    assert driver.registered == {5000: 100, 5100: 100, 5200: 50}
-    memory.close()
-    memory.close()
-    assert driver.registered == {}
-
-
-def test_memory_is_registered_as_a_whole_or_not_at_all() -> None:
-    driver = NotedDriver(num_allowed=2)
-    memory = RegisteredMemory(driver, 5000, 250, chunk_bytes=100)
-    assert memory.obstacle == "out of memory"
-    assert driver.registered == {}
-    assert driver.calls[-2:] == [("unregister", 5100), ("unregister", 5000)]
 
 
 @pytest.fixture
