@@ -1,0 +1,118 @@
+"""What processes of their own find out about a GPU, which may crash or hang without harm; and its memory on disk.
+
+A verdict holds for the GPU, driver, PyTorch, Triton, libraries and code of ours that it was found with.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import kernels
+from alignedserve.runtime.device.devices import torch_cuda
+
+_LONGEST_REASON = 300
+_MAX_KEPT_BYTES = 8192
+# Of our code, what computes on a GPU.
+_KERNELS = ("kernels", "kernels/gpu", "kernels/narrow")
+_ROOMS = ("attention", "device", "device_check", "engine", "kv")  # of the runtime
+
+
+def cache_folder() -> Path:
+    """Return the user's folder for what can be found out again."""
+    return Path.home() / ".cache" / "alignedserve"
+
+
+def verdict_path(folder: Path, kind: str, key: Sequence[str]) -> Path:
+    """Return the file of a verdict that holds for `key`."""
+    return folder / kind / f"{hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:32]}.json"
+
+
+def ask(command: Sequence[str], limit_s: float) -> dict[str, Any] | str:
+    """Return the JSON object in the last line that a process prints; or why there is none, as a predicate."""
+    try:
+        ended = subprocess.run(  # noqa: S603  (this Python, our own module)
+            command, capture_output=True, text=True, timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not end within {limit_s:.0f} s"
+    if ended.returncode != 0:
+        lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()] or ["nothing was said"]
+        return f"ended with {ended.returncode}: {lines[-1][:_LONGEST_REASON]}"
+    with contextlib.suppress(ValueError, LookupError, RecursionError):
+        answer = json.loads(ended.stdout.strip().splitlines()[-1])
+        if isinstance(answer, dict):
+            return answer
+    return "said nothing that can be read"
+
+
+def read_kept(path: Path) -> Any:
+    """Return what was kept in this file; None: nothing that can be read."""
+    try:
+        with path.open("rb") as file:
+            return json.loads(file.read(_MAX_KEPT_BYTES))
+    except (OSError, ValueError, RecursionError):  # none, half of one, or another's
+        return None
+
+
+def keep(path: Path, verdict: Any) -> None:
+    """Keep a verdict, as far as the folder can be written: without it, it is only asked for again."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(verdict, file)
+        Path(name).replace(path)
+
+
+def identity_of(device: str) -> list[str]:
+    """Return what a verdict is about: the GPU, its driver, PyTorch, Triton and our code."""
+    import torch
+
+    gpu: Any = torch_cuda().get_device_properties(device)
+    return [
+        f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.total_memory}",
+        str(getattr(gpu, "uuid", device)),
+        driver_version() or "unknown driver",
+        f"torch {torch.__version__} cuda {torch.version.cuda}",
+        f"triton {_version_of('triton')} flash-attn-4 {_version_of('flash-attn-4')}",
+        f"alignedserve {_version_of('alignedserve')} {code_digest()}",
+    ]
+
+
+def driver_version() -> str | None:
+    """Return the version of NVIDIA's driver, as its module in the kernel tells; None: it does not."""
+    with contextlib.suppress(OSError):
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    return None
+
+
+def code_digest() -> str:
+    """Return a digest of the code that computes on a GPU."""
+    digest = hashlib.sha256()
+    for path in code_files():
+        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:32]
+
+
+def code_files() -> list[Path]:
+    """Return the files of the code that computes on a GPU, in one order."""
+    files: list[Path] = []
+    for name in _KERNELS:
+        files += sorted((Path(kernels.__path__[0]).parent / name).glob("*.py"))
+    for name in _ROOMS:
+        files += sorted((Path(__file__).parent.parent / name).rglob("*.py"))
+    return files
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
