@@ -8,7 +8,8 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /
 WORKDIR /src
 RUN python -m venv /opt/alignedserve
 ENV PATH=/opt/alignedserve/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-# Large and rarely changed: each in a layer of its own. PyPI's PyTorch for x86 brings CUDA along.
+# Large and rarely changed: each in a layer of its own. PyPI's PyTorch for x86 brings CUDA 13 and Triton along, and asks
+# for a driver of 580 or newer.
 COPY constraints.txt ./
 RUN torch=$(grep '^torch==' constraints.txt) && case "$VARIANT" in \
         cpu) pip install -c constraints.txt --index-url https://download.pytorch.org/whl/cpu \
@@ -17,8 +18,9 @@ RUN torch=$(grep '^torch==' constraints.txt) && case "$VARIANT" in \
         *) echo "VARIANT is cpu or cuda, not $VARIANT" >&2; exit 1 ;; \
     esac
 COPY pyproject.toml ./
-RUN python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
-        > /tmp/needed.txt && pip install -c constraints.txt -r /tmp/needed.txt
+# For GPUs the extra for them too.
+RUN python -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*project["dependencies"], *project["optional-dependencies"].get(sys.argv[1], ()), sep="\n")' \
+        "$(test "$VARIANT" != cuda || echo gpu)" > /tmp/needed.txt && pip install -c constraints.txt -r /tmp/needed.txt
 COPY setup.py MANIFEST.in README.md LICENSE NOTICE ./
 COPY alignedserve alignedserve
 COPY router router

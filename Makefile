@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DOCS_VENV := .venv-docs
 
-.PHONY: serve demo cluster-demo chat eval test test-promise test-part test-all test-histories test-clients faults records check check-types check-style format bench docs install install-dev clean
+.PHONY: serve demo cluster-demo chat eval test test-promise test-part test-all test-histories test-clients faults records check check-types check-style check-wheels format bench docs install install-dev clean
 
 # A folder, a GGUF file, or a name: `make serve MODEL=smollm2` holds a conversation.
 MODEL ?= pocket
@@ -60,8 +60,8 @@ records: install-dev  ## which experiments are of an older decision code; their 
 	@$(BIN)/python -m experiments.pages
 	@-$(BIN)/python -m experiments.validity
 
-check: install-dev  ## format, lint, types, import contracts; types beside the others
-	@$(MAKE) --no-print-directory -j 2 --output-sync=target check-types check-style
+check: install-dev  ## format, lint, types, import contracts, pins for NVIDIA GPUs; types beside the others
+	@$(MAKE) --no-print-directory -j 2 --output-sync=target check-types check-style check-wheels
 
 check-types:
 	@$(BIN)/mypy
@@ -70,6 +70,9 @@ check-style:
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/lint-imports
+
+check-wheels:
+	@$(BIN)/python scripts/check_wheels.py
 
 format: install-dev
 	@$(BIN)/ruff format .

@@ -25,6 +25,15 @@ ROOT = Path(__file__).parents[1]
 LOGS = ROOT / "build" / "install"
 TOOLS = LOGS / "tools"  # what compiles the kernels; the environment has no use for it
 CPU_INDEX = ("--index-url", "https://download.pytorch.org/whl/cpu", "--extra-index-url", "https://pypi.org/simple")
+# Where the driver knows CUDA 12 and not 13, which PyPI's build is for.
+CUDA_12_INDEX = (
+    "--index-url",
+    "https://download.pytorch.org/whl/cu126",
+    "--extra-index-url",
+    "https://pypi.org/simple",
+)
+OLDEST_DRIVER, OLDEST_DRIVER_OF_CUDA_12 = 580, 525
+DRIVER = Path("/proc/driver/nvidia/version")
 LOOK_S = 0.2
 RUNNING: set[subprocess.Popen[bytes]] = set()  # what this process waits for
 # Whatever serves imports these, so that their compiled files are there before the first start.
@@ -235,7 +244,7 @@ def install_packages(environment: Environment, needed: list[str], kernels: Job, 
 
 
 def install_torch(environment: Environment) -> None:
-    """Install the pinned PyTorch without what it needs.
+    """Install the pinned PyTorch without what it needs: the build that this machine's driver runs.
 
     Without an NVIDIA driver the CPU build is wanted, which is gigabytes smaller. Where pip already finds one (a local
     wheel, a mirror), no index is named.
@@ -243,9 +252,26 @@ def install_torch(environment: Environment) -> None:
     torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
     if environment.has(torch):
         return
-    has_driver = Path("/proc/driver/nvidia/version").exists()
-    index = CPU_INDEX if not has_driver and environment.has_cuda_build(torch) else ()
+    index = torch_index(driver_of(DRIVER))
+    if index == CPU_INDEX and not environment.has_cuda_build(torch):
+        index = ()
     environment.install("torch", *index, "--no-deps", torch)
+
+
+def driver_of(file: Path) -> int | None:
+    """Return the first number of the NVIDIA driver's version, 580 of 580.95.05; None: no driver is loaded."""
+    try:
+        found = re.search(r"\s(\d{3,})\.\d+", file.read_text(errors="replace"))
+    except OSError:
+        return None
+    return int(found[1]) if found else OLDEST_DRIVER
+
+
+def torch_index(driver: int | None) -> Sequence[str]:
+    """Return pip's options for the build of PyTorch that this driver runs; none: PyPI's own."""
+    if driver is None or driver < OLDEST_DRIVER_OF_CUDA_12:
+        return CPU_INDEX
+    return () if driver >= OLDEST_DRIVER else CUDA_12_INDEX
 
 
 def compile_modules(environment: Environment) -> None:

@@ -1,6 +1,7 @@
 """The Dockerfile, compose.yaml and the systemd unit name what exists, and leave a cluster the time to end."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -9,6 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from typer.testing import CliRunner
 
@@ -49,16 +51,19 @@ def test_every_step_is_a_command_that_the_shell_can_read() -> None:
         assert subprocess.run(["sh", "-n", "-c", step], capture_output=True, text=True, check=False).stderr == ""
 
 
-def test_the_step_that_lists_what_is_needed_lists_the_projects_dependencies() -> None:
+@pytest.mark.parametrize("variant", ["cpu", "cuda"])
+def test_the_step_that_lists_what_is_needed_lists_the_projects_dependencies(variant: str) -> None:
     (step,) = [step for step in steps("RUN") if "tomllib" in step]
     listed = subprocess.run(
-        ["sh", "-c", step.partition(">")[0].replace("python", sys.executable, 1)],
+        ["sh", "-c", step.partition("> /tmp")[0].replace("python", sys.executable, 1)],
         capture_output=True,
         text=True,
         check=True,
         cwd=ROOT,
+        env={**os.environ, "VARIANT": variant},
     )
-    assert listed.stdout.splitlines() == PROJECT["project"]["dependencies"]
+    extra = PROJECT["project"]["optional-dependencies"]["gpu"] if variant == "cuda" else []
+    assert listed.stdout.splitlines() == PROJECT["project"]["dependencies"] + extra
 
 
 def test_the_build_sees_what_it_copies_and_nothing_else() -> None:
