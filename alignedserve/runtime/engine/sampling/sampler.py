@@ -36,12 +36,11 @@ class Draw(NamedTuple):
     logits: Tensor | None  # None: they were not kept, as no row asks for log-probabilities
     token_ids: Tensor  # int64
     is_usable: Tensor  # bool
+    places: IntArray | None = None  # of `rows` in the tensors; None: they are those of all rows, in order
 
     def only(self, places: IntArray) -> "Draw":
-        """Return what was drawn for the rows at these places."""
-        (at,) = to_device([places], self.token_ids.device)
-        logits = None if self.logits is None else self.logits[at]
-        return Draw(self.rows[places], logits, self.token_ids[at], self.is_usable[at])
+        """Return what was drawn for the rows at these places; nothing is copied on the device."""
+        return self._replace(rows=self.rows[places], places=places)
 
 
 class Sampler:
@@ -216,7 +215,7 @@ class Sampler:
         if not len(positions):
             return {}
         assert logits is not None, "log-probabilities of logits that were not kept"
-        at = torch.from_numpy(positions).to(logits.device)
+        (at,) = to_device([positions if draw.places is None else draw.places[positions]], logits.device)
         counts = [self._num_logprobs(int(rows[position])) for position in positions.tolist()]
         entries = logprob_entries(logits[at].float(), draw.token_ids[at], counts)
         return dict(zip(positions.tolist(), entries, strict=True))

@@ -4,8 +4,10 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from alignedserve.core.ids import RequestId
@@ -113,6 +115,34 @@ def test_without_room_or_a_block_to_lend_nothing_is_launched(decoder: Decoder) -
         tiny.make_room(name, 1)
     tiny.step(a=1, b=1)
     assert sorted(launched(tiny) or []) == ["a", "b"]
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations on tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_results_of_a_step_ahead_are_taken_without_work_on_the_device(decoder: Decoder) -> None:
+    tiny = ahead(decoder)
+    for name in "ab":
+        tiny.add(name, random_tokens(ord(name), 5))
+    tiny.step(a=5, b=5)
+    launch, rest = tiny.engine._next.take_launched([(RequestId("b"), 1)])  # of two sequences, one goes on
+    assert launch is not None
+    assert not rest
+    launch.computed.synchronize()
+    with Operations() as operations:
+        sampled, _ = tiny.engine._collect(launch)
+    assert set(operations.seen) <= {"aten.detach.default"}, "more than a view of tokens on the host"
+    assert same(sampled, alone(decoder, random_tokens(ord("b"), 5), GREEDY, 2)[1:])
 
 
 def test_nothing_is_launched_ahead_while_another_model_wants_the_device(decoder: Decoder) -> None:
