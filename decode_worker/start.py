@@ -55,6 +55,7 @@ async def start_decode_worker(
         hidden_block_tokens=block_tokens,
         is_decoding=True,
         swap_space_bytes=swapped_bytes(config.swap_space_bytes, scheduling),
+        max_running=config.max_running_requests,
         loads_quietly=process_spec.joins_others,
     )
     pool_name = process_spec.pool_name
@@ -120,6 +121,7 @@ async def start_colocated_worker(
         ),
         is_decoding=True,
         swap_space_bytes=swapped_bytes(config.swap_space_bytes, scheduling),
+        max_running=config.max_running_requests,
         loads_quietly=process_spec.joins_others,
         candidate_buffer_bytes=lending.buffer_bytes if lending is not None else 0,
     )

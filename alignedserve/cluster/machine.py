@@ -21,6 +21,8 @@ import psutil
 
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.core.errors import ResourceError
+from alignedserve.costmodel.gpu_limits import gpu_of
+from alignedserve.costmodel.hardware import Hardware
 from alignedserve.runtime.device.cores import has_native_bfloat16, num_cores
 from alignedserve.runtime.device.devices import CUDA, torch_cuda, worker_devices
 from alignedserve.runtime.kv.arena_files import arena_folder
@@ -40,6 +42,7 @@ def this_machine(device: str) -> Machine:
         has_bfloat16=has_native_bfloat16(),
         gpu_bytes=_gpu_bytes(device),
         has_float8=device.startswith(CUDA) and _has_float8(device),
+        gpu=_slowest_gpu(device),
     )
 
 
@@ -74,11 +77,36 @@ def _gpu_bytes(device: str) -> tuple[int, ...]:
     if not device.startswith(CUDA):
         return ()
     worker_devices(device, 1)
+    free = free_by_uuid()
+    found = _properties(device)
+    return tuple(min(int(gpu.total_memory), free.get(_uuid(gpu), sys.maxsize)) for gpu in found)
+
+
+def _properties(device: str) -> list[Any]:
+    """Return what the driver says of each GPU that workers may use."""
     _, _, number = device.partition(":")
     used = [int(number)] if number else range(torch_cuda().device_count())
-    free = free_by_uuid()
-    found = [torch_cuda().get_device_properties(index) for index in used]
-    return tuple(min(int(gpu.total_memory), free.get(_uuid(gpu), sys.maxsize)) for gpu in found)
+    return [torch_cuda().get_device_properties(index) for index in used]
+
+
+def _slowest_gpu(device: str) -> Hardware | None:
+    """Return the GPU with the slowest memory, as cost models know it; None: the CPU, or some that is not known."""
+    found = [described_gpu(properties) for properties in _properties(device)] if device.startswith(CUDA) else []
+    known = [gpu for gpu in found if gpu is not None]
+    return min(known, key=lambda gpu: gpu.memory_bytes_per_s) if found and len(known) == len(found) else None
+
+
+def described_gpu(properties: Any) -> Hardware | None:
+    """Return a GPU by what PyTorch says of it; None: it is of a kind that is not known, or PyTorch is too old."""
+    return gpu_of(
+        str(properties.name),
+        (properties.major, properties.minor),
+        num_multiprocessors=getattr(properties, "multi_processor_count", 0),
+        memory_bytes=int(properties.total_memory),
+        clock_hz=1e3 * getattr(properties, "clock_rate", 0),  # in kHz
+        memory_hz=1e3 * getattr(properties, "memory_clock_rate", 0),
+        bus_bits=getattr(properties, "memory_bus_width", 0),
+    )
 
 
 def _has_float8(gpu: str) -> bool:

@@ -14,23 +14,26 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from alignedserve.config.sections import MIB, ClusterConfig, DecodeWorkerConfig, PrefillWorkerConfig, Topology
+from alignedserve.config.sections import MIB, ClusterConfig, Topology
 from alignedserve.config.unset_sizes import DefaultSize
 from alignedserve.core.block_layout import DTYPE_BYTES
+from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.gpu_limits import REQUEST_TOKENS, running_requests
+from alignedserve.costmodel.hardware import Hardware
+from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.runtime.grammar.memory import grammar_bytes
 from alignedserve.runtime.kv.transfers.transports import OF_DEVICES
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.scheduling.policies import policy_entry
 from alignedserve.scheduling.policy import Mechanism
 
-_TOKENS_PER_REQUEST = 768  # in the caches, of an ordinary request; twice that is a long conversation
 LEAST_CONTEXT_LEN = 256  # shorter is of no use
 ENOUGH_CONTEXT_LEN = 16384  # no free memory is given up for more than this
 _STEP = 1024  # of a shortened context
 _SYSTEM_BYTES = 512 * MIB  # gateway, router (a part of it: router.max_learnt_bytes), Ray
 _PROCESS_BYTES = 300 * MIB  # a worker's libraries and intermediate results
 _OBJECT_STORE_BYTES = 96 * MIB  # Ray's, in the pool's folder
-_GPU_SHARE = 0.85  # of a GPU's memory, for weights and blocks
+GPU_SHARE = 0.85  # of a GPU's memory, for weights and blocks
 SIZED = ("prefill", "decode", "pool", "prefix_cache")  # sections with memories
 _MEMORY_FIELDS = ("kv_cache_bytes", "candidate_buffer_bytes", "swap_space_bytes", "memory_bytes")
 
@@ -45,6 +48,7 @@ class Machine:
     has_bfloat16: bool  # the processor multiplies it natively
     gpu_bytes: tuple[int, ...] = ()  # of each GPU that workers use; none: they compute on the CPU
     has_float8: bool = False  # the GPUs multiply FP8
+    gpu: Hardware | None = None  # the slowest of the GPUs; None: none, or one that nothing is known of
 
 
 class Kept(enum.IntEnum):
@@ -157,7 +161,7 @@ class MemoryPlanner:
         if machine.gpu_bytes:
             ranks = self.config.engine.tensor_parallel  # each on a GPU of its own
             sharing = math.ceil(self.config.num_workers / max(len(machine.gpu_bytes) // ranks, 1))
-            per_worker = int(min(machine.gpu_bytes) * _GPU_SHARE) * ranks // sharing - self._worker_weights()
+            per_worker = int(min(machine.gpu_bytes) * GPU_SHARE) * ranks // sharing - self._worker_weights()
             limits |= {Place.PREFILL_GPU: per_worker, Place.DECODE_GPU: per_worker}
         return limits
 
@@ -168,7 +172,7 @@ class MemoryPlanner:
         hidden = -(-one // block.block_bytes) * (block.block_bytes + self._recomputing_bytes)
         decode_places = {Place.DECODE_GPU: 1} if is_on_gpu else {Place.HOST: config.decode.count}
         prefill_places = {Place.PREFILL_GPU: 1} if is_on_gpu else {Place.HOST: config.prefill.count}
-        wanted = max(self._wanted(config.decode), hidden, config.decode.kv_cache_bytes)
+        wanted = max(self._wanted(config.decode.max_running_requests), hidden, config.decode.kv_cache_bytes)
         on_gpu = max(self._limits(Kept.USUALLY).get(Place.DECODE_GPU, 0), hidden)
         decode = self._memory(
             "decode",
@@ -187,13 +191,16 @@ class MemoryPlanner:
             lent_places = self._buffer_places(Place.DECODE_GPU, config.decode.count)
             lending = self._memory("prefill", "candidate_buffer_bytes", 0, lent, lent_places)
             return [decode, swapped, lending, *prefixes]
-        pool = max(self._wanted(config.decode) * config.decode.count, one, config.pool.memory_bytes)
+        batch = self._wanted(config.decode.max_running_requests)
+        if is_on_gpu:
+            batch = max(batch, min(self._wanted(self.running_requests(on_gpu)), on_gpu))
+        pool = max(batch * config.decode.count, one, config.pool.memory_bytes)
         buffers = max(wanted * config.decode.count // config.prefill.count // 4, config.prefill.candidate_buffer_bytes)
         in_pool, in_buffers = (
             {Place.HOST: 1, Place.SHARED: 1},
             self._buffer_places(Place.PREFILL_GPU, config.prefill.count),
         )
-        prefill = max(self._wanted(config.prefill), one, config.prefill.kv_cache_bytes)
+        prefill = max(self._wanted(config.prefill.max_running_requests), one, config.prefill.kv_cache_bytes)
         entry = policy_entry(config.scheduling.policy)
         return [
             decode,
@@ -223,10 +230,31 @@ class MemoryPlanner:
         wanted *= self.config.decode.count
         return self._memory("prefix_cache", "host_bytes", 0, wanted, {Place.HOST: 1, Place.SHARED: 1})
 
-    def _wanted(self, worker: PrefillWorkerConfig | DecodeWorkerConfig) -> int:
-        """Return the bytes of a full batch of ordinary requests."""
-        tokens = worker.max_running_requests * _TOKENS_PER_REQUEST
-        return tokens * self.served.block_layout(self.config.engine.block_size).token_bytes
+    def running_requests(self, cache_bytes: int) -> int:
+        """Return the largest batch of a decode worker on a GPU that has this memory for blocks; see gpu_limits."""
+        given = self.config.decode.max_running_requests
+        if not isinstance(given, DefaultSize) or self.served.encoder is not None:  # whose requests have no decodes
+            return given
+        num_tokens = cache_bytes // self._token_bytes
+        return running_requests(num_tokens, self._costs(), has_experts=self.served.decoder.experts is not None)
+
+    def _costs(self) -> RooflineModel | None:
+        """Return the costs of a worker on the machine's GPUs; None: nothing is known of them."""
+        if self.machine.gpu is None:
+            return None
+        shape = self.served.decoder.shape(self.served.name, self.served.dtype)
+        try:
+            return RooflineModel(shape, self.machine.gpu, tensor_parallel=self.config.engine.tensor_parallel)
+        except ConfigError:  # it has no products of this dtype
+            return None
+
+    @property
+    def _token_bytes(self) -> int:
+        return self.served.block_layout(self.config.engine.block_size).token_bytes
+
+    def _wanted(self, num_requests: int) -> int:
+        """Return the bytes of so many ordinary requests."""
+        return num_requests * REQUEST_TOKENS * self._token_bytes
 
     def _memory(self, section: str, field: str, least: int, wanted: int, counts: Mapping[Place, int]) -> Memory:
         """Describe a memory; one that is set has just that size."""

@@ -23,11 +23,12 @@ from alignedserve.config.sections import MIB, ClusterConfig, PrefixCacheConfig
 from alignedserve.config.unset_sizes import DefaultSize, with_fixed_sizes
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.core.errors import NotEnoughMemory
+from alignedserve.costmodel.gpu_limits import LEAST_TOKENS
+from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.scheduling.policies import policy_entry
 
 _GIB = 1024 * MIB
-_LEAST_TOKENS_PER_REQUEST = 256  # a batch of more requests than this allows is only preempted
 _CHUNK_S = 1.0  # a chunk takes about this long at most, so that others' tokens need not wait longer
 _CHUNKS = (64, 512)  # shorter ones read the weights too often, longer ones gain nothing
 # On a GPU, where one has this memory: chunks of an 8B model then take a quarter of a second on an H100.
@@ -63,6 +64,9 @@ class SizeChoice:
         if is_separate:
             parts.append(f"pool {_spelt(config.pool.memory_bytes)}")
             chunk, settings = config.prefill.max_num_batched_tokens, settings + "pool.memory_bytes=..., "
+        if config.engine.device.startswith(CUDA):
+            parts.append(f"up to {config.decode.max_running_requests} requests at a time per {worker}")
+            settings += "decode.max_running_requests=..., "
         parts.append(f"prompts in chunks of {chunk}")
         if worker_grammar_bytes(served):
             parts.append(f"up to {_spelt(worker_grammar_bytes(served))} per worker for grammars")
@@ -88,7 +92,7 @@ def choose_sizes(
     warnings = [_shortened_remark(planner, context_len)] if context_len < served.max_context_len else []
     if served.stored is not None and served.stored.warning is not None:
         warnings.append(f"Weights: {served.stored.warning}.")
-    sized = _with_limits(config, _with_sizes(config, planner.sizes_at(context_len)), served, machine)
+    sized = _with_limits(config, _with_sizes(config, planner.sizes_at(context_len)), planner)
     return SizeChoice(with_fixed_sizes(sized), replace(served, max_context_len=context_len), tuple(warnings))
 
 
@@ -103,9 +107,12 @@ def _with_sizes(config: ClusterConfig, sizes: Mapping[tuple[str, str], int]) -> 
     return changed(config, **sections)
 
 
-def _with_limits(config: ClusterConfig, sized: ClusterConfig, served: ServedModel, machine: Machine) -> ClusterConfig:
-    """Choose the unset limits of iterations: fewer requests where caches are small, shorter chunks of large models."""
-    changed = msgspec.structs.replace
+def _with_limits(config: ClusterConfig, sized: ClusterConfig, planner: MemoryPlanner) -> ClusterConfig:
+    """Choose the unset limits of iterations: fewer requests where caches are small, shorter chunks of large models.
+
+    On GPUs as many requests as the decode worker's cache has room for.
+    """
+    changed, served, machine = msgspec.structs.replace, planner.served, planner.machine
     threads = sized.engine.threads_per_worker or max(machine.num_cores // (sized.num_workers - sized.decode.standby), 1)
     chunk = _chunk(served, threads, machine.has_bfloat16)
     if machine.gpu_bytes:
@@ -115,8 +122,10 @@ def _with_limits(config: ClusterConfig, sized: ClusterConfig, served: ServedMode
     for name in ("prefill", "decode"):
         given, section = getattr(config, name), getattr(sized, name)
         limits: dict[str, int] = {}
-        if isinstance(given.max_running_requests, DefaultSize) and isinstance(given.kv_cache_bytes, DefaultSize):
-            room = section.kv_cache_bytes // token_bytes // _LEAST_TOKENS_PER_REQUEST
+        if name == "decode" and machine.gpu_bytes and served.encoder is None:
+            limits["max_running_requests"] = planner.running_requests(section.kv_cache_bytes)
+        elif isinstance(given.max_running_requests, DefaultSize) and isinstance(given.kv_cache_bytes, DefaultSize):
+            room = section.kv_cache_bytes // token_bytes // LEAST_TOKENS
             limits["max_running_requests"] = min(max(room, 1), given.max_running_requests)
         if isinstance(given.max_num_batched_tokens, DefaultSize):
             limits["max_num_batched_tokens"] = chunk

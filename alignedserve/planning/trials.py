@@ -11,6 +11,7 @@ from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo
 from alignedserve.costmodel.choice import WorkerSpec
+from alignedserve.costmodel.gpu_limits import running_requests
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.costmodel.work import IterationWork
@@ -38,6 +39,7 @@ class Machines:
     profiles: Mapping[str, MachineProfile] = field(default_factory=dict)
     slowdowns: Slowdowns = NO_SLOWDOWNS  # of measured machines, as in SimConfig
     seed: int = 0
+    runs_what_fits: bool = False  # named accelerators: as many requests at a time as `serve` would choose there
 
     def configured(self, candidate: Candidate) -> SimConfig:
         """Return the simulation of a plan. Raises ConfigError where it cannot be."""
@@ -55,7 +57,16 @@ class Machines:
             assert self.model is not None, "named accelerators have no model of their own"
             worker = WorkerSpec(self.model, candidate.offer.name, candidate.tensor_parallel)
             config = simulated_policy(ClusterHardware(worker, source=self.costs), cluster)
+            if self.runs_what_fits:
+                config = _running_what_fits(config, worker)
         return replace(config, seed=self.seed)
+
+
+def _running_what_fits(config: SimConfig, worker: WorkerSpec) -> SimConfig:
+    has_experts = worker.shape.num_expert_layers > 0
+    running = running_requests(config.memory_tokens, config.decode_costs, has_experts=has_experts)
+    decode = msgspec.structs.replace(config.cluster.decode, max_running_requests=running)
+    return replace(config, cluster=msgspec.structs.replace(config.cluster, decode=decode))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,20 +5,25 @@ import json
 import os
 import platform
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import psutil
 import torch
 from rich.table import Table
 
 from alignedserve.cli.console import results
+from alignedserve.cluster.machine import this_machine
+from alignedserve.cluster.memory_planner import GPU_SHARE
 from alignedserve.config.environment import thread_waiting
 from alignedserve.core.errors import AlignedServeError
+from alignedserve.costmodel.gpu_limits import running_requests
+from alignedserve.costmodel.model_shapes import model_shape
+from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.runtime.attention.backend import TORCH
 from alignedserve.runtime.attention.libraries import FLASH_2, FLASH_4
 from alignedserve.runtime.attention.registry import measure_gpu_attention
 from alignedserve.runtime.device.cores import num_cores, threads_per_worker
-from alignedserve.runtime.device.devices import AUTO, CPU, cuda_obstacle, describe_gpus
+from alignedserve.runtime.device.devices import AUTO, CPU, CUDA, cuda_obstacle, describe_gpus
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device_check.choice import choose_device
 from alignedserve.runtime.kv.arena_files import arena_folder
@@ -30,6 +35,7 @@ from kernels.cpu.packed_linear import INT8, packed_levels
 from kernels.linear import ONEDNN, packing
 
 _GIB = 1024**3
+_EXAMPLE = "llama-3-8b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +117,20 @@ def _gpu() -> list[Finding]:
     return [
         Finding("GPU attention", choice.decodes),
         Finding("Prompts on a GPU", f"{choice.prompts}; flash-attn: {flash}"),
+        Finding("Requests at a time", _requests_at_a_time()),
     ]
+
+
+def _requests_at_a_time() -> str:
+    """Say how many requests a worker with a common model would run at a time on the GPUs of this machine."""
+    shape, machine = replace(model_shape(_EXAMPLE), dtype="bfloat16"), this_machine(CUDA)
+    cache_bytes = int(min(machine.gpu_bytes) * GPU_SHARE) - shape.weight_bytes
+    if cache_bytes <= 0:
+        return f"{_EXAMPLE} in bfloat16 does not fit; serve says what its model has room for"
+    num_tokens = cache_bytes // shape.kv_token_bytes
+    count = running_requests(num_tokens, None if machine.gpu is None else RooflineModel(shape, machine.gpu))
+    by = "by memory alone" if machine.gpu is None else "by memory and estimated times"
+    return f"{_EXAMPLE} in bfloat16: up to {count} a worker ({by}, room for {num_tokens} tokens); serve says its own"
 
 
 def _installed(distribution: str) -> str | None:

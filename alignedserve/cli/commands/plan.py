@@ -26,6 +26,7 @@ from alignedserve.planning.report import (
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.sim.sweep import CasePool, CaseProgress
 
+_RUNNING = "requests at a time"
 _MAX_ROWS = 12  # of the table on the terminal; the report has all
 
 
@@ -74,6 +75,8 @@ class _Bar:
 
 def _report(options: PlanOptions, asked: Asked, found: Plan) -> PlanReport:
     text = None
+    nearest = asked.request.machines.configured(found.nearest.candidate).cluster.decode
+    running = f"up to {nearest.max_running_requests} by each decode worker"
     if found.chosen is not None:
         candidate = found.chosen.candidate
         remarks = [
@@ -83,7 +86,13 @@ def _report(options: PlanOptions, asked: Asked, found: Plan) -> PlanReport:
         ]
         text = config_file(candidate, asked.request.machines, remarks)
     searched = f"{found.num_simulations} simulations, {len(found.tried)} plans"
-    about = {**asked.about, "searched": searched, "command": command_line(), "version": version("alignedserve")}
+    about = {
+        **asked.about,
+        _RUNNING: running,
+        "searched": searched,
+        "command": command_line(),
+        "version": version("alignedserve"),
+    }
     return PlanReport(tuple(about.items()), found, text, asked.warnings)
 
 
@@ -97,6 +106,7 @@ def _print(report: PlanReport) -> None:
     results().print(table)
     for line in summary(report.plan):
         results().print(line, markup=False, soft_wrap=True)
+    results().print(f"{_RUNNING.capitalize()}: {dict(report.about)[_RUNNING]}.", markup=False, soft_wrap=True)
     for one in report.plan.variations:
         verdict = "holds" if one.holds else "does not hold"
         results().print(f"  with {one.words}: {verdict}", markup=False, soft_wrap=True)

@@ -10,7 +10,7 @@ from alignedserve.cli.commands.simulate_cases import DEFAULT_MODEL, SERVER_SIZES
 from alignedserve.config.environment import data_dir
 from alignedserve.config.loading import current_field_name, load_config
 from alignedserve.config.sections import ClusterConfig, Topology
-from alignedserve.config.unset_sizes import with_fixed_sizes
+from alignedserve.config.unset_sizes import DefaultSize, with_fixed_sizes
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.core.request import RequestClass, Slo
@@ -204,12 +204,13 @@ def _machines(options: PlanOptions, offers: tuple[Offer, ...], run: _Recorded | 
     is_as_recorded = run is not None and not named
     cluster = run.cluster if run is not None and is_as_recorded else _cluster(options, bool(named))
     return Machines(
-        cluster=cluster,
+        cluster=with_fixed_sizes(cluster),
         model=(options.model or DEFAULT_MODEL) if named else None,
         costs=options.costs,
         profiles=profiles,
         slowdowns=run.slowdowns if run is not None and is_as_recorded else NO_SLOWDOWNS,
         seed=options.seed,
+        runs_what_fits=isinstance(cluster.decode.max_running_requests, DefaultSize),
     )
 
 
@@ -220,7 +221,9 @@ def _cluster(options: PlanOptions, is_named: bool) -> ClusterConfig:
         if any(field == name or field.startswith(f"{name}.") for name in _PLANNED):
             raise ConfigError(f"--set {field}: that is what the plan is to say")
     sizes = SERVER_SIZES if options.config is None and is_named else ()
-    return with_fixed_sizes(load_config(options.config, (*sizes, *options.overrides)))
+    # What follows from the accelerators' memory is chosen for each plan.
+    given = [size for size in sizes if not size.startswith("decode.max_running_requests")]
+    return load_config(options.config, (*given, *options.overrides))
 
 
 def _choices(options: PlanOptions, offers: tuple[Offer, ...]) -> Choices:

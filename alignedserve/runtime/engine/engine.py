@@ -74,6 +74,7 @@ class Engine:
         ranks: RankMirror | None = None,
         launches_ahead: bool | None = None,
         lent_blocks: Sequence[BlockId] = (),
+        max_running: int | None = None,
     ) -> None:
         """`attention`: one of CHOICES of runtime.attention. `streams`, `capture`: replace those of the storage's
         device. `hidden_block_tokens`: sequences may have a hidden cache, whose blocks hold so many tokens each; memory
@@ -81,6 +82,7 @@ class Engine:
         `ranks`: the others that compute the model with this one, the first; None: it is computed here alone.
         `launches_ahead`: steps are launched before the tokens of the one before are known; None: on a GPU.
         `lent_blocks`: of the storage, for the engine itself; no sequence has them. See BlockLoans.
+        `max_running`: sequences that decode in one step, for which graphs are recorded; None: all.
 
         Raises ConfigError for options that are unavailable here.
         """
@@ -113,7 +115,7 @@ class Engine:
         if storage.device.type == "cpu" and not planner.plans_ahead:  # its plans need no arrays on a device
             contexts = LastTokenContexts(self._table)
             last = LastTokenPlanner(contexts, make_planner(contexts, storage))
-        sizes = graph_sizes(max_sequences)
+        sizes = graph_sizes(max_running or max_sequences)
         graphs = None if capture is None else DecodeGraphs(model, storage, capture, sizes)
         self._passes = StepPasses(model, storage, graphs)
         self._builder = BatchBuilder(

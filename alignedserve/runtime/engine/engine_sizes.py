@@ -30,6 +30,7 @@ class EngineSizes:
     lent_bytes: int = 0  # candidate buffers in the device's memory
     is_decoding: bool = True  # its sequences go on after their prompts
     swap_space_bytes: int = 0  # of caches in host memory, that is registered with a GPU at the start
+    max_running: int | None = None  # sequences of one step, of those that it holds; None: all
 
     @property
     def may_launch_ahead(self) -> bool:
@@ -52,6 +53,7 @@ def engine_sizes(
     loads_quietly: bool = False,
     candidate_buffer_bytes: int = 0,
     swap_space_bytes: int = 0,
+    max_running: int | None = None,
 ) -> EngineSizes:
     """Combine the engine's configuration, whose device and threads are decided, with one worker's sizes.
 
@@ -73,6 +75,7 @@ def engine_sizes(
         lent_bytes=candidate_buffer_bytes if lends_device_memory(config) else 0,
         is_decoding=is_decoding,
         swap_space_bytes=swap_space_bytes,
+        max_running=max_running,
     )
 
 

@@ -11,12 +11,14 @@ import psutil
 import pytest
 import torch
 
+from alignedserve.cli.commands import doctor
 from alignedserve.cluster import preflight
 from alignedserve.cluster.launch import _claimed
 from alignedserve.cluster.machine import GpusTaken, claim_gpus, free_by_uuid, this_machine, with_gpus
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.sizing import choose_sizes
 from alignedserve.config.unset_sizes import from_mapping
+from alignedserve.costmodel.hardware import HARDWARE
 from alignedserve.runtime.device_check.choice import DeviceChoice
 from alignedserve.scheduling.factory import resolve_policy
 from tests.unit.cluster.test_sizing import LARGEST
@@ -31,7 +33,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
 
     def properties(gpu: str | int) -> SimpleNamespace:
         index = gpu if isinstance(gpu, int) else torch.device(gpu).index
-        return SimpleNamespace(name="H100", total_memory=80 * GIB, major=9, minor=0, uuid=UUIDS[index])
+        clocks = {"clock_rate": 1_980_000, "memory_clock_rate": 2_619_000, "memory_bus_width": 5120}
+        sizes = {"total_memory": 80 * GIB, "multi_processor_count": 132}
+        return SimpleNamespace(name="H100", major=9, minor=0, uuid=UUIDS[index], **clocks, **sizes)
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -111,6 +115,10 @@ def test_memory_that_others_have_is_not_counted(tmp_path: Path, monkeypatch: pyt
     answer(monkeypatch, tmp_path, "GPU-1a2b, 81000\nGPU-3c4d, 30000\nGPU-5e6f, 1")
     assert this_machine("cuda").gpu_bytes == (81000 * 1024**2, 30000 * 1024**2)
     assert this_machine("cuda:1").gpu_bytes == (30000 * 1024**2,)
+    gpu = this_machine("cuda").gpu
+    assert gpu is not None
+    assert gpu.memory_bytes_per_s == pytest.approx(HARDWARE["h100"].memory_bytes_per_s, rel=0.01)
+    assert "up to 288 a worker (by memory and estimated times, room for " in doctor._requests_at_a_time()
 
 
 @pytest.mark.usefixtures("gpus")
@@ -140,6 +148,8 @@ def test_an_8b_model_is_served_with_defaults(topology: str, free: int, monkeypat
     config = resolve_policy(from_mapping({"topology": topology, "engine": {"device": "cuda"}}))
     choice = choose_sizes(config, LARGEST, machine)
     assert choice.served.max_context_len == 131_072
+    assert choice.config.decode.max_running_requests == (1024 if free > 60 * GIB else 736)
+    assert f"up to {choice.config.decode.max_running_requests} requests at a time" in choice.line()
     served = replace(choice.served, has_random_weights=True)
     preflight.check_configuration(choice.config, served)
     preflight.check_machine(choice.config, served, ())

@@ -117,11 +117,11 @@ def test_without_room_or_a_block_to_lend_nothing_is_launched(decoder: Decoder) -
     assert sorted(launched(tiny) or []) == ["a", "b"]
 
 
-class Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operations on tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[str] = []
 
     @override
