@@ -26,10 +26,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Gated:
     """x [rows, 2 * width], gates first -> activation(gate) * up [rows, width]."""
 
-    __slots__ = ("_activation", "_rows")
+    __slots__ = ("_activation", "_rows", "device", "dtype")
 
     def __init__(self, activation: str, dtype: torch.dtype, device: torch.device) -> None:
         """`activation`: a name in ACTIVATIONS."""
+        self.dtype, self.device = dtype, device
         self._activation = ACTIVATIONS[activation]
         self._rows = _gate_rows(activation, dtype, device)
 

@@ -1,26 +1,24 @@
 """Feed-forward parts of a layer: two products for all tokens, or experts, of which each token passes a few.
 
-With experts, rows are sorted by expert, so that every expert's weights are read once and multiplied by all its rows.
+With experts, rows are sorted by expert, so that every expert's weights are read once and multiplied by all its rows; on
+a GPU by the device itself (`kernels.sorted_experts`).
 """
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.activation import Gated
 from kernels.addend_layout import LayerProduct
+from kernels.gpu_dispatch import fused_kernels
 from kernels.linear import AdaptableProjection, Linear, Projection
 from kernels.lora import LayerAdapters
 
 # On a CPU so many rows are computed at a time: intermediate results then stay in the cache, and in memory that was used
 # before. 2048 rows of 896 x 4864 in float32: 575 ms at once, 498 ms in four parts.
 _TILE_ROWS = 512
-# On a GPU up to so many rows pass every expert and most results count nothing: the weights are read once all the same,
-# and nothing waits for the routing, so that a CUDA graph can record it.
-_DENSE_ROWS = 256
 
 
 class FeedForwardPart:
@@ -65,14 +63,14 @@ class FeedForwardPart:
 class Routing(NamedTuple):
     """The experts of some rows."""
 
-    experts: Tensor  # [rows, chosen] int64, different in a row
+    experts: Tensor  # [rows, chosen] integers, different in a row
     shares: Tensor  # [rows, chosen] float32
 
 
 class ExpertRouter:
     """Chooses the experts of each row by the softmax of a product, in float32."""
 
-    __slots__ = ("_normalises", "_num_chosen", "_product", "num_experts")
+    __slots__ = ("_kernels", "_normalises", "_num_chosen", "_product", "num_experts")
 
     def __init__(self, weight: Tensor, num_chosen: int, *, normalises: bool) -> None:
         """`weight` [experts, hidden_size]; `normalises`: the shares of a row's experts add up to 1."""
@@ -80,10 +78,14 @@ class ExpertRouter:
         self._product = Linear(weight.float())
         self._num_chosen = num_chosen
         self._normalises = normalises
+        self._kernels: Any | None = fused_kernels("expert_rows", weight.device, weight.dtype)
 
     def __call__(self, x: Tensor) -> Routing:
         """Choose for x [rows, hidden_size]."""
-        probabilities = torch.softmax(self._product(x.float()), dim=-1)
+        logits = self._product(x.float())
+        if self._kernels is not None:
+            return Routing(*self._kernels.choose(logits, self._num_chosen, normalises=self._normalises))
+        probabilities = torch.softmax(logits, dim=-1)
         shares, experts = probabilities.topk(self._num_chosen, dim=-1)
         return Routing(experts, shares / shares.sum(-1, keepdim=True) if self._normalises else shares)
 
@@ -120,40 +122,6 @@ class Experts:
         """Compute x [rows, in_width], rows >= 1 -> [rows, out_width]."""
         routing = self._router(x)
         return weighted(grouped_products(x, routing.experts, self._experts), routing.shares)
-
-
-class StackedExperts:
-    """The same over weights that lie side by side, on a GPU, where a step of decodes must not wait for the routing."""
-
-    __slots__ = ("_down", "_gate_up", "_gated", "_router", "in_width", "out_width")
-
-    def __init__(self, router: ExpertRouter, gate_up: Tensor, down: Tensor, activation: str) -> None:
-        """`gate_up` [experts, 2 * width, hidden_size], gates first; `down` [experts, hidden_size, width]: both kept."""
-        self._router = router
-        self._gate_up = gate_up
-        self._down = down
-        self._gated = Gated(activation, gate_up.dtype, gate_up.device)
-        self.in_width, self.out_width = gate_up.shape[2], down.shape[1]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute x [rows, in_width], rows >= 1 -> [rows, out_width]."""
-        routing = self._router(x)
-        if len(x) <= _DENSE_ROWS:
-            return self._by_all(x, routing)
-        experts = [self._expert(index) for index in range(self._router.num_experts)]
-        return weighted(grouped_products(x, routing.experts, experts), routing.shares)
-
-    def _expert(self, index: int) -> Callable[[Tensor], Tensor]:
-        gate_up, down = self._gate_up[index], self._down[index]
-        return lambda rows: self._gated(rows @ gate_up.T) @ down.T
-
-    def _by_all(self, x: Tensor, routing: Routing) -> Tensor:
-        num_experts, num_rows = self._router.num_experts, len(x)
-        inner = x.expand(num_experts, -1, -1) @ self._gate_up.transpose(1, 2)
-        inner = self._gated(inner.flatten(0, 1)).view(num_experts, num_rows, -1)
-        results = (inner @ self._down.transpose(1, 2)).transpose(0, 1)
-        chosen = routing.experts[..., None].expand(-1, -1, results.shape[2])
-        return weighted(results.gather(1, chosen), routing.shares)
 
 
 def weighted(results: Tensor, shares: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.blocks import float8_values
+from kernels.gpu.expert_rows import num_tiles, rows_of_tile
+from kernels.gpu.expert_rows import tile_rows as sorted_tile_rows
 from kernels.gpu.launching import upcast
 
 _COLUMNS = 64  # outputs of one program
@@ -29,15 +31,6 @@ class GroupedOperand(Protocol):
     scales: Tensor  # float32 [groups, columns]
     zeros: Tensor | None  # uint8 likewise; None: numbers are FP8
     in_width: int
-
-
-class SortedTiles(Protocol):
-    """The tiles of rows that lie sorted by their experts."""
-
-    experts: Tensor  # int64 [tiles] whose weight
-    firsts: Tensor  # int64 [tiles] first row
-    ends: Tensor  # int64 [tiles] behind the last row of the expert; up to the first row: there is none
-    tile_rows: int
 
 
 def multiply(x: Tensor, weight: GroupedOperand) -> Tensor:
@@ -56,12 +49,15 @@ def multiply(x: Tensor, weight: GroupedOperand) -> Tensor:
     return out[0] if num_runs == 1 else out.sum(0).to(x.dtype)
 
 
-def multiply_sorted(x: Tensor, weight: GroupedOperand, tiles: SortedTiles) -> Tensor:
-    """Multiply x [rows, in_width], rows sorted by expert, each by its expert's weight -> [rows, columns]."""
-    num_groups, columns = weight.scales.shape[1:]
+def multiply_sorted(x: Tensor, weight: GroupedOperand, ends: Tensor) -> Tensor:
+    """Multiply x [rows, in_width], rows sorted by expert, each by its expert's weight -> [rows, columns].
+
+    `ends` int32 [experts]: behind the last row of each.
+    """
+    num_experts, num_groups, columns = weight.scales.shape
     out = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
-    grid = (len(tiles.experts), triton.cdiv(columns, _COLUMNS), 1)
-    _launch(grid, x, weight, out, num_groups, tiles.tile_rows, tiles)
+    grid = (num_tiles(len(x), num_experts), triton.cdiv(columns, _COLUMNS), 1)
+    _launch(grid, x, weight, out, num_groups, sorted_tile_rows(len(x), num_experts), ends)
     return out
 
 
@@ -88,7 +84,7 @@ def _launch(
     out: Tensor,
     run_groups: int,
     tile_rows: int,
-    tiles: SortedTiles | None,
+    ends: Tensor | None,
 ) -> None:
     assert x.stride(1) == 1, "inputs of a row are one run of memory"
     num_groups, columns = weight.scales.shape[-2:]
@@ -99,8 +95,9 @@ def _launch(
         weight.scales,
         weight.scales if weight.zeros is None else weight.zeros,
         out,
-        *((x, x, x) if tiles is None else (tiles.experts, tiles.firsts, tiles.ends)),
+        x if ends is None else ends,
         len(x),
+        0 if ends is None else len(ends),
         columns,
         num_groups,
         run_groups,
@@ -108,24 +105,23 @@ def _launch(
         GROUP=group,
         IS_INT4=2 * weight.words.shape[-1] == weight.in_width,
         IS_FLOAT8=weight.zeros is None,
-        IS_SORTED=tiles is not None,
+        EXPERTS=0 if ends is None else triton.next_power_of_2(len(ends)),
         ROWS=tile_rows,
         COLUMNS=_COLUMNS,
         UPCAST=upcast(x.dtype),
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "run_groups"])
+@triton.jit(do_not_specialize=["num_rows", "num_experts", "run_groups"])
 def _multiply(
     x,
     words,
     scales,
     zeros,
     out,
-    tile_experts,
-    tile_firsts,
-    tile_ends,
+    ends,
     num_rows,
+    num_experts,
     columns,
     num_groups,
     run_groups,
@@ -133,21 +129,21 @@ def _multiply(
     GROUP: tl.constexpr,
     IS_INT4: tl.constexpr,
     IS_FLOAT8: tl.constexpr,
-    IS_SORTED: tl.constexpr,
+    EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     loaded: tl.constexpr = GROUP // 2 if IS_INT4 else GROUP
-    tile, end = tl.program_id(0).to(tl.int64), num_rows
-    first = tile * ROWS
+    end = num_rows
+    first = tl.program_id(0).to(tl.int64) * ROWS
     outputs = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     weight_row = outputs
-    if IS_SORTED:
-        first, end = tl.load(tile_firsts + tile), tl.load(tile_ends + tile)
+    if EXPERTS > 0:
+        expert, first, end = rows_of_tile(ends, tl.program_id(0), num_experts, ROWS, EXPERTS)
         if first >= end:
             return
-        expert = tl.load(tile_experts + tile)
+        first = first.to(tl.int64)
         weight_row += expert * columns
         scales += expert * num_groups * columns
         zeros += expert * num_groups * columns

@@ -18,44 +18,9 @@ from torch.nn import functional
 from kernels.addends import Addends
 from kernels.gpu_dispatch import fused_kernels
 from kernels.narrow.product_end import ProductEnd
+from kernels.sorted_experts import ExpertRows, by_every_expert
 
-_FEW_ROWS, _ROWS = 16, 64  # of one tile
 GROUPS = (32, 64, 128)  # inputs of a group
-
-
-class ExpertTiles(NamedTuple):
-    """The rows of a pass by expert; there are as many tiles as there could be, the last ones without rows."""
-
-    order: Tensor  # int64 [rows * chosen]: the flattened choice that each sorted row is
-    row_experts: Tensor  # int64 [rows * chosen], of the sorted rows
-    experts: Tensor  # int64 [tiles]
-    firsts: Tensor  # int64 [tiles]: first sorted row
-    ends: Tensor  # int64 [tiles]: behind the last row of the tile's expert; up to the first row: there is none
-    tile_rows: int
-
-
-def expert_tiles(experts: Tensor, num_experts: int) -> ExpertTiles:
-    """Sort the choices `experts` [rows, chosen] int64.
-
-    All of it on the device: nothing waits for the routing, so that a CUDA graph can record it. Example: rows 0, 1 and 2
-    choose experts 2, 0 and 2. Sorted they are rows 1, 0, 2; the tiles of expert 0 begin at 0 and end at 1, those of
-    expert 2 begin at 1 and end at 3.
-    """
-    flat = experts.flatten()
-    row_experts, order = flat.sort(stable=True)
-    tile_rows = _FEW_ROWS if len(flat) <= _FEW_ROWS * num_experts else _ROWS
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
-    row_ends = counts.cumsum(0)
-    num_tiles = (counts + tile_rows - 1) // tile_rows
-    tile_ends = num_tiles.cumsum(0)
-    places = torch.arange(min(num_experts, len(flat)) + len(flat) // tile_rows, device=flat.device)
-    own = torch.searchsorted(tile_ends, places, right=True)
-    is_used, own = own < num_experts, own.clamp_(max=num_experts - 1)
-    within = places - (tile_ends - num_tiles)[own]
-    firsts = (row_ends - counts)[own] + within * tile_rows
-    ends = torch.where(is_used, torch.minimum(row_ends[own], firsts + tile_rows), 0)
-    return ExpertTiles(order, row_experts, own, firsts, ends, tile_rows)
 
 
 class Numbers(enum.Enum):
@@ -186,21 +151,20 @@ class GroupedLinear:
 class SortedLinear:
     """x [rows, in_width], sorted by expert -> the product of each row with its expert's weight, of dtype `dtype`."""
 
-    __slots__ = ("_dtype", "_weight", "in_width", "out_width")
+    __slots__ = ("_dtype", "_orders", "_weight", "in_width", "out_width")
 
-    def __init__(self, weight: GroupedWeight, *, dtype: torch.dtype) -> None:
-        """`weight`: of all experts, in a dimension in front; kept."""
-        self._weight, self._dtype = DeviceWeight(weight, dtype), dtype
+    def __init__(self, weight: GroupedWeight, orders: Tensor | None = None, *, dtype: torch.dtype) -> None:
+        """`weight`: of all experts, in a dimension in front; `orders` int64 [experts, in_width], of inputs; None: as
+        they come. Both kept."""
+        self._weight, self._orders, self._dtype = DeviceWeight(weight, dtype), orders, dtype
         self.in_width, self.out_width = weight.in_width, weight.words.shape[1]
 
-    def __call__(self, x: Tensor, tiles: ExpertTiles) -> Tensor:
+    def __call__(self, x: Tensor, rows: ExpertRows) -> Tensor:
         """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""
+        if self._orders is not None:
+            x = x.gather(1, self._orders[rows.experts])
         kernels = self._weight.kernels
         if kernels is not None:
-            product: Tensor = kernels.multiply_sorted(x, self._weight, tiles)
+            product: Tensor = kernels.multiply_sorted(x, self._weight, rows.ends)
             return product
-        out = torch.zeros((len(x), self.out_width), dtype=self._dtype, device=x.device)
-        for expert in range(len(self._weight.words)):  # all rows pass each of them: nothing waits for the routing
-            product = functional.linear(x, self._weight.unpacked(self._dtype, expert))
-            out = torch.where((tiles.row_experts == expert)[:, None], product, out)
-        return out
+        return by_every_expert(x, rows, lambda expert: self._weight.unpacked(self._dtype, expert))

@@ -29,7 +29,7 @@ from tests.gpu_kernels.compiled_cases import Case, Gpu, cases
 # Of a thread, some for what is rarely used; where matrix units read registers alone, large heads and float32 need more.
 _MOST_STACK_BYTES = {90: 64, 100: 64}
 _MOST_STACK_BYTES_ELSEWHERE = 256
-_NOT_SIZES = ("window", "site", "num_runs", "num_rows", "run_groups")  # of any value
+_NOT_SIZES = ("window", "site", "num_runs", "num_rows", "num_experts", "num_chosen", "run_groups")  # of any value
 _CONVERTS_FLOAT8 = 89  # and newer
 _KIB = 1024
 

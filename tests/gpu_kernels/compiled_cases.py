@@ -7,6 +7,7 @@ import torch
 from kernels.gpu import (
     block_copies,
     decode_attention,
+    expert_rows,
     gating,
     grouped_weights,
     head_placement,
@@ -15,6 +16,7 @@ from kernels.gpu import (
     prefill_attention,
     row_digests,
     row_norm,
+    stacked_weights,
     token_sampling,
 )
 from kernels.gpu.launching import padded, row_warps
@@ -125,16 +127,28 @@ TILE = {"BLOCK_SIZE": 16, "PADDED_DIM": 128, "TOKENS": 64, "UPCAST": False, **HE
 DIGESTED = {"words": LONG, "keys": LONG, "sums": LONG}
 SLOTS = {"SLOTS": 16, "PADDED": 16, "CHANNELS": 128}
 
+STACKED = {
+    "x": HALF,
+    "weight": HALF,
+    "ends": INT,
+    "out": HALF,
+    "num_experts": "i32",
+    "columns": "i32",
+    "width": "i32",
+    "x_stride": "i64",
+}
+ROUTED = {"experts": INT, "shares": FLOAT, "num_experts": "i32", "num_chosen": "i32"}
+SORTED = {"experts": INT, "rows": INT, "places": INT, "ends": INT, "num_choices": "i32", "num_chosen": "i32"}
+ADDED_UP = {"results": HALF, "places": INT, "shares": FLOAT, "out": HALF}
 GROUPED = {
     "x": HALF,
     "words": "*u8",
     "scales": FLOAT,
     "zeros": "*u8",
     "out": FLOAT,
-    "tile_experts": LONG,
-    "tile_firsts": LONG,
-    "tile_ends": LONG,
+    "ends": INT,
     "num_rows": "i32",
+    "num_experts": "i32",
     "columns": "i32",
     "num_groups": "i32",
     "run_groups": "i32",
@@ -220,20 +234,39 @@ def cases(gpu: Gpu) -> list[Case]:
             Case(
                 grouped_weights._multiply,
                 GROUPED | {"zeros": FLOAT if form == "IS_FLOAT8" else "*u8"},
-                {"IS_INT4": False, "IS_FLOAT8": False, "IS_SORTED": is_sorted, "UPCAST": False}
+                {"IS_INT4": False, "IS_FLOAT8": False, "EXPERTS": experts, "UPCAST": False}
                 | {"GROUP": group, "ROWS": rows, "COLUMNS": 64}
                 | ({} if form == "INT8" else {form: True}),
             )
-            for form, group, rows, is_sorted in (
-                ("IS_INT4", 128, 16, False),
-                ("IS_INT4", 128, 64, False),
-                ("IS_INT4", 32, 16, False),
-                ("IS_INT4", 128, 64, True),
-                ("IS_FLOAT8", 128, 16, False),
-                ("IS_FLOAT8", 128, 64, False),
-                ("IS_FLOAT8", 128, 64, True),
-                ("INT8", 128, 64, False),
+            for form, group, rows, experts in (
+                ("IS_INT4", 128, 16, 0),
+                ("IS_INT4", 128, 64, 0),
+                ("IS_INT4", 32, 16, 0),
+                ("IS_INT4", 128, 64, 128),
+                ("IS_FLOAT8", 128, 16, 0),
+                ("IS_FLOAT8", 128, 64, 0),
+                ("IS_FLOAT8", 128, 64, 128),
+                ("INT8", 128, 64, 0),
             )
+        ),
+        *(
+            Case(
+                stacked_weights._multiply_stacked,
+                STACKED,
+                {"ROWS": rows, "COLUMNS": columns, "INPUTS": 64, "EXPERTS": 128, "UPCAST": False},
+                {"num_stages": stacked_weights._STAGES},
+            )
+            for rows, columns in ((16, 64), (64, 128))
+        ),
+        Case(expert_rows._choose, {"logits": FLOAT, **ROUTED}, {"NORMALISES": True, "EXPERTS": 128}, {"num_warps": 2}),
+        *(
+            Case(expert_rows._sort, SORTED, {"CHOICES": choices}, {"num_warps": warps})
+            for choices, warps in ((1024, 4), (4096, 8))
+        ),
+        Case(
+            expert_rows._add_up,
+            ADDED_UP | {"stride": "i64", "width": "i32", "num_chosen": "i32"},
+            {"COLUMNS": 1024},
         ),
         *(Case(kernel, ROUNDED | ROW_SIZES, SLOTS) for kernel in (int8_blocks._quantise, int8_blocks._dequantise)),
         *(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from alignedserve.core.block_layout import FP8
@@ -22,6 +21,7 @@ from alignedserve.runtime.device.streams import CheckedEvent, CheckedStream, Che
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.steps.cuda_graphs import graph_sizes
 from kernels import gpu_dispatch as gpu_choice
+from tests.support.host_reads import NoHostReads
 from tests.support.marks import slow
 from tests.support.tiny_engines import (
     GREEDY,
@@ -173,22 +173,6 @@ def test_no_input_of_a_graph_is_freed_before_its_replay(decoder: Decoder, monkey
     tiny.engine.record_graphs()
     tiny.add("a", random_tokens(2, 9))
     tiny.generate("a", 6)
-
-
-class NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what would make the host wait for a GPU: reading a value, and results whose size depends on values."""
-
-    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "bincount")
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.partition(".")[0]
-        assert name not in self.REFUSED, f"{name} waits for the device"
-        by_mask = name in ("index", "index_put", "index_put_") and any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
-        assert not by_mask, "an index of booleans waits for the device"
-        return func(*args, **(kwargs or {}))
 
 
 class CountedStreams(CheckedStreams):

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from kernels import gpu_dispatch
-from kernels.narrow.grouped_linear import GroupedLinear, GroupedWeight, Numbers, SortedLinear, expert_tiles
+from kernels.narrow.grouped_linear import GroupedLinear, GroupedWeight, Numbers, SortedLinear
+from kernels.sorted_experts import rows_by_expert
 from tests.support.marks import slow
 
 pytestmark = pytest.mark.slow
@@ -115,10 +116,10 @@ def test_rows_sorted_by_expert_meet_their_experts(
     monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda device: has_kernel)
     made = sample(numbers, 32, num_experts, 40, 2)
     experts = torch.rand(num_rows, num_experts, device=device).argsort(1)[:, :chosen]
-    tiles = expert_tiles(experts, num_experts)
+    rows = rows_by_expert(experts, num_experts)
     x = torch.randn(num_rows * chosen, 64).to(device, dtype)
-    found = SortedLinear(moved(made.weight, device), dtype=dtype)(x, tiles)
-    for row, expert in enumerate(experts.flatten()[tiles.order].tolist()):
+    found = SortedLinear(moved(made.weight, device), dtype=dtype)(x, rows)
+    for row, expert in enumerate(experts.flatten().sort().values.tolist()):
         own = slice(row, row + 1)
         check(found[own], x[own], made.values[expert], has_kernel=has_kernel)
 

@@ -7,8 +7,8 @@ import torch
 from alignedserve.runtime.model.packed_products import Float8Rows, GroupedRows, Rows, are_alike
 from kernels.activation import Gated
 from kernels.feed_forward import ExpertRouter
-from kernels.narrow.grouped_experts import ExpertProduct, GroupedExperts
-from kernels.narrow.grouped_linear import GROUPS, GroupedWeight, Numbers, joined_weights
+from kernels.narrow.grouped_linear import GROUPS, GroupedWeight, Numbers, SortedLinear, joined_weights
+from kernels.sorted_experts import SortedExperts
 
 
 def grouped_experts(
@@ -16,7 +16,7 @@ def grouped_experts(
     experts: Sequence[tuple[Sequence[Rows], Rows]],
     activation: str,
     dtype: torch.dtype,
-) -> GroupedExperts | None:
+) -> SortedExperts | None:
     """Return the mixture of experts, each the parts of its first product, gates first, and its second one; None: their
     forms differ, or are not for this."""
     products = [
@@ -26,10 +26,10 @@ def grouped_experts(
     gate_up, down = ([own for own in part if own is not None] for part in products)
     if len(gate_up) < len(products[0]) or len(down) < len(products[1]):
         return None
-    return GroupedExperts(router, gate_up, down[0], Gated(activation, dtype, experts[0][1].rows.device))
+    return SortedExperts(router, gate_up, down[0], Gated(activation, dtype, experts[0][1].rows.device))
 
 
-def _products(experts: Sequence[Sequence[Rows]], dtype: torch.dtype) -> list[ExpertProduct | None]:
+def _products(experts: Sequence[Sequence[Rows]], dtype: torch.dtype) -> list[SortedLinear | None]:
     """Return one product of all experts for each part, or one for all parts where each expert's are alike."""
     parts = [[_grouped(part) for part in own] for own in experts]
     joined = [_joined(own) for own in parts]
@@ -46,7 +46,7 @@ def _joined(parts: Sequence[GroupedRows | None]) -> GroupedRows | None:
     return GroupedRows(joined_weights([part.weight for part in grouped]), grouped[0].order)
 
 
-def _product(experts: Sequence[GroupedRows | None], dtype: torch.dtype) -> ExpertProduct | None:
+def _product(experts: Sequence[GroupedRows | None], dtype: torch.dtype) -> SortedLinear | None:
     grouped = [own for own in experts if own is not None]
     if len(grouped) < len(experts) or any(own.kind != grouped[0].kind for own in grouped):
         return None
@@ -55,7 +55,7 @@ def _product(experts: Sequence[GroupedRows | None], dtype: torch.dtype) -> Exper
     if any(own.order is not None for own in grouped):
         as_they_come = torch.arange(weight.in_width, device=weight.words.device)
         orders = torch.stack([as_they_come if own.order is None else own.order for own in grouped])
-    return ExpertProduct(weight, orders, dtype=dtype)
+    return SortedLinear(weight, orders, dtype=dtype)
 
 
 def _grouped(rows: Rows) -> GroupedRows | None:

@@ -14,11 +14,11 @@ from alignedserve.runtime.model.packed_experts import grouped_experts
 from alignedserve.runtime.model.packed_products import PlainRows, Rows, packed_product
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, ParameterNames, find_head, find_prefix
 from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
-from kernels.feed_forward import ExpertRouter, Experts, FeedForwardPart, StackedExperts
+from kernels.feed_forward import ExpertRouter, Experts, FeedForwardPart
 from kernels.linear import AdaptableProjection, Linear, Projection
-from kernels.narrow.grouped_experts import GroupedExperts
 from kernels.norm import LayerNorm, Norm, RmsNorm
 from kernels.rotary import HeadNorms
+from kernels.sorted_experts import SortedExperts, stacked_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +214,11 @@ class _WeightAssembler:
             return packed
         gate_ups = [torch.cat([self._tensor(f"{name}.weight", *shapes[0]) for name in pair]) for pair, _ in modules]
         downs = [self._tensor(f"{down}.weight", *shapes[1]) for _, down in modules]
-        return StackedExperts(router, torch.stack(gate_ups), torch.stack(downs), config.activation.value)
+        return stacked_experts(router, torch.stack(gate_ups), torch.stack(downs), config.activation.value)
 
     def _packed_experts(
         self, router: ExpertRouter, modules: Sequence[tuple[list[str], str]], shapes: Sequence[tuple[int, int]]
-    ) -> GroupedExperts | None:
+    ) -> SortedExperts | None:
         """Return the experts with their weights as stored; None where these are plain, or differ in form."""
         if self._packed is None or self._packed_rows(f"{modules[0][1]}.weight", *shapes[1]) is None:
             return None

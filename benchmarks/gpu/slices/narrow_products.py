@@ -8,11 +8,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
+from kernels.gpu_dispatch import fused_kernels
 from kernels.narrow.float8_linear import Float8Linear, has_float8_products
-from kernels.narrow.grouped_linear import GROUPS, GroupedLinear, GroupedWeight, Numbers, SortedLinear, expert_tiles
+from kernels.narrow.grouped_linear import GROUPS, GroupedLinear, GroupedWeight, Numbers, SortedLinear
+from kernels.sorted_experts import StackedProduct, rows_by_expert
 
 _ROWS, _TOY_ROWS = (1, 16, 64, 256, 4096), (3,)
 _EXPERTS, _CHOSEN = 8, 2
+_AS_SERVED = "as served"
 _PRODUCT, _MIXTURE = "product", "product of experts"
 
 
@@ -66,10 +69,11 @@ def _mixture_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
         return
     columns, width = setup.config.intermediate_size, setup.config.hidden_size
     plain = setup.randn(_EXPERTS, columns, width)
+    stacked, kernels = StackedProduct(plain), fused_kernels("stacked_weights", setup.device, setup.dtype)
     forms = {form: SortedLinear(random_weight(form, setup.device, *plain.shape), dtype=setup.dtype) for form in Numbers}
     for count in _TOY_ROWS if setup.is_toy else _ROWS:
         experts = torch.rand(count, _EXPERTS, device=setup.device).argsort(1)[:, :_CHOSEN]
-        tiles = expert_tiles(experts, _EXPERTS)
+        rows = rows_by_expert(experts, _EXPERTS)
         x = setup.randn(count * _CHOSEN, width)
         case = partial(
             KernelCase,
@@ -78,11 +82,15 @@ def _mixture_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
             num_operations=2 * len(x) * columns * width,
             is_copy=False,
         )
-        dense = x[:count].expand(_EXPERTS, -1, -1)
         yield [
-            case(TORCH, partial(torch.bmm, dense, plain.mT), num_bytes=plain.nbytes),
+            case(_AS_SERVED, partial(stacked, x, rows), num_bytes=plain.nbytes),
             *(
-                case(f"{TRITON}, {form.value}", partial(product, x, tiles), num_bytes=_row_bytes(form, plain))
+                [case(TRITON, partial(kernels.multiply_sorted, x, plain, rows.ends), num_bytes=plain.nbytes)]
+                if kernels is not None
+                else []
+            ),
+            *(
+                case(f"{TRITON}, {form.value}", partial(product, x, rows), num_bytes=_row_bytes(form, plain))
                 for form, product in forms.items()
             ),
         ]

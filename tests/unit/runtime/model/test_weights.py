@@ -19,7 +19,7 @@ from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.runtime.model.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weight_loader import assemble_weights
-from kernels.feed_forward import StackedExperts
+from kernels.sorted_experts import SortedExperts
 from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, reference_generation, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
@@ -87,7 +87,7 @@ def test_experts_lie_side_by_side_on_a_gpu(family: str, tmp_path: Path) -> None:
     make_tiny_model(tmp_path, family)
     config = read_model_config(tmp_path)
     for layer, weights in enumerate(assemble_weights(config, _MetaSource()).layers):
-        assert isinstance(weights.mlp, StackedExperts) == (config.experts_of(layer) is not None)
+        assert isinstance(weights.mlp, SortedExperts) == (config.experts_of(layer) is not None)
         assert weights.mlp(torch.empty(7, 64, dtype=torch.bfloat16, device="meta")).shape == (7, 64)
 
 

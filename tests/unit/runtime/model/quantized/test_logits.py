@@ -17,9 +17,9 @@ from alignedserve.runtime.model.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weight_loader import DecoderWeights, assemble_weights
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
-from kernels.feed_forward import StackedExperts
 from kernels.linear import Linear
 from kernels.narrow.float8_linear import Float8Linear
+from kernels.sorted_experts import SortedExperts
 from tests.support.marks import slow
 from tests.support.quantized_checkpoints import FORMATS, quantize_folder
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
@@ -124,7 +124,8 @@ def test_weights_stay_packed_on_a_gpu(family: str, name: str, tmp_path: Path, mo
     expected = made(tmp_path, family, name)
     weights = weights_as_on_a_gpu(tmp_path, monkeypatch, torch.float32, has_float8=False)
     config = read_config(tmp_path)
-    assert all(not isinstance(product, Linear | StackedExperts) for product in weights.layer_projections)
+    assert all(not isinstance(product, Linear) for product in weights.layer_projections)
+    assert all(isinstance(layer.mlp, SortedExperts) == (family == "mixtral") for layer in weights.layers)
     assert error(logits_of(Decoder(config, weights)), expected) < 1e-5
     computing = Computing("cuda:0", "float32")
     assert quantized_weights(tmp_path, config, computing).warning is None
