@@ -36,8 +36,8 @@ class Stream(Protocol):
     def run(self, operation: Callable[[], object]) -> None:
         """Enqueue an operation, which is called at once or later.
 
-        Host memory that it reads must not change in between; tensors that it uses stay alive until a later event is
-        done.
+        Host memory that it reads must not change in between. The operation, and what it holds, stay alive until it is
+        done; the caller keeps nothing.
         """
 
     def record(self) -> Event:
@@ -164,17 +164,21 @@ class CudaStream:
         self._has_sleeping_waits = has_sleeping_waits
         self._stream: Any = _CUDA.Stream(device)
         self._stream.wait_stream(_CUDA.current_stream(device))
-        self._held: deque[tuple[CudaEvent, Tensor]] = deque()
+        self._held: deque[tuple[CudaEvent, object]] = deque()
 
     def run(self, operation: Callable[[], object]) -> None:
         """See Stream. Called at once; device memory that it allocates belongs to this stream.
 
         Comes after earlier work of this thread on the device's current stream, such as copies of the operation's
-        inputs.
+        inputs. PyTorch gives a tensor's memory to the next one of the stream that made it as soon as nothing holds it,
+        so the operation, and with it its inputs, is held until it is done here.
         """
-        self._stream.wait_stream(_CUDA.current_stream(self._stream.device))
-        with _CUDA.stream(self._stream):
-            operation()
+        self._join()
+        try:
+            with _CUDA.stream(self._stream):
+                operation()
+        finally:
+            self._hold(operation)
 
     def record(self) -> CudaEvent:
         """See Stream."""
@@ -206,13 +210,22 @@ class CudaStream:
     def _copy(self, source: Tensor, target: Tensor, *, rows: Tensor, pinned: Tensor) -> None:
         _check_copy(source, target)
         assert pinned.is_pinned(), "a copy with memory that is not page-locked would block the host"
+        self._join()
         with _CUDA.stream(self._stream):
             target.copy_(source, non_blocking=True)
-        # Otherwise memory freed on its own stream could be reused while this stream still copies it.
-        rows.record_stream(self._stream)
+        self._hold((rows, pinned))
+
+    def _join(self) -> None:
+        """Put later work here behind what this thread has enqueued on the device's current stream."""
+        current = _CUDA.current_stream(self._stream.device)
+        if not current.query():
+            self._stream.wait_stream(current)
+
+    def _hold(self, used: object) -> None:
+        """Keep alive what the work enqueued last uses, until it is done."""
         while self._held and self._held[0][0].is_done():
             self._held.popleft()
-        self._held.append((self.record(), pinned))
+        self._held.append((self.record(), used))
 
 
 class CudaStreams:
