@@ -18,6 +18,7 @@ from alignedserve.runtime.executor import make_executor
 from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
+from alignedserve.runtime.kv.transfers.transports import lends_device_memory
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.shared_weights import share_weights
 from alignedserve.scheduling.factory import calibration_s
@@ -158,8 +159,8 @@ async def start_colocated_worker(
     memory = None
     if lending is not None:
         budget = BufferBudget(layout.blocks_in(lending.buffer_bytes), lending.peers, may_grow=True)
-        lanes, part = executor.lanes, executor.part
-        memory = CandidateMemory(layout, budget, process_spec, transport=transport, lanes=lanes, part=part)
+        lanes = executor.lanes if lends_device_memory(engine_config) else None
+        memory = CandidateMemory(layout, budget, process_spec, transport=transport, lanes=lanes)
     worker = ColocatedWorker(
         make=make,
         executor=executor,

@@ -9,6 +9,7 @@ from alignedserve.runtime.engine.engine_sizes import engine_sizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
+from alignedserve.runtime.kv.transfers.transports import lends_device_memory
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.scheduling.factory import calibration_s
 from alignedserve.worker_core.registration import registration_of
@@ -74,8 +75,7 @@ async def start_prefill_worker(
             budget,
             process_spec,
             transport=engine_config.kv_transport,
-            lanes=executor.lanes,
-            part=executor.part,
+            lanes=executor.lanes if lends_device_memory(engine_config) else None,
         ),
         pool_name=pool_name,
         process_spec=process_spec,

@@ -22,7 +22,7 @@ from alignedserve.costmodel.gpu_limits import REQUEST_TOKENS, running_requests
 from alignedserve.costmodel.hardware import Hardware
 from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.runtime.grammar.memory import grammar_bytes
-from alignedserve.runtime.kv.transfers.transports import OF_DEVICES
+from alignedserve.runtime.kv.transfers.transports import lends_device_memory
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.scheduling.policies import policy_entry
 from alignedserve.scheduling.policy import Mechanism
@@ -213,7 +213,7 @@ class MemoryPlanner:
 
     def _buffer_places(self, gpu: Place, num_lenders: int) -> dict[Place, int]:
         """Return where candidate buffers are: on each lender's GPU, or in the machine's memory."""
-        if self.machine.gpu_bytes and self.config.engine.kv_transport in OF_DEVICES:
+        if self.machine.gpu_bytes and lends_device_memory(self.config.engine):
             return {gpu: 1}
         return {Place.HOST: num_lenders, Place.SHARED: num_lenders}
 

@@ -13,6 +13,7 @@ from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
 from alignedserve.runtime.device.devices import CUDA, check_ranks, worker_devices
 from alignedserve.runtime.engine.engine_sizes import engine_mechanisms, hidden_block_tokens, storage_blocks
 from alignedserve.runtime.kv.arena_files import arena_folder
+from alignedserve.runtime.kv.transfers.transports import check_transport
 from alignedserve.runtime.model.model_files import check_weight_files
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
 from alignedserve.scheduling.factory import resolve_policy
@@ -49,6 +50,7 @@ def check_configuration(config: ClusterConfig, served: ServedModel) -> None:
             f"lora: policy {config.scheduling.policy!r} recomputes keys and values from layer inputs, which is not "
             "done with adapters; choose another policy, or scheduling.policy_params.hybrid_cache=false"
         )
+    check_transport(config.engine)
     if config.engine.kv_cache_dtype in (INT8, FP8):
         _check_rounded_cache(config)
     load_tokenizer(served)

@@ -51,8 +51,6 @@ class ArenaOffered(Message, frozen=True):
         ""  # host, file system and file of the path, as another host may have another file there; empty: unknown
     )
     pool_name: Text = ""  # of a candidate buffer: the pool whose blocks can be copied to and from it; empty: any
-    num_ranks: Count = 1  # of the worker that lends the blocks, if each of them copies its part of a block
-    rank_addresses: tuple[Text, ...] = ()  # where the ranks beside the first serve parts in memories of their own
 
 
 class ReserveBlocks(Message, frozen=True):

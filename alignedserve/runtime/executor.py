@@ -16,7 +16,6 @@ from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
-from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.model.served_model import ServedModel
 
 
@@ -31,10 +30,6 @@ class Executor(Protocol):
     @property
     def lanes(self) -> CopyLanes | None:
         """The lanes of the device's copies; None: the blocks are on the host."""
-
-    @property
-    def part(self) -> ArenaPart:
-        """The part of each block that the first rank copies; the whole where ranks share their memory."""
 
     def copier(self, identity: Identity, *, transport: str = ...) -> BlockCopier:
         """Return a copier of the executor's blocks."""

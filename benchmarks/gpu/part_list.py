@@ -29,14 +29,8 @@ PART_LIST = (
     ListedPart("fp8-cache", 1.0, "decode attention over caches of bfloat16 and of FP8"),
     ListedPart("products", 4.0, "products in 4 and 8 bits, FP8 by row and in blocks, and of experts"),
     ListedPart("narrow-iterations", 4.0, "8B iterations with FP8 and 4-bit weights against bfloat16 (at most 0.65)"),
-    ListedPart("adapters", 1.5, "what LoRA adapters add to the rows of a decode step"),
-    ListedPart("sampling", 2.0, "top-p, top-k and min-p over flat and peaked logits"),
     ListedPart("prompts", 4.0, "prompts and chunks, blocks of 16 and 128: flash-attn-4, PyTorch's, ours"),
     ListedPart("profile", 3.0, "ten 8B decode steps by kernel, at 64 and 256 sequences"),
-    ListedPart("arena", 2.0, "registered arena against page-locked ring, blocks of 80 KiB and 2 MiB"),
-    ListedPart(
-        "ranks", 2.0, "two ranks refused on one GPU, one rank through the ranks' code, blocks between pairs of ranks"
-    ),
 )
 
 

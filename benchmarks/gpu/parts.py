@@ -248,12 +248,8 @@ PARTS: dict[str, Callable[[Part], dict[str, Any]]] = {
     "fp8-cache": _groups_of("attention_sweep", "cache_cases"),
     "products": _groups_of("narrow_products", "product_cases"),
     "narrow-iterations": _measured_by("narrow_iterations", "compare_iterations"),
-    "adapters": _groups_of("adapter_rows", "adapter_cases"),
-    "sampling": _groups_of("sampling", "sampling_cases"),
     "prompts": _groups_of("prompts", "prompt_cases"),
     "profile": _measured_by("step_profile", "profile_steps"),
-    "arena": _measured_by("arena", "compare_arena"),
-    "ranks": _measured_by("rank_parts", "measure_ranks"),
 }
 assert list(PARTS) == [part.name for part in PART_LIST], "every part is listed"
 

@@ -3,7 +3,7 @@
     python -m benchmarks.transfer --name transfer/transfer    # targets: shm and tcp 80 % of a plain copy, gloo 70 %
 
 Between processes: by shared memory, gloo, TCP with TLS and without. On a GPU also lists of blocks to page-locked memory
-and back, and between processes by CUDA IPC and NCCL. Loads nothing that only a server needs (Ray, an HTTP client): it
+and back, and between processes by CUDA IPC. Loads nothing that only a server needs (Ray, an HTTP client): it
 runs on a bare machine with a GPU; without msgspec it leaves out what moves between processes.
 """
 

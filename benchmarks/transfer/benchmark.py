@@ -35,17 +35,15 @@ def measure_device_transfers(
     """Add to the report what moves blocks of a GPU; on a CPU, that there is none."""
     if device.type != CUDA:
         reason = cuda_obstacle() or "another device was asked for"
-        report.left_out.append(f"pinned copies, registered arenas, cuda_ipc and nccl move blocks of a GPU: {reason}")
+        report.left_out.append(f"pinned copies, registered arenas and cuda_ipc move blocks of a GPU: {reason}")
         return
     _add(pinned_rows(spec, device), report, on_measured)
     _between_processes("registered arenas", report, on_measured, lambda: registered_rows(spec, device))
     _between_processes("cuda_ipc", report, on_measured, lambda: _peer_rows(spec, "cuda_ipc", 0, 0))
-    count = torch.cuda.device_count()
-    if count < 2 or not torch.distributed.is_nccl_available():
-        reason = "there is one GPU" if count < 2 else "this PyTorch has none"
-        report.left_out.append(f"nccl, which moves blocks between two GPUs: {reason}")
+    if torch.cuda.device_count() < 2:
+        report.left_out.append("cuda_ipc between two GPUs: there is one GPU")
         return
-    _between_processes("nccl", report, on_measured, lambda: _peer_rows(spec, "nccl", 0, 1))
+    _between_processes("cuda_ipc between two GPUs", report, on_measured, lambda: _peer_rows(spec, "cuda_ipc", 0, 1))
 
 
 def _peer_rows(spec: TransferBenchmarkSpec, transport: str, here: int, there: int) -> Iterable[TransferResult]:

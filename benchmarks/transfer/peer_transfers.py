@@ -21,7 +21,7 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
-from alignedserve.runtime.kv.transfers.device_buffer import DeviceBlocks, DeviceBuffer
+from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
 from alignedserve.runtime.kv.transfers.open_channel import open_channel
@@ -30,7 +30,7 @@ from benchmarks.transfer.block_moves import BlockMoves
 from benchmarks.transfer.peer_process import END, address, identity, peer_process
 from benchmarks.transfer.spec import TransferBenchmarkSpec
 
-CUDA_IPC, NCCL = "cuda_ipc", "nccl"
+CUDA_IPC = "cuda_ipc"
 
 
 class PeerWay(NamedTuple):
@@ -75,8 +75,7 @@ def _opened(way: PeerWay, storage: BlockStorage, folder: Path) -> KVTransfer:
     own = identity(Role.DECODE_WORKER)
     if way.transport == CUDA_IPC:
         return IpcTransfer(storage, address(folder), identity=own, lanes=_lanes(storage.accelerator))
-    memory = DeviceBlocks(storage.bytes)
-    return ChannelTransfer(storage, address(folder), identity=own, transport=way.transport, memory=memory)
+    return ChannelTransfer(storage, address(folder), identity=own, transport=way.transport)
 
 
 def _lanes(accelerator: Accelerator | None) -> CopyLanes:

@@ -83,19 +83,17 @@ def test_a_cpu_has_none_of_the_device() -> None:
     measure_device_transfers(SMALL, CPU, report)
     assert (report.rows, report.failures) == ([], [])
     (line,) = report.left_out
-    assert line.startswith("pinned copies, registered arenas, cuda_ipc and nccl move blocks of a GPU: ")
+    assert line.startswith("pinned copies, registered arenas and cuda_ipc move blocks of a GPU: ")
 
 
-def gpus(monkeypatch: pytest.MonkeyPatch, count: int, **ways: Any) -> TransferReport:
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int, ways: dict[str, Any]) -> TransferReport:
     """Return the report for so many GPUs; `ways`: the results of each."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(transfer, "pinned_rows", lambda *_: iter([ROW]))
     monkeypatch.setattr(transfer, "registered_rows", lambda *_: iter([ROW]))
 
     def rows(_: object, way: PeerWay) -> list[TransferResult]:
-        assert way[1:] == ("cuda:0", "cuda:1" if way.transport == "nccl" else "cuda:0")
-        found = ways[way.transport]
+        found = ways[f"{way.transport} {way.there}"]
         if isinstance(found, Exception):
             raise found
         return [found]
@@ -107,13 +105,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int, **ways: Any) -> TransferRe
     return report
 
 
-def test_one_gpu_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = gpus(monkeypatch, 1, cuda_ipc=ROW)
-    assert report == TransferReport([ROW] * 3, ["nccl, which moves blocks between two GPUs: there is one GPU"], [])
+def test_one_gpu_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = gpus(monkeypatch, 1, {"cuda_ipc cuda:0": ROW})
+    assert report == TransferReport([ROW] * 3, ["cuda_ipc between two GPUs: there is one GPU"], [])
 
 
 def test_what_does_not_work_costs_no_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = gpus(monkeypatch, 2, cuda_ipc=HandoffRejected("the memory cannot be mapped\nat all"), nccl=ROW)
+    refusal = HandoffRejected("the memory cannot be mapped\nat all")
+    report = gpus(monkeypatch, 2, {"cuda_ipc cuda:0": refusal, "cuda_ipc cuda:1": ROW})
     assert report == TransferReport([ROW] * 3, [], ["cuda_ipc: HandoffRejected: the memory cannot be mapped"])
 
 

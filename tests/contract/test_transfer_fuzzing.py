@@ -373,5 +373,5 @@ def test_bytes_that_never_come_end_the_connection(impatient: BlockServer) -> Non
 
 
 def test_a_refused_transport_says_what_there_is(served: ServedMedium) -> None:
-    with pytest.raises(HandoffRejected, match="served by gloo, not by 'nccl'"):
-        ChannelTransfer(filled(served.layout, 1), served.server.address, identity=CLIENT, transport="nccl")
+    with pytest.raises(HandoffRejected, match="served by gloo, not by 'tcp'"):
+        ChannelTransfer(filled(served.layout, 1), served.server.address, identity=CLIENT, transport="tcp")

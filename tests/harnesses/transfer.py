@@ -21,8 +21,8 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
-from alignedserve.runtime.kv.transfers.device_buffer import DeviceBlocks, DeviceBuffer
-from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer, HostBlocks
+from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
+from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
 from alignedserve.runtime.kv.transfers.open_channel import open_channel
@@ -143,9 +143,7 @@ class DeviceMedium:
         if self._transport == "cuda_ipc":
             transfer = IpcTransfer(storage, self.server.address, identity=identity, lanes=self._lanes)
         else:
-            memory = DeviceBlocks(storage.bytes) if self._transport == "gloo" else HostBlocks(storage)
-            address, name = self.server.address, self._transport
-            transfer = ChannelTransfer(storage, address, identity=identity, transport=name, memory=memory)
+            transfer = ChannelTransfer(storage, self.server.address, identity=identity, transport=self._transport)
         self._transfers.append(transfer)
         return transfer
 
@@ -174,15 +172,14 @@ MEDIA: dict[str, Callable[[Path, BlockLayout], Medium]] = {
         folder, layout, transport="tcp", address="tls:127.0.0.1:0", writer_stamps=False
     ),
     "gloo tcp": lambda folder, layout: ServedMedium(folder, layout, transport="gloo", address="tcp:127.0.0.1:0"),
-    # What cuda_ipc and nccl do, on the CPU: everything but mapping the memory, and NCCL itself.
+    # What cuda_ipc does, on the CPU: everything but mapping the memory.
     "device mapped": lambda folder, layout: DeviceMedium(folder, layout, transport="cuda_ipc"),
-    "device group": lambda folder, layout: DeviceMedium(folder, layout, transport="gloo"),
     "device tcp": lambda folder, layout: DeviceMedium(folder, layout, transport="tcp"),
 }
 
 
-# The other gloo and the other device have most of them in common; a pair for every test takes its time.
-IN_SLOW_TESTS = ("gloo unix", "device group")
+# The other gloo has most of it in common; a pair for every test takes its time.
+IN_SLOW_TESTS = ("gloo unix",)
 
 
 def elsewhere(transport: str, *devices: str) -> Callable[[Path, BlockLayout], Medium]:
@@ -195,9 +192,8 @@ ELSEWHERE: dict[str, Callable[[Path, BlockLayout], Medium]] = {
     "gloo process": elsewhere("gloo"),
     "cuda_ipc": elsewhere("cuda_ipc", "cuda:0", "cuda:0"),
     "cuda_ipc two devices": elsewhere("cuda_ipc", "cuda:0", "cuda:1"),
-    "nccl": elsewhere("nccl", "cuda:0", "cuda:1"),
 }
-NUM_DEVICES = {"cuda_ipc": 1, "cuda_ipc two devices": 2, "nccl": 2}
+NUM_DEVICES = {"cuda_ipc": 1, "cuda_ipc two devices": 2}
 
 
 def layout_of(dtype: str) -> BlockLayout:

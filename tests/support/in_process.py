@@ -35,6 +35,7 @@ from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
+from alignedserve.runtime.kv.transfers.transports import lends_device_memory
 from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from decode_worker import factory as decode_factory
@@ -181,8 +182,7 @@ class RoomCluster:
                 budget,
                 process_spec,
                 transport=self.config.engine.kv_transport,
-                lanes=executor.lanes,
-                part=executor.part,
+                lanes=executor.lanes if lends_device_memory(self.config.engine) else None,
             ),
             pool_name=POOL,
             process_spec=process_spec,
@@ -259,8 +259,8 @@ class RoomCluster:
         if is_elastic:
             peers = [f"decode-{index}" for index in range(self.config.decode.count) if name != f"decode-{index}"]
             budget = BufferBudget(executor.layout.blocks_in(self.config.prefill.candidate_buffer_bytes), peers)
-            lanes, part = executor.lanes, executor.part
-            memory = CandidateMemory(executor.layout, budget, process_spec, transport=transport, lanes=lanes, part=part)
+            lanes = executor.lanes if lends_device_memory(self.config.engine) else None
+            memory = CandidateMemory(executor.layout, budget, process_spec, transport=transport, lanes=lanes)
         worker = ColocatedWorker(
             make=make,
             executor=executor,

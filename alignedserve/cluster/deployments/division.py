@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from alignedserve.cluster.memory_planner import Machine, worker_grammar_bytes
 from alignedserve.config.sections import MIB, ClusterConfig
 from alignedserve.core.errors import NotEnoughMemory
-from alignedserve.runtime.kv.transfers.transports import OF_DEVICES
+from alignedserve.runtime.kv.transfers.transports import lends_device_memory
 from alignedserve.runtime.model.served_model import ServedModel
 
 _PROCESSES_BYTES = 900 * 1024 * 1024  # of a deployment, beside weights and caches: libraries, intermediate results
@@ -104,7 +104,7 @@ def holding_of(config: ClusterConfig, served: ServedModel, gpus: Sequence[str]) 
     lenders = config.prefill.count if config.chosen_topology.is_separate else config.decode.count
     lends = config.chosen_topology.is_separate or config.decode.count > 1
     buffers = config.prefill.candidate_buffer_bytes * lenders if lends else 0
-    on_gpus, shared = (buffers, 0) if gpus and config.engine.kv_transport in OF_DEVICES else (0, buffers)
+    on_gpus, shared = (buffers, 0) if gpus and lends_device_memory(config.engine) else (0, buffers)
     shared += config.node_pool.memory_bytes if config.node_pool is not None else 0
     host += worker_grammar_bytes(served) * config.num_workers
     beside_cache = served.weight_bytes + config.lora.worker_bytes

@@ -66,7 +66,7 @@ class EngineConfig(Section, frozen=True):
     # Tokens that a grammar forces are computed several in one iteration; when unset, on CPUs, where it is measured.
     jump_ahead: bool | None = None
     calibration_s: float = 2.0  # of measuring what iterations cost, at a worker's start; 0: it learns while it serves
-    # How blocks travel between prefill and decode workers: auto, shm, tcp, gloo; between GPUs cuda_ipc, nccl as well.
+    # How blocks travel between prefill and decode workers: auto, shm, tcp, gloo; between GPUs of a host also cuda_ipc.
     kv_transport: str = "auto"
     # Of keys and values: auto (the model's dtype), or with a scale per token and head: int8 on CPUs, fp8 on GPUs.
     kv_cache_dtype: str = "auto"

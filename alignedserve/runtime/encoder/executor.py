@@ -37,7 +37,6 @@ from alignedserve.runtime.engine.model_loading import check_memory
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
-from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.kv.transfers.transports import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.encoder.encoder_weights import EncoderWeights, load_encoder_weights
@@ -94,11 +93,6 @@ class EncoderExecutor:
     def lanes(self) -> CopyLanes | None:
         """The lanes of the device's copies; None: the blocks are on the host."""
         return self._storage.lanes
-
-    @property
-    def part(self) -> ArenaPart:
-        """The part of each block that the first rank copies; the whole where ranks share their memory."""
-        return self._storage.part
 
     def copier(self, identity: Identity, *, transport: str = AUTO_TRANSPORT) -> BlockCopier:
         """Return a copier of the blocks, as requests that move between workers need one."""

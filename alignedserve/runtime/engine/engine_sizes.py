@@ -6,7 +6,7 @@ from alignedserve.config.sections import EngineConfig, SchedulingConfig
 from alignedserve.core.block_layout import BlockLayout, recomputed_blocks
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import CPU, device_type
-from alignedserve.runtime.kv.transfers.transports import OF_DEVICES
+from alignedserve.runtime.kv.transfers.transports import lends_device_memory
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.scheduling.policies import wanted_mechanisms
 from alignedserve.scheduling.policy import Mechanism
@@ -72,16 +72,11 @@ def engine_sizes(
         wants_shared_blocks,
         jumps_ahead=may_jump and jumps_ahead(config.jump_ahead, config.device),
         loads_quietly=loads_quietly,
-        lent_bytes=candidate_buffer_bytes if lends_device_memory(config) else 0,
+        lent_bytes=candidate_buffer_bytes if device_type(config.device) != CPU and lends_device_memory(config) else 0,
         is_decoding=is_decoding,
         swap_space_bytes=swap_space_bytes,
         max_running=max_running,
     )
-
-
-def lends_device_memory(config: EngineConfig) -> bool:
-    """Return whether candidate buffers are in the memory of GPUs; `config`: with its device decided."""
-    return device_type(config.device) != CPU and config.kv_transport in OF_DEVICES
 
 
 def jumps_ahead(wanted: bool | None, device: str) -> bool:

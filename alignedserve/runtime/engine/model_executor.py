@@ -48,7 +48,6 @@ from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
-from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.kv.transfers.transports import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.lora.adapter_modules import product_shapes
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
@@ -146,11 +145,6 @@ class ModelExecutor:
     def lanes(self) -> CopyLanes | None:
         """The lanes of the device's copies; None: the blocks are on the host."""
         return self._storage.lanes
-
-    @property
-    def part(self) -> ArenaPart:
-        """The part of each block that the first rank copies; the whole where ranks share their memory."""
-        return self._storage.part
 
     def copier(self, identity: Identity, *, transport: str = AUTO_TRANSPORT) -> BlockCopier:
         """Return a copier of this engine's blocks; `transport` as in engine.kv_transport."""

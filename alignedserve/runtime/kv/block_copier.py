@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from alignedserve.core.errors import NotEnoughMemory, PeerError, TransportUnavailable
+from alignedserve.core.errors import PeerError, TransportUnavailable
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.iterations import (
     BlocksLoaded,
@@ -28,13 +28,7 @@ from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
 from alignedserve.runtime.kv.transfers.local_transfer import LocalMemory, LocalTransfer, relay
 from alignedserve.runtime.kv.transfers.own_buffer_transfer import OwnBufferTransfer
-from alignedserve.runtime.kv.transfers.ranked_transfer import (
-    LentParts,
-    PartsLoan,
-    PartsOffer,
-    RankCopies,
-    RankedTransfer,
-)
+from alignedserve.runtime.kv.transfers.ranked_transfer import PartsOffer, RankCopies, RankedTransfer
 from alignedserve.runtime.kv.transfers.registry import open_transfer
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from alignedserve.runtime.kv.transfers.transports import AUTO, SHM
@@ -77,19 +71,14 @@ class BlockCopier:
         self._submit(peer, lambda: self._open(peer), _ignore)
 
     def use_buffer(
-        self,
-        peer: str,
-        memory: LocalMemory,
-        on_used: Callable[[tuple[str, ...] | None], None],
-        parts: LentParts | None = None,
+        self, peer: str, memory: LocalMemory, offered: ArenaOffered, on_used: Callable[[bool], None]
     ) -> None:
-        """Use this buffer of this process, made for the peer. Its creator removes it.
+        """Use this buffer of this process, made for the peer and offered so. Its creator removes it.
 
-        `parts`: of the ranks beside this one, if there are any. `on_used` takes where they serve theirs; None: one of
-        them cannot take part in the buffer.
+        `on_used` takes whether every rank can use it.
         """
         self._offers.pop(peer, None)
-        self._submit(peer, lambda: self._replace(peer, memory, parts), on_used)
+        self._submit(peer, lambda: self._replace(peer, memory, offered), on_used)
 
     def unmap_arena(self, peer: str) -> None:
         """Stop using the arena of a peer that is gone."""
@@ -159,7 +148,7 @@ class BlockCopier:
         try:
             with copying(self._storage.device):
                 if isinstance(source, RankedTransfer) and isinstance(target, RankedTransfer):
-                    runs = source.relay_to(target, command.copy, ids, generation, peer)
+                    runs = source.relay_to(target, command.copy, ids, generation)
                 elif isinstance(source, LocalTransfer) and isinstance(target, LocalTransfer):
                     runs = relay(source, command.copy, target, ids, generation)
         except PeerError as error:
@@ -212,35 +201,26 @@ class BlockCopier:
         if transfer is not None and not isinstance(transfer, ShmTransfer):
             transfer.close()
 
-    def _replace(self, peer: str, memory: LocalMemory, parts: LentParts | None) -> tuple[str, ...] | None:
+    def _replace(self, peer: str, memory: LocalMemory, offered: ArenaOffered) -> bool:
+        """Use a buffer; False: a rank cannot, which is logged."""
         self._release(peer)
         if self._ranks is not None:
-            assert parts is not None, "a buffer of several ranks"
-            return self._share(peer, memory, parts, self._ranks)
+            return self._share(peer, offered, self._ranks)
         if isinstance(memory, DeviceBuffer):
             self._transfers[peer] = OwnBufferTransfer(self._storage, memory)
-            return ()
+            return True
         lanes, num_threads = self._storage.lanes, threads_per_copy()
         self._transfers[peer] = ShmTransfer(self._storage, memory, stamps=True, num_threads=num_threads, lanes=lanes)
-        return ()
+        return True
 
-    def _share(self, peer: str, memory: LocalMemory, parts: LentParts, ranks: RankCopies) -> tuple[str, ...] | None:
-        """Use a buffer together with the other ranks; None: one of them cannot, which is logged."""
-        offered, addresses = parts.offered, tuple[str, ...]()
+    def _share(self, peer: str, offered: ArenaOffered, ranks: RankCopies) -> bool:
         try:
-            if isinstance(memory, DeviceBuffer):
-                loan = PartsLoan(
-                    self._identity, memory.num_blocks, parts.max_blocks, offered.transports, parts.addresses
-                )
-                addresses = ranks.lend(peer, loan)
-                self._transfers[peer] = RankedTransfer(OwnBufferTransfer(self._storage, memory), ranks, peer)
-            else:
-                self._transfers[peer] = self._opened(peer, PartsOffer(offered, self._identity, True, SHM))
-        except (NotEnoughMemory, PeerError, TransportUnavailable) as error:
+            self._transfers[peer] = self._opened(peer, PartsOffer(offered, self._identity, True, SHM))
+        except (PeerError, TransportUnavailable) as error:
             ranks.close(peer)
             logger.warning("no candidate buffer for %s: %s", peer, error)
-            return None
-        return addresses
+            return False
+        return True
 
 
 def _ignore(nothing: None) -> None:

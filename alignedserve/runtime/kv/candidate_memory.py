@@ -18,13 +18,12 @@ from alignedserve.runtime.kv.arena_files import ARENA_SUFFIX, arena_path, remove
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.device_lender import BUFFER_SETTING, DeviceLender
-from alignedserve.runtime.kv.shm_arena import WHOLE, Arena, ArenaPart
+from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.local_transfer import LocalMemory
 from alignedserve.runtime.kv.transfers.open_channel import open_channel
-from alignedserve.runtime.kv.transfers.ranked_transfer import LentParts
-from alignedserve.runtime.kv.transfers.transports import AUTO, OF_DEVICES
+from alignedserve.runtime.kv.transfers.transports import AUTO
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,6 @@ class OpenedBuffer(NamedTuple):
     memory: LocalMemory
     offered: ArenaOffered
     server: BlockServer | None
-    parts: LentParts | None  # of the worker's other ranks; None: it has none, or they share one memory
 
 
 class CandidateMemory:
@@ -51,21 +49,19 @@ class CandidateMemory:
         *,
         transport: str = AUTO,
         lanes: CopyLanes | None = None,
-        part: ArenaPart = WHOLE,
     ) -> None:
-        """`layout`: of whole blocks. `transport`: engine.kv_transport. `lanes`: of the worker's device; None: it
-        computes on the host. `part`: of each block, that the first rank copies."""
+        """`layout`: of whole blocks. `transport`: engine.kv_transport. `lanes`: of the worker's device, in whose
+        memory the buffers are; None: they are in the host's."""
         self._layout = layout
         self._budget = budget
         self._kv_transport = transport
         self._process_spec = process_spec
         self._opened: dict[str, OpenedBuffer] = {}
         self._num_made = 0
-        self._lanes = lanes if transport in OF_DEVICES else None
-        self._part = part
+        self._lanes = lanes
         self._lender: DeviceLender | None = None
         if self._lanes is not None:
-            self._lender = DeviceLender(part.of(layout), part, self._lanes, budget.num_blocks)
+            self._lender = DeviceLender(layout, self._lanes, budget.num_blocks)
         else:
             self._remove_former()
 
@@ -92,7 +88,7 @@ class CandidateMemory:
             logger.warning("no candidate buffer for %s: it cannot be served: %s", peer, error)
             return None
         offered = self._offer(memory, server, transports)
-        opened = self._opened[peer] = OpenedBuffer(memory, offered, server, self._parts(offered, is_far=is_far))
+        opened = self._opened[peer] = OpenedBuffer(memory, offered, server)
         return opened
 
     def is_open(self, peer: str, opened: OpenedBuffer) -> bool:
@@ -138,9 +134,7 @@ class CandidateMemory:
         if self._lanes is not None:
             if chosen != AUTO:
                 return (chosen,)
-            # A process group's bytes are not encrypted.
-            has_tls = any(address.startswith("tls:") for address in self._beyond_node)
-            return ("cuda_ipc", "tcp") if not is_far else ("tcp",) if has_tls else ("nccl", "tcp")
+            return ("tcp",) if is_far else ("cuda_ipc", "tcp")
         if chosen in (AUTO, "shm"):
             return ("tcp",) if is_far else ()
         return (chosen,)
@@ -162,13 +156,6 @@ class CandidateMemory:
         # No longer than the name of a process: a run folder is refused only where those do not fit (run_folder.py).
         return self._process_spec.addresses.of(f"b-{secrets.token_hex(4)}")
 
-    def _parts(self, offered: ArenaOffered, *, is_far: bool) -> LentParts | None:
-        others = range(1, self._part.size)
-        if not others:
-            return None
-        addresses = tuple(self._new_address(is_far=is_far) for _ in others) if self._lender is not None else ()
-        return LentParts(offered, self._budget.num_blocks, addresses)
-
     def _offer(self, memory: LocalMemory, server: BlockServer | None, transports: tuple[str, ...]) -> ArenaOffered:
         is_file = isinstance(memory, Arena)
         return ArenaOffered(
@@ -180,7 +167,6 @@ class CandidateMemory:
             transports=("shm", *transports) if is_file else transports,
             file_id=memory.file_id if isinstance(memory, Arena) else "",
             pool_name=self._process_spec.pool_name,
-            num_ranks=self._part.size,
         )
 
 

@@ -1,4 +1,4 @@
-"""Makes the buffers that a rank lends out of its device's memory, of its part of each block."""
+"""Makes the buffers that a worker lends out of its device's memory."""
 
 import threading
 import weakref
@@ -10,7 +10,6 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
-from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 
 BUFFER_SETTING = "prefill.candidate_buffer_bytes"
@@ -58,10 +57,8 @@ class LentRows:
 class DeviceLender:
     """Lends blocks of one layout, in all no more than `max_blocks` unless those in use are more. From any thread."""
 
-    def __init__(self, layout: BlockLayout, part: ArenaPart, lanes: CopyLanes, max_blocks: int) -> None:
-        """`layout`: of this part of a block."""
+    def __init__(self, layout: BlockLayout, lanes: CopyLanes, max_blocks: int) -> None:
         self._layout = layout
-        self._part = part
         self._lanes = lanes
         self._lock = threading.Lock()
         self._rows = LentRows(lanes.accelerator, max_blocks, layout.block_bytes)
@@ -73,6 +70,6 @@ class DeviceLender:
                 rows = self._rows.take(num_blocks)
         except NotEnoughMemory as error:
             raise NotEnoughMemory(f"{error}; set {BUFFER_SETTING} lower") from error
-        buffer = DeviceBuffer(self._layout, rows[:num_blocks], self._lanes, self._part)
+        buffer = DeviceBuffer(self._layout, rows[:num_blocks], self._lanes)
         self._rows.give_back_after(buffer, rows)
         return buffer

@@ -3,8 +3,6 @@
 import asyncio
 from collections.abc import Callable
 
-import msgspec
-
 from alignedserve.messages.iterations import (
     BlocksLoaded,
     BlocksOffloaded,
@@ -72,12 +70,9 @@ class LendingCopier:
             asyncio.get_running_loop().call_soon(dispatch, BufferOpened(peer, link_epoch, None))
             return
 
-        def used(rank_addresses: tuple[str, ...] | None) -> None:
-            offered = None
-            if rank_addresses is not None:
-                offered = msgspec.structs.replace(opened.offered, rank_addresses=rank_addresses)
-            elif memory.is_open(peer, opened):
+        def used(*, is_used: bool) -> None:
+            if not is_used and memory.is_open(peer, opened):
                 memory.close_for(peer)
-            dispatch(BufferOpened(peer, link_epoch, offered))
+            dispatch(BufferOpened(peer, link_epoch, opened.offered if is_used else None))
 
-        self._copier.use_buffer(peer, opened.memory, used, opened.parts)
+        self._copier.use_buffer(peer, opened.memory, opened.offered, lambda is_used: used(is_used=is_used))

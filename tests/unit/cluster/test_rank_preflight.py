@@ -68,6 +68,20 @@ def test_gpus_of_two_kinds_in_any_worker(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "(cuda:2, cuda:3)" in refusal(2, "cuda:2")
 
 
+@pytest.mark.parametrize(
+    ("engine", "problem"),
+    [
+        ({"kv_transport": "nccl"}, "engine.kv_transport is nccl, which there is no longer: between hosts blocks go by"),
+        ({"kv_transport": "cuda_ipc", "tensor_parallel": 2}, "engine.kv_transport is cuda_ipc, .* of several ranks"),
+    ],
+)
+def test_ways_that_blocks_do_not_go(engine: dict[str, object], problem: str) -> None:
+    served = replace(resolve_model(ModelSectionConfig(max_context_len=256)), has_random_weights=True)
+    config = resolve_policy(from_mapping({"engine": {"device": "cuda", **engine}, "topology": "colocated"}))
+    with pytest.raises(ConfigError, match=problem):
+        preflight.check_configuration(config, served)
+
+
 @pytest.mark.parametrize("topology", ["colocated", "elastic", "disaggregated"])
 def test_workers_of_several_gpus_are_served_in_every_topology(topology: str) -> None:
     """What the machine has does not matter."""

@@ -3,7 +3,7 @@
 import msgspec
 
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
-from alignedserve.runtime.kv.transfers.ranked_transfer import PartsLoan, PartsOffer, PartsRelay
+from alignedserve.runtime.kv.transfers.ranked_transfer import PartsOffer
 
 
 class OpenBlocks(msgspec.Struct, frozen=True, tag=True):
@@ -13,15 +13,8 @@ class OpenBlocks(msgspec.Struct, frozen=True, tag=True):
     offer: PartsOffer
 
 
-class LendBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Lend a peer a buffer of this rank's parts of blocks, in place of any before."""
-
-    peer: str
-    loan: PartsLoan
-
-
 class CloseBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Leave a peer's blocks, or take back what it was lent."""
+    """Leave a peer's blocks."""
 
     peer: str
 
@@ -40,14 +33,7 @@ class FetchParts(msgspec.Struct, frozen=True, tag=True):
     requests: tuple[FetchRequest, ...]
 
 
-class RelayParts(msgspec.Struct, frozen=True, tag=True):
-    """Copy this rank's parts from one peer's blocks to another's."""
-
-    peer: str  # in whose order it is
-    relay: PartsRelay
-
-
-CopyCommand = OpenBlocks | LendBlocks | CloseBlocks | OffloadParts | FetchParts | RelayParts
+CopyCommand = OpenBlocks | CloseBlocks | OffloadParts | FetchParts
 
 
 class OrderedCopy(msgspec.Struct, frozen=True):
@@ -63,6 +49,5 @@ class CopyDone(msgspec.Struct, frozen=True):
 
     number: int
     checksums: tuple[list[int] | None, ...] = ()  # of each request's runs, of this rank's parts; None: it is refused
-    address: str = ""  # where it serves what it lends
-    refusal: str = ""  # why nothing was opened, or lent
+    refusal: str = ""  # why nothing was opened
     is_lost: bool = False  # the peer is, and what was copied is unknown

@@ -8,28 +8,21 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from alignedserve.core.errors import NotEnoughMemory, PeerError, TransportUnavailable
+from alignedserve.core.errors import PeerError, TransportUnavailable
 from alignedserve.runtime.device.device_work import copying, use_device
 from alignedserve.runtime.engine.ranks.copy_commands import (
     CloseBlocks,
     CopyCommand,
     CopyDone,
     FetchParts,
-    LendBlocks,
     OffloadParts,
     OpenBlocks,
     OrderedCopy,
-    RelayParts,
 )
 from alignedserve.runtime.engine.ranks.frames import decode, encode, receive_frame, send_frame
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.device_lender import DeviceLender
-from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest, PartTransfer
-from alignedserve.runtime.kv.transfers.local_transfer import LocalTransfer, relay_unverified
-from alignedserve.runtime.kv.transfers.open_channel import open_channel
-from alignedserve.runtime.kv.transfers.own_buffer_transfer import OwnBufferTransfer
-from alignedserve.runtime.kv.transfers.ranked_transfer import Checksums, PartsLoan, PartsOffer, PartsRelay, leave
+from alignedserve.runtime.kv.transfers.ranked_transfer import Checksums, PartsOffer, leave
 from alignedserve.runtime.kv.transfers.registry import open_transfer
 
 logger = logging.getLogger(__name__)
@@ -41,8 +34,6 @@ class RankPeers:
     def __init__(self, storage: BlockStorage) -> None:
         self._storage = storage
         self._transfers: dict[str, PartTransfer] = {}
-        self._servers: dict[str, BlockServer] = {}
-        self._lender: DeviceLender | None = None
 
     def open(self, peer: str, offer: PartsOffer) -> None:
         """Open a transfer to this rank's part of a peer's blocks. Raises TransportUnavailable or PeerLost."""
@@ -51,36 +42,15 @@ class RankPeers:
             offer.offered, self._storage, identity=offer.identity, stamps=offer.stamps, transport=offer.transport
         )
 
-    def lend(self, peer: str, loan: PartsLoan) -> str:
-        """Lend a buffer of this rank's parts and return where it is served. Raises NotEnoughMemory."""
-        self.close(peer)
-        storage = self._storage
-        assert storage.lanes is not None, "a buffer of a rank without a device"
-        if self._lender is None:
-            self._lender = DeviceLender(storage.layout, storage.part, storage.lanes, loan.max_blocks)
-        buffer = self._lender.lend(loan.num_blocks)
-        address = loan.addresses[storage.part.rank - 1]
-        try:
-            server = BlockServer(
-                buffer, address, identity=loan.identity, transports=loan.transports, open_channel=open_channel
-            )
-        except OSError as error:  # such as no more file descriptors
-            raise NotEnoughMemory(f"a rank could not open a socket to lend its candidate buffer: {error}") from error
-        self._servers[peer] = server
-        self._transfers[peer] = OwnBufferTransfer(storage, buffer)
-        return server.address
-
     def close(self, peer: str) -> None:
-        """Leave a peer's blocks, and take back what it was lent."""
-        transfer, server = self._transfers.pop(peer, None), self._servers.pop(peer, None)
+        """Leave a peer's blocks."""
+        transfer = self._transfers.pop(peer, None)
         if transfer is not None:
             leave(transfer)
-        if server is not None:
-            server.close()
 
     def close_all(self) -> None:
         """Leave all peers, once nothing copies any more."""
-        for peer in {**self._transfers, **self._servers}:
+        for peer in list(self._transfers):
             self.close(peer)
 
     def offload(self, peer: str, requests: Sequence[OffloadRequest]) -> tuple[Checksums, ...]:
@@ -95,15 +65,6 @@ class RankPeers:
         if peer not in self._transfers:
             return (None,) * len(requests)
         return tuple(self._transfers[peer].fetch_unverified(requests))
-
-    def relay(self, relay: PartsRelay) -> tuple[Checksums, ...]:
-        """Copy parts between the blocks of two peers and return their checksums there, as Relayed."""
-        source, target = self._transfers.get(relay.source), self._transfers.get(relay.target)
-        if isinstance(source, LocalTransfer) and isinstance(target, LocalTransfer):
-            relayed = relay_unverified(source, relay.copy, target, relay.target_block_ids, relay.generation)
-            if relayed is not None:
-                return relayed
-        return None, None
 
 
 class FrameCount:
@@ -181,7 +142,7 @@ class FollowerCopies:
         except PeerError:
             self._peers.close(peer)
             return CopyDone(number, is_lost=True)
-        except (TransportUnavailable, NotEnoughMemory) as error:
+        except TransportUnavailable as error:
             return CopyDone(number, refusal=str(error))
 
     def _done(self, number: int, command: CopyCommand) -> CopyDone:
@@ -189,14 +150,10 @@ class FollowerCopies:
         match command:
             case OpenBlocks(peer, offer):
                 peers.open(peer, offer)
-            case LendBlocks(peer, loan):
-                return CopyDone(number, address=peers.lend(peer, loan))
             case CloseBlocks(peer):
                 peers.close(peer)
             case OffloadParts(peer, requests):
                 return CopyDone(number, peers.offload(peer, requests))
             case FetchParts(peer, requests):
                 return CopyDone(number, peers.fetch(peer, requests))
-            case RelayParts(relay=relay):
-                return CopyDone(number, peers.relay(relay))
         return CopyDone(number)

@@ -7,21 +7,19 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from alignedserve.core.errors import NotEnoughMemory, PeerLost, ProtocolError, TransportUnavailable
+from alignedserve.core.errors import PeerLost, ProtocolError, TransportUnavailable
 from alignedserve.runtime.engine.ranks.copy_commands import (
     CloseBlocks,
     CopyCommand,
     CopyDone,
     FetchParts,
-    LendBlocks,
     OffloadParts,
     OpenBlocks,
     OrderedCopy,
-    RelayParts,
 )
 from alignedserve.runtime.engine.ranks.frames import decode, encode, receive_frame, send_frame
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
-from alignedserve.runtime.kv.transfers.ranked_transfer import PartsLoan, PartsOffer, PartsRelay, Waited
+from alignedserve.runtime.kv.transfers.ranked_transfer import PartsOffer, Waited
 from kernels.cpu.rank_exchange import ExchangeBroken
 
 _Answer = Future[CopyDone]
@@ -32,6 +30,7 @@ class GroupCopies:
 
     def __init__(self, connections: Sequence[socket.socket], num_frames: Callable[[], int]) -> None:
         """`num_frames`: how many frames of steps the ranks were sent so far."""
+        self.size = len(connections) + 1
         self._connections = connections
         self._num_frames = num_frames
         self._numbers = itertools.count()
@@ -47,14 +46,6 @@ class GroupCopies:
         if any(refusals):
             raise TransportUnavailable(_reasons(refusals))
 
-    def lend(self, peer: str, loan: PartsLoan) -> tuple[str, ...]:
-        """See RankCopies."""
-        answers = _awaited(self._order(LendBlocks(peer, loan)))
-        refusals = [done.refusal for done in answers]
-        if any(refusals):
-            raise NotEnoughMemory(_reasons(refusals))
-        return tuple(done.address for done in answers)
-
     def close(self, peer: str) -> None:
         """See RankCopies."""
         with contextlib.suppress(ExchangeBroken):
@@ -68,10 +59,6 @@ class GroupCopies:
         """See RankCopies."""
         return self._copied(FetchParts(peer, tuple(requests)))
 
-    def relay(self, thread: str, relay: PartsRelay) -> Waited:
-        """See RankCopies."""
-        return self._copied(RelayParts(thread, relay))
-
     def end(self) -> None:
         """Close the connections; what is waited for fails."""
         for connection in self._connections:
@@ -84,7 +71,6 @@ class GroupCopies:
         return lambda: [done.checksums for done in _awaited(answers)]
 
     def _order(self, command: CopyCommand) -> list[_Answer]:
-        # Steps do not touch blocks that lie elsewhere.
         touches_steps = isinstance(command, OffloadParts | FetchParts)
         answers: list[_Answer] = [Future() for _ in self._connections]
         with self._lock:  # so that all ranks see commands in one order

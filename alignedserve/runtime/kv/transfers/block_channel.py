@@ -9,7 +9,7 @@ from typing import Any, Protocol
 OWNER_RANK, CLIENT_RANK = 0, 1  # the two ends
 NUM_PIECES = 3  # some are filled, or emptied, while others travel
 
-Rows = Any  # uint8 [n, block_bytes]: an array, or a Tensor on the device of a process pair
+Rows = Any  # uint8 [n, block_bytes]: an array, or a Tensor of a process pair
 Fill = Callable[[int, Rows], None]  # (number of the first block, rows to fill)
 Take = Callable[[int, Rows], None]
 

@@ -182,7 +182,6 @@ class BlockServer:
             transport=transport,
             block_bytes=buffer.layout.block_bytes,
             timeout_s=self._identity.peer_timeout_s,
-            device=buffer.device,
         )
         return TransferSession(buffer, control, channel)
 

@@ -1,6 +1,6 @@
 """Opens a channel once both ends have agreed on its transport; the way over a stream needs no torch."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from alignedserve.runtime.kv.transfers.block_channel import BlockChannel
 from alignedserve.runtime.kv.transfers.block_stream import BlockStream
@@ -11,13 +11,13 @@ class ChannelOpener(Protocol):
     """Opens the channel of a transport."""
 
     def __call__(
-        self, control: ControlSocket, rank: int, *, transport: str, block_bytes: int, timeout_s: float, device: Any
+        self, control: ControlSocket, rank: int, *, transport: str, block_bytes: int, timeout_s: float
     ) -> BlockChannel:
         """Return the channel to the other end of this connection. Raises PeerLost."""
 
 
 def open_stream(
-    control: ControlSocket, rank: int, *, transport: str, block_bytes: int, timeout_s: float, device: Any
+    control: ControlSocket, rank: int, *, transport: str, block_bytes: int, timeout_s: float
 ) -> BlockChannel:
     """See ChannelOpener. Opens `tcp` alone, which needs no torch."""
     assert transport == "tcp", "another transport than a stream is served"

@@ -1,7 +1,6 @@
-"""KVTransfer to a block server: over its connection (tcp), or through a process group of two (gloo, nccl)."""
+"""KVTransfer to a block server: over its connection (tcp), or through a process group of two (gloo)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +13,6 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.block_channel import CLIENT_RANK
 from alignedserve.runtime.kv.transfers.block_stream import BlockStream
 from alignedserve.runtime.kv.transfers.control_socket import dial
-from alignedserve.runtime.kv.transfers.device_buffer import DeviceBlocks
 from alignedserve.runtime.kv.transfers.host_blocks import HostBlocks
 from alignedserve.runtime.kv.transfers.open_channel import open_channel
 from alignedserve.runtime.kv.transfers.requests import (
@@ -40,12 +38,9 @@ class ChannelTransfer(ServedTransfer):
         *,
         identity: Identity,
         transport: str = "gloo",
-        memory: HostBlocks | DeviceBlocks | None = None,
     ) -> None:
-        """`memory` moves this end's blocks; by default on their device for nccl, through the host otherwise."""
         self._storage = storage
-        on_device = transport == "nccl"
-        self._memory: Any = memory or (DeviceBlocks(storage.bytes) if on_device else HostBlocks(storage))
+        self._memory = HostBlocks(storage)
         self._control = dial(address, identity)
         try:
             self._num_blocks = negotiate(self._control, transport, storage).num_blocks
@@ -55,7 +50,6 @@ class ChannelTransfer(ServedTransfer):
                 transport=transport,
                 block_bytes=storage.layout.block_bytes,
                 timeout_s=identity.peer_timeout_s,
-                device=self._memory.device,
             )
         except PeerError:
             self._control.close()
@@ -77,7 +71,7 @@ class ChannelTransfer(ServedTransfer):
             self._memory.gather(sources[first : first + len(rows)], rows, checksums)
 
         self._control.send(WriteBlocks(tuple(one.named for one in planned)))
-        if isinstance(self._channel, BlockStream) and isinstance(self._memory, HostBlocks):
+        if isinstance(self._channel, BlockStream):
             self._channel.send_lists(self._memory.lists_to_send(sources, checksums))
         else:
             self._channel.send(len(sources), fill)
@@ -94,7 +88,7 @@ class ChannelTransfer(ServedTransfer):
         def take(first: int, rows: Tensor) -> None:
             self._memory.scatter(targets[first : first + len(rows)], rows, checksums)
 
-        if isinstance(self._channel, BlockStream) and isinstance(self._memory, HostBlocks):
+        if isinstance(self._channel, BlockStream):
             self._channel.receive_lists(self._memory.lists_to_fill(targets, checksums))
         else:
             self._channel.receive(len(targets), take)

@@ -30,7 +30,6 @@ class HostBlocks:
     """Moves blocks of any BlockSource into and out of pieces in host memory."""
 
     def __init__(self, blocks: BlockSource) -> None:
-        self.device = "cpu"
         self._blocks = blocks
 
     def checksums(self, runs: PlacedRuns) -> RunChecksums:
@@ -79,7 +78,6 @@ class ArenaBuffer:
         self.writer_stamps = writer_stamps
         self.layout = part.of(arena.layout)
         self.num_blocks = arena.num_blocks
-        self.device = "cpu"
         self._arena = arena
         self._part = part
         self._memory = HostBlocks(self)

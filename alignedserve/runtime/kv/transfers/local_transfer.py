@@ -19,7 +19,7 @@ from alignedserve.runtime.kv.block_checksums import (
 from alignedserve.runtime.kv.block_runs import BlockIds, BlockRuns, Ints, as_ids
 from alignedserve.runtime.kv.direct_copies import HostSide, PeerSide
 from alignedserve.runtime.kv.list_copies import copy_from_pieces, copy_to_pieces
-from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena
+from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena, ArenaPart
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest, verified
 from kernels.cpu.block_copies import Digests, copy_blocks
@@ -30,13 +30,10 @@ LocalMemory = Arena | DeviceBuffer
 
 
 class Relayed(NamedTuple):
-    """The checksums of blocks that were copied from one memory to another, by their runs there.
+    """The checksums of blocks, or of parts of them, that were copied from one memory to another, by their runs."""
 
-    None: a rank has copied no parts of them.
-    """
-
-    read: list[int] | None
-    written: list[int] | None
+    read: list[int]
+    written: list[int]
 
 
 class LocalTransfer(abc.ABC):
@@ -121,9 +118,17 @@ def relay(
 
 
 def relay_unverified(
-    source: LocalTransfer, copy: BlockCopy, target: LocalTransfer, target_block_ids: Sequence[BlockId], generation: int
+    source: LocalTransfer,
+    copy: BlockCopy,
+    target: LocalTransfer,
+    target_block_ids: Sequence[BlockId],
+    generation: int,
+    part: ArenaPart | None = None,
 ) -> Relayed | None:
-    """Copy a request's blocks, or a rank's parts of them, as `relay` does; the checksums are still to be verified."""
+    """Copy a request's blocks as `relay` does; the checksums are still to be verified.
+
+    `part`: of each block, between two arenas.
+    """
     assert source.memory.layout == target.memory.layout, "blocks are copied between memories of one layout"
     try:
         target_ids = as_ids(target_block_ids)
@@ -134,7 +139,7 @@ def relay_unverified(
     try:
         if target.stamps:
             target.memory.stamp(target_ids, generation)
-        return _relay(source.memory, copy, target, target_ids, generation)
+        return _relay(source.memory, copy, target, target_ids, generation, part)
     except HandoffRejected as error:
         _refuse(copy, target, target_ids, error)
         return None
@@ -150,7 +155,6 @@ def verified_relay(
     except HandoffRejected as error:
         _refuse(copy, target, target_ids, error)
         return None
-    assert relayed.written is not None, "what was read was written"
     return runs_with_checksums(BlockRuns.of(target_ids), relayed.written)
 
 
@@ -164,7 +168,14 @@ def _log_refused(copy: BlockCopy, error: HandoffRejected) -> None:
     logger.warning("relay of generation %d refused: %s", copy.generation, error)
 
 
-def _relay(source: LocalMemory, copy: BlockCopy, target: LocalTransfer, target_ids: Ints, generation: int) -> Relayed:
+def _relay(
+    source: LocalMemory,
+    copy: BlockCopy,
+    target: LocalTransfer,
+    target_ids: Ints,
+    generation: int,
+    part: ArenaPart | None,
+) -> Relayed:
     layout, num_targets = source.layout, len(target_ids)
     source_ids = source_blocks(
         copy, block_size=layout.block_size, num_targets=num_targets, num_blocks=source.num_blocks
@@ -172,19 +183,21 @@ def _relay(source: LocalMemory, copy: BlockCopy, target: LocalTransfer, target_i
     _check_lease(source, source_ids, copy.generation)
     _check_lease(target.memory, target_ids, generation)
     # Every byte is summed once, so the new checksums are of exactly what the old ones verify.
-    digests = _copied(source, source_ids, target, target_ids)
+    digests = _copied(source, source_ids, target, target_ids, part)
     _check_lease(source, source_ids, copy.generation)
     read = run_checksums(digests, runs_of(copy).placed(copy.num_before))
     return Relayed(read, run_checksums(digests, BlockRuns.of(target_ids).placed()))
 
 
-def _copied(source: LocalMemory, source_ids: Ints, target: LocalTransfer, target_ids: Ints) -> Digests:
+def _copied(
+    source: LocalMemory, source_ids: Ints, target: LocalTransfer, target_ids: Ints, part: ArenaPart | None
+) -> Digests:
     """Copy blocks by the device that has either end, or on the host, and return their digests."""
     memory = target.memory
     if isinstance(source, Arena):
         if isinstance(memory, Arena):
-            there = memory.listed(target_ids)
-            return copy_blocks(source.listed(source_ids), there, num_threads=target.num_threads)
+            there = memory.listed(target_ids, part)
+            return copy_blocks(source.listed(source_ids, part), there, num_threads=target.num_threads)
         if not source.is_registered:
             return copy_to_pieces(source.listed(source_ids), memory.pieces_to_write(target_ids))
         with memory.lanes.direct() as copies:

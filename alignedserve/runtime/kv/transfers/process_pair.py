@@ -5,9 +5,6 @@ end sets are sent to the other. A pair that failed in any way is discarded; a ne
 """
 
 import contextlib
-import os
-import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
@@ -15,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from alignedserve.core.errors import PeerLost, ProtocolError
 from alignedserve.messages.blocks import RendezvousValue
@@ -23,33 +19,26 @@ from alignedserve.runtime.kv.transfers.block_channel import CLIENT_RANK, NUM_PIE
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
 
 _DISTRIBUTED: Any = dist  # untyped: its content depends on how torch was built
-_CUDA: Any = torch.cuda
 _Store: Any = _DISTRIBUTED.Store
 
 _PIECE_BYTES = 4 * 1024 * 1024
-_POLL_S = 20e-6
-# By default NCCL's watchdog ends the process when a peer is lost; read when a group is made.
-_NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-_NCCL_NEVER = timedelta(days=365)
-_settings_lock = threading.Lock()
 
 
 class ProcessPair:
     """A BlockChannel through a process group of two."""
 
-    def __init__(self, group: Any, rank: int, block_bytes: int, timeout_s: float, device: torch.device) -> None:
+    def __init__(self, group: Any, rank: int, block_bytes: int, timeout_s: float) -> None:
         self._group = group
         self._other = CLIENT_RANK if rank == OWNER_RANK else OWNER_RANK
         self._timeout_s = timeout_s
         self._piece_blocks = max(1, _PIECE_BYTES // block_bytes)
         shape = (NUM_PIECES, self._piece_blocks, block_bytes)
-        self._pieces = torch.empty(shape, dtype=torch.uint8, device=device)
-        self._stream: Any = _CUDA.Stream(device) if device.type == "cuda" else None
+        self._pieces = torch.empty(shape, dtype=torch.uint8)
 
     def send(self, num_blocks: int, fill: Fill) -> None:
         """See BlockChannel."""
         works: deque[Any] = deque()
-        with self._exchange("blocks could not be sent"):
+        with _exchange("blocks could not be sent"):
             for slot, first, count in cut(num_blocks, self._piece_blocks):
                 if len(works) == NUM_PIECES:
                     self._wait(works.popleft())
@@ -61,8 +50,8 @@ class ProcessPair:
 
     def receive(self, num_blocks: int, take: Take) -> None:
         """See BlockChannel."""
-        works: deque[tuple[int, Tensor, Any]] = deque()
-        with self._exchange("blocks did not arrive"):
+        works: deque[tuple[int, torch.Tensor, Any]] = deque()
+        with _exchange("blocks did not arrive"):
             for slot, first, count in cut(num_blocks, self._piece_blocks):
                 if len(works) == NUM_PIECES:
                     self._take_next(works, take)
@@ -74,40 +63,23 @@ class ProcessPair:
     def close(self) -> None:
         """See BlockChannel: the group goes with its last reference."""
 
-    def _take_next(self, works: "deque[tuple[int, Tensor, Any]]", take: Take) -> None:
+    def _take_next(self, works: "deque[tuple[int, torch.Tensor, Any]]", take: Take) -> None:
         first, rows, work = works.popleft()
         self._wait(work)
         take(first, rows)
 
     def _wait(self, work: Any) -> None:
         """Wait until this piece has been transferred."""
-        if self._stream is None:
-            work.wait(timedelta(seconds=self._timeout_s))
-            return
-        # NCCL's own wait only orders streams, and its own timeout ends the process: poll with a deadline instead.
-        deadline_s = time.monotonic() + self._timeout_s
-        while not work.is_completed():
-            if time.monotonic() > deadline_s:
-                self._group.abort()
-                raise PeerLost("the other end of a block transfer is silent")
-            time.sleep(_POLL_S)
-        work.wait()
+        work.wait(timedelta(seconds=self._timeout_s))
 
-    @contextlib.contextmanager
-    def _exchange(self, problem: str) -> Iterator[None]:
-        """Run the body, on a device on the pair's own stream and synchronized at its end.
 
-        The engine's work needs no wait: results are announced only once computed.
-        """
-        try:
-            if self._stream is None:
-                yield
-                return
-            with torch.cuda.stream(self._stream):
-                yield
-            self._stream.synchronize()
-        except RuntimeError as error:
-            raise PeerLost(f"{problem}: {_first_line(error)}") from error
+@contextlib.contextmanager
+def _exchange(problem: str) -> Iterator[None]:
+    """Raise PeerLost where the group fails in the body."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(f"{problem}: {_first_line(error)}") from error
 
 
 class ControlStore(_Store):  # type: ignore[misc]
@@ -154,15 +126,12 @@ class ControlStore(_Store):  # type: ignore[misc]
         return self
 
 
-def make_pair(
-    control: ControlSocket, rank: int, *, transport: str, block_bytes: int, timeout_s: float, device: torch.device
-) -> ProcessPair:
+def make_pair(control: ControlSocket, rank: int, *, block_bytes: int, timeout_s: float) -> ProcessPair:
     """Set up a process group with the other end of this connection. Raises PeerLost."""
     store = ControlStore(control)
     try:
-        make_group = _gloo_group if transport == "gloo" else _nccl_group
-        group = make_group(store, rank, timeout_s, control.local_host)
-        pair = ProcessPair(group, rank, block_bytes, timeout_s, device)
+        group = _gloo_group(store, rank, timeout_s, control.local_host)
+        pair = ProcessPair(group, rank, block_bytes, timeout_s)
         _exchange_one(pair, rank)
     except (RuntimeError, MemoryError) as error:  # the latter from an invalid address
         raise PeerLost(f"no process group could be made: {_first_line(error)}") from error
@@ -180,25 +149,8 @@ def _gloo_group(store: ControlStore, rank: int, timeout_s: float, host: str) -> 
     return gloo(store, rank, 2, options)
 
 
-def _nccl_group(store: ControlStore, rank: int, timeout_s: float, host: str) -> Any:
-    nccl = _DISTRIBUTED.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = _NCCL_NEVER  # ProcessPair has its own timeout
-    with _settings_lock:
-        before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
-        os.environ.update(_NCCL_SETTINGS)
-        try:
-            return nccl(store, rank, 2, options)
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
-
-
 def _exchange_one(pair: ProcessPair, rank: int) -> None:
-    """Exchange one block: NCCL connects with the first bytes, through the store, which must still be open."""
+    """Exchange one block, so that a pair that was made works."""
     for sender in (OWNER_RANK, CLIENT_RANK):
         if rank == sender:
             pair.send(1, lambda _first, rows: None)

@@ -3,14 +3,12 @@
 import logging
 from collections.abc import Callable
 
-import msgspec
 import torch
 
-from alignedserve.core.errors import HandoffRejected, PeerLost, TransportUnavailable
+from alignedserve.core.errors import HandoffRejected, TransportUnavailable
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.process.links import Identity
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import PartTransfer
@@ -31,7 +29,6 @@ def open_transfer(
     """
     if transport not in TRANSPORTS:
         raise TransportUnavailable(f"unknown transport {transport!r}; there are {', '.join(TRANSPORTS)}")
-    offered = _offered_to(storage.part, offered)
     reasons = []
     for name in FASTEST_FIRST if transport == AUTO else (transport,):
         reason = _obstacle(name, offered, storage)
@@ -39,10 +36,6 @@ def open_transfer(
             try:
                 opened = _OPENERS[name](offered, storage, identity, stamps)
             except HandoffRejected as error:
-                reason = str(error)
-            except PeerLost as error:
-                if transport != AUTO or name != "nccl":  # which also fails where both ends share a GPU
-                    raise
                 reason = str(error)
             else:
                 logger.info("blocks at %s are reached by %s", offered.served_at or offered.path, name)
@@ -53,29 +46,13 @@ def open_transfer(
 
 def available_transports(*, has_device: bool) -> tuple[str, ...]:
     """List the transports of a process, with blocks on a device or on the host, fastest first."""
-    has_nccl = has_device and torch.distributed.is_nccl_available()
     has = {
         "cuda_ipc": has_device,
         "shm": True,
-        "nccl": has_nccl,
         "tcp": True,
         "gloo": torch.distributed.is_gloo_available(),
     }
     return tuple(name for name in FASTEST_FIRST if has[name])
-
-
-def _offered_to(part: ArenaPart, offered: ArenaOffered) -> ArenaOffered:
-    """Return the offer as a rank sees it. Raises TransportUnavailable where it has no such part."""
-    if offered.num_ranks not in (1, part.size):
-        raise TransportUnavailable(
-            f"engine.tensor_parallel is {offered.num_ranks} at the lender of the blocks and {part.size} here: the "
-            "parts of their ranks are not alike"
-        )
-    if part.rank == 0 or not offered.rank_addresses:
-        return offered
-    if len(offered.rank_addresses) != part.size - 1:
-        raise TransportUnavailable("the lender of the blocks does not serve the parts of every rank")
-    return msgspec.structs.replace(offered, served_at=offered.rank_addresses[part.rank - 1])
 
 
 def _obstacle(name: str, offered: ArenaOffered, storage: BlockStorage) -> str | None:
@@ -113,7 +90,6 @@ def _open_ipc(offered: ArenaOffered, storage: BlockStorage, identity: Identity, 
 _OPENERS: dict[str, _Opener] = {
     "cuda_ipc": _open_ipc,
     "shm": _open_shm,
-    "nccl": _open_channel("nccl"),
     "tcp": _open_channel("tcp"),
     "gloo": _open_channel("gloo"),
 }

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -35,7 +35,6 @@ class ServedBuffer(Protocol):
 
     layout: BlockLayout
     num_blocks: int
-    device: Any  # of torch, or "cpu"
     writer_stamps: bool  # the writer stamps the blocks (a candidate buffer); in the pool's arena their owner has
 
     def part_of(self, part: ArenaPart) -> "ServedBuffer":

@@ -11,7 +11,6 @@ from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.kv.block_checksums import Digests, RunChecksums, run_checksums
 from alignedserve.runtime.kv.block_runs import BlockRuns, join_placed, place_runs
-from alignedserve.runtime.kv.transfers.device_buffer import DeviceRunChecksums
 from kernels.block_digests import row_digests
 from kernels.cpu.block_copies import all_rows, digest_blocks
 from tests.support.marks import each
@@ -81,15 +80,6 @@ def test_runs_are_those_of_neighbours(numbers: list[int]) -> None:
 def test_numbers_that_no_block_has_are_refused(number: int) -> None:
     with pytest.raises(HandoffRejected, match="block number that is out of range"):
         BlockRuns.named([(number, 1)])
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 7), st.integers(0, 3))
-def test_a_devices_sums_are_the_hosts(counts: list[int], piece: int, seed: int) -> None:
-    content = rows(sum(counts), seed)
-    checksums = DeviceRunChecksums(place_runs(counts))
-    for first in range(0, len(content), piece):
-        checksums.update(torch.from_numpy(content[first : first + piece]))
-    assert checksums.values == run_checksums(digest_blocks(all_rows(content)), place_runs(counts))
 
 
 @each("block_bytes", [8, 64, 240, 256, 264, 1000, 1024, 1032, 2048, 4096 + 8, 80 * 1024])

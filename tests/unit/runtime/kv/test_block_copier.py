@@ -134,7 +134,7 @@ async def test_an_arena_that_cannot_be_mapped_refuses_and_is_tried_again(harness
 
 async def test_an_arena_of_our_own_is_used_without_an_offer(harness: BlockCopierHarness) -> None:
     used = asyncio.Event()
-    harness.copier.use_buffer("decode-1", harness.buffer, lambda _: used.set())
+    harness.copier.use_buffer("decode-1", harness.buffer, harness.offer(harness.buffer), lambda _: used.set())
     await used.wait()
     assert (await harness.offload("decode-1")).runs is not None
     assert harness.buffer.is_stamped(blocks(4, 6), 7)

@@ -11,7 +11,6 @@ import pytest
 from alignedserve.core.errors import PeerLost, TransportUnavailable
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.runtime.kv.shm_arena import Arena
-from alignedserve.runtime.kv.transfers import registry
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
@@ -81,8 +80,8 @@ def test_what_is_not_to_be_had_is_passed_over(offer: Offer, changes: dict[str, A
 @pytest.mark.parametrize(
     ("transport", "changes", "reason"),
     [
-        ("carrier pigeon", {}, "unknown transport 'carrier pigeon'; there are auto, cuda_ipc, shm, nccl, tcp, gloo"),
-        ("nccl", {}, "nccl: the other end does not offer it"),
+        ("carrier pigeon", {}, "unknown transport 'carrier pigeon'; there are auto, cuda_ipc, shm, tcp, gloo"),
+        ("tcp", {"transports": ("gloo",)}, "tcp: the other end does not offer it"),
         ("cuda_ipc", {"transports": ("cuda_ipc",)}, "cuda_ipc: this end does not have it"),
         ("gloo", {"served_at": ""}, "gloo: the blocks are served nowhere"),
         ("auto", {"transports": ()}, "shm: the other end does not offer it; .*gloo: the other end does not offer it"),
@@ -96,18 +95,3 @@ def test_an_error_says_why_not(offer: Offer, transport: str, changes: dict[str, 
 def test_an_address_without_a_listener_is_a_lost_peer(offer: Offer) -> None:
     with pytest.raises(PeerLost):
         offer.open("gloo", served_at="unix:/nowhere.sock")
-
-
-def test_two_ends_that_share_a_gpu_go_over_tcp_where_nccl_refuses_them(
-    offer: Offer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: object) -> KVTransfer:
-        raise PeerLost("no process group could be made: Duplicate GPU detected")
-
-    monkeypatch.setitem(registry._OPENERS, "nccl", refused)
-    monkeypatch.setattr(registry, "available_transports", lambda **_: ("nccl", "tcp"))
-    transfer = offer.open(path="", transports=("nccl", "tcp"))
-    assert isinstance(transfer, ChannelTransfer)
-    transfer.close()
-    with pytest.raises(PeerLost, match="Duplicate GPU"):
-        offer.open("nccl", path="", transports=("nccl", "tcp"))
