@@ -1,6 +1,7 @@
 """Nonlinearities of the feed-forward part. Each may overwrite its argument."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +35,17 @@ class Gated:
         self._activation = ACTIVATIONS[activation]
         self._rows = _gate_rows(activation, dtype, device)
 
+    def round_results(self) -> None:
+        """Round results for a product in FP8 in the launch that computes them, on a GPU."""
+        if self._rows is not None and not isinstance(self._rows, GateRows):
+            self._rows = self._rows.rounding()
+
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the activation. May overwrite x."""
-        return gated(x, self._activation) if self._rows is None else self._rows(x)
+        if self._rows is None:
+            return gated(x, self._activation)
+        results: Tensor = self._rows(x)
+        return results
 
 
 def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
@@ -45,11 +54,10 @@ def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     return activation(gate).mul_(up)
 
 
-def _gate_rows(activation: str, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor] | None:
+def _gate_rows(activation: str, dtype: torch.dtype, device: torch.device) -> Any | None:
     """Return the one-pass kernel here; None: there is none."""
     fused = fused_kernels("gating", device, dtype)
     if fused is not None:
-        on_gpu: Callable[[Tensor], Tensor] = fused.Gates(activation)
-        return on_gpu
+        return fused.Gates(activation)
     level = native_level(dtype, device) if activation in GateRows.ACTIVATIONS else None
     return None if level is None else GateRows(activation, dtype, level=level)

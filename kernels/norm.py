@@ -1,7 +1,7 @@
 """Normalisation of layer inputs, in one pass with the residual added where the native or the GPU kernels run."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ class Norm(Protocol):
 
     def after_adding_(self, residual: Tensor, x: Tensor) -> Tensor:
         """Add residual += x, both [rows, width], and return the normalised residual; x stays unchanged."""
+
+    def round_results(self) -> None:
+        """Round results, which a product in FP8 reads and nothing changes, as they are computed, on a GPU."""
 
 
 class LayerNorm:
@@ -48,6 +51,10 @@ class LayerNorm:
         """See Norm."""
         return self._rows(x, residual) if self._rows is not None else self(residual.add_(x))
 
+    def round_results(self) -> None:
+        """See Norm."""
+        _round_results(self._rows)
+
 
 class RmsNorm:
     """x / root mean square * weight, statistics in float32."""
@@ -75,6 +82,10 @@ class RmsNorm:
         """See Norm."""
         return self._rows(x, residual) if self._rows is not None else self(residual.add_(x))
 
+    def round_results(self) -> None:
+        """See Norm."""
+        _round_results(self._rows)
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise in plain PyTorch, x of any shape [..., width]."""
@@ -84,6 +95,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if weight.dtype == torch.float32:
         return functional.rms_norm(x.float(), shape, weight, eps).to(x.dtype)
     return functional.rms_norm(x.float(), shape, None, eps).to(x.dtype) * weight
+
+
+def _round_results(rows: Any | None) -> None:
+    if rows is not None and not isinstance(rows, NormRows):
+        rows.rounds = True
 
 
 def _row_norm(

@@ -96,3 +96,17 @@ def float8_values(stored, like):
     bits = stored.to(tl.uint16)
     halves = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
     return halves.to(tl.float32).to(like.dtype)
+
+
+@triton.jit
+def float8_bytes(x):
+    """Return float32 numbers as bytes of FP8 (e4m3), to nearest, ties to even, beyond the largest one as that."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 128
+    magnitude = tl.where(tl.abs(x) <= 448.0, tl.abs(x), 448.0)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2 ** -6 in steps of 2 ** -9; rounded by adding and subtracting 1.5 * 2 ** 23.
+    subnormal = ((magnitude * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
+    code = tl.where(magnitude < 0.015625, subnormal, normal)
+    return (tl.where(x == x, code, 127) | sign).to(tl.uint8)

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.float8_rows import LARGEST, SMALLEST
+from kernels.gpu.blocks import float8_bytes
 from kernels.rotary import HeadNorms
 
 _HEADS = 8  # of one program
@@ -110,14 +111,7 @@ def _float8(x, factors):
     """Return the bytes of x [heads, part] times its head's factor as e4m3, to nearest, ties to even."""
     x = x * factors[:, None]
     x = tl.where(x == x, x, 0.0)
-    x = tl.where(tl.abs(x) <= _LARGEST, x, tl.where(x > 0.0, _LARGEST, -_LARGEST))
-    magnitude = tl.abs(x)
-    bits = magnitude.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2 ** -6 in steps of 2 ** -9; rounded by adding and subtracting 1.5 * 2 ** 23.
-    subnormal = ((magnitude * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
-    code = tl.where(magnitude < 0.015625, subnormal, normal)
-    return (code | tl.where(x < 0.0, 128, 0)).to(tl.uint8)
+    return float8_bytes(x)
 
 
 @triton.jit

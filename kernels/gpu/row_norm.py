@@ -5,16 +5,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.float8_inputs import MOST_ELEMENTS, empty_rows, store_rounded
 from kernels.gpu.launching import row_warps
+from kernels.narrow.float8_inputs import Float8Inputs, attach
 
 
 class RowNorm:
     """Layer normalisation over rows, or the root mean square form of it. Sums are float32."""
 
-    __slots__ = ("_bias", "_eps", "_is_rms", "_weight")
+    __slots__ = ("_bias", "_eps", "_is_rms", "_weight", "rounds")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_rms: bool) -> None:
         """`weight` [width], `bias` [width] or None: kept, contiguous, on the GPU, of the rows' dtype or float32."""
+        self.rounds = False  # for a product in FP8: rounded rows are attached to the result
         self._weight = weight.contiguous()
         self._bias = None if bias is None else bias.contiguous()
         self._eps = eps
@@ -28,12 +31,16 @@ class RowNorm:
         if not num_rows:
             return out
         padded_width = triton.next_power_of_2(width)
+        rounds = self.rounds and padded_width <= MOST_ELEMENTS
+        inputs = Float8Inputs(*empty_rows(num_rows, width, x.device)) if rounds else None
         _normalise[(num_rows,)](
             x,
             x if residual is None else residual,
             self._weight,
             self._weight if self._bias is None else self._bias,
             out,
+            out if inputs is None else inputs.values.view(torch.uint8),
+            out if inputs is None else inputs.scales,
             x.stride(0),
             0 if residual is None else residual.stride(0),
             width,
@@ -41,10 +48,11 @@ class RowNorm:
             HAS_RESIDUAL=residual is not None,
             HAS_BIAS=self._bias is not None,
             IS_RMS=self._is_rms,
+            ROUNDS=rounds,
             PADDED_WIDTH=padded_width,
             num_warps=row_warps(padded_width),
         )
-        return out
+        return out if inputs is None else attach(out, inputs)
 
 
 def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
@@ -62,6 +70,8 @@ def _normalise(
     weight,
     bias,
     out,
+    values,
+    scales,
     x_stride,
     residual_stride,
     width,
@@ -69,6 +79,7 @@ def _normalise(
     HAS_RESIDUAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_RMS: tl.constexpr,
+    ROUNDS: tl.constexpr,
     PADDED_WIDTH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -89,4 +100,7 @@ def _normalise(
     own = own * tl.load(weight + columns, mask=is_there, other=0.0).to(tl.float32)
     if HAS_BIAS:
         own += tl.load(bias + columns, mask=is_there, other=0.0).to(tl.float32)
-    tl.store(out + row * width + columns, own.to(out.dtype.element_ty), mask=is_there)
+    result = own.to(out.dtype.element_ty)
+    tl.store(out + row * width + columns, result, mask=is_there)
+    if ROUNDS:
+        store_rounded(result.to(tl.float32), is_there, values, scales, row, width, columns)

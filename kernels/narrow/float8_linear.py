@@ -1,7 +1,7 @@
 """Matrix products with weights of FP8 (e4m3), by `torch._scaled_mm`: on GPUs of compute capability 8.9 and later.
 
-Inputs are rounded on every call to FP8 with one scale per row, so that what shares the batch never changes a row's
-result; weights have one scale per output.
+Inputs are rounded on every call to FP8 with one scale per row (`kernels.narrow.float8_inputs`), so that what shares the
+batch never changes a row's result; weights have one scale per output.
 
 Worked example: an input row [0.5, -448 * 0.5] has scale 0.5 and becomes [1, -448]; a weight row [2, 1] of scale 0.25
 gives (1 * 2 - 448 * 1) * 0.5 * 0.25 = -55.75.
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from kernels.addends import Addends
+from kernels.narrow.float8_inputs import float8_inputs
 from kernels.narrow.product_end import ProductEnd
 
-_LARGEST = 448.0
-_SMALLEST_SCALE = 1e-12  # of a row of zeros
 _FIRST_CAPABILITY = (8, 9)
 
 
@@ -51,11 +50,14 @@ class Float8Linear:
         self.out_width = self._end.out_width
         self._weight, self._scales, self._dtype = weight.contiguous().T, scales.float()[None, :].contiguous(), dtype
 
+    def round_results(self) -> None:
+        """Round gated results for a product in FP8 as they are computed, where a kernel does so."""
+        self._end.round_results()
+
     def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""
-        scales = x.abs().amax(dim=1, keepdim=True).float().div_(_LARGEST).clamp_(min=_SMALLEST_SCALE)
-        rounded = (x / scales).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+        values, scales = float8_inputs(x)
         product: Tensor = torch._scaled_mm(
-            rounded, self._weight, scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
+            values, self._weight, scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
         )
         return self._end(product.to(self._dtype), addends)

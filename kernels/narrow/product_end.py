@@ -36,6 +36,11 @@ class ProductEnd:
             assert activation is not None, "gates without a nonlinearity"
             self._then = Gated(activation, dtype, weight.device)
 
+    def round_results(self) -> None:
+        """Round gated results for a product in FP8 as they are computed, where a kernel does so."""
+        if isinstance(self._then, Gated):
+            self._then.round_results()
+
     def __call__(self, product: Tensor, addends: Addends | None) -> Tensor:
         """Finish a product [rows, columns], which may be overwritten."""
         if self._bias is not None:

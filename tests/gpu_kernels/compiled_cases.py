@@ -8,6 +8,7 @@ from kernels.gpu import (
     block_copies,
     decode_attention,
     expert_rows,
+    float8_inputs,
     gating,
     grouped_weights,
     head_placement,
@@ -79,6 +80,8 @@ NORM = {
     "weight": HALF,
     "bias": HALF,
     "out": HALF,
+    "values": "*u8",
+    "scales": FLOAT,
     "x_stride": "i64",
     "residual_stride": "i64",
     "width": "i32",
@@ -96,7 +99,8 @@ PLACED = {
     "fused_stride": "i64",
     "eps": "fp32",
 }
-GATED = {"x": HALF, "out": HALF, "stride": "i64", "width": "i32"}
+GATED = {"x": HALF, "out": HALF, "values": "*u8", "scales": FLOAT, "stride": "i64", "width": "i32"}
+ROUNDED_INPUTS = {"x": HALF, "values": "*u8", "scales": FLOAT, "x_stride": "i64", "width": "i32"}
 SAMPLED = {
     "temperatures": FLOAT,
     "top_ks": LONG,
@@ -273,10 +277,25 @@ def cases(gpu: Gpu) -> list[Case]:
             Case(
                 row_norm._normalise,
                 NORM,
-                {"HAS_RESIDUAL": is_rms, "HAS_BIAS": not is_rms, "IS_RMS": is_rms, "PADDED_WIDTH": 4096},
+                {
+                    "HAS_RESIDUAL": is_rms,
+                    "HAS_BIAS": not is_rms,
+                    "IS_RMS": is_rms,
+                    "ROUNDS": rounds,
+                    "PADDED_WIDTH": 4096,
+                },
                 {"num_warps": row_warps(4096)},
             )
-            for is_rms in (True, False)
+            for is_rms, rounds in ((True, False), (False, False), (True, True))
+        ),
+        *(
+            Case(
+                float8_inputs._round_rows,
+                ROUNDED_INPUTS,
+                {"IS_WHOLE": is_whole, "TILE": tile},
+                {"num_warps": row_warps(tile)},
+            )
+            for is_whole, tile in ((True, 4096), (False, float8_inputs.MOST_ELEMENTS))
         ),
         *(
             Case(
@@ -287,7 +306,13 @@ def cases(gpu: Gpu) -> list[Case]:
             )
             for half, cached in ((64, HALF), (0, HALF), (64, "*u8"))
         ),
-        *(Case(gating._gate, GATED, {"ACTIVATION": name, "COLUMNS": 1024}) for name in gating.NAMES),
+        *(Case(gating._gate, GATED, {"ACTIVATION": name, "ROUNDS": False, "COLUMNS": 1024}) for name in gating.NAMES),
+        Case(
+            gating._gate,
+            GATED,
+            {"ACTIVATION": "silu", "ROUNDS": True, "COLUMNS": float8_inputs.MOST_ELEMENTS},
+            {"num_warps": row_warps(float8_inputs.MOST_ELEMENTS)},
+        ),
         # The widest tile takes as long as all other kernels together.
         *(
             Case(

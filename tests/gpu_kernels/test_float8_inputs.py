@@ -1,0 +1,123 @@
+"""Inputs of products in FP8: rounded by the kernels to the same bits as by PyTorch, and once."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.quantized.product_form import Computing
+from alignedserve.runtime.model.weight_files import load_weights
+from kernels import gpu_dispatch
+from kernels.narrow.float8_inputs import float8_inputs, rounded_inputs
+from kernels.narrow.float8_linear import Float8Linear
+from tests.support.marks import slow
+from tests.support.quantized_checkpoints import FORMATS, quantize_folder
+from tests.support.tiny_engines import LogitsProbe, random_tokens
+from tests.support.tiny_models import make_tiny_model
+
+pytest.importorskip("triton")
+
+from kernels.gpu import float8_inputs as kernels
+from kernels.gpu.gating import Gates
+from kernels.gpu.row_norm import RowNorm
+
+pytestmark = pytest.mark.slow
+
+dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32, torch.float16)])
+
+
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda device: True)
+
+
+def rows_of_all_sizes(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Rows from tiny to large, inside wider ones that hold NaN; the second is zeros, the third holds NaN."""
+    wide = torch.full((num_rows, width + 5), float("nan"))
+    sizes = 10.0 ** torch.linspace(-6, 2, num_rows)[:, None]
+    wide[:, 2:-3] = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(width)) * sizes
+    wide[1:2, 2:-3] = 0.0
+    wide[2:3, 2] = float("nan")
+    return wide.to(dtype)[:, 2:-3]
+
+
+def check_rounded(found: tuple[Tensor, Tensor], x: Tensor) -> None:
+    """Compare bits. Of a row that holds NaN the scale is NaN, and so all its products."""
+    expected = rounded_inputs(x)
+    is_number = ~expected.scales.isnan().flatten()
+    values, scales = (part.cpu() for part in found)
+    torch.testing.assert_close(scales, expected.scales.cpu(), rtol=0.0, atol=0.0, equal_nan=True)
+    assert torch.equal(values.view(torch.uint8)[is_number], expected.values.view(torch.uint8).cpu()[is_number])
+
+
+@dtypes
+@pytest.mark.parametrize(("num_rows", "width"), [(7, 64), (1, 16), (4, 1000), (0, 16)])
+@pytest.mark.parametrize("most", [16384, 128])
+def test_rows(
+    num_rows: int, width: int, most: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "MOST_ELEMENTS", most)
+    x = rows_of_all_sizes(num_rows, width, dtype)
+    check_rounded(kernels.round_rows(x.to(device)), x)
+
+
+def test_every_rounding_is_that_of_pytorch(device: torch.device) -> None:
+    """All numbers of FP8, those halfway between two, and their neighbours."""
+    stored = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (stored[1:] + stored[:-1]) / 2
+    near = torch.cat([torch.nextafter(middles, torch.full_like(middles, end)) for end in (0.0, 1e9)])
+    values = torch.cat([stored, middles, near])
+    x = torch.cat([values, -values])[None]
+    check_rounded(kernels.round_rows(x.to(device)), x)
+
+
+@dtypes
+@pytest.mark.parametrize("width", [64, 100])
+def test_norms_and_gates_round_what_they_return(width: int, dtype: torch.dtype, device: torch.device) -> None:
+    norm = RowNorm(torch.linspace(0.5, 2.0, width).to(device, dtype), None, 1e-5, is_rms=True)
+    norm.rounds = True
+    x, gates = rows_of_all_sizes(5, width, dtype).to(device), rows_of_all_sizes(5, 2 * width, dtype).to(device)
+    for plain, rounded in (
+        (norm(x), norm(x)),
+        (norm(x, x.clone()), norm(x, x.clone())),
+        (Gates("silu")(gates), Gates("silu").rounding()(gates)),
+    ):
+        torch.testing.assert_close(plain, rounded, rtol=0.0, atol=0.0, equal_nan=True)
+        check_rounded(float8_inputs(rounded), rounded.cpu())
+
+
+def test_a_model_rounds_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device, with_kernels: None
+) -> None:
+    """What attention returns is rounded by a launch of its own; norms and gates round what they return."""
+    make_tiny_model(tmp_path, "llama_mha")
+    quantize_folder(tmp_path, FORMATS["fp8"])
+    monkeypatch.setattr(
+        "alignedserve.runtime.model.quantized.source.Computing", lambda *_: Computing("cuda", "bfloat16", True)
+    )
+    config = read_config(tmp_path)
+    weights = load_weights(tmp_path, config, torch.bfloat16)
+    rounded_alone: list[int] = []
+    round_rows = kernels.round_rows
+
+    def noted(x: Tensor) -> tuple[Tensor, Tensor]:
+        rounded_alone.append(x.shape[1])
+        return round_rows(x)
+
+    float8_inputs(torch.ones(1, 16, dtype=torch.bfloat16, device=device))  # with the trial of its kernel
+    monkeypatch.setattr(kernels, "round_rows", noted)
+    assert all(isinstance(product, Float8Linear) for product in weights.layer_projections)
+    probe = LogitsProbe(Decoder(config, weights))
+    probe.add("a", random_tokens(1, 5))
+    probe.step(a=5)
+    assert rounded_alone == [config.query_width] * config.num_layers
+    found = probe.logits("a")
+    monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda device: False)
+    plain = LogitsProbe(Decoder(config, load_weights(tmp_path, config, torch.bfloat16)))
+    plain.add("a", random_tokens(1, 5))
+    plain.step(a=5)
+    expected = plain.logits("a")
+    assert float((found - expected).norm() / expected.norm()) < 0.1
