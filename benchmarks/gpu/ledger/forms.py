@@ -1,0 +1,136 @@
+"""The forms of models and of steps that stand in the ledger."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from alignedserve.core.block_layout import FP8
+from alignedserve.profiling.shapes import LLAMA_3_8B, TOY
+from alignedserve.runtime.model.model_config import ExpertConfig, Family, ModelConfig, RopeConfig
+from alignedserve.runtime.model.packed_products import Float8Rows, GroupedRows, Rows
+from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
+from benchmarks.gpu.ledger.counted_gpu import GPU
+from kernels.narrow.grouped_linear import GROUPS, GroupedWeight, Numbers
+
+MIXTRAL_8X7B = replace(
+    LLAMA_3_8B,
+    family=Family.MIXTRAL,
+    vocab_size=32000,
+    max_position_embeddings=32768,
+    rope=RopeConfig(theta=1e6, rotary_dim=128),
+    experts=ExpertConfig(num_experts=8, num_chosen=2, intermediate_size=14336, normalises=True),
+    eos_token_ids=(2,),
+)
+QWEN3_30B_A3B = replace(
+    LLAMA_3_8B,
+    family=Family.QWEN3_MOE,
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    max_position_embeddings=40960,
+    embedding_size=2048,
+    norm_eps=1e-6,
+    rope=RopeConfig(theta=1e6, rotary_dim=128),
+    has_qk_norm=True,
+    experts=ExpertConfig(num_experts=128, num_chosen=8, intermediate_size=768, normalises=True),
+    eos_token_ids=(151645,),
+)
+
+
+class Weights(NamedTuple):
+    """How the matrices of layers are stored; head and embeddings are in bfloat16, as checkpoints leave them."""
+
+    name: str
+    pack: Callable[[tuple[int, ...]], Rows] | None  # None: in bfloat16
+
+
+def _float8_rows(shape: tuple[int, ...]) -> Rows:
+    return Float8Rows(_empty(shape, torch.float8_e4m3fn), _empty(shape[:-1], torch.float32))
+
+
+def _int4_rows(shape: tuple[int, ...]) -> Rows:
+    group = next(size for size in reversed(GROUPS) if shape[-1] % size == 0)
+    scales = (*shape[:-1], shape[-1] // group)
+    words = _empty((*shape[:-1], shape[-1] // 2), torch.uint8)
+    return GroupedRows(GroupedWeight(Numbers.INT4, words, _empty(scales, torch.float32), _empty(scales, torch.uint8)))
+
+
+PLAIN = Weights("bfloat16", None)
+FLOAT8 = Weights("FP8 by row", _float8_rows)
+INT4 = Weights("4 bits in groups of 128", _int4_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelForm:
+    """A model as it is served."""
+
+    name: str
+    config: ModelConfig
+    weights: Weights = PLAIN
+    cache: str | None = None  # None: the dtype of the model
+    num_adapters: int = 0  # LoRA adapters of rank 16, which all requests have in turn
+    has_grammar: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepForm:
+    """What a step computes: decodes of some contexts, and the prompt of one more."""
+
+    name: str
+    num_decodes: int
+    context_len: int  # of each decode, its new token included
+    prompt_len: int = 0
+    is_ahead: bool = False  # launched before the tokens of the step before it are on the host
+
+
+MODELS = (
+    ModelForm("8B, bfloat16", LLAMA_3_8B),
+    ModelForm("8B, FP8 weights", LLAMA_3_8B, FLOAT8),
+    ModelForm("8B, FP8 weights and cache", LLAMA_3_8B, FLOAT8, FP8),
+    ModelForm("8B, 4 bits", LLAMA_3_8B, INT4),
+    ModelForm("Qwen3-30B-A3B, bfloat16", QWEN3_30B_A3B),
+    ModelForm("Mixtral 8x7B, bfloat16", MIXTRAL_8X7B),
+)
+STEPS = (
+    StepForm("prompt, 4096 tokens", 0, 0, prompt_len=4096),
+    StepForm("mixed, 255 x 1024 and 1024 tokens", 255, 1024, prompt_len=1024),
+    StepForm("decode, 256 x 1024", 256, 1024),
+    StepForm("launched ahead, 256 x 1024", 256, 1024, is_ahead=True),
+    StepForm("launched ahead, 64 x 2048", 64, 2048, is_ahead=True),
+    StepForm("launched ahead, 64 x 512", 64, 512, is_ahead=True),
+    StepForm("launched ahead, 8 x 1024", 8, 1024, is_ahead=True),
+    StepForm("launched ahead, 1 x 2048", 1, 2048, is_ahead=True),
+)
+TOY_MODEL = ModelForm("toy", TOY)
+
+
+class EmptySource:
+    """Weights without content of any name and shape: a TensorSource and a PackedSource."""
+
+    def __init__(self, form: ModelForm, dtype: torch.dtype) -> None:
+        self.names, self.dtype = PARAMETER_NAMES[form.config.family], dtype
+        self._pack = form.weights.pack
+
+    def has(self, name: str) -> bool:
+        """See TensorSource."""
+        return not name.startswith("decoder.")
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See TensorSource."""
+        del name
+        return _empty(shape, self.dtype)
+
+    def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
+        """See PackedSource."""
+        is_outer = "lm_head" in name or "embed" in name or ".gate." in name
+        return None if self._pack is None or is_outer else self._pack(shape)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=GPU)
