@@ -9,7 +9,8 @@ import torch
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.attention.backend import AttentionPlanner, StepAttention
-from alignedserve.runtime.attention.libraries import FLASH_4, LIBRARIES
+from alignedserve.runtime.attention.libraries import LIBRARIES, PYTORCH
+from alignedserve.runtime.attention.library_steps import LEAST_GATHERED_CHUNK
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -119,7 +120,8 @@ def prefill_cases(
     # Both products of a query with the keys up to its own: two operations each per element.
     num_pairs = sequences * sum(range(context - num_new + 1, context + 1))
     cached = "" if context == num_new else f" after {context - num_new}"
-    without = set(LIBRARIES) - {FLASH_4} if cached else set()  # which read no blocks of 16 tokens
+    # Which copies contexts in blocks of 16 tokens, and leaves short chunks behind them to our kernel.
+    without = {PYTORCH} if cached and num_new < LEAST_GATHERED_CHUNK else set()
     for by, planner in _planners(setup, batch).items():
         if by in without:
             continue

@@ -13,6 +13,7 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.backend import AUTO, CHOICES, TRITON, AttentionPlanner, StepAttention
 from alignedserve.runtime.attention.libraries import installed_libraries
+from alignedserve.runtime.attention.library_steps import raise_failure
 from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
 from alignedserve.runtime.device.arrays import to_device
@@ -58,7 +59,8 @@ class AttentionBatch(NamedTuple):
         found = {TRITON: gpu.GpuPlanner(self.table, storage, config.sliding_window, group)}
         for library in installed_libraries(storage.layout, storage.device):
             found[library.name] = gpu.GpuPlanner(self.table, storage, config.sliding_window, group)
-            found[library.name].use_library(library, for_whole=True, for_paged=library.paged is not None)
+            found[library.name].use_library(library, for_whole=True, for_paged=True)
+            found[library.name].on_failure = raise_failure
         return found
 
     def decodes(self, planner: AttentionPlanner) -> StepAttention:

@@ -20,7 +20,7 @@ from alignedserve.costmodel.gpu_limits import running_requests
 from alignedserve.costmodel.model_shapes import model_shape
 from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.runtime.attention.backend import TORCH
-from alignedserve.runtime.attention.libraries import FLASH_2, FLASH_4
+from alignedserve.runtime.attention.libraries import FLASH_4
 from alignedserve.runtime.attention.registry import measure_gpu_attention
 from alignedserve.runtime.device.cores import num_cores, threads_per_worker
 from alignedserve.runtime.device.devices import AUTO, CPU, CUDA, cuda_obstacle, describe_gpus
@@ -109,8 +109,7 @@ def _device() -> str:
 
 def _gpu() -> list[Finding]:
     """Report how attention would be computed on a GPU; tried where there is one."""
-    found = [version for name in (FLASH_4, FLASH_2) if (version := _installed(name)) is not None]
-    flash = " and ".join(found) or "not installed"
+    flash = _installed(FLASH_4) or "not installed"
     if cuda_obstacle() is not None:
         return [Finding("flash-attn", f"{flash} (not needed on a CPU)")]
     choice = measure_gpu_attention(torch.device("cuda"))

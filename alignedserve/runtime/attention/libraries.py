@@ -1,7 +1,7 @@
-"""Attention of prompts and chunks by installed libraries: flash-attn-4, flash-attn 2 and PyTorch's own.
+"""Attention of prompts and chunks by libraries: PyTorch's own kernels, and flash-attn-4 where it is installed.
 
 Each is called by the names of its documented arguments alone. Whether one works here, and is faster than our kernel, is
-found out by running it when an engine starts (`prompt_choice`).
+found out by a process of its own when an engine starts (`library_trial`, `prompt_choice`).
 """
 
 import importlib
@@ -15,11 +15,11 @@ from torch import Tensor
 from alignedserve.core.block_layout import BlockLayout
 
 OWN = "own kernel"
-FLASH_4, FLASH_2, PYTORCH = "flash-attn-4", "flash-attn", "PyTorch"
-LIBRARIES = (FLASH_4, FLASH_2, PYTORCH)
+FLASH_4, PYTORCH = "flash-attn-4", "PyTorch"
+LIBRARIES = (FLASH_4, PYTORCH)
 _DTYPES = ("float16", "bfloat16")
 
-# Of paged caches in flash-attn 2, which is PyTorch's too.
+# Of the pages that PyTorch's kernel reads in place.
 _PAGE_TOKENS = 256
 
 
@@ -31,6 +31,8 @@ class Pages(NamedTuple):
     table: Tensor  # [contexts, most blocks] int32: blocks of each, then any
     longest_chunk: int
     longest_context: int
+    blocks: Tensor  # [blocks of all contexts] int64: those of each, one context after another
+    firsts: Tensor  # [contexts + 1] int32: the slot of each context's first token within these blocks, and the end
 
 
 # Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim] of prompts one after another, the
@@ -45,25 +47,23 @@ class AttentionLibrary(NamedTuple):
 
     name: str
     whole: WholePrompts
-    paged: PagedChunks | None  # None: it reads no blocks of this size
+    paged: PagedChunks
+    gathers: bool = False  # chunks' contexts are copied first: its pages have another size
 
 
 def installed_libraries(layout: BlockLayout, device: torch.device) -> list[AttentionLibrary]:
     """Return the libraries for blocks like these that can be imported here; whether their kernels run is not known."""
     if device.type != "cuda" or layout.dtype not in _DTYPES:
         return []
-    has_pages = layout.block_size % _PAGE_TOKENS == 0
-    found: list[AttentionLibrary] = []
-    flash_4 = _function("flash_attn.cute", "flash_attn_varlen_func")
-    if flash_4 is not None:
-        found.append(_flash_4(flash_4))
-    flash_2 = _function("flash_attn", "flash_attn_varlen_func")
-    if flash_2 is not None:
-        found.append(_flash_2(flash_2, has_pages))
-    varlen = _function("torch.nn.attention.varlen", "varlen_attn")
-    if varlen is not None:
-        found.append(_pytorch(varlen, has_pages))
-    return found
+    found = (library_named(name, layout.block_size) for name in LIBRARIES)
+    return [library for library in found if library is not None]
+
+
+def library_named(name: str, block_size: int) -> AttentionLibrary | None:
+    """Return one of LIBRARIES for blocks of this size; None: it cannot be imported here."""
+    module, function, build = _SOURCES[name]
+    varlen = _function(module, function)
+    return None if varlen is None else build(varlen, block_size)
 
 
 def _function(module: str, name: str) -> Callable[..., Any] | None:
@@ -78,7 +78,7 @@ def _scale(queries: Tensor) -> float:
     return 1.0 / math.sqrt(queries.shape[-1])
 
 
-def _flash_4(varlen: Callable[..., Any]) -> AttentionLibrary:
+def _flash_4(varlen: Callable[..., Any], _block_size: int) -> AttentionLibrary:
     """Return flash-attn-4, which takes pages of any size and returns sums of weights beside its output."""
 
     def common(queries: Tensor, window: int | None) -> dict[str, Any]:
@@ -108,32 +108,9 @@ def _flash_4(varlen: Callable[..., Any]) -> AttentionLibrary:
     return AttentionLibrary(FLASH_4, whole, paged)
 
 
-def _flash_2(varlen: Callable[..., Any], has_pages: bool) -> AttentionLibrary:
-    def common(queries: Tensor, window: int | None) -> dict[str, Any]:
-        own_window = (-1, -1) if window is None else (window - 1, 0)
-        return {"softmax_scale": _scale(queries), "causal": True, "window_size": own_window}
+def _pytorch(varlen: Callable[..., Any], block_size: int) -> AttentionLibrary:
+    """Return PyTorch's, which reads pages of 256 tokens, or a multiple, in place; others are gathered."""
 
-    def whole(
-        queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, longest: int, window: int | None
-    ) -> Tensor:
-        places = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
-        return _output(varlen(queries, keys, values, **places, **common(queries, window)))
-
-    def paged(queries: Tensor, keys: Tensor, values: Tensor, pages: Pages, window: int | None) -> Tensor:
-        ends = torch.cumsum(pages.lengths, 0, dtype=torch.int32)
-        places = {
-            "cu_seqlens_q": pages.starts,
-            "cu_seqlens_k": torch.nn.functional.pad(ends, (1, 0)),
-            "block_table": pages.table,
-            "max_seqlen_q": pages.longest_chunk,
-            "max_seqlen_k": pages.longest_context,
-        }
-        return _output(varlen(queries, keys, values, **places, **common(queries, window)))
-
-    return AttentionLibrary(FLASH_2, whole, paged if has_pages else None)
-
-
-def _pytorch(varlen: Callable[..., Any], has_pages: bool) -> AttentionLibrary:
     def common(queries: Tensor, window: int | None) -> dict[str, Any]:
         left = -1 if window is None else window - 1
         return {"scale": _scale(queries), "window_size": (left, 0), "enable_gqa": True}
@@ -150,8 +127,20 @@ def _pytorch(varlen: Callable[..., Any], has_pages: bool) -> AttentionLibrary:
             varlen(queries, keys, values, pages.starts, None, *longest, **contexts, **common(queries, window))
         )
 
-    return AttentionLibrary(PYTORCH, whole, paged if has_pages else None)
+    def gathered(queries: Tensor, keys: Tensor, values: Tensor, pages: Pages, window: int | None) -> Tensor:
+        own = (cache.index_select(0, pages.blocks).flatten(0, 1) for cache in (keys, values))
+        places = (pages.starts, pages.firsts, pages.longest_chunk, pages.longest_context)
+        return _output(varlen(queries, *own, *places, seqused_k=pages.lengths, **common(queries, window)))
+
+    has_pages = block_size % _PAGE_TOKENS == 0
+    return AttentionLibrary(PYTORCH, whole, paged if has_pages else gathered, gathers=not has_pages)
 
 
 def _output(returned: Tensor | tuple[Tensor, ...]) -> Tensor:
     return returned if isinstance(returned, Tensor) else returned[0]
+
+
+_SOURCES: dict[str, tuple[str, str, Callable[[Callable[..., Any], int], AttentionLibrary]]] = {
+    FLASH_4: ("flash_attn.cute", "flash_attn_varlen_func", _flash_4),
+    PYTORCH: ("torch.nn.attention.varlen", "varlen_attn", _pytorch),
+}

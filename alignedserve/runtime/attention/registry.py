@@ -8,14 +8,15 @@ import torch
 
 from alignedserve.core.block_layout import FP8, BlockLayout
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.attention.backend import TORCH, TRITON, AttentionPlanner, Contexts, attention_level
+from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON, AttentionPlanner, Contexts, attention_level
 from alignedserve.runtime.attention.native_backend import PagedPlanner
-from alignedserve.runtime.attention.sequence_table import SequenceTable
+from alignedserve.runtime.attention.prompt_choice import FAR_BYTES
 from alignedserve.runtime.attention.torch_backend import GatheredPlanner
+from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
 from kernels.cpu.paged_attention import Int8Heads, PagedAttention
-from kernels.gpu_dispatch import gpu_kernels_available, on_device
+from kernels.gpu_dispatch import gpu_kernels_available
 
 _SCALE_ALIGNMENT = 4  # bytes
 _GROUP = 4  # query heads per key head of the model that doctor measures with
@@ -47,14 +48,25 @@ def attention_planner(
     return PagedPlanner(table, config.sliding_window, paged)
 
 
+def try_libraries(choice: str, layout: BlockLayout, num_blocks: int, config: ModelConfig, device: torch.device) -> None:
+    """Find out which libraries compute prompts and chunks over so many blocks, before their memory is allocated.
+
+    `choice` as for attention_planner, which uses what is known then. Nothing happens where no library may be used.
+    """
+    if device.type != CUDA or choice not in (AUTO, TRITON) or not gpu_kernels_available(device):
+        return
+    gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")
+    if gpu_attention.gpu_attention_works(layout, config.group_size, device):
+        gpu_attention.prompt_choice(layout, num_blocks, config.group_size, config.sliding_window, device)
+
+
 def _gpu_planner(table: Contexts, storage: BlockStorage, config: ModelConfig) -> AttentionPlanner | None:
     """Return the planner of the GPU kernels; None where they do not run."""
     gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")  # loads Triton
     if not gpu_attention.gpu_attention_works(storage.layout, config.group_size, storage.device):
         return None
     planner = gpu_attention.GpuPlanner(table, storage, config.sliding_window, config.group_size)
-    with on_device(storage.device):
-        logger.info("attention: %s", gpu_attention.choose_prompt_attention(planner))
+    logger.info("attention: %s", gpu_attention.choose_prompt_attention(planner))
     return cast(AttentionPlanner, planner)
 
 
@@ -67,12 +79,11 @@ class GpuAttention(NamedTuple):
 
 def measure_gpu_attention(device: torch.device) -> GpuAttention:
     """Measure the backends for the heads of an 8B Llama in bfloat16."""
-    layout = BlockLayout(block_size=16, num_layers=1, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+    layout = BlockLayout(block_size=16, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
     if not gpu_kernels_available(device):
         return GpuAttention("plain PyTorch: Triton is not installed", "plain PyTorch")
     gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")
     if not gpu_attention.gpu_attention_works(layout, _GROUP, device):
         return GpuAttention("plain PyTorch: the Triton kernels do not run here, see the warning", "plain PyTorch")
-    table = SequenceTable(max_sequences=1, max_context_len=layout.block_size, block_size=layout.block_size)
-    planner = gpu_attention.GpuPlanner(table, BlockStorage(layout, 1, device), None, _GROUP)
-    return GpuAttention("Triton, straight from blocks", str(gpu_attention.choose_prompt_attention(planner)))
+    prompts = gpu_attention.prompt_choice(layout, FAR_BYTES // layout.block_bytes, _GROUP, None, device)
+    return GpuAttention("Triton, straight from blocks", str(prompts))

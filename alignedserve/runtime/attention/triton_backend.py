@@ -4,6 +4,7 @@ A step's plan is a few integers per sequence, computed on the host. The arrays f
 sizes whatever their contexts, except for the block tables, which come last (`DecodeGraphs` replays with new ones).
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,14 +17,16 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.backend import Contexts
-from alignedserve.runtime.attention.libraries import (
-    AttentionLibrary,
-    PagedChunks,
-    Pages,
-    WholePrompts,
-    installed_libraries,
+from alignedserve.runtime.attention.libraries import AttentionLibrary, installed_libraries
+from alignedserve.runtime.attention.library_steps import (
+    Chunks,
+    ContextChunks,
+    LibraryChunks,
+    LibraryPrompts,
+    OnFailure,
+    is_worth_gathering,
 )
-from alignedserve.runtime.attention.prompt_choice import PromptChoice, choose_prompts
+from alignedserve.runtime.attention.prompt_choice import PromptChoice, PromptSetup, choose_prompts
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
 from alignedserve.runtime.device.arrays import Array, to_device
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -34,74 +37,12 @@ from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill
 from kernels.gpu.work_partition import WorkPartition, partition
 from kernels.gpu_dispatch import can_launch, on_device
 
+logger = logging.getLogger(__name__)
+
 _PROGRAMS_OF_INTERPRETER = 4
+_LONGEST_REASON = 300
 # For larger heads, tiles of keys and values do not fit a multiprocessor's shared memory.
 _MAX_HEAD_DIM = 256
-
-
-class LibraryPrompts:
-    """Prompts from their first token on, which read only the keys and values that the layer has just computed."""
-
-    def __init__(self, kernel: WholePrompts, counts: IntArray, window: int | None) -> None:
-        self.host_arrays: list[Array] = [_starts(counts)]
-        self._kernel = kernel
-        self._window = window
-        self._longest = int(counts.max())
-        self._starts: Tensor | None = None
-
-    def bind(self, tensors: Sequence[Tensor]) -> None:
-        """See StepAttention."""
-        (self._starts,) = tensors
-
-    def run(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
-        """Fill `out`, as StepAttention.chunks does."""
-        assert self._starts is not None, "a layer is computed before its arrays are bound"
-        tokens, kv_heads, group, head_dim = queries.shape
-        keys, values = (part.view(tokens, kv_heads, head_dim) for part in new)
-        flat = queries.reshape(tokens, kv_heads * group, head_dim)
-        window = self._window if is_windowed else None
-        out.copy_(self._kernel(flat, keys, values, self._starts, self._longest, window).view(out.shape))
-
-
-class LibraryChunks:
-    """Chunks over contexts in blocks, whose slots are filled from the front."""
-
-    def __init__(
-        self,
-        kernel: PagedChunks,
-        storage: BlockStorage,
-        contexts: tuple[Contexts, IntArray, IntArray],
-        window: int | None,
-    ) -> None:
-        """`contexts`: the table, its rows that compute a chunk, and the tokens of each chunk."""
-        table, rows, counts = contexts
-        lengths = table.num_computed[rows] + counts
-        width = -(-int(lengths.max()) // table.block_size)
-        pages = table.block_tables[rows, :width].astype(np.int32)
-        self.host_arrays: list[Array] = [_starts(counts), lengths.astype(np.int32), pages]
-        self._kernel = kernel
-        self._storage = storage
-        self._window = window
-        self._longest = (int(counts.max()), int(lengths.max()))
-        self._pages: Pages | None = None
-
-    def bind(self, tensors: Sequence[Tensor]) -> None:
-        """See StepAttention."""
-        starts, lengths, table = tensors
-        self._pages = Pages(starts, lengths, table, *self._longest)
-
-    def run(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
-        """Fill `out`, as StepAttention.chunks does."""
-        assert self._pages is not None, "a layer is computed before its arrays are bound"
-        tokens, kv_heads, group, head_dim = queries.shape
-        blocks = self._storage.blocks[:, layer]
-        flat = queries.reshape(tokens, kv_heads * group, head_dim)
-        window = self._window if is_windowed else None
-        out.copy_(self._kernel(flat, blocks[:, 0], blocks[:, 1], self._pages, window).view(out.shape))
-
-
-def _starts(counts: IntArray) -> Array:
-    return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
 
 
 class GpuStep:
@@ -113,12 +54,12 @@ class GpuStep:
         self,
         rows: IntArray,
         decodes: "_Decodes | None",
-        chunks: "_PagedChunks | LibraryPrompts | LibraryChunks | None",
+        chunks: Chunks | None,
     ) -> None:
         self.decode_rows = rows
         self.decodes = decodes
         self.prompts = chunks
-        self._parts = [part for part in (chunks, decodes) if part is not None]
+        self._parts: list[Chunks | _Decodes] = [part for part in (chunks, decodes) if part is not None]
         self.host_arrays = [array for part in self._parts for array in part.host_arrays]
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
@@ -169,18 +110,29 @@ class GpuPlanner:
         self.heads = (storage.layout.num_kv_heads, group, storage.layout.head_dim)
         at_once = num_programs or _programs(storage, group)
         self.num_programs = max(1, at_once // storage.layout.num_kv_heads)
-        self._whole: WholePrompts | None = None
-        self._paged: PagedChunks | None = None
+        self._whole: AttentionLibrary | None = None
+        self._paged: AttentionLibrary | None = None
+        self._clears_tails = False
+        self.on_failure: OnFailure = self._drop  # of a library
 
-    def use_library(self, library: AttentionLibrary, *, for_whole: bool, for_paged: bool) -> None:
-        """See MeasuredPlanner."""
-        self._whole = library.whole if for_whole else self._whole
-        self._paged = library.paged if for_paged else self._paged
+    def use_library(
+        self, library: AttentionLibrary, *, for_whole: bool, for_paged: bool, clears_tails: bool = False
+    ) -> None:
+        """Compute prompts from their start, or chunks over blocks, by this library from now on.
 
-    def like(self, table: Contexts, storage: BlockStorage) -> "GpuPlanner":
-        """See MeasuredPlanner."""
-        kv_heads, group, _ = self.heads
-        return GpuPlanner(table, storage, self.window, group, num_programs=self.num_programs * kv_heads)
+        `clears_tails`: the slots behind a context are zeroed before the library reads its last block.
+        """
+        self._whole = library if for_whole else self._whole
+        if for_paged:
+            self._paged, self._clears_tails = library, clears_tails
+
+    def _drop(self, library: AttentionLibrary, error: Exception) -> None:
+        """Compute by our own kernel what this library has computed."""
+        if library in (self._whole, self._paged):
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("%s failed, our own kernel goes on in its place: %s", library.name, reason[:_LONGEST_REASON])
+        self._whole = None if self._whole == library else self._whole
+        self._paged = None if self._paged == library else self._paged
 
     def plan(
         self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
@@ -189,12 +141,29 @@ class GpuPlanner:
         decodes = _Decodes(self, decode_rows, num_padding) if len(decode_rows) + num_padding else None
         return GpuStep(decode_rows, decodes, self._chunks(chunk_rows, chunk_counts) if len(chunk_rows) else None)
 
-    def _chunks(self, rows: IntArray, counts: IntArray) -> "_PagedChunks | LibraryPrompts | LibraryChunks":
+    def _chunks(self, rows: IntArray, counts: IntArray) -> Chunks:
+        own = _PagedChunks(self, rows, counts)
         if self._whole is not None and not self.table.num_computed[rows].any():
-            return LibraryPrompts(self._whole, counts, self.window)
-        if self._paged is not None and not self.table.is_reversed[rows].any():  # libraries read slots forwards
-            return LibraryChunks(self._paged, self.storage, (self.table, rows, counts), self.window)
-        return _PagedChunks(self, rows, counts)
+            return LibraryPrompts(self._whole, counts, self.window, own, self.on_failure)
+        if self._paged is None or not self._may_read(rows):
+            return own
+        chunks = ContextChunks(self.table, rows, counts)
+        if self._paged.gathers and not is_worth_gathering(chunks, self._layer_token_bytes):
+            return own
+        return LibraryChunks(
+            self._paged, self.storage, chunks, self.window, own, self.on_failure, clears_tails=self._clears_tails
+        )
+
+    def _may_read(self, rows: IntArray) -> bool:
+        """Return whether a library may read these contexts: slots forwards; those behind them are nobody's if they are
+        zeroed, which they may not be where two sequences share a block from its two ends."""
+        is_reversed = self.table.is_reversed
+        return not (is_reversed if self._clears_tails else is_reversed[rows]).any()
+
+    @property
+    def _layer_token_bytes(self) -> int:
+        layout = self.storage.layout
+        return layout.token_bytes // layout.num_layers
 
     def block_tables(self, rows: IntArray, lengths: IntArray) -> list[Array]:
         """Return the arrays of a BlockTables, its entries last; lengths beyond `rows` are padding."""
@@ -275,17 +244,33 @@ def gpu_attention_works(layout: BlockLayout, group: int, device: torch.device) -
 
 def choose_prompt_attention(planner: GpuPlanner) -> PromptChoice:
     """Have the planner use the fastest kernels for whole prompts and for chunks: ours, or those of a library."""
-    return choose_prompts(planner, installed_libraries(planner.storage.layout, planner.storage.device))
+    storage = planner.storage
+    choice = prompt_choice(storage.layout, storage.num_blocks, planner.heads[1], planner.window, storage.device)
+    by_name = {library.name: library for library in installed_libraries(storage.layout, storage.device)}
+    if choice.for_whole in by_name:
+        planner.use_library(by_name[choice.for_whole], for_whole=True, for_paged=False)
+    if choice.for_paged in by_name:
+        planner.use_library(
+            by_name[choice.for_paged], for_whole=False, for_paged=True, clears_tails=choice.clears_tails
+        )
+    return choice
+
+
+def prompt_choice(
+    layout: BlockLayout, num_blocks: int, group: int, window: int | None, device: torch.device
+) -> PromptChoice:
+    """Return which kernels compute prompts and chunks over so many blocks, as known or found out now."""
+    names = [library.name for library in installed_libraries(layout, device)]
+    return choose_prompts(PromptSetup(str(device), layout, num_blocks, group, window), names)
 
 
 class _OneStep:
-    """A step over its own zeroed storage: a token of one sequence and the prompt of another."""
+    """A step over its own storage of zeros: a token of one sequence and the prompt of another."""
 
     def __init__(self, layout: BlockLayout, group: int, device: torch.device) -> None:
         prompt_len = 2
         width = blocks_for(prompt_len, layout.block_size)
         storage = BlockStorage(replace(layout, num_layers=1), width + 1, device)
-        storage.blocks.zero_()
         table = SequenceTable(max_sequences=2, max_context_len=prompt_len, block_size=layout.block_size)
         blocks = [BlockId(block) for block in range(width + 1)]
         once = SamplingParams(max_tokens=1)

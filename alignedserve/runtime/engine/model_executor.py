@@ -27,6 +27,7 @@ from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import requests_of
 from alignedserve.process.links import Identity
 from alignedserve.process.worker_threads import WorkerThreads, run_quietly
+from alignedserve.runtime.attention.registry import try_libraries
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.device_work import use_device, working
 from alignedserve.runtime.device.devices import rank_devices
@@ -111,6 +112,7 @@ class ModelExecutor:
         else:
             load = partial(load_decoder, served, device, progress_path)
             decoder = run_quietly(load) if sizes.loads_quietly else load()
+            try_libraries(sizes.attention_backend, layout, num_blocks, decoder.config, device)
             self._storage = storage = BlockStorage(layout, num_blocks, device)
         self._moves_all = self._storage.layout == layout
         streams = streams_of(device)

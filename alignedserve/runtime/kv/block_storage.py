@@ -37,7 +37,7 @@ class Stripe(NamedTuple):
 
 
 class BlockStorage:
-    """Blocks 0 .. num_blocks - 1, without ownership; content is arbitrary until written.
+    """Blocks 0 .. num_blocks - 1, without ownership; zeros until written.
 
     Raises NotEnoughMemory saying how many bytes are needed.
     """
@@ -186,6 +186,12 @@ class BlockStorage:
         """Fill the token slots from `first_slot` on with zeros, on all layers."""
         self._slots_of(block_id)[:, :, first_slot:] = 0
 
+    def zero_slots(self, blocks: Tensor, slots: Tensor) -> None:
+        """Fill single token slots with zeros, on all layers: of blocks [slots], both int64, on their device."""
+        layout = self.layout
+        runs = self._bytes.view(self.num_blocks, layout.runs_per_block, layout.block_size, -1)
+        runs[blocks, :, slots] = 0
+
     def _slots_of(self, block_id: BlockId) -> Tensor:
         """Return one block as [num_layers, 2, block_size, slot_width]."""
         layout = self.layout
@@ -212,6 +218,7 @@ def _allocate(layout: BlockLayout, num_blocks: int, device: torch.device) -> Ten
             # show late. Small pages cost a third of the copying speed.
             memory = huge_pages(needed, populates=True)
             return torch.frombuffer(memory, dtype=cache_dtype(layout.dtype)).view(shape)
-        return torch.empty(shape, dtype=cache_dtype(layout.dtype), device=device)
+        # A library may multiply what it reads of unused slots by zero, which numbers alone survive.
+        return torch.zeros(shape, dtype=cache_dtype(layout.dtype), device=device)
     except (RuntimeError, OSError, MemoryError) as error:
         raise NotEnoughMemory(f"{message}; lower the number of blocks.") from error

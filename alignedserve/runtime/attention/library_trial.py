@@ -1,0 +1,326 @@
+"""The trial of one library for prompts and chunks, in a process of its own.
+
+    python -m alignedserve.runtime.attention.library_trial '{"library": "PyTorch", "setup": {...}}'
+
+Its blocks have the engine's layout, and are as many, up to where every offset of 32 bits has overflowed. It computes on
+the last layer and in the highest blocks, contexts of odd lengths, and every slot that no context uses holds no number.
+Results are compared with those of our kernel; then what was not to be written is, and both are measured.
+
+Prints a line of JSON, a TrialResult, and ends with 0; a crash or a hang is for who has started it to see.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.request import SamplingParams
+from alignedserve.runtime.attention.libraries import AttentionLibrary, library_named
+from alignedserve.runtime.attention.library_steps import (
+    Chunks,
+    ContextChunks,
+    LibraryChunks,
+    LibraryPrompts,
+    raise_failure,
+)
+from alignedserve.runtime.attention.prompt_choice import (
+    FAR_BYTES,
+    ChunkShape,
+    Measured,
+    PromptSetup,
+    TrialRequest,
+    TrialResult,
+    device_of,
+)
+from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable, tokens_of
+from alignedserve.runtime.attention.triton_backend import GpuPlanner
+from alignedserve.runtime.device.arrays import to_device
+from alignedserve.runtime.device.device_work import use_device
+from alignedserve.runtime.device.devices import CUDA, torch_cuda
+from alignedserve.runtime.device.timing import DeviceTimer, synchronize
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from kernels.gpu_dispatch import on_device
+
+_ROUNDS, _WARM_UPS = 9, 3
+# Of results whose values are normally distributed: rounding of weights and sums to the dtype.
+_TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+_LONGEST_REASON = 300
+_LEFT_BYTES = 1 << 30  # of the device's memory, for what is computed beside the blocks
+_SCANNED_BYTES = 256 << 20
+_GUARD = 1024  # elements before and behind each input
+_NO_NUMBERS = 0xFF  # of every byte: NaN in each dtype
+_DIFFERS = "its results differ from ours by"
+_WRITES = "it writes where it should only read"
+_NO_RESULT = f"{_DIFFERS} nan"
+_ONCE = SamplingParams(max_tokens=1)
+
+Work = Callable[[], list[Tensor]]
+
+
+class TrialChunks:
+    """Chunks of contexts in the highest blocks of a storage, on its last layer, with random numbers."""
+
+    def __init__(self, setup: PromptSetup, storage: BlockStorage, shape: ChunkShape) -> None:
+        self._setup, self._storage, self._layer = setup, storage, setup.layout.num_layers - 1
+        self._table, self.num_blocks = _table_of(shape, setup.layout.block_size, storage.num_blocks)
+        lengths, counts = np.array(shape.lengths), np.array(shape.counts)
+        self._rows, self._counts = np.arange(len(lengths)), counts
+        positions = tokens_of(self._rows, np.zeros_like(lengths), lengths)
+        blocks, offsets = self._table.places(*positions)
+        is_new = positions[1] >= (lengths - counts)[positions[0]]
+        arrays = [blocks * storage.slot_stride + offsets, np.flatnonzero(is_new)]
+        self._slots, self._new_places = to_device(arrays, storage.device)
+        layout, dtype = setup.layout, storage.blocks.dtype
+        random = torch.Generator(storage.device).manual_seed(0)
+        self._cached = [
+            torch.empty((len(blocks), layout.kv_width), dtype=dtype, device=storage.device).normal_(generator=random)
+            for _ in range(2)
+        ]
+        sizes = (int(counts.sum()), layout.num_kv_heads, setup.group, layout.head_dim)
+        self._inputs = _Inputs([sizes, *((sizes[0], layout.kv_width),) * 2], dtype, storage.device)
+        self._queries = torch.empty(sizes, dtype=dtype, device=storage.device).normal_(generator=random)
+
+    def write(self) -> None:
+        """Write the contexts' keys and values into their slots."""
+        storage, layer = self._storage, self._layer
+        for slots, own in zip((storage.key_slots(layer), storage.value_slots(layer)), self._cached, strict=True):
+            slots[self._slots] = own
+        new = [own[self._new_places] for own in self._cached]
+        self._inputs.fill(float("nan"))
+        for part, own in zip(self._inputs.tensors, [self._queries, *new], strict=True):
+            part.copy_(own)
+        self._inputs.seal()
+
+    def fill_inputs(self, value: float) -> None:
+        """Fill queries, new keys and new values."""
+        self._inputs.fill(value)
+
+    def sums(self) -> Tensor:
+        """Return a sum of the bytes of each block, in groups of 8."""
+        blocks = self._storage.bytes[-self.num_blocks :].view(torch.int64)
+        return torch.stack([block.sum() for block in blocks])
+
+    def zero_tails(self) -> None:
+        """Zero the unused slots of the contexts' last blocks."""
+        size = self._setup.layout.block_size
+        lengths = self._table.num_tokens[self._rows]
+        for row, length in zip(self._rows.tolist(), lengths.tolist(), strict=True):
+            if length % size:
+                self._storage.zero_tail(BlockId(int(self._table.block_tables[row, length // size])), length % size)
+
+    def are_intact(self) -> bool:
+        """Return whether queries, new keys and new values, and the memory beside them, are what was written."""
+        return self._inputs.are_intact()
+
+    def work(self, library: AttentionLibrary | None = None) -> Work:
+        """Return what computes the layer, of each kind that the model has; its results are those of the last call."""
+        setup = self._setup
+        # Decodes are none of a trial's, nor is how many programs they have.
+        planner = GpuPlanner(self._table, self._storage, setup.window, setup.group, num_programs=1)
+        own = planner.plan(self._rows[:0], self._rows, self._counts).prompts
+        assert own is not None, "a trial without chunks"
+        part = own if library is None else self._by_library(library, own)
+        part.bind(to_device(part.host_arrays, self._storage.device))
+        kinds = (False,) if setup.window is None else (False, True)
+        queries, *new = self._inputs.tensors
+        outs = [torch.empty_like(queries) for _ in kinds]
+
+        def compute() -> list[Tensor]:
+            for out, is_windowed in zip(outs, kinds, strict=True):
+                part.run(queries, (new[0], new[1]), out, self._layer, is_windowed)
+            return outs
+
+        return compute
+
+    def _by_library(self, library: AttentionLibrary, own: Chunks) -> Chunks:
+        window = self._setup.window
+        if not self._table.num_computed[self._rows].any():
+            return LibraryPrompts(library, self._counts, window, own, raise_failure)
+        chunks = ContextChunks(self._table, self._rows, self._counts)
+        return LibraryChunks(library, self._storage, chunks, window, own, raise_failure, clears_tails=False)
+
+
+class Trial:
+    """A library beside our kernel."""
+
+    def __init__(self, setup: PromptSetup, library: AttentionLibrary) -> None:
+        self._setup, self._library = setup, library
+        self._device = device_of(setup)
+        self.num_blocks = _num_blocks(setup, self._device)
+        self._storage = BlockStorage(setup.layout, self.num_blocks, self._device)
+
+    def result(self) -> TrialResult:
+        """Compare and measure both kinds of chunks."""
+        shapes = self._setup.shapes
+        whole, whole_reason, _ = self._try(shapes.odd_whole, shapes.whole)
+        paged, paged_reason, clears_tails = self._try(shapes.odd_chunks, shapes.chunks)
+        return TrialResult(self.num_blocks, whole, paged, whole_reason, paged_reason, clears_tails)
+
+    def _try(self, odd: ChunkShape, measured: ChunkShape) -> tuple[Measured | None, str, bool]:
+        """Return seconds, or why there are none; and whether unused slots must hold numbers."""
+        clears_tails = False
+        reason = self._obstacle(odd)
+        if reason == _NO_RESULT and not odd.is_whole:
+            clears_tails = True
+            reason = self._obstacle(odd, has_zeros=True)
+        if reason is not None:
+            return None, reason, False
+        self._storage.bytes.zero_()
+        chunks = self._chunks(measured)
+        chunks.write()
+        reason = self._compared(chunks, elsewhere=0)
+        if reason is not None:
+            return None, reason, False
+        timer = DeviceTimer(self._device, num_rounds=_ROUNDS, warm_ups=_WARM_UPS, cold_bytes=0)
+        return Measured(*timer.by_turns([chunks.work(), chunks.work(self._library)])), "", clears_tails
+
+    def _chunks(self, shape: ChunkShape) -> TrialChunks:
+        return TrialChunks(self._setup, self._storage, fitting(shape, self._setup.layout.block_size, self.num_blocks))
+
+    def _obstacle(self, odd: ChunkShape, *, has_zeros: bool = False) -> str | None:
+        """Return why results cannot be used where unused slots hold no numbers, or, of contexts' last blocks, zeros.
+
+        A call over nothing but NaN comes first, so that what a kernel leaves in the memory of a multiprocessor is NaN.
+        """
+        chunks = self._chunks(odd)
+        self._storage.bytes.fill_(_NO_NUMBERS)
+        chunks.fill_inputs(float("nan"))
+        reason = _failure(chunks.work(self._library))
+        if reason is None and not self._are_all(self._storage.bytes, -1):
+            reason = _WRITES
+        chunks.write()
+        if has_zeros:
+            chunks.zero_tails()
+        return reason or self._compared(chunks)
+
+    def _compared(self, chunks: TrialChunks, *, elsewhere: int = -1) -> str | None:
+        """Return what the library computes or writes otherwise than our kernel. `elsewhere`: the bytes that blocks
+        without contexts consist of, in groups of 8."""
+        expected = [result.clone() for result in chunks.work()()]
+        before = chunks.sums()
+        reason = differing(chunks.work(self._library), expected)
+        if reason is not None:
+            return reason
+        synchronize(self._device)
+        is_intact = chunks.are_intact() and bool((chunks.sums() == before).all())
+        others = self._storage.bytes[: self.num_blocks - chunks.num_blocks]
+        return None if is_intact and self._are_all(others, elsewhere) else _WRITES
+
+    def _are_all(self, blocks: Tensor, value: int) -> bool:
+        """Return whether blocks consist of this number of 8 bytes."""
+        rows = max(1, _SCANNED_BYTES // self._setup.layout.block_bytes)
+        return all(bool((part == value).all()) for part in torch.split(blocks.view(torch.int64), rows))
+
+
+class _Inputs:
+    """Queries, new keys and new values between guards, each of which tells whether it was written."""
+
+    def __init__(self, sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
+        lengths = [math.prod(size) for size in sizes]
+        self._buffers = [torch.empty(length + 2 * _GUARD, dtype=dtype, device=device) for length in lengths]
+        self.tensors = [
+            buffer[_GUARD : _GUARD + length].view(size)
+            for buffer, length, size in zip(self._buffers, lengths, sizes, strict=True)
+        ]
+        self._sealed: list[Tensor] = []
+
+    def fill(self, value: float) -> None:
+        for buffer in self._buffers:
+            buffer.fill_(value)
+
+    def seal(self) -> None:
+        """Remember what they hold."""
+        self._sealed = [buffer.clone() for buffer in self._buffers]
+
+    def are_intact(self) -> bool:
+        pairs = zip(self._buffers, self._sealed, strict=True)
+        return all(torch.equal(own.view(torch.uint8), sealed.view(torch.uint8)) for own, sealed in pairs)
+
+
+def differing(work: Work, expected: Sequence[Tensor]) -> str | None:
+    """Return why results of a library cannot be used; None: they are ours."""
+    try:
+        differences = [(one - other).abs().max() for one, other in zip(work(), expected, strict=True)]
+        differs = float(torch.stack(differences).max())  # not a number where one of them is none
+    except torch.AcceleratorError:  # nothing can be computed behind it
+        raise
+    except Exception as error:  # noqa: BLE001  (of its compiler, of a driver: a library may raise anything)
+        return _told(error)
+    # Not a number is above every tolerance, too.
+    return None if differs <= _TOLERANCES[expected[0].dtype] else f"{_DIFFERS} {differs:.2g}"
+
+
+def _failure(work: Work) -> str | None:
+    """Return why a library does not compute at all; None: it does."""
+    try:
+        work()
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:  # noqa: BLE001  (as above)
+        return _told(error)
+    return None
+
+
+def _told(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or ["no more is known"]
+    return f"{type(error).__name__}: {lines[-1][:_LONGEST_REASON]}"
+
+
+def fitting(shape: ChunkShape, block_size: int, num_blocks: int) -> ChunkShape:
+    """Return the shape, or a half, quarter, ... of it that fits into so many blocks."""
+    while sum(blocks_for(length, block_size) for length in shape.lengths) > num_blocks:
+        assert max(shape.lengths) > 1, f"a trial needs more than {num_blocks} blocks"
+        lengths = tuple(max(1, length // 2) for length in shape.lengths)
+        counts = tuple(min(max(1, count // 2), length) for count, length in zip(shape.counts, lengths, strict=True))
+        shape = ChunkShape(lengths, counts)
+    return shape
+
+
+def _num_blocks(setup: PromptSetup, device: torch.device) -> int:
+    """Return how many blocks a trial has: the engine's, but no more than show every overflow, or fit now."""
+    block_bytes = setup.layout.block_bytes
+    num_blocks = min(setup.num_blocks, -(-FAR_BYTES // block_bytes))
+    if device.type == CUDA:
+        free, _ = torch_cuda().mem_get_info(device)
+        num_blocks = min(num_blocks, (free - _LEFT_BYTES) // block_bytes)
+    assert num_blocks >= 1, "no memory for a trial"
+    return num_blocks
+
+
+def _table_of(shape: ChunkShape, block_size: int, num_blocks: int) -> tuple[SequenceTable, int]:
+    """Return sequences of these lengths, in rows from 0 on, in the highest blocks in random order; and how many."""
+    widths = [blocks_for(length, block_size) for length in shape.lengths]
+    table = SequenceTable(max_sequences=len(widths), max_context_len=max(shape.lengths), block_size=block_size)
+    free = (num_blocks - 1 - np.random.default_rng(0).permutation(sum(widths))).tolist()
+    for index, (length, count, width) in enumerate(zip(*shape, widths, strict=True)):
+        blocks = tuple(BlockId(free.pop()) for _ in range(width))
+        row = table.add(NewSequence(RequestId(str(index)), (0,) * length, length, length - count, blocks, _ONCE))
+        assert row == index, "rows of a new table are taken in order"
+    return table, sum(widths)
+
+
+@torch.inference_mode()
+def try_library(request: TrialRequest) -> TrialResult:
+    """Perform a trial in this process."""
+    setup = request.setup
+    library = library_named(request.library, setup.layout.block_size)
+    assert library is not None, f"{request.library} cannot be imported"
+    with on_device(device_of(setup)):
+        return Trial(setup, library).result()
+
+
+def main() -> None:
+    """Perform the trial that the argument describes."""
+    request = msgspec.json.decode(sys.argv[1], type=TrialRequest)
+    use_device(device_of(request.setup))
+    print(msgspec.json.encode(try_library(request)).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
