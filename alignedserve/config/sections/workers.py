@@ -76,7 +76,7 @@ class EngineConfig(Section, frozen=True):
 
     def __post_init__(self) -> None:
         self._require(0.0 < self.best_effort_share <= 1.0, "best_effort_share", "must be above 0 and at most 1")
-        self._require(self.block_size in (8, 16, 32, 64, 128, 256), "block_size", "must be 8, 16, 32, 64, 128 or 256")
+        self._require(self.block_size in (8, 16, 32, 64, 128), "block_size", "must be 8, 16, 32, 64 or 128")
         self._require(
             self.threads_per_worker is None or self.threads_per_worker > 0, "threads_per_worker", "must be above 0"
         )
