@@ -109,8 +109,10 @@ SAMPLED = {
     "draws": "*fp64",
     "token_ids": LONG,
     "is_usable": "*u8",
+    "aside_ids": INT,
     "logits_stride": "i64",
     "vocabulary": "i32",
+    "most_aside": "i32",
 }
 ADAPTED = {
     "x": HALF,
@@ -317,10 +319,10 @@ def cases(gpu: Gpu) -> list[Case]:
         *(
             Case(
                 token_sampling._sample,
-                {**SAMPLED, "logits": kind},
+                {**SAMPLED, "logits": kind, "aside": kind},
                 {"TILE": tile},
                 {"num_warps": token_sampling._WARPS},
             )
-            for kind, tile in ((HALF, 512), (HALF, 4096), (FLOAT, 4096))
+            for kind, tile in ((HALF, 512), (HALF, 2048), (FLOAT, 2048))
         ),
     ]

@@ -1,16 +1,18 @@
 """Tokens drawn on a GPU: the kept ones, the draw, and the greedy choice against references; rows of every kind."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.sampling import RowParameters, greedy
+from kernels.sampling import Filters, RowParameters, greedy, sample, uniforms
 from tests.support import kernel_reference as reference
 from tests.support.kernel_reference import kept_tokens
 from tests.support.marks import slow
 
 pytest.importorskip("triton")
 
+from kernels.gpu import token_sampling
 from kernels.gpu.token_sampling import sample_tokens
 
 pytestmark = pytest.mark.slow
@@ -41,11 +43,25 @@ def distribution(logits: Tensor, setting: tuple[float, int, float, float]) -> Te
     return kept / kept.sum()
 
 
+def drawing_order(expected: Tensor, setting: tuple[float, int, float, float]) -> Tensor:
+    """Return the ids of the tokens in which a row is drawn from."""
+    is_filtered = setting[1] > 0 or setting[2] < 1.0 or setting[3] > 0.0
+    return expected.argsort(descending=True, stable=True) if is_filtered else torch.arange(len(expected))
+
+
+@pytest.fixture(params=[16384, *slow(4)])
+def candidates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many tokens are put aside for a row: all that are kept, or too few for most."""
+    monkeypatch.setattr(token_sampling, "_CANDIDATES", request.param)
+    return int(request.param)
+
+
 def check_every_kept_token(logits: Tensor, setting: tuple[float, int, float, float], device: torch.device) -> None:
-    """Check by a draw in the middle of each one's share: no more and no fewer are kept, in the order of their ids."""
+    """Check by a draw in the middle of each one's share: no more and no fewer are kept, in their order."""
     expected = distribution(logits, setting)
-    token_ids = (expected > SLACK).nonzero().flatten()
-    draws = (expected.cumsum(0) - expected / 2)[token_ids]
+    token_ids = drawing_order(expected, setting)
+    own = expected[token_ids]
+    token_ids, draws = token_ids[own > SLACK], (own.cumsum(0) - own / 2)[own > SLACK]
     rows = logits.to(device).expand(len(draws), -1)
     chosen, is_usable = sample_tokens(rows, parameters([setting] * len(draws), draws, device))
     assert is_usable.all()
@@ -71,14 +87,18 @@ def check_every_kept_token(logits: Tensor, setting: tuple[float, int, float, flo
         ),
     ],
 )
-def test_filters_keep_what_the_reference_keeps(setting: tuple[float, int, float, float], device: torch.device) -> None:
+def test_filters_keep_what_the_reference_keeps(
+    setting: tuple[float, int, float, float], candidates: int, device: torch.device
+) -> None:
     check_every_kept_token(torch.randn(12, generator=torch.Generator().manual_seed(1)) * 2, setting, device)
 
 
 @pytest.mark.parametrize(
     "setting", [(1.0, 5, 0.8, 0.0), *slow((1.0, 3, 1.0, 0.0), (1.0, 0, 0.5, 0.0), (1.0, 0, 1.0, 0.9))]
 )
-def test_of_equal_tokens_the_first_are_kept(setting: tuple[float, int, float, float], device: torch.device) -> None:
+def test_of_equal_tokens_the_first_are_kept(
+    setting: tuple[float, int, float, float], candidates: int, device: torch.device
+) -> None:
     """Ties within a tile, over its edge, and a tie of all."""
     few = torch.tensor([1.0, 2.0, 1.0, 2.0, 0.0, 1.0, 2.0, 1.0, 2.0])
     check_every_kept_token(few, setting, device)
@@ -90,7 +110,9 @@ def test_of_equal_tokens_the_first_are_kept(setting: tuple[float, int, float, fl
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *slow(torch.float16)])
 @pytest.mark.parametrize("vocabulary", [1, 9001, *slow(100, 4096)])
-def test_rows_of_every_kind_in_one_batch(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_rows_of_every_kind_in_one_batch(
+    vocabulary: int, dtype: torch.dtype, candidates: int, device: torch.device
+) -> None:
     generator = torch.Generator().manual_seed(vocabulary)
     settings = [
         (0.0, 0, 1.0, 0.0),
@@ -113,10 +135,23 @@ def test_rows_of_every_kind_in_one_batch(vocabulary: int, dtype: torch.dtype, de
         if setting[0] == 0.0:
             assert token_id == int(greedy(logits[row : row + 1].cpu())[0])
             continue
-        cumulative = distribution(logits[row], setting).cumsum(0)
-        below = float(cumulative[token_id - 1]) if token_id else 0.0
-        assert below < float(cumulative[token_id]), "a token that is not kept"
-        assert below - SLACK <= float(columns.draws[row]) <= float(cumulative[token_id]) + SLACK
+        expected = distribution(logits[row], setting)
+        order = drawing_order(expected, setting)
+        cumulative, at = expected[order].cumsum(0), int((order == token_id).nonzero())
+        below = float(cumulative[at - 1]) if at else 0.0
+        assert below < float(cumulative[at]), "a token that is not kept"
+        assert below - SLACK <= float(columns.draws[row]) <= float(cumulative[at]) + SLACK
+
+
+@pytest.mark.parametrize(
+    "setting", [(1.0, 0, 1.0, 0.0), (0.7, 40, 0.9, 0.0), (1.3, 0, 0.8, 0.0), *slow((1.0, 0, 0.95, 0.02))]
+)
+def test_a_seed_draws_what_it_draws_on_a_cpu(setting: tuple[float, int, float, float], device: torch.device) -> None:
+    logits = torch.randn(24, 700, generator=torch.Generator().manual_seed(4)) * 3
+    draws = torch.from_numpy(uniforms(np.arange(24), np.full(24, 9)))
+    columns = parameters([setting] * 24, draws, device)
+    expected, _ = sample(logits / setting[0], Filters(*(column.cpu() for column in columns[1:4])), draws)
+    assert sample_tokens(logits.to(device), columns)[0].tolist() == expected.tolist()
 
 
 def test_the_plain_reference_draws_the_same(device: torch.device) -> None:

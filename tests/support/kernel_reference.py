@@ -95,6 +95,8 @@ def sample_tokens(logits: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor,
         probabilities = torch.softmax(own / temperature, dim=0)
         is_dropped = torch.ones(len(own), dtype=torch.bool)
         is_dropped[list(kept_tokens(probabilities.tolist(), int(top_k), top_p, min_p))] = False
-        cumulative = probabilities.masked_fill(is_dropped, 0.0).cumsum(0)
-        token_ids[row] = int((cumulative > draw * cumulative[-1]).int().argmax())
+        is_filtered = top_k > 0 or top_p < 1.0 or min_p > 0.0
+        order = probabilities.argsort(descending=True, stable=True) if is_filtered else torch.arange(len(own))
+        cumulative = probabilities.masked_fill(is_dropped, 0.0)[order].cumsum(0)
+        token_ids[row] = order[(cumulative > draw * cumulative[-1]).int().argmax()]
     return token_ids, is_usable
