@@ -88,10 +88,12 @@ def test_greedy_generation_equals_transformers(family: str, tmp_path: Path, devi
 
 
 @pytest.mark.slow
-def test_sequences_that_come_and_go_get_what_they_get_alone(decoder: Decoder) -> None:
+@pytest.mark.parametrize("launches_ahead", [False, True])
+def test_sequences_that_come_and_go_get_what_they_get_alone(decoder: Decoder, launches_ahead: bool) -> None:
     """Batches of every size, blocks given out token by token, prompts in chunks; parameters of every kind."""
     rng = random.Random(0)
-    crowd, others = engine(decoder, seed=5), TinyEngine(decoder, attention=TORCH)
+    options = {"launches_ahead": launches_ahead, "num_lent": 9}
+    crowd, others = engine(decoder, seed=5, **options), TinyEngine(decoder, attention=TORCH)
     kinds = (GREEDY, SEEDED, PENALISED)
     crowded: dict[str, list[SampledToken]] = {}
     running: dict[str, int] = {}

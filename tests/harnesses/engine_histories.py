@@ -30,7 +30,7 @@ from tests.support.tiny_engines import random_tokens
 BLOCK_SIZE, NUM_BLOCKS, MAX_CONTEXT_LEN = 4, 14, 24
 NUM_TURNS, MAX_RUNNING, NUM_PROMPTS = 14, 4, 24
 ITERATIONS_PER_TURN = 2
-NUM_LENT = 2  # blocks of an engine's own: at times too few
+NUM_LENT = 4  # blocks of an engine's own: at times too few
 HIDDEN_BLOCK_TOKENS = 8  # of a model whose query heads have keys of their own
 
 

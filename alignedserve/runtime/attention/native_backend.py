@@ -90,6 +90,9 @@ class PagedPlanner:
         if len(chunk_rows):
             lengths = table.num_computed[chunk_rows] + chunk_counts
             directions = table.is_reversed[chunk_rows]
-            own = (table.block_tables, chunk_rows, lengths, chunk_counts, self._window, num_threads)
+            tables, rows = table.block_tables, chunk_rows
+            if self.keeps_tables:
+                tables, rows = tables[rows], np.arange(len(rows))
+            own = (tables, rows, lengths, chunk_counts, self._window, num_threads)
             chunks = self._paged.plan_chunks(*own, is_reversed=directions)
         return PagedStep(self._paged, decode_rows, decodes, chunks)

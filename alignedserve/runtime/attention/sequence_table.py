@@ -49,6 +49,8 @@ class SequenceTable:
         # One more than the context: the token sampled at its end is known, but never computed.
         self.tokens = np.zeros((max_sequences, max_context_len + 1), np.int32)
         self.prompt_lens = np.zeros(max_sequences, np.int64)
+        self.max_tokens = np.zeros(max_sequences, np.int64)  # of the answer
+        self.entries = np.zeros(max_sequences, np.int64)  # how often the row was given to a sequence
         self.num_blocks = np.zeros(max_sequences, np.int64)
         self.num_tokens = np.zeros(max_sequences, np.int64)
         self.num_computed = np.zeros(max_sequences, np.int64)
@@ -96,6 +98,8 @@ class SequenceTable:
         self.num_computed[row] = sequence.num_cached
         self.num_blocks[row] = 0
         self.prompt_lens[row] = sequence.prompt_len
+        self.max_tokens[row] = sequence.sampling.max_tokens
+        self.entries[row] += 1
         self.is_hidden[row] = sequence.is_hidden
         assert not (sequence.is_hidden and sequence.is_reversed), f"{request_id}: a hidden cache in reversed blocks"
         self.is_reversed[row] = sequence.is_reversed
@@ -129,7 +133,7 @@ class SequenceTable:
 
     def lend_blocks(self, rows: IntArray, columns: IntArray, blocks: IntArray) -> None:
         """Put blocks behind the rows' own, until the rows get others there."""
-        assert (columns == self.num_blocks[rows]).all(), "a loan in the place of a block"
+        assert (columns >= self.num_blocks[rows]).all(), "a loan in the place of a block"
         self.block_tables[rows, columns] = blocks
 
     def replace_block(self, request_id: RequestId, place: int, block_id: BlockId) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SampledToken
@@ -107,12 +108,17 @@ class Engine:
             return attention_planner(attention, contexts, storage, config, model.dtype)
 
         planner, hidden = make_planner(self._table, storage), None
+        if launches_ahead is None:
+            launches_ahead = storage.device.type != "cpu"
+        launches_ahead &= ranks is None and not planner.reads_unused_slots
         if hidden_block_tokens is not None:
             hidden = HiddenContexts(self._table, storage, hidden_block_tokens, make_planner)
         if capture is None and storage.device.type == "cuda" and planner.plans_ahead:
             capture = CudaCapture()
         last = None
-        if storage.device.type == "cpu" and not planner.plans_ahead:  # its plans need no arrays on a device
+        if (
+            not launches_ahead and storage.device.type == "cpu" and not planner.plans_ahead
+        ):  # it plans no device's arrays
             contexts = LastTokenContexts(self._table)
             last = LastTokenPlanner(contexts, make_planner(contexts, storage))
         sizes = graph_sizes(max_running or max_sequences)
@@ -121,9 +127,6 @@ class Engine:
         self._builder = BatchBuilder(
             self._table, storage, planner, decode_sizes=() if capture is None else sizes, hidden=hidden, last=last
         )
-        if launches_ahead is None:
-            launches_ahead = storage.device.type != "cpu"
-        launches_ahead &= ranks is None and not planner.reads_unused_slots
         self._sampler = Sampler(
             max_sequences=max_sequences,
             vocab_size=config.vocab_size,
@@ -252,18 +255,7 @@ class Engine:
         self._go_on(launches, may_launch=may_go_on)
         collected = [self._collect(launch) for launch in launches]
         sampled, failed = ([one for part in parts for one in part] for parts in zip(*collected, strict=True))
-        launch = launches[-1]
-        forwarded = launch.forwarded if self.storage.device.type == "cpu" else time.perf_counter()
-        times = StepTimes(
-            prepare_s=prepared - started,
-            forward_s=forwarded - prepared,
-            sampling_s=time.perf_counter() - forwarded,
-            attention_s=self.model.attention_s,
-            chunk_attention_s=self.model.chunk_attention_s,
-            padded_share=launch.step.attention.padded_share,
-            grammar_s=launch.grammar_s,
-            is_ahead=ahead is not None,
-        )
+        times = launches[-1].times(self.model, started, prepared, is_ahead=ahead is not None)
         sampled, counts = with_forced(forced, sampled), forced_counts(forced, failed)
         prompt_logprobs = [part for one in launches for part in one.prompt_logprobs]
         return StepOutput(sampled, failed, self._reasons(failed), prompt_logprobs, times, counts)
@@ -325,8 +317,8 @@ class Engine:
         ahead.takes_highest = self._takes_highest(ahead)
         ahead.changes = self._sampler.plan(ahead.step.sampled_rows, ahead.num_tokens)
         self._start(ahead)
-        written, _ = self._table.places(ahead.step.rows, ahead.step.positions[: len(ahead.step.rows)])
-        self.storage.pending_copies.record(self._compute, written)
+        slots = ahead.step.slots[: ahead.step.counts.sum()]
+        self.storage.pending_copies.record(self._compute, slots // self.storage.slot_stride)
         self._next.keep(ahead)
 
     def _compute_step(self, launch: StepLaunch) -> None:
@@ -343,7 +335,9 @@ class Engine:
         launch.forwarded = time.perf_counter()
         if len(rows):
             masks = launch.await_masks()
-            draw = self._sampler.start(rows, launch.num_tokens, logits, masks, launch.changes, inputs)
+            # A prompt that ends beside decodes has its last token in the table.
+            last = None if inputs is None else pad(inputs, (0, len(rows) - len(inputs)), value=NO_TOKEN)
+            draw = self._sampler.start(rows, launch.num_tokens, logits, masks, launch.changes, last)
             launch.draw = self._chosen.choose(draw, launch.first_place)
             launch.embeddings = self._prompts.embeddings(step, hidden)
         launch.prompt_logprobs = self._prompts.logprobs(step, hidden)

@@ -89,8 +89,9 @@ class ModelExecutor:
             raise NotEnoughMemory(
                 f"kv_cache_bytes is {sizes.kv_cache_bytes}, less than one block of {layout.block_bytes}"
             )
+        max_running = sizes.max_running or sizes.max_sequences
         launches_ahead = sizes.may_launch_ahead and served.tensor_parallel == 1
-        num_lent = num_lent_blocks(num_blocks, sizes.max_running or sizes.max_sequences) if launches_ahead else 0
+        num_lent = num_lent_blocks(num_blocks, max_running, sizes.block_size) if launches_ahead else 0
         self.num_blocks = num_blocks - num_lent
         self.layout = layout
         self.eos_token_ids = frozenset(served.config.eos_token_ids)
@@ -128,7 +129,7 @@ class ModelExecutor:
             ranks=self._ranks,
             launches_ahead=launches_ahead,
             lent_blocks=[BlockId(self.num_blocks + index) for index in range(num_lent)],
-            max_running=sizes.max_running,
+            max_running=max_running,
         )
         self.has_shared_blocks = sizes.wants_shared_blocks and self._engine.can_share_blocks
         swap_bytes = sizes.swap_space_bytes // served.tensor_parallel  # of this rank's parts

@@ -36,6 +36,9 @@ class Stripe(NamedTuple):
     size: int
 
 
+_COPIED_AT_ONCE = 32  # blocks, of one megabyte or two mostly
+
+
 class BlockStorage:
     """Blocks 0 .. num_blocks - 1, without ownership; zeros until written.
 
@@ -176,6 +179,12 @@ class BlockStorage:
         layout = self.layout
         slots = self._bytes.view(self.num_blocks, layout.runs_per_block, layout.block_size, -1)
         slots[targets, :, 0] = slots[sources, :, 0]
+
+    def copy_whole(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy blocks: sources [blocks] to targets, int64, on their device; a few at a time, to need little memory."""
+        for start in range(0, len(sources), _COPIED_AT_ONCE):
+            part = slice(start, start + _COPIED_AT_ONCE)
+            self._bytes.index_copy_(0, targets[part], self._bytes.index_select(0, sources[part]))
 
     def fill_tail(self, block_id: BlockId, first_slot: int) -> None:
         """Fill the token slots from `first_slot` (at least 1) on with copies of the one before, on all layers."""

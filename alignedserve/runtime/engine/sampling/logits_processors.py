@@ -130,6 +130,10 @@ class LogitsProcessor:
         """Return whether what is planned for any of these rows depends on its last token."""
         return any(row in self._bad_words for row in rows.tolist())
 
+    def counts_tokens(self, rows: IntArray) -> bool:
+        """Return whether the tokens of any of these rows are counted, for penalties."""
+        return any(row in self._seen for row in rows.tolist())
+
     def changes(self, rows: IntArray, num_tokens: IntArray) -> bool:
         """Return whether there is anything to change in the logits of any of these rows."""
         return bool((self.is_early(rows, num_tokens) | self._is_changed[rows]).any())

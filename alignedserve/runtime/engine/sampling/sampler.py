@@ -123,6 +123,10 @@ class Sampler:
         has_masks = self._masks is not None and self._masks.has_any(rows)
         return not has_masks and not self._logits_processor.needs_tokens(rows)
 
+    def can_begin_ahead(self, rows: IntArray) -> bool:
+        """Return whether `start` can choose the first tokens of these rows beside rows whose last ones are unknown."""
+        return self.can_start_ahead(rows) and not self._logits_processor.counts_tokens(rows)
+
     def wants_logprobs(self, rows: IntArray) -> bool:
         """Return whether any of these rows asks for log-probabilities."""
         return bool(self._wants_logprobs[rows].any())
@@ -151,7 +155,8 @@ class Sampler:
 
         rows [n]; num_tokens [n]: tokens of each row so far; logits [n, vocab_size] of any dtype, changed where no row
         asks for log-probabilities of all tokens; masks: of the rows that have a grammar; changes: from `plan`;
-        last [n]: the rows' last tokens, if they were not recorded when that was called.
+        last [n]: the rows' last tokens, if they were not recorded when that was called; -1 where they were, of rows
+        whose tokens are not counted.
         """
         adjusted = logits if changes is None else changes.apply(logits, last)
         if masks is not None:

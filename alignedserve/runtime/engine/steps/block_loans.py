@@ -1,10 +1,11 @@
-"""Blocks that an engine lends to sequences whose next token needs a block that they lack.
+"""Blocks that an engine lends to sequences whose next tokens need blocks that they lack.
 
 A step that is launched ahead writes keys and values before the sequence's owner knows that it goes on, and has given it
-a block for them. One of the engine's own takes them meanwhile. When the step is asked for, the owner has given the real
-block, and the one slot that was written is copied there; when it is dropped, nothing is left to do. Both blocks are
-used on the compute stream alone, in its order, so that the same few are lent again to the next step. Nobody outside
-knows of them: what owners count, forecast, move and evict are blocks of theirs.
+blocks for them. Some of the engine's own take them meanwhile. When the step is asked for, the owner has given the real
+blocks, and what was written is copied there: one slot of a sequence that decodes, blocks of a chunk. When it is
+dropped, nothing is left to do. Both blocks are used on the compute stream alone, in its order, so that the same few are
+lent again to the next step. Nobody outside knows of them: what owners count, forecast, move and evict are blocks of
+theirs.
 """
 
 from collections.abc import Sequence
@@ -14,10 +15,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId
-from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable
+from alignedserve.runtime.attention.sequence_table import BoolArray, IntArray, SequenceTable, tokens_of
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.streams import Stream
+from alignedserve.runtime.engine.steps.chunk_guess import MOST_TOKENS, Chunks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 
 _LARGEST_SHARE = 32  # of the blocks, one in so many at most is the engine's own
@@ -41,33 +44,50 @@ class BlockLoans:
         self._compute = compute
         self._blocks = np.array(blocks, np.int64)
 
-    def lend(self, rows: IntArray) -> Loans | None:
-        """Give a block to those of these rows that lack one for their next token; None: there are too few."""
+    def lend(self, rows: IntArray, chunks: Chunks) -> Loans | None:
+        """Give blocks to those of these rows that lack one for their next token, and to chunks; None: too few."""
         table = self._table
         columns = table.num_computed[rows] // table.block_size
         lacks = columns >= table.num_blocks[rows]
-        loans = Loans(rows[lacks], columns[lacks], self._blocks[: np.count_nonzero(lacks)])
+        lacking, columns = rows[lacks], columns[lacks]
+        if len(chunks.rows):
+            ends = -(-(table.num_computed[chunks.rows] + chunks.counts) // table.block_size)
+            held = table.num_blocks[chunks.rows]
+            more_rows, more_columns = tokens_of(chunks.rows, held, np.maximum(ends - held, 0))
+            lacking, columns = np.concatenate((lacking, more_rows)), np.concatenate((columns, more_columns))
+        loans = Loans(lacking, columns, self._blocks[: len(lacking)])
         if len(loans.blocks) < len(loans.rows):
             return None
-        table.lend_blocks(loans.rows, loans.columns, loans.blocks)
+        table.lend_blocks(*loans)
         return loans
 
     def settle(self, loans: Loans, rows: IntArray) -> None:
-        """Bring what a step wrote for these rows into the blocks that they have been given since."""
-        table, goes_on = self._table, np.isin(loans.rows, rows)
-        if not goes_on.any():
+        """Bring what a step wrote for these rows into the blocks that they have been given since.
+
+        The table has what they have computed with it.
+        """
+        table = self._table
+        num_slots = table.num_computed[loans.rows] - loans.columns * table.block_size  # in each block, and behind it
+        is_written = np.isin(loans.rows, rows) & (num_slots > 0)
+        if not is_written.any():
             return
-        own, columns, sources = (part[goes_on] for part in loans)
+        own, columns, sources = (part[is_written] for part in loans)
         assert (columns < table.num_blocks[own]).all(), "too few blocks for the slice"
         targets, copies = table.block_tables[own, columns], self._storage.pending_copies
         copies.wait(self._compute, targets)
-        self._compute.run(torch.inference_mode()(partial(self._copy, sources, targets)))
+        copy = partial(self._copy, sources, targets, num_slots[is_written] == 1)
+        self._compute.run(torch.inference_mode()(copy))
         copies.record(self._compute, targets)
 
-    def _copy(self, sources: IntArray, targets: IntArray) -> None:
-        self._storage.copy_first_slots(*to_device([sources, targets], self._storage.device))
+    def _copy(self, sources: IntArray, targets: IntArray, has_one_slot: BoolArray) -> None:
+        for is_of_these, copy in (
+            (has_one_slot, self._storage.copy_first_slots),
+            (~has_one_slot, self._storage.copy_whole),
+        ):
+            if is_of_these.any():
+                copy(*to_device([sources[is_of_these], targets[is_of_these]], self._storage.device))
 
 
-def num_lent_blocks(num_blocks: int, max_sequences: int) -> int:
-    """Return how many of an engine's blocks to keep for loans: one for each sequence, but a small part of all."""
-    return min(max_sequences, num_blocks // _LARGEST_SHARE)
+def num_lent_blocks(num_blocks: int, max_sequences: int, block_size: int) -> int:
+    """Return how many of an engine's blocks to keep for loans: for each sequence and a chunk, a small part of all."""
+    return min(max_sequences + blocks_for(MOST_TOKENS, block_size) + 1, num_blocks // _LARGEST_SHARE)

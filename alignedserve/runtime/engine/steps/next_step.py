@@ -1,24 +1,28 @@
 """The step after the present one: planned on the host meanwhile, and launched ahead on a device.
 
 A step that is launched ahead decodes one more token of every sequence, and reads the tokens that are being chosen where
-they lie, on the device. What happens to a sequence once its token is known (it stops, is cancelled, preempted or waits)
-is noticed when the next step is asked for: results of sequences that still are as they were are that step's, all others
-are dropped. They have left nothing but keys and values behind the computed tokens, in slots that are written again
-before they are read. Blocks that such a step writes wait like those of a copy: another sequence may have them by then.
-A sequence that has no block yet for the token is lent one (`BlockLoans`).
+they lie, on the device; beside them it computes more of the prompts that are not at their ends, as far as `ChunkGuess`
+expects. What happens to a sequence once its token is known (it stops, is cancelled, preempted or waits) is noticed when
+the next step is asked for: results of sequences that still are as they were are that step's, all others are dropped; of
+a chunk as many tokens as are asked for. They have left nothing but keys and values behind the computed tokens, in slots
+that are written again before they are read. Blocks that such a step writes wait like those of a copy: another sequence
+may have them by then. A sequence that has no blocks yet for its tokens is lent some (`BlockLoans`).
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
+from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable
 from alignedserve.runtime.engine.sampling.sampler import Sampler
 from alignedserve.runtime.engine.steps.block_loans import BlockLoans
+from alignedserve.runtime.engine.steps.chunk_guess import ChunkGuess, Chunks
 from alignedserve.runtime.engine.steps.step_batch import BatchBuilder, StepBatch
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch
 from alignedserve.runtime.engine.steps.step_output import Slices
+
+_NOWHERE = -1
 
 
 class NextStep:
@@ -36,6 +40,7 @@ class NextStep:
     ) -> None:
         """`plans`: steps are planned ahead; `launches`: and launched."""
         self.launches = launches
+        self.guess = ChunkGuess(table)
         self._loans = loans
         self._table = table
         self._builder = builder
@@ -47,7 +52,8 @@ class NextStep:
         # A step that is dropped may still be computed, with adapters that nothing else holds. When the second one after
         # it is launched, tokens that come behind it have been waited for.
         self._held: deque[StepLaunch] = deque(maxlen=2)
-        self._sequences: list[NewSequence | None] = []  # of the launched step's sampled rows
+        self._entries = self._num_tokens = np.empty(0, np.int64)  # of the launched step's rows, see SequenceTable
+        self._place_of = np.full(len(table.sequences), _NOWHERE, np.int64)  # by row; for one call at a time
 
     def forget(self) -> None:
         """Forget what was planned."""
@@ -84,30 +90,36 @@ class NextStep:
 
         `launches`: all of the step's. Sequences that have all their tokens with this one are left out. Of all others
         nothing must have to be known about the last one on the host, and there must be blocks to lend to those without
-        room for one more token.
+        room for their tokens. Where prompts go on, and it is not known how far, there is none: decodes apart from
+        chunks would read the weights twice.
         """
         table = self._table
-        if not self.launches or not all(map(_all_decode, launches)):
-            return None
-        rows = self._going_on(np.concatenate([launch.rows for launch in launches]))
-        if not len(rows) or not self._sampler.can_start_ahead(rows):
+        if not self.launches or any(launch.step.hidden is not None for launch in launches):
             return None
         if table.is_reversed.any():  # a slot behind a sequence may be another's
             return None
-        loans = self._loans.lend(rows)
+        sampled_rows = np.concatenate([launch.rows for launch in launches])
+        rows = self._going_on(sampled_rows)
+        chunks = self.guess.chunks(sampled_rows, len(rows))
+        if chunks is None or not len(rows) + len(chunks.rows) or not self._can_choose(rows, chunks):
+            return None
+        loans = self._loans.lend(rows, chunks)
         if loans is None:
             return None
-        step = self._builder.build_decodes(rows)
-        assert np.array_equal(step.rows, step.sampled_rows), "the inputs of a step in another order than its results"
-        place_of = {row: place for launch in launches for place, row in _places(launch)}
-        inputs_at = np.array([place_of[row] for row in step.rows.tolist()], np.int64)
+        step = self._builder.build_ahead(rows, *chunks)
+        decoding = step.rows[: len(rows)]
+        assert np.array_equal(decoding, step.sampled_rows[: len(rows)]), "inputs in another order than results"
+        for launch in launches:
+            self._place_of[launch.step.sampled_rows] = np.arange(launch.first_place, launch.end_place)
+        inputs_at = self._place_of[decoding] if len(rows) else None
         return StepLaunch(step, table.num_tokens[step.sampled_rows], inputs_at=inputs_at, loans=loans)
 
     def keep(self, launched: StepLaunch) -> None:
         """Keep a step that was launched ahead until somebody takes it."""
         self._launched = launched
         self._held.append(launched)
-        self._sequences = [self._table.sequences[row] for row in launched.step.sampled_rows.tolist()]
+        rows = launched.step.rows
+        self._entries, self._num_tokens = self._table.entries[rows], self._table.num_tokens[rows]
 
     def take_launched(self, slices: Slices) -> tuple[StepLaunch | None, Slices]:
         """Return the step that was launched ahead, and the slices that are left.
@@ -115,36 +127,51 @@ class NextStep:
         It keeps what the slices ask for, and the table is as after a launch of that; without any there is no such step.
         """
         launched, self._launched = self._launched, None
+        if not self.launches:
+            return None, slices
+        rows = self._table.rows([part[0] for part in slices])
+        counts = np.array([part[1] for part in slices], np.int64)
+        self.guess.note(rows, counts)
         if launched is None:
             return None, slices
-        place_of = {row: place for place, row in enumerate(launched.step.sampled_rows.tolist())}
-        kept, rest = [], []
-        for request_id, count in slices:
-            place = place_of.get(self._table.row(request_id))
-            if place is not None and count == 1 and self._is_as_it_was(launched, place):
-                kept.append(place)
-            else:
-                rest.append((request_id, count))
-        if not kept:
+        taken, sampled = self._taken(launched, rows, counts)
+        if not taken.any():
             return None, slices
-        launched.kept = np.array(kept, np.int64)
-        if launched.loans is not None:
-            self._loans.settle(launched.loans, launched.rows)
-        self._table.num_computed[launched.rows] += 1
+        launched.kept = sampled[sampled != _NOWHERE]
+        self._table.num_computed[rows] += taken
         self._table.num_tokens[launched.rows] = launched.num_tokens_before + 1
-        return launched, rest
+        if launched.loans is not None:
+            self._loans.settle(launched.loans, rows[taken > 0])
+        lacking = np.flatnonzero(taken < counts)
+        return launched, [(slices[at][0], int(counts[at] - taken[at])) for at in lacking.tolist()]
 
-    def _is_as_it_was(self, launched: StepLaunch, place: int) -> bool:
-        """Return whether a sequence is the one that was launched, with the token that was its input and no other."""
-        row, table = int(launched.step.sampled_rows[place]), self._table
-        is_same = table.sequences[row] is self._sequences[place]
-        return is_same and table.num_tokens[row] == launched.num_tokens[place] == table.num_computed[row] + 1
+    def _taken(self, launched: StepLaunch, rows: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
+        """Return how many tokens of each slice the step has computed, and the place of its own among those sampled.
+
+        None of a sequence that is another than was launched, or has other tokens; no place if it goes on without.
+        """
+        step, table, place_of = launched.step, self._table, self._place_of
+        place_of[:] = _NOWHERE
+        place_of[step.rows] = np.arange(len(step.rows))
+        places = place_of[rows]
+        has_same = self._entries[places] == table.entries[rows]
+        has_same &= (self._num_tokens[places] == table.num_tokens[rows]) & (places != _NOWHERE)
+        taken = np.where(has_same, np.minimum(step.counts[places], counts), 0)
+        is_sampled = (taken > 0) & (table.num_computed[rows] + taken == table.num_tokens[rows])
+        place_of[step.sampled_rows] = np.arange(len(step.sampled_rows))
+        return taken, np.where(is_sampled, place_of[rows], _NOWHERE)
+
+    def _can_choose(self, rows: IntArray, chunks: Chunks) -> bool:
+        """Return whether the tokens of all rows that the step would sample can be chosen ahead."""
+        table = self._table
+        is_last = table.num_computed[chunks.rows] + chunks.counts == table.num_tokens[chunks.rows]
+        begins = not is_last.any() or self._sampler.can_begin_ahead(chunks.rows[is_last])
+        return begins and self._sampler.can_start_ahead(rows)
 
     def _going_on(self, rows: IntArray) -> IntArray:
         """Return the rows that have not all their tokens."""
         table = self._table
-        limits = np.array([table.sequence(row).sampling.max_tokens for row in rows.tolist()], np.int64)
-        has_more = table.num_tokens[rows] - table.prompt_lens[rows] < limits
+        has_more = table.num_tokens[rows] - table.prompt_lens[rows] < table.max_tokens[rows]
         return rows[has_more & (table.num_computed[rows] < table.max_context_len)]
 
 
@@ -152,8 +179,3 @@ def _all_decode(launch: StepLaunch) -> bool:
     """Return whether every sequence of the launch can decode next."""
     step = launch.step
     return len(step.sampled_rows) == len(step.rows) and step.hidden is None
-
-
-def _places(launch: StepLaunch) -> Iterable[tuple[int, int]]:
-    """Return the place of each sampled row's token, and the row."""
-    return enumerate(launch.step.sampled_rows.tolist(), launch.first_place)

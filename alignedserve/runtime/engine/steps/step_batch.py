@@ -136,6 +136,10 @@ class BatchBuilder:
         """Build the batch that computes the next token of each of these rows of the table, unchecked."""
         return self._build(rows, rows[:0], _NO_ROWS)
 
+    def build_ahead(self, rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray) -> StepBatch:
+        """Build the batch that decodes these rows of the table and computes chunks of others, unchecked."""
+        return self._build(rows, chunk_rows, chunk_counts)
+
     def build_padding(self, size: int, adapters: DevicePlan | None = None) -> StepBatch:
         """Build a batch of `size` padding rows. `adapters`: of as many, to be recorded for others that have some."""
         return replace(self._build(_NO_ROWS, _NO_ROWS, _NO_ROWS, size), adapters=adapters)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from alignedserve.runtime.attention.sequence_table import IntArray
 from alignedserve.runtime.device.streams import Event, HostEvent
+from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.sampling.logits_processors import LogitsChanges
 from alignedserve.runtime.engine.sampling.sampler import Draw
 from alignedserve.runtime.engine.steps.block_loans import Loans
 from alignedserve.runtime.engine.steps.step_batch import StepBatch
-from alignedserve.runtime.engine.steps.step_output import PromptLogprobs
+from alignedserve.runtime.engine.steps.step_output import PromptLogprobs, StepTimes
 from alignedserve.runtime.grammar.token_masks import StepMasks
 from kernels.cpu.decode_pass import AllowedTokens
 
@@ -62,6 +63,21 @@ class StepLaunch:
         masks, places = self.masks.result(), np.full(len(self.step.rows), -1, np.int64)
         places[masks.at] = np.arange(len(masks.at))
         return AllowedTokens(torch.from_numpy(places), torch.from_numpy(masks.bits))
+
+    def times(self, model: Decoder, started: float, prepared: float, *, is_ahead: bool) -> StepTimes:
+        """Return the times of its step, whose tokens have just been collected."""
+        now = time.perf_counter()
+        forwarded = self.forwarded if model.device.type == "cpu" else now
+        return StepTimes(
+            prepare_s=prepared - started,
+            forward_s=forwarded - prepared,
+            sampling_s=now - forwarded,
+            attention_s=model.attention_s,
+            chunk_attention_s=model.chunk_attention_s,
+            padded_share=self.step.attention.padded_share,
+            grammar_s=self.grammar_s,
+            is_ahead=is_ahead,
+        )
 
     @property
     def rows(self) -> IntArray:

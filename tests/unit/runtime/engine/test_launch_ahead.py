@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,13 @@ from typing_extensions import override
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.costmodel.iteration_points import Point
+from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
 from alignedserve.runtime.device.streams import CheckedEvent, CheckedStream, CheckedStreams
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.iteration_timing import IterationTimer
+from alignedserve.runtime.engine.steps.chunk_guess import ChunkGuess
+from alignedserve.runtime.engine.steps.next_step import NextStep
+from alignedserve.runtime.engine.steps.step_launch import StepLaunch
 from tests.support.marks import many, slow
 from tests.support.tiny_engines import GREEDY, TinyEngine, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
@@ -105,6 +110,22 @@ def test_what_needs_the_token_on_the_host_is_not_launched_ahead(decoder: Decoder
     assert launched(tiny) is None
 
 
+def test_a_prompt_goes_on_ahead_until_a_guess_was_wrong(decoder: Decoder) -> None:
+    tiny = ahead(decoder, num_lent=8)
+    tiny.add("a", random_tokens(1, 90))
+    tiny.add("b", random_tokens(2, 1))
+    seen = []
+    for slices in ({"b": 1}, {"b": 1, "a": 10}, {"b": 1, "a": 10}, {"b": 1}, {"b": 1, "a": 10}, {"b": 1, "a": 9}):
+        tiny.step(**slices)
+        seen.append(launched(tiny))
+    assert seen == [["b"], ["b", "a"], ["b", "a"], ["b"], None, ["b", "a"]]
+    tiny.step(b=1, a=51)  # more than was expected: the rest is computed beside it, and the first token
+    assert launched(tiny) == ["b", "a"]
+    expected = alone(decoder, random_tokens(1, 90), GREEDY, 2)
+    assert same(tiny.step(b=1, a=1).sampled[1:], expected[1:])
+    assert tiny.tokens("a")[90] == expected[0].token_id
+
+
 def test_without_room_or_a_block_to_lend_nothing_is_launched(decoder: Decoder) -> None:
     tiny = ahead(decoder, num_lent=1)
     for name in "ab":
@@ -145,6 +166,19 @@ def test_results_of_a_step_ahead_are_taken_without_work_on_the_device(decoder: D
     assert same(sampled, alone(decoder, random_tokens(ord("b"), 5), GREEDY, 2)[1:])
 
 
+def test_a_sequence_in_the_place_of_another_takes_none_of_its_tokens(decoder: Decoder) -> None:
+    tiny = ahead(decoder)
+    prompt = random_tokens(1, 5)
+    tiny.add("a", prompt)
+    (token,) = tiny.step(a=5).sampled
+    assert launched(tiny) == ["a"]
+    tiny.engine.remove_sequence(RequestId("a"))
+    other = (*prompt, (token.token_id + 1) % 100)  # as many tokens, with the same cache before the last
+    cached = NewSequence(RequestId("b"), other, 6, 5, tiny.blocks["a"], GREEDY)
+    tiny.engine.add_sequence(cached)
+    assert same(tiny.step(b=1).sampled, alone(decoder, list(other), GREEDY, 1))
+
+
 def test_nothing_is_launched_ahead_while_another_model_wants_the_device(decoder: Decoder) -> None:
     tiny = ahead(decoder)
     tiny.add("a", random_tokens(1, 5))
@@ -170,26 +204,53 @@ def test_a_block_that_is_replaced_drops_the_step_that_reads_it(decoder: Decoder)
     assert tiny.tokens("a")[9:] == [token.token_id for token in alone(decoder, random_tokens(1, 9), GREEDY, 2)]
 
 
-@pytest.mark.parametrize("num_histories", [12, *slow(many(300))])
-def test_random_histories(decoder: Decoder, num_histories: int) -> None:
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count what becomes of chunks that are launched ahead, whatever became of those before."""
+    counts: Counter[str] = Counter()
+    take = NextStep._taken
+
+    def noted(self: NextStep, launched: StepLaunch, rows: IntArray, asked: IntArray) -> tuple[IntArray, IntArray]:
+        taken, sampled = take(self, launched, rows, asked)
+        guessed = dict(zip(launched.step.rows.tolist(), launched.step.counts.tolist(), strict=True))
+        for row, count, own, place in zip(rows.tolist(), asked.tolist(), taken.tolist(), sampled.tolist(), strict=True):
+            if guessed.get(row, 1) > 1:
+                kind = "part" if own < guessed[row] else "too short" if own < count else "all"
+                counts[kind] += 1
+                counts["begins"] += place >= 0
+        return taken, sampled
+
+    monkeypatch.setattr(NextStep, "_taken", noted)
+    monkeypatch.setattr(ChunkGuess, "is_trusted", property(lambda _: True, lambda *_: None), raising=False)
+    return counts
+
+
+@pytest.mark.parametrize("num_histories", [6, *slow(many(300))])
+def test_random_histories(decoder: Decoder, num_histories: int, chunks: Counter[str]) -> None:
     """Sequences of every kind come, wait, stop, are cancelled and resumed; blocks go from one to another at once."""
     num_tokens = 0
     for seed in range(num_histories):
         num_tokens += _history(decoder, seed)
     assert num_tokens > 20 * num_histories
+    assert min(chunks[kind] for kind in ("all", "part", "too short", "begins")) > 0, chunks
 
 
 def _history(decoder: Decoder, seed: int) -> int:
-    rng, tiny = random.Random(seed), ahead(decoder, seed)
+    rng, tiny = random.Random(seed), ahead(decoder, seed, num_lent=3 if seed % 2 else 12)
     left: dict[str, int] = {}  # tokens to compute
     made: dict[str, tuple[list[int], SamplingParams, list[SampledToken]]] = {}
     for step in range(16):
         if len(left) < 5 and rng.random() < 0.5:
-            name, prompt = f"r{step}", random_tokens(rng.randrange(9), rng.randrange(1, 12))
+            name, prompt = f"r{step}", random_tokens(rng.randrange(9), rng.randrange(1, rng.choice((12, 90))))
             made[name] = (prompt, KINDS[rng.randrange(len(KINDS))], [])
-            tiny.add(name, prompt, made[name][1], spare_tokens=0)
+            tiny.add(name, prompt, made[name][1], spare_tokens=-len(prompt))  # no block yet
             left[name] = len(prompt)
-        slices = {name: rng.randrange(1, count + 1) for name, count in left.items() if rng.random() < 0.9}
+        budget = rng.choice((6, 60))
+        slices = {
+            name: rng.choice((rng.randrange(1, count + 1), min(count, budget)))
+            for name, count in left.items()
+            if rng.random() < 0.9
+        }
         if not slices:
             continue
         for name, count in slices.items():
