@@ -6,7 +6,7 @@ on nothing but its prompt and parameters, so every token is compared with what t
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.device.streams import DeviceStreams
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
-from alignedserve.runtime.engine.swap_space import SwapSpace
+from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
@@ -93,8 +93,8 @@ class Place:
             launches_ahead=launches_ahead,
             lent_blocks=[BlockId(NUM_BLOCKS + index) for index in range(NUM_LENT)],
         )
-        self.swap_space = SwapSpace(self.storage, streams, is_int8=has_int8_swaps)
-        self.has_int8_swaps = has_int8_swaps
+        self.swap_space: HostCaches = SwapSpace(self.storage, streams, is_int8=has_int8_swaps)
+        self.has_whole_swaps = not has_int8_swaps  # of whatever is in blocks
         self.transfer = None if arena is None else ShmTransfer(self.storage, arena, stamps=True)
         self.running: list[Request] = []
         self.swapped: list[Request] = []
@@ -171,41 +171,43 @@ class EngineHistory:
         launches_ahead: bool = False,
     ) -> None:
         self._random = random.Random(seed)
+        self._decoder = decoder
+        self._make_streams = make_streams
+        self._seed = seed
+        self._options = {"has_int8_swaps": has_int8_swaps, "launches_ahead": launches_ahead}
         layout = decoder.config.block_layout(BLOCK_SIZE, decoder.dtype_name)
         self._arena = Arena.create(folder / "pool.arena", layout, NUM_BLOCKS)
-        self._places = [
-            Place(
-                decoder,
-                make_streams(2 * seed + i),
-                self._arena,
-                self._random,
-                has_int8_swaps=has_int8_swaps,
-                launches_ahead=launches_ahead,
-            )
-            for i in range(2)
-        ]
+        self._places = [self._make_place(number) for number in range(2)]
         self._arena_free = [BlockId(block) for block in range(NUM_BLOCKS)]
         self._generation = 0
         self._moving: list[Request] = []
         self.requests: list[Request] = []
 
-    def run(self) -> None:
+    def _make_place(self, number: int) -> Place:
+        streams = self._make_streams(2 * self._seed + number)
+        return Place(self._decoder, streams, self._arena, self._random, **self._options)
+
+    def _actions(self) -> dict[Callable[[Place], None], int]:
+        """Return what may happen, and how often."""
+        return {
+            self._start: 4,
+            self._preempt: 1,
+            self._swap_out: 3,
+            self._swap_in: 4,
+            self._offload: 2,
+            self._fetch: 4,
+            self._end: 1,
+        }
+
+    def run(self, num_turns: int = NUM_TURNS) -> None:
         """Take turns: something happens to the requests of each place, then it iterates."""
-        for _ in range(NUM_TURNS):
-            for place in self._places:
-                actions = (
-                    self._start,
-                    self._preempt,
-                    self._swap_out,
-                    self._swap_in,
-                    self._offload,
-                    self._fetch,
-                    self._end,
-                )
-                for action in self._random.choices(actions, (4, 1, 3, 4, 2, 4, 1), k=2):
-                    action(place)
+        actions = self._actions()
+        for _ in range(num_turns):
+            for number in range(len(self._places)):
+                for action in self._random.choices([*actions], [*actions.values()], k=2):
+                    action(self._places[number])
                 for _ in range(self._random.randint(0, ITERATIONS_PER_TURN)):
-                    place.iterate()
+                    self._places[number].iterate()
 
     def close(self) -> None:
         """Remove the arena."""
@@ -237,7 +239,7 @@ class EngineHistory:
             place.run(request)
 
     def _swap_out(self, place: Place) -> None:
-        able = (request for request in place.running if not (place.has_int8_swaps and request.is_hidden))
+        able = (request for request in place.running if place.has_whole_swaps or not request.is_hidden)
         computed = [request for request in able if place.engine.num_computed(request.request_id)]
         if computed:
             request = self._random.choice(computed)
@@ -303,15 +305,17 @@ class EngineHistory:
 
 def generated_alone(decoder: Decoder, make_streams: Callable[[int], DeviceStreams]) -> list[list[int]]:
     """Return the undisturbed tokens of every kind of request, up to the end of the context."""
-    tokens = []
-    for kind in range(NUM_PROMPTS):
-        place = Place(decoder, make_streams(kind), None, _Steady(0))
-        request = Request(RequestId("alone"), kind, prompt_of(kind))
-        place.run(request)
-        while len(request.tokens) < MAX_CONTEXT_LEN:
-            place.iterate()
-        tokens.append(request.tokens)
-    return tokens
+    return [alone_of_kind(decoder, make_streams, kind) for kind in range(NUM_PROMPTS)]
+
+
+def alone_of_kind(decoder: Decoder, make_streams: Callable[[int], DeviceStreams], kind: int) -> list[int]:
+    """Return the undisturbed tokens of one kind."""
+    place = Place(decoder, make_streams(kind), None, _Steady(0))
+    request = Request(RequestId("alone"), kind, prompt_of(kind))
+    place.run(request)
+    while len(request.tokens) < MAX_CONTEXT_LEN:
+        place.iterate()
+    return request.tokens
 
 
 class _Steady(random.Random):
@@ -326,6 +330,6 @@ class _Steady(random.Random):
         return b
 
 
-def undisturbed(requests: Sequence[Request], alone: Sequence[Sequence[int]]) -> bool:
-    """Return whether every request has, so far, the tokens that it generates alone."""
+def undisturbed(requests: Sequence[Request], alone: Mapping[int, Sequence[int]] | Sequence[Sequence[int]]) -> bool:
+    """Return whether every request has, so far, the tokens that its kind generates alone."""
     return all(request.tokens == list(alone[request.kind][: len(request.tokens)]) for request in requests)

@@ -195,6 +195,7 @@ class Engine:
         self.storage.pending_copies.wait(self._compute, numbers)
         (rows,) = to_device([numbers], self.storage.device)
         self._compute.run(lambda: self.storage.bytes.index_copy_(0, rows, content))
+        self.storage.pending_copies.record(self._compute, numbers)
 
     def replace_block(self, request_id: RequestId, place: int, block_id: BlockId) -> None:
         """Let a sequence read a full block that holds the same in place of its own, which the caller then owns."""

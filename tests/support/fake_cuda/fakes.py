@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.support.fake_cuda.machine import Machine
 from tests.support.fake_cuda.memory import Memory
+from tests.support.memory_drivers import StandInCuda
 
 _installed: list["FakeCuda"] = []
 
@@ -25,14 +26,15 @@ class FakeCuda:
         pace: float = 0.3,
         device_bytes: int = 1 << 28,
         host_bytes: int = 1 << 28,
+        driver: StandInCuda | None = None,
     ) -> None:
         """`dispatch`: performs operations; `pace`: of devices, see Machine; `device_bytes`: of each, taken from the
-        host only as they are written."""
+        host only as they are written; `driver`: both of CUDA's libraries, as far as host memory is registered."""
         self.dispatch = dispatch
         self.machine = Machine(seed, num_devices=num_devices, pace=pace)
-        self.registrations_left = 1 << 30  # that the driver takes
+        self.driver = driver or StandInCuda(num_devices=num_devices)
         self.unaligned: Counter[tuple[str, str]] = Counter()  # arguments of kernels that were not at 16 bytes
-        self.memory = Memory(self.machine, device_bytes=device_bytes, host_bytes=host_bytes)
+        self.memory = Memory(self.machine, self.driver, device_bytes=device_bytes, host_bytes=host_bytes)
 
     def is_own(self, tensor: Tensor) -> bool:
         return hasattr(tensor, "raw")
@@ -48,6 +50,7 @@ class FakeCuda:
 
     def enqueue(self, name: str, call: Callable[[], object], read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Enqueue one kernel."""
+        self.driver.launch()
         with self.on(written[0].device.index):
             self.machine.enqueue(name, [call], read=_num_bytes(read), written=_num_bytes(written))
 

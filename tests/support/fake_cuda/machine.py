@@ -40,10 +40,22 @@ class Counts:
     copied_bytes: int = 0
     pageable_copies: int = 0
     synchronisations: int = 0  # waits of the host, for whatever reason
+    captures: int = 0
+    replays: int = 0
     names: Counter[str] = field(default_factory=Counter)
 
+    def note(self, name: str, read: int, written: int, *, is_copy: bool) -> None:
+        self.names[name] += 1
+        if is_copy:
+            self.copies += 1
+            self.copied_bytes += written
+        else:
+            self.kernels += 1
+            self.read_bytes += read
+            self.written_bytes += written
+
     def add(self, other: "Counts") -> None:
-        self.names += other.names
+        self.names.update(other.names)
         self.kernels += other.kernels
         self.copies += other.copies
         self.read_bytes += other.read_bytes
@@ -83,7 +95,15 @@ class Queue:
     def __repr__(self) -> str:
         return f"cuda:{self.device} stream {self.number}"
 
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __bool__(self) -> bool:
+        return True
+
     def add(self, call: Call) -> None:
+        if not self._steps:
+            self._machine.busy[self] = None
         self._steps.append(call)
 
     def mark(self) -> Mark:
@@ -97,6 +117,8 @@ class Queue:
 
     def wait(self, mark: Mark) -> None:
         if not mark.is_done:
+            if not self._steps:
+                self._machine.busy[self] = None
             self._steps.append((mark,))
 
     @property
@@ -115,7 +137,16 @@ class Queue:
             else:
                 return True
             steps.popleft()
+        self._machine.busy.pop(self, None)
         return False
+
+    def forget(self) -> None:
+        """Drop what is left to do, as the end of a process does."""
+        self._machine.busy.pop(self, None)
+        dropped, self._steps = self._steps, deque()  # what it held may be given back to this stream now
+        for step in dropped:
+            if isinstance(step, Mark):
+                step.is_done = True
 
     def step(self) -> None:
         call = self._steps.popleft()
@@ -129,7 +160,6 @@ class _Thread(threading.local):
 
     device: int = 0
     recording: Recording | None = None
-    last_error: str | None = None  # stays until it is asked for
 
     def __init__(self) -> None:
         self.current: dict[int, Queue] = {}
@@ -150,6 +180,7 @@ class Machine:
         self._pooled: list[list[Queue]] = [[] for _ in range(num_devices)]
         self._num_given = [0] * num_devices
         self.queues = list(self.defaults)
+        self.busy: dict[Queue, None] = {}  # those with work, in the order in which they got it
         self.num_pools = 0
 
     # --- streams
@@ -173,7 +204,7 @@ class Machine:
     def step(self) -> bool:
         """Do one step of a random stream; False: none can."""
         with self.lock:
-            ready = [queue for queue in self.queues if queue.is_ready()]
+            ready = self._ready()
             if not ready:
                 return False
             try:
@@ -182,6 +213,14 @@ class Machine:
             except BaseException as error:  # noqa: BLE001  (as of an illegal address: the process cannot go on)
                 self.failure = self.failure or error
             return True
+
+    def _ready(self) -> list[Queue]:
+        """Return the streams that can go on, marks in front of them reached."""
+        while True:
+            left = sum(map(len, self.busy))
+            ready = [queue for queue in list(self.busy) if queue.is_ready()]
+            if ready or sum(map(len, self.busy)) == left:
+                return ready
 
     def breathe(self) -> None:
         """Let some time pass, or none."""
@@ -192,7 +231,7 @@ class Machine:
         while not mark.is_done:
             if not self.step() and not mark.is_done:
                 with self.lock:  # another thread may have been within a step
-                    assert mark.is_done or any(queue.is_ready() for queue in self.queues), "streams wait in a circle"
+                    assert self._ready() or mark.is_done, "streams wait in a circle"
         self.check()
 
     def drain(self) -> None:
@@ -200,6 +239,13 @@ class Machine:
         while self.step():
             pass
         self.check()
+
+    def kill(self, device: int) -> None:
+        """End the process that has a device: what it has enqueued is not done."""
+        with self.lock:
+            for queue in self.queues:
+                if queue.device == device:
+                    queue.forget()
 
     def check(self) -> None:
         """Raise what a step has failed of."""
@@ -225,21 +271,12 @@ class Machine:
         """Add steps of one operation to the current stream, or to the graph that is captured."""
         thread, counts = self.thread, self.counts
         self.check()
-        if thread.last_error is not None:
-            error, thread.last_error = thread.last_error, None
-            raise torch.AcceleratorError(f"CUDA error: {error}")
         with self.lock:
             counts.launches += 1
-            done = Counts(names=Counter({name: 1}))
-            if is_copy:
-                done.copies, done.copied_bytes = 1, written
-            else:
-                done.kernels, done.read_bytes, done.written_bytes = 1, read, written
             queue, recording = self.current(), thread.recording
-            if recording is not None and recording.queue is queue:
-                recording.counts.add(done)
-            else:
-                counts.add(done)
+            is_captured = recording is not None and recording.queue is queue
+            noted = recording.counts if is_captured and recording is not None else counts
+            noted.note(name, read, written, is_copy=is_copy)
             self.add_steps(queue, calls)
         self.breathe()
 
@@ -256,6 +293,7 @@ class Machine:
         self.check()
         with self.lock:
             self.counts.launches += 1
+            self.counts.replays += 1
             self.counts.add(recording.counts)
             self.add_steps(self.current(), recording.steps)
         self.breathe()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.support.fake_cuda.machine import Machine, Mark, Queue
+from tests.support.memory_drivers import StandInCuda
 
 _ALIGNMENT = 512
 POISON = 0xFF  # no number of any floating-point type, and no index
@@ -68,11 +69,12 @@ class Arena:
 class Memory:
     """All memories of a machine."""
 
-    def __init__(self, machine: Machine, *, device_bytes: int, host_bytes: int) -> None:
+    def __init__(self, machine: Machine, driver: StandInCuda, *, device_bytes: int, host_bytes: int) -> None:
         self.machine = machine
         self.devices = [Arena(device_bytes) for _ in range(machine.num_devices)]
         self.host = Arena(host_bytes)
-        self.registered: dict[int, int] = {}  # bytes by address, of memory of others
+        self.registered = driver.registered  # bytes by address, of memory of others
+        self.num_freed = 0
         self._free: dict[tuple[Hashable, int], list[Block]] = {}
         self._awaited: list[Block] = []  # freed, and still used by a stream that was recorded
         self._host_awaited: list[Block] = []
@@ -89,7 +91,8 @@ class Memory:
         with machine.lock:
             recording, queue = machine.thread.recording, machine.current(device)
             owner: Hashable = queue if recording is None or recording.queue is not queue else recording.pool
-            self._settle()
+            if self._awaited:
+                self._settle()
             return self._given(self.devices[device], owner, size)
 
     def record_stream(self, address: int, queue: Queue) -> None:
@@ -102,7 +105,7 @@ class Memory:
 
     def pinned(self, size: int) -> Tensor:
         with self.machine.lock:
-            self._settle()
+            self._settle_host()
             return self._given(self.host, "pinned", size)
 
     def is_pinned(self, address: int) -> bool:
@@ -164,6 +167,7 @@ class Memory:
 
     def _dropped(self, arena: Arena, address: int) -> None:
         with self.machine.lock:
+            self.num_freed += 1
             block = self._blocks.pop(address)
             del self._addresses[bisect.bisect_left(self._addresses, address)]
             del self._watched[address]
@@ -187,16 +191,20 @@ class Memory:
             recording.steps.append(lambda: rows.fill(POISON))
 
     def _settle(self) -> None:
-        """Give back what has been waited for."""
-        for arena, awaited in ((None, self._awaited), (self.host, self._host_awaited)):
-            done = [block for block in awaited if all(use.is_done for use in block.uses)]
-            for block in done:
-                awaited.remove(block)
+        """Give back memory of devices whose recorded streams have been waited for."""
+        for block in [block for block in self._awaited if all(use.is_done for use in block.uses)]:
+            self._awaited.remove(block)
+            block.uses = []
+            assert isinstance(block.owner, Queue), "memory of a stream"
+            self._give_back(self.devices[block.owner.device], block)
+
+    def _settle_host(self) -> None:
+        """Give back page-locked memory whose copies are done."""
+        awaited, self._host_awaited = self._host_awaited, []
+        for block in awaited:
+            if all(use.is_done for use in block.uses):
                 block.uses = []
-                if arena is None:
-                    owner = block.owner
-                    device = owner.device if isinstance(owner, Queue) else 0
-                    self._give_back(self.devices[device], block)
-                else:
-                    arena.bytes[block.first : block.first + block.size] = POISON
-                    self._free.setdefault((block.owner, block.size), []).append(block)
+                self.host.bytes[block.first : block.first + block.size] = POISON
+                self._free.setdefault((block.owner, block.size), []).append(block)
+            else:
+                self._host_awaited.append(block)

@@ -39,6 +39,8 @@ class Form(NamedTuple):
     is_view: bool
     written: frozenset[str]  # arguments
     returned: tuple[str | None, ...]  # for each result, the argument that it is
+    arguments: tuple[str, ...]
+    is_list: bool  # the result is
 
 
 @cache
@@ -59,7 +61,9 @@ def form_of(func: Any) -> Form:
             is_view = True
         returned.append(same)
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    return Form(schema.name, is_composite, is_view, frozenset(written), tuple(returned))
+    arguments = tuple(argument.name for argument in schema.arguments)
+    is_list = len(schema.returns) == 1 and str(schema.returns[0].type) == "List[Tensor]"
+    return Form(schema.name, is_composite, is_view, frozenset(written), tuple(returned), arguments, is_list)
 
 
 def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -69,20 +73,24 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return copy(*args, **kwargs)
     if form.is_composite:
         return func.decompose(*args, **kwargs)
-    devices = {one.on for one in tensors_in((*args, *kwargs.values())) if isinstance(one, DeviceTensor)}
-    device = devices.pop()
-    if devices:
-        raise RuntimeError(f"Expected all tensors to be on the same device, not {device} and {devices}")
+    tensors = list(tensors_in((*args, *kwargs.values())))
+    own = [one for one in tensors if isinstance(one, DeviceTensor)]
+    device = own[0].on
+    if any(one.on != device for one in own):
+        raise RuntimeError(f"Expected all tensors to be on the same device, not { ({one.on for one in own}) }")
     if form.is_view:
         result = func(*mapped(args, _raw), **mapped(kwargs, _raw))
         return mapped(result, lambda raw: DeviceTensor.of(raw, device))
     kwargs.pop("device", None)
     if kwargs.pop("pin_memory", None):
         raise RuntimeError("only CPU memory is pinned")
-    args, kwargs = mapped(args, _as_argument(form, device)), mapped(kwargs, _as_argument(form, device))
+    if len(own) < len(tensors):
+        change = _as_argument(form, device)
+        args, kwargs = mapped(args, change), mapped(kwargs, change)
+        tensors = list(tensors_in((*args, *kwargs.values())))
     if form.name in _WAITS or _has_mask(form, args):
         return _now(func, form, args, kwargs, device)
-    return _later(func, form, args, kwargs, device)
+    return _later(func, form, args, kwargs, tensors)
 
 
 def _raw(tensor: Tensor) -> Tensor:
@@ -126,30 +134,28 @@ def _uploaded(own: Tensor, device: torch.device) -> Tensor:
     return made
 
 
-def _later(func: Any, form: Form, args: Any, kwargs: Any, device: torch.device) -> Any:
-    fake = current()
-    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+def _later(func: Any, form: Form, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+    """Enqueue a kernel; return its results, which it fills later, or its arguments that it changes."""
+    named = dict(zip(form.arguments, args, strict=False)) | kwargs
+    device = tensors[0].device
+    changed = [named[name] for name in form.written]
+    if form.returned and all(form.returned):
+        _enqueue(func, form, args, kwargs, ([], changed, tensors))
+        results = [named[name] for name in form.returned if name]
+        return results[0] if len(results) == 1 else tuple(results)
     shapes = _shapes(func, args, kwargs)
-    results = []
-    for number, shape in enumerate(shapes):
-        same = form.returned[number] if len(form.returned) == len(shapes) else None
-        if same is not None:
-            results.append(named[same])
-        elif shape is None:
-            results.append(None)
-        else:
-            size, stride, dtype = shape
-            results.append(empty(size, stride=stride, dtype=dtype, device=device))
+    made = [None if one is None else empty(one[0], stride=one[1], dtype=one[2], device=device) for one in shapes]
     if form.name not in _EMPTY:
-        made = [one for one, same in zip(results, (*form.returned, *[None] * len(results)), strict=False) if not same]
-        changed = [one for name, one in named.items() if name in form.written]
-        reads = list(tensors_in((*args, *kwargs.values())))
-        writes = [one for one in (*made, *changed) if one is not None]
-        fake.enqueue(form.name, _step(func, args, kwargs, made), reads, writes)
-    returns = func._schema.returns
-    if len(returns) == 1 and str(returns[0].type) != "List[Tensor]":
-        return results[0]
-    return results if len(returns) == 1 else tuple(results)
+        _enqueue(func, form, args, kwargs, (made, changed, tensors))
+    if form.is_list:
+        return made
+    return made[0] if len(form.returned) == 1 else tuple(made)
+
+
+def _enqueue(func: Any, form: Form, args: Any, kwargs: Any, uses: tuple[list[Any], list[Tensor], list[Tensor]]) -> None:
+    made, changed, tensors = uses
+    writes = [*(one for one in made if one is not None), *changed]
+    current().enqueue(form.name, _step(func, args, kwargs, made), tensors, writes)
 
 
 def _step(func: Any, args: Any, kwargs: Any, made: Sequence[Tensor | None]) -> Callable[[], None]:
@@ -174,9 +180,6 @@ _known: dict[Any, list[Any]] = {}
 
 def _shapes(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return size, stride and dtype of each result; known for arguments that were seen before."""
-    returned = form_of(func).returned
-    if all(returned):
-        return [None] * len(returned)
     key = (func, _key(args), _key(kwargs))
     if key not in _known:
         results = func(*mapped(args, _zeros), **mapped(kwargs, _zeros))

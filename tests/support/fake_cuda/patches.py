@@ -6,6 +6,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from alignedserve.runtime.device import cuda_driver
 from tests.support.fake_cuda import device_copies
 from tests.support.fake_cuda.fakes import current
 from tests.support.fake_cuda.tensors import DeviceTensor, empty
@@ -21,6 +22,7 @@ def all_patches() -> Iterator[Patch]:
         yield torch, name, _factory(getattr(torch, name), is_filled=name in _OF_CONSTANTS)
     yield torch, "empty", _empty(torch.empty)
     yield torch, "Generator", _Generator
+    yield cuda_driver, "_libcuda", lambda: current().driver.library
     yield Tensor, "to", _to
     yield Tensor, "cuda", lambda self, device=None, **options: _to(self, torch.device(device or "cuda"))
     yield Tensor, "is_pinned", lambda self, device=None: current().memory.is_pinned(self.data_ptr())

@@ -12,9 +12,6 @@ from typing_extensions import override
 from tests.support.fake_cuda.fakes import current
 from tests.support.fake_cuda.machine import Mark, Queue, Recording
 
-_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-_UNREGISTERED = 713  # cudaErrorHostMemoryNotRegistered
-_MESSAGES = {0: "no error", _OUT_OF_MEMORY: "out of memory", _UNREGISTERED: "part or all of the memory is not mapped"}
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
     major=9,
@@ -194,6 +191,7 @@ class graph:
     def __exit__(self, *failure: Any) -> None:
         machine = current().machine
         machine.thread.recording = None
+        machine.counts.captures += 1
         self._context.__exit__(*failure)
         recording = self._graph.recording
         if failure[0] is None and recording is not None and recording.is_broken:
@@ -213,35 +211,6 @@ class _Device:
 
     def __exit__(self, *failure: object) -> None:
         current().machine.thread.device = self._before
-
-
-class Driver:
-    """torch.cuda.cudart(): calls that leave their error behind, for the thread's next launch to raise."""
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        fake = current()
-        if fake.registrations_left <= 0:
-            fake.machine.thread.last_error = _MESSAGES[_OUT_OF_MEMORY]
-            return _OUT_OF_MEMORY
-        fake.registrations_left -= 1
-        fake.memory.registered[address] = size
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        fake = current()
-        if fake.memory.registered.pop(address, None) is None:
-            fake.machine.thread.last_error = _MESSAGES[_UNREGISTERED]
-            return _UNREGISTERED
-        fake.registrations_left += 1
-        return 0
-
-    def cudaGetErrorString(self, code: int) -> str:
-        return _MESSAGES[int(code)]
-
-    def cudaGetLastError(self) -> int:
-        thread = current().machine.thread
-        message, thread.last_error = thread.last_error, None
-        return next((code for code, text in _MESSAGES.items() if text == message), 0)
 
 
 def synchronize(device: Any = None) -> None:
@@ -286,7 +255,7 @@ NAMES: dict[str, Any] = {
     "graph": graph,
     "device": _Device,
     "stream": stream_context,
-    "cudart": Driver,
+    "cudart": lambda: current().driver.cudart,
     "synchronize": synchronize,
     "current_device": index_of,
     "current_stream": lambda device=None: Stream(queue=current().machine.current(index_of(device))),

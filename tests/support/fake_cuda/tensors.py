@@ -103,11 +103,19 @@ def empty(size: Any, *, device: torch.device, dtype: torch.dtype | None = None, 
     fake = current()
     index = fake.machine.thread.device if device.index is None else device.index
     kind, shape = dtype or torch.get_default_dtype(), torch.Size(size)
-    strides = torch.empty(shape, device="meta").stride() if stride is None else stride
+    strides = _contiguous(shape) if stride is None else stride
     extent = 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
     size_bytes = 0 if 0 in shape else extent * kind.itemsize
     memory = fake.memory.on_device(index, size_bytes)[:size_bytes]
     return DeviceTensor.of(memory.view(kind).as_strided(shape, strides), torch.device("cuda", index))
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

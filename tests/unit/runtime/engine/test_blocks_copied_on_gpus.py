@@ -4,13 +4,18 @@ What is copied is the prefix's content, whatever has meanwhile been given the me
 """
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 
 from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.attention.backend import TRITON
+from alignedserve.runtime.device.streams import CudaStreams
 from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.swap_space import SwapSpace
+from alignedserve.runtime.kv.staged_copies import StagedCopies
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.random_weights import random_weights
 from tests.support.fake_cuda import FakeCuda, fake_cuda
@@ -18,6 +23,7 @@ from tests.support.fake_cuda.quick_kernels import quick_kernels
 from tests.support.in_process import TINY_LLAMA
 from tests.support.tiny_engines import BLOCK_SIZE, TinyEngine, random_tokens
 
+DEVICE = torch.device("cuda", 0)
 SEEDS = range(12)
 SOURCES, TARGETS = list(map(BlockId, range(1, 5))), list(map(BlockId, range(11, 15)))
 PROMPT = random_tokens(1, 3 * BLOCK_SIZE, 128)
@@ -29,22 +35,50 @@ def fake() -> Iterator[FakeCuda]:
         yield fake
 
 
-def test_a_copied_block_holds_what_its_source_holds(fake: FakeCuda) -> None:
-    config, device = parse_model_config(TINY_LLAMA), torch.device("cuda", 0)
-    tiny = TinyEngine(
-        Decoder(config, random_weights(config, 0, torch.float32, device)), attention=TRITON, max_sequences=1
-    )
+@pytest.fixture
+def streams(fake: FakeCuda) -> CudaStreams:
+    return CudaStreams(DEVICE)
+
+
+@pytest.fixture
+def tiny(fake: FakeCuda, streams: CudaStreams) -> TinyEngine:
+    """An engine with one sequence, in blocks that are neither sources nor targets."""
+    config = parse_model_config(TINY_LLAMA)
+    decoder = Decoder(config, random_weights(config, 0, torch.float32, DEVICE))
+    tiny = TinyEngine(decoder, attention=TRITON, max_sequences=1, num_lent=1, streams=streams)
     tiny.free_blocks = list(map(BlockId, range(20, 60)))
-    engine, storage = tiny.engine, tiny.storage
     tiny.add("a", PROMPT)
-    slices = [(RequestId("a"), len(PROMPT))]
+    tiny.step(a=len(PROMPT))
+    return tiny
+
+
+def copied(fake: FakeCuda, tiny: TinyEngine, seed: int) -> None:
+    """Copy blocks behind a step that is launched ahead."""
+    fake.machine.random.seed(seed)
+    for number in (*SOURCES, *TARGETS):
+        tiny.storage.bytes[number].fill_(number)
+    torch.cuda.synchronize()
+    tiny.step(a=1)
+    tiny.engine.write_blocks(TARGETS, tiny.engine.read_blocks(SOURCES))
+
+
+def test_a_copied_block_holds_what_its_source_holds(fake: FakeCuda, tiny: TinyEngine) -> None:
     for seed in SEEDS:
-        fake.machine.random.seed(seed)
-        for number in (*SOURCES, *TARGETS):
-            storage.bytes[number].fill_(number)
+        copied(fake, tiny, seed)
+        tiny.engine.settle()
+        assert [tiny.storage.bytes[number, 0].item() for number in TARGETS] == SOURCES
+
+
+def test_copied_blocks_leave_for_the_host_when_they_are_written(
+    fake: FakeCuda, tiny: TinyEngine, streams: CudaStreams
+) -> None:
+    """A request may be swapped out before its first step."""
+    name, num_tokens = RequestId("b"), len(TARGETS) * BLOCK_SIZE
+    with mock.patch.dict(StagedCopies.__init__.__kwdefaults__, staged_bytes=4096):
+        swap_space = SwapSpace(tiny.storage, streams)
+    for seed in SEEDS:
+        copied(fake, tiny, seed)
+        swap_space.perform(Swaps((), (Swap(name, num_tokens, tuple(TARGETS)),), ()))
+        swap_space.perform(Swaps((), (), (Swap(name, num_tokens, tuple(SOURCES[::-1])),)))
         torch.cuda.synchronize()
-        engine.execute(slices)  # and the next step is launched behind it
-        slices = [(RequestId("a"), 1)]
-        engine.write_blocks(TARGETS, engine.read_blocks(SOURCES))
-        engine.settle()
-        assert [storage.bytes[number, 0].item() for number in TARGETS] == SOURCES
+        assert [tiny.storage.bytes[number, 0].item() for number in SOURCES] == SOURCES[::-1]
