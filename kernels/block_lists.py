@@ -1,9 +1,11 @@
-"""Copies of listed blocks to and from contiguous rows."""
+"""Copies of listed blocks to and from contiguous rows, and from one memory to another."""
 
 import torch
 from torch import Tensor
 
 from kernels.gpu_dispatch import fused_kernels, on_device
+
+_AT_ONCE_BYTES = 32 << 20  # in memory of plain PyTorch's own
 
 
 def gather_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
@@ -29,6 +31,24 @@ def scatter_blocks(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
             kernels.scatter_blocks(rows, blocks, block_ids)
     else:
         _words(blocks).index_copy_(0, block_ids, _words(rows))
+
+
+def copy_listed(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor) -> None:
+    """Copy blocks to blocks: target[target_ids[i]] = source[source_ids[i]]; no target twice.
+
+    source, target            [num_blocks, block_bytes] uint8, contiguous, block_bytes a multiple of 8; one of them may
+                              be another device's memory, mapped for this one
+    source_ids, target_ids    [count] int64, on this device
+    """
+    kernels = fused_kernels("block_copies", source.device, source.dtype)
+    if kernels is not None:
+        with on_device(source.device):
+            kernels.copy_listed(source, source_ids, target, target_ids)
+        return
+    size = max(1, _AT_ONCE_BYTES // source.shape[1])
+    for first in range(0, len(source_ids), size):
+        part = slice(first, first + size)
+        _words(target).index_copy_(0, target_ids[part], _words(source).index_select(0, source_ids[part]))
 
 
 def _words(rows: Tensor) -> Tensor:

@@ -15,11 +15,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kernels.gpu_dispatch import fused_kernels, on_device
-
 RANGE_BYTES = 4  # of a channel: its step and its lowest number
 LEVELS = 255.0
-_NUMBERS_AT_ONCE = 1 << 18
+_NUMBERS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
 SMALLEST, LARGEST = 2.0**-24, 65504.0  # that float16 has
 
 
@@ -34,32 +32,12 @@ def quantise_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
     Slots that hold no token count as they are: fill them first. What is not a number stays so, its whole channel with
     it; what float16 cannot hold is cut off.
     """
-    kernels = fused_kernels("int8_blocks", blocks.device, blocks.dtype)
-    if kernels is not None:
-        with on_device(blocks.device):
-            kernels.quantise_blocks(blocks, block_ids, rows)
-    else:
-        plain_quantise(blocks, block_ids, rows)
-
-
-def dequantise_blocks(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
-    """Write rows to listed blocks, under the terms of `quantise_blocks`; no block twice."""
-    kernels = fused_kernels("int8_blocks", blocks.device, blocks.dtype)
-    if kernels is not None:
-        with on_device(blocks.device):
-            kernels.dequantise_blocks(rows, blocks, block_ids)
-    else:
-        plain_dequantise(rows, blocks, block_ids)
-
-
-def plain_quantise(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
-    """`quantise_blocks` by PyTorch's own operations."""
     for part in _parts(len(rows), blocks):
         _quantise(blocks.index_select(0, block_ids[part]).float(), *parts_of(rows[part], blocks))
 
 
-def plain_dequantise(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
-    """`dequantise_blocks` by PyTorch's own operations."""
+def dequantise_blocks(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
+    """Write rows to listed blocks, under the terms of `quantise_blocks`; no block twice."""
     for part in _parts(len(rows), blocks):
         rounded, ranges = parts_of(rows[part], blocks)
         steps, lowest = ranges.float().unbind(dim=2)
@@ -78,8 +56,8 @@ def parts_of(rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts(count: int, blocks: Tensor) -> Iterator[slice]:
-    """Split a list of blocks so that the intermediate results of each part stay in a processor's caches."""
-    step = max(1, _NUMBERS_AT_ONCE // blocks[0].numel())
+    """Split a list of blocks so that intermediate results stay in a processor's caches, or take little of a GPU."""
+    step = max(1, _NUMBERS_AT_ONCE[blocks.device.type] // blocks[0].numel())
     return (slice(first, first + step) for first in range(0, count, step))
 
 

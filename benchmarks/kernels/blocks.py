@@ -1,4 +1,4 @@
-"""Benchmarks of the kernels that copy lists of blocks and round blocks to 8 bits."""
+"""Benchmarks of the kernels that copy lists of blocks."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -7,9 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.device.dtypes import dtype_name
 from benchmarks.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
-from kernels.int8_blocks import RANGE_BYTES, plain_dequantise, plain_quantise
 
 _BLOCK_SIZE = 16
 _LISTED_BYTES = 512 << 20
@@ -18,8 +16,7 @@ _TOY_BLOCKS = 3
 
 def block_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
     """Yield groups to be measured by turns."""
-    for group in (_block_lists, _int8_blocks):
-        yield list(group(setup))
+    yield list(_block_lists(setup))
 
 
 def _listed_blocks(setup: KernelSetup) -> tuple[Tensor, Tensor]:
@@ -52,22 +49,3 @@ def _block_lists(setup: KernelSetup) -> Iterator[KernelCase]:
     yield scatter(TORCH, lambda: words.index_copy_(0, ids, staged_words))
     if kernels is not None:
         yield scatter(TRITON, lambda: kernels.scatter_blocks(staging, rows, ids))
-
-
-def _int8_blocks(setup: KernelSetup) -> Iterator[KernelCase]:
-    kernels = setup.kernels("int8_blocks")
-    blocks, ids = _listed_blocks(setup)
-    _, runs, block_size, width = blocks.shape
-    row_bytes = (block_size + RANGE_BYTES) * runs * width
-    rows = torch.empty((len(ids), row_bytes), dtype=torch.uint8, device=setup.device)
-    case = f"{len(ids)} blocks of {dtype_name(setup.dtype)}"
-    num_bytes = rows.numel() + len(ids) * blocks[0].numel() * setup.dtype.itemsize
-    outwards, inwards = (
-        partial(KernelCase, kernel, case, num_bytes=num_bytes) for kernel in ("blocks to int8", "blocks from int8")
-    )
-    yield outwards(TORCH, lambda: plain_quantise(blocks, ids, rows))
-    if kernels is not None:
-        yield outwards(TRITON, lambda: kernels.quantise_blocks(blocks, ids, rows))
-    yield inwards(TORCH, lambda: plain_dequantise(rows, blocks, ids))
-    if kernels is not None:
-        yield inwards(TRITON, lambda: kernels.dequantise_blocks(rows, blocks, ids))

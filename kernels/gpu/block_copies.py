@@ -1,21 +1,34 @@
-"""Copies of listed blocks to and from contiguous memory on a GPU, so that few large copies cross a link."""
+"""Copies of listed blocks on a GPU: to and from contiguous memory, so that few large copies cross a link, or from
+memory to memory, of which one may be another GPU's."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_WORDS = 1024  # of 8 bytes that one program copies
+_WORDS = 1024  # of 8 bytes that a program copies at a time
+# Of a copy between two GPUs. A megabyte or two under way fills a link of 450 GB/s, and more would keep multiprocessors
+# from what is computed meanwhile.
+_PEER_PROGRAMS = 256
 
 
 def gather_blocks(blocks: Tensor, block_ids: Tensor, staging: Tensor) -> None:
     """See kernels.block_lists."""
-    _copy(blocks, block_ids, staging, is_gather=True)
+    assert staging.shape == (len(block_ids), blocks.shape[1]), "a row of the staging for each block"
+    _copy(blocks, block_ids, staging, None)
 
 
 def scatter_blocks(staging: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
     """See kernels.block_lists."""
-    _copy(blocks, block_ids, staging, is_gather=False)
+    assert staging.shape == (len(block_ids), blocks.shape[1]), "a row of the staging for each block"
+    _copy(staging, None, blocks, block_ids)
+
+
+def copy_listed(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor) -> None:
+    """See kernels.block_lists. One launch, however many blocks there are."""
+    assert source.shape[1] == target.shape[1], "blocks of one size"
+    assert len(source_ids) == len(target_ids), "as many targets as sources"
+    _copy(source, source_ids, target, target_ids, most_programs=_PEER_PROGRAMS)
 
 
 def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
@@ -24,29 +37,55 @@ def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
     block_ids = torch.zeros(1, dtype=torch.int64, device=device)
     gather_blocks(blocks, block_ids, rows)
     scatter_blocks(rows, blocks, block_ids)
+    copy_listed(rows, block_ids, blocks, block_ids)
 
 
-def _copy(blocks: Tensor, block_ids: Tensor, staging: Tensor, *, is_gather: bool) -> None:
-    count, block_bytes = staging.shape
-    assert block_bytes % 8 == 0, "blocks are whole words of 8 bytes"
-    assert blocks.shape[1] == block_bytes, "staging is of other blocks"
-    assert block_ids.shape == (count,), "one block per row of the staging"
+def _copy(
+    source: Tensor, source_ids: Tensor | None, target: Tensor, target_ids: Tensor | None, most_programs: int = 1 << 30
+) -> None:
+    """Copy rows to rows; ids None: all of them in order."""
+    listed = source_ids if source_ids is not None else target_ids
+    assert listed is not None, "blocks are listed on one side"
+    assert source.shape[1] % 8 == 0, "blocks are whole words of 8 bytes"
+    count, num_words = len(listed), source.shape[1] // 8
     if not count:
         return
-    num_words = block_bytes // 8
-    _copy_words[(count, triton.cdiv(num_words, _WORDS))](
-        blocks.view(torch.int64), block_ids, staging.view(torch.int64), num_words, IS_GATHER=is_gather, WORDS=_WORDS
+    per_block = triton.cdiv(num_words, _WORDS)
+    _copy_words[(min(count * per_block, most_programs),)](
+        source.view(torch.int64),
+        source_ids if source_ids is not None else listed,
+        target.view(torch.int64),
+        target_ids if target_ids is not None else listed,
+        count * per_block,
+        per_block,
+        num_words,
+        READS_LISTED=source_ids is not None,
+        WRITES_LISTED=target_ids is not None,
+        WORDS=_WORDS,
     )
 
 
 @triton.jit
-def _copy_words(blocks, block_ids, staging, num_words, IS_GATHER: tl.constexpr, WORDS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    is_word = words < num_words
-    in_blocks = blocks + tl.load(block_ids + row) * num_words + words
-    in_staging = staging + row * num_words + words
-    if IS_GATHER:
-        tl.store(in_staging, tl.load(in_blocks, mask=is_word), mask=is_word)
-    else:
-        tl.store(in_blocks, tl.load(in_staging, mask=is_word), mask=is_word)
+def _copy_words(
+    source,
+    source_ids,
+    target,
+    target_ids,
+    num_parts,
+    parts_per_block,
+    num_words,
+    READS_LISTED: tl.constexpr,
+    WRITES_LISTED: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    for part in range(tl.program_id(0), num_parts, tl.num_programs(0)):
+        row = (part // parts_per_block).to(tl.int64)
+        words = part % parts_per_block * WORDS + tl.arange(0, WORDS)
+        is_word = words < num_words
+        read, written = row, row
+        if READS_LISTED:
+            read = tl.load(source_ids + row)
+        if WRITES_LISTED:
+            written = tl.load(target_ids + row)
+        content = tl.load(source + read * num_words + words, mask=is_word)
+        tl.store(target + written * num_words + words, content, mask=is_word)

@@ -12,7 +12,6 @@ from kernels.gpu import (
     gating,
     grouped_weights,
     head_placement,
-    int8_blocks,
     lora,
     prefill_attention,
     row_digests,
@@ -71,9 +70,8 @@ TILES = {
     "out_stride": "i64",
 }
 MERGED = {"out": HALF, "row_parts": INT, "sums": FLOAT, "weights": FLOAT, "out_stride": "i64"}
-WORDS = {"blocks": LONG, "block_ids": LONG, "staging": LONG, "num_words": "i32"}
-ROUNDED = {"blocks": HALF, "block_ids": LONG, "rounded": "*u8", "ranges": "*fp16", "runs": "i32", "width": "i32"}
-ROW_SIZES = {"row_bytes": "i32", "row_halves": "i32"}
+WORDS = dict.fromkeys(("source", "source_ids", "target", "target_ids"), LONG)
+WORDS |= dict.fromkeys(("num_parts", "parts_per_block", "num_words"), "i32")
 NORM = {
     "x": HALF,
     "residual": HALF,
@@ -131,7 +129,6 @@ ADAPTED = {
 }
 TILE = {"BLOCK_SIZE": 16, "PADDED_DIM": 128, "TOKENS": 64, "UPCAST": False, **HEADS}
 DIGESTED = {"words": LONG, "keys": LONG, "sums": LONG}
-SLOTS = {"SLOTS": 16, "PADDED": 16, "CHANNELS": 128}
 
 STACKED = {
     "x": HALF,
@@ -217,8 +214,8 @@ def cases(gpu: Gpu) -> list[Case]:
         prefill_case(128, torch.uint8, HALF, gpu),
         prefill_case(128, torch.float32, FLOAT, gpu),
         *(
-            Case(block_copies._copy_words, WORDS, {"IS_GATHER": is_gather, "WORDS": 1024})
-            for is_gather in (True, False)
+            Case(block_copies._copy_words, WORDS, {"READS_LISTED": reads, "WRITES_LISTED": writes, "WORDS": 1024})
+            for reads, writes in ((True, False), (False, True), (True, True))
         ),
         *(
             Case(
@@ -274,7 +271,6 @@ def cases(gpu: Gpu) -> list[Case]:
             ADDED_UP | {"stride": "i64", "width": "i32", "num_chosen": "i32"},
             {"COLUMNS": 1024},
         ),
-        *(Case(kernel, ROUNDED | ROW_SIZES, SLOTS) for kernel in (int8_blocks._quantise, int8_blocks._dequantise)),
         *(
             Case(
                 row_norm._normalise,

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parent.parent.parent
-NUM_VARIANTS, NUM_PREFILLS, NUM_PRODUCTS = 51, 4, 10
+NUM_VARIANTS, NUM_PREFILLS, NUM_PRODUCTS = 50, 4, 10
 
 
 def compiled(folder: Path, *arguments: str) -> int:

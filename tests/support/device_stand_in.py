@@ -295,13 +295,9 @@ class StandInStream:
         self._device.check_reachable(pinned)
         self._copy(pinned, rows)
 
-    def copy_peer(self, source: Tensor, target: Tensor) -> None:
+    def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor, *, num_rows: int) -> None:
         self._check_own(source, target)
-        self._copy(source, target)
-
-    def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor) -> None:
-        self._check_own(source, target)
-        copy = self._machine.note(source, target, min(source.nbytes, target.nbytes), source.shape[1])
+        copy = self._machine.note(source, target, num_rows * source.shape[1], source.shape[1])
         owners = frozenset(one.owner for one in (source, target) if isinstance(one, DeviceTensor))
         self._steps.append(partial(self._begin, copy))
         self._steps.append(partial(_reaching, owners, operation))

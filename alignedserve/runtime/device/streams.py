@@ -56,14 +56,8 @@ class Stream(Protocol):
     def copy_in(self, pinned: Tensor, rows: Tensor) -> None:
         """Copy from the host to the device, under the terms of `copy_out`."""
 
-    def copy_peer(self, source: Tensor, target: Tensor) -> None:
-        """Copy between contiguous tensors on devices, of which one may be another device's memory, mapped for this one.
-
-        Both stay alive until a later event is done.
-        """
-
-    def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor) -> None:
-        """Enqueue an operation that copies listed rows of `source` to `target`, one of which may be mapped memory.
+    def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor, *, num_rows: int) -> None:
+        """Enqueue an operation that copies so many rows of `source` to `target`, one of which may be mapped memory.
 
         As `run` in all else.
         """
@@ -114,11 +108,7 @@ class HostStream:
         """See Stream. Need not be page-locked."""
         rows.copy_(pinned)
 
-    def copy_peer(self, source: Tensor, target: Tensor) -> None:
-        """See Stream."""
-        target.copy_(source)
-
-    def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor) -> None:
+    def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor, *, num_rows: int) -> None:
         """See Stream."""
         operation()
 
@@ -197,13 +187,7 @@ class CudaStream:
         """See Stream."""
         self._copy(pinned, rows, rows=rows, pinned=pinned)
 
-    def copy_peer(self, source: Tensor, target: Tensor) -> None:
-        """See Stream. By a copy engine, beside whatever is computed."""
-        _check_copy(source, target)
-        with _CUDA.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-
-    def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor) -> None:
+    def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor, *, num_rows: int) -> None:
         """See Stream."""
         self.run(operation)
 
@@ -325,11 +309,7 @@ class CheckedStream:
         """See Stream."""
         self._copy(pinned, rows)
 
-    def copy_peer(self, source: Tensor, target: Tensor) -> None:
-        """See Stream."""
-        self._copy(source, target)
-
-    def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor) -> None:
+    def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor, *, num_rows: int) -> None:
         """See Stream."""
         self.run(operation)
 

@@ -1,15 +1,16 @@
 """Copies of blocks between a device's memory and memory that its copies reach: the host's, or another device's.
 
 The other memory is host memory that is registered with the driver, such as the pool's arena, or a peer's blocks,
-mapped here. Every byte crosses the link once, straight to or from its place on the other side, neighbours at once.
-Large blocks go straight between their places; small ones are gathered on the device, as a copy of each would cost more
-than its bytes. Digests are of the bytes in this device's own memory: of what leaves it, or of what has arrived there.
+mapped here. Every byte crosses the link once, straight to or from its place on the other side. From device to device
+one kernel copies a whole list. With host memory large blocks go straight between their places, neighbours at once;
+small ones are gathered on the device, as a copy of each would cost more than its bytes. Digests are of the bytes in
+this device's own memory: of what leaves it, or of what has arrived there.
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,85 +21,49 @@ from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.kv.block_runs import BlockRuns, Ints
 from kernels.block_digests import WORD_BYTES, listed_digests, row_digests
-from kernels.block_lists import gather_blocks, scatter_blocks
+from kernels.block_lists import copy_listed, gather_blocks, scatter_blocks
 from kernels.cpu.block_copies import BlockList, Digests
 
 STAGED_BYTES = 32 << 20  # on the device: large enough for a link's full speed, small beside a cache
 LEAST_STRAIGHT_BYTES = 256 << 10  # a block that is copied straight: five microseconds of a link, and more than a launch
 
 
-class OtherBlocks(Protocol):
-    """Blocks on the other side of a link, in the order of their copies."""
-
-    ids: Ints
-    cut_every: int | None  # no copy may reach over a multiple of this; None: everything is copied at once
-
-    def write(self, stream: Stream, rows: Tensor, ids: Ints) -> None:
-        """Enqueue the copy of contiguous rows to these blocks."""
-
-    def read(self, stream: Stream, ids: Ints, rows: Tensor) -> None:
-        """Enqueue the copy of these blocks to contiguous rows."""
-
-    def write_run(self, stream: Stream, rows: Tensor, run: slice) -> None:
-        """Enqueue the copy of rows to neighbours."""
-
-    def read_run(self, stream: Stream, run: slice, rows: Tensor) -> None:
-        """Enqueue the copy of neighbours to rows."""
-
-
 class HostSide:
-    """Blocks in registered host memory."""
+    """Blocks in registered host memory, in the order of their copies."""
 
     def __init__(self, listed: BlockList, cut_every: int | None = None) -> None:
-        """`cut_every`: as many rows are in one registration."""
+        """`cut_every`: as many rows are in one registration, over whose end no copy may reach."""
         self.ids = listed.block_ids
         self.cut_every = cut_every
         self._memory = torch.from_numpy(listed.blocks)
 
     def write(self, stream: Stream, rows: Tensor, ids: Ints) -> None:
-        """See OtherBlocks."""
+        """Enqueue the copy of contiguous rows to these blocks."""
         for places, run in _runs(ids, self.cut_every):
             self.write_run(stream, rows[places], run)
 
     def read(self, stream: Stream, ids: Ints, rows: Tensor) -> None:
-        """See OtherBlocks."""
+        """Enqueue the copy of these blocks to contiguous rows."""
         for places, run in _runs(ids, self.cut_every):
             self.read_run(stream, run, rows[places])
 
     def write_run(self, stream: Stream, rows: Tensor, run: slice) -> None:
-        """See OtherBlocks."""
+        """Enqueue the copy of rows to neighbours."""
         stream.copy_out(rows, self._memory[run])
 
     def read_run(self, stream: Stream, run: slice, rows: Tensor) -> None:
-        """See OtherBlocks."""
+        """Enqueue the copy of neighbours to rows."""
         stream.copy_in(self._memory[run], rows)
 
 
-class PeerSide:
-    """Blocks of another device, mapped for this one, or others of the device's own."""
+class PeerSide(NamedTuple):
+    """Blocks of another device, mapped for this one, or others of the device's own, in the order of their copies."""
 
-    cut_every: int | None = None
+    memory: Tensor  # uint8 [num_blocks, block_bytes]
+    ids: Ints
 
-    def __init__(self, memory: Tensor, ids: Ints) -> None:
-        """`memory`: uint8 [num_blocks, block_bytes]."""
-        self.ids = ids
-        self._memory = memory
 
-    def write(self, stream: Stream, rows: Tensor, ids: Ints) -> None:
-        """See OtherBlocks."""
-        stream.run_peer(partial(_scatter, rows, self._memory, ids), rows, self._memory)
-
-    def read(self, stream: Stream, ids: Ints, rows: Tensor) -> None:
-        """See OtherBlocks."""
-        stream.run_peer(partial(_gather, self._memory, ids, rows), self._memory, rows)
-
-    def write_run(self, stream: Stream, rows: Tensor, run: slice) -> None:
-        """See OtherBlocks."""
-        stream.copy_peer(rows, self._memory[run])
-
-    def read_run(self, stream: Stream, run: slice, rows: Tensor) -> None:
-        """See OtherBlocks."""
-        stream.copy_peer(self._memory[run], rows)
+OtherBlocks = HostSide | PeerSide
 
 
 class DirectCopies:
@@ -120,13 +85,31 @@ class DirectCopies:
 
     def copy_out(self, blocks: Tensor, block_ids: Ints, target: OtherBlocks) -> Digests:
         """Copy this device's blocks, uint8 [num_blocks, block_bytes], wait until they are there; return digests."""
-        copy = self._straight_out if self._is_straight(blocks) else self._staged_out
-        return self._copy(len(block_ids), lambda digests: copy(blocks, block_ids, target, digests))
+        assert len(block_ids) == len(target.ids), "as many blocks on either side"
+
+        def enqueue(digests: Tensor) -> None:
+            if isinstance(target, PeerSide):
+                self._to_peer(blocks, block_ids, target, digests)
+            elif self._is_straight(blocks):
+                self._straight_out(blocks, block_ids, target, digests)
+            else:
+                self._staged_out(blocks, block_ids, target, digests)
+
+        return self._copy(len(block_ids), enqueue)
 
     def copy_in(self, source: OtherBlocks, blocks: Tensor, block_ids: Ints) -> Digests:
         """Copy to this device's blocks, wait until they are there and return their digests; no block twice."""
-        copy = self._straight_in if self._is_straight(blocks) else self._staged_in
-        return self._copy(len(block_ids), lambda digests: copy(source, blocks, block_ids, digests))
+        assert len(block_ids) == len(source.ids), "as many blocks on either side"
+
+        def enqueue(digests: Tensor) -> None:
+            if isinstance(source, PeerSide):
+                self._from_peer(source, blocks, block_ids, digests)
+            elif self._is_straight(blocks):
+                self._straight_in(source, blocks, block_ids, digests)
+            else:
+                self._staged_in(source, blocks, block_ids, digests)
+
+        return self._copy(len(block_ids), enqueue)
 
     def _is_straight(self, blocks: Tensor) -> bool:
         return blocks.shape[1] >= self._least_straight_bytes
@@ -143,23 +126,33 @@ class DirectCopies:
             self._stream.record().synchronize()
         return on_host.numpy().view(np.uint64).reshape(-1).copy()
 
-    def _straight_out(self, blocks: Tensor, block_ids: Ints, target: OtherBlocks, digests: Tensor) -> None:
+    def _to_peer(self, blocks: Tensor, block_ids: Ints, target: PeerSide, digests: Tensor) -> None:
+        copy = partial(_copy_listed, blocks, block_ids, *target)
+        self._stream.run_peer(copy, blocks, target.memory, num_rows=len(block_ids))
+        self._stream.run(partial(_digest_listed, blocks, block_ids, digests))
+
+    def _from_peer(self, source: PeerSide, blocks: Tensor, block_ids: Ints, digests: Tensor) -> None:
+        copy = partial(_copy_listed, *source, blocks, block_ids)
+        self._stream.run_peer(copy, source.memory, blocks, num_rows=len(block_ids))
+        self._stream.run(partial(_digest_listed, blocks, block_ids, digests))
+
+    def _straight_out(self, blocks: Tensor, block_ids: Ints, target: HostSide, digests: Tensor) -> None:
         for own, other in _common_runs(block_ids, target):
             target.write_run(self._stream, blocks[own], other)
         self._stream.run(partial(_digest_listed, blocks, block_ids, digests))
 
-    def _straight_in(self, source: OtherBlocks, blocks: Tensor, block_ids: Ints, digests: Tensor) -> None:
+    def _straight_in(self, source: HostSide, blocks: Tensor, block_ids: Ints, digests: Tensor) -> None:
         for own, other in _common_runs(block_ids, source):
             source.read_run(self._stream, other, blocks[own])
         self._stream.run(partial(_digest_listed, blocks, block_ids, digests))
 
-    def _staged_out(self, blocks: Tensor, block_ids: Ints, target: OtherBlocks, digests: Tensor) -> None:
+    def _staged_out(self, blocks: Tensor, block_ids: Ints, target: HostSide, digests: Tensor) -> None:
         for part, staged in self._pieces(blocks, len(block_ids)):
             self._stream.run(partial(_gather, blocks, block_ids[part], staged))
             self._stream.run(partial(_digest, staged, digests[part]))
             target.write(self._stream, staged, target.ids[part])
 
-    def _staged_in(self, source: OtherBlocks, blocks: Tensor, block_ids: Ints, digests: Tensor) -> None:
+    def _staged_in(self, source: HostSide, blocks: Tensor, block_ids: Ints, digests: Tensor) -> None:
         for part, staged in self._pieces(blocks, len(block_ids)):
             source.read(self._stream, source.ids[part], staged)
             self._stream.run(partial(_digest, staged, digests[part]))
@@ -184,10 +177,9 @@ class _CommonRun(NamedTuple):
     other: slice
 
 
-def _common_runs(own: Ints, side: OtherBlocks) -> Iterator[_CommonRun]:
+def _common_runs(own: Ints, side: HostSide) -> Iterator[_CommonRun]:
     """Yield the runs of two lists of blocks in which both have neighbours that one copy reaches."""
     other = side.ids
-    assert len(own) == len(other), "as many blocks on either side"
     is_end = (np.diff(own) != 1) | (np.diff(other) != 1)
     if side.cut_every is not None:
         is_end |= other[1:] % side.cut_every == 0
@@ -207,6 +199,11 @@ def _runs(block_ids: Ints, cut_every: int | None) -> list[tuple[slice, slice]]:
         (slice(row, row + count), slice(first, first + count))
         for row, (first, count) in zip(rows, runs.pairs(), strict=True)
     ]
+
+
+def _copy_listed(source: Tensor, source_ids: Ints, target: Tensor, target_ids: Ints) -> None:
+    listed = to_device([source_ids, target_ids], source.device)
+    copy_listed(source, listed[0], target, listed[1])
 
 
 def _gather(blocks: Tensor, block_ids: Ints, rows: Tensor) -> None:

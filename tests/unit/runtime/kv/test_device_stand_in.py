@@ -46,8 +46,8 @@ def test_one_device_reaches_anothers_memory_by_copies_alone(machine: Machine) ->
     with pytest.raises(Refused, match="memory of one, other is on no stream"):
         done(stream)
     with pytest.raises(Refused, match="with none of its memory"):
-        stream.copy_peer(theirs, theirs)
-    stream.copy_peer(theirs, mine)
+        stream.run_peer(lambda: theirs.copy_(theirs), theirs, theirs, num_rows=2)
+    stream.run_peer(lambda: mine.copy_(theirs), theirs, mine, num_rows=2)
     done(stream)
     assert [copy.way for copy in machine.timeline] == [LINK]
 

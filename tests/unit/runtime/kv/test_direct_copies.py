@@ -17,6 +17,7 @@ from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from kernels.cpu.block_copies import BlockList, digest_blocks
 from tests.harnesses.transfer import filled, layout_of
 from tests.support.cpu_accelerator import CpuAccelerator, cpu_lanes
+from tests.support.device_stand_in import LINK, Machine
 from tests.support.memory_drivers import NotedDriver
 
 NUM_BLOCKS, BLOCK_BYTES = 13, 264
@@ -95,6 +96,23 @@ def test_large_blocks_are_copied_straight_and_small_ones_are_gathered() -> None:
 
     assert staged_by(256 << 10) == 0
     assert staged_by(80 << 10) > 0
+
+
+@pytest.mark.parametrize("block_bytes", [80 << 10, 256 << 10])
+def test_a_list_goes_to_a_peer_in_one_copy_and_comes_in_one(block_bytes: int) -> None:
+    """A copy of each block costs the host as much as a link needs for ten times its bytes."""
+    machine = Machine(2)
+    one, other = machine.device("one"), machine.device("other")
+    one.use()
+    own, theirs = one.empty(6, block_bytes), other.empty(6, block_bytes)
+    copies, there = DirectCopies(one), PeerSide(theirs, np.array([1, 5, 3]))
+    copies.copy_out(own, np.array([4, 2, 0]), there)
+    copies.copy_in(there, own, np.array([0, 1, 2]))
+    crossed = machine.moved(LINK)
+    assert [(copy.source, copy.target, copy.num_bytes) for copy in crossed] == [
+        ("one", "other", 3 * block_bytes),
+        ("other", "one", 3 * block_bytes),
+    ]
 
 
 # --- lanes
