@@ -10,6 +10,7 @@ from alignedserve.config.environment import SHORT_SPINS, SPIN_VARIABLE
 from alignedserve.core.errors import ResourceError
 
 _ANSWER_TIMEOUT_S = 5.0
+SEES_EVERY_GPU = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 # Environment of Ray's own processes. cluster.yaml sets the same for the Ray that it starts.
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -29,7 +30,7 @@ RAY_ENVIRONMENT = {
     # costs a system call per product.
     SPIN_VARIABLE: SHORT_SPINS,
     # Every worker sees every GPU of its host, so that it can map the memory of others.
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    SEES_EVERY_GPU: "1",
 }
 
 

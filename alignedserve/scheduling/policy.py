@@ -159,6 +159,7 @@ class IterationHistory:
     num_iterations: int = 0
     last_s: float = 0.0
     mean_s: float = 0.0  # moving average, BROS's T_avg: a tenth of the latest
+    usual_s: float = 0.0  # the same over some hundred iterations
     max_s: float = 0.0  # AccelGen's T_max: of the last 64 to 128
 
     _earlier_max_s: float = 0.0
@@ -167,6 +168,7 @@ class IterationHistory:
     def note(self, duration_s: float) -> None:
         """Note the duration of an iteration that has ended."""
         self.mean_s = duration_s if not self.num_iterations else 0.9 * self.mean_s + 0.1 * duration_s
+        self.usual_s = duration_s if not self.num_iterations else 0.99 * self.usual_s + 0.01 * duration_s
         self.num_iterations += 1
         self.last_s = duration_s
         self._current_max_s = max(self._current_max_s, duration_s)

@@ -11,7 +11,7 @@ from typing import Any
 
 from alignedserve.cluster.actor_factory import PreparedNode
 from alignedserve.cluster.hosts.nodes.agent import NodeActor
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, gpu_options
 from alignedserve.cluster.hosts.nodes.report import NodeReport, NodeSurveyor, Place, Surveyor
 from alignedserve.cluster.hosts.plan import NodePart
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
@@ -45,7 +45,10 @@ class Admission:
     """
 
     def __init__(self, nodes: Sequence[RayNode]) -> None:
-        self._surveyors = {node: NodeSurveyor.options(num_cpus=0, **node.options).remote() for node in nodes}
+        self._surveyors = {
+            node: NodeSurveyor.options(num_cpus=0, **node.options, **gpu_options(node.num_gpus)).remote()
+            for node in nodes
+        }
 
     def __enter__(self) -> "Admission":
         return self

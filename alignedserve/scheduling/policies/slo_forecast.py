@@ -47,7 +47,10 @@ class Situation(NamedTuple):
     decode_s: float
     starvation_s: float  # as in AlignedSloConfig
     patience: float
-    given_back: float  # of a mean gap, by which each later gap is expected to be shorter
+    given_back: float  # of a mean gap, by which each later gap is expected to be shorter, at most
+    usual_gap_s: float  # of late: half of what is left to the mean gap is expected of each later gap
+    pause_s: float  # as in AlignedSloConfig
+    return_s: float
 
 
 class RealTimeWork(NamedTuple):
@@ -128,15 +131,22 @@ def _plain_forecast(table: RequestTable, situation: Situation, prompts: PrefillT
     waited_s = now - table.arrival_s - table.service_s  # in all: once it goes first it does so to its end
     has_waited = waited_s > situation.starvation_s + situation.patience * left_s
     # Others than these are urgent once they are due.
-    rank = np.where(has_waited & (~is_on_time | np.isinf(slack_s)), STARVING, claim)
     is_ready, is_free = is_decoding & (table.num_swapped == 0), has_no_slo & np.isinf(table.deadline_s)
+    is_late_chat, paused_s = table.is_real_time & ~has_no_slo & is_late, now - table.last_token_s
+    must_return = dues.has_begun & ~is_ready & (paused_s > situation.return_s)
+    must_go_on = is_late_chat & dues.has_begun & is_ready & (paused_s > situation.pause_s)
+    is_starving = np.where(is_late_chat, must_return, has_waited & (~is_on_time | np.isinf(slack_s)))
+    rank = np.where(is_starving, STARVING, np.where(must_go_on, ON_TIME, claim))
     is_overtakable = is_free & ~has_waited & (rank >= LATE) & (table.num_blocks > 0)
     # With its cache away a request needs the time to compute it again.
     return_s = runtime.prefill_s(table.context_len.astype(np.float64))
     lasts_s = np.maximum(dues.next_s, dues.schedule_s)
     has_gaps = dues.has_begun & is_on_time
+    later_gaps_s = np.maximum(table.tpot_s - situation.usual_gap_s, 0.0) / 2
+    given_back_s = num_left * np.minimum(situation.given_back * table.tpot_s, later_gaps_s)
     return RowForecasts(
-        left_s=left_s,
+        # Until the first token that is all that others wait for: the tokens after it are computed beside theirs.
+        left_s=np.where(is_on_time & ~dues.has_begun & ~np.isinf(dues.first_s), alone_s, left_s),
         slack_s=slack_s,
         eviction_slack_s=np.minimum(dues.schedule_s - now, deadline_slack_s) - return_s - 2 * horizon_s,
         rank=rank,
@@ -148,7 +158,7 @@ def _plain_forecast(table: RequestTable, situation: Situation, prompts: PrefillT
         held_blocks=int(np.sum(table.num_blocks, where=is_on_time)),
         allowed_s=_allowed_s(slack_s, table.tpot_s, is_on_time),
         banked_until_s=_least(lasts_s, has_gaps),
-        stretched_until_s=_least(lasts_s + situation.given_back * num_left * table.tpot_s, has_gaps),
+        stretched_until_s=_least(lasts_s + given_back_s, has_gaps),
         num_overtakable=int(np.count_nonzero(is_overtakable)),
         num_ready=counts_of(rank[is_ready]),
         num_waiting=counts_of(rank[~is_ready]),

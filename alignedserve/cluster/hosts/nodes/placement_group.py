@@ -21,7 +21,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from typing_extensions import override
 
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, gpu_options
 from alignedserve.config.sections import EngineConfig
 from alignedserve.core.errors import PeerLost
 
@@ -55,7 +55,8 @@ class NodeGroup:
         """Return Ray's options of the process of this name: workers have their shares, all others share the cores."""
         share = self.shares.get(name, WorkerShare(0, 0.0, 0.0))
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=share.bundle)
-        return {"num_cpus": share.num_cpus, "num_gpus": share.num_gpus, "scheduling_strategy": strategy}
+        amounts = {"num_cpus": share.num_cpus, "num_gpus": share.num_gpus}
+        return {**amounts, "scheduling_strategy": strategy, **gpu_options(share.num_gpus)}
 
     @override
     def __str__(self) -> str:

@@ -9,10 +9,20 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from typing_extensions import override
 
+from alignedserve.cluster.ray_node import SEES_EVERY_GPU
 from alignedserve.core.errors import ConfigError, PeerLost
 
 _HEAD_RESOURCE = "node:__internal_head__"
 _POLL_S = 0.5
+
+
+def gpu_options(num_gpus: float) -> dict[str, Any]:
+    """Return Ray's options that let a process with so many GPUs of a node see all of them; none without GPUs.
+
+    Workers name GPUs by their numbers on the host and map the memory of others. A Ray that we have not started shows an
+    actor those alone that it was given, numbered from 0.
+    """
+    return {"runtime_env": {"env_vars": {SEES_EVERY_GPU: "1"}}} if num_gpus else {}
 
 
 class RayNode(NamedTuple):

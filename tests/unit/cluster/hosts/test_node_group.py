@@ -1,10 +1,13 @@
 """Ray's account of a node's workers: shares of CPUs and GPUs, and the bundles that hold them. Without Ray."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from alignedserve.cluster.hosts.admission import differences
 from alignedserve.cluster.hosts.members import resources_of
-from alignedserve.cluster.hosts.nodes.placement_group import WorkerShare, bundles_of, worker_shares
+from alignedserve.cluster.hosts.nodes.placement_group import NodeGroup, WorkerShare, bundles_of, worker_shares
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.memory_planner import Machine
@@ -54,6 +57,14 @@ def test_a_worker_of_two_ranks_has_both_gpus_in_one_bundle() -> None:
     shares = shares_of(2, 9.0, tuple(f"cuda:{index}" for index in range(4)), num_ranks=2)
     assert [(share.bundle, share.num_gpus) for share in shares.values()] == [(0, 1.0), (1, 2.0), (0, 1.0)]
     assert bundles_of(shares, ADDRESS) == [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 2.0, "GPU": 2.0}]
+
+
+def test_workers_on_gpus_see_all_of_them_on_a_ray_that_others_started() -> None:
+    """Such a Ray shows an actor its own alone, as number 0, where a worker asks for cuda:1."""
+    group: Any = SimpleNamespace()
+    found = NodeGroup(group, shares_of(1, 8.0, ("cuda:0", "cuda:1"))).options_of("decode-0")
+    assert found["runtime_env"] == {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+    assert "runtime_env" not in NodeGroup(group, shares_of(1, 8.0)).options_of("decode-0")
 
 
 def test_where_ray_counts_no_cpu_or_no_worker_runs_the_group_still_marks_the_node() -> None:
