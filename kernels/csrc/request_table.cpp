@@ -227,11 +227,12 @@ struct Curve {
 
 // What a forecast depends on beside the table; seconds.
 struct Situation {
-    double now, horizon_s, prefill_token_s, decode_context_s, decode_s, starvation_s, patience, given_back;
+    double now, horizon_s, prefill_token_s, decode_context_s, decode_s, starvation_s, patience, given_back, usual_gap_s,
+        pause_s, return_s;
 
     explicit Situation(nb::sequence values) {
-        double* const fields[] = {&now,      &horizon_s,    &prefill_token_s, &decode_context_s,
-                                  &decode_s, &starvation_s, &patience,        &given_back};
+        double* const fields[] = {&now,      &horizon_s,  &prefill_token_s, &decode_context_s, &decode_s, &starvation_s,
+                                  &patience, &given_back, &usual_gap_s,     &pause_s,          &return_s};
         if (nb::len(values) != std::size(fields)) throw std::invalid_argument("a situation of other values");
         for (size_t i = 0; i < std::size(fields); ++i) *fields[i] = nb::cast<double>(values[i]);
     }
@@ -273,12 +274,19 @@ struct RowForecast {
 
         const double waited_s = at.now - arrival_s - table[kService][row];
         has_waited = waited_s > at.starvation_s + at.patience * left_s;
-        rank = has_waited && (!is_on_time || std::isinf(slack_s)) ? kStarving : claim;
+        const bool is_late_chat = is_real_time && !has_no_slo && is_late;
+        const double paused_s = at.now - table[kLastToken][row];
+        const bool must_return = has_begun && !is_ready && paused_s > at.return_s;
+        const bool must_go_on = has_begun && is_ready && paused_s > at.pause_s;
+        const bool is_starving = is_late_chat ? must_return : has_waited && (!is_on_time || std::isinf(slack_s));
+        rank = is_starving ? kStarving : is_late_chat && must_go_on ? kOnTime : claim;
         is_free = has_no_slo && std::isinf(table[kDeadline][row]);
+        if (is_on_time && !has_begun && !std::isinf(first_s)) left_s = alone_s;
 
         allowed_s = slack_s > 0 ? slack_s : tpot_s;
         banked_s = larger(next_s, schedule_s);
-        stretched_s = banked_s + at.given_back * num_left * tpot_s;
+        const double later_gaps_s = larger(tpot_s - at.usual_gap_s, 0.0) / 2;
+        stretched_s = banked_s + num_left * smaller(at.given_back * tpot_s, later_gaps_s);
         const double return_s = context_len * at.prefill_token_s;
         eviction_slack_s = smaller(schedule_s - at.now, deadline_slack_s) - return_s - 2 * at.horizon_s;
     }

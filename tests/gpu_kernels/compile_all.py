@@ -1,37 +1,50 @@
-"""Compiles every GPU kernel to machine code for GPUs that need not be here.
+"""Compiles what toy engines launch to machine code for GPUs that need not be here.
 
     python -m tests.gpu_kernels.compile_all                                    # for compute capability 9.0
-    python -m tests.gpu_kernels.compile_all 80 89 90 120 --output FOLDER       # compiled_kernels.json in that folder
+    python -m tests.gpu_kernels.compile_all 80 89 90 100 120 --output FOLDER   # compiled_kernels.json in that folder
+    python -m tests.gpu_kernels.compile_all 80 --forms float32 "FP8 cache"     # what these launch
 
-Without TRITON_INTERPRET, so in a process of its own. Sizes and addresses are divisible by 16 and warps as many as where
-the kernels are launched. Prints a line per kernel; one that does not compile, needs more shared memory than the GPU
-has, or keeps in memory what it should hold in registers, raises.
+The launches are recorded in Triton's interpreter (`recorded_launches`), in a process of its own; here each gets the
+types, the divisibility and the constants that Triton's own binder finds in its arguments. Prints a line per kernel; one
+that does not compile, needs more shared memory than the GPU has, or keeps in memory what it should hold in registers,
+raises.
 """
 
 import argparse
+import importlib
+import json
+import os
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from benchmarks.measuring.recording import write_result
 from kernels.gpu.launching import Multiprocessor, programs_at_once
-from tests.gpu_kernels.compiled_cases import Case, Gpu, cases
 
 # Of a thread, some for what is rarely used; where matrix units read registers alone, large heads and float32 need more.
-_MOST_STACK_BYTES = {90: 64, 100: 64}
+_MOST_STACK_BYTES = {90: 64}
 _MOST_STACK_BYTES_ELSEWHERE = 256
-_NOT_SIZES = ("window", "site", "num_runs", "num_rows", "num_experts", "num_chosen", "run_groups")  # of any value
 _CONVERTS_FLOAT8 = 89  # and newer
 _KIB = 1024
+# What shows in the compiled text whether copies run ahead of products, and which units multiply.
+_INSTRUCTIONS = {
+    "cp.async": r"\bcp\.async\.c[ag]\.",
+    "wgmma": r"\bwgmma\.mma_async\.",
+    "mma": r"\bmma\.sync\.",
+    "tcgen05": r"\btcgen05\.mma\.",
+}
 
 
 class Target(NamedTuple):
@@ -58,6 +71,7 @@ class Compiled:
     """What a compiled kernel asks of a GPU. Every field is plain JSON."""
 
     capability: int
+    form: str  # of the toy engine that launched it first
     kernel: str
     variant: str
     registers: int  # of a thread
@@ -66,46 +80,105 @@ class Compiled:
     warps: int
     at_once: int  # programs on a multiprocessor
     is_within: bool  # it has the shared memory, and next to nothing is spilled
+    instructions: dict[str, int] = field(default_factory=dict)  # in the text, by kind; those that there are
 
 
-def compiled(capability: int, only: str = "") -> Iterator[Compiled]:
-    """Compile every kernel in every variant for one kind of GPU; `only` those with this in their names."""
-    target = TARGETS[capability]
-    gpu = Gpu(target.program_shared_bytes, capability >= _CONVERTS_FLOAT8)
-    for case in cases(gpu):
-        if only not in case.kernel.__name__:
-            continue
-        found = triton.compile(_source(case), target=GPUTarget("cuda", capability, 32), options=case.options)
-        num_registers, stack_bytes = usage(found.asm["cubin"])
-        kernel = SimpleNamespace(metadata=found.metadata, n_regs=num_registers)
-        shared_bytes = found.metadata.shared
-        most_stack_bytes = _MOST_STACK_BYTES.get(capability, _MOST_STACK_BYTES_ELSEWHERE)
-        is_within = stack_bytes <= most_stack_bytes and shared_bytes <= target.program_shared_bytes
-        at_once = programs_at_once(kernel, target.multiprocessor)
-        if capability == 90:
-            assert case.side_by_side <= at_once, f"{case.kernel.__name__}: only {at_once} programs run at once"
-        yield Compiled(
-            capability,
-            case.kernel.__name__,
-            case.variant,
-            num_registers,
-            stack_bytes,
-            shared_bytes,
-            found.metadata.num_warps,
-            at_once,
-            is_within,
-        )
+class _Pointer:
+    """Stand-in for a tensor where Triton looks at its dtype and its address alone."""
+
+    def __init__(self, dtype: str, is_aligned: bool) -> None:
+        self.dtype = getattr(torch, dtype)
+        self._address = 0 if is_aligned else 8
+
+    def data_ptr(self) -> int:
+        """Return an address that is divisible by 16, or is not."""
+        return self._address
 
 
-def _source(case: Case) -> ASTSource:
-    signature = {name: case.types.get(name, "constexpr") for name in case.kernel.arg_names}
-    sizes = [name.startswith("*") or name in ("i32", "i64") for name in signature.values()]
-    divisible = {
-        (place,): [["tt.divisibility", 16]]
-        for place, (name, is_size) in enumerate(zip(signature, sizes, strict=True))
-        if is_size and name not in _NOT_SIZES
+class Source(NamedTuple):
+    """One launch as Triton compiles it."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[tuple[int, ...], Any]
+    divisible: dict[tuple[int, ...], Any]
+    options: dict[str, int]  # that the launch gives
+
+    @property
+    def key(self) -> str:
+        """Return what is equal where the machine code is."""
+        return repr((self.kernel.__name__, *self[1:]))
+
+    @property
+    def variant(self) -> str:
+        """Return what tells it from most others of its kernel."""
+        names = list(self.signature)
+        constants = {names[place]: value for (place,), value in self.constants.items()}
+        parts = [f"{name} {value}" for name, value in (constants | self.options).items()]
+        return ", ".join((*sorted({kind for kind in self.signature.values() if kind.startswith("*")}), *parts))
+
+
+def recorded(shared_bytes: int, forms: Sequence[str]) -> list[dict[str, Any]]:
+    """Run toy engines in the interpreter, for GPUs whose programs may have so much shared memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "launches.json"
+        command = [sys.executable, "-m", "tests.gpu_kernels.recorded_launches", str(file)]
+        options = ["--shared-bytes", str(shared_bytes), *(["--forms", *forms] if forms else [])]
+        subprocess.run([*command, *options], check=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+        launches: list[dict[str, Any]] = json.loads(file.read_text())
+        return launches
+
+
+def source_of(launch: dict[str, Any], backend: Any, capability: int) -> tuple[Source, Any]:
+    """Return a launch as Triton compiles it for this capability, with the options for that."""
+    kernel = getattr(importlib.import_module(launch["module"]), launch["kernel"])
+    arguments = {
+        name: _Pointer(**value) if isinstance(value, dict) else value for name, value in launch["arguments"].items()
     }
-    return ASTSource(fn=case.kernel, signature=signature, constexprs=case.constants, attrs=divisible)
+    if "UPCAST" in arguments:  # for the interpreter alone
+        arguments["UPCAST"] = False
+    if arguments.get("CONVERTS_FLOAT8"):
+        arguments["CONVERTS_FLOAT8"] = capability >= _CONVERTS_FLOAT8
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, _ = bind(**arguments)
+    packed = kernel._pack_args(backend, {**launch["options"], "debug": False}, bound, specialization, {})
+    options, signature, constants, divisible = packed
+    return Source(kernel, signature, constants, divisible, launch["options"]), options
+
+
+def compiled(capability: int, only: str = "", forms: Sequence[str] = ()) -> Iterator[Compiled]:
+    """Compile for one kind of GPU what toy engines launch; `only` kernels with this in their names."""
+    target, gpu = TARGETS[capability], GPUTarget("cuda", capability, 32)
+    backend, seen = make_backend(gpu), set()
+    for launch in recorded(target.program_shared_bytes, forms):
+        if only not in launch["kernel"]:
+            continue
+        source, options = source_of(launch, backend, capability)
+        if source.key not in seen:
+            seen.add(source.key)
+            text = ASTSource(source.kernel, source.signature, source.constants, source.divisible)
+            made = triton.compile(text, target=gpu, options=options.__dict__)
+            yield _described(made, capability, launch["form"], source)
+
+
+def _described(made: Any, capability: int, form: str, source: Source) -> Compiled:
+    target, shared_bytes = TARGETS[capability], made.metadata.shared
+    num_registers, stack_bytes = usage(made.asm["cubin"])
+    most_stack_bytes = _MOST_STACK_BYTES.get(capability, _MOST_STACK_BYTES_ELSEWHERE)
+    found = {kind: len(re.findall(pattern, made.asm["ptx"])) for kind, pattern in _INSTRUCTIONS.items()}
+    return Compiled(
+        capability,
+        form,
+        source.kernel.__name__,
+        source.variant,
+        num_registers,
+        stack_bytes,
+        shared_bytes,
+        made.metadata.num_warps,
+        programs_at_once(SimpleNamespace(metadata=made.metadata, n_regs=num_registers), target.multiprocessor),
+        stack_bytes <= most_stack_bytes and shared_bytes <= target.program_shared_bytes,
+        {kind: count for kind, count in found.items() if count},
+    )
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
@@ -124,15 +197,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("capabilities", nargs="*", type=int, choices=[[], *TARGETS], default=[90])
     parser.add_argument("--only", default="", help="part of the kernels' names")
+    parser.add_argument("--forms", nargs="*", default=[], help="of toy engines; all unless named")
     parser.add_argument("--output", type=Path, help="folder for compiled_kernels.json")
     arguments = parser.parse_args()
     rows: list[Compiled] = []
     for capability in arguments.capabilities:
-        for row in compiled(capability, arguments.only):
+        for row in compiled(capability, arguments.only, arguments.forms):
             rows.append(row)
             print(
                 f"{capability} {row.kernel} {row.variant}: {row.shared_bytes} bytes of shared memory, {row.registers} "
-                f"registers and {row.stack_bytes} bytes of stack a thread, {row.at_once} programs at once",
+                f"registers and {row.stack_bytes} bytes of stack a thread, {row.at_once} programs at once, "
+                f"{row.instructions}",
                 flush=True,
             )
     if arguments.output is not None:
