@@ -1,88 +1,190 @@
-"""How long iterations of an 8B Llama would take by what they read and multiply: estimates, no measurement.
+"""How long steps would take by the ledger and by data sheets: estimates, no measurement.
 
     python -m benchmarks.gpu.estimates
 
-Decodes by bytes over the memory's bandwidth, prefill by operations over the rate of products in bfloat16, both as
-NVIDIA's data sheets have them. Kernels reach a share of either.
+Each kernel takes the longer of two times: its bytes over the memory's bandwidth, its operations over the rate of
+products. Kernels reach a share of either. Between two of them are LAUNCH_S; a step that no graph replays takes as long
+as the host needs for its launches, if that is longer. Kernels and bytes: `benchmarks/results/gpu/ledger.json`.
 """
 
+import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from rich.console import Console
-from rich.table import Table
+from benchmarks.gpu.ledger.forms import (
+    CHATS,
+    DENSE,
+    FEW,
+    LONG,
+    MANY,
+    MIXED_AHEAD,
+    MODELS,
+    NARROW,
+    NARROWER,
+    ONE,
+    PROMPT,
+    QWEN3,
+    ModelForm,
+    StepForm,
+)
+from benchmarks.gpu.ledger.ideal import ideal_bytes, memory_bytes
+from benchmarks.gpu.ledger.kernel_bytes import TO_GPU, TO_HOST
+from benchmarks.gpu.ledger.ledger import Ledger, LedgerStep, read
 
-from alignedserve.core.block_layout import FP8
-from alignedserve.profiling.shapes import SHAPES
-from alignedserve.runtime.model.model_config import ModelConfig
+LAUNCH_S = 1.5e-6  # from a kernel to the next of a graph: an estimate, NVIDIA tells none for such kernels
+HOST_LAUNCH_S = 10e-6  # of the host, for a kernel outside of graphs: an estimate, Triton's launcher is in Python
+USABLE = 0.9  # of a GPU's memory, for weights and cache
 
-SHAPE = "llama-3-8b"
-BATCHES = ((1, 2048), (64, 2048), (256, 512))  # sequences, tokens of each
-PROMPT_LEN = 4096
-_GROUP = 128
+HELD, MISSED = "held", "missed"
+_FLOAT8_PRODUCT = "_scaled_mm"
+_COLUMNS = (ONE, FEW, CHATS, LONG, MANY)
 
 
 class Gpu(NamedTuple):
     """A GPU by its data sheet."""
 
     name: str
+    memory_bytes: float
     bytes_per_s: float
-    operations_per_s: float  # in bfloat16
-
-
-class Form(NamedTuple):
-    """Weights and cache."""
-
-    name: str
-    weight_bytes: float  # of one number, scales included
-    cache: str
+    operations_per_s: float  # of products in bfloat16
+    float8_per_s: float  # of FP8; 0: it has none
 
 
 GPUS = (
-    Gpu("L40S", 0.864e12, 362e12),
-    Gpu("A100 80 GB", 2.04e12, 312e12),
-    Gpu("H100 SXM", 3.35e12, 989e12),
-    Gpu("H200", 4.8e12, 989e12),
-)
-FORMS = (
-    Form("bfloat16", 2.0, "bfloat16"),
-    Form("FP8 cache", 2.0, FP8),
-    Form("FP8 weights by row", 1.0, "bfloat16"),
-    Form("FP8 weights and cache", 1.0, FP8),
-    Form("FP8 weights in blocks", 1.0 + 4 / _GROUP, "bfloat16"),
-    Form("4 bits in groups of 128", 0.5 + 5 / _GROUP, "bfloat16"),
+    Gpu("H100 SXM", 80e9, 3.35e12, 989e12, 1979e12),
+    Gpu("H200", 141e9, 4.8e12, 989e12, 1979e12),
+    Gpu("A100 80 GB", 80e9, 2.04e12, 312e12, 0.0),
+    Gpu("L40S", 48e9, 0.864e12, 362e12, 733e12),
 )
 
 
-def decode_bytes(config: ModelConfig, form: Form, num_sequences: int, context_len: int) -> float:
-    """Return what a step reads: every matrix once, the head in bfloat16, keys and values of every context."""
-    head = config.vocab_size * config.embedding_size
-    layers = config.num_multiplied - head
-    cached = config.block_layout(16, form.cache).token_bytes
-    return layers * form.weight_bytes + 2 * head + num_sequences * context_len * cached
+def step_seconds(step: LedgerStep, gpu: Gpu) -> float:
+    """Return the least seconds of a step, the pauses between kernels included."""
+    parts = ((1, step.first), (step.layers - 1, step.layer))
+    seconds = step.kernels * LAUNCH_S
+    for times, part in parts:
+        for name, one in part.items():
+            if name not in (TO_GPU, TO_HOST):
+                rate = gpu.float8_per_s if name.startswith(_FLOAT8_PRODUCT) else gpu.operations_per_s
+                seconds += times * max((one.read + one.written) / gpu.bytes_per_s, one.operations / rate)
+    return max(seconds, (step.kernels - step.recorded) * HOST_LAUNCH_S)
 
 
-def prefill_operations(config: ModelConfig, prompt_len: int) -> float:
-    """Return the operations of one prompt, the head for its last token alone."""
-    head = config.vocab_size * config.embedding_size
-    pairs = prompt_len * (prompt_len + 1) // 2
-    attention = 4 * pairs * config.query_width * config.num_layers
-    return 2 * (config.num_multiplied - head) * prompt_len + 2 * head + attention
+class Target(NamedTuple):
+    """A figure that a step is to have."""
+
+    what: str
+    limit: str
+    value: float
+    is_held: bool
+    cause: str  # of a miss
+
+
+def targets(ledger: Ledger) -> Iterator[Target]:
+    """Yield the figures that the GPU path is to have, by the ledger."""
+    dense = ledger[DENSE.name]
+    gpu = GPUS[0]
+
+    def at_most(what: str, limit: float, value: float, cause: str = "") -> Target:
+        return Target(what, f"{limit:g}", value, value <= limit, "" if value <= limit else cause)
+
+    ratio = dense[MANY.name].num_bytes / ideal_bytes(DENSE, MANY)
+    yield at_most("8B in bfloat16, 256 x 1 024: bytes over weights and cache", 1.15, ratio)
+    yield at_most("the same: kernels of a layer", 12, dense[MANY.name].layer_kernels)
+    waits = dense[MANY.name].idle_waits + dense[MANY.name].host_reads
+    yield at_most("the same, launched ahead: waits of the host with nothing queued", 0, waits)
+    for form, limit in ((NARROW, 0.62), (NARROWER, 0.5)):
+        for step in (MANY, CHATS, FEW):
+            own, plain = (step_seconds(ledger[one.name][step.name], gpu) for one in (form, DENSE))
+            least = ideal_bytes(form, step) / ideal_bytes(DENSE, step)
+            cause = f"weights and cache alone give {least:.2f}"
+            what = f"{form.name}, {_size(step)}: step on an {gpu.name}, of bfloat16's"
+            yield at_most(what, limit, own / plain, cause)
+    for step in (FEW, CHATS, MANY):
+        ratio = ledger[QWEN3.name][step.name].num_bytes / ideal_bytes(QWEN3, step)
+        yield at_most(f"Qwen3-30B-A3B, {_size(step)}: bytes over chosen experts, the rest and cache", 1.2, ratio)
+
+
+def targets_table(ledger: Ledger) -> str:
+    """Return the figures as a table of a page."""
+    lines = ["| figure | at most | by the ledger | |", "|---|---|---|---|"]
+    for one in targets(ledger):
+        verdict = HELD if one.is_held else f"{MISSED}: {one.cause}"
+        value = f"{one.value:.0f}" if float(one.value).is_integer() else f"{one.value:.2f}"
+        lines.append(f"| {one.what} | {one.limit} | {value} | {verdict} |")
+    return "\n".join(lines) + "\n"
+
+
+def estimates_table(ledger: Ledger) -> str:
+    """Return the milliseconds of steps as a table of a page."""
+    headings = ["GPU", "model", *map(_size, _COLUMNS), "prompt", "mixed"]
+    lines = [_row(headings), "|---" * len(headings) + "|"]
+    for gpu in GPUS:
+        name = gpu.name
+        for form in MODELS:
+            cells = [_cell(ledger, gpu, form, step) for step in (*_COLUMNS, PROMPT, MIXED_AHEAD)]
+            if any(cells) and (gpu is GPUS[0] or not _is_special(form)):
+                lines.append(_row([name, form.name, *cells]))
+                name = ""
+    return "\n".join(lines) + "\n"
+
+
+def steps_table(ledger: Ledger) -> str:
+    """Return kernels, bytes and waits of each model's steps as a table of a page."""
+    lines = ["| model | step | kernels | of a layer | GB | over ideal | waits |", "|---" * 7 + "|"]
+    for form in MODELS:
+        name = form.name
+        for step in (PROMPT, MIXED_AHEAD, MANY):
+            own = ledger[form.name][step.name]
+            ideal = f"{own.num_bytes / ideal_bytes(form, step):.2f}" if step is MANY else ""
+            waits = f"{own.idle_waits + own.host_reads}"
+            sizes = [str(own.kernels), str(own.layer_kernels), f"{own.num_bytes / 1e9:.1f}", ideal, waits]
+            lines.append(_row([name, step.name, *sizes]))
+            name = ""
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"targets": targets_table, "steps": steps_table, "estimates": estimates_table}
+
+
+def with_tables(page: str, ledger: Ledger) -> str:
+    """Return a page whose tables, each below its marker, are those of the ledger."""
+    for name, table in TABLES.items():
+        place = re.compile(rf"(?<=^<!-- ledger: {name} -->\n\n)(?:\|.*\n)*", re.MULTILINE)
+        assert len(place.findall(page)) == 1, f"one place for the {name}"
+        page = place.sub(table(ledger).replace("\\", r"\\"), page)
+    return page
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cell(ledger: Ledger, gpu: Gpu, form: ModelForm, step: StepForm) -> str:
+    """Return the milliseconds, where weights and cache fit."""
+    if memory_bytes(form, step) > USABLE * gpu.memory_bytes:
+        return ""
+    if form in (NARROW, NARROWER) and not gpu.float8_per_s:
+        return ""
+    milliseconds = step_seconds(ledger[form.name][step.name], gpu) * 1e3
+    return f"{milliseconds:.1f}" if milliseconds < 100 else f"{milliseconds:.0f}"
+
+
+def _is_special(form: ModelForm) -> bool:
+    """Return whether a form is shown for one GPU alone."""
+    return form is NARROW or form.num_adapters > 0 or form.has_grammar
+
+
+def _size(step: StepForm) -> str:
+    """Return sequences and tokens as pages write them."""
+    return f"{step.num_decodes} x {step.context_len:,}".replace(",", " ")
 
 
 def main() -> None:
-    """Print the table."""
-    config = SHAPES[SHAPE]
-    table = Table(title=f"{SHAPE}: estimated milliseconds, no measurement", title_justify="left")
-    for heading in ("GPU", "form", *(f"{count} x {length}" for count, length in BATCHES), "to bfloat16", "prefill"):
-        table.add_column(heading)
-    for gpu in GPUS:
-        plain = decode_bytes(config, FORMS[0], *BATCHES[1])
-        prefill = f"{prefill_operations(config, PROMPT_LEN) / gpu.operations_per_s * 1e3:.0f}"
-        for form in FORMS:
-            sizes = [decode_bytes(config, form, *batch) for batch in BATCHES]
-            times = (f"{size / gpu.bytes_per_s * 1e3:.1f}" for size in sizes)
-            table.add_row(gpu.name, form.name, *times, f"{sizes[1] / plain:.2f}", prefill)
-    Console(width=120).print(table)
+    """Print the tables."""
+    ledger = read()
+    for table in TABLES.values():
+        print(table(ledger))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 import pytest
 
+from benchmarks.gpu.estimates import with_tables
 from benchmarks.gpu.ledger import ledger
+from benchmarks.gpu.ledger.__main__ import PAGE
 from benchmarks.gpu.ledger.counted_steps import count_model
-from benchmarks.gpu.ledger.forms import MODELS, STEPS, ModelForm, StepForm
+from benchmarks.gpu.ledger.forms import DENSE, FEW, MODELS, STEPS, ModelForm, StepForm
 
 MENDED = "where that is meant, run python -m benchmarks.gpu.ledger and say in the commit what changed"
 
@@ -16,7 +18,7 @@ def assert_as_kept(form: ModelForm, steps: tuple[StepForm, ...]) -> None:
 
 
 def test_a_step_launched_ahead_has_the_kernels_bytes_and_waits_of_the_ledger() -> None:
-    assert_as_kept(MODELS[0], tuple(step for step in STEPS if step.num_decodes == 8))
+    assert_as_kept(DENSE, (FEW,))
 
 
 @pytest.mark.slow
@@ -24,3 +26,8 @@ def test_a_step_launched_ahead_has_the_kernels_bytes_and_waits_of_the_ledger() -
 def test_every_step_of_a_model_is_as_in_the_ledger(form: ModelForm) -> None:
     assert_as_kept(form, STEPS)
     assert set(ledger.read()) == {one.name for one in MODELS}
+
+
+def test_the_page_says_what_the_ledger_gives() -> None:
+    page = PAGE.read_text()
+    assert with_tables(page, ledger.read()) == page

@@ -1,18 +1,23 @@
 """The ledger of the GPU path: kernels and bytes of single steps, counted without a GPU; then what they should be.
 
-python -m benchmarks.gpu.ledger              # counts, writes benchmarks/results/gpu/ledger.json and the page's table
+Writes benchmarks/results/gpu/ledger.json and the tables of docs/gpu.md.
+
+python -m benchmarks.gpu.ledger
 python -m benchmarks.gpu.ledger --only 8B    # models of this name alone, printed kernel by kernel; writes nothing
 """
 
 import argparse
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gpu.estimates import targets_table, with_tables
 from benchmarks.gpu.ledger.counted_steps import count_model
 from benchmarks.gpu.ledger.forms import MODELS, STEPS
 from benchmarks.gpu.ledger.ledger import PATH, Kernels, LedgerStep, written
 
+PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
 _MIB = 1 << 20
 
 
@@ -30,13 +35,14 @@ def main() -> None:
         return
     PATH.parent.mkdir(exist_ok=True)
     PATH.write_text(written(ledger))
-    console.print(str(PATH))
+    PAGE.write_text(with_tables(PAGE.read_text(), ledger))
+    print(targets_table(ledger))
 
 
 def _table(title: str, step: LedgerStep) -> Table:
     """Return a step kernel by kernel."""
     table = Table(title=f"{title}: {step.kernels} kernels, {step.num_bytes / 1e9:.2f} GB", title_justify="left")
-    for heading in ("", "kernel", "launches", "MiB read", "MiB written"):
+    for heading in ("", "kernel", "launches", "MiB read", "MiB written", "10^9 operations"):
         table.add_column(heading)
     for where, part in (("first layer and outside", step.first), ("each other layer", step.layer)):
         for name, one in part.items():
@@ -45,7 +51,7 @@ def _table(title: str, step: LedgerStep) -> Table:
 
 
 def _numbers(one: Kernels) -> tuple[str, ...]:
-    return str(one.launches), f"{one.read / _MIB:.2f}", f"{one.written / _MIB:.2f}"
+    return str(one.launches), f"{one.read / _MIB:.2f}", f"{one.written / _MIB:.2f}", f"{one.operations / 1e9:.1f}"
 
 
 if __name__ == "__main__":

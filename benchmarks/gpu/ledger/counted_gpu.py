@@ -19,9 +19,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 from typing_extensions import override
 
-from benchmarks.gpu.ledger.kernel_bytes import TO_GPU, TO_HOST, Launch, noted_launch, noted_operation
-
-GPU = torch.device("cuda:0")
+from benchmarks.gpu.ledger.forms import GPU
+from benchmarks.gpu.ledger.kernel_bytes import TO_GPU, TO_HOST, Launch, address_of, noted_launch, noted_operation
 
 _MOST_KEPT_BYTES = 4 << 20  # of an array whose values are kept
 # Of an H100: the others differ in bandwidth and in how many programs share the contexts.
@@ -119,6 +118,7 @@ _METHODS: dict[Any, Callable[..., Any]] = {
     Tensor.__setitem__: _assign,
     Tensor.copy_: lambda tensor, source, non_blocking=False: torch.ops.aten.copy_.default(tensor, source, non_blocking),
     Tensor.record_stream: lambda *_: None,
+    Tensor.data_ptr: address_of,
     Tensor.contiguous: lambda tensor: tensor if tensor.is_contiguous() else tensor.clone(memory_format=_DENSE),
 }
 
@@ -198,7 +198,7 @@ class CountedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.num_host_reads += 1
             return self._copied_out(torch.empty(counted[0].shape, dtype=counted[0].dtype), counted[0])
         if name in _TO and not counted:
-            self.note(partial(Launch, TO_GPU, 0, tensors[0].nbytes, is_copy=True))
+            self.note(partial(Launch, TO_GPU, 0, tensors[0].nbytes))
             return CountedTensor(tensors[0].clone())
         if counted and name != "copy_":
             own = [tensor for tensor in tensors if tensor.dim() and not isinstance(tensor, CountedTensor)]
@@ -210,7 +210,7 @@ class CountedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _copied_out(self, target: Tensor, source: Tensor) -> Tensor:
         """Copy to the host: of values that are not kept, zeros."""
-        self.note(partial(Launch, TO_HOST, source.nbytes, 0, is_copy=True))
+        self.note(partial(Launch, TO_HOST, source.nbytes, 0))
         inner = source.content if isinstance(source, CountedTensor) else source
         return target.zero_() if inner.is_meta else target.copy_(inner)
 

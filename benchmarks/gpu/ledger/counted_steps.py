@@ -19,12 +19,13 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.weight_loader import assemble_weights
-from benchmarks.gpu.ledger.counted_gpu import GPU, CountedGpu
-from benchmarks.gpu.ledger.forms import EmptySource, ModelForm, StepForm
+from benchmarks.gpu.ledger.counted_gpu import CountedGpu
+from benchmarks.gpu.ledger.forms import GPU, EmptySource, ModelForm, StepForm
 from benchmarks.gpu.ledger.kernel_bytes import Launch
 from benchmarks.gpu.ledger.ledger import LedgerStep, between, kernels_of
+from benchmarks.gpu.ledger.request_parts import AllAllowed, empty_adapter
 
-_BLOCK_SIZE = 16
+_BLOCK_SIZE, _SPARE = 16, 8
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 _WARM_UPS = 2  # steps of decodes, by which the graph is recorded and the next step is launched ahead
 
@@ -132,8 +133,9 @@ def count_steps(form: ModelForm, steps: tuple[StepForm, ...]) -> dict[str, Count
     device = CountedGpu()
     with device.used(), torch.inference_mode(), mock.patch.object(triton_backend, "installed_libraries", _no_libraries):
         engine, counter = _engine(form, steps, device)
-        _counted(engine, counter, StepForm("tries what kernels can be launched", 0, 0, prompt_len=2))
-        return {step.name: _counted(engine, counter, step) for step in steps}
+        requests = _Requests(engine, form)
+        _counted(requests, counter, StepForm("tries what kernels can be launched", 0, 0, prompt_len=2))
+        return {step.name: _counted(requests, counter, step) for step in steps}
 
 
 def _no_libraries(*_: Any) -> list[Any]:
@@ -145,8 +147,8 @@ def _engine(form: ModelForm, steps: tuple[StepForm, ...], device: CountedGpu) ->
     dtype = torch_dtype(config.dtype)
     source = EmptySource(form, dtype)
     decoder = Decoder(config, assemble_weights(config, source, packed=source))
-    num_blocks = max(step.num_decodes * blocks_for(step.context_len + 8, _BLOCK_SIZE) for step in steps)
-    num_blocks += max(blocks_for(step.prompt_len + 8, _BLOCK_SIZE) for step in steps)
+    num_blocks = max(step.num_decodes * blocks_for(step.context_len + _SPARE, _BLOCK_SIZE) for step in steps)
+    num_blocks += max(blocks_for(step.prompt_len + _SPARE, _BLOCK_SIZE) for step in steps)
     storage = BlockStorage(
         config.block_layout(_BLOCK_SIZE, form.cache or config.dtype), num_blocks, GPU, has_scratch=True
     )
@@ -159,32 +161,57 @@ def _engine(form: ModelForm, steps: tuple[StepForm, ...], device: CountedGpu) ->
         max_context_len=longest,
         streams=counter,
         capture=counter.capture,
+        masks=AllAllowed(config.vocab_size) if form.has_grammar else None,
     )
     return engine, counter
 
 
-def _counted(engine: Engine, counter: _Counter, step: StepForm) -> CountedStep:
-    """Run a step on caches that need not have been computed, and leave no sequence behind."""
-    free = iter(range(engine.storage.num_blocks))
+class _Requests:
+    """Adds requests of a form to an engine."""
 
-    def add(name: str, length: int, num_cached: int) -> RequestId:
-        blocks = tuple(BlockId(next(free)) for _ in range(blocks_for(length + 8, _BLOCK_SIZE)))
-        request_id = RequestId(name)
-        engine.add_sequence(NewSequence(request_id, (1,) * length, length, num_cached, blocks, _GREEDY))
+    def __init__(self, engine: Engine, form: ModelForm) -> None:
+        self.engine = engine
+        self._adapters = [empty_adapter(form.config, engine.model.dtype) for _ in range(form.num_adapters)]
+        self._added: list[RequestId] = []
+        self._num_blocks = 0
+
+    def add(self, length: int, num_cached: int) -> RequestId:
+        """Add a request of so many tokens."""
+        place = len(self._added)
+        request_id = RequestId(str(place))
+        first, self._num_blocks = self._num_blocks, self._num_blocks + blocks_for(length + _SPARE, _BLOCK_SIZE)
+        blocks = tuple(map(BlockId, range(first, self._num_blocks)))
+        adapter = self._adapters[place % len(self._adapters)] if self._adapters else None
+        new = NewSequence(request_id, (1,) * length, length, num_cached, blocks, _GREEDY, adapter=adapter)
+        self.engine.add_sequence(new)
+        self._added.append(request_id)
         return request_id
 
-    first_len = step.context_len - _WARM_UPS
-    decodes = [add(f"d{number}", first_len, first_len - 1) for number in range(step.num_decodes)]
-    slices = [(request_id, 1) for request_id in decodes]
-    for _ in range(_WARM_UPS if decodes else 0):
+    def remove_all(self) -> None:
+        """Leave no sequence behind."""
+        for request_id in self._added:
+            self.engine.remove_sequence(request_id)
+        self.engine.settle()
+        self._added, self._num_blocks = [], 0
+
+
+def _counted(requests: _Requests, counter: _Counter, step: StepForm) -> CountedStep:
+    """Run a step on caches that need not have been computed.
+
+    Of steps that are launched ahead the one before it: that is when the GPU is given the next.
+    """
+    engine, first_len = requests.engine, step.context_len - _WARM_UPS
+    slices = [(requests.add(first_len, first_len - 1), 1) for _ in range(step.num_decodes)]
+    chunk_len = step.chunk_len or step.prompt_len
+    if step.is_ahead and chunk_len:
+        slices.append((requests.add(step.prompt_len, step.prompt_len - (_WARM_UPS + 2) * chunk_len), chunk_len))
+    for _ in range(_WARM_UPS if slices else 0):
         engine.execute(slices, may_go_on=step.is_ahead)
-    if step.prompt_len:
-        slices.append((add("prompt", step.prompt_len, 0), step.prompt_len))
+    if chunk_len and not step.is_ahead:
+        slices.append((requests.add(step.prompt_len, step.prompt_len - chunk_len), chunk_len))
     counter.take()
     engine.execute(slices, may_go_on=step.is_ahead)
     counted = counter.take()
-    for request_id, _ in slices:
-        engine.remove_sequence(request_id)
-    engine.settle()
+    requests.remove_all()
     counter.take()
     return counted

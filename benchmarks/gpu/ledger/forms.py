@@ -12,8 +12,9 @@ from alignedserve.profiling.shapes import LLAMA_3_8B, TOY
 from alignedserve.runtime.model.model_config import ExpertConfig, Family, ModelConfig, RopeConfig
 from alignedserve.runtime.model.packed_products import Float8Rows, GroupedRows, Rows
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
-from benchmarks.gpu.ledger.counted_gpu import GPU
 from kernels.narrow.grouped_linear import GROUPS, GroupedWeight, Numbers
+
+GPU = torch.device("cuda:0")
 
 MIXTRAL_8X7B = replace(
     LLAMA_3_8B,
@@ -47,7 +48,8 @@ class Weights(NamedTuple):
     """How the matrices of layers are stored; head and embeddings are in bfloat16, as checkpoints leave them."""
 
     name: str
-    pack: Callable[[tuple[int, ...]], Rows] | None  # None: in bfloat16
+    number_bytes: float  # of one number, scales and zero points included
+    pack: Callable[[tuple[int, ...]], Rows] | None = None  # None: in bfloat16
 
 
 def _float8_rows(shape: tuple[int, ...]) -> Rows:
@@ -61,9 +63,9 @@ def _int4_rows(shape: tuple[int, ...]) -> Rows:
     return GroupedRows(GroupedWeight(Numbers.INT4, words, _empty(scales, torch.float32), _empty(scales, torch.uint8)))
 
 
-PLAIN = Weights("bfloat16", None)
-FLOAT8 = Weights("FP8 by row", _float8_rows)
-INT4 = Weights("4 bits in groups of 128", _int4_rows)
+PLAIN = Weights("bfloat16", 2.0)
+FLOAT8 = Weights("FP8 by row", 1.0, _float8_rows)
+INT4 = Weights("4 bits in groups of 128", 0.5 + 5 / 128, _int4_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,28 +87,34 @@ class StepForm:
     name: str
     num_decodes: int
     context_len: int  # of each decode, its new token included
-    prompt_len: int = 0
+    prompt_len: int = 0  # of which the last `chunk_len` tokens are computed
+    chunk_len: int = 0  # 0: all
     is_ahead: bool = False  # launched before the tokens of the step before it are on the host
 
 
+DENSE = ModelForm("8B, bfloat16", LLAMA_3_8B)
+NARROW = ModelForm("8B, FP8 weights", LLAMA_3_8B, FLOAT8)
+NARROWER = ModelForm("8B, FP8 weights and cache", LLAMA_3_8B, FLOAT8, FP8)
+QWEN3 = ModelForm("Qwen3-30B-A3B, bfloat16", QWEN3_30B_A3B)
 MODELS = (
-    ModelForm("8B, bfloat16", LLAMA_3_8B),
-    ModelForm("8B, FP8 weights", LLAMA_3_8B, FLOAT8),
-    ModelForm("8B, FP8 weights and cache", LLAMA_3_8B, FLOAT8, FP8),
+    DENSE,
+    NARROW,
+    NARROWER,
     ModelForm("8B, 4 bits", LLAMA_3_8B, INT4),
-    ModelForm("Qwen3-30B-A3B, bfloat16", QWEN3_30B_A3B),
+    ModelForm("8B, bfloat16, 8 LoRA adapters", LLAMA_3_8B, num_adapters=8),
+    ModelForm("8B, bfloat16, grammars", LLAMA_3_8B, has_grammar=True),
+    QWEN3,
     ModelForm("Mixtral 8x7B, bfloat16", MIXTRAL_8X7B),
 )
-STEPS = (
-    StepForm("prompt, 4096 tokens", 0, 0, prompt_len=4096),
-    StepForm("mixed, 255 x 1024 and 1024 tokens", 255, 1024, prompt_len=1024),
-    StepForm("decode, 256 x 1024", 256, 1024),
-    StepForm("launched ahead, 256 x 1024", 256, 1024, is_ahead=True),
-    StepForm("launched ahead, 64 x 2048", 64, 2048, is_ahead=True),
-    StepForm("launched ahead, 64 x 512", 64, 512, is_ahead=True),
-    StepForm("launched ahead, 8 x 1024", 8, 1024, is_ahead=True),
-    StepForm("launched ahead, 1 x 2048", 1, 2048, is_ahead=True),
+PROMPT = StepForm("prompt, 4096 tokens", 0, 0, prompt_len=4096)
+MIXED = StepForm("mixed, 255 x 1024 and 1024 tokens", 255, 1024, prompt_len=1024)
+MIXED_AHEAD = StepForm("mixed, launched ahead", 255, 1024, prompt_len=4096, chunk_len=1024, is_ahead=True)
+DECODE = StepForm("decode, 256 x 1024", 256, 1024)
+ONE, FEW, CHATS, LONG, MANY = (
+    StepForm(f"launched ahead, {count} x {length}", count, length, is_ahead=True)
+    for count, length in ((1, 2048), (8, 1024), (64, 512), (64, 2048), (256, 1024))
 )
+STEPS = (PROMPT, MIXED, MIXED_AHEAD, DECODE, ONE, FEW, CHATS, LONG, MANY)
 TOY_MODEL = ModelForm("toy", TOY)
 
 

@@ -12,11 +12,14 @@ import math
 import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from typing_extensions import override
+
+from kernels.adapter_tables import MODULE_WORDS, MODULES_AT, SITE_WORDS
 
 TO_GPU, TO_HOST = "copy to the GPU", "copy to the host"
 
@@ -27,7 +30,7 @@ class Launch(NamedTuple):
     name: str
     read: int
     written: int
-    is_copy: bool = False  # between host and GPU
+    operations: int = 0  # of matrix products: multiplications and additions
 
 
 def touched_bytes(tensor: Tensor) -> int:
@@ -38,6 +41,7 @@ def touched_bytes(tensor: Tensor) -> int:
 
 # --- PyTorch's operations
 
+_PRODUCTS = ("linear", "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
 _FREE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh")
 _GATHERS = ("index_select", "index", "gather", "embedding", "take_along_dim")
 _SCATTERS = ("index_copy_", "index_put_", "scatter_", "scatter_add_", "index_add_")
@@ -54,14 +58,14 @@ def noted_operation(func: Any, args: Any, kwargs: Any, result: Any) -> list[Laun
         return []
     on_host = [operand for operand in operands if operand.device.type == "cpu" and operand.dim()]
     if on_host and name == "copy_":
-        return [Launch(TO_GPU, 0, results[0].nbytes, is_copy=True)]
+        return [Launch(TO_GPU, 0, results[0].nbytes)]
     own = changed or results
     written = sum(map(touched_bytes, own))
     is_overwritten = name in _OVERWRITES or func.__name__.endswith(".out")
     read_from = [one for one in operands if not (is_overwritten and any(one is other for other in changed))]
     read = sum(map(touched_bytes, read_from))
-    if name == "_grouped_mm":
-        return [Launch(name, touched_bytes(operands[0]) + _chosen_bytes(operands[1], len(operands[0])), written)]
+    if name in _PRODUCTS:
+        return [_product(name, operands, own[0])]
     if name in _GATHERS:
         read = written + sum(map(touched_bytes, operands[1:]))
     elif name in _SCATTERS:
@@ -70,11 +74,24 @@ def noted_operation(func: Any, args: Any, kwargs: Any, result: Any) -> list[Laun
     return [Launch(name, read, written)] if written else []
 
 
+def _product(name: str, operands: list[Tensor], result: Tensor) -> Launch:
+    """Return the launch of a product of matrices, named by the sizes of the second."""
+    x, weight = operands[:2] if name not in ("addmm", "baddbmm") else operands[1:3]
+    read = sum(map(touched_bytes, operands))
+    if name == "_grouped_mm":
+        read += _chosen_bytes(weight, len(x)) - touched_bytes(weight)
+    sizes = " x ".join(map(str, weight.shape))
+    return Launch(f"{name} {sizes}", read, touched_bytes(result), 2 * result.numel() * x.shape[-1])
+
+
 def _chosen_bytes(weight: Tensor, num_rows: int) -> int:
-    """Return what is read of the weights of experts [experts, ..] by rows of which each has one of them: those that
-    any row has, where a router chooses each as often."""
-    num_experts = len(weight)
-    return round(touched_bytes(weight) * (1.0 - (1.0 - 1.0 / num_experts) ** num_rows))
+    """Return what is read of the weights of experts [experts, ..] by rows of which each has one of them."""
+    return round(touched_bytes(weight) * met_share(len(weight), num_rows))
+
+
+def met_share(num_experts: int, num_choices: int) -> float:
+    """Return the share of experts that are chosen at all, where each choice takes each of them as likely."""
+    return 1.0 - (1.0 - 1.0 / num_experts) ** num_choices
 
 
 def _changed(func: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -101,6 +118,14 @@ def _storage(tensor: Tensor) -> int:
 
 Arguments = Mapping[str, Any]
 
+_memory: "WeakValueDictionary[int, Tensor]" = WeakValueDictionary()  # tensors whose address was asked for
+
+
+def address_of(tensor: Tensor) -> int:
+    """Return an address of its own for a tensor."""
+    _memory[id(tensor)] = tensor
+    return id(tensor)
+
 
 class Roles(NamedTuple):
     """The pointers that a kernel loads from and stores to."""
@@ -124,7 +149,10 @@ def noted_launch(kernel: Any, grid: Any, arguments: Arguments) -> Launch:
     own = {**whole, **(PARTIAL[name](arguments) if name in PARTIAL else {})}
     own = {key: size for key, size in own.items() if key in tensors}
     read, written = (sum(size for key, size in own.items() if key in keys) for keys in roles)
-    return Launch(name, read, written)
+    if name in BY_ADDRESS:
+        read += BY_ADDRESS[name](arguments)
+    operations = OPERATIONS[name](arguments) if name in OPERATIONS else 0
+    return Launch(name, read, written, operations)
 
 
 @functools.cache
@@ -261,10 +289,72 @@ def _of_grouped(arguments: Arguments) -> dict[str, int]:
     return {name: _chosen_bytes(weight, num_rows) for name, weight in weights.items() if weight.dim() == 3}
 
 
+def _of_sampled(arguments: Arguments) -> dict[str, int]:
+    """Rows without a temperature need no place for candidates; others read their logits three times with filters."""
+    given: Tensor = arguments["temperatures"]
+    temperatures: Tensor = getattr(given, "content", given)
+    share = 1.0 if temperatures.is_meta else float((temperatures > 0.0).to(torch.float32).mean())
+    logits, places = touched_bytes(arguments["logits"]), {"aside", "aside_ids"} & arguments.keys()
+    return {"logits": round(logits * (1.0 + 2.0 * share)), **{name: 0 for name in places if not share}}
+
+
 PARTIAL: dict[str, Callable[[Arguments], dict[str, int]]] = {
     "_decode_parts": _of_decodes,
     "_merge_parts": _of_merged,
     "_prefill": _of_chunks,
     "_place": _of_placed,
+    "_sample": _of_sampled,
     "_multiply": _of_grouped,
+}
+
+
+def _of_adapters(arguments: Arguments) -> list[list[int]]:
+    """Return the words of the site of each adapter that any tile has (see kernels.adapter_tables)."""
+    tiles = _values(arguments["tiles"])
+    addresses = {int(address) for address, _, count in tiles.tolist() if count}
+    tables = [_values(_memory[address]) for address in addresses]
+    return [table[arguments["site"]].tolist() for table in tables]
+
+
+def _shrinking_bytes(arguments: Arguments) -> int:
+    """Return the bytes of A of all adapters."""
+    return sum(4 * words[0] * arguments["in_width"] for words in _of_adapters(arguments))
+
+
+def _expanding_bytes(arguments: Arguments) -> int:
+    """Return the bytes of B of all adapters."""
+    starts = range(MODULES_AT, SITE_WORDS, MODULE_WORDS)
+    return sum(4 * words[at + 1] * words[at + 2] for words in _of_adapters(arguments) for at in starts)
+
+
+BY_ADDRESS: dict[str, Callable[[Arguments], int]] = {"_shrink": _shrinking_bytes, "_expand": _expanding_bytes}
+
+
+def _decode_operations(arguments: Arguments) -> int:
+    """Return the operations of queries times keys and of weights times values."""
+    lengths, window = _values(arguments["lengths"]).to(torch.int64), arguments["window"]
+    tokens = int((lengths.clamp(max=window) if window else lengths).sum())
+    return 4 * tokens * _query_width(arguments)
+
+
+def _chunk_operations(arguments: Arguments) -> int:
+    """Return the same of chunks, whose tokens read those up to their own."""
+    positions, counts = (_values(arguments[name]).to(torch.int64) for name in ("tile_positions", "tile_counts"))
+    pairs = int((counts * positions + counts * (counts + 1) // 2).sum())
+    return 4 * pairs * _query_width(arguments)
+
+
+def _query_width(arguments: Arguments) -> int:
+    return int(arguments["KV_HEADS"]) * int(arguments["GROUP"]) * int(arguments["HEAD_DIM"])
+
+
+def _grouped_operations(arguments: Arguments) -> int:
+    x: Tensor = arguments["x"]
+    return 2 * x.numel() * int(arguments["columns"])
+
+
+OPERATIONS: dict[str, Callable[[Arguments], int]] = {
+    "_decode_parts": _decode_operations,
+    "_prefill": _chunk_operations,
+    "_multiply": _grouped_operations,
 }

@@ -21,6 +21,7 @@ class Kernels(NamedTuple):
     launches: int
     read: int  # bytes
     written: int
+    operations: int  # of matrix products
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +60,15 @@ Ledger = Mapping[str, Mapping[str, LedgerStep]]  # by model and step
 def kernels_of(launches: Sequence[Launch]) -> dict[str, Kernels]:
     """Return launches by kernel, in the order of their first ones."""
     found: dict[str, Kernels] = {}
-    for launch in launches:
-        before = found.get(launch.name, Kernels(0, 0, 0))
-        found[launch.name] = Kernels(before.launches + 1, before.read + launch.read, before.written + launch.written)
+    for name, *numbers in launches:
+        before = found.get(name, Kernels(0, 0, 0, 0))
+        found[name] = Kernels(*(old + new for old, new in zip(before, (1, *numbers), strict=True)))
     return found
 
 
 def between(one: Mapping[str, Kernels], other: Mapping[str, Kernels]) -> dict[str, Kernels]:
     """Return what `other` has more than `one`, kernel by kernel."""
-    none = Kernels(0, 0, 0)
+    none = Kernels(0, 0, 0, 0)
     pairs = {name: zip(other.get(name, none), one.get(name, none), strict=True) for name in {**one, **other}}
     rests = {name: Kernels(*(after - before for after, before in pair)) for name, pair in pairs.items()}
     return {name: rest for name, rest in rests.items() if any(rest)}
