@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,10 +101,18 @@ def small_config(
 class RoomCluster:
     """Router, pool, workers and a client gateway; each can be stopped and started again alone."""
 
-    def __init__(self, config: ClusterConfig, folder: Path, machine: Machine | None = None) -> None:
-        """`machine`: the devices that workers are on; None: they are on the CPU."""
+    def __init__(
+        self,
+        config: ClusterConfig,
+        folder: Path,
+        machine: Machine | None = None,
+        gpus: Mapping[str, str] | None = None,
+    ) -> None:
+        """`machine`: stand-ins for devices that workers are on; `gpus`: the GPU of each worker; None of both: they are
+        on the CPU, or on the GPU of the configuration. References are computed there, but for `gpus` on the CPU."""
         self.config = config
         self.machine = machine
+        self.gpus = gpus
         engine = config.engine
         resolved = resolve_model(
             config.model, kv_cache_dtype=engine.kv_cache_dtype, tensor_parallel=engine.tensor_parallel
@@ -320,6 +328,8 @@ class RoomCluster:
         self, name: str, kv_cache_bytes: int, max_sequences: int, *, served: ServedModel | None = None, **options: Any
     ) -> CountingEngine:
         device = self.config.engine.device if self.config.engine.device.startswith("cuda") else "cpu"
+        if self.gpus is not None:
+            device = self.gpus.get(name, "cpu")
         block_size = self.config.engine.block_size
         sizes = EngineSizes(kv_cache_bytes, max_sequences, block_size, 1, device=device, **options)
         engine = CountingEngine(served or self.served, sizes)
@@ -379,8 +389,10 @@ def _contents(folder: Path) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def running(config: ClusterConfig, folder: Path, machine: Machine | None = None) -> AsyncIterator[RoomCluster]:
-    cluster = RoomCluster(config, folder, machine)
+async def running(
+    config: ClusterConfig, folder: Path, machine: Machine | None = None, gpus: Mapping[str, str] | None = None
+) -> AsyncIterator[RoomCluster]:
+    cluster = RoomCluster(config, folder, machine, gpus)
     await cluster.start()
     try:
         yield cluster

@@ -33,6 +33,7 @@ class FakeCuda:
         self.dispatch = dispatch
         self.machine = Machine(seed, num_devices=num_devices, pace=pace)
         self.driver = driver or StandInCuda(num_devices=num_devices)
+        self.num_mapped = 0  # memories of other processes
         self.unaligned: Counter[tuple[str, str]] = Counter()  # arguments of kernels that were not at 16 bytes
         self.memory = Memory(self.machine, self.driver, device_bytes=device_bytes, host_bytes=host_bytes)
 

@@ -217,9 +217,9 @@ class Machine:
     def _ready(self) -> list[Queue]:
         """Return the streams that can go on, marks in front of them reached."""
         while True:
-            left = sum(map(len, self.busy))
+            left = sum(map(len, list(self.busy)))
             ready = [queue for queue in list(self.busy) if queue.is_ready()]
-            if ready or sum(map(len, self.busy)) == left:
+            if ready or sum(map(len, list(self.busy))) == left:
                 return ready
 
     def breathe(self) -> None:

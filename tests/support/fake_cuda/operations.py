@@ -73,14 +73,13 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return copy(*args, **kwargs)
     if form.is_composite:
         return func.decompose(*args, **kwargs)
+    if form.is_view:
+        return _view(func, args, kwargs)
     tensors = list(tensors_in((*args, *kwargs.values())))
     own = [one for one in tensors if isinstance(one, DeviceTensor)]
     device = own[0].on
     if any(one.on != device for one in own):
         raise RuntimeError(f"Expected all tensors to be on the same device, not { ({one.on for one in own}) }")
-    if form.is_view:
-        result = func(*mapped(args, _raw), **mapped(kwargs, _raw))
-        return mapped(result, lambda raw: DeviceTensor.of(raw, device))
     kwargs.pop("device", None)
     if kwargs.pop("pin_memory", None):
         raise RuntimeError("only CPU memory is pinned")
@@ -91,6 +90,15 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if form.name in _WAITS or _has_mask(form, args):
         return _now(func, form, args, kwargs, device)
     return _later(func, form, args, kwargs, tensors)
+
+
+def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return other views of memory, which is known at once."""
+    device = next(one.on for one in args if isinstance(one, DeviceTensor))
+    result = func(*[one.raw if isinstance(one, DeviceTensor) else one for one in args], **kwargs)
+    if isinstance(result, Tensor):
+        return DeviceTensor.of(result, device)
+    return mapped(result, lambda raw: DeviceTensor.of(raw, device))
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -110,4 +110,5 @@ def _map(device: int, handle: bytes, size: int, *others: Any) -> Any:
     holder = memory.holder(address)
     if holder is None:
         raise RuntimeError("CUDA error: invalid device context: the memory is gone")
+    current().num_mapped += 1
     return torch.from_numpy(holder)[:size].untyped_storage()

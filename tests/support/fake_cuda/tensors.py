@@ -130,6 +130,8 @@ def mapped(values: Any, change: Callable[[Tensor], Any]) -> Any:
     """Change every tensor within arguments or results."""
     if isinstance(values, Tensor):
         return change(values)
+    if values is None or isinstance(values, (int, float)):
+        return values
     if isinstance(values, (list, tuple)) and not isinstance(values, torch.Size):
         parts = [mapped(value, change) for value in values]
         return parts if isinstance(values, list) else tuple(parts)
