@@ -12,6 +12,7 @@ from alignedserve.runtime.attention.backend import Contexts
 from alignedserve.runtime.attention.libraries import AttentionLibrary, Pages
 from alignedserve.runtime.attention.sequence_table import IntArray
 from alignedserve.runtime.device.arrays import Array, to_device
+from alignedserve.runtime.device.device_work import is_refusal
 from alignedserve.runtime.kv.block_storage import BlockStorage
 
 # Bytes of keys and values that are gathered for a layer; and tokens of a chunk below which our kernel, which reads each
@@ -59,9 +60,9 @@ class _LibraryStep:
                 result = self._compute(flat, new, layer, self._window if is_windowed else None)
                 out.copy_(result.view(out.shape))
                 return
-            except torch.AcceleratorError:
-                raise
-            except Exception as error:  # noqa: BLE001  (a library may raise anything)
+            except Exception as error:
+                if isinstance(error, torch.AcceleratorError) and not is_refusal(error):
+                    raise
                 self._has_failed = True
                 self._on_failure(self._library, error)
                 self._own.bind(to_device(self._own.host_arrays, queries.device))

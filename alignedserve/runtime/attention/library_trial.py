@@ -41,7 +41,7 @@ from alignedserve.runtime.attention.prompt_choice import (
 from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable, tokens_of
 from alignedserve.runtime.attention.triton_backend import GpuPlanner
 from alignedserve.runtime.device.arrays import to_device
-from alignedserve.runtime.device.device_work import use_device
+from alignedserve.runtime.device.device_work import is_refusal, use_device
 from alignedserve.runtime.device.devices import CUDA, torch_cuda
 from alignedserve.runtime.device.timing import DeviceTimer, synchronize
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -248,8 +248,6 @@ def differing(work: Work, expected: Sequence[Tensor]) -> str | None:
     try:
         differences = [(one - other).abs().max() for one, other in zip(work(), expected, strict=True)]
         differs = float(torch.stack(differences).max())  # not a number where one of them is none
-    except torch.AcceleratorError:  # nothing can be computed behind it
-        raise
     except Exception as error:  # noqa: BLE001  (of its compiler, of a driver: a library may raise anything)
         return _told(error)
     # Not a number is above every tolerance, too.
@@ -260,14 +258,14 @@ def _failure(work: Work) -> str | None:
     """Return why a library does not compute at all; None: it does."""
     try:
         work()
-    except torch.AcceleratorError:
-        raise
     except Exception as error:  # noqa: BLE001  (as above)
         return _told(error)
     return None
 
 
 def _told(error: Exception) -> str:
+    if isinstance(error, torch.AcceleratorError) and not is_refusal(error):
+        raise error  # nothing can be computed behind it
     lines = str(error).strip().splitlines() or ["no more is known"]
     return f"{type(error).__name__}: {lines[-1][:_LONGEST_REASON]}"
 

@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +18,7 @@ from typing_extensions import override
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.attention.libraries import OWN
-from alignedserve.runtime.device.verdicts import ask, cache_folder, identity_of, keep, read_kept, verdict_path
+from alignedserve.runtime.device.verdicts import ask, cache_folder, identity_of, keep, read_kept, suspect, verdict_path
 
 logger = logging.getLogger(__name__)
 
@@ -139,8 +140,19 @@ def choose_prompts(setup: PromptSetup, libraries: Sequence[str]) -> PromptChoice
     if not libraries:
         return PromptChoice()
     if setup not in _known:
-        _known[setup] = _combined(setup, {name: _result_of(TrialRequest(name, setup)) for name in libraries})
+        choice = _combined(setup, {name: _result_of(TrialRequest(name, setup)) for name in libraries})
+        for name in {choice.for_whole, choice.for_paged} - {OWN}:
+            _suspect(name, setup)
+        _known[setup] = choice
     return _known[setup]
+
+
+def _suspect(name: str, setup: PromptSetup) -> None:
+    """Have the next process do without a library if the device fails in this one: it would fail there again."""
+    path = _path_of(TrialRequest(name, setup))
+    reason = f"the GPU failed while it was in use; to try it again, delete {path}"
+    num_blocks = max(setup.num_blocks, -(-FAR_BYTES // setup.layout.block_bytes))
+    suspect(path, msgspec.to_builtins(TrialResult(num_blocks, None, None, reason, reason)))
 
 
 def _combined(setup: PromptSetup, results: Mapping[str, TrialResult | None]) -> PromptChoice:
@@ -171,9 +183,7 @@ def _seconds(measured: Mapping[str, Measured]) -> dict[str, float]:
 
 def _result_of(request: TrialRequest) -> TrialResult | None:
     """Return what a trial found, now or before; None: nothing, which the log says."""
-    setup = request.setup
-    key = [*identity_of(setup.device), request.library, repr(setup.layout), str(setup.group), str(setup.window)]
-    path = verdict_path(cache_folder(), _FOLDER, key)
+    setup, path = request.setup, _path_of(request)
     kept = _decoded(read_kept(path))
     if kept is not None and _reaches(kept, setup):
         return kept
@@ -185,6 +195,12 @@ def _result_of(request: TrialRequest) -> TrialResult | None:
     elif _reaches(found, setup):
         keep(path, msgspec.to_builtins(found))
     return found
+
+
+def _path_of(request: TrialRequest) -> Path:
+    setup = request.setup
+    key = [*identity_of(setup.device), request.library, repr(setup.layout), str(setup.group), str(setup.window)]
+    return verdict_path(cache_folder(), _FOLDER, key)
 
 
 def _decoded(said: object) -> TrialResult | None:

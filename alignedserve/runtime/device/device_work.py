@@ -9,6 +9,7 @@ import torch
 
 from alignedserve.core.errors import DeviceLost, PeerLost
 from alignedserve.runtime.device.devices import CUDA
+from alignedserve.runtime.device.verdicts import accuse_suspects
 
 _LONGEST_REASON = 300
 _REFUSALS = {1: "invalid argument", 2: "out of memory"}  # of single calls, by CUDA's codes: what follows goes on
@@ -41,8 +42,9 @@ def working(device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.AcceleratorError as error:
-        if _is_refusal(error):
+        if is_refusal(error):
             raise
+        accuse_suspects()
         raise DeviceLost(
             f"{device} stopped working ({_reason(error)}); this worker ends, and its requests go on elsewhere"
         ) from error
@@ -58,7 +60,8 @@ def copying(device: torch.device) -> Iterator[None]:
         raise PeerLost(f"{device} refuses a copy: {_reason(error)}") from error
 
 
-def _is_refusal(error: torch.AcceleratorError) -> bool:
+def is_refusal(error: torch.AcceleratorError) -> bool:
+    """Return whether the device has refused a single call, and works on."""
     code = getattr(error, "error_code", None)  # of PyTorch 2.9 and newer
     return code in _REFUSALS or any(f"CUDA error: {name}" in _reason(error) for name in _REFUSALS.values())
 

@@ -23,6 +23,8 @@ _MAX_KEPT_BYTES = 8192
 _KERNELS = ("kernels", "kernels/gpu", "kernels/narrow")
 _ROOMS = ("attention", "device", "device_check", "engine", "kv")  # of the runtime
 
+_suspects: dict[Path, Any] = {}  # files, and what is kept there if the device fails
+
 
 def cache_folder() -> Path:
     """Return the user's folder for what can be found out again."""
@@ -69,6 +71,17 @@ def keep(path: Path, verdict: Any) -> None:
         with os.fdopen(descriptor, "w") as file:
             json.dump(verdict, file)
         Path(name).replace(path)
+
+
+def suspect(path: Path, verdict: Any) -> None:
+    """Have this verdict kept if the device fails while this process computes on it."""
+    _suspects[path] = verdict
+
+
+def accuse_suspects() -> None:
+    """Keep the verdicts on whatever may have made the device fail, so that the next process does without."""
+    for path, verdict in _suspects.items():
+        keep(path, verdict)
 
 
 def identity_of(device: str) -> list[str]:

@@ -5,8 +5,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import DeviceLost
 from alignedserve.runtime.attention import prompt_choice
 from alignedserve.runtime.attention.libraries import (
     OWN,
@@ -22,6 +24,8 @@ from alignedserve.runtime.attention.prompt_choice import (
     TrialShapes,
     choose_prompts,
 )
+from alignedserve.runtime.device import verdicts
+from alignedserve.runtime.device.device_work import working
 
 SHAPES = TrialShapes(whole=ChunkShape((9, 4), (9, 4)), chunks=ChunkShape((11, 6), (5, 6)))
 WINDOW = 4
@@ -109,3 +113,16 @@ def test_a_file_that_someone_else_wrote_decides_nothing(content: bytes, trials: 
     kept.write_bytes(content)
     assert trials.choose(setup_of(), "fast").for_paged == "fast"
     assert len(trials.asked) == 2
+
+
+def test_after_the_device_has_failed_the_next_process_does_without_the_library_in_use(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(verdicts, "_suspects", {})
+    trials.answers = {"fast": FAST, "slow": SLOW}
+    assert trials.choose(setup_of(), "fast", "slow").for_paged == "fast"
+    with pytest.raises(DeviceLost), working(torch.device("cuda:0")):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    choice = trials.choose(setup_of(), "fast", "slow")
+    assert (choice.for_whole, choice.for_paged) == ("slow", OWN)
+    assert "fast computes no chunks here: the GPU failed while it was in use; to try it again, delete " in caplog.text
