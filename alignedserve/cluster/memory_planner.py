@@ -162,6 +162,7 @@ class MemoryPlanner:
             ranks = self.config.engine.tensor_parallel  # each on a GPU of its own
             sharing = math.ceil(self.config.num_workers / max(len(machine.gpu_bytes) // ranks, 1))
             per_worker = int(min(machine.gpu_bytes) * GPU_SHARE) * ranks // sharing - self._worker_weights()
+            per_worker -= self.served.unpacking_bytes
             limits |= {Place.PREFILL_GPU: per_worker, Place.DECODE_GPU: per_worker}
         return limits
 
@@ -236,7 +237,7 @@ class MemoryPlanner:
         if not isinstance(given, DefaultSize) or self.served.encoder is not None:  # whose requests have no decodes
             return given
         num_tokens = cache_bytes // self._token_bytes
-        return running_requests(num_tokens, self._costs(), has_experts=self.served.decoder.experts is not None)
+        return running_requests(num_tokens, self._costs())
 
     def _costs(self) -> RooflineModel | None:
         """Return the costs of a worker on the machine's GPUs; None: nothing is known of them."""

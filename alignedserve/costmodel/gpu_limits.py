@@ -17,7 +17,6 @@ REQUEST_TOKENS = 768  # in the caches, of an ordinary request; twice that is a l
 LEAST_TOKENS = 256  # a batch of more requests than this allows is only preempted
 _PACE_S = 0.1  # of one answer's tokens: ten a second are more than anyone reads
 _MOST = 1024
-_MOST_WITH_EXPERTS = 256  # rows of a recorded step with a mixture of experts
 _FEW = 64  # that are run whatever they cost
 _STEP = 32  # as the sizes of recorded graphs
 
@@ -37,10 +36,9 @@ _HAS_BFLOAT16 = (8, 0)
 _PCIE_BYTES_PER_S = 16e9  # not among what a driver says of a GPU; decodes do not depend on it
 
 
-def running_requests(num_tokens: int, costs: CostModel | None, *, has_experts: bool = False) -> int:
+def running_requests(num_tokens: int, costs: CostModel | None) -> int:
     """Return the requests of a worker whose cache holds so many tokens. `costs`: None: memory alone decides."""
-    at_most = _MOST_WITH_EXPERTS if has_experts else _MOST
-    room = min(num_tokens // LEAST_TOKENS, at_most)
+    room = min(num_tokens // LEAST_TOKENS, _MOST)
     count = room // _STEP * _STEP
     while count > _FEW and costs is not None and _decodes_s(costs, count, num_tokens) > _PACE_S:
         count -= _STEP

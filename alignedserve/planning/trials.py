@@ -63,8 +63,7 @@ class Machines:
 
 
 def _running_what_fits(config: SimConfig, worker: WorkerSpec) -> SimConfig:
-    has_experts = worker.shape.num_expert_layers > 0
-    running = running_requests(config.memory_tokens, config.decode_costs, has_experts=has_experts)
+    running = running_requests(config.memory_tokens, config.decode_costs)
     decode = msgspec.structs.replace(config.cluster.decode, max_running_requests=running)
     return replace(config, cluster=msgspec.structs.replace(config.cluster, decode=decode))
 

@@ -28,6 +28,7 @@ PART_LIST = (
     ListedPart("attention-sweep", 8.0, "decode attention: tile x warps x stages x programs"),
     ListedPart("fp8-cache", 1.0, "decode attention over caches of bfloat16 and of FP8"),
     ListedPart("products", 4.0, "products in 4 and 8 bits, FP8 by row and in blocks, and of experts"),
+    ListedPart("products-sweep", 8.0, "products in 4 and 8 bits: tile x warps x stages, and unpacked first"),
     ListedPart("narrow-iterations", 4.0, "8B iterations with FP8 and 4-bit weights against bfloat16 (at most 0.65)"),
     ListedPart("prompts", 4.0, "prompts and chunks, blocks of 16 and 128: flash-attn-4, PyTorch's, ours"),
     ListedPart("profile", 3.0, "ten 8B decode steps by kernel, at 64 and 256 sequences"),

@@ -6,7 +6,7 @@ With few rows the inputs are cut into runs, whose results are added up afterward
 programs to load the weight. With experts, a tile has rows of one expert, which the device itself has sorted.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -14,14 +14,34 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.blocks import float8_values
-from kernels.gpu.expert_rows import num_tiles, rows_of_tile
-from kernels.gpu.expert_rows import tile_rows as sorted_tile_rows
+from kernels.gpu.expert_rows import FEW_ROWS, ROWS, num_tiles, rows_of_tile, tile_rows
 from kernels.gpu.launching import upcast
 
-_COLUMNS = 64  # outputs of one program
-_FEW_ROWS, _ROWS = 16, 64  # of one program
 _PROGRAMS = 256  # as many there should be
 _RUN_GROUPS = 4  # of one program at least
+_UNPACKED_COLUMNS = 32  # of one program that unpacks a group
+
+
+class Tiling(NamedTuple):
+    """The work of one program, and how it is launched."""
+
+    rows: int
+    columns: int  # outputs
+    num_warps: int
+    num_stages: int
+
+
+# By the most rows of a product that each is for; the last one is for all others. From what compiled code and a GPU's
+# rates say, not measured: up to 64 rows the weight is what takes time, and loads under way hide it; beyond, widening
+# the numbers takes four times as long as multiplying 64 rows by them, so that more rows share it.
+# `python -m benchmarks.gpu.parts products-sweep` measures them.
+TILINGS: tuple[tuple[int, Tiling], ...] = (
+    (16, Tiling(16, 64, 4, 4)),
+    (32, Tiling(32, 64, 4, 4)),
+    (64, Tiling(64, 64, 4, 3)),
+    (1 << 62, Tiling(128, 64, 8, 3)),
+)
+_SORTED = {FEW_ROWS: Tiling(FEW_ROWS, 64, 4, 4), ROWS: Tiling(ROWS, 64, 4, 3)}
 
 
 class GroupedOperand(Protocol):
@@ -33,20 +53,46 @@ class GroupedOperand(Protocol):
     in_width: int
 
 
-def multiply(x: Tensor, weight: GroupedOperand) -> Tensor:
-    """Multiply x [rows, in_width], rows possibly strided, by a weight -> [rows, columns], dtype of x."""
+def tiling_of(num_rows: int) -> Tiling:
+    """Return how a product of so many rows is divided."""
+    return next(tiling for most_rows, tiling in TILINGS if num_rows <= most_rows)
+
+
+def multiply(x: Tensor, weight: GroupedOperand, *, tiling: Tiling | None = None) -> Tensor:
+    """Multiply x [rows, in_width], rows possibly strided, by a weight -> [rows, columns], dtype of x.
+
+    `tiling`: in place of the one for so many rows.
+    """
     num_rows, columns = len(x), weight.words.shape[0]
     num_groups = weight.scales.shape[0]
-    tile_rows = _FEW_ROWS if num_rows <= _FEW_ROWS else _ROWS
+    tiling = tiling or tiling_of(num_rows)
     num_runs = 1
-    if num_rows <= _ROWS:
-        num_runs = max(1, min(_PROGRAMS // triton.cdiv(columns, _COLUMNS), num_groups // _RUN_GROUPS))
+    if num_rows <= tiling.rows:
+        num_runs = max(1, min(_PROGRAMS // triton.cdiv(columns, tiling.columns), num_groups // _RUN_GROUPS))
     run_groups = triton.cdiv(num_groups, num_runs)
     num_runs = triton.cdiv(num_groups, run_groups)
     out = torch.empty((num_runs, num_rows, columns), dtype=torch.float32 if num_runs > 1 else x.dtype, device=x.device)
-    grid = (triton.cdiv(num_rows, tile_rows), triton.cdiv(columns, _COLUMNS), num_runs)
-    _launch(grid, x, weight, out, run_groups, tile_rows, None)
+    grid = (triton.cdiv(num_rows, tiling.rows), triton.cdiv(columns, tiling.columns), num_runs)
+    _launch(grid, x, weight, out, run_groups, tiling, None)
     return out[0] if num_runs == 1 else out.sum(0).to(x.dtype)
+
+
+def unpack(weight: GroupedOperand, out: Tensor) -> None:
+    """Write a weight's values, rounded once, to out [columns, in_width], contiguous."""
+    num_groups, columns = weight.scales.shape
+    group = weight.in_width // num_groups
+    _unpack[(num_groups, triton.cdiv(columns, _UNPACKED_COLUMNS))](
+        weight.words,
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        out,
+        columns,
+        num_groups,
+        GROUP=group,
+        IS_INT4=2 * weight.words.shape[-1] == weight.in_width,
+        IS_FLOAT8=weight.zeros is None,
+        COLUMNS=_UNPACKED_COLUMNS,
+    )
 
 
 def multiply_sorted(x: Tensor, weight: GroupedOperand, ends: Tensor) -> Tensor:
@@ -56,8 +102,9 @@ def multiply_sorted(x: Tensor, weight: GroupedOperand, ends: Tensor) -> Tensor:
     """
     num_experts, num_groups, columns = weight.scales.shape
     out = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
-    grid = (num_tiles(len(x), num_experts), triton.cdiv(columns, _COLUMNS), 1)
-    _launch(grid, x, weight, out, num_groups, sorted_tile_rows(len(x), num_experts), ends)
+    tiling = _SORTED[tile_rows(len(x), num_experts)]
+    grid = (num_tiles(len(x), num_experts), triton.cdiv(columns, tiling.columns), 1)
+    _launch(grid, x, weight, out, num_groups, tiling, ends)
     return out
 
 
@@ -66,8 +113,9 @@ def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
     x, scales = torch.zeros((1, 64), dtype=dtype, device=device), torch.zeros((2, 64), device=device)
     zeros = scales.to(torch.uint8)
     for row_bytes, own_zeros in ((32, zeros), (64, zeros), (64, None)):
-        words = torch.zeros((64, row_bytes), dtype=torch.uint8, device=device)
-        multiply(x, _Trial(words, scales, own_zeros))
+        weight = _Trial(torch.zeros((64, row_bytes), dtype=torch.uint8, device=device), scales, own_zeros)
+        multiply(x, weight)
+        unpack(weight, x.new_empty((64, 64)))
 
 
 class _Trial:
@@ -83,7 +131,7 @@ def _launch(
     weight: GroupedOperand,
     out: Tensor,
     run_groups: int,
-    tile_rows: int,
+    tiling: Tiling,
     ends: Tensor | None,
 ) -> None:
     assert x.stride(1) == 1, "inputs of a row are one run of memory"
@@ -106,9 +154,11 @@ def _launch(
         IS_INT4=2 * weight.words.shape[-1] == weight.in_width,
         IS_FLOAT8=weight.zeros is None,
         EXPERTS=0 if ends is None else triton.next_power_of_2(len(ends)),
-        ROWS=tile_rows,
-        COLUMNS=_COLUMNS,
+        ROWS=tiling.rows,
+        COLUMNS=tiling.columns,
         UPCAST=upcast(x.dtype),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
     )
 
 
@@ -178,3 +228,40 @@ def _multiply(
         result += sums * scale[None, :]
     at = (tl.program_id(2).to(tl.int64) * num_rows + rows)[:, None] * columns + outputs[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit
+def _unpack(
+    words,
+    scales,
+    zeros,
+    out,
+    columns,
+    num_groups,
+    GROUP: tl.constexpr,
+    IS_INT4: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    loaded: tl.constexpr = GROUP // 2 if IS_INT4 else GROUP
+    group = tl.program_id(0)
+    outputs = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    places = tl.arange(0, loaded)
+    is_output = outputs < columns
+    stored = tl.load(
+        words + (outputs[:, None] * num_groups + group) * loaded + places[None, :], mask=is_output[:, None], other=0
+    )
+    scale = tl.load(scales + group * columns + outputs, mask=is_output, other=0.0)[:, None]
+    own = out + (outputs[:, None] * num_groups + group) * GROUP + places[None, :]
+    if IS_FLOAT8:
+        values = float8_values(stored, scale) * scale
+        tl.store(own, values.to(out.dtype.element_ty), mask=is_output[:, None])
+    else:
+        zero = tl.load(zeros + group * columns + outputs, mask=is_output, other=0).to(tl.int32)[:, None]
+        numbers = stored.to(tl.int32)
+        if IS_INT4:
+            upper = ((numbers >> 4) - zero).to(tl.float32) * scale
+            tl.store(own + loaded, upper.to(out.dtype.element_ty), mask=is_output[:, None])
+            numbers = numbers & 15
+        values = (numbers - zero).to(tl.float32) * scale
+        tl.store(own, values.to(out.dtype.element_ty), mask=is_output[:, None])

@@ -21,6 +21,9 @@ from kernels.narrow.product_end import ProductEnd
 from kernels.sorted_experts import ExpertRows, by_every_expert
 
 GROUPS = (32, 64, 128)  # inputs of a group
+# Products of more rows are of the unpacked weight, which is written and read once for all of them: by the rates of an
+# H100 that costs 4.5 bytes a weight, as much as widening it again for every 128 of some 250 rows.
+UNPACKING_ROWS = 256
 
 
 class Numbers(enum.Enum):
@@ -109,6 +112,10 @@ class DeviceWeight:
 
     def unpacked(self, dtype: torch.dtype, part: int | None = None) -> Tensor:
         """Return the values [columns, in_width]; `part`: of this expert."""
+        if self.kernels is not None and part is None:
+            out = torch.empty((len(self.words), self.in_width), dtype=dtype, device=self.words.device)
+            self.kernels.unpack(self, out)
+            return out
         chosen = ... if part is None else part
         zeros = None if self.zeros is None else self.zeros[chosen].mT
         return GroupedWeight(self._numbers, self.words[chosen], self.scales[chosen].mT, zeros).unpacked(dtype)
@@ -140,8 +147,9 @@ class GroupedLinear:
     def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""
         kernels = self._weight.kernels
-        product = functional.linear(x, self.unpacked()) if kernels is None else kernels.multiply(x, self._weight)
-        return self._end(product, addends)
+        if kernels is not None and len(x) <= UNPACKING_ROWS:
+            return self._end(kernels.multiply(x, self._weight), addends)
+        return self._end(functional.linear(x, self.unpacked()), addends)
 
     def unpacked(self) -> Tensor:
         """Return the weight [columns, in_width]."""

@@ -37,9 +37,12 @@ from alignedserve.runtime.model import file_products
 from alignedserve.runtime.model.quantized import source
 from alignedserve.runtime.model.quantized.product_form import Computing
 from kernels import gpu_dispatch, linear
+from kernels.activation import Gated
 from kernels.block_digests import listed_digests, row_digests
 from kernels.block_lists import gather_blocks, scatter_blocks
-from kernels.gpu import launching
+from kernels.gpu import expert_rows, grouped_weights, launching
+from kernels.narrow.float8_inputs import float8_inputs
+from kernels.narrow.grouped_linear import UNPACKING_ROWS, GroupedLinear, GroupedWeight, Numbers
 from tests.support.lora_folders import write_adapter
 from tests.support.quantized_checkpoints import FORMATS, CheckpointFormat, awq_columns, float8_blocks, quantize_folder
 from tests.support.quick_interpreter import patch_once_per_kernel
@@ -230,6 +233,26 @@ def _copy_blocks() -> None:
     listed_digests(blocks, ids)
 
 
+def _multiply_packed() -> None:
+    """Multiply by weights in groups of 128, with every tiling, and unpack them, as for more rows."""
+    for numbers, row_bytes in ((Numbers.INT4, 128), (Numbers.INT8, 256), (Numbers.FLOAT8, 256)):
+        scales = torch.ones((64, 2))
+        zeros = None if numbers is Numbers.FLOAT8 else torch.zeros((64, 2), dtype=torch.uint8)
+        words = torch.zeros((64, row_bytes), dtype=torch.uint8)
+        linear = GroupedLinear(GroupedWeight(numbers, words, scales, zeros), dtype=torch.bfloat16)
+        for num_rows in (*(tiling.rows for _, tiling in grouped_weights.TILINGS), UNPACKING_ROWS + 1):
+            linear(torch.zeros((num_rows, 256), dtype=torch.bfloat16))
+
+
+def _compute_wide_rows() -> None:
+    """Gate and round rows of an 8B Llama and of wider ones; sort the choices of a long prompt."""
+    gates = Gated("silu", torch.bfloat16, torch.device("cpu"))
+    gates.round_results()
+    for width in (14336, 28672):
+        float8_inputs(gates(torch.zeros((1, 2 * width), dtype=torch.bfloat16)))
+    expert_rows.sort(torch.zeros((1024, 8), dtype=torch.int32), 2)
+
+
 def _try_all() -> None:
     """Launch what is tried before a kernel is used."""
     for module in pkgutil.iter_modules(kernels.gpu.__path__):
@@ -238,7 +261,12 @@ def _try_all() -> None:
             found.trial_launch(torch.device("cpu"), torch.bfloat16)
 
 
-OTHERS: dict[str, Callable[[], None]] = {"copies": _copy_blocks, "trial launches": _try_all}
+OTHERS: dict[str, Callable[[], None]] = {
+    "copies": _copy_blocks,
+    "packed products": _multiply_packed,
+    "wide rows": _compute_wide_rows,
+    "trial launches": _try_all,
+}
 
 
 def main() -> None:

@@ -80,6 +80,6 @@ def test_attention_fits_other_gpus(capability: str, tmp_path: Path) -> None:
 
 
 def test_products_in_groups_compile_without_units_for_fp8(tmp_path: Path) -> None:
-    rows = compiled(tmp_path, "80", "--only", "_multiply", "--forms", "4 bits", "FP8 in blocks")
-    assert len(rows) >= 4
+    rows = compiled(tmp_path, "80", "--only", "_multiply", "--forms", "4 bits", "FP8 in blocks", "packed products")
+    assert len(rows) >= 12
     assert all(row["instructions"].keys() >= {"cp.async", "mma"} for row in rows)

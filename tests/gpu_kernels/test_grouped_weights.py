@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kernels import gpu_dispatch
-from kernels.narrow.grouped_linear import GroupedLinear, GroupedWeight, Numbers, SortedLinear
+from kernels.narrow.grouped_linear import UNPACKING_ROWS, GroupedLinear, GroupedWeight, Numbers, SortedLinear
 from kernels.sorted_experts import rows_by_expert
 from tests.support.marks import slow
 
@@ -61,7 +62,8 @@ def check(found: Tensor, x: Tensor, values: Tensor, *, has_kernel: bool, added: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *slow(torch.float16)])
 @pytest.mark.parametrize(
-    ("num_rows", "group", "groups", "columns"), [(1, 128, 8, 70), (16, 32, 3, 64), (17, 64, 5, 130), (70, 32, 9, 16)]
+    ("num_rows", "group", "groups", "columns"),
+    [(1, 128, 8, 70), (16, 32, 3, 64), (17, 64, 5, 130), (40, 32, 2, 16), (70, 32, 9, 16)],
 )
 @pytest.mark.parametrize("numbers", list(Numbers))
 @pytest.mark.parametrize("has_kernel", [True, False])
@@ -83,6 +85,28 @@ def test_products(
     multiply = GroupedLinear(moved(made.weight, device), bias.to(device), dtype=dtype)
     assert (multiply.in_width, multiply.out_width) == (group * groups, columns)
     check(multiply(x), x, made.values, has_kernel=has_kernel, added=bias.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16, torch.float16)])
+@pytest.mark.parametrize("numbers", list(Numbers))
+@pytest.mark.parametrize(("group", "groups", "columns"), [(128, 3, 40), (32, 2, 64)])
+def test_products_of_many_rows_are_of_the_unpacked_weight(
+    group: int,
+    groups: int,
+    columns: int,
+    numbers: Numbers,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda device: True)
+    made = sample(numbers, group, columns, groups)
+    multiply = GroupedLinear(moved(made.weight, device), dtype=dtype)
+    expected = made.weight.unpacked(dtype).to(device)
+    torch.testing.assert_close(multiply.unpacked(), expected, rtol=ROUNDING[dtype], atol=0.0)
+    x = torch.randn(UNPACKING_ROWS + 1, group * groups).to(device, dtype)
+    assert torch.equal(multiply(x), functional.linear(x, multiply.unpacked()))
+    check(multiply(x), x, made.values, has_kernel=False)
 
 
 def test_every_number_of_fp8_is_exact(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def check_memory(served: ServedModel, kv_cache_bytes: int, device: torch.device,
         available -= max(available // 10, 256 * _MIB)
     has_grammars = device.type != CUDA and served.encoder is None
     for_grammars = grammar_bytes(served.config.vocab_size) if has_grammars else 0
-    beside_blocks = served.weight_bytes + served.lora.worker_bytes + lent_bytes + for_grammars
+    beside_blocks = served.weight_bytes + served.lora.worker_bytes + lent_bytes + for_grammars + served.unpacking_bytes
     if beside_blocks + kv_cache_bytes <= available:
         return
     left = available - beside_blocks
@@ -115,6 +115,6 @@ def check_memory(served: ServedModel, kv_cache_bytes: int, device: torch.device,
         f"a worker on {device} needs {(beside_blocks + kv_cache_bytes) // _MIB} MiB (packed weights "
         f"{served.weight_bytes // _MIB}, blocks {kv_cache_bytes // _MIB}, adapters "
         f"{served.lora.worker_bytes // _MIB}, candidate buffers {lent_bytes // _MIB}, grammars "
-        f"{for_grammars // _MIB}), "
+        f"{for_grammars // _MIB}, unpacking {served.unpacking_bytes // _MIB}), "
         f"{max(available, 0) // _MIB} MiB are available; {fits}"
     )

@@ -59,6 +59,11 @@ class ServedModel:
         return self.config.loaded_weight_bytes(self.dtype, self.quantization)
 
     @property
+    def unpacking_bytes(self) -> int:
+        """Return the bytes of a worker's GPUs in which products of many rows unpack their weights; 0: none do."""
+        return 0 if self.stored is None else self.stored.unpacking_bytes
+
+    @property
     def rank_config(self) -> ModelConfig | EncoderConfig:
         """Return the config of what one rank computes; sizes of the first, which has the least."""
         if self.tensor_parallel == 1 or not isinstance(self.config, ModelConfig):

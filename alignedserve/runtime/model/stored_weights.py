@@ -11,3 +11,4 @@ class StoredWeights:
     step_bytes: int  # of the matrices that every token passes; of experts, those of a single token
     description: str  # for people: the types in the files, and those that are unpacked
     warning: str | None = None  # what unpacking costs, where it costs much
+    unpacking_bytes: int = 0  # in which a GPU unpacks the widest product for many rows, one at a time

@@ -12,6 +12,7 @@ from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig,
 from alignedserve.config.unset_sizes import DefaultSize, from_mapping
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
+from alignedserve.runtime.model.stored_weights import StoredWeights
 from alignedserve.scheduling.factory import resolve_policy
 from tests.support.marks import each
 
@@ -212,6 +213,9 @@ def test_a_gpu_gives_its_memory_to_weights_and_blocks() -> None:
     config = chosen(LARGEST, machine, topology="colocated").config
     assert 50 * GIB < config.decode.kv_cache_bytes < 0.85 * 80 * GIB - LARGEST.weight_bytes + 1
     assert config.decode.max_num_batched_tokens == 8192
+    stored = StoredWeights(LARGEST.weight_bytes, 0, "int4", unpacking_bytes=GIB)  # has room to unpack a product in
+    less = chosen(replace(LARGEST, stored=stored), machine, topology="colocated").config
+    assert config.decode.kv_cache_bytes - less.decode.kv_cache_bytes == pytest.approx(GIB, abs=MIB)
     small = chosen(LARGEST, replace(MACHINE, gpu_bytes=(24 * GIB,)), topology="colocated").config
     assert small.decode.max_num_batched_tokens == 4096
     both = separate(LARGEST, replace(MACHINE, available_bytes=64 * GIB, shared_bytes=64 * GIB, gpu_bytes=(80 * GIB,)))

@@ -32,9 +32,8 @@ def test_memory_and_time_decide(gpu: str, num_tokens: int, expected: int) -> Non
     assert running_requests(num_tokens, RooflineModel(LLAMA, HARDWARE[gpu])) == expected
 
 
-def test_without_costs_memory_decides_and_experts_have_a_limit() -> None:
+def test_without_costs_memory_decides() -> None:
     assert (running_requests(427_000, None), running_requests(50_000, None)) == (1024, 192)
-    assert running_requests(427_000, None, has_experts=True) == 256
 
 
 def test_a_model_that_is_slow_anyway_runs_a_few() -> None:

@@ -27,6 +27,9 @@ class ProductForm(enum.Enum):
     UNPACKED = "unpacked"
 
 
+GROUPS_OF_GPUS = (ProductForm.GROUPS_4, ProductForm.GROUPS_8, ProductForm.GROUPS_FLOAT8)
+
+
 @dataclass(frozen=True, slots=True)
 class Computing:
     """Device and dtype of a worker's computations."""

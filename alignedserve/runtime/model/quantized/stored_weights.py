@@ -8,13 +8,14 @@ from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.quantized.layout import StoredMatrix, has_weight, stored_matrix
-from alignedserve.runtime.model.quantized.product_form import Computing, ProductForm, form_bytes
+from alignedserve.runtime.model.quantized.product_form import GROUPS_OF_GPUS, Computing, ProductForm, form_bytes
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization
 from alignedserve.runtime.model.stored_weights import StoredWeights
 from alignedserve.runtime.model.weight_index import WeightIndex
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, find_prefix, linear_modules
 
 _MIB = 1 << 20
+_UNPACKED_TOGETHER = 2  # gates and ups
 
 
 class _Matrix(NamedTuple):
@@ -50,7 +51,8 @@ def quantized_weights(
         described += f"; multiplied {', '.join(parts)}"
     warning = _warning(matrices, computing)
     described += "" if warning is None else f"; {warning}"
-    return StoredWeights(num_bytes, step_bytes, "; ".join((described, *stored.remarks)), warning)
+    unpacking_bytes = _UNPACKED_TOGETHER * itemsize * _widest(matrices)
+    return StoredWeights(num_bytes, step_bytes, "; ".join((described, *stored.remarks)), warning, unpacking_bytes)
 
 
 def _matrices(folder: Path, config: ModelConfig, computing: Computing, stored: CheckpointQuantization) -> list[_Matrix]:
@@ -77,6 +79,11 @@ def _as_computed_together(matrices: list[_Matrix], computing: Computing) -> list
     if not computing.is_gpu or ProductForm.UNPACKED not in forms:
         return matrices
     return [matrix._replace(form=ProductForm.UNPACKED) if matrix.is_expert else matrix for matrix in matrices]
+
+
+def _widest(matrices: list[_Matrix]) -> int:
+    """Return the elements of the widest matrix that products of many rows unpack; 0: none is."""
+    return max((_count(own) for own in matrices if own.form in GROUPS_OF_GPUS and not own.is_expert), default=0)
 
 
 def _warning(matrices: list[_Matrix], computing: Computing) -> str | None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ModelError
+from alignedserve.runtime.model.quantized.product_form import Computing
+from alignedserve.runtime.model.quantized.stored_weights import quantized_weights
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from benchmarks.engine.throughput import weight_bytes
 from tests.support.quantized_checkpoints import FORMATS, quantize_folder
@@ -57,6 +59,10 @@ def test_sizes_count_packed_weights(tmp_path: Path) -> None:
     assert served.stored.step_bytes == pytest.approx(in_layers * 18 // 32 + 2 * head, rel=0.02)  # and norms
     assert served.stored.description == "gptq, int4 in groups of 32 (21 matrices); multiplied in blocks of 4 bits (21)"
     assert served.stored.warning is None
+    assert served.stored.unpacking_bytes == 0
+    on_gpu = quantized_weights(tmp_path, served.decoder, Computing("cuda", "bfloat16"))
+    widest = served.decoder.intermediate_size * served.decoder.hidden_size
+    assert on_gpu.unpacking_bytes == 2 * 2 * widest  # gates and ups, of bfloat16
     assert resolved(tmp_path, random_weights=True).stored is None
     int8 = resolved(tmp_path, quantization="int8")
     assert int8.weight_bytes == int8.config.loaded_weight_bytes("bfloat16", "int8")
