@@ -24,7 +24,7 @@ PRODUCTS = {
     "_decode_parts": {"mma"},
     "_prefill": {"wgmma"},
     "_multiply": {"mma", "wgmma"},
-    "_multiply_stacked": {"mma"},
+    "_multiply_stacked": {"mma", "wgmma"},
 }
 
 
