@@ -285,7 +285,7 @@ struct RowForecast {
 
         allowed_s = slack_s > 0 ? slack_s : tpot_s;
         banked_s = larger(next_s, schedule_s);
-        const double later_gaps_s = larger(tpot_s - at.usual_gap_s, 0.0) / 2;
+        const double later_gaps_s = larger((1.0 - at.given_back) * tpot_s - at.usual_gap_s, 0.0);
         stretched_s = banked_s + num_left * smaller(at.given_back * tpot_s, later_gaps_s);
         const double return_s = context_len * at.prefill_token_s;
         eviction_slack_s = smaller(schedule_s - at.now, deadline_slack_s) - return_s - 2 * at.horizon_s;

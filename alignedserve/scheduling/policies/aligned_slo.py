@@ -46,9 +46,9 @@ class AlignedSloConfig:
     slack_share: float = 0.9  # of the least slack: the rest is for errors of the cost model
     memory_s: float = 30.0  # for so long after its last request an objective still bounds iterations
     starvation_s: float = 60.0  # a request that waits longer, and `patience` times as long as it needs alone,
-    patience: float = 10.0  # has a share of every iteration, and freed blocks are kept for it; not late chat, but
-    return_s: float = 5.0  # late chat that has begun and lost its cache, after so long,
-    pause_s: float = 1.0  # and while it has its cache it pauses no longer than this
+    patience: float = 10.0  # has a share of every iteration, and freed blocks are kept for it; a late chat has it
+    return_s: float = 5.0  # only if it has begun, so long after it lost its cache;
+    pause_s: float = 1.0  # with its cache it pauses no longer than this
     starving_share: float = 0.1  # this share, of the time that the iteration may take and of the memory
     growth_tokens: int = 16  # newcomers leave blocks for this many more tokens of each request with objectives
     interference: float | None = None  # `scheduling.interference`: best effort prolongs gaps of chat by this factor
@@ -134,8 +134,8 @@ class AlignedSlo:
             decode_s=runtime.decode_s,
             starvation_s=config.starvation_s,
             patience=config.patience,
-            # Later gaps are at most `slack_share` of the allowed ones, unless prompts that would be late prolong them
-            # again: then what they were of late. Half of that counts, as predictions err.
+            # Later gaps are at most `slack_share` of the allowed ones, of which half counts, as predictions err; unless
+            # prompts that would be late prolong them again and again, which what they were of late tells.
             given_back=(1.0 - config.slack_share) / 2,
             usual_gap_s=view.history.usual_s,
             pause_s=config.pause_s,

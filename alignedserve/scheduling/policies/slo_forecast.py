@@ -48,7 +48,7 @@ class Situation(NamedTuple):
     starvation_s: float  # as in AlignedSloConfig
     patience: float
     given_back: float  # of a mean gap, by which each later gap is expected to be shorter, at most
-    usual_gap_s: float  # of late: half of what is left to the mean gap is expected of each later gap
+    usual_gap_s: float  # what gaps were of late; the closer to the mean gap, the less is given back
     pause_s: float  # as in AlignedSloConfig
     return_s: float
 
@@ -139,16 +139,16 @@ def _plain_forecast(table: RequestTable, situation: Situation, prompts: PrefillT
     rank = np.where(is_starving, STARVING, np.where(must_go_on, ON_TIME, claim))
     is_overtakable = is_free & ~has_waited & (rank >= LATE) & (table.num_blocks > 0)
     # With its cache away a request needs the time to compute it again.
-    return_s = runtime.prefill_s(table.context_len.astype(np.float64))
+    back_s = runtime.prefill_s(table.context_len.astype(np.float64))
     lasts_s = np.maximum(dues.next_s, dues.schedule_s)
     has_gaps = dues.has_begun & is_on_time
-    later_gaps_s = np.maximum(table.tpot_s - situation.usual_gap_s, 0.0) / 2
+    later_gaps_s = np.maximum((1.0 - situation.given_back) * table.tpot_s - situation.usual_gap_s, 0.0)
     given_back_s = num_left * np.minimum(situation.given_back * table.tpot_s, later_gaps_s)
     return RowForecasts(
         # Until the first token that is all that others wait for: the tokens after it are computed beside theirs.
         left_s=np.where(is_on_time & ~dues.has_begun & ~np.isinf(dues.first_s), alone_s, left_s),
         slack_s=slack_s,
-        eviction_slack_s=np.minimum(dues.schedule_s - now, deadline_slack_s) - return_s - 2 * horizon_s,
+        eviction_slack_s=np.minimum(dues.schedule_s - now, deadline_slack_s) - back_s - 2 * horizon_s,
         rank=rank,
         claim=claim,
         is_ready=is_ready,

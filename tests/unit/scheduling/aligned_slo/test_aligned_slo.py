@@ -107,6 +107,14 @@ def test_smaller_priority_goes_first_among_equals() -> None:
     assert list(planned(view_of(rows, now=1.0))) == ["before", "plain"]
 
 
+def test_before_its_first_token_a_chat_goes_by_its_prompt_and_not_by_its_answer() -> None:
+    rows: dict[str, dict[str, Any]] = {
+        "short answer": {"prompt_len": 90, "ttft_s": 5.0, "predicted_len": 5},
+        "short prompt": {"prompt_len": 80, "ttft_s": 5.0, "predicted_len": 900},
+    }
+    assert list(planned(view_of(rows, max_tokens=100))) == ["short prompt", "short answer"]
+
+
 def test_a_deadline_that_presses_lets_no_document_pass_chat() -> None:
     rows: dict[str, dict[str, Any]] = {
         "pressed": {"be": True, "prompt_len": 300, "predicted_len": 1, "arrival_s": 0.2, "deadline_s": 1.3},

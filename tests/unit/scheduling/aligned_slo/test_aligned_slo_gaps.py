@@ -1,5 +1,6 @@
 """aligned_slo where a prompt takes longer than one gap between tokens: what counts is the mean of a request's gaps."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from alignedserve.scheduling.policies import make_policy
@@ -16,10 +17,10 @@ _AHEAD = {
 }
 
 
-def _tokens_of_question(answer: dict[str, Any], due_in_s: float) -> int:
+def _tokens_of_question(answer: dict[str, Any], due_in_s: float, history: Sequence[float] = ()) -> int:
     """Return tokens of 120, which take 132 ms with the answer's next token."""
     question = {"prompt_len": 120, "ttft_s": 0.4, "arrival_s": 0.6 + due_in_s}
-    view = view_of({"answer": answer, "question": question}, now=1.0)
+    view = view_of({"answer": answer, "question": question}, now=1.0, history=history)
     plan = make_policy("aligned_slo").plan(view)
     assert_sound(view, plan)
     return scheduled_of(view, plan)["question"]
@@ -38,6 +39,13 @@ def test_a_gap_is_lengthened_of_who_can_make_up_for_it_and_of_no_other() -> None
     on_schedule = _AHEAD | {"first_token_s": 0.09}
     assert _tokens_of_question(on_schedule | {"max_tokens": 30}, due_in_s=0.14) == 120
     assert _tokens_of_question(on_schedule | {"max_tokens": 12}, due_in_s=0.14) == 69
+
+
+def test_no_gap_is_lengthened_where_later_ones_have_given_nothing_back_of_late() -> None:
+    on_schedule = _AHEAD | {"first_token_s": 0.09, "max_tokens": 30}
+    assert _tokens_of_question(on_schedule, due_in_s=0.14, history=[0.09]) == 120
+    assert _tokens_of_question(on_schedule, due_in_s=0.14, history=[0.096]) == 69
+    assert _tokens_of_question(_AHEAD, due_in_s=0.14, history=[0.096]) == 120  # what it is ahead already is its own
 
 
 def test_what_prompts_take_is_not_overrated() -> None:
