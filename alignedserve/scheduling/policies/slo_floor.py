@@ -56,7 +56,10 @@ class Floor:
         first = int(starving[0])
         is_held = self._is_held(table.request_ids[first], float(rows.left_s[first]), needed[0] / room, view.now)
         if num_kept < len(starving):
-            rows = behind(rows, starving[num_kept:])
+            others = starving[num_kept:]
+            # Late chat that has lost its cache keeps its place: returned first, it would be evicted next, and so on.
+            has_slo = np.isfinite(table.ttft_s[others]) | np.isfinite(table.tpot_s[others])
+            rows = behind(rows, others, others[~(table.is_real_time[others] & has_slo)])
         if is_held:
             return FlooredRows(rows, rows.rank, is_first_held=True)
         hold = rows.rank.copy()
@@ -80,18 +83,18 @@ def behind_real_time(table: RequestTable, rows: RowForecasts) -> RowForecasts:
         return rows
     claim, starving = rows.claim.copy(), rows.rank[pressed] == STARVING
     claim[pressed] = BEST_EFFORT
-    moved = behind(rows._replace(claim=claim), pressed)
+    moved = behind(rows._replace(claim=claim), pressed, pressed)
     moved.rank[pressed[starving]] = STARVING
     return moved._replace(
         num_ready=counts_of(moved.rank[rows.is_ready]), num_waiting=counts_of(moved.rank[~rows.is_ready])
     )
 
 
-def behind(rows: RowForecasts, moved: Ints) -> RowForecasts:
-    """Return the forecasts with these rows first in the ranks of their objectives."""
+def behind(rows: RowForecasts, moved: Ints, first: Ints) -> RowForecasts:
+    """Return the forecasts with these rows in the ranks of their objectives, some of them first there."""
     rank, left_s = rows.rank.copy(), rows.left_s.copy()
     rank[moved] = rows.claim[moved]
-    left_s[moved] = 0.0
+    left_s[first] = 0.0
     return rows._replace(
         rank=rank,
         left_s=left_s,
