@@ -2,8 +2,8 @@
 
 They are served by priority and arrival, each to its end, within a share of every iteration's time, and hold a share of
 the memory that no other request takes from them: as many of the first ones as fit it, at least one. The rest go first
-among their own class, and are evicted for others as they would be without having waited. So however many documents have
-waited too long, chat has the rest of the time and of the memory.
+among their own class (but for late chat, which keeps its place), and are evicted for others as they would be without
+having waited. So however many documents have waited too long, chat has the rest of the time and of the memory.
 
 A first one that needs more memory than the share has it all the same, once it has been first for so long that the
 memory it holds is the share on average:
