@@ -96,7 +96,7 @@ LATE: dict[str, Any] = {"prompt_len": 90, "num_generated": 5, "ttft_s": 0.1, "tp
 
 
 def beside_chat(**row: Any) -> dict[str, int]:
-    """Return what is computed of this row beside a chat whose own token takes 11.4 ms, of 11.2 that the iteration should."""
+    """Return what is computed of this row beside a chat whose token takes 11.4 ms, of 11.2 that are allowed."""
     rows: Rows = {"chat": {"prompt_len": 40, "num_generated": 1, "ttft_s": 1.0, "tpot_s": 0.0125}, "row": row}
     rows["chat"] |= {"arrival_s": 9.99, "first_token_s": 10.0, "last_token_s": 10.0}
     return planned(rows, now=10.0)[0]
