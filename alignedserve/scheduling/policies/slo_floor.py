@@ -59,7 +59,7 @@ class Floor:
             others = starving[num_kept:]
             # Late chat that has lost its cache keeps its place: returned first, it would be evicted next, and so on.
             has_slo = np.isfinite(table.ttft_s[others]) | np.isfinite(table.tpot_s[others])
-            rows = behind(rows, others, others[~(table.is_real_time[others] & has_slo)])
+            rows = behind(rows, others, first=others[~(table.is_real_time[others] & has_slo)])
         if is_held:
             return FlooredRows(rows, rows.rank, is_first_held=True)
         hold = rows.rank.copy()
@@ -83,18 +83,18 @@ def behind_real_time(table: RequestTable, rows: RowForecasts) -> RowForecasts:
         return rows
     claim, starving = rows.claim.copy(), rows.rank[pressed] == STARVING
     claim[pressed] = BEST_EFFORT
-    moved = behind(rows._replace(claim=claim), pressed, pressed)
+    moved = behind(rows._replace(claim=claim), pressed)
     moved.rank[pressed[starving]] = STARVING
     return moved._replace(
         num_ready=counts_of(moved.rank[rows.is_ready]), num_waiting=counts_of(moved.rank[~rows.is_ready])
     )
 
 
-def behind(rows: RowForecasts, moved: Ints, first: Ints) -> RowForecasts:
-    """Return the forecasts with these rows in the ranks of their objectives, some of them first there."""
+def behind(rows: RowForecasts, moved: Ints, *, first: Ints | None = None) -> RowForecasts:
+    """Return the forecasts with these rows in the ranks of their objectives, first there: all, or only `first`."""
     rank, left_s = rows.rank.copy(), rows.left_s.copy()
     rank[moved] = rows.claim[moved]
-    left_s[first] = 0.0
+    left_s[moved if first is None else first] = 0.0
     return rows._replace(
         rank=rank,
         left_s=left_s,
