@@ -1,8 +1,7 @@
-"""Digests of blocks where they lie, equal on every device and to those of `kernels.cpu.block_copies`.
+"""Digests of rows where they lie, by the rules of `kernels.cpu.row_digest`, equal on every device.
 
-XXH3 of 64 bits without a seed (Yann Collet, https://xxhash.com), of at least 256 bytes: shorter rows are summed as if
-zeros followed them. A row is taken in rounds of 16 stripes of 8 words. Within a round the words' products are summed in
-any order; between rounds the 8 sums are mixed:
+XXH3 takes a part in rounds of 16 stripes of 8 words. Within a round the words' products are summed in any order;
+between rounds the 8 sums are mixed:
 
     stripe:  s[i] += word[i ^ 1] + low(x) * high(x)          x = word[i] ^ secret[stripe + i], halves of 32 bits
     round:   s[i]  = (s[i] ^ s[i] >>> 47 ^ secret[16 + i]) * PRIME32_1
@@ -14,21 +13,19 @@ import struct
 import torch
 from torch import Tensor
 
+from kernels.cpu.row_digest import LEAST_BYTES, MIX, PART_BYTES, PLACE, WORD_BYTES
 from kernels.gpu_dispatch import fused_kernels, on_device
 
-WORD_BYTES = 8
 LANES, STRIPES = 8, 16
-ROUND_WORDS = LANES * STRIPES
-PRIME32_1 = 0x9E3779B1
-_LEAST_BYTES = 256
-_STRIPE_BYTES, _ROUND_BYTES = LANES * WORD_BYTES, ROUND_WORDS * WORD_BYTES
+ROUND_WORDS, PART_WORDS, LEAST_WORDS = LANES * STRIPES, PART_BYTES // WORD_BYTES, LEAST_BYTES // WORD_BYTES
+PRIME32_1, PRIME64_1 = 0x9E3779B1, 0x9E3779B185EBCA87
 _PRIME32_2, _PRIME32_3 = 0x85EBCA77, 0xC2B2AE3D
-_PRIME64 = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
+_PRIME64 = (PRIME64_1, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
 _FIRST = (_PRIME32_3, *_PRIME64[:4], _PRIME32_2, _PRIME64[4], PRIME32_1)
-_LAST_MIX = 0x165667919E3779F9
+LAST_MIX = 0x165667919E3779F9
 _LAST_KEY, _MERGE_KEY = 121, 11  # bytes of the secret
 _HALF = (1 << 32) - 1
-_CHUNK_BYTES = 16 << 20  # of rows for which plain PyTorch allocates intermediate results
+_CHUNK_WORDS = 2 << 20  # of rows for which plain PyTorch allocates intermediate results
 
 SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
@@ -45,68 +42,81 @@ def listed_digests(rows: Tensor, row_ids: Tensor) -> Tensor:
     row_ids   [count] int64, on the same device -> int64 [count], there too
     """
     kernels = fused_kernels("row_digests", rows.device, rows.dtype)
-    if kernels is None or rows.shape[1] < _LEAST_BYTES:
+    if kernels is None:
         return row_digests(rows[row_ids])
-    words = rows.view(torch.int64)
-    num_bytes, num_rounds, num_stripes = _sizes(words)
     with on_device(rows.device):
-        sums: Tensor = kernels.stripe_sums(words, num_rounds, num_stripes, row_ids)
-    sums = sums + _terms(words[:, -LANES:][row_ids], _words_of_secret(_LAST_KEY, LANES, rows.device))
-    return _merged(sums, num_bytes)
+        digests: Tensor = kernels.row_digests(rows.view(torch.int64), row_ids)
+    return digests
 
 
 def row_digests(rows: Tensor) -> Tensor:
     """Compute rows uint8 [count, any multiple of 8], contiguous -> their digests, int64 [count], on the same device."""
     words = rows.view(torch.int64)
-    if rows.shape[1] < _LEAST_BYTES:
-        words = torch.nn.functional.pad(words, (0, _LEAST_BYTES // WORD_BYTES - words.shape[1]))
-    num_bytes, num_rounds, num_stripes = _sizes(words)
     kernels = fused_kernels("row_digests", rows.device, rows.dtype)
     if kernels is not None:
         with on_device(rows.device):
-            sums: Tensor = kernels.stripe_sums(words, num_rounds, num_stripes)
-    else:
-        size = max(1, _CHUNK_BYTES // num_bytes)
-        parts = [words[first : first + size] for first in range(0, len(words), size)] or [words]
-        sums = torch.cat([_stripe_sums(part, num_rounds, num_stripes) for part in parts])
-    sums = sums + _terms(words[:, -LANES:], _words_of_secret(_LAST_KEY, LANES, rows.device))
-    return _merged(sums, num_bytes)
-
-
-def _sizes(words: Tensor) -> tuple[int, int, int]:
-    """Return the bytes of a row, its whole rounds, and its stripes but the last."""
-    num_bytes = words.shape[1] * WORD_BYTES
-    return num_bytes, (num_bytes - 1) // _ROUND_BYTES, (num_bytes - 1) // _STRIPE_BYTES
+            digests: Tensor = kernels.row_digests(words)
+        return digests
+    size = max(1, _CHUNK_WORDS // words.shape[1])
+    parts = [words[first : first + size] for first in range(0, len(words), size)] or [words]
+    return torch.cat([_plain_digests(part) for part in parts])
 
 
 def signed(constant: int) -> int:
-    """Return the same 64 bits as a signed integer, as torch's int64 holds them."""
+    """Return the lower 64 bits as a signed integer, as torch's int64 holds them."""
+    constant &= (1 << 64) - 1
     return constant - (1 << 64) if constant >> 63 else constant
 
 
 @functools.cache
-def first_sums(device: torch.device) -> Tensor:
-    """Return what the sums begin with: int64 [8]."""
-    return torch.tensor([signed(one) for one in _FIRST], dtype=torch.int64, device=device)
+def constants(device: torch.device) -> Tensor:
+    """Return what the sums begin with, the keys of the last stripe and those of merging: int64 [3, 8]."""
+    words = [
+        [signed(one) for one in _FIRST],
+        *(struct.unpack_from(f"<{LANES}q", SECRET, at) for at in (_LAST_KEY, _MERGE_KEY)),
+    ]
+    return torch.tensor(words, dtype=torch.int64, device=device)
 
 
 @functools.cache
 def secret_words(device: torch.device) -> Tensor:
     """Return the secret: int64 [24]."""
-    return _words_of_secret(0, len(SECRET) // WORD_BYTES, device)
+    return torch.tensor(struct.unpack("<24q", SECRET), dtype=torch.int64, device=device)
 
 
-@functools.cache
-def _words_of_secret(first_byte: int, count: int, device: torch.device) -> Tensor:
-    words = struct.unpack_from(f"<{count}q", SECRET, first_byte)
-    return torch.tensor(words, dtype=torch.int64, device=device)
+def _plain_digests(words: Tensor) -> Tensor:
+    """Compute words [count, width] -> [count] by PyTorch's own operations."""
+    count, width = words.shape
+    num_whole, terms = width // PART_WORDS, []
+    if num_whole:
+        whole = words[:, : num_whole * PART_WORDS].reshape(count * num_whole, PART_WORDS)
+        terms.append(_placed(_part_digests(whole).view(count, num_whole), 0))
+    if width % PART_WORDS:
+        last = words[:, num_whole * PART_WORDS :]
+        last = torch.nn.functional.pad(last, (0, max(0, LEAST_WORDS - last.shape[1])))
+        terms.append(_placed(_part_digests(last)[:, None], num_whole))
+    return torch.cat(terms, dim=1).sum(dim=1)
 
 
-def _stripe_sums(words: Tensor, num_rounds: int, num_stripes: int) -> Tensor:
-    """Sum all stripes but the last, of words [count, width] -> [count, 8]. The plain form."""
-    secret = secret_words(words.device)
+def _placed(digests: Tensor, first: int) -> Tensor:
+    """Mix the digests of parts [count, parts] with their places, from the number `first` on."""
+    numbers = torch.arange(first + 1, first + 1 + digests.shape[1], device=digests.device)
+    return _mix(digests ^ _mix(numbers * signed(PLACE)))
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shifted(x, 32)) * signed(MIX[0])
+    x = (x ^ _shifted(x, 29)) * signed(MIX[1])
+    return x ^ _shifted(x, 32)
+
+
+def _part_digests(words: Tensor) -> Tensor:
+    """Compute XXH3 of parts [count, at least 32 words] -> [count]."""
+    num_bytes = words.shape[1] * WORD_BYTES
+    num_rounds, num_stripes = (num_bytes - 1) // (ROUND_WORDS * WORD_BYTES), (num_bytes - 1) // (LANES * WORD_BYTES)
+    secret, (first, last_keys, merge_keys) = secret_words(words.device), constants(words.device)
     keys = torch.stack([secret[stripe : stripe + LANES] for stripe in range(STRIPES)])
-    sums = first_sums(words.device).expand(len(words), LANES)
+    sums = first.expand(len(words), LANES)
     whole = words[:, : num_rounds * ROUND_WORDS].reshape(len(words), num_rounds, STRIPES, LANES)
     totals = _terms(whole, keys).sum(dim=2)
     for number in range(num_rounds):
@@ -114,7 +124,8 @@ def _stripe_sums(words: Tensor, num_rounds: int, num_stripes: int) -> Tensor:
         sums = (sums ^ _shifted(sums, 47) ^ secret[STRIPES:]) * PRIME32_1
     num_rest = num_stripes - num_rounds * STRIPES
     rest = words[:, num_rounds * ROUND_WORDS : num_stripes * LANES].reshape(len(words), num_rest, LANES)
-    return sums + _terms(rest, keys[:num_rest]).sum(dim=1)
+    sums = sums + _terms(rest, keys[:num_rest]).sum(dim=1) + _terms(words[:, -LANES:], last_keys)
+    return _merged(sums ^ merge_keys, num_bytes)
 
 
 def _terms(words: Tensor, keys: Tensor) -> Tensor:
@@ -124,11 +135,11 @@ def _terms(words: Tensor, keys: Tensor) -> Tensor:
     return (mixed & _HALF) * _shifted(mixed, 32) + neighbours
 
 
-def _merged(sums: Tensor, num_bytes: int) -> Tensor:
-    pairs = (sums ^ _words_of_secret(_MERGE_KEY, LANES, sums.device)).reshape(-1, LANES // 2, 2)
+def _merged(keyed: Tensor, num_bytes: int) -> Tensor:
+    pairs = keyed.reshape(len(keyed), LANES // 2, 2)
     low, high = _wide_product(pairs[..., 0], pairs[..., 1])
-    result = (low ^ high).sum(dim=-1) + signed(num_bytes * _PRIME64[0] & ((1 << 64) - 1))
-    result = (result ^ _shifted(result, 37)) * _LAST_MIX
+    result = (low ^ high).sum(dim=-1) + signed(num_bytes * PRIME64_1)
+    result = (result ^ _shifted(result, 37)) * LAST_MIX
     return result ^ _shifted(result, 32)
 
 

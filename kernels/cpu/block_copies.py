@@ -1,8 +1,7 @@
 """Copies of listed blocks on the host, with a digest of each block, by the native kernel where it is built.
 
-The digest of a block is its XXH3 of 64 bits without a seed; a block of less than 256 bytes is summed as if zeros
-followed it. Copying and summing is one pass: every byte of the source is read once, so that a digest is of exactly the
-bytes that were written, whoever writes to the source meanwhile.
+Digests are those of `kernels.cpu.row_digest`. Copying and summing is one pass: every byte of the source is read once,
+so that a digest is of exactly the bytes that were written, whoever writes to the source meanwhile.
 
 Nothing here loads torch: the KV pool does without it.
 """
@@ -12,19 +11,18 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from kernels.cpu.native import load_native
+from kernels.cpu.row_digest import row_digest
 
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
 
-LEAST_BYTES = 256  # that are summed
 # More than a core's own cache: what is copied would be gone from it before it is read again, so it is written past it.
 STREAMED_BYTES = 1 << 20
 
-_native: Any = load_native("copy_blocks")
+_native: Any = load_native("copy_with_digests")  # older builds have other digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ def copy_blocks(
         return digests
     if is_streamed is None:
         is_streamed = source.num_bytes > STREAMED_BYTES
-    _native.copy_blocks(
+    _native.copy_with_digests(
         level or levels()[0],
         *_placed(source),
         *_placed(target),
@@ -108,7 +106,7 @@ def digest_blocks(blocks: BlockList, *, num_threads: int = 1, level: str | None 
     digests = np.empty(len(blocks), np.uint64)
     if _native is None:
         _check(blocks)
-        digests[:] = [_digest(blocks.blocks[block_id]) for block_id in blocks.block_ids.tolist()]
+        digests[:] = [row_digest(blocks.blocks[block_id]) for block_id in blocks.block_ids.tolist()]
     else:
         placed = _placed(blocks)
         _native.digest_blocks(level or levels()[0], *placed, blocks.block_bytes, digests.ctypes.data, num_threads)
@@ -130,16 +128,10 @@ def _copy_plainly(source: BlockList, target: BlockList, digests: Digests) -> Non
         np.copyto(own, source.blocks[read])
         np.copyto(target.blocks[written], own)
         if len(digests):
-            digests[place] = _digest(own)
+            digests[place] = row_digest(own)
 
 
 def _check(listed: BlockList) -> None:
     ids = listed.block_ids
     if len(ids) and (ids.min() < 0 or ids.max() >= len(listed.blocks)):
         raise ValueError("a block outside its memory")
-
-
-def _digest(block: Bytes) -> int:
-    if len(block) < LEAST_BYTES:
-        block = np.concatenate([block, np.zeros(LEAST_BYTES - len(block), np.uint8)])
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(block).data)

@@ -25,7 +25,7 @@ from alignedserve.runtime.device.streams import Event
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.device_pieces import DevicePieces
-from kernels.block_digests import WORD_BYTES
+from kernels.cpu.row_digest import WORD_BYTES
 
 HOST = "host"
 PCIE, LINK, ON_DEVICE = "PCIe", "link", "on the device"

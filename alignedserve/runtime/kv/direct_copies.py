@@ -20,9 +20,10 @@ from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.kv.block_runs import BlockRuns, Ints
-from kernels.block_digests import WORD_BYTES, listed_digests, row_digests
+from kernels.block_digests import listed_digests, row_digests
 from kernels.block_lists import copy_listed, gather_blocks, scatter_blocks
 from kernels.cpu.block_copies import BlockList, Digests
+from kernels.cpu.row_digest import WORD_BYTES
 
 STAGED_BYTES = 32 << 20  # on the device: large enough for a link's full speed, small beside a cache
 LEAST_STRAIGHT_BYTES = 256 << 10  # a block that is copied straight: five microseconds of a link, and more than a launch

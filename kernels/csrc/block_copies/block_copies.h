@@ -1,15 +1,15 @@
 // Copies of listed blocks with a digest of each, in one pass: what the levels (instruction sets) have in common.
 //
-// The digest of a block is its XXH3 of 64 bits without a seed (Yann Collet, https://xxhash.com), of at least
-// kLeastBytes: a shorter block is summed as if zeros followed it. Every byte of the source is read once, so a digest is
-// of exactly the bytes that were written, whoever writes to the source meanwhile.
+// kernels/cpu/row_digest.py has the rules of a digest. Every byte of the source is read once, so a digest is of exactly
+// the bytes that were written, whoever writes to the source meanwhile.
 #pragma once
 
 #include <cstdint>
 
 namespace block_copies {
 
-constexpr int64_t kLeastBytes = 256;
+constexpr int64_t kPartBytes = 16 << 10;  // a multiple of 64, as blocks that are streamed
+constexpr int64_t kLeastBytes = 256;      // of a part, that are summed
 
 // How a block is written.
 enum class Stores {

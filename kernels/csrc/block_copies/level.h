@@ -177,12 +177,29 @@ uint64_t pass(const Block& block) {
     return is_summed ? merged(sums, block.bytes) : 0;
 }
 
-uint64_t copy_and_sum(const Block& block, Stores how) {
+uint64_t part_copied_and_summed(const Block& part, Stores how) {
     switch (how) {
-        case Stores::none: return pass<Stores::none, true>(block);
-        case Stores::cached: return pass<Stores::cached, true>(block);
-        default: return pass<Stores::streamed, true>(block);
+        case Stores::none: return pass<Stores::none, true>(part);
+        case Stores::cached: return pass<Stores::cached, true>(part);
+        default: return pass<Stores::streamed, true>(part);
     }
+}
+
+inline uint64_t mixed(uint64_t x) {
+    x = (x ^ x >> 32) * 0xFF51AFD7ED558CCDu;
+    x = (x ^ x >> 29) * 0xC4CEB9FE1A85EC53u;
+    return x ^ x >> 32;
+}
+
+uint64_t copy_and_sum(const Block& block, Stores how) {
+    uint64_t sum = 0, place = 0;
+    for (int64_t at = 0; at < block.bytes; at += kPartBytes) {
+        const int64_t left = block.bytes - at, bytes = left < kPartBytes ? left : kPartBytes;
+        const char* const next = left > kPartBytes ? block.source + at + kPartBytes : block.next;
+        place += 0x9E3779B97F4A7C15u;
+        sum += mixed(part_copied_and_summed({block.source + at, block.target + at, bytes, next}, how) ^ mixed(place));
+    }
+    return sum;
 }
 
 void copy(const Block& block, Stores how) {

@@ -145,7 +145,7 @@ void digest_blocks(const std::string& level_name, uintptr_t at, int64_t num_bloc
 
 void bind(nb::module_& module) {
     module.def("block_copy_levels", supported_levels);
-    module.def("copy_blocks", copy_blocks);
+    module.def("copy_with_digests", copy_blocks);
     module.def("digest_blocks", digest_blocks);
 }
 

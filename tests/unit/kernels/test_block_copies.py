@@ -1,19 +1,19 @@
-"""Copies of listed blocks: the bytes arrive, each digest is XXH3's, at every level and without any."""
+"""Copies of listed blocks: the bytes arrive, each digest is the plain one, at every level and without any."""
 
 import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import xxhash
 
 from kernels.cpu import block_copies
-from kernels.cpu.block_copies import LEAST_BYTES, BlockList, Bytes, all_rows, copy_blocks, digest_blocks, levels
+from kernels.cpu.block_copies import BlockList, Bytes, all_rows, copy_blocks, digest_blocks, levels
+from kernels.cpu.row_digest import row_digest
 
 pytestmark = pytest.mark.slow
 
 PLAIN = "no extension"
-BLOCK_BYTES = (1, 8, 63, 64, 240, 255, 256, 257, 1000, 1024, 1088, 2048, 3001, 4096 + 8, 80 * 1024)
+BLOCK_BYTES = (1, 8, 63, 64, 240, 255, 256, 257, 1000, 1024, 1088, 2048, 3001, 4096 + 8, 16384, 16385, 80 * 1024)
 SOURCES, TARGETS = np.array([3, 0, 4, 3]), np.array([5, 1, 2, 0])
 
 
@@ -31,17 +31,13 @@ def random_blocks(num_blocks: int, block_bytes: int) -> Bytes:
     return np.random.default_rng(block_bytes).integers(0, 256, (num_blocks, block_bytes), np.uint8)
 
 
-def digest(block: Bytes) -> int:
-    return xxhash.xxh3_64_intdigest(block.tobytes().ljust(LEAST_BYTES, b"\0"))
-
-
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("block_bytes", BLOCK_BYTES)
 def test_blocks_are_copied_and_summed(block_bytes: int, is_streamed: bool, level: str | None) -> None:
     blocks, written = random_blocks(5, block_bytes), np.zeros((6, block_bytes), np.uint8)
     source, target = BlockList(blocks, SOURCES), BlockList(written, TARGETS)
     digests = copy_blocks(source, target, is_streamed=is_streamed, level=level)
-    expected = [digest(blocks[block]) for block in SOURCES]
+    expected = [row_digest(blocks[block]) for block in SOURCES]
     assert digests.tolist() == expected == digest_blocks(source, level=level).tolist()
     assert (written[TARGETS] == blocks[SOURCES]).all()
     assert not written[[3, 4]].any()
@@ -81,7 +77,7 @@ def test_digests_are_of_what_was_written_whoever_writes_to_the_source(block_byte
     try:
         for _ in range(20):
             digests = copy_blocks(all_rows(blocks), all_rows(written), is_streamed=True, level=level)
-            assert digests.tolist() == [digest(row) for row in written]
+            assert digests.tolist() == [row_digest(row) for row in written]
     finally:
         is_over.set()
         writer.join()

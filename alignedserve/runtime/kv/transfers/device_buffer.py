@@ -14,8 +14,8 @@ from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.device_pieces import DevicePieces
 from alignedserve.runtime.kv.shm_arena import NO_LEASE, WHOLE, ArenaPart
 from alignedserve.runtime.kv.transfers.host_blocks import HostBlocks
-from kernels.block_digests import WORD_BYTES
 from kernels.cpu.block_copies import BlockList
+from kernels.cpu.row_digest import WORD_BYTES
 
 
 class DeviceBuffer:
