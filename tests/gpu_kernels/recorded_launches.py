@@ -39,7 +39,7 @@ from alignedserve.runtime.model.quantized.product_form import Computing
 from kernels import gpu_dispatch, linear
 from kernels.activation import Gated
 from kernels.block_digests import listed_digests, row_digests
-from kernels.block_lists import gather_blocks, scatter_blocks
+from kernels.block_lists import copy_listed, gather_blocks, scatter_blocks
 from kernels.gpu import expert_rows, grouped_weights, launching
 from kernels.narrow.float8_inputs import float8_inputs
 from kernels.narrow.grouped_linear import UNPACKING_ROWS, GroupedLinear, GroupedWeight, Numbers
@@ -225,11 +225,12 @@ def _adapter(decoder: Decoder, folder: Path, reference: Any) -> Any:
 
 
 def _copy_blocks() -> None:
-    """Gather, scatter and digest blocks of a size that an 8B Llama has, in one of its 32 layers."""
+    """Gather, scatter, copy and digest blocks of a size that an 8B Llama has, in one of its 32 layers."""
     blocks, ids = torch.zeros((8, 65536), dtype=torch.uint8), torch.tensor([3, 1, 6])
     staging = torch.empty((3, 65536), dtype=torch.uint8)
     gather_blocks(blocks, ids, staging)
     scatter_blocks(staging, blocks, ids)
+    copy_listed(blocks, ids, torch.zeros_like(blocks), ids - 1)
     row_digests(staging)
     listed_digests(blocks, ids)
 
