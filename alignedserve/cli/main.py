@@ -17,6 +17,7 @@ from alignedserve.cli.commands.options import (
     ChatOptions,
     DemoOptions,
     EvalOptions,
+    GpuCheckOptions,
     PlanOptions,
     ProfileOptions,
     ReplayOptions,
@@ -268,6 +269,18 @@ def doctor(json_output: JsonFlag = False) -> None:
     from alignedserve.cli.commands.doctor import doctor as run
 
     raise typer.Exit(0 if run(json_output) else FAILURE)
+
+
+@app.command("gpu-check")
+@takes_options
+def gpu_check(options: GpuCheckOptions) -> None:
+    """Check in five minutes whether a GPU computes rightly, and how fast; writes one file to send back.
+
+    Exit code 0: everything is right; 1: something is not; 3: there is no GPU here.
+    """
+    from alignedserve.cli.commands.gpu_check import gpu_check as run
+
+    raise typer.Exit(run(options))
 
 
 @app.command()

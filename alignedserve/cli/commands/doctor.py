@@ -25,6 +25,7 @@ from alignedserve.runtime.attention.registry import measure_gpu_attention
 from alignedserve.runtime.device.cores import num_cores, threads_per_worker
 from alignedserve.runtime.device.devices import AUTO, CPU, CUDA, cuda_obstacle, describe_gpus
 from alignedserve.runtime.device.dtypes import torch_dtype
+from alignedserve.runtime.device.machine_gpus import machine_remarks
 from alignedserve.runtime.device_check.choice import choose_device
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.transfers.registry import available_transports
@@ -114,6 +115,7 @@ def _gpu() -> list[Finding]:
         return [Finding("flash-attn", f"{flash} (not needed on a CPU)")]
     choice = measure_gpu_attention(torch.device("cuda"))
     return [
+        *(Finding("GPUs", remark) for remark in machine_remarks()),
         Finding("GPU attention", choice.decodes),
         Finding("Prompts on a GPU", f"{choice.prompts}; flash-attn: {flash}"),
         Finding("Requests at a time", _requests_at_a_time()),

@@ -10,6 +10,7 @@ from typing import Any
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.device.cores import num_cores
+from alignedserve.runtime.device.driver import driver_version, fitting_torch
 
 AUTO, CPU, CUDA = "auto", "cpu", "cuda"
 _MAX_GPUS = 64  # of one machine
@@ -50,7 +51,9 @@ def cuda_obstacle() -> str | None:
         return None
     # PyTorch only warns of a driver that is too old or does not respond.
     messages = [str(warning.message).strip().partition("\n")[0] for warning in caught]
-    return messages[0][:300] if messages else "no NVIDIA GPU is visible here; does nvidia-smi show one?"
+    said = messages[0][:300] if messages else "no NVIDIA GPU is visible here; does nvidia-smi show one?"
+    advice = fitting_torch(driver_version(), _version_of_cuda(), sys.modules["torch"].__version__)
+    return said if advice is None else f"{advice} ({said})"
 
 
 def worker_devices(name: str, num_workers: int) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import kernels
 from alignedserve.runtime.device.devices import torch_cuda
+from alignedserve.runtime.device.driver import driver_version
 
 _LONGEST_REASON = 300
 _MAX_KEPT_BYTES = 8192
@@ -97,13 +98,6 @@ def identity_of(device: str) -> list[str]:
         f"triton {_version_of('triton')} flash-attn-4 {_version_of('flash-attn-4')}",
         f"alignedserve {_version_of('alignedserve')} {code_digest()}",
     ]
-
-
-def driver_version() -> str | None:
-    """Return the version of NVIDIA's driver, as its module in the kernel tells; None: it does not."""
-    with contextlib.suppress(OSError):
-        return Path("/sys/module/nvidia/version").read_text().strip()
-    return None
 
 
 def code_digest() -> str:

@@ -11,6 +11,7 @@ import msgspec
 
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.runtime.device.devices import AUTO, CPU, CUDA, cuda_obstacle, describe_gpus, gpu_names
+from alignedserve.runtime.device.machine_gpus import machine_remarks
 from alignedserve.runtime.device.verdicts import ask, cache_folder, identity_of, keep, read_kept, verdict_path
 from alignedserve.runtime.device_check.verdict import FAILURE, OK
 
@@ -48,7 +49,7 @@ def choose_device(name: str, check: Check | None = None) -> DeviceChoice:
     The first check of a GPU takes as long as compiling kernels does, later ones are remembered.
     """
     if name != AUTO:
-        return DeviceChoice(name)
+        return DeviceChoice(name, "; ".join(machine_remarks()) if name.startswith(CUDA) else "")
     if cuda_obstacle() is not None:
         return DeviceChoice(CPU)
     check = check or partial(obstacle_on, folder=cache_folder())
@@ -61,7 +62,8 @@ def choose_device(name: str, check: Check | None = None) -> DeviceChoice:
                 "nevertheless, engine.device=cpu asks nothing",
                 is_warning=True,
             )
-    return DeviceChoice(CUDA, f"engine.device=auto takes {'; '.join(describe_gpus())}: the self-check has passed")
+    taken = f"engine.device=auto takes {'; '.join(describe_gpus())}: the self-check has passed"
+    return DeviceChoice(CUDA, "; ".join((taken, *machine_remarks())))
 
 
 def obstacle_on(device: str, folder: Path, command: Sequence[str] = _COMMAND, limit_s: float = _LIMIT_S) -> str | None:

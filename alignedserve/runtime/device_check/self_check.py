@@ -1,6 +1,6 @@
 """A small random model computed on a device and on the CPU: chunks, prompts and recorded decodes, drawn and chosen.
 
-    python -m alignedserve.runtime.device_check.self_check cuda:0
+    python -m alignedserve.runtime.device_check.self_check cuda:0 [--eager]
 
 Prints a line of JSON and ends with 0 whatever it found; a crash or a hang is for who has started it to see.
 """
@@ -8,7 +8,7 @@ Prints a line of JSON and ends with 0 whatever it found; a crash or a hang is fo
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -165,9 +165,16 @@ def _sequences(plan: CheckPlan) -> Iterator[NewSequence]:
         yield NewSequence(RequestId(str(index)), tokens, length, 0, blocks, drawn if is_last else fixed)
 
 
+def _nothing_recorded(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Return what would be recorded, which is then launched anew each time."""
+    work()
+    return work
+
+
 def main() -> None:
-    """Check the device named by the argument."""
-    problem = obstacle_of(Computer(torch.device(sys.argv[1])))
+    """Check the device named by the first argument; `--eager` behind it: nothing is recorded as a graph."""
+    device, *options = sys.argv[1:]
+    problem = obstacle_of(Computer(torch.device(device), capture=_nothing_recorded if options else None))
     print(json.dumps({OK: problem is None, FAILURE: problem}), flush=True)
 
 

@@ -1,0 +1,12 @@
+"""`alignedserve gpu-check`: whether a GPU computes rightly, how fast, and one file to send back."""
+
+from alignedserve.cli.commands.options import GpuCheckOptions
+from alignedserve.cli.console import results
+from alignedserve.gpu_check.check import CheckSpec, run_check
+
+
+def gpu_check(options: GpuCheckOptions) -> int:
+    """Run the command and return its exit code."""
+    console = results()
+    spec = CheckSpec(options.device, options.seconds, options.is_toy, options.output)
+    return run_check(spec, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))

@@ -1,0 +1,73 @@
+"""The NVIDIA GPUs of this machine: a description, and remarks on what will not go well."""
+
+import importlib.metadata
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+from alignedserve.runtime.device.devices import cuda_obstacle, torch_cuda
+from alignedserve.runtime.device.driver import driver_version
+
+_LIBRARIES = ("triton", "flash-attn-4", "flash-attn", "transformers", "alignedserve")
+
+
+def remarks(gpus: Sequence[Any]) -> list[str]:
+    """Return what does not go well with these GPUs, as PyTorch describes them: slices, and kinds that differ."""
+    found = []
+    slices = [index for index, gpu in enumerate(gpus) if _is_slice(gpu)]
+    if slices:
+        found.append(
+            f"{', '.join(f'cuda:{index}' for index in slices)}: a slice of a GPU (MIG), of which a process sees one "
+            "and which no other maps: one worker, nothing over cuda_ipc"
+        )
+    kinds = dict.fromkeys(str(gpu.name) for gpu in gpus)
+    if len(kinds) > 1:
+        found.append(
+            f"GPUs of {len(kinds)} kinds ({', '.join(kinds)}): default sizes follow from the smallest memory and the "
+            "slowest, CUDA_VISIBLE_DEVICES leaves some out"
+        )
+    return found
+
+
+def machine_remarks() -> list[str]:
+    """Return the remarks on the GPUs that are visible here; none without."""
+    if cuda_obstacle() is not None:
+        return []
+    return remarks([torch_cuda().get_device_properties(index) for index in range(torch_cuda().device_count())])
+
+
+def machine_gpus() -> dict[str, Any]:
+    """Return GPUs, driver and versions of what computes on them. Plain JSON."""
+    import torch
+
+    gpus: list[Any] = []
+    if cuda_obstacle() is None:
+        gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "driver": driver_version(),
+        "libraries": {name: _version_of(name) for name in _LIBRARIES},
+        "gpus": [
+            {
+                "name": gpu.name,
+                "memory_bytes": gpu.total_memory,
+                "multiprocessors": gpu.multi_processor_count,
+                "compute_capability": f"{gpu.major}.{gpu.minor}",
+            }
+            for gpu in gpus
+        ],
+        "remarks": remarks(gpus),
+    }
+
+
+def _is_slice(gpu: Any) -> bool:
+    return "MIG" in str(gpu.name).split()
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,21 @@
+"""`alignedserve gpu-check` on a machine without a GPU, which it says, with what it would do."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from alignedserve.cli.main import app
+from alignedserve.gpu_check.check import NO_GPU
+from alignedserve.gpu_check.part_list import PARTS
+from alignedserve.runtime.device.devices import cuda_obstacle
+
+
+@pytest.mark.skipif(cuda_obstacle() is None, reason="there is a GPU")
+def test_without_a_gpu_it_says_so_and_what_it_would_do(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    shown = CliRunner().invoke(app, ["gpu-check", "--output", str(file)])
+    assert shown.exit_code == NO_GPU
+    assert shown.output.startswith("No GPU is checked here: ")
+    assert all(part.what in shown.output for part in PARTS)
+    assert not file.exists()
