@@ -53,6 +53,8 @@ def _empty(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(*size: Any, **options: Any) -> Tensor:
         shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
         if _is_gpu(options.get("device")):
+            if options.get("pin_memory"):
+                raise RuntimeError("Only dense CPU tensors can be pinned")
             return empty(shape, dtype=options.get("dtype"), device=torch.device(options["device"]))
         if options.pop("pin_memory", False):
             return pinned(shape, options.get("dtype") or torch.get_default_dtype())
