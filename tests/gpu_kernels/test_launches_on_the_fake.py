@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 DEVICE = torch.device("cuda", 0)
 
 
-@triton.jit
-def _double(x, out, COUNT: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _double(x: Any, out: Any, COUNT: tl.constexpr) -> None:
     places = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     tl.store(out + places, tl.load(x + places) * 2)
 

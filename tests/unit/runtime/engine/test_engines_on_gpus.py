@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -36,9 +37,9 @@ PROMPT = random_tokens(1, 9, 128)
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    monkeypatch.setitem(StagedCopies.__init__.__kwdefaults__, "staged_bytes", 4096)
-    with fake_cuda(pace=0.3, driver=StandInCuda(largest=0)) as fake, quick_kernels():
+def fake() -> Iterator[FakeCuda]:
+    staging = mock.patch.dict(StagedCopies.__init__.__kwdefaults__, staged_bytes=4096)
+    with fake_cuda(pace=0.3, driver=StandInCuda(largest=0)) as fake, quick_kernels(), staging:
         yield fake
 
 
