@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.cpu import token_masks
 from kernels.cpu.rows import highest, native_level
+from kernels.gpu_dispatch import fused_kernels
 
 # Candidates that are sorted first; a row whose filters let more through is tried with the next number, then whole.
 _CANDIDATES = (256, 4096)
@@ -197,6 +198,10 @@ def mask_tokens_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """
     if token_masks.has_native_masks(logits):
         token_masks.mask_tokens_(logits, rows, bits)
+        return
+    kernels = fused_kernels("allowed_tokens", logits.device, logits.dtype)
+    if kernels is not None:
+        kernels.mask_tokens_(logits, rows, bits)
         return
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
     is_masked = (((bits[:, :, None] >> shifts) & 1) == 0).view(len(rows), -1)[:, : logits.shape[1]]

@@ -41,6 +41,7 @@ from kernels.activation import Gated
 from kernels.block_digests import listed_digests, row_digests
 from kernels.block_lists import copy_listed, gather_blocks, scatter_blocks
 from kernels.gpu import expert_rows, grouped_weights, launching
+from kernels.gpu.allowed_tokens import mask_tokens_
 from kernels.narrow.float8_inputs import float8_inputs
 from kernels.narrow.grouped_linear import UNPACKING_ROWS, GroupedLinear, GroupedWeight, Numbers
 from tests.support.lora_folders import write_adapter
@@ -255,6 +256,13 @@ def _compute_wide_rows() -> None:
     expert_rows.sort(torch.zeros((1024, 8), dtype=torch.int32), 2)
 
 
+def _mask_tokens() -> None:
+    """Mask logits of an 8B Llama's vocabulary, and of one that is no multiple of 16."""
+    for vocabulary, dtype in ((128256, torch.bfloat16), (32001, torch.bfloat16), (128256, torch.float32)):
+        bits = torch.zeros((1, -(-vocabulary // 32)), dtype=torch.int32)
+        mask_tokens_(torch.zeros((1, vocabulary), dtype=dtype), torch.zeros(1, dtype=torch.int64), bits)
+
+
 def _try_all() -> None:
     """Launch what is tried before a kernel is used."""
     for module in pkgutil.iter_modules(kernels.gpu.__path__):
@@ -267,6 +275,7 @@ OTHERS: dict[str, Callable[[], None]] = {
     "copies": _copy_blocks,
     "packed products": _multiply_packed,
     "wide rows": _compute_wide_rows,
+    "masks": _mask_tokens,
     "trial launches": _try_all,
 }
 

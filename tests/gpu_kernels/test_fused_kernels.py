@@ -8,10 +8,12 @@ from torch.nn import functional
 from kernels.activation import ACTIVATIONS, gated
 from kernels.float8_rows import quantise_float8_rows
 from kernels.rotary import HeadNorms, rotary_angles, rotate_
+from kernels.sampling import mask_tokens_
 from tests.support.marks import slow
 
 pytest.importorskip("triton")
 
+from kernels.gpu.allowed_tokens import mask_tokens_ as mask_by_kernel_
 from kernels.gpu.gating import NAMES, Gates
 from kernels.gpu.head_placement import HeadRowsKernel
 from kernels.gpu.row_norm import RowNorm
@@ -142,3 +144,17 @@ def test_heads_are_placed(
     others = [slot for slot in range(20) if slot not in slots.tolist()]
     assert keys[others].isnan().all()
     assert values[others].isnan().all()
+
+
+@dtypes
+def test_masks_of_tokens(dtype: torch.dtype, device: torch.device) -> None:
+    """Rows of any order, a vocabulary of a part of a word, every bit; rows without a mask stay."""
+    vocabulary, rows = 4133, torch.tensor([4, 0, 2], device=device)
+    logits = strided(randoms(5, vocabulary, dtype=dtype, device=device))
+    bits = torch.randint(-(2**31), 2**31, (3, 130), generator=torch.Generator().manual_seed(1)).to(device, torch.int32)
+    bits[1], bits[2] = -1, 0
+    expected = logits.float()
+    mask_tokens_(expected, rows, bits)
+    mask_by_kernel_(logits, rows, bits)
+    assert torch.equal(logits.float(), expected)
+    assert torch.equal(expected[0].isinf(), torch.zeros(vocabulary, dtype=torch.bool, device=device))
