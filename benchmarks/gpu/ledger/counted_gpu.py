@@ -68,8 +68,8 @@ class CountedTensor(Tensor):
         own = _METHODS.get(func)
         if own is not None:
             return own(*args, **(kwargs or {}))
-        base: Any = super()
-        return base.__torch_function__(func, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     @override
@@ -125,6 +125,12 @@ _METHODS: dict[Any, Callable[..., Any]] = {
 
 class CountedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within its context "cuda" is this GPU. `launches`: what it was given to do, in order."""
+
+    @classmethod
+    @override
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and what would exclude this class from it takes seconds to import."""
+        return False
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

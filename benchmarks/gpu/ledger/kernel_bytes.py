@@ -146,9 +146,11 @@ def noted_launch(kernel: Any, grid: Any, arguments: Arguments) -> Launch:
         if isinstance(value, Tensor) and not any(value is other for other in tensors.values()):
             tensors[key] = value
     whole = {key: touched_bytes(value) for key, value in tensors.items()}
-    own = {**whole, **(PARTIAL[name](arguments) if name in PARTIAL else {})}
-    own = {key: size for key, size in own.items() if key in tensors}
-    read, written = (sum(size for key, size in own.items() if key in keys) for keys in roles)
+    part = PARTIAL[name](arguments) if name in PARTIAL else {}
+    changed = WRITTEN[name](arguments) if name in WRITTEN else {}
+    own = {key: size for key, size in {**whole, **part}.items() if key in tensors}
+    read = sum(size for key, size in own.items() if key in roles.read)
+    written = sum(changed.get(key, size) for key, size in own.items() if key in roles.written)
     if name in BY_ADDRESS:
         read += BY_ADDRESS[name](arguments)
     operations = OPERATIONS[name](arguments) if name in OPERATIONS else 0
@@ -244,7 +246,8 @@ def _of_decodes(arguments: Arguments) -> dict[str, int]:
     rows = arguments["KV_HEADS"] * arguments["GROUP"]
     return {
         "blocks": 2 * tokens * arguments["SLOT_WIDTH"] * blocks.dtype.itemsize,
-        "entries": int((-(-lengths // block_size)).sum()) * 4 * arguments["KV_HEADS"],
+        "entries": int((-(-lengths // block_size)).sum()) * 4,
+        **dict.fromkeys(("part_rows", "part_firsts", "part_lasts"), num_parts * 4),
         "sums": num_parts * rows * arguments["HEAD_DIM"] * 4,
         "weights": num_parts * rows * 2 * 4,
     }
@@ -270,14 +273,17 @@ def _of_chunks(arguments: Arguments) -> dict[str, int]:
 
 
 def _of_placed(arguments: Arguments) -> dict[str, int]:
-    """Keys and values of the rows; queries and keys are rotated in place, values are read alone."""
-    fused, keys = arguments["fused"], arguments["keys"]
-    slots = arguments["slots"].numel()
-    return {
-        "fused": touched_bytes(fused),
-        "keys": slots * keys.shape[-1] * keys.dtype.itemsize,
-        "values": slots * keys.shape[-1] * keys.dtype.itemsize,
-    }
+    """Keys and values of the rows."""
+    keys: Tensor = arguments["keys"]
+    row_bytes = keys.shape[-1] * keys.dtype.itemsize
+    return dict.fromkeys(("keys", "values"), arguments["slots"].numel() * row_bytes)
+
+
+def _rotated(arguments: Arguments) -> dict[str, int]:
+    """Queries and keys are changed in place, values stay."""
+    heads, kv_heads = int(arguments["NUM_HEADS"]), int(arguments["KV_HEADS"])
+    all_heads = heads + 2 * kv_heads
+    return {"fused": touched_bytes(arguments["fused"]) // all_heads * (heads + kv_heads)}
 
 
 def _of_grouped(arguments: Arguments) -> dict[str, int]:
@@ -294,8 +300,10 @@ def _of_sampled(arguments: Arguments) -> dict[str, int]:
     given: Tensor = arguments["temperatures"]
     temperatures: Tensor = getattr(given, "content", given)
     share = 1.0 if temperatures.is_meta else float((temperatures > 0.0).to(torch.float32).mean())
-    logits, places = touched_bytes(arguments["logits"]), {"aside", "aside_ids"} & arguments.keys()
-    return {"logits": round(logits * (1.0 + 2.0 * share)), **{name: 0 for name in places if not share}}
+    own = {"logits": round(touched_bytes(arguments["logits"]) * (1.0 + 2.0 * share))}
+    if share:
+        return own
+    return own | dict.fromkeys(("top_ks", "top_ps", "min_ps", "draws", "aside", "aside_ids"), 0)
 
 
 PARTIAL: dict[str, Callable[[Arguments], dict[str, int]]] = {
@@ -306,6 +314,10 @@ PARTIAL: dict[str, Callable[[Arguments], dict[str, int]]] = {
     "_sample": _of_sampled,
     "_multiply": _of_grouped,
 }
+
+
+# Where a kernel writes less of a tensor than it reads.
+WRITTEN: dict[str, Callable[[Arguments], dict[str, int]]] = {"_place": _rotated}
 
 
 def _of_adapters(arguments: Arguments) -> list[list[int]]:
