@@ -44,7 +44,8 @@ def partition(lengths: Int64Array, *, tile: int, num_programs: int, window: int 
     begins = np.zeros_like(ends) if window is None else np.maximum(lengths - window, 0) // tile
     row_ends = np.cumsum(ends - begins)
     runs = row_ends[-1] * np.arange(num_programs + 1) // num_programs
-    cuts = np.unique(np.concatenate((runs, row_ends)))
+    cuts = np.sort(np.concatenate((runs, row_ends)), kind="stable")  # two ascending runs, which it merges
+    cuts = cuts[np.concatenate(([True], cuts[1:] != cuts[:-1]))]
     starts, stops = cuts[:-1], cuts[1:]
     rows = np.searchsorted(row_ends, starts, side="right")
     shift = begins[rows] - np.concatenate(([0], row_ends))[rows]  # from a place among all tiles to one in the context

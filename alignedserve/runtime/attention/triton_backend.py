@@ -168,11 +168,13 @@ class GpuPlanner:
     def block_tables(self, rows: IntArray, lengths: IntArray) -> list[Array]:
         """Return the arrays of a BlockTables, its entries last; lengths beyond `rows` are padding."""
         widths = -(-lengths // self.table.block_size)
-        tables = self.table.block_tables
-        own = [tables[row, :width] for row, width in zip(rows.tolist(), widths.tolist(), strict=False)]
+        own = widths[: len(rows)]
+        longest = int(own.max(initial=0))
+        is_entry = np.arange(longest) < own[:, None]  # of the rows' tables, cut to the longest: no loop over rows
+        entries = self.table.block_tables[rows, :longest][is_entry].astype(np.int32)
         if len(lengths) > len(rows):
-            own.append(np.full(len(lengths) - len(rows), self.storage.scratch_block))
-        entries = np.concatenate(own).astype(np.int32)
+            padding = np.full(len(lengths) - len(rows), self.storage.scratch_block, np.int32)
+            entries = np.concatenate((entries, padding))
         is_reversed = np.zeros(len(lengths), np.int8)
         is_reversed[: len(rows)] = self.table.is_reversed[rows]
         return [(np.cumsum(widths) - widths).astype(np.int32), is_reversed, entries]

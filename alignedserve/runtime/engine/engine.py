@@ -302,7 +302,7 @@ class Engine:
         """Enqueue a step, and the copy of its tokens to the host; the table stays as it is."""
         step = launch.step
         if not self.storage.pending_copies.is_idle:
-            self.storage.pending_copies.wait(self._compute, self._table.blocks_of(step.rows))
+            self.storage.pending_copies.wait(self._compute, partial(self._table.blocks_of, step.rows))
         self._compute.run(torch.inference_mode()(partial(self._compute_step, launch)))
         self.model.finish_step()
         launch.on_host = self._chosen.copy_out(self._compute, launch.first_place, len(step.sampled_rows))
@@ -367,14 +367,13 @@ class Engine:
         is_usable = token_ids != NO_TOKEN
         if self._ranks is not None:
             self._ranks.set_tokens(token_ids)
-        choice = self._sampler.finish(draw, token_ids, is_usable)
+        logprobs = self._sampler.finish(draw, token_ids, is_usable).logprobs
         request_ids = self._table.request_ids
         ids = [request_ids[row] for row in rows.tolist()]
-        logprobs = choice.logprobs
-        sampled = [
-            SampledToken(request_id, token_id, logprobs.get(index), launch.embeddings.get(index, b""))
-            for index, (request_id, token_id) in enumerate(zip(ids, token_ids.tolist(), strict=True))
-        ]
+        sampled = list(map(SampledToken, ids, token_ids.tolist()))
+        for index in {*logprobs, *launch.embeddings}:
+            more = logprobs.get(index), launch.embeddings.get(index, b"")
+            sampled[index] = SampledToken(ids[index], sampled[index].token_id, *more)
         self._note_tokens(launch, token_ids)
         if is_usable.all():
             return sampled, []

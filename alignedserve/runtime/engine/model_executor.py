@@ -218,7 +218,9 @@ class ModelExecutor:
             PromptScores(part.request_id, part.first_position, part.entries) for part in output.prompt_logprobs
         )
         lacking = self._adapters.failures(part[0] for part in command.slices)
-        sampled = tuple(token for token in output.sampled if token.request_id not in lacking)
+        sampled = tuple(output.sampled)
+        if lacking:
+            sampled = tuple(token for token in sampled if token.request_id not in lacking)
         failed = (*(request_id for request_id in output.failed if request_id not in lacking), *lacking)
         reasons = tuple((output.reasons | lacking).items())
         forced = tuple(count for count in output.forced if count[0] not in lacking)

@@ -1,6 +1,7 @@
 """Copies that are still in progress on blocks of a storage, and the waits for them."""
 
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -34,9 +35,14 @@ class PendingCopies:
         """Return whether no copy is pending."""
         return not self._pending
 
-    def wait(self, stream: Stream, block_ids: IntArray) -> None:
-        """Make later work on the stream wait for what other streams do with these blocks."""
-        for copy in self._on(block_ids):
+    def wait(self, stream: Stream, block_ids: IntArray | Callable[[], IntArray]) -> None:
+        """Make later work on the stream wait for what other streams do with these blocks.
+
+        `block_ids`: or what returns them, asked only where other streams do something.
+        """
+        if not self._has_other(stream):
+            return
+        for copy in self._on(block_ids() if callable(block_ids) else block_ids):
             if copy.stream is not stream:
                 stream.wait(copy.event)
 
@@ -52,6 +58,11 @@ class PendingCopies:
         """Block the host until all copies to and from these blocks are done."""
         for copy in self._on(block_ids):
             copy.event.synchronize()
+
+    def _has_other(self, stream: Stream) -> bool:
+        """Return whether copies on other streams may be pending."""
+        with self._lock:
+            return any(copy.stream is not stream for copy in self._pending.values())
 
     def _on(self, block_ids: IntArray) -> list[_Copy]:
         if not self._pending:

@@ -128,11 +128,11 @@ class LogitsProcessor:
 
     def needs_tokens(self, rows: IntArray) -> bool:
         """Return whether what is planned for any of these rows depends on its last token."""
-        return any(row in self._bad_words for row in rows.tolist())
+        return bool(self._bad_words) and any(row in self._bad_words for row in rows.tolist())
 
     def counts_tokens(self, rows: IntArray) -> bool:
         """Return whether the tokens of any of these rows are counted, for penalties."""
-        return any(row in self._seen for row in rows.tolist())
+        return bool(self._seen) and any(row in self._seen for row in rows.tolist())
 
     def changes(self, rows: IntArray, num_tokens: IntArray) -> bool:
         """Return whether there is anything to change in the logits of any of these rows."""

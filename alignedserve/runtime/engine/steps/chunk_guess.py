@@ -52,9 +52,9 @@ class ChunkGuess:
 
         The table is as after that step.
         """
-        rows = self._asked.rows[~np.isin(self._asked.rows, sampled_rows)]
-        if not len(rows):
+        if len(sampled_rows) == len(self._asked.rows):
             return NO_CHUNKS
+        rows = self._asked.rows[~np.isin(self._asked.rows, sampled_rows)]
         self._guess = self._guessed(rows, num_decodes)
         return self._guess if len(self._guess.rows) and self.is_trusted else None
 

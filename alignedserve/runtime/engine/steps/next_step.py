@@ -53,6 +53,9 @@ class NextStep:
         # it is launched, tokens that come behind it have been waited for.
         self._held: deque[StepLaunch] = deque(maxlen=2)
         self._entries = self._num_tokens = np.empty(0, np.int64)  # of the launched step's rows, see SequenceTable
+        self._asked: Slices = ()
+        self._asked_version = -1  # of the table
+        self._arrays = self._entries, self._entries
         self._place_of = np.full(len(table.sequences), _NOWHERE, np.int64)  # by row; for one call at a time
 
     def forget(self) -> None:
@@ -129,8 +132,7 @@ class NextStep:
         launched, self._launched = self._launched, None
         if not self.launches:
             return None, slices
-        rows = self._table.rows([part[0] for part in slices])
-        counts = np.array([part[1] for part in slices], np.int64)
+        rows, counts = self._asked_rows(slices)
         self.guess.note(rows, counts)
         if launched is None:
             return None, slices
@@ -144,6 +146,16 @@ class NextStep:
             self._loans.settle(launched.loans, rows[taken > 0])
         lacking = np.flatnonzero(taken < counts)
         return launched, [(slices[at][0], int(counts[at] - taken[at])) for at in lacking.tolist()]
+
+    def _asked_rows(self, slices: Slices) -> tuple[IntArray, IntArray]:
+        """Return the rows and counts of slices. A worker gives the same tuple as long as they are the same."""
+        table = self._table
+        is_known = isinstance(slices, tuple) and slices is self._asked and table.version == self._asked_version
+        if not is_known:
+            self._asked, self._asked_version = slices, table.version
+            rows = table.rows([part[0] for part in slices])
+            self._arrays = rows, np.array([part[1] for part in slices], np.int64)
+        return self._arrays
 
     def _taken(self, launched: StepLaunch, rows: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
         """Return how many tokens of each slice the step has computed, and the place of its own among those sampled.

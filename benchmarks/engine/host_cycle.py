@@ -1,0 +1,305 @@
+"""What the host does for a step of decodes on a GPU, measured without one.
+
+The engine's own code with the planner of the GPU kernels, recorded steps and steps launched ahead; the model, what a
+graph would replay and the sampling kernel are stand-ins that compute nothing. So the figures are of Python, NumPy and
+PyTorch's calls on a CPU, in the thread's own time on a core; what a driver takes for a copy, a launch and an event
+comes on top and cannot be known here. With the worker's own loop: its decisions, commands to the engine and results
+back. Left out are the hop between two threads and the link to the gateway.
+
+    python -m benchmarks.engine.host_cycle  # target: at most 0.8 ms of 64 x 2 048 and 256 x 1 024
+    python -m benchmarks.engine.host_cycle --against ../before  # in turns with the tree of another commit
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alignedserve.config.sections import DecodeWorkerConfig, SchedulingConfig
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import Request, SamplingParams
+from alignedserve.messages.events import PeerConnected, Received
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import RunIteration
+from alignedserve.messages.workers import PrefillRequest
+from alignedserve.runtime.attention.triton_backend import GpuPlanner
+from alignedserve.runtime.engine import engine as engine_module
+from alignedserve.runtime.engine.device_turns import DeviceTurns
+from alignedserve.runtime.engine.engine import Engine
+from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.engine.sampling import sampler
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.model_config import ModelConfig
+from benchmarks.measuring.arguments import parser_of
+from benchmarks.measuring.recording import write_result
+from decode_worker.factory import colocated_registration, make_colocated_logic, memory_of
+
+CASES = ((64, 2048), (256, 1024))
+BLOCK_SIZE = 16
+PROGRAMS = 264  # two on each of an H100's 132 multiprocessors
+WARM_UPS = 8
+_SPARE_BLOCKS = 24  # of each request: for 384 steps
+GREEDY, RANDOM = "greedy", "temperature, top-p"
+SHAPE = {  # the heads of an 8B Llama, but for their sizes
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+
+
+class StandInModel:
+    """A decoder that computes nothing."""
+
+    def __init__(self, config: ModelConfig, num_rows: int) -> None:
+        self.config, self.dtype, self.dtype_name = config, torch.float32, "float32"
+        self.device, self.logits_width, self.has_native_head = torch.device("cpu"), config.vocab_size, False
+        self.attention_s = self.chunk_attention_s = 0.0
+        self._hidden = torch.zeros((num_rows, 1))
+        self._logits = torch.zeros((num_rows, config.vocab_size))
+
+    def forward(self, batch: Any, storage: Any) -> Tensor:
+        """See Decoder."""
+        return self._hidden[: len(batch.token_ids)]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See Decoder."""
+        return self._logits[: len(hidden)]
+
+    def decode(self, batch: Any, storage: Any) -> None:
+        """See Decoder."""
+        return
+
+    def finish_step(self) -> None:
+        """Do nothing, as on a GPU."""
+
+
+class StandInKernels:
+    """The sampling kernel, which chooses what has been chosen."""
+
+    MOST_TOKENS = 1 << 18
+
+    def __init__(self, num_rows: int) -> None:
+        self._chosen = torch.ones(num_rows, dtype=torch.int64), torch.ones(num_rows, dtype=torch.bool)
+
+    def sample_tokens(self, logits: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """See kernels.gpu.token_sampling."""
+        return self._chosen[0][: len(logits)], self._chosen[1][: len(logits)]
+
+
+def replayed(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Capture a step: its replay takes no time."""
+    result = work()
+    return lambda: result
+
+
+class Parts:
+    """Seconds of the parts of steps; a part within another counts for both."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._now: dict[str, float] = defaultdict(float)
+
+    def end_step(self) -> None:
+        """Begin another step."""
+        self.steps.append(dict(self._now))
+        self._now.clear()
+
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the call, which adds to a part."""
+
+        def run(*args: Any, **more: Any) -> Any:
+            started = time.thread_time()
+            try:
+                return call(*args, **more)
+            finally:
+                self._now[name] += time.thread_time() - started
+
+        return run
+
+
+class Setup(NamedTuple):
+    """A worker's engine and its logic, for so many requests."""
+
+    engine: Engine
+    executor: ModelExecutor
+    logic: Any
+    requests: list[Request]
+
+
+@contextmanager
+def stand_ins(num_rows: int) -> Iterator[None]:
+    """Put stand-ins in the place of the planner's choice and of the sampling kernel."""
+
+    def planner(_: str, table: Any, storage: BlockStorage, config: ModelConfig, dtype: Any) -> GpuPlanner:
+        return GpuPlanner(table, storage, None, config.group_size, num_programs=PROGRAMS)
+
+    kernels = StandInKernels(num_rows)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(engine_module, "attention_planner", planner))
+        stack.enter_context(mock.patch.object(sampler, "fused_kernels", return_value=kernels))
+        yield
+
+
+def made(num_rows: int, context_len: int, sampling: SamplingParams) -> Setup:
+    """Make a worker, whose requests have come."""
+    config = parse_model_config(SHAPE)
+    num_blocks = num_rows * (context_len // BLOCK_SIZE + _SPARE_BLOCKS)
+    num_lent = num_rows
+    layout = config.block_layout(BLOCK_SIZE, "float32")
+    storage = BlockStorage(layout, num_blocks + num_lent, torch.device("cpu"), has_scratch=True)
+    model: Any = StandInModel(config, 4 * num_rows * context_len)
+    own = range(num_blocks, num_blocks + num_lent)
+    options: dict[str, Any] = {"max_sequences": num_rows, "max_context_len": 4096, "capture": replayed}
+    engine = Engine(model=model, storage=storage, launches_ahead=True, lent_blocks=list(own), **options)  # type: ignore[arg-type]
+    executor = ModelExecutor.__new__(ModelExecutor)
+    stand_in: Any = executor
+    stand_in._engine, stand_in._ranks, stand_in._turns = engine, None, DeviceTurns(None)
+    stand_in._adapters = mock.Mock(failures=lambda ids: {}, add=lambda request: None, remove=lambda request_id: None)
+    decode = DecodeWorkerConfig(
+        kv_cache_bytes=1 << 30,
+        swap_space_bytes=0,
+        max_running_requests=num_rows,
+        max_num_batched_tokens=2 * num_rows * context_len,
+    )
+    logic = make_colocated_logic(
+        registered=colocated_registration(layout, num_blocks, decode),
+        memory=memory_of(decode, layout, num_blocks=num_blocks),
+        config=decode,
+        scheduling=SchedulingConfig(policy="fcfs"),
+        eos_token_ids=frozenset(config.eos_token_ids),
+    )
+    prompt = tuple(np.random.default_rng(0).integers(3, 60, context_len).tolist())
+    address = "unix:/none"
+    requests = [Request(RequestId(f"r{number}"), prompt, sampling, address, 0.0) for number in range(num_rows)]
+    return Setup(engine, executor, logic, requests)
+
+
+def measure(num_rows: int, context_len: int, kind: str, num_steps: int) -> dict[str, Any]:
+    """Return the medians of steps in which all requests decode, in milliseconds."""
+    filters = {"temperature": 0.7, "top_p": 0.9, "seed": 1} if kind == RANDOM else {"temperature": 0.0}
+    sampling = SamplingParams(max_tokens=1000, ignore_eos=True, **filters)  # type: ignore[arg-type]
+    with stand_ins(num_rows), torch.inference_mode():
+        setup, parts = made(num_rows, context_len, sampling), Parts()
+        _time_parts(setup.engine, parts)
+        on_event = parts.timed("decisions", setup.logic.on_event)
+        perform = parts.timed("engine and commands", partial(ModelExecutor._run, setup.executor))
+        commands = list(on_event(PeerConnected(Role.ROUTER, "router"), 0.0))
+        for attempt, request in enumerate(setup.requests):
+            commands += on_event(Received("router", PrefillRequest(request, attempt + 1)), 0.0)
+        totals: list[float] = []
+        while len(totals) < num_steps + WARM_UPS:
+            (command,) = (one for one in commands if isinstance(one, RunIteration))
+            is_decode = len(command.slices) == num_rows and all(count == 1 for _, count in command.slices)
+            parts.end_step()
+            started = time.thread_time()
+            completed = perform(command)
+            commands = on_event(completed, time.monotonic())
+            if is_decode:
+                totals.append(time.thread_time() - started)
+                if completed.times is not None and len(totals) > WARM_UPS:
+                    assert completed.times.is_ahead, "a step that was not launched ahead"
+        parts.end_step()
+        setup.engine.settle()
+    steps = parts.steps[-num_steps:]
+    names = sorted({name for step in steps for name in step})
+    medians = {name: _ms([step.get(name, 0.0) for step in steps]) for name in names}
+    return {
+        "requests": num_rows,
+        "context": context_len,
+        "sampling": kind,
+        "cycle_ms": _ms(totals[WARM_UPS:]),
+    } | medians
+
+
+def _time_parts(engine: Any, parts: Parts) -> None:
+    parted: Sequence[tuple[Any, str, str]] = (
+        (engine, "execute", "engine"),
+        (engine._builder._planner, "plan", "planning of attention"),
+        (engine._builder, "_build", "batch, with planning"),
+        (engine._passes, "logits", "inputs into the graph"),
+        (engine._sampler, "start", "sampling parameters"),
+        (engine._next, "take_launched", "taking the step"),
+        (engine, "_collect", "collecting tokens"),
+    )
+    for owner, name, part in parted:
+        setattr(owner, name, parts.timed(part, getattr(owner, name)))
+
+
+def _ms(seconds: Sequence[float]) -> float:
+    return round(1e3 * statistics.median(seconds), 3)
+
+
+def measure_all(num_steps: int) -> list[dict[str, Any]]:
+    """Measure every case once."""
+    cases = [(*case, kind) for case in CASES for kind in (GREEDY, RANDOM)]
+    return [measure(*case, num_steps) for case in cases]
+
+
+def _measured_in(tree: Path, num_steps: int) -> list[dict[str, Any]]:
+    """Measure the code of another tree, by this file."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--steps", str(num_steps), "--rounds", "1", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(tree.resolve())}
+    asked = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True)
+    found: list[dict[str, Any]] = json.loads(asked.stdout)
+    return found
+
+
+def _median_of(rounds: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the median of each figure over the rounds, case by case."""
+    rows = []
+    for of_case in zip(*rounds, strict=True):
+        names = [name for name, value in of_case[0].items() if isinstance(value, float)]
+        rows.append(of_case[0] | {name: round(statistics.median(one[name] for one in of_case), 3) for name in names})
+    return rows
+
+
+def main() -> None:
+    """Measure, print and record under a --name."""
+    torch.set_num_threads(1)  # copies to a GPU need no other
+    parser = parser_of(__doc__, rounds=5)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--against", type=Path, help="the tree of another commit, measured in turns with this one")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--name", help="of the record, as engine/host_cycle; none is made without")
+    options = parser.parse_args()
+    rounds: dict[str, list[list[dict[str, Any]]]] = defaultdict(list)
+    for _ in range(options.rounds):
+        if options.against is not None:
+            rounds["before"].append(_measured_in(options.against, options.steps))
+        rounds["now"].append(measure_all(options.steps))
+    figures = {tree: _median_of(measured) for tree, measured in rounds.items()}
+    if options.json:
+        print(json.dumps(figures["now"]))
+        return
+    for tree, rows in figures.items():
+        for row in rows:
+            print(tree, row)
+    if options.name:
+        write_result(options.name, figures)
+
+
+if __name__ == "__main__":
+    main()
