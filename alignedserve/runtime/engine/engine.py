@@ -337,7 +337,9 @@ class Engine:
         if len(rows):
             masks = launch.await_masks()
             # A prompt that ends beside decodes has its last token in the table.
-            last = None if inputs is None else pad(inputs, (0, len(rows) - len(inputs)), value=NO_TOKEN)
+            last = inputs
+            if inputs is not None and len(inputs) < len(rows):
+                last = pad(inputs, (0, len(rows) - len(inputs)), value=NO_TOKEN)
             draw = self._sampler.start(rows, launch.num_tokens, logits, masks, launch.changes, last)
             launch.draw = self._chosen.choose(draw, launch.first_place)
             launch.embeddings = self._prompts.embeddings(step, hidden)
