@@ -116,7 +116,7 @@ async def test_a_prefix_is_copied_on_a_gpu_and_through_the_pool(fake: FakeCuda, 
         prefix_cache=PrefixCacheConfig(host_bytes=1 << 20),
     )
     async with running(config, tmp_path, gpus=GPUS) as cluster:
-        work = [[5 + number % 90 for number in range(64)], *prompts(3)] * 3
+        work = [[5 + number % 90 for number in range(64)], *prompts(3)] * 2
         answers = []
         for prompt in work:
             answers.append(cluster.gateway.submit(prompt, SAMPLING, prefix_root=b"r" * 16))
