@@ -37,7 +37,7 @@ _PROPERTIES = types.SimpleNamespace(
     total_memory=80 << 30,
 )
 # Compiled for 9.0: registers and shared memory of decode attention in bfloat16, heads of 128 (compiled_kernels.json).
-_COMPILED = types.SimpleNamespace(n_regs=152, metadata=types.SimpleNamespace(num_warps=4, shared=72192))
+_COMPILED = types.SimpleNamespace(n_regs=168, metadata=types.SimpleNamespace(num_warps=4, shared=72192))
 _DENSE = torch.contiguous_format
 _TO = ("to", "_to_copy")
 _HOST_READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "bincount")
