@@ -1,7 +1,7 @@
 """Each kernel on a device against the same in float64 on the CPU: the largest error, by the largest result."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,9 +42,9 @@ class Found(NamedTuple):
         return self.error <= self.limit
 
 
-def kernel_errors(device: torch.device) -> Iterator[Found]:
+def kernel_errors(device: torch.device, dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[Found]:
     """Yield every kernel in every dtype."""
-    for dtype in DTYPES:
+    for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
         for kernel, compute in _CASES.items():
             torch.manual_seed(1)

@@ -24,7 +24,7 @@ from kernels.cpu.block_copies import BlockList
 # Of an 8B Llama: 32 layers, 8 heads of 128, bfloat16.
 _LAYOUT = BlockLayout(block_size=16, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 _TOY = BlockLayout(block_size=16, num_layers=1, num_kv_heads=1, head_dim=16, dtype="bfloat16")
-_NUM_BLOCKS, _NUM_ROUNDS = 128, 5
+_NUM_BLOCKS, _TOY_BLOCKS, _NUM_ROUNDS = 128, 8, 5
 
 Row = dict[str, Any]
 
@@ -34,12 +34,12 @@ def measure_links(
 ) -> dict[str, Any]:
     """Return a row of each way; `note` is told after each. A way that does not work is among the failures."""
     figures: dict[str, Any] = {"rows": [], "failures": [], "left_out": []}
-    layout = _TOY if is_toy else _LAYOUT
+    size = (_TOY, _TOY_BLOCKS) if is_toy else (_LAYOUT, _NUM_BLOCKS)
     if device.type != CUDA or torch.cuda.device_count() < 2:
         figures["left_out"].append("from GPU to GPU: there is one, or none")
     for name, ways in (("plain", _plain), ("arena", _arena), ("peer", _peer)):
         try:
-            for row in ways(device, layout):
+            for row in ways(device, *size):
                 figures["rows"].append(row)
                 note(figures)
         except (RuntimeError, OSError) as error:
@@ -60,9 +60,9 @@ def _row(way: str, num_bytes: int, copy: Callable[[], object], devices: tuple[to
     return {"way": way, "bytes": num_bytes, "gb_per_s": round(num_bytes / min(seconds[1:]) / 1e9, 2)}
 
 
-def _plain(device: torch.device, layout: BlockLayout) -> Iterator[Row]:
+def _plain(device: torch.device, layout: BlockLayout, num_blocks: int) -> Iterator[Row]:
     """Copies of contiguous bytes: within the device, and over the link to page-locked memory."""
-    size = _NUM_BLOCKS * layout.block_bytes
+    size = num_blocks * layout.block_bytes
     one = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     other = torch.empty_like(one)
     yield _row("within the device", size, partial(other.copy_, one), (device,))
@@ -73,20 +73,20 @@ def _plain(device: torch.device, layout: BlockLayout) -> Iterator[Row]:
     _require(torch.equal(other.cpu(), host), "from page-locked memory")
 
 
-def _arena(device: torch.device, layout: BlockLayout) -> Iterator[Row]:
+def _arena(device: torch.device, layout: BlockLayout, num_blocks: int) -> Iterator[Row]:
     """Lists of blocks to and from an arena in shared memory, as a KV pool has it."""
-    storage = BlockStorage(layout, _NUM_BLOCKS, device)
+    storage = BlockStorage(layout, num_blocks, device)
     storage.bytes.random_()
     kept, rng = storage.bytes.clone(), np.random.default_rng(0)
     with tempfile.TemporaryDirectory(dir=arena_folder()) as folder:
-        arena = Arena.create(Path(folder) / "check.arena", layout, _NUM_BLOCKS)
+        arena = Arena.create(Path(folder) / "check.arena", layout, num_blocks)
         accelerator = storage.accelerator or HostAccelerator()
         try:
             arena.register(accelerator.driver)
             copies = DirectCopies(accelerator)
-            mine, theirs = rng.permutation(_NUM_BLOCKS), HostSide(BlockList(arena.blocks, rng.permutation(_NUM_BLOCKS)))
+            mine, theirs = rng.permutation(num_blocks), HostSide(BlockList(arena.blocks, rng.permutation(num_blocks)))
             name = "a registered arena" if arena.is_registered else "an arena that the driver does not register"
-            size = _NUM_BLOCKS * layout.block_bytes
+            size = num_blocks * layout.block_bytes
             yield _row(f"to {name}", size, partial(copies.copy_out, storage.bytes, mine, theirs), (device,))
             storage.bytes.zero_()
             yield _row(f"from {name}", size, partial(copies.copy_in, theirs, storage.bytes, mine), (device,))
@@ -95,11 +95,11 @@ def _arena(device: torch.device, layout: BlockLayout) -> Iterator[Row]:
             arena.close(unlink=True)
 
 
-def _peer(device: torch.device, layout: BlockLayout) -> Iterator[Row]:
+def _peer(device: torch.device, layout: BlockLayout, num_blocks: int) -> Iterator[Row]:
     if device.type != CUDA or torch.cuda.device_count() < 2:
         return
     other = torch.device(CUDA, 1 if (device.index or 0) == 0 else 0)
-    size = _NUM_BLOCKS * layout.block_bytes
+    size = num_blocks * layout.block_bytes
     one: Tensor = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     two = torch.empty(size, dtype=torch.uint8, device=other)
     access = "" if torch.cuda.can_device_access_peer(device, other) else ", by way of the host"
