@@ -13,7 +13,7 @@ def _document_ends_s(starvation_s: float) -> float:
     """Return the end of a document that needs half of the memory, beside chats that would fill it."""
     fields = {"prompt_len": 60, "max_tokens": 20, "ttft_s": 0.2, "tpot_s": 0.1}
     chats = [Arrival(request_of(f"chat-{i:03}", fields | {"arrival_s": 0.08 * i}), 20, 20.0) for i in range(300)]
-    document = request_of("document", {"prompt_len": 300, "max_tokens": 20, "ttft_s": 0.1, "arrival_s": COMES_S})
+    document = request_of("document", {"prompt_len": 300, "max_tokens": 20, "be": True, "arrival_s": COMES_S})
     policy = make_policy("aligned_slo", {"starvation_s": starvation_s, "patience": 2.0})
     run = PolicyRun(policy, DeviceMemory(40, 40, SIZE), IterationLimits(16, 512))
     courses = run.run([*chats, Arrival(document, 20, 20.0)])
