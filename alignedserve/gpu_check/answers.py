@@ -17,16 +17,16 @@ from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.weight_files import load_weights
 
 _NUM_ANSWERS, _ANSWER_LEN, _CHUNK, _BLOCK_SIZE = 10, 24, 32, 16
-_TOY_ANSWERS = 2
+_TOY_ANSWERS, _MAX_CONTEXT_LEN = 2, 256
+VOCAB_SIZE = 503
 _SIZES = {
-    "vocab_size": 503,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,
     "intermediate_size": 384,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "max_position_embeddings": 256,
     "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -37,16 +37,11 @@ _SIZES = {
 def compare_answers(device: torch.device, *, is_toy: bool = False) -> dict[str, Any]:
     """Return the answers, of transformers too, and which differ; float32, greedy, all at once, prompts in chunks."""
     try:
-        transformers: Any = importlib.import_module("transformers")
+        model = random_llama(_MAX_CONTEXT_LEN, deviation=0.08)
     except ModuleNotFoundError:
         return {"left_out": ["transformers is not installed"]}
-    torch.manual_seed(0)
-    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape) * 0.08)  # logits that differ
     count = _TOY_ANSWERS if is_toy else _NUM_ANSWERS
-    prompts = [torch.randint(3, _SIZES["vocab_size"], (3 + 11 * index,)).tolist() for index in range(count)]
+    prompts = [torch.randint(3, VOCAB_SIZE, (3 + 11 * index,)).tolist() for index in range(count)]
     with tempfile.TemporaryDirectory() as name:
         model.save_pretrained(name)
         ours = _by_engine(Path(name), device, prompts)
@@ -56,6 +51,21 @@ def compare_answers(device: torch.device, *, is_toy: bool = False) -> dict[str, 
     return {"prompt_lens": [len(prompt) for prompt in prompts], "ours": ours, "theirs": theirs, "failures": failures}
 
 
+def random_llama(max_context_len: int, *, deviation: float) -> Any:
+    """Return a small Llama of transformers, always the same. `deviation`: of what is added, so that its logits differ.
+
+    Raises ModuleNotFoundError without transformers.
+    """
+    transformers: Any = importlib.import_module("transformers")  # not above: the other parts do without it
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**_SIZES, max_position_embeddings=max_context_len)
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * deviation)
+    return model
+
+
 def _by_engine(folder: Path, device: torch.device, prompts: list[list[int]]) -> list[list[int]]:
     config = read_config(folder)
     decoder = Decoder(config, load_weights(folder, config, torch.float32, device, None))
@@ -63,7 +73,7 @@ def _by_engine(folder: Path, device: torch.device, prompts: list[list[int]]) -> 
     storage = BlockStorage(
         config.block_layout(_BLOCK_SIZE, "float32"), sum(counts), device, has_scratch=device.type != "cpu"
     )
-    engine = Engine(model=decoder, storage=storage, max_sequences=len(prompts), max_context_len=256)
+    engine = Engine(model=decoder, storage=storage, max_sequences=len(prompts), max_context_len=_MAX_CONTEXT_LEN)
     engine.record_graphs()
     sampling = SamplingParams(temperature=0.0, max_tokens=_ANSWER_LEN, ignore_eos=True)
     names = [RequestId(str(index)) for index in range(len(prompts))]

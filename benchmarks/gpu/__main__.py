@@ -10,12 +10,8 @@ the time: one that crashes or hangs is reported at the end (exit code 1), and th
 """
 
 import argparse
-import contextlib
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.gpu_check.processes import run_part
 from alignedserve.runtime.device.devices import CPU, cuda_obstacle
 from benchmarks.gpu.part_list import PART_LIST, print_parts
 from benchmarks.gpu.targets import TargetOutcome, outcomes
@@ -87,7 +84,8 @@ class Runner:
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            problem, log = self._in_a_process(part, limit_s, folder)
+            command = [*PART_COMMAND, part, "--output", str(folder), *self._arguments, "--limit", f"{limit_s:.0f}"]
+            problem, log = run_part(command, limit_s, folder / "log")
             figures = self._take(part, folder)
         seconds = round(time.monotonic() - started, 1)
         ended = Ended(part, seconds, list(figures.get("failures", ())), list(figures.get("left_out", ())))
@@ -100,24 +98,6 @@ class Runner:
             print("\n".join(ended.log))
         print(f"   {seconds:.0f} s, {'; '.join((*ended.failures, *ended.left_out)) or 'went through'}", flush=True)
 
-    def _in_a_process(self, part: str, limit_s: float, folder: Path) -> tuple[str | None, str]:
-        """Run a part in a process; return what went wrong, and everything that it printed."""
-        command = [*PART_COMMAND, part, "--output", str(folder), *self._arguments]
-        with (folder / "log").open("w+") as log:
-            process = subprocess.Popen(
-                [*command, "--limit", f"{limit_s:.0f}"], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                problem = _problem(process.wait(limit_s))
-            except subprocess.TimeoutExpired:
-                problem = f"ended after {limit_s:.0f} s"
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # with everything that it has started
-                process.wait()
-            log.seek(0)
-            return problem, log.read()
-
     def _take(self, part: str, folder: Path) -> dict[str, Any]:
         """Return the figures of the part, as far as it came; its file is kept."""
         found = folder / f"gpu_{part}.json"
@@ -129,12 +109,6 @@ class Runner:
             self._output.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(found, self._output / found.name)
         return figures
-
-
-def _problem(code: int) -> str | None:
-    if code == 0:
-        return None
-    return f"ended by signal {-code}" if code < 0 else f"ended with {code}"
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
+from alignedserve.gpu_check.answers import VOCAB_SIZE, random_llama
 from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.decoder import Decoder
@@ -31,35 +32,17 @@ CHUNK, BLOCK_SIZE = 64, 16
 NUM_DECODED, TOY_NUM_DECODED = 20, 3
 # How much further off than transformers: sums are in another order, and some are rounded where its are not.
 ALLOWED, ROUNDING = 2.0, {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-4}
-SIZES = {
-    "vocab_size": 503,
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_MAX_CONTEXT_LEN = 512
 
 
 def compare_logits(device: torch.device, *, is_toy: bool) -> dict[str, Any]:
     """Return root mean square errors of both, by dtype and attention."""
-    transformers: Any = importlib.import_module("transformers")  # not above: the other parts do without it
-
-    torch.manual_seed(0)
-    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape) * 0.05)  # logits that differ
+    model = random_llama(_MAX_CONTEXT_LEN, deviation=0.05)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         for dtype, attention in _cases(device):
-            rows.append(_compare(transformers, Path(folder), device, dtype, attention, is_toy))
+            rows.append(_compare(Path(folder), device, dtype, attention, is_toy))
             print(rows[-1], flush=True)
     return {"rows": rows, "failures": [f"{row['dtype']}, {row['attention']}" for row in rows if not row["is_right"]]}
 
@@ -75,9 +58,8 @@ def _cases(device: torch.device) -> Iterator[tuple[str, str]]:
 
 
 @torch.inference_mode()
-def _compare(
-    transformers: Any, folder: Path, device: torch.device, dtype: str, attention: str, is_toy: bool
-) -> dict[str, Any]:
+def _compare(folder: Path, device: torch.device, dtype: str, attention: str, is_toy: bool) -> dict[str, Any]:
+    transformers: Any = importlib.import_module("transformers")
     rounded: Any = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch_dtype(dtype)).eval()
     config = read_model_config(folder)
     decoder = Decoder(config, load_weights(folder, config, torch_dtype(dtype), device, None))
@@ -140,7 +122,7 @@ def _engine(decoder: Decoder, attention: str, whole: dict[RequestId, int], num_d
     generator = torch.Generator().manual_seed(1)
     free = torch.randperm(num_blocks, generator=generator).tolist()
     for request_id, length in whole.items():
-        prompt = tuple(torch.randint(3, SIZES["vocab_size"], (length - num_decoded,), generator=generator).tolist())
+        prompt = tuple(torch.randint(3, VOCAB_SIZE, (length - num_decoded,), generator=generator).tolist())
         blocks = tuple(BlockId(free.pop()) for _ in range(blocks_for(length, BLOCK_SIZE)))
         engine.add_sequence(NewSequence(request_id, prompt, len(prompt), 0, blocks, sampling))
     return engine
