@@ -5,14 +5,14 @@ would end all computing of the process that makes it. What a trial found is reme
 A library whose trial crashes, hangs or finds other results than ours is left out, which the log says.
 """
 
+import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from typing_extensions import override
 
@@ -56,7 +56,8 @@ class TrialShapes(NamedTuple):
     chunks: ChunkShape = ChunkShape((3072, 1024), (1536, 512))
 
 
-class PromptSetup(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PromptSetup:
     """The engine that a library would compute for."""
 
     device: str
@@ -64,7 +65,7 @@ class PromptSetup(msgspec.Struct, frozen=True):
     num_blocks: int
     group: int  # query heads of each key head
     window: int | None
-    shapes: TrialShapes = TrialShapes()
+    shapes: TrialShapes = field(default_factory=TrialShapes)
 
     @property
     def num_bytes(self) -> int:
@@ -72,11 +73,24 @@ class PromptSetup(msgspec.Struct, frozen=True):
         return self.num_blocks * self.layout.block_bytes
 
 
-class TrialRequest(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class TrialRequest:
     """What a trial is asked."""
 
     library: str
     setup: PromptSetup
+
+    def to_json(self) -> str:
+        """Return it as JSON, by Python's own module: where speed is measured there may be no other."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "TrialRequest":
+        """Read what `to_json` wrote."""
+        said = json.loads(text)
+        shapes = (ChunkShape(tuple(lengths), tuple(counts)) for lengths, counts in said["setup"]["shapes"])
+        own = {"layout": BlockLayout(**said["setup"]["layout"]), "shapes": TrialShapes(*shapes)}
+        return cls(said["library"], PromptSetup(**{**said["setup"], **own}))
 
 
 class Measured(NamedTuple):
@@ -86,7 +100,8 @@ class Measured(NamedTuple):
     library_s: float
 
 
-class TrialResult(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class TrialResult:
     """What a trial found. None: the library does not compute this here, for the reason that is given."""
 
     num_blocks: int  # of its storage
@@ -95,6 +110,25 @@ class TrialResult(msgspec.Struct, frozen=True):
     whole_reason: str = ""
     paged_reason: str = ""
     clears_tails: bool = False  # it computes chunks if unused slots hold numbers
+
+    @classmethod
+    def of(cls, said: Any) -> "TrialResult":
+        """Read the fields of one from JSON. Raises KeyError, TypeError or ValueError for anything else."""
+        whole, paged = (_measured(said[name]) for name in ("whole", "paged"))
+        others = [said[name] for name in ("num_blocks", "whole_reason", "paged_reason", "clears_tails")]
+        if [type(value) for value in others] != [int, str, str, bool]:
+            raise TypeError("fields of other types")
+        num_blocks, whole_reason, paged_reason, clears_tails = others
+        return cls(num_blocks, whole, paged, whole_reason, paged_reason, clears_tails)
+
+
+def _measured(said: Any) -> Measured | None:
+    if said is None:
+        return None
+    own_s, library_s = said
+    if not (isinstance(own_s, float) and isinstance(library_s, float)):
+        raise TypeError("no seconds")
+    return Measured(own_s, library_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +186,7 @@ def _suspect(name: str, setup: PromptSetup) -> None:
     path = _path_of(TrialRequest(name, setup))
     reason = f"the GPU failed while it was in use; to try it again, delete {path}"
     num_blocks = max(setup.num_blocks, -(-FAR_BYTES // setup.layout.block_bytes))
-    suspect(path, msgspec.to_builtins(TrialResult(num_blocks, None, None, reason, reason)))
+    suspect(path, asdict(TrialResult(num_blocks, None, None, reason, reason)))
 
 
 def _combined(setup: PromptSetup, results: Mapping[str, TrialResult | None]) -> PromptChoice:
@@ -187,13 +221,13 @@ def _result_of(request: TrialRequest) -> TrialResult | None:
     kept = _decoded(read_kept(path))
     if kept is not None and _reaches(kept, setup):
         return kept
-    said = ask([*_COMMAND, msgspec.json.encode(request).decode()], _LIMIT_S)
+    said = ask([*_COMMAND, request.to_json()], _LIMIT_S)
     found = None if isinstance(said, str) else _decoded(said)
     if found is None:
         reason = said if isinstance(said, str) else "said nothing that can be read"
         logger.warning("%s computes no prompts here: its trial, in a process of its own, %s", request.library, reason)
     elif _reaches(found, setup):
-        keep(path, msgspec.to_builtins(found))
+        keep(path, asdict(found))
     return found
 
 
@@ -205,8 +239,8 @@ def _path_of(request: TrialRequest) -> Path:
 
 def _decoded(said: object) -> TrialResult | None:
     try:
-        return msgspec.convert(said, TrialResult)
-    except msgspec.ValidationError:
+        return TrialResult.of(said)
+    except (KeyError, TypeError, ValueError):
         return None
 
 

@@ -1,9 +1,9 @@
 """The choice of kernels for prompts and chunks by what trials have found, and what is remembered of them."""
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -57,10 +57,10 @@ class Trials:
         return choose_prompts(setup, libraries)
 
     def _ask(self, command: list[str], limit_s: float) -> dict[str, Any] | str:
-        request = msgspec.json.decode(command[-1], type=TrialRequest)
+        request = TrialRequest.from_json(command[-1])
         self.asked.append((request.library, request.setup.num_blocks))
         answer = self.answers[request.library]
-        return answer if isinstance(answer, str) else msgspec.to_builtins(answer)
+        return answer if isinstance(answer, str) else asdict(answer)
 
 
 @pytest.fixture
@@ -94,12 +94,12 @@ def test_what_a_trial_found_is_remembered_and_what_ended_it_is_not(trials: Trial
 
 def test_a_trial_without_the_far_offsets_decides_no_chunks(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
     trials.answers = {"fast": FAST}
-    near, far = setup_of(), msgspec.structs.replace(setup_of(), num_blocks=FAR_BYTES // layout().block_bytes)
+    near, far = setup_of(), replace(setup_of(), num_blocks=FAR_BYTES // layout().block_bytes)
     choice = trials.choose(far, "fast")
     assert (choice.for_whole, choice.for_paged) == ("fast", OWN)
     assert "fast computes no chunks here: no memory to try it at the offsets of these blocks" in caplog.text
     assert trials.choose(near, "fast").for_paged == "fast"
-    trials.answers = {"fast": msgspec.structs.replace(FAST, num_blocks=far.num_blocks)}
+    trials.answers = {"fast": replace(FAST, num_blocks=far.num_blocks)}
     assert trials.choose(far, "fast").for_paged == "fast"
     trials.answers = {}
     assert trials.choose(far, "fast").for_paged == trials.choose(near, "fast").for_paged == "fast"
