@@ -17,7 +17,6 @@ from alignedserve.cli.commands.options import (
     ChatOptions,
     DemoOptions,
     EvalOptions,
-    GpuCheckOptions,
     PlanOptions,
     ProfileOptions,
     ReplayOptions,
@@ -25,6 +24,7 @@ from alignedserve.cli.commands.options import (
     SimulateOptions,
 )
 from alignedserve.cli.console import DEFAULT_URL, FAILURE, exit_code, print_error
+from alignedserve.cli.gpu_check.options import GpuCheckOptions
 from alignedserve.cli.models.app import models_app
 from alignedserve.cli.options import ClusterOption, JsonFlag, UrlOption, current_option, takes_options
 from alignedserve.config.environment import limit_thread_spinning, ray_address
@@ -278,7 +278,7 @@ def gpu_check(options: GpuCheckOptions) -> None:
 
     Exit code 0: everything is right; 1: something is not; 3: there is no GPU here.
     """
-    from alignedserve.cli.commands.gpu_check import gpu_check as run
+    from alignedserve.cli.gpu_check.command import gpu_check as run
 
     raise typer.Exit(run(options))
 

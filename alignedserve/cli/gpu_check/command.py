@@ -1,7 +1,7 @@
 """`alignedserve gpu-check`: whether a GPU computes rightly, how fast, and one file to send back."""
 
-from alignedserve.cli.commands.options import GpuCheckOptions
 from alignedserve.cli.console import results
+from alignedserve.cli.gpu_check.options import GpuCheckOptions
 from alignedserve.gpu_check.check import CheckSpec, run_check
 
 
