@@ -155,8 +155,11 @@ class GpuPlanner:
         )
 
     def _may_read(self, rows: IntArray) -> bool:
-        """Return whether a library may read these contexts: slots forwards; those behind them are nobody's if they are
-        zeroed, which they may not be where two sequences share a block from its two ends."""
+        """Return whether a library may read the contexts of these rows: their slots go forwards.
+
+        Where it needs numbers behind them, all must: what is zeroed there may be the other's where two sequences share
+        a block from its two ends.
+        """
         is_reversed = self.table.is_reversed
         return not (is_reversed if self._clears_tails else is_reversed[rows]).any()
 

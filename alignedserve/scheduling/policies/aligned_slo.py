@@ -46,10 +46,10 @@ class AlignedSloConfig:
     slack_share: float = 0.9  # of the least slack: the rest is for errors of the cost model
     memory_s: float = 30.0  # for so long after its last request an objective still bounds iterations
     starvation_s: float = 60.0  # a request that waits longer, and `patience` times as long as it needs alone,
-    patience: float = 10.0  # has a share of every iteration, and freed blocks are kept for it; a late chat has it
-    return_s: float = 5.0  # only if it has begun, so long after it lost its cache;
-    pause_s: float = 1.0  # with its cache it pauses no longer than this
-    starving_share: float = 0.1  # this share, of the time that the iteration may take and of the memory
+    patience: float = 10.0  # has a share of every iteration, and freed blocks are kept for it
+    return_s: float = 5.0  # so long after its last token a late chat that has lost its cache has that share
+    pause_s: float = 1.0  # so long a late chat that has begun pauses with its cache
+    starving_share: float = 0.1  # the share, of the time that the iteration may take and of the memory
     growth_tokens: int = 16  # newcomers leave blocks for this many more tokens of each request with objectives
     interference: float | None = None  # `scheduling.interference`: best effort prolongs gaps of chat by this factor
     best_effort_floor: float = 0.05  # share of the time that it has all the same, `router.best_effort_floor`
