@@ -259,7 +259,9 @@ struct RowForecast {
 
         const double first_s = arrival_s + ttft_s, gap_s = table[kLastToken][row] + tpot_s;
         const double schedule_s = has_begun ? table[kFirstToken][row] + generated * tpot_s : first_s;
-        const double later_s = table[kNumBlocks][row] > 0 ? gap_s : larger(gap_s, schedule_s);
+        const double back_by_s = larger(gap_s, table[kLastToken][row] + at.return_s);
+        const double lent_s = has_begun ? smaller(schedule_s, back_by_s) : schedule_s;
+        const double later_s = table[kNumBlocks][row] > 0 ? gap_s : larger(gap_s, lent_s);
         const double next_s = has_begun ? later_s : first_s;
         slack_s = next_s - at.now;
 
@@ -287,8 +289,8 @@ struct RowForecast {
         banked_s = larger(next_s, schedule_s);
         const double later_gaps_s = larger((1.0 - at.given_back) * tpot_s - at.usual_gap_s, 0.0);
         stretched_s = banked_s + num_left * smaller(at.given_back * tpot_s, later_gaps_s);
-        const double return_s = context_len * at.prefill_token_s;
-        eviction_slack_s = smaller(schedule_s - at.now, deadline_slack_s) - return_s - 2 * at.horizon_s;
+        const double again_s = context_len * at.prefill_token_s;
+        eviction_slack_s = smaller(lent_s - at.now, deadline_slack_s) - again_s - 2 * at.horizon_s;
     }
 
   private:

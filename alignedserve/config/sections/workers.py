@@ -84,12 +84,12 @@ class EngineConfig(Section, frozen=True):
         levels = ("auto", "avx512bf16", "avx2", "plain", "triton", "torch")
         self._require(self.attention_backend in levels, "attention_backend", f"must be one of {', '.join(levels)}")
         self._require(0.0 <= self.calibration_s <= 600.0, "calibration_s", "must be between 0 and 600")
-        transports = ("auto", "shm", "tcp", "gloo", "cuda_ipc", "nccl")
+        transports = ("auto", "shm", "tcp", "gloo", "cuda_ipc")
         self._require(self.kv_transport in transports, "kv_transport", f"must be one of {', '.join(transports)}")
         self._require(
-            self.device != "cpu" or self.kv_transport not in ("cuda_ipc", "nccl"),
+            self.device != "cpu" or self.kv_transport != "cuda_ipc",
             "kv_transport",
-            f"is {self.kv_transport}, which moves blocks between GPUs, but device is cpu",
+            "is cuda_ipc, which moves blocks between GPUs, but device is cpu",
         )
         kv_cache_dtypes = ("auto", "int8", "fp8")
         self._require(

@@ -47,7 +47,9 @@ class AlignedSloConfig:
     memory_s: float = 30.0  # for so long after its last request an objective still bounds iterations
     starvation_s: float = 60.0  # a request that waits longer, and `patience` times as long as it needs alone,
     patience: float = 10.0  # has a share of every iteration, and freed blocks are kept for it
-    return_s: float = 5.0  # so long after its last token a late chat that has lost its cache has that share
+    return_s: float = (
+        10.0  # so long after its last token a chat that has lost its cache is due; late, it has that share
+    )
     pause_s: float = 1.0  # so long a late chat that has begun pauses with its cache
     starving_share: float = 0.1  # the share, of the time that the iteration may take and of the memory
     growth_tokens: int = 16  # newcomers leave blocks for this many more tokens of each request with objectives
@@ -66,7 +68,7 @@ class AlignedSlo:
 
     def __init__(self, config: AlignedSloConfig) -> None:
         self._config = config
-        self._floor = Floor(config.starving_share)
+        self._floor = Floor(config.starving_share, config.return_s)
         bound = config.interference
         self._interference = None if bound is None else Interference(bound, config.best_effort_floor)
         self._runtime = RefreshedEstimate(fit_request_runtime)
@@ -79,9 +81,10 @@ class AlignedSlo:
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""
         cap_s = self._cap_s(view)
-        interference = self._interference if has_gaps(view.table) else None
-        if self._interference is not None and interference is None:
-            cap_s = min(cap_s, self._interference.without_gaps_s(view.now, self._config.memory_s))
+        interference = self._interference
+        if interference is not None and not has_gaps(view.table):
+            cap_s = min(cap_s, interference.without_gaps_s(view.now, self._config.memory_s))
+            interference = None
         forecast = self._forecast(view, cap_s, interference)
         packing = SloPacking(view, forecast, growth_tokens=self._config.growth_tokens)
         allowed_s = forecast.allowed_s
@@ -93,12 +96,14 @@ class AlignedSlo:
             packing.add_prompts(_LATE, max(allowed_s, decodes_s))
             return interference.pack(packing, view, forecast.rows, max(min(allowed_s, cap_s), decodes_s))
         starving_s = self._config.starving_share * max(min(allowed_s, cap_s), view.history.mean_s)
-        packing.add_decodes(_STARVING, starving_s, at_least=1)
+        for are_chats in (True, False):
+            packing.add_decodes(_STARVING, starving_s, at_least=1, are_chats=are_chats)
         packing.add_decodes(_ON_TIME, np.inf)
         # Decodes with objectives are not held back: the iteration is at least as long as they take.
         decodes_s = packing.predicted_s()
         budget_s = max(min(allowed_s, cap_s), decodes_s)
-        packing.add_prompts(_STARVING, decodes_s + starving_s)
+        for are_chats in (True, False):
+            packing.add_prompts(_STARVING, packing.predicted_s() + starving_s, are_chats=are_chats)
         # Nor are prompts with objectives held back for later ones.
         packing.add_prompts(_ON_TIME, max(allowed_s, decodes_s), least_s=decodes_s)
         for group, until_s in ((_LATE, max(allowed_s, decodes_s)), (_OTHERS, budget_s)):

@@ -1,9 +1,10 @@
 """The floor of `aligned_slo`: what requests that have waited too long have of a worker before all others.
 
-They are served by priority and arrival, each to its end, within a share of every iteration's time, and hold a share of
-the memory that no other request takes from them: as many of the first ones as fit it, at least one. The rest go first
-among their own class (but for late chat, which keeps its place), and are evicted for others as they would be without
-having waited. So however many documents have waited too long, chat has the rest of the time and of the memory.
+Those of a class are served by priority and arrival, within a share of every iteration's time, and hold a share of the
+memory that no other request takes from them: as many of the first ones as fit it, at least one. Documents are served so
+to their end, and late chats until their cache is back; those furthest behind then keep it, in a share like that. The
+rest go first among their own class (but for late chat, which keeps its place), and are evicted for others as they would
+be without having waited. So however many have waited too long, chat on time has the rest of the time and of the memory.
 
 A first one that needs more memory than the share has it all the same, once it has been first for so long that the
 memory it holds is the share on average:
@@ -34,43 +35,84 @@ class FlooredRows(NamedTuple):
 
 
 class Floor:
-    """Knows since when the first starving request has been first."""
+    """Gives chat its share, and documents theirs: neither waits for the other to end."""
+
+    def __init__(self, share: float, return_s: float) -> None:
+        """`share`: of the memory. `return_s`: as in AlignedSloConfig."""
+        self._share, self._return_s = share, return_s
+        self._of_chat, self._of_documents = _ClassShare(share), _ClassShare(share)
+
+    def apply(self, view: WorkerView, rows: RowForecasts) -> FlooredRows:
+        """Return the forecasts with the requests behind the floor in the ranks of their objectives."""
+        starving = np.flatnonzero(rows.rank == STARVING)
+        is_chat = view.table.is_real_time[starving]
+        floored = FlooredRows(rows, self._sheltered(view, rows), is_first_held=True)
+        floored = self._of_chat.apply(view, floored, starving[is_chat])
+        return self._of_documents.apply(view, floored, starving[~is_chat])
+
+    def _sheltered(self, view: WorkerView, rows: RowForecasts) -> Ints:
+        """Return the ranks, by which memory is kept, with late chats that are furthest behind sheltered by a share.
+
+        One that had lost its cache would lose it again after a few tokens, and all that was computed for it.
+        """
+        table, due_s = view.table, view.table.next_token_due_s
+        is_behind = (
+            (rows.claim == LATE) & rows.is_ready & (table.num_generated > 0) & (due_s + self._return_s < view.now)
+        )
+        behind = np.flatnonzero(is_behind)
+        if not len(behind):
+            return rows.rank
+        behind = behind[np.argsort(due_s[behind], kind="stable")]
+        room = self._share * view.memory.num_blocks
+        num_kept = max(int(np.searchsorted(np.cumsum(table.num_blocks[behind]), room, side="right")), 1)
+        hold = rows.rank.copy()
+        hold[behind[:num_kept]] = STARVING
+        return hold
+
+
+class _ClassShare:
+    """Knows since when the first starving request of a class has been first."""
 
     def __init__(self, share: float) -> None:
         self._share = share
         self._first: RequestId | None = None
         self._due_s = np.inf  # from then on it has the memory that it needs
 
-    def apply(self, view: WorkerView, rows: RowForecasts) -> FlooredRows:
-        """Return the forecasts with the requests behind the floor in the ranks of their objectives."""
-        starving = np.flatnonzero(rows.rank == STARVING)
+    def apply(self, view: WorkerView, floored: FlooredRows, starving: Ints) -> FlooredRows:
+        """Return the forecasts with those of these starving rows that the share has no room for behind the floor."""
         if not len(starving):
             self._first = None
-            return FlooredRows(rows, rows.rank, is_first_held=True)
-        table, memory = view.table, view.memory
+            return floored
+        rows, table, memory = floored.rows, view.table, view.memory
         starving = in_order(starving, table, rows)
         context_len = table.prompt_len[starving] + table.num_generated[starving] + 1
         needed = memory.blocks_for_each(context_len, is_hidden=table.is_hidden[starving])
         room = self._share * memory.num_blocks
         num_kept = max(int(np.searchsorted(np.cumsum(needed), room, side="right")), 1)
-        first = int(starving[0])
+        hold, first = floored.hold, int(starving[0])
         is_held = self._is_held(table.request_ids[first], float(rows.left_s[first]), needed[0] / room, view.now)
         if num_kept < len(starving):
             others = starving[num_kept:]
             # Late chat that has lost its cache keeps its place: returned first, it would be evicted next, and so on.
             has_slo = np.isfinite(table.ttft_s[others]) | np.isfinite(table.tpot_s[others])
             rows = behind(rows, others, first=others[~(table.is_real_time[others] & has_slo)])
-        if is_held:
-            return FlooredRows(rows, rows.rank, is_first_held=True)
-        hold = rows.rank.copy()
-        hold[first] = rows.claim[first]
-        return FlooredRows(rows, hold, is_first_held=False)
+            hold = _with(hold, others, rows.claim)
+        if not is_held:
+            hold = _with(hold, starving[:1], rows.claim)
+        return FlooredRows(rows, hold, floored.is_first_held and is_held)
 
     def _is_held(self, first: RequestId, left_s: float, shares: float, now: float) -> bool:
         """Return whether the first one has its memory before all others. `shares`: that it needs of the memory's."""
         if first != self._first:
             self._first, self._due_s = first, now + left_s * max(shares - 1.0, 0.0)
         return shares <= 1.0 or now >= self._due_s
+
+
+def _with(hold: Ints, rows: Ints, claim: Ints) -> Ints:
+    """Return the ranks with these rows' claims in their places."""
+    changed = hold.copy()
+    changed[rows] = claim[rows]
+    return changed
 
 
 def behind_real_time(table: RequestTable, rows: RowForecasts) -> RowForecasts:

@@ -117,7 +117,7 @@ def _plain_forecast(table: RequestTable, situation: Situation, prompts: PrefillT
     is_decoding, num_left = table.is_decoding, remaining_output_len(table)[0]
     left_s = runtime.remaining_s(table, num_left)
     alone_s = np.where(is_decoding, runtime.decode_s, np.maximum(prompts.of(table.num_remaining), runtime.decode_s))
-    dues = _dues_of(table)
+    dues = _dues_of(table, situation.return_s)
     deadline_slack_s = table.arrival_s + table.deadline_s - left_s - now
     is_late = np.where(dues.has_begun, table.first_token_s > dues.first_s, dues.next_s - alone_s < now)
     is_late |= deadline_slack_s < 0
@@ -148,7 +148,7 @@ def _plain_forecast(table: RequestTable, situation: Situation, prompts: PrefillT
         # Until the first token that is all that others wait for: the tokens after it are computed beside theirs.
         left_s=np.where(is_on_time & ~dues.has_begun & ~np.isinf(dues.first_s), alone_s, left_s),
         slack_s=slack_s,
-        eviction_slack_s=np.minimum(dues.schedule_s - now, deadline_slack_s) - back_s - 2 * horizon_s,
+        eviction_slack_s=np.minimum(dues.lent_s - now, deadline_slack_s) - back_s - 2 * horizon_s,
         rank=rank,
         claim=claim,
         is_ready=is_ready,
@@ -171,16 +171,18 @@ class _Dues(NamedTuple):
     has_begun: Bools
     first_s: Floats  # the first token
     schedule_s: Floats  # the next one, by the mean gap alone
+    lent_s: Floats  # the next one of a request whose memory others have
     next_s: Floats  # the next one
 
 
-def _dues_of(table: RequestTable) -> _Dues:
+def _dues_of(table: RequestTable, return_s: float) -> _Dues:
     has_begun, schedule_s = table.num_generated > 0, table.next_token_due_s
-    gap_s = table.last_token_s + table.tpot_s
-    # A request that has lost its cache has missed this gap; it can still hold the mean, and so has more time.
-    next_s = np.where(table.num_blocks > 0, gap_s, np.maximum(gap_s, schedule_s))
-    first_s = table.arrival_s + table.ttft_s
-    return _Dues(has_begun, first_s, schedule_s, np.where(has_begun, next_s, first_s))
+    gap_s, first_s = table.last_token_s + table.tpot_s, table.arrival_s + table.ttft_s
+    # A request that has lost its cache has missed this gap; it can still hold the mean, and so has more time, though
+    # not for minutes: someone reads its answer.
+    lent_s = np.where(has_begun, np.minimum(schedule_s, np.maximum(gap_s, table.last_token_s + return_s)), schedule_s)
+    next_s = np.where(table.num_blocks > 0, gap_s, np.maximum(gap_s, lent_s))
+    return _Dues(has_begun, first_s, schedule_s, lent_s, np.where(has_begun, next_s, first_s))
 
 
 def _allowed_s(left_s: Floats, tpot_s: Floats, counts: Bools) -> float:

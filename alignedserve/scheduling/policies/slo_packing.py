@@ -72,9 +72,12 @@ class SloPacking:
 
     # --- decodes
 
-    def add_decodes(self, group: Group, budget_s: float, *, at_least: int = 0) -> None:
-        """Add the requests of this group that only need their next token, as many as the time allows."""
-        rows = rows_of(group, self._table, self._rows, is_ready=True)
+    def add_decodes(self, group: Group, budget_s: float, *, at_least: int = 0, are_chats: bool | None = None) -> None:
+        """Add the requests of this group that only need their next token, as many as the time allows.
+
+        `are_chats`: only real-time requests, or only others.
+        """
+        rows = self._of_class(rows_of(group, self._table, self._rows, is_ready=True), are_chats)
         if not len(rows):
             return
         rows = self._still_out(rows)
@@ -90,15 +93,18 @@ class SloPacking:
 
     # --- prompts, and caches to swap in
 
-    def add_prompts(self, group: Group, budget_s: float, *, least_s: float = 0.0) -> None:
+    def add_prompts(
+        self, group: Group, budget_s: float, *, least_s: float = 0.0, are_chats: bool | None = None
+    ) -> None:
         """Add requests of this group that have more to compute or lie on the host, in order, until the time is used up.
 
         Rows that do not fit are overtaken, and blocks are kept for starving ones.
-        `least_s`: the time that the next iteration takes in any case.
+        `least_s`: the time that the next iteration takes in any case. `are_chats`: as in add_decodes.
         """
         packer = self._packer
         at_most = packer.num_places_left + self._rows.num_overtakable
         rows = rows_of(group, self._table, self._rows, is_ready=False, at_most=at_most)
+        rows = self._of_class(rows, are_chats)
         if not len(rows):
             return
         self._gain, self._least_s = None, least_s
@@ -121,6 +127,9 @@ class SloPacking:
                 self._kept += num_blocks - (num_free - packer.num_free)
             if not looks_further:
                 return
+
+    def _of_class(self, rows: Ints, are_chats: bool | None) -> Ints:
+        return rows if are_chats is None else rows[self._table.is_real_time[rows] == are_chats]
 
     def _is_extensible(self, row: int, budget_s: float) -> bool:
         """Return whether a starving prompt, packed with its share, can get more time; it is withdrawn for that."""

@@ -15,11 +15,6 @@ def lends_device_memory(engine: EngineConfig) -> bool:
 
 def check_transport(engine: EngineConfig) -> None:
     """Check that there is a way from worker to worker. Raises ConfigError."""
-    if engine.kv_transport not in TRANSPORTS:
-        raise ConfigError(
-            f"engine.kv_transport is {engine.kv_transport}, which there is no longer: between hosts blocks go by tcp, "
-            "encrypted; leave it out"
-        )
     if engine.kv_transport == CUDA_IPC and engine.tensor_parallel > 1:
         raise ConfigError(
             "engine.kv_transport is cuda_ipc, which moves blocks between GPUs, but those of several ranks go through "

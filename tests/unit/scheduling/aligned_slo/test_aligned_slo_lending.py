@@ -41,3 +41,17 @@ def test_who_has_lent_its_memory_does_not_take_it_back_before_it_is_due() -> Non
     scheduled, evicted = _decided(near=_BEHIND, other=_BEHIND, lent=lent)
     assert evicted == []
     assert scheduled == {"near": 1, "other": 1}
+
+
+def test_it_is_due_again_ten_seconds_after_its_last_token() -> None:
+    """By the mean gap it would have 22 s more: nobody waits so long in the middle of an answer."""
+    lent = _AHEAD | {"num_cached": 0, "num_blocks": 0, "last_token_s": 0.01}
+    scheduled, evicted = _decided(near=_BEHIND, other=_BEHIND, lent=lent)
+    assert len(evicted) == 1
+    assert "lent" in scheduled
+
+
+def test_who_has_paused_for_long_lends_nothing() -> None:
+    scheduled, evicted = _decided(far=_AHEAD | {"last_token_s": 0.5}, near=_BEHIND | {"tpot_s": 0.65}, new=_URGENT)
+    assert evicted == []
+    assert "new" not in scheduled

@@ -97,20 +97,40 @@ LATE: dict[str, Any] = {"prompt_len": 90, "num_generated": 5, "ttft_s": 0.1, "tp
 
 def beside_chat(**row: Any) -> dict[str, int]:
     """Return what is computed of this row beside a chat whose token takes 11.4 ms, of 11.2 that are allowed."""
-    rows: Rows = {"chat": {"prompt_len": 40, "num_generated": 1, "ttft_s": 1.0, "tpot_s": 0.0125}, "row": row}
-    rows["chat"] |= {"arrival_s": 9.99, "first_token_s": 10.0, "last_token_s": 10.0}
-    return planned(rows, now=10.0)[0]
+    return beside_chat_all(row=row)
+
+
+def beside_chat_all(**rows: dict[str, Any]) -> dict[str, int]:
+    chat = {"prompt_len": 40, "num_generated": 1, "ttft_s": 1.0, "tpot_s": 0.0125}
+    chat |= {"arrival_s": 19.99, "first_token_s": 20.0, "last_token_s": 20.0}
+    return planned({"chat": chat, **rows}, now=20.0)[0]
 
 
 def test_an_answer_that_has_begun_late_pauses_no_longer_than_a_second() -> None:
-    assert beside_chat(**LATE, last_token_s=9.1) == {"chat": 1}
-    assert beside_chat(**LATE, last_token_s=8.9) == {"chat": 1, "row": 1}
+    assert beside_chat(**LATE, last_token_s=19.1) == {"chat": 1}
+    assert beside_chat(**LATE, last_token_s=18.9) == {"chat": 1, "row": 1}
 
 
-def test_one_that_has_lost_its_cache_returns_after_five_seconds_by_its_share() -> None:
+def test_one_that_has_lost_its_cache_returns_after_ten_seconds_by_its_share() -> None:
     lost = {**LATE, "num_cached": 0}
-    assert beside_chat(**lost, last_token_s=5.1) == {"chat": 1}
-    assert beside_chat(**lost, last_token_s=4.9) == {"chat": 1, "row": 1}
+    assert beside_chat(**lost, last_token_s=10.1) == {"chat": 1}
+    assert beside_chat(**lost, last_token_s=9.9) == {"chat": 1, "row": 1}
+
+
+def test_it_does_not_wait_for_a_document_that_has_waited_for_longer() -> None:
+    lost = {**LATE, "num_cached": 0, "last_token_s": 9.9}
+    document = {"prompt_len": 90, "be": True, "arrival_s": -200.0, "predicted_len": 10}
+    assert beside_chat_all(document=document, lost=lost) == {"chat": 1, "document": 1, "lost": 1}
+
+
+def test_the_late_chat_furthest_behind_keeps_the_cache_that_was_computed_again() -> None:
+    late = {**LATE, "tpot_s": 0.1, "last_token_s": 99.9}
+    rows: Rows = {
+        "behind": {**late, "num_generated": 20},  # its next token was due at 2.5 s
+        "less": {**late, "num_generated": 40},  # and of this one, which has less left to do, at 4.5 s
+        "new": {"prompt_len": 64, "ttft_s": 1.0, "tpot_s": 1.0, "arrival_s": 99.4},
+    }
+    assert planned(rows, now=100.0, num_blocks=19) == ({"new": 64, "behind": 1}, ["less"])
 
 
 def test_a_chat_that_is_late_before_it_has_begun_takes_no_share_from_those_on_time() -> None:
