@@ -27,7 +27,14 @@ from dataclasses import dataclass
 
 import orjson
 
-from alignedserve.core.errors import AlignedServeError, ContextTooLong, InvalidRequest, StorageError, StorageFull
+from alignedserve.core.errors import (
+    AlignedServeError,
+    ContextTooLong,
+    InvalidRequest,
+    StorageError,
+    StorageFull,
+    StoreFull,
+)
 
 
 class Unauthorized(InvalidRequest):
@@ -153,6 +160,7 @@ ERROR_TABLE: tuple[tuple[type[Exception], HttpError], ...] = (
     (Unservable, HttpError(400, "invalid_request_error", "unservable")),
     (TimedOut, HttpError(504, "server_error", "timeout")),
     (GenerationFailed, HttpError(500, "server_error", "generation_failed")),
+    (StoreFull, HttpError(503, "server_error", "storage_full")),
     (StorageFull, HttpError(503, "server_error", "storage_full")),
     (StorageError, HttpError(503, "server_error", "storage_unavailable")),
 )

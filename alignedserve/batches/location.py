@@ -11,8 +11,11 @@ from alignedserve.batches.repository import BatchRepository
 from alignedserve.batches.responses.response_stores import ResponseStores, response_stores
 from alignedserve.batches.stores.disk_blobs import DiskBlobs
 from alignedserve.batches.stores.object_blobs import ObjectBlobs, ObjectStoreLocation
-from alignedserve.batches.stores.redis_records import RedisLocation, RedisRecords
+from alignedserve.batches.stores.redis_location import RedisLocation
+from alignedserve.batches.stores.sqlite_records import SqliteRecords
 from alignedserve.config.sections import BatchesConfig
+
+RECORDS = "records.db"  # in the state folder, which the driver of batches alone opens
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +24,17 @@ class BatchLocation:
 
     config: BatchesConfig
     folder: Path | None  # on this host; None: on the head, behind its state server
-    redis: RedisLocation | None  # None: behind the state server
+    redis: RedisLocation | None  # None: records are in the folder, behind the state server for all but the driver
     objects: ObjectStoreLocation | None = None  # where contents are; None: in the folder
 
     def elsewhere(self) -> "BatchLocation":
         """Return the location as other nodes have it."""
         return replace(self, folder=None, redis=None if self.redis is None or self.redis.is_local else self.redis)
+
+    @property
+    def needs_state_server(self) -> bool:
+        """Return whether a gateway there reaches some of it through the state server."""
+        return self.folder is None or self.redis is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +68,31 @@ class DriverStores(BatchStores):
 
 def open_stores(location: BatchLocation, client: StateClient) -> BatchStores:
     """Open a gateway's stores without connecting yet. Raises StorageError where the folder cannot be used."""
+    records = _in_redis(location) or RemoteRecords(client)
     if location.folder is not None:
-        return open_driver_stores(location)
-    records: RecordStore = RemoteRecords(client)
-    if location.redis is not None:
-        records = RedisRecords(location.redis, namespace=location.config.namespace)
-    blobs: ContentStore = RemoteBlobs(client) if location.objects is None else ObjectBlobs(location.objects)
+        return stores_in(location.folder, records, _objects(location))
+    blobs: ContentStore = _objects(location) or RemoteBlobs(client)
     return BatchStores(BatchRepository(records), blobs, RemoteLogs(client), response_stores(records))
 
 
 def open_driver_stores(location: BatchLocation) -> DriverStores:
     """Open the stores on the head, without connecting yet. Raises StorageError where the folder cannot be used."""
     assert location.folder is not None, "the head's stores without their folder"
-    assert location.redis is not None, "the head's stores without a Redis"
-    records = RedisRecords(location.redis, namespace=location.config.namespace)
-    blobs = None if location.objects is None else ObjectBlobs(location.objects)
-    return stores_in(location.folder, records, blobs)
+    records = _in_redis(location) or SqliteRecords(location.folder / RECORDS)
+    return stores_in(location.folder, records, _objects(location))
+
+
+def _in_redis(location: BatchLocation) -> RecordStore | None:
+    if location.redis is None:
+        return None
+    # Its client is loaded where it is used.
+    from alignedserve.batches.stores.redis_records import RedisRecords
+
+    return RedisRecords(location.redis, namespace=location.config.namespace)
+
+
+def _objects(location: BatchLocation) -> ObjectBlobs | None:
+    return None if location.objects is None else ObjectBlobs(location.objects)
 
 
 def stores_in(folder: Path, records: RecordStore, blobs: BlobStore | None = None) -> DriverStores:

@@ -1,15 +1,15 @@
-"""Storage of a cluster's files and batches: a state folder on the head, a Redis of its own unless one is configured,
-and a bucket for contents where one is."""
+"""Storage of a cluster's files and batches: a state folder on the head, with the records in a file unless a Redis is
+named, and a bucket for contents where one is."""
 
 import os
 from pathlib import Path
 from typing import NamedTuple
 
-from alignedserve.batches.location import BatchLocation
+from alignedserve.batches.location import RECORDS, BatchLocation
 from alignedserve.batches.stores.disk import lock_file
 from alignedserve.batches.stores.object_blobs import ObjectBlobs, ObjectStoreLocation
-from alignedserve.batches.stores.redis_records import RedisLocation, check_redis
-from alignedserve.cluster.private_redis import PrivateRedis
+from alignedserve.batches.stores.redis_location import RedisLocation
+from alignedserve.cluster.records_file import has_contents, prepare_records
 from alignedserve.config.environment import (
     REDIS_URL_VARIABLE,
     STATE_DIR_VARIABLE,
@@ -40,29 +40,31 @@ class StateLock:
 
 
 class BatchStorage(NamedTuple):
-    """Location of the batches, and the resources that this process holds for it."""
+    """Location of the batches, and what this process holds for it."""
 
     location: BatchLocation
-    redis: PrivateRedis | None  # started for this cluster
     lock: StateLock | None  # of the folder; clusters may share one only with a Redis that they name
 
 
-def open_batch_storage(config: ClusterConfig, run_folder: Path) -> BatchStorage:
-    """Prepare the state folder and start Redis unless one is configured. Raises ResourceError."""
+def open_batch_storage(config: ClusterConfig) -> BatchStorage:
+    """Prepare the state folder, and the file of records unless a Redis is named. Raises ResourceError."""
     folder, objects = _state_folder(config), _object_store(config.batches)
     named = _named_redis()
+    location = BatchLocation(config.batches, folder, named, objects)
     if named is not None:
-        return BatchStorage(BatchLocation(config.batches, folder, named, objects), None, None)
+        if (folder / RECORDS).exists() and has_contents(folder):
+            raise ResourceError(
+                f"{folder} has files and results whose records are in {RECORDS}, and not in the Redis of "
+                f"{REDIS_URL_VARIABLE}: they would be removed; set batches.folder to another folder"
+            )
+        return BatchStorage(location, None)
     lock = StateLock(folder)
-    redis = PrivateRedis(
-        folder=folder / "redis", socket_path=run_folder / "redis.sock", log_path=run_folder / "logs" / "redis.log"
-    )
     try:
-        redis.start()
+        prepare_records(folder / RECORDS, config.batches.namespace)
     except BaseException:
         lock.release()
         raise
-    return BatchStorage(BatchLocation(config.batches, folder, redis.location, objects), redis, lock)
+    return BatchStorage(location, lock)
 
 
 def _named_redis() -> RedisLocation | None:
@@ -73,6 +75,8 @@ def _named_redis() -> RedisLocation | None:
     scheme = url.partition("://")[0]
     if scheme not in ("redis", "rediss", "unix"):
         raise ConfigError(f"{REDIS_URL_VARIABLE} must begin with redis://, rediss:// or unix://")
+    from alignedserve.batches.stores.redis_records import check_redis
+
     location = RedisLocation(url, redis_authority() if scheme == "rediss" else None, is_local=scheme == "unix")
     try:
         problem = check_redis(location)

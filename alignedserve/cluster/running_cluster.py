@@ -22,10 +22,9 @@ from alignedserve.cluster.batch_storage import StateLock, open_batch_storage
 from alignedserve.cluster.local_ray.node_processes import kill_all, orphans_of
 from alignedserve.cluster.local_ray.node_watch import NodeWatch
 from alignedserve.cluster.local_ray.start import start_ray
-from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.cluster.ray_polls import Starting, answer_of, kill_actors
 from alignedserve.cluster.restarts import Health, ProcessState
-from alignedserve.cluster.signals import interrupts_kept, signals_ignored
+from alignedserve.cluster.signals import signals_ignored
 from alignedserve.cluster.start_observer import Patience, StartObserver
 from alignedserve.cluster.watchdog import Watchdog
 from alignedserve.core.errors import NodeLost, PeerLost
@@ -63,7 +62,6 @@ class RunningCluster:
         # Those of the cluster's start share the limits of keys; None: those of the nodes that are created.
         self._first_gateways: tuple[str, ...] | None = None
         self._state = SharedState()
-        self._redis: PrivateRedis | None = None
         self._state_lock: StateLock | None = None
         self._node_watch: NodeWatch | None = None  # of the Ray that this process has started
         self._watchdogs: dict[str, Watchdog] = {}  # by node
@@ -91,8 +89,7 @@ class RunningCluster:
         gateways = self._first_gateways or tuple(name for node in nodes for name, _ in node.share.gateways)
         self._state = SharedState(gateways=gateways)
         if self.config.batches.enabled:
-            with interrupts_kept():  # it starts a process
-                location, self._redis, self._state_lock = open_batch_storage(self.config, self.folder)
+            location, self._state_lock = open_batch_storage(self.config)
             self._state = SharedState(location, gateways)
         if not ray.is_initialized():
             self._node_watch = NodeWatch(start_ray(self.folder, f"alignedserve-{self.folder.name}"), self._end_unheeded)
@@ -286,8 +283,8 @@ class RunningCluster:
         """Kill what is left of a cluster whose Ray is lost: its actors serve on, and Ray's calls may never return."""
         assert self._node_watch is not None, "Ray was lost that this process has not started"
         atexit.unregister(ray.shutdown)
-        self._close_own()  # first, as a Redis that ends by itself is started again
         kill_all([*self._started_processes(), *self._node_watch.children])
+        self._close_own()
         self._remove_files()
 
     def _end_everything(self) -> None:
@@ -325,9 +322,7 @@ class RunningCluster:
         return found
 
     def _close_own(self) -> None:
-        """End what this process itself serves: the Redis of this cluster, and the lock on its folder."""
-        if self._redis is not None:
-            self._redis.stop()
+        """Release the lock on the folder of files and batches."""
         if self._state_lock is not None:
             self._state_lock.release()
 

@@ -82,7 +82,7 @@ def state_root() -> Path:
 
 
 def redis_url() -> str | None:
-    """Return the Redis that keeps the state of batches (it may hold a password); None: start a private one."""
+    """Return the Redis that keeps the state of batches (it may hold a password); None: a file does."""
     return os.environ.get(REDIS_URL_VARIABLE) or None
 
 

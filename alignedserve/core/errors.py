@@ -17,6 +17,7 @@ AlignedServeError
 │   └── TransportUnavailable    no transport, or not the configured one, for blocks between two workers
 ├── StorageError                files or the state of batches cannot be read or kept now
 │   ├── StoreUnavailable        the state store does not answer
+│   │   └── StoreFull           its disk is full
 │   ├── StorageFull             the disk of the files is full
 │   └── StorageDamaged          stored data fails its check, or is of an unknown version
 └── PeerError                   another process of the cluster misbehaved or went away
@@ -106,6 +107,10 @@ class StorageError(AlignedServeError):
 
 class StoreUnavailable(StorageError):
     """The state store does not answer; a change under way may or may not have been made."""
+
+
+class StoreFull(StoreUnavailable):
+    """The disk of the state store is full; the change under way was not made."""
 
 
 class StorageFull(StorageError):

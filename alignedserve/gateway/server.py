@@ -152,7 +152,9 @@ class GatewayServer:
             client = StateClient(self._links.identity, self._links.book)
             self._stores = open_stores(batches, client)
             is_limited = self._config.requests_per_minute is not None
-            if batches.folder is None or (is_limited and shares_limits(name, self._state.gateways, self._links.book)):
+            if batches.needs_state_server or (
+                is_limited and shares_limits(name, self._state.gateways, self._links.book)
+            ):
                 self._client = client
                 client.start()
         self._quotas = RequestQuotas(

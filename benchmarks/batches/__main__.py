@@ -5,7 +5,7 @@
 
 accept        50 000 lines of chat: uploaded, created, validated (10 s or less), memory of the driver before and after,
               beside a file of the same number of lines and twenty times the bytes; cancelled with most of them left
-bookkeeping   milliseconds of one core per line of driver and Redis, with a runner that answers at once (0.5 or less);
+bookkeeping   milliseconds of one core per line of the driver and its store, the runner answering at once (at most 0.5);
               and what every process of a real cluster used per line, which is bookkeeping and request together
 throughput    a batch of short lines on an idle cluster of one worker beside the engine alone on the same work (95 %)
 chat          real-time attainment of a load alone, and beside a batch that never ends (1 point or less)

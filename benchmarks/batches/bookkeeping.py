@@ -7,15 +7,13 @@ import tempfile
 import time
 from pathlib import Path
 
-import psutil
-
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.interfaces import LineRequest, LineResponse, ModelState
-from alignedserve.batches.location import DriverStores, stores_in
+from alignedserve.batches.location import RECORDS, DriverStores, stores_in
 from alignedserve.batches.records import BatchKey, BatchRecord, Endpoint, FileId, FileRecord, Progress
 from alignedserve.batches.repository import BatchSnapshot
-from alignedserve.batches.stores.redis_records import RedisLocation, RedisRecords
-from alignedserve.cluster.private_redis import PrivateRedis
+from alignedserve.batches.stores.sqlite_file import begin_file
+from alignedserve.batches.stores.sqlite_records import SqliteRecords
 from alignedserve.config.sections import BatchesConfig
 
 _BATCH = BatchKey("batch_" + "0" * 24)
@@ -48,35 +46,29 @@ class _AtOnce:
 
 
 def measure_bookkeeping(num_lines: int, content: bytes) -> dict[str, float]:
-    """Measure milliseconds of one core per line, of this process and of Redis; validation apart."""
+    """Measure milliseconds of one core per line, of the driver and its store together; validation apart."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        server = PrivateRedis(folder=folder / "redis", socket_path=folder / "redis.sock", log_path=folder / "log")
-        server.start()
-        try:
-            return asyncio.run(_measure(folder, server.location, num_lines, content))
-        finally:
-            server.stop()
+        begin_file(Path(name) / RECORDS, (), ())
+        return asyncio.run(_measure(Path(name), num_lines, content))
 
 
-async def _measure(folder: Path, location: RedisLocation, num_lines: int, content: bytes) -> dict[str, float]:
-    stores = stores_in(folder, RedisRecords(location, namespace="bench"))
+async def _measure(folder: Path, num_lines: int, content: bytes) -> dict[str, float]:
+    stores = stores_in(folder, SqliteRecords(folder / RECORDS))
     await _submit(stores, num_lines, content)
     config = BatchesConfig(max_lines=num_lines, max_line_bytes=1 << 22, file_lifetime_s=1e6)
     driver = BatchDriver(stores=stores, runner=_AtOnce(), config=config, models=("pocket",), max_in_flight=64)
-    redis = psutil.Process(int((folder / "redis" / "redis.pid").read_text()))
     driving = asyncio.create_task(driver.run())
-    validated_s, validated_redis_s = 0.0, 0.0
-    began_s, began_redis_s = time.process_time(), _used_s(redis)
+    validated_s = 0.0
+    began_s = time.process_time()
     while True:
         await asyncio.sleep(0.05)
         snapshot = await stores.repository.batch(_BATCH)
         assert snapshot is not None, "the batch is there"
         if not validated_s and snapshot.record.num_lines:
-            validated_s, validated_redis_s = time.process_time(), _used_s(redis)
+            validated_s = time.process_time()
         if snapshot.record.is_over:
             break
-    ended_s, ended_redis_s = time.process_time(), _used_s(redis)
+    ended_s = time.process_time()
     driving.cancel()
     await asyncio.gather(driving, return_exceptions=True)
     await stores.repository.close()
@@ -84,15 +76,8 @@ async def _measure(folder: Path, location: RedisLocation, num_lines: int, conten
         "lines": num_lines,
         "validating_ms_per_line": round((validated_s - began_s) / num_lines * 1e3, 4),
         "driver_ms_per_line": round((ended_s - validated_s) / num_lines * 1e3, 4),
-        "redis_ms_per_line": round((ended_redis_s - began_redis_s) / num_lines * 1e3, 4),
-        "all_ms_per_line": round((ended_s - began_s + ended_redis_s - began_redis_s) / num_lines * 1e3, 4),
-        "redis_while_validating_s": round(validated_redis_s - began_redis_s, 3),
+        "all_ms_per_line": round((ended_s - began_s) / num_lines * 1e3, 4),
     }
-
-
-def _used_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 async def _submit(stores: DriverStores, num_lines: int, content: bytes) -> None:

@@ -4,7 +4,7 @@
     python -m benchmarks.batches.kills --schedules 1 --first 17   # one of them again
 
 Every schedule is one batch of 500 short tasks of the pocket model, each with one right answer, and one to three faults
-while it runs: gateway, batch driver, router, prefill worker, decode worker, pool, Redis, `serve` alone or all processes
+while it runs: gateway, batch driver, router, prefill worker, decode worker, pool, `serve` alone or all processes
 at once, by SIGKILL, or by SIGSTOP and SIGCONT up to seven seconds later. One cluster serves many schedules; it is
 started again only where `serve` itself was killed. Targets: lines lost, duplicated and wrong 0, batches
 that do not end 0. Results of other seeds that were recorded before are kept.

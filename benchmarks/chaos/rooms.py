@@ -7,13 +7,11 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from alignedserve.batch_worker.actor import BatchActor
-from alignedserve.batches.location import BatchLocation, SharedState
+from alignedserve.batches.location import RECORDS, BatchLocation, SharedState
 from alignedserve.cluster.actor_factory import BATCHES, ActorClasses, ActorFactory, PreparedNode
 from alignedserve.cluster.placement import NodeCapacity, NodeShare
-from alignedserve.cluster.private_redis import PrivateRedis
+from alignedserve.cluster.records_file import prepare_records
 from alignedserve.config.sections import (
     MIB,
     BatchingConfig,
@@ -97,7 +95,7 @@ def rooms_config(model: Path, port: int) -> ClusterConfig:
 
 
 class Rooms:
-    """A Site: router, pool, workers, gateway, batch driver and Redis."""
+    """A Site: router, pool, workers, gateway and batch driver."""
 
     model = MODEL
 
@@ -122,16 +120,11 @@ class Rooms:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._processes: dict[str, RoomProcess] = {}
-        self._redis = PrivateRedis(
-            folder=self.state_folder / "redis",
-            socket_path=self.run_folder / "redis.sock",
-            log_path=self.log_folder / "redis.log",
-        )
 
     def start(self) -> None:
         """Start everything; return when it is ready."""
-        self._redis.start()
         config = self._configure(self.port)
+        prepare_records(self.state_folder / RECORDS, config.batches.namespace)
         served = resolve_model(config.model, kv_cache_dtype=config.engine.kv_cache_dtype)
         separate = config.prefill.count if config.chosen_topology.is_separate else 0
         share = NodeShare(
@@ -143,7 +136,7 @@ class Rooms:
             is_head=True,
         )
         node = PreparedNode(share, NodeCapacity("node-0", "", 1), config, AddressBook(self.run_folder))
-        location = BatchLocation(config.batches, self.state_folder, self._redis.location)
+        location = BatchLocation(config.batches, self.state_folder, None)
         factory = _Rooms(served, ActorClasses(GatewayActor, BatchActor))
         context = forking()
         for plan in factory.plans(node, SharedState(location, ("gateway-0",))):
@@ -160,7 +153,6 @@ class Rooms:
         """End everything."""
         for process in self._processes.values():
             process.stop()
-        self._redis.stop()
         for path in self.arenas():
             path.unlink(missing_ok=True)
         for folder in (self.state_folder, self.log_folder) if self.has_small_disks else ():
@@ -169,22 +161,17 @@ class Rooms:
     # --- processes
 
     def room(self, target: Target) -> RoomProcess | None:
-        """Return the process of this role; None: Redis, which is started by a supervisor of its own."""
-        return self._processes.get(_NAMES[target]) if target in _NAMES else None
+        """Return the process of this role; None: there is none."""
+        return self._processes.get(_NAMES[target])
 
     def pid(self, target: Target) -> int | None:
         """Return the id of the process of this role; None while there is none."""
         room = self.room(target)
-        if room is not None:
-            return room.pid
-        with contextlib.suppress(OSError, ValueError):
-            pid = int((self.state_folder / "redis" / "redis.pid").read_text())
-            return pid if psutil.pid_exists(pid) else None
-        return None
+        return None if room is None else room.pid
 
     def name(self, target: Target) -> str:
         """Return the name of the process of this role."""
-        return _NAMES.get(target, "redis")
+        return _NAMES[target]
 
     def socket_path(self, target: Target) -> Path:
         """Return where the process of this role listens, if it does."""

@@ -16,7 +16,6 @@ class Target(enum.Enum):
     PREFILL = "prefill worker"
     DECODE = "decode worker"
     POOL = "pool"
-    REDIS = "redis"
 
 
 class Hit(enum.Enum):
@@ -50,7 +49,6 @@ class Phase(enum.Enum):
     DRAINING = "draining"
 
 
-_CLOCKS = (Hit.CLOCK_FORWARD, Hit.CLOCK_BACK)
 _WEIGHTS = {Hit.KILL: 5, Hit.STOP: 3, Hit.LONG_STOP: 1, Hit.CUT: 3, Hit.SLOW: 2}  # all others 1
 _DURATIONS_S = {  # shortest and longest; the peer time-out of the rooms is 1.5 s
     Hit.KILL: (0.0, 0.0),
@@ -86,11 +84,6 @@ class ChaosSchedule:
 Pair = tuple[enum.Enum, enum.Enum]
 
 
-def is_possible(target: Target, hit: Hit) -> bool:
-    """Return whether such a process can be hit so: the clock of a server written in C cannot be set for it alone."""
-    return not (target is Target.REDIS and hit in _CLOCKS)
-
-
 def make_schedule(seed: int) -> ChaosSchedule:
     """Make the schedule of this seed: one to three faults."""
     rng = random.Random(f"chaos/{seed}")
@@ -99,8 +92,7 @@ def make_schedule(seed: int) -> ChaosSchedule:
 
 def _fault(rng: random.Random) -> ChaosFault:
     target = rng.choice(list(Target))
-    hits = [hit for hit in Hit if is_possible(target, hit)]
-    hit = rng.choices(hits, [_WEIGHTS.get(one, 1) for one in hits])[0]
+    hit = rng.choices(list(Hit), [_WEIGHTS.get(one, 1) for one in Hit])[0]
     return _timed(rng, target, hit, rng.choice(list(Phase)))
 
 
@@ -116,7 +108,7 @@ def pairs_of(fault: ChaosFault) -> frozenset[Pair]:
 
 def all_pairs() -> frozenset[Pair]:
     """Return every pair that is possible."""
-    hits = {(target, hit) for target, hit in itertools.product(Target, Hit) if is_possible(target, hit)}
+    hits = set(itertools.product(Target, Hit))
     return frozenset({*hits, *itertools.product(Target, Phase), *itertools.product(Hit, Phase)})
 
 
@@ -147,14 +139,12 @@ def _covering_faults(rng: random.Random) -> list[ChaosFault]:
 
 def _with_pair(rng: random.Random, pair: Pair) -> ChaosFault:
     """Draw a fault with this pair in it."""
-    while True:
-        target, hit, phase = rng.choice(list(Target)), rng.choice(list(Hit)), rng.choice(list(Phase))
-        for one in pair:
-            target = one if isinstance(one, Target) else target
-            hit = one if isinstance(one, Hit) else hit
-            phase = one if isinstance(one, Phase) else phase
-        if is_possible(target, hit):
-            return _timed(rng, target, hit, phase)
+    target, hit, phase = rng.choice(list(Target)), rng.choice(list(Hit)), rng.choice(list(Phase))
+    for one in pair:
+        target = one if isinstance(one, Target) else target
+        hit = one if isinstance(one, Hit) else hit
+        phase = one if isinstance(one, Phase) else phase
+    return _timed(rng, target, hit, phase)
 
 
 def shrink(schedule: ChaosSchedule, fails: Callable[[ChaosSchedule], bool]) -> ChaosSchedule:

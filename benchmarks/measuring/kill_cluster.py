@@ -23,7 +23,6 @@ _TITLES = {
     Target.PREFILL: ("ray::PrefillWorkerActor",),
     Target.DECODE: ("ray::DecodeWorkerActor", "ray::ColocatedWorkerActor"),
     Target.POOL: ("ray::KvPoolActor",),
-    Target.REDIS: ("redis-server",),
 }
 
 
@@ -98,7 +97,7 @@ class KillCluster:
     def processes(self, target: Target) -> list[psutil.Process]:
         """Return the processes of this role that run now."""
         self._note()
-        return [one for one in self._alive() if _title(one).startswith(_TITLES[target]) or _is_redis(one, target)]
+        return [one for one in self._alive() if _title(one).startswith(_TITLES[target])]
 
     def _victims(self, target: Target) -> list[psutil.Process]:
         assert self._process is not None, "hit before it was started"
@@ -162,8 +161,4 @@ def _title(process: psutil.Process) -> str:
 def _is_ours(process: psutil.Process) -> bool:
     """Return whether the process is not one of Ray's own agents, which notice a lost node after a while."""
     title = _title(process)
-    return "redis-server" in title or (title.startswith("ray::") and "Actor" in title)
-
-
-def _is_redis(process: psutil.Process, target: Target) -> bool:
-    return target is Target.REDIS and "redis-server" in _title(process)
+    return title.startswith("ray::") and "Actor" in title

@@ -14,7 +14,6 @@ class Target(enum.Enum):
     PREFILL = "prefill worker"
     DECODE = "decode worker"
     POOL = "pool"
-    REDIS = "redis"
     ALL = "all"  # every process of the cluster at once; after a SIGKILL `serve` is started again
     COMMAND = "serve"  # the command alone: what it leaves behind must go by itself; it is started again
 
@@ -44,12 +43,11 @@ class KillSchedule(NamedTuple):
 
 _WEIGHTS = {
     Target.GATEWAY: 12,
-    Target.DRIVER: 18,
+    Target.DRIVER: 26,
     Target.ROUTER: 14,
     Target.PREFILL: 10,
     Target.DECODE: 12,
     Target.POOL: 10,
-    Target.REDIS: 14,
     Target.ALL: 7,
     Target.COMMAND: 3,
 }

@@ -187,12 +187,6 @@ class Serving:
         (found,) = (one for one in psutil.Process(self.pid).children() if one.name() == name)
         return found
 
-    def redis(self) -> psutil.Process:
-        """Return the cluster's private Redis."""
-        self.note_processes()
-        servers = [one for one in self._running() if "redis-server" in " ".join(one.cmdline())]
-        return servers[-1]
-
     def process_names(self) -> list[str]:
         """Return the first words of the command lines of everything that runs."""
         names = []

@@ -1,4 +1,4 @@
-"""Every record store keeps the same promises: in this process, in a real Redis, and over a link."""
+"""Every record store keeps the same promises: in memory, in a file, in a real Redis, and over a link."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 
 from alignedserve.batches.interfaces import RecordStore
+from alignedserve.batches.location import stores_in
 from alignedserve.batches.remote.remote_stores import RemoteRecords
 from alignedserve.messages.state import AddToIndex, DeleteValue, RemoveFromIndex, SetValue
 from tests.contract.test_redis_faults import stored
+from tests.contract.test_sqlite_faults import opened
 from tests.support.memory_records import MemoryRecords
 from tests.support.state_links import state_hosts
+from tests.support.valkey import ValkeyServer
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=["memory", "redis", "head"])
+@pytest.fixture(params=["memory", "file", "redis", "head", "file of the head"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[RecordStore]:
     if request.param == "memory":
         yield MemoryRecords()
@@ -25,8 +28,16 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         async with state_hosts(tmp_path) as hosts:
             yield RemoteRecords(hosts.client())
         return
-    async with stored(tmp_path) as records:
-        yield records
+    if request.param == "redis":
+        async with stored(ValkeyServer(tmp_path)) as records:
+            yield records
+        return
+    async with opened(tmp_path / "records.db") as in_file:
+        if request.param == "file":
+            yield in_file
+            return
+        async with state_hosts(tmp_path, stores=stores_in(tmp_path / "state", in_file)) as hosts:
+            yield RemoteRecords(hosts.client())
 
 
 async def test_values_come_back(store: RecordStore) -> None:

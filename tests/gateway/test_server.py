@@ -13,7 +13,7 @@ import pytest
 from alignedserve.api.backend.scripted import Script, ScriptedBackend
 from alignedserve.api.errors import Overloaded, Unavailable
 from alignedserve.batches.location import BatchLocation, SharedState
-from alignedserve.batches.stores.redis_records import RedisLocation
+from alignedserve.batches.stores.redis_location import RedisLocation
 from alignedserve.config.sections import BatchesConfig, GatewayConfig
 from alignedserve.core.errors import AddressInUse, ConfigError, ModelNotFound, StorageError
 from alignedserve.gateway.server import GatewayServer, HttpServer, bind, shares_limits

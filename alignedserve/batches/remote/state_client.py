@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from alignedserve.core.errors import StorageDamaged, StorageError, StorageFull, StoreUnavailable
+from alignedserve.core.errors import StorageDamaged, StorageError, StorageFull, StoreFull, StoreUnavailable
 from alignedserve.messages.state import Answer, Call, CallFailed, StateAnswer, StateCall, StateClientInbound
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.process.addresses import AddressBook
@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 STATE = "state"  # the server's name
 _TIMEOUT_S = 5.0
-_LINK_S = 1.0  # a server that is being restarted is waited for this long
+_LINK_S = 3.0  # a server that is being restarted is waited for this long: two seconds on two cores
 _ERRORS: dict[str, type[StorageError]] = {
-    kind.__name__: kind for kind in (StorageError, StoreUnavailable, StorageFull, StorageDamaged)
+    kind.__name__: kind for kind in (StorageError, StoreUnavailable, StoreFull, StorageFull, StorageDamaged)
 }
 
 AnswerT = TypeVar("AnswerT", bound=Answer)

@@ -5,7 +5,6 @@ Values come back as bytes only, no script is ever sent, and keys are generated h
 
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import redis as blocking_redis
@@ -17,27 +16,13 @@ from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import TimeoutError as TimeoutExpired
 
 from alignedserve.batches.interfaces import Page
+from alignedserve.batches.stores.redis_location import RedisLocation
 from alignedserve.core.errors import StoreUnavailable
 from alignedserve.messages.state import AddToIndex, Change, DeleteValue, RemoveFromIndex, SetValue
 
-_TIMEOUT_S = 2.0  # a write is on the disk when it is answered
 # One immediate retry: a connection from before the server's restart is lost, a new one may work. Further retries are
 # up to the caller; a server that is silent (stopped, or its disk hangs) is asked once.
 _RETRY = Retry(NoBackoff(), 1, supported_errors=(ConnectionLost,))
-
-
-@dataclass(frozen=True, slots=True)
-class RedisLocation:
-    """Address of a Redis, with its password if it has one: plain values that can be sent to every process."""
-
-    url: str = field(repr=False)  # redis://, rediss:// (TLS) or unix://
-    authority: str | None = None  # certificates that sign the server's, in PEM; None: the system's
-    is_local: bool = False  # no other host reaches it
-
-    def options(self) -> dict[str, Any]:
-        """Return what a client is made with, beside the URL."""
-        timeouts = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
-        return timeouts if self.authority is None else {**timeouts, "ssl_ca_data": self.authority}
 
 
 class RedisRecords:

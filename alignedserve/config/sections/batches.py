@@ -8,8 +8,8 @@ _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_.=-]+)*
 
 
 class BatchesConfig(Section, frozen=True):
-    """Files and batches of best-effort lines. Their Redis is the cluster's own unless ALIGNEDSERVE_REDIS_URL names
-    one."""
+    """Files and batches of best-effort lines. Their records are in the folder unless ALIGNEDSERVE_REDIS_URL names a
+    Redis."""
 
     enabled: bool = True
     # State that outlives restarts, on the head; when unset one per port, under the user's state folder.

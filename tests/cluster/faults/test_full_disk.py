@@ -44,7 +44,7 @@ def test_a_batch_on_a_full_disk_pauses_and_goes_on(small_disk: Path, tmp_path: P
         batch_id = client.submit(chat_file(prompts, "pocket"), "/v1/chat/completions")
         client.wait(batch_id, lambda batch: batch["request_counts"]["completed"] > 20)
         ballast = fill(small_disk)
-        time.sleep(6.0)  # Redis ends when it cannot write, and cannot come back
+        time.sleep(6.0)
         ballast.unlink()
         batch = client.wait(batch_id)
         output = client.lines(batch.get("output_file_id"))

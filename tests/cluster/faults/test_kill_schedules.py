@@ -31,7 +31,7 @@ def some_tasks(cluster: KillCluster, count: int) -> dict[str, PocketTask]:
 def test_no_line_is_lost_doubled_or_wrong(fired_at: KillCluster) -> None:
     faults = (
         KillFault(Target.DRIVER, Hit.KILL, 0.3),
-        KillFault(Target.REDIS, Hit.KILL, 0.3),
+        KillFault(Target.DRIVER, Hit.KILL, 1.0),
         KillFault(Target.DECODE, Hit.STOP, 0.2, 0.3),
     )
     record = run_schedule(fired_at, KillSchedule(0, faults), some_tasks(fired_at, 100))

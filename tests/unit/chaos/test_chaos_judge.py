@@ -32,7 +32,7 @@ def test_how_a_stream_ended(status: int, text: str, is_done: bool, error: str | 
 
 
 def test_a_lost_worker_is_never_seen_by_a_client() -> None:
-    for target in (Target.DECODE, Target.PREFILL, Target.POOL, Target.DRIVER, Target.REDIS):
+    for target in (Target.DECODE, Target.PREFILL, Target.POOL, Target.DRIVER):
         assert promised_endings(scheduled(target).faults) == {Ending.EXACT}
 
 

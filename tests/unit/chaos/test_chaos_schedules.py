@@ -12,7 +12,6 @@ from benchmarks.chaos.schedules import (
     Target,
     all_pairs,
     covering,
-    is_possible,
     make_schedule,
     pairs_of,
     shrink,
@@ -45,7 +44,6 @@ def test_forty_schedules_cover_every_pair() -> None:
     assert len(schedules) == 40
     assert {pair for one in schedules for fault in one.faults for pair in pairs_of(fault)} == all_pairs()
     assert max(len(one.faults) for one in schedules) <= 3
-    assert all(is_possible(fault.target, fault.hit) for one in schedules for fault in one.faults)
     assert covering(40) == schedules
 
 

