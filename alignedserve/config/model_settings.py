@@ -18,7 +18,15 @@ OWN_SECTIONS = (
 )
 _GGUF = ".gguf"
 # Fields of `model` that say something of one model alone.
-_NOT_INHERITED = ("path", "served_model_name", "chat_template", "tool_format", "reasoning_format", "max_context_len")
+_NOT_INHERITED = (
+    "path",
+    "served_model_name",
+    "chat_template",
+    "tool_format",
+    "reasoning_format",
+    "max_context_len",
+    "sampling",
+)
 
 
 @dataclass(frozen=True, slots=True)

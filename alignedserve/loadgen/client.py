@@ -12,7 +12,7 @@ import asyncio
 import enum
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -81,6 +81,8 @@ class ListedModel:
 
     name: str
     max_context_len: int | None = None  # tokens, where the server says so, as vLLM and this one do
+    sampling: Mapping[str, float] = field(default_factory=dict)  # that it takes by itself, where it says so
+    sampling_source: str | None = None  # who says so; None: nobody but the API
 
 
 @dataclass(slots=True)
@@ -248,7 +250,16 @@ _NOBODY = Listeners()
 
 def _listed_model(listed: Any) -> ListedModel:
     max_context_len = listed.get("max_model_len")
-    return ListedModel(str(listed["id"]), max_context_len if isinstance(max_context_len, int) else None)
+    sampling = listed.get("default_sampling")
+    given = sampling if isinstance(sampling, dict) else {}
+    numbers = {name: float(value) for name, value in given.items() if isinstance(value, int | float)}
+    source = given.get("source")
+    return ListedModel(
+        str(listed["id"]),
+        max_context_len if isinstance(max_context_len, int) else None,
+        numbers,
+        source if isinstance(source, str) and source else None,
+    )
 
 
 def take_events(

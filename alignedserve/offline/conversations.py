@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 from alignedserve.api.backend.interface import GeneratedTokens
 from alignedserve.api.endpoints import CHAT
 from alignedserve.api.models.model_card import ModelCard
-from alignedserve.api.openai.chat_prompt import chat_prompt
+from alignedserve.api.openai.chat_prompt import chat_prompt, note_effort
 from alignedserve.api.openai.choice_decoder import ChoiceDecoder
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.parsing import check_shape
@@ -84,6 +84,7 @@ class ConversationReader:
     async def _prepare(self, body: dict[str, Any], now: datetime) -> PreparedChat:
         check_shape(body, _MAX_DEPTH)
         chat = CHAT.parse(body, None)
+        note_effort(chat, self._model, None)
         prompt = self._model.tokenizer.encode_chat(chat_prompt(chat, self._model), now=now)
         return await prepare_chat(chat, tuple(prompt), self._model)
 

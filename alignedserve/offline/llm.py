@@ -33,7 +33,7 @@ from alignedserve.messages.workers import AttemptFailed, PrefillRequest, WorkerR
 from alignedserve.offline.conversations import ChatOptions, Conversation, ConversationReader, conversations_of
 from alignedserve.offline.lora_request import ANY_FOLDER, LoRARequests, adapters_of
 from alignedserve.offline.request_output import RequestOutput
-from alignedserve.offline.text_reader import EmbedOptions, TextReader
+from alignedserve.offline.text_reader import EmbedOptions, TextReader, prompt_token_ids
 from alignedserve.prefix_cache.block_hashes import prefix_root
 from alignedserve.runtime.device.cores import has_native_bfloat16
 from alignedserve.runtime.device.devices import check_ranks, worker_devices
@@ -144,22 +144,22 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[str | Sequence[int]],
         sampling: SamplingParams | None = None,
         *,
         structured_outputs: StructuredOutputs | None = None,
         lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
-        """Continue every prompt and return one output per prompt, in order.
+        """Continue every prompt, a text or its token ids, and return one output per prompt, in order.
 
-        Without `sampling`: greedily, for as long as context and `memory_bytes` allow. `structured_outputs`: what every
-        output must match. `lora_request`: an adapter for all prompts, or one for each. Raises AdapterError,
-        ContextTooLong, InvalidRequest for one that needs more cache than there is or a constraint that is not
-        supported, ModelError where the model cannot answer one.
+        Token ids are taken as they are: no begin token comes before them. Without `sampling`: greedily, for as long as
+        context and `memory_bytes` allow. `structured_outputs`: what every output must match. `lora_request`: an adapter
+        for all prompts, or one for each. Raises AdapterError, ContextTooLong, InvalidRequest for a prompt that is none,
+        one that needs more cache than there is or a constraint that is not supported, ModelError where the model cannot
+        answer one.
         """
-        return self._run(
-            [self._tokenizer.encode(prompt) for prompt in prompts], sampling, structured_outputs, lora_request
-        )
+        encoded = [prompt_token_ids(prompt, self._tokenizer) for prompt in prompts]
+        return self._run(encoded, sampling, structured_outputs, lora_request)
 
     def chat(
         self,

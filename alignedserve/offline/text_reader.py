@@ -28,6 +28,21 @@ class EmbedOptions(TypedDict, total=False):
     truncate_prompt_tokens: int | None
 
 
+def prompt_token_ids(prompt: str | Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids of a prompt that may be given as such. Raises InvalidRequest."""
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    given = list(prompt) if isinstance(prompt, Sequence) else []
+    if not given or any(type(token_id) is not int for token_id in given):
+        raise InvalidRequest(
+            "prompts is a list; each of its items is a text, or a list of token ids with at least one.", param="prompts"
+        )
+    last = tokenizer.vocab_size - 1
+    if not 0 <= min(given) <= max(given) <= last:
+        raise InvalidRequest(f"a prompt holds an id outside the vocabulary (0 to {last}).", param="prompts")
+    return given
+
+
 class TextReader(NamedTuple):
     """Makes the requests of texts for one model, and reads what is computed of them."""
 

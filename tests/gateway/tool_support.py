@@ -27,6 +27,7 @@ HERMES = (
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
     "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+PLAIN = "{% for message in messages %}" + _TURN + "<|end|>{% endfor %}<|assistant|>"  # knows no tools
 MISTRAL = (
     _HEAD + "{% for message in messages %}{% if message.tool_calls %}[TOOL_CALLS][{% for call in message.tool_calls %}"
     "{% if call.id | length != 9 %}{{ raise_exception('ids of nine') }}{% endif %}"

@@ -273,7 +273,13 @@ async def build_message_request(
         try:
             response_id = f"msg_{arrival.request_id}"
             return await build_chat_request(
-                chat, arrival, services, prompts, response_id=response_id, at_most=asked.max_tokens
+                chat,
+                arrival,
+                services,
+                prompts,
+                response_id=response_id,
+                at_most=asked.max_tokens,
+                effort_name="output_config.effort",
             )
         except ContextTooLong as error:
             raise _prompt_too_long(len(prompt.token_ids), services) from error

@@ -167,9 +167,9 @@ class MessagesRequest(PromptFields):
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[list[StopString], FailFast()] = Field(default_factory=list)
     stream: bool = False
-    temperature: float = Field(1.0, ge=0.0, le=1.0)
-    top_p: float = 1.0
-    top_k: int = Field(0, ge=0)
+    temperature: float | None = Field(None, ge=0.0, le=1.0)  # None: as the model's makers say, as of the next two
+    top_p: float | None = None
+    top_k: int | None = Field(None, ge=0)
     metadata: Metadata | None = None
     # The last two are ours: a best-effort class, and one before others.
     service_tier: Literal["auto", "standard_only", "priority", "flex"] = "auto"

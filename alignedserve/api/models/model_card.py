@@ -10,6 +10,7 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
+from alignedserve.runtime.model.sampling_defaults import SamplingDefaults
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.text.tokenizer import Tokenizer
 
@@ -29,6 +30,7 @@ class ModelCard:
     chat_template: str | None = None  # instead of the model's own
     parent: str | None = None  # the model that it is an adapter of; None: it is no adapter
     encoder: EncoderConfig | None = None  # None: the model is a decoder
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that name nothing
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
@@ -73,6 +75,7 @@ class ModelCard:
             reasoning_format=served.reasoning_format,
             chat_template=served.chat_template,
             encoder=served.encoder,
+            sampling=served.sampling,
         )
 
 

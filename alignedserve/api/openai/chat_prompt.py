@@ -8,12 +8,13 @@ from alignedserve.api.harmony import harmony_effort, harmony_messages, harmony_t
 from alignedserve.api.models.model_card import PromptModel
 from alignedserve.api.openai.conversation import template_messages
 from alignedserve.api.openai.output_parser import OutputFormat
+from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.openai.schemas.messages import ChatMessage
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, ConversationFields
 from alignedserve.api.reasoning import FORMATS as REASONING_FORMATS
 from alignedserve.api.reasoning import ReasoningFormat, effort_variables, find_reasoning_format, thought_start
 from alignedserve.api.tools.formats import FORMATS as TOOL_FORMATS
-from alignedserve.api.tools.formats import HeaderCall, ToolFormat, find_tool_format, prompted_messages
+from alignedserve.api.tools.formats import GENERIC, HeaderCall, ToolFormat, find_tool_format, prompted_messages
 from alignedserve.api.tools.parameters import text_parameters
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.text.chat_prompt import ChatPrompt
@@ -56,8 +57,10 @@ def chat_prompt(fields: ConversationFields, model: PromptModel) -> ChatPrompt:
 
 def answer_forms(model: PromptModel) -> tuple[ToolFormat | None, ReasoningFormat | None]:
     """Return how the served model writes calls, and how it marks a thought; None: it is not known, or does not."""
-    source = _source(model)
+    source, template = _source(model), model.tokenizer.chat_template
     tools = find_tool_format(model.model.tool_format, source)
+    if tools is None and template is not None and not template.knows_tools:
+        tools = GENERIC
     reasoning = find_reasoning_format(model.model.reasoning_format, source)
     if any(form is not None and form.is_harmony for form in (tools, reasoning)):
         return TOOL_FORMATS["gpt_oss"], REASONING_FORMATS["gpt_oss"]  # one form for both
@@ -89,17 +92,32 @@ def _variables(fields: ConversationFields, template: ChatTemplate, *, is_harmony
             "chat_template_kwargs may not replace the messages, the tools or what belongs to the model.",
             param="chat_template_kwargs",
         )
-    variables: dict[str, Any] | None = {}
+    variables: dict[str, Any] = {}
     if fields.reasoning_effort is not None:
         effort = harmony_effort(fields.reasoning_effort) if is_harmony else fields.reasoning_effort
-        variables = effort_variables(effort, template.variables) if effort is not None else None
-    if variables is None:
-        raise InvalidRequest(
-            "reasoning_effort is not supported by this model's chat template.",
-            param="reasoning_effort",
-            code="unsupported_parameter",
-        )
+        if effort is None:
+            raise _no_effort()  # a model that always thinks
+        variables = effort_variables(effort, template.variables) or {}
     return variables | fields.chat_template_kwargs
+
+
+def note_effort(
+    fields: ConversationFields, model: PromptModel, ignored: IgnoredFields | None, name: str = "reasoning_effort"
+) -> None:
+    """Name a `reasoning_effort` that the model has no switch for among the ignored fields.
+
+    `ignored`: None: such fields are refused, with InvalidRequest. `name`: of the field, as the client knows it.
+    """
+    template = model.tokenizer.chat_template
+    if fields.reasoning_effort is None or template is None:
+        return
+    form, _ = answer_forms(model)
+    if form is not None and form.is_harmony:
+        return
+    if effort_variables(fields.reasoning_effort, template.variables) is None:
+        if ignored is None:
+            raise _no_effort()
+        ignored.add(name)
 
 
 def _has_calls(messages: Sequence[ChatMessage]) -> bool:
@@ -126,6 +144,14 @@ def _short_id(call_id: str) -> str:
     if len(call_id) == _SHORT_ID_LEN and call_id.isascii() and call_id.isalnum():
         return call_id
     return hashlib.blake2b(call_id.encode(), digest_size=8).hexdigest()[:_SHORT_ID_LEN]
+
+
+def _no_effort() -> InvalidRequest:
+    return InvalidRequest(
+        "reasoning_effort is not supported by this model's chat template.",
+        param="reasoning_effort",
+        code="unsupported_parameter",
+    )
 
 
 def _no_tools(message: str) -> InvalidRequest:

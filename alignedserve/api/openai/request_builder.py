@@ -5,12 +5,12 @@ import re
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from alignedserve.api.models.model_card import ChatModel
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.chat_grammar import answer_grammar, chat_grammar
-from alignedserve.api.openai.chat_prompt import chat_output_format
+from alignedserve.api.openai.chat_prompt import chat_output_format, note_effort
 from alignedserve.api.openai.generation_request import (
     DEADLINE_HEADER,
     TPOT_HEADER,
@@ -25,8 +25,10 @@ from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, Comp
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.request import Request, SamplingParams
+from alignedserve.runtime.grammar.blanks import with_free_blanks
 from alignedserve.text.tokenizer import Tokenizer
 
+NumberT = TypeVar("NumberT", int, float)
 _TOKEN_ID = re.compile(r"\d{1,9}", re.ASCII)
 _DEFAULT_COMPLETION_TOKENS = 16
 
@@ -70,11 +72,12 @@ async def build_chat_request(
     *,
     response_id: str | None = None,
     at_most: int | None = None,
+    effort_name: str = "reasoning_effort",
 ) -> GenerationRequest:
     """Return the requests of a chat completion. `prompts`: None: they are made here. Raises InvalidRequest.
 
     `response_id`: None: one is made. `at_most`: tokens of an answer without a limit of its own, if the context has
-    room for them.
+    room for them. `effort_name`: what the client calls `reasoning_effort`.
     """
     (prompt,) = prompts or await chat_prompts(chat, services)
     if chat.top_logprobs is not None and not chat.logprobs:
@@ -82,6 +85,7 @@ async def build_chat_request(
     max_tokens = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
     if chat.max_tokens is not None and max_tokens != chat.max_tokens:
         raise InvalidRequest("max_tokens and max_completion_tokens differ.", param="max_tokens")
+    note_effort(chat, services, arrival.ignored, effort_name)
     prepared = await prepare_chat(chat, prompt.token_ids, services, arrival.tenant)
     answer = _Answer(
         id_prefix="chatcmpl-",
@@ -196,16 +200,17 @@ def _requests(
 def _sampling_params(
     fields: GenerationFields, prompt_len: int, services: ModelServices, answer: _Answer
 ) -> SamplingParams:
+    defaults = services.model.sampling
     return SamplingParams(
         max_tokens=_max_tokens(fields, prompt_len, services.model.max_context_len, answer),
         min_tokens=fields.min_tokens,
-        temperature=fields.temperature,
-        top_p=fields.top_p,
-        top_k=max(fields.top_k, 0),
-        min_p=fields.min_p,
+        temperature=_given(fields.temperature, defaults.temperature),
+        top_p=_given(fields.top_p, defaults.top_p),
+        top_k=max(_given(fields.top_k, defaults.top_k), 0),
+        min_p=_given(fields.min_p, defaults.min_p),
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,
-        repetition_penalty=fields.repetition_penalty,
+        repetition_penalty=_given(fields.repetition_penalty, defaults.repetition_penalty),
         ignore_eos=fields.ignore_eos,
         stop_token_ids=check_token_ids(fields.stop_token_ids, services, param="stop_token_ids"),
         logit_bias=_logit_bias(fields, services),
@@ -213,8 +218,12 @@ def _sampling_params(
         bad_words=bad_words(fields.bad_words, services.tokenizer),
         num_logprobs=answer.num_logprobs,
         num_prompt_logprobs=_highest(answer.num_prompt_logprobs, fields.prompt_logprobs),
-        grammar=answer.grammar,
+        grammar=with_free_blanks(answer.grammar) if fields.has_free_blanks else answer.grammar,
     )
+
+
+def _given(value: NumberT | None, default: NumberT) -> NumberT:
+    return default if value is None else value
 
 
 def _max_tokens(fields: GenerationFields, prompt_len: int, max_context_len: int, answer: _Answer) -> int:

@@ -9,6 +9,7 @@ import orjson
 from alignedserve.api.errors import error_body
 from alignedserve.api.openai.choice_decoder import ChoiceDelta, OffsetLogprob
 from alignedserve.api.openai.generation import Generation
+from alignedserve.api.openai.generation_request import GenerationRequest
 from alignedserve.api.openai.logprobs import chat_logprobs
 from alignedserve.api.openai.response_format import extension_of
 from alignedserve.api.responses.items import Item, item_id
@@ -24,8 +25,8 @@ _PART_KINDS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 _ECHOED = (
     *("background", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
-    *("previous_response_id", "prompt_cache_key", "safety_identifier", "temperature", "tool_choice", "top_p"),
-    *("truncation", "user"),
+    *("previous_response_id", "prompt_cache_key", "safety_identifier", "tool_choice", "truncation"),
+    "user",
 )
 
 
@@ -136,24 +137,23 @@ class OutputBuilder:
         return {"type": f"response.{name}", "output_index": len(self.items) - 1, **members}
 
 
-def new_response(
-    asked: CreateResponseRequest, *, response_id: str, created: int, model: str, service_tier: str, is_stored: bool
-) -> dict[str, Any]:
-    """Return a response before anything has been generated."""
+def new_response(asked: CreateResponseRequest, request: GenerationRequest, *, is_stored: bool) -> dict[str, Any]:
+    """Return the response to a request before anything has been generated."""
+    sampling = request.requests[0].sampling
     reasoning = asked.reasoning
     return (
         {
-            "id": response_id,
+            "id": request.response_id,
             "object": "response",
-            "created_at": created,
+            "created_at": request.created,
             "completed_at": None,
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
-            "model": model,
+            "model": request.model,
             "output": [],
             "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
-            "service_tier": service_tier,
+            "service_tier": request.service_tier,
             "store": is_stored,
             "text": _text(asked.text),
             "tools": [tool_view(tool) for tool in asked.tools],
@@ -161,6 +161,7 @@ def new_response(
             "usage": None,
         }
         | {name: getattr(asked, name) for name in _ECHOED}
+        | {"temperature": sampling.temperature, "top_p": sampling.top_p}
         | _conversation(asked)
     )
 
@@ -183,14 +184,7 @@ class ResponsesFormatter:
 
     def __init__(self, generation: Generation, *, asked: CreateResponseRequest, is_stored: bool = False) -> None:
         request = generation.request
-        self.response = new_response(  # as it is now
-            asked,
-            response_id=request.response_id,
-            created=request.created,
-            model=request.model,
-            service_tier=request.service_tier,
-            is_stored=is_stored,
-        )
+        self.response = new_response(asked, request, is_stored=is_stored)  # as it is now
         self._generation = generation
         self._output = OutputBuilder(
             request.response_id,

@@ -61,7 +61,9 @@ async def build_response_request(
 
     async def build(kept: Sequence[Item]) -> GenerationRequest:
         chat = await _translated(asked, kept, services)
-        return await build_chat_request(chat, arrival, services, response_id=response_id)
+        return await build_chat_request(
+            chat, arrival, services, response_id=response_id, effort_name="reasoning.effort"
+        )
 
     with _named_as_asked():
         is_truncated = asked.truncation == "auto"

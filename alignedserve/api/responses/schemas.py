@@ -145,9 +145,9 @@ class CreateResponseRequest(PromptFields):
     store: bool | None = None  # where responses are stored: True
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float = 1.0
+    temperature: float | None = None  # None: as the model's makers say, as of top_p
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    top_p: float = 1.0
+    top_p: float | None = None
     # Hints about the end user; they never change an answer.
     user: str | None = None
     safety_identifier: str | None = None

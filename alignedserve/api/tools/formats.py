@@ -229,6 +229,7 @@ FORMATS = {
     ),
     "json": ToolFormat("", prefix="[", separator=", ", suffix="]"),
 }
+GENERIC = FORMATS["hermes"]  # for models whose own way is not known, and whose template shows no tools: they are told
 assert tuple(FORMATS) == TOOL_FORMATS, "the configuration knows other names"
 
 

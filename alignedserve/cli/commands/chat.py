@@ -3,17 +3,18 @@
 Ctrl-C while an answer comes stops that answer; at the prompt it leaves, as does Ctrl-D. What came of a stopped or
 broken answer stays in the conversation as it stands, so that the model sees what the person saw. A message that got no
 text at all is taken back, so that it can be asked again. A conversation that outgrows the model's context loses its
-oldest messages.
+oldest messages. From a pipe each line is a turn, and what stands there of commands is obeyed.
 """
 
 import asyncio
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rich.markup import escape
 
+from alignedserve.cli.commands.chat_sampling import ChatSampling
 from alignedserve.cli.commands.options import EFFORTS, ChatOptions
 from alignedserve.cli.console import FAILURE, INTERRUPTED, notes, print_error, printable
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE, client_api_key
@@ -32,14 +33,14 @@ with contextlib.suppress(ImportError):
     import readline  # noqa: F401 - gives input() line editing and a history
 
 PROMPT = "> "
-# Small models repeat themselves without end when they always take the likeliest token.
-TOP_P, REPETITION_PENALTY = 0.9, 1.1
 MAX_ANSWER_LEN = 1024  # tokens; at most a quarter of the context
 _DEFAULT_EFFORT = "default"  # the model's own
 _CONTEXT_EXCEEDED = "context_length_exceeded"
 HELP = """/new          forget the conversation
 /system TEXT  set the system message (empty: remove it) and start anew
 /model NAME   talk to another model from here on (without NAME: list the served models)
+/set NAME N   sample otherwise: temperature, top_p, top_k, min_p, repetition_penalty; default: as before
+              (without NAME: show what holds)
 /think LEVEL  how much to think: none, minimal, low, medium, high, xhigh, or default (the model's own)
 /help         this list
 /quit         leave (so do Ctrl-D, and Ctrl-C at the prompt)
@@ -87,9 +88,9 @@ def chat(options: ChatOptions) -> int:
     model = _chosen_model(options)
     session = ChatSession(options=options, model=model)
     if options.once is not None:
-        return session.answer_once(options.once)
+        return session.answer_once(sys.stdin.read() if options.once == "-" else options.once)
     if not sys.stdin.isatty():
-        return session.answer_once(sys.stdin.read())
+        return session.answer_lines(sys.stdin)
     return session.converse()
 
 
@@ -124,6 +125,7 @@ class ChatSession:
         self._model = model
         self._conversation = Conversation(system=options.system)
         self._thoughts = _ThoughtPrinter()
+        self._sampling = ChatSampling(options.temperature)
         self._effort = options.reasoning_effort  # None: the model's own
         self._has_forgotten = False  # during the latest answer
 
@@ -137,12 +139,34 @@ class ChatSession:
             return INTERRUPTED
         return FAILURE if outcome.failure is not None else 0
 
+    def answer_lines(self, lines: Iterable[str]) -> int:
+        """Answer every line as a turn of one conversation on stdout; the first that fails is the last."""
+        self._thoughts.is_hidden = not notes().is_terminal
+        num_answers = 0
+        for line in map(str.strip, lines):
+            if line.startswith("/"):
+                if not self._obey(line):
+                    return 0
+                continue
+            if not line:
+                continue
+            num_answers += 1
+            outcome, was_interrupted = self._answer(line)
+            if was_interrupted:
+                return INTERRUPTED
+            if outcome.failure is not None:
+                return FAILURE
+        if not num_answers:
+            raise ConfigError("there is no prompt: neither --once nor anything on stdin")
+        return 0
+
     def converse(self) -> int:
         """Read, answer, repeat."""
         console = notes()
         console.print(
             f"[dim]{escape(self._model.name)} at {escape(self._options.url)}. /help lists the commands.[/dim]"
         )
+        console.print(f"[dim]Sampling: {escape(self._sampling.in_words(self._model))}. /set changes it.[/dim]")
         while True:
             try:
                 line = input(PROMPT).strip()
@@ -178,6 +202,8 @@ class ChatSession:
                 )
             case "/model":
                 self._choose_model(argument.strip())
+            case "/set":
+                self._set_sampling(argument.strip())
             case "/think":
                 self._set_effort(argument.strip().lower())
             case "/help":
@@ -200,6 +226,15 @@ class ChatSession:
         for model in listed:
             mark = "*" if model.name == self._model.name else " "
             notes().print(f"{mark} {printable(model.name)}", markup=False)
+
+    def _set_sampling(self, argument: str) -> None:
+        try:
+            if argument:
+                self._sampling.change(argument)
+        except ConfigError as error:
+            notes().print(f"{str(error).rstrip(chr(46))}.", markup=False)
+            return
+        notes().print(f"[dim]Sampling: {escape(self._sampling.in_words(self._model))}.[/dim]")
 
     def _set_effort(self, level: str) -> None:
         if level not in (*EFFORTS, _DEFAULT_EFFORT):
@@ -250,16 +285,11 @@ class ChatSession:
         return max(1, min(MAX_ANSWER_LEN, self._model.max_context_len // 4))
 
     def _body(self, max_tokens: int | None) -> dict[str, object]:
-        temperature = self._options.temperature
         body: dict[str, object] = {
             "model": self._model.name,
             "messages": self._conversation.messages(),
-            "temperature": temperature,
+            **self._sampling.fields(self._model),
         }
-        if temperature > 0.0:
-            body["top_p"] = TOP_P
-            if self._model.max_context_len is not None:  # a server that extends OpenAI's API
-                body["repetition_penalty"] = REPETITION_PENALTY
         if self._effort is not None:
             body["reasoning_effort"] = self._effort
         if max_tokens is not None:

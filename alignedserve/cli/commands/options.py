@@ -138,7 +138,11 @@ class ChatOptions:
     model: ModelOption = None
     once: Annotated[
         str | None,
-        typer.Option("--once", metavar="PROMPT", help="Answer one prompt and leave (so does a prompt on stdin)."),
+        typer.Option(
+            "--once",
+            metavar="PROMPT",
+            help="Answer one prompt and leave; - reads it from stdin, whole. From a pipe each line is a turn.",
+        ),
     ] = None
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None
     reasoning_effort: Annotated[
@@ -146,9 +150,14 @@ class ChatOptions:
         typer.Option(metavar="LEVEL", help=f"How much the model thinks before it answers: {', '.join(EFFORTS)}."),
     ] = None
     temperature: Annotated[
-        float,
-        typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token: the same answer every time."),
-    ] = 0.2
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=2.0,
+            help="0 always takes the likeliest token: the same answer every time.",
+            show_default="as the model's makers say",
+        ),
+    ] = None
     max_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Longest answer.", show_default="1024, at most a quarter of the context"),

@@ -196,7 +196,9 @@ def describe_objectives(table: Table, config: GatewayConfig, statuses: Mapping[s
 
 
 def _describe(table: Table, served: ServedModel) -> None:
-    """Add what is unusual of a model's weights and caches."""
+    """Add how a model's answers are sampled, and what is unusual of its weights and caches."""
+    if served.encoder is None:
+        table.add_row("Sampling", escape(f"{served.sampling.in_words()}; a request's own fields win"))
     if served.stored is not None:
         table.add_row("Weights", served.stored.description)
     if served.cache_dtype is not None:

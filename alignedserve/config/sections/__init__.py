@@ -9,6 +9,7 @@ from alignedserve.config.sections.cluster import ClusterConfig, LinksConfig, Rec
 from alignedserve.config.sections.gateway import AUTO, GatewayConfig
 from alignedserve.config.sections.model import (
     REASONING_FORMATS,
+    SAMPLING_FIELDS,
     TOOL_FORMATS,
     LoraConfig,
     ModelSectionConfig,
@@ -39,6 +40,7 @@ __all__ = [
     "REASONING_FORMATS",
     "RecordingConfig",
     "RouterConfig",
+    "SAMPLING_FIELDS",
     "ScalingConfig",
     "SchedulingConfig",
     "Section",

@@ -24,6 +24,7 @@ TOOL_FORMATS = (
     "gpt_oss",
     "json",
 )
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a model may have defaults of
 REASONING_FORMATS = ("think", "magistral", "seed_oss", "command_a", "gpt_oss")
 
 
@@ -99,6 +100,9 @@ class ModelSectionConfig(Section, frozen=True):
     chat_template: str | None = None  # a file with a jinja2 template to use instead of the model's own
     tool_format: str | None = None  # how the model writes tool calls; when unset found from its chat template
     reasoning_format: str | None = None  # how it marks a thought; when unset found from its chat template
+    # How answers are sampled where a request does not say: auto: as the model's makers say; none: as OpenAI's API;
+    # or values by name (temperature, top_p, top_k, min_p, repetition_penalty), which win over the makers'.
+    sampling: str | dict[str, float] = "auto"
 
     @classmethod
     @override
@@ -111,6 +115,11 @@ class ModelSectionConfig(Section, frozen=True):
         self._require(self.dtype in known, "dtype", f"must be one of {', '.join(known)}")
         self._require(self.quantization in (None, "int8"), "quantization", "must be int8 or unset")
         self._require(self.max_context_len is None or self.max_context_len > 1, "max_context_len", "must exceed 1")
+        if isinstance(self.sampling, str):
+            self._require(self.sampling in ("auto", "none"), "sampling", "must be auto, none or values by name")
+        else:
+            is_known = set(self.sampling) <= set(SAMPLING_FIELDS)
+            self._require(is_known, "sampling", f"may have {', '.join(SAMPLING_FIELDS)}")
         for field, names in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
             is_known = getattr(self, field) in (None, *names)
             self._require(is_known, field, f"must be one of {', '.join(names)}, or unset")

@@ -40,8 +40,14 @@ def _model_view(model: ModelCard) -> dict[str, Any]:
         "owned_by": "alignedserve",
         "max_model_len": model.max_context_len,
         "supported_tasks": model.supported_tasks,
+        **({"default_sampling": _sampling_view(model)} if model.encoder is None else {}),
         **({"parent": model.parent} if model.parent is not None else {}),
     }
+
+
+def _sampling_view(model: ModelCard) -> dict[str, Any]:
+    """Return what is taken where a request names nothing, and who says so; null: OpenAI's defaults hold."""
+    return {**model.sampling.values, "source": model.sampling.source or None}
 
 
 def model_info(model: ModelCard) -> dict[str, Any]:

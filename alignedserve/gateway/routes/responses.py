@@ -1,5 +1,6 @@
 """Routes of /v1/responses: create, get, delete, cancel, list input items, count input tokens."""
 
+from dataclasses import replace
 from functools import partial
 
 import orjson
@@ -128,12 +129,6 @@ def _respond(api: ResponsesApi, asked: CreateResponseRequest, turn: Turn, genera
 async def _submit(api: ResponsesApi, asked: CreateResponseRequest, turn: Turn, request: GenerationRequest) -> bytes:
     if request.slo != Slo():
         raise InvalidRequest("Objectives of latency are not supported with background.", param="background")
-    response = new_response(
-        asked,
-        response_id=turn.response_id,
-        created=request.created,
-        model=request.model,
-        service_tier="flex",
-        is_stored=True,
-    )
+    request = replace(request, response_id=turn.response_id, service_tier="flex")
+    response = new_response(asked, request, is_stored=True)
     return orjson.dumps(await api.submit(asked, turn, response))

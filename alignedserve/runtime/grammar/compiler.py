@@ -9,6 +9,7 @@ from threading import Lock
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from alignedserve.core.errors import InvalidRequest, ModelError
+from alignedserve.runtime.grammar.blanks import BlankTokens
 
 # The work that they bound takes about 40 ms to compile and 15 ms for a mask; schemas in use stay below 5 % of them.
 PARSER_LIMITS = LLParserLimits(
@@ -38,6 +39,7 @@ class GrammarCompiler:
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._load_vocabulary = load_vocabulary
         self._vocabulary: LLTokenizer | GrammarError | None = None
+        self.blank_tokens: BlankTokens | None = None  # None: nothing has been compiled yet
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._num_characters = 0
         self._lock = Lock()
@@ -74,9 +76,11 @@ class GrammarCompiler:
 
     def _loaded(self) -> LLTokenizer | GrammarError:
         try:
-            return self._load_vocabulary()
+            vocabulary = self._load_vocabulary()
         except ModelError as error:
             return unsupported_model(error)
+        self.blank_tokens = BlankTokens([vocabulary.decode_bytes([one]) for one in range(vocabulary.vocab_size)])
+        return vocabulary
 
     def _forget_oldest(self) -> None:
         while len(self._compiled) > MAX_KEPT or self._num_characters > MAX_KEPT_CHARACTERS:
@@ -86,7 +90,7 @@ class GrammarCompiler:
 
 def compile_now(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
     """Compile a grammar on the calling thread. Raises GrammarError if it cannot be."""
-    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=PARSER_LIMITS)
+    matcher = LLMatcher(vocabulary, grammar.lstrip(" "), log_level=0, limits=PARSER_LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()  # the first takes longest, and copies start from what it leaves
     if matcher.is_error():

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 
 from alignedserve.core.request import SamplingParams
+from alignedserve.runtime.grammar.blanks import BlankRun, has_free_blanks
 from alignedserve.runtime.grammar.compiler import GrammarCompiler, GrammarError, failure_of
 
 # Of one call of `foresee`: each takes some 50 microseconds to tokenise.
@@ -131,6 +132,7 @@ class _Constrained:
     has_jumps: bool  # forced tokens are taken several at once
     unwanted: LastResorts | None  # tokens that may end the answer only if nothing else may follow
     unwanted_early: LastResorts | None  # the same before the answer has its minimal length
+    blanks: BlankRun | None  # None: it may have any number in a row
     masked_at: int = -1  # the matcher's place that the row's bits are of
     failure: str | None = None
 
@@ -138,6 +140,12 @@ class _Constrained:
     def has_mask(self) -> bool:
         """Return whether the row's bits are those of its next token."""
         return not self.matcher.is_behind and self.matcher.place == self.masked_at
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Note the next tokens of the answer."""
+        self.matcher.append(token_ids)
+        if self.blanks is not None:
+            self.blanks.append(token_ids)
 
 
 class TokenMasks:
@@ -177,7 +185,8 @@ class TokenMasks:
         has_jumps = self._jumps_ahead and _may_jump(sampling)
         all_ends = frozenset((*self._eos_token_ids, *sampling.stop_token_ids))
         unwanted = self._last_resorts(ends), self._last_resorts(early_ends)
-        self._rows[row] = _Constrained(row, matcher, all_ends, has_jumps, *unwanted)
+        blanks = None if has_free_blanks(sampling.grammar) else BlankRun(generated_token_ids)
+        self._rows[row] = _Constrained(row, matcher, all_ends, has_jumps, *unwanted, blanks)
 
     def remove(self, row: int) -> None:
         """Remove the row, if it has a grammar."""
@@ -194,7 +203,7 @@ class TokenMasks:
         for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
             constrained = self._rows.get(row)
             if constrained is not None and token_id >= 0:
-                constrained.matcher.append((token_id,))
+                constrained.append((token_id,))
                 if token_id not in constrained.ends:
                     continued.append(constrained)
         jumping = [one for one in continued if one.has_jumps and not one.matcher.forced]
@@ -219,7 +228,7 @@ class TokenMasks:
         if self._foreseen is not None:
             self._foreseen.result()
         token_ids = tuple(constrained.matcher.forced[:at_most])
-        constrained.matcher.append(token_ids)
+        constrained.append(token_ids)
         return token_ids
 
     def has_any(self, rows: IntArray) -> bool:
@@ -270,7 +279,22 @@ class TokenMasks:
                 unwanted.setdefault(resorts, []).append(place)
         for resorts, places in unwanted.items():
             resorts.remove_from(bits, np.array(places, np.int64))
+        self._remove_blanks(own, bits)
         return StepMasks(np.array([at for at, _ in own], np.int64), bits)
+
+    def _remove_blanks(self, own: list[tuple[int, _Constrained]], bits: Bits) -> None:
+        """Let rows that have too many blanks in a row have no more of them, unless nothing else may follow."""
+        tokens = self._compiler.blank_tokens
+        resorts = self._last_resorts(tokens.token_ids) if tokens is not None else None
+        if tokens is None or resorts is None:
+            return
+        places = [
+            place
+            for place, (_, one) in enumerate(own)
+            if one.blanks is not None and not one.matcher.forced and one.blanks.is_full(tokens)
+        ]
+        if places:
+            resorts.remove_from(bits, np.array(places, np.int64))
 
     def _fill(self, own: list[_Constrained]) -> None:
         """Write the bits of all rows that lack them, all at once; those whose grammars fail have the reason noted."""

@@ -14,6 +14,7 @@ from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_served_config, weights_in_files
 from alignedserve.runtime.model.quantized.product_form import Computing
+from alignedserve.runtime.model.sampling_defaults import SamplingDefaults, sampling_defaults
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard, check_tensor_parallel
 from alignedserve.runtime.model.stored_weights import StoredWeights
 from alignedserve.text.tokenizer import Tokenizer
@@ -38,6 +39,7 @@ class ServedModel:
     reasoning_format: str | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)  # which adapters its requests may have
     adapters: tuple[LoraAdapter, ...] = ()  # those of the configuration
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that name nothing
     tensor_parallel: int = 1  # ranks of a worker, which compute the model together
 
     @property
@@ -108,6 +110,7 @@ def resolve_model(
     stored = None
     if not section.random_weights and isinstance(config, ModelConfig):
         stored = weights_in_files(file or folder, config, Computing(device, dtype, has_float8), section.quantization)
+    template = None if section.chat_template is None else read_template(Path(section.chat_template))
     return ServedModel(
         name=section.served_model_name or _default_name(section.path, folder),
         folder=folder,
@@ -118,19 +121,29 @@ def resolve_model(
         quantization=section.quantization,
         stored=stored,
         cache_dtype=None if kv_cache_dtype == "auto" else kv_cache_dtype,
-        chat_template=None if section.chat_template is None else read_template(Path(section.chat_template)),
+        chat_template=template,
         tool_format=section.tool_format,
         reasoning_format=section.reasoning_format,
+        sampling=_sampling(section, config, file or folder, template),
         tensor_parallel=tensor_parallel,
     )
+
+
+def _sampling(
+    section: ModelSectionConfig, config: ModelConfig | EncoderConfig, files: Path | GgufFile, template: str | None
+) -> SamplingDefaults:
+    """Return how a decoder's answers are sampled by default; an encoder has none."""
+    if isinstance(config, EncoderConfig):
+        return SamplingDefaults()
+    return sampling_defaults(section.sampling, files, template)
 
 
 def _check_encoder(section: ModelSectionConfig, kv_cache_dtype: str) -> None:
     """Refuse settings that encoders have no use for. Raises ConfigError."""
     if kv_cache_dtype != "auto":
         raise ConfigError("engine.kv_cache_dtype has no effect on an encoder, which keeps no cache; leave it out")
-    for name in ("chat_template", "tool_format", "reasoning_format"):
-        if getattr(section, name) is not None:
+    for name in ("chat_template", "tool_format", "reasoning_format", "sampling"):
+        if getattr(section, name) not in (None, "auto"):
             raise ConfigError(f"model.{name} has no effect on an encoder, which writes nothing; leave it out")
 
 

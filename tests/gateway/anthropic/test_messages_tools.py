@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from pydantic import BaseModel
 
 from alignedserve.api.backend.scripted import Script
@@ -12,7 +11,7 @@ from alignedserve.api.models.model_card import ModelCard
 from alignedserve.core.request import Request
 from tests.gateway.anthropic.messages_support import ask, count, failure_of, message_of, sdk_client
 from tests.gateway.support import EOS, gateway
-from tests.gateway.tool_support import HERMES, LEVELS, OPENED, THINKING, model_with
+from tests.gateway.tool_support import HERMES, LEVELS, OPENED, PLAIN, THINKING, model_with
 from tests.support.marks import each
 
 WEATHER: Any = {
@@ -108,7 +107,6 @@ async def test_results_reach_the_model_after_their_calls() -> None:
             "tools[1].input_schema",
         ),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "no"}}}},
             "output_config.format.schema",
@@ -180,9 +178,15 @@ async def test_an_answer_under_a_schema() -> None:
     assert parsed.parsed_output == Reading(city="Oslo", degrees=7)
 
 
-async def test_a_model_without_tools_says_so() -> None:
-    import anthropic
+async def test_a_model_without_tools_is_told_of_them() -> None:
+    model = model_with(PLAIN)
+    async with sdk_client(saying(model, "hello"), model=model) as (client, served):
+        await client.messages.create(**ASKED, tools=[WEATHER])
+        assert "<tools>" in prompt_of(model, served.backend.submitted[0])
 
-    async with sdk_client() as (client, _):
-        with pytest.raises(anthropic.BadRequestError, match="tools"):
-            await client.messages.create(**ASKED, tools=[WEATHER])
+
+async def test_an_effort_without_a_switch_is_ignored_and_named() -> None:
+    async with gateway() as served:
+        response = await ask(served, output_config={"effort": "low"})
+    assert response.status_code == 200
+    assert response.headers["x-alignedserve-ignored-fields"] == "output_config.effort"

@@ -10,6 +10,7 @@ from tests.gateway.tool_support import (
     CALL,
     HERMES,
     MISTRAL,
+    PLAIN,
     SMOLLM2,
     TEXT_ARGUMENTS,
     THINKING,
@@ -341,7 +342,6 @@ NAMED = {"type": "function", "function": {"name": "missing"}}
         ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs.a"),
         ({"chat_template_kwargs": {f"a{number}": 1 for number in range(40)}}, "chat_template_kwargs"),
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"reasoning_effort": "utmost"}, "reasoning_effort"),
     ],
 )  # fmt: skip
@@ -352,11 +352,34 @@ async def test_bad_tools_are_named(fields: dict[str, Any], param: str) -> None:
     assert error["param"] == param
 
 
-async def test_a_template_that_knows_no_tools() -> None:
+async def test_a_model_that_knows_no_tools_is_told_of_them_in_a_generic_form() -> None:
+    model = model_with(PLAIN)
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    async with gateway(saying(model, call), model=model) as served:
+        answer = (await served.chat(messages=[USER, called(), result()], tools=[function()])).json()
+        prompt = prompt_of(model, served.backend.submitted[0])
+    assert '"get_weather"' in prompt.partition("</tools>")[0]
+    assert "<tool_response>" in prompt
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+
+
+async def test_an_effort_without_a_switch_is_ignored_and_named() -> None:
     async with gateway() as served:
-        error = error_of(await served.chat(tools=[function()]), 400)
-        history = error_of(await served.chat(messages=[USER, called(), result()]), 400)
-    assert error["param"] == history["param"] == "tools"
+        chat = await served.chat(reasoning_effort="high")
+        none = await served.chat(reasoning_effort="none")  # no thought is what the model does anyway
+        body = {"model": "tiny", "input": "hello", "reasoning": {"effort": "low"}}
+        response = await served.client.post("/v1/responses", json=body)
+    assert [one.status_code for one in (chat, none, response)] == [200, 200, 200]
+    named = [one.headers.get("x-alignedserve-ignored-fields") for one in (chat, none, response)]
+    assert named == ["reasoning_effort", None, "reasoning.effort"]
+
+
+async def test_an_effort_without_a_switch_is_refused_where_fields_are_strict() -> None:
+    async with gateway(strict=True) as served:
+        error = error_of(await served.chat(reasoning_effort="high"), 400)
+    assert error["param"] == "reasoning_effort"
 
 
 async def test_tokenize_counts_the_tools() -> None:

@@ -1,3 +1,4 @@
+import io
 import os
 import pty
 import select
@@ -11,6 +12,7 @@ import pytest
 
 from alignedserve.cli.commands.chat import ChatSession, Conversation
 from alignedserve.cli.commands.chat import chat as run_chat
+from alignedserve.cli.commands.chat_sampling import ChatSampling
 from alignedserve.cli.commands.options import ChatOptions
 from alignedserve.core.errors import ConfigError
 from alignedserve.loadgen.client import ListedModel
@@ -199,6 +201,50 @@ def test_prompt_on_stdin() -> None:
         ended = subprocess.run(command, input="from a pipe\n", capture_output=True, text=True, check=False)
     assert (ended.stdout, ended.stderr, ended.returncode) == ("Hello there.\n", "", 0)
     assert server.requests[0]["messages"][0]["content"] == "from a pipe"
+
+
+def test_lines_of_a_pipe_are_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeServer()) as server:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\n/set temperature 0\ntwo\n/new\nthree\n"))
+        assert run_chat(ChatOptions(server.url)) == 0
+        monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
+        assert run_chat(ChatOptions(server.url, once="-")) == 0
+    assert capsys.readouterr().out == "Hello there.\n" * 4
+    asked = [[message["content"] for message in body["messages"]] for body in server.requests]
+    assert asked == [["one"], ["one", "Hello there.", "two"], ["three"], ["a\nb"]]
+    assert [body["temperature"] for body in server.requests[:3]] == [0.2, 0, 0]
+
+
+def test_a_turn_of_a_pipe_that_fails_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(FakeServer(respond=lambda body: Script(status=503))) as server:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+        assert run_chat(ChatOptions(server.url)) == 1
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+        with pytest.raises(ConfigError, match="no prompt"):
+            run_chat(ChatOptions(server.url))
+    assert len(server.requests) == 1
+
+
+def test_sampling_is_the_models_until_it_is_changed() -> None:
+    model = ListedModel("m", 400, {"temperature": 0.6, "top_k": 20.0}, "its makers")
+    sampling = ChatSampling()
+    assert sampling.fields(model) == {}
+    assert sampling.in_words(model) == "temperature 0.6, top_k 20 (its makers)"
+    sampling.change("top_k 5")
+    sampling.change("min_p 0.1")
+    assert sampling.fields(model) == {"top_k": 5, "min_p": 0.1}
+    assert sampling.in_words(model) == "temperature 0.6, top_k 5, min_p 0.1 (its makers; changed here)"
+    sampling.change("top_k default")
+    assert sampling.fields(model) == {"min_p": 0.1}
+    for wrong in ("heat 1", "top_p 7", "top_k x", "temperature nan", "temperature"):
+        with pytest.raises(ConfigError):
+            sampling.change(wrong)
+
+
+def test_a_model_without_makers_values_gets_this_programs() -> None:
+    assert ChatSampling().fields(ListedModel("m", 400)) == {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
+    assert ChatSampling().fields(ListedModel("m")) == {"temperature": 0.2, "top_p": 0.9}  # of a plain server
+    assert ChatSampling(0.0).fields(ListedModel("m", 400)) == {"temperature": 0.0}
 
 
 def test_answer_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,14 @@ class ConstraintFields(Schema):
     guided_choice: ChoiceList | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    allow_blank_runs: bool = False  # an extension: any number of blanks in a row, where the constraint has them
+
+    @property
+    def has_free_blanks(self) -> bool:
+        """Return whether the client allows runs of blanks, or has said what may stand between tokens of JSON."""
+        outputs = self.structured_outputs
+        pattern = outputs.whitespace_pattern if outputs is not None else None
+        return self.allow_blank_runs or pattern is not None or self.guided_whitespace_pattern is not None
 
 
 class Constraint(NamedTuple):

@@ -70,7 +70,7 @@ class StreamOptions(Schema):
 
 
 class GenerationFields(ConstraintFields, Hints):
-    """Fields of chat completions and completions alike. Unset means OpenAI's default."""
+    """Fields of chat completions and completions alike. Unset means OpenAI's default; of sampling, the model's."""
 
     model: str
     stream: bool = False
@@ -78,17 +78,17 @@ class GenerationFields(ConstraintFields, Hints):
     n: int = Field(1, ge=1)
     stop: Annotated[list[StopString], FailFast()] = Field(default_factory=list)  # one string is sent as itself as well
     seed: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float | None = None  # None: as the model's makers say, as of the next and of three below
+    top_p: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] = Field(default_factory=dict)
     max_tokens: int | None = Field(None, ge=0)
     service_tier: ServiceTierName = "auto"
     # Extensions, by the names that other open servers use.
-    top_k: int = Field(0, ge=-1)  # 0 and -1: no limit
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    top_k: int | None = Field(None, ge=-1)  # 0 and -1: no limit
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: TokenIdList = Field(default_factory=list)

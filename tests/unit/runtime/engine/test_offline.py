@@ -10,6 +10,8 @@ import pytest
 from alignedserve import LLM, SamplingParams, StructuredOutputs
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.request import FinishReason
+from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +89,19 @@ def test_answers_match_what_they_are_held_to(llm: LLM) -> None:
 def test_a_constraint_that_is_not_supported(llm: LLM, given: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
         llm.generate(["a"], structured_outputs=StructuredOutputs(**given))
+
+
+def test_prompts_may_be_token_ids(llm: LLM) -> None:
+    text = "spell otter"
+    token_ids = Tokenizer.load(pocket_folder()).encode(text)
+    first, second = llm.generate([text, token_ids], SamplingParams(temperature=0.0, max_tokens=4))
+    assert first.token_ids == second.token_ids
+
+
+@pytest.mark.parametrize("prompt", [[], [-1], [1 << 20], [1.5], [True], 7, [[1]]])
+def test_token_ids_that_are_none_are_refused(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        llm.generate([prompt])
+    assert refusal.value.param == "prompts"
+    with pytest.raises(InvalidRequest):  # a prompt where a list of them belongs
+        llm.generate([1, 2, 3])  # type: ignore[list-item]

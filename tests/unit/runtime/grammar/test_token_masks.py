@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from alignedserve.core.request import SamplingParams
+from alignedserve.runtime.grammar.blanks import MAX_BLANKS, BlankRun, BlankTokens, with_free_blanks
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from tests.support.grammars import EOS, byte_masks, encode, regex_grammar, text_of
 
@@ -53,3 +54,34 @@ def test_a_grammar_that_fails_allows_nothing_and_says_why(grammar: str, generate
     assert masks.failure(5)
     assert "nonsense" not in str(masks.failure(5))
     assert masks.failure(6) is None
+
+
+def _blanks(tokens: set[int]) -> set[str]:
+    return {text for text in map(text_of, ([token] for token in tokens if token != EOS)) if text.isspace()}
+
+
+def test_blanks_end_where_something_else_may_follow() -> None:
+    grammar = regex_grammar(r"a[ \n]*b")
+    masks = added(SamplingParams(grammar=grammar), "a" + " \n" * 19)
+    assert _blanks(allowed(masks, 5)) == {" ", "\n"}
+    masks.record(np.array([5, 5]), np.array(encode(" \n")))
+    assert allowed(masks, 5) == set(encode("b"))
+    assert _blanks(allowed(added(SamplingParams(grammar=with_free_blanks(grammar)), "a" + " " * 50), 5))
+
+
+def test_blanks_that_a_grammar_wants_are_written() -> None:
+    assert allowed(added(SamplingParams(grammar=regex_grammar(r"a {60}b")), "a" + " " * 50), 5) == set(encode(" "))
+
+
+def test_text_ends_a_run_of_blanks() -> None:
+    masks = added(SamplingParams(grammar=regex_grammar(r"(a| )*")), " " * 39 + "a" + " " * 39)
+    assert " " in _blanks(allowed(masks, 5))
+
+
+def test_a_blank_of_several_tokens_is_one() -> None:
+    tokens = BlankTokens([b"a", b" ", b"\xe2", b"\x81", b"\x9f", b" \xe2\x81", b"\xe2\x82"])
+    assert tokens.token_ids == (1, 2, 5)  # U+205F is a blank, the euro sign is none
+    run = BlankRun([0, *[2, 3, 4] * (MAX_BLANKS - 1)])
+    assert not run.is_full(tokens)
+    run.append([5, 4])
+    assert run.is_full(tokens)
