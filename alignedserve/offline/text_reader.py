@@ -32,8 +32,8 @@ def prompt_token_ids(prompt: str | Sequence[int], tokenizer: Tokenizer) -> list[
     """Return the token ids of a prompt that may be given as such. Raises InvalidRequest."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
-    given = list(prompt) if isinstance(prompt, Sequence) else []
-    if not given or any(type(token_id) is not int for token_id in given):
+    given = [token_id for token_id in prompt if type(token_id) is int] if isinstance(prompt, Sequence) else []
+    if not given or len(given) < len(prompt):
         raise InvalidRequest(
             "prompts is a list; each of its items is a text, or a list of token ids with at least one.", param="prompts"
         )

@@ -104,4 +104,4 @@ def test_token_ids_that_are_none_are_refused(llm: LLM, prompt: Any) -> None:
         llm.generate([prompt])
     assert refusal.value.param == "prompts"
     with pytest.raises(InvalidRequest):  # a prompt where a list of them belongs
-        llm.generate([1, 2, 3])  # type: ignore[list-item]
+        llm.generate([1, 2, 3])
