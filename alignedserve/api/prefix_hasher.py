@@ -45,7 +45,7 @@ class PrefixHasher:
         return cls(key, form=form, block_size=block_size, is_shared_between_keys=config.shared_between_keys)
 
     def root(self, tenant: str, salt: str | None, adapter_digest: bytes = b"") -> bytes:
-        """Return the root for the requests of one tenant (ApiKeys.owner) with this salt and adapter.
+        """Return the root for the requests of one tenant (KeyEntry.owner) with this salt and adapter.
 
         `salt`: None: there is none; `adapter_digest`: empty likewise.
         """

@@ -17,6 +17,7 @@ from alignedserve.api.timelines.questions import TimelineQuestions
 from alignedserve.api.timelines.timeline import Timelines
 from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.config.sections import GatewayConfig, Observing
+from alignedserve.keys.ring import CurrentKeys
 from alignedserve.text.tokenizer import Tokenizer
 
 
@@ -31,6 +32,7 @@ class ApiServices:
     timelines: Timelines
     questions: TimelineQuestions
     exporter: TraceExporter | None = None  # None: no call is traced
+    keys: CurrentKeys = field(default_factory=CurrentKeys)
     lanes: WorkLanes = field(default_factory=WorkLanes)
     models: ModelRegistry = field(default_factory=ModelRegistry)
 

@@ -32,12 +32,12 @@ class BatchActor(ActorHost):
         deployments: tuple[ServedDeployment, ...],
         location: BatchLocation,
         gateways: tuple[str, ...],
-        num_keys: int,
+        keys: tuple[str, ...],
         state_spec: ProcessSpec,
         observing: Observing,
         process_spec: ProcessSpec,
     ) -> None:
-        """`deployments`: the first list; see `serve_models`. `gateways`, `num_keys`, `state_spec`: see StateServing."""
+        """`deployments`: the first list; see `serve_models`. `gateways`, `state_spec`: see StateServing."""
 
         async def build() -> BatchService:
             service = BatchService(
@@ -45,7 +45,8 @@ class BatchActor(ActorHost):
                 deployments=deployments,
                 config=config,
                 location=location,
-                state=StateServing(state_spec, gateways, num_keys),
+                state=StateServing(state_spec, gateways),
+                api_keys=keys,
                 observing=observing,
                 is_restarted=ray.get_runtime_context().was_current_actor_reconstructed,
             )

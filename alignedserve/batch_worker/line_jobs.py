@@ -19,6 +19,7 @@ from alignedserve.api.services import ApiServices
 from alignedserve.api.timelines.trace_context import REQUEST_ID_HEADER
 from alignedserve.batches.interfaces import LineRequest
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.keys.entry import KeyEntry
 
 _SERVICE_TIER = "flex"  # best effort
 _ALLOWED_SERVICE_TIERS = ("auto", "default", "standard_only", _SERVICE_TIER)
@@ -46,7 +47,8 @@ async def build_job(line: LineRequest, services: ApiServices, held: ExitStack) -
     check_shape(line.body, services.config.max_json_depth)
     endpoint = ENDPOINTS[line.endpoint.value]
     streamed = _streamed_response(line) if endpoint is RESPONSES else None
-    arrival = _arrival_of(line, None if services.config.strict else IgnoredFields(), streamed)
+    key = services.keys.ring.owned_by(client_of(line.owner))
+    arrival = _arrival_of(line, key, None if services.config.strict else IgnoredFields(), streamed)
     asked = _at_best_effort(endpoint.parse(line.body, arrival.ignored))
     model = services.find_model(asked.model)
     held.enter_context(model.in_use())
@@ -56,11 +58,13 @@ async def build_job(line: LineRequest, services: ApiServices, held: ExitStack) -
     return job._replace(make_event_formatter=partial(BackgroundFormatter, asked=asked, response=streamed))
 
 
-def _arrival_of(line: LineRequest, ignored: IgnoredFields | None, streamed: dict[str, Any] | None) -> Arrival:
+def _arrival_of(
+    line: LineRequest, key: KeyEntry, ignored: IgnoredFields | None, streamed: dict[str, Any] | None
+) -> Arrival:
     headers = {} if line.deadline_s is None else {DEADLINE_HEADER: f"{line.deadline_s * 1000.0:.3f}"}
     headers |= {REQUEST_ID_HEADER: line.line_id} if line.line_id else {}
     response_id = None if streamed is None else streamed["id"]
-    return Arrival(line.request_id, headers, client_of(line.owner), ignored, response_id, is_line=True)
+    return Arrival(line.request_id, headers, key, ignored, response_id, is_line=True)
 
 
 def _streamed_response(line: LineRequest) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -16,6 +17,7 @@ from alignedserve.batches.location import BatchLocation, DriverStores, open_driv
 from alignedserve.batches.remote.state_server import StateServer
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.core.quotas import QuotaPool
+from alignedserve.keys.ring import CurrentKeys, KeyRing
 from alignedserve.process.background_tasks import start_background
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
@@ -33,7 +35,6 @@ class StateServing:
 
     process_spec: ProcessSpec
     gateways: tuple[str, ...]  # that are there from the start, and share the limits of keys
-    num_keys: int
 
 
 class BatchService:
@@ -47,6 +48,7 @@ class BatchService:
         config: GatewayConfig,
         location: BatchLocation,
         state: StateServing | None = None,
+        api_keys: Sequence[str] = (),
         observing: Observing | None = None,
         is_restarted: bool = False,
     ) -> None:
@@ -62,6 +64,7 @@ class BatchService:
         )
         self._location = location
         self._state = state
+        self._keys = CurrentKeys(KeyRing(api_keys))
         self._observing = observing
         self._services: ApiServices | None = None
         self._is_restarted = is_restarted
@@ -76,6 +79,7 @@ class BatchService:
         self._stores = open_driver_stores(self._location)
         await self._start_state_server(self._stores)
         services = ApiServices.of(self._config, reply_to=self._links.own_address, observing=self._observing)
+        services.keys.ring = self._keys.ring
         self._services = services
         self._connection = ClusterConnection(self._links, services.timelines, services.questions)
         await self._connection.start()
@@ -104,7 +108,7 @@ class BatchService:
             records=stores.records,
             blobs=stores.blobs,
             logs=stores.logs,
-            quotas=QuotaPool(per_minute, self._state.num_keys, self._state.gateways, now) if per_minute else None,
+            quotas=QuotaPool(per_minute, len(self._keys.ring), self._state.gateways, now) if per_minute else None,
         )
         await self._state_server.start()
 

@@ -163,7 +163,7 @@ class ActorFactory:
             gateway = (config.gateway, port, deployments, api_keys(), state, observing)
             yield _Process(self._actor_classes.gateway, Role.GATEWAY, name, gateway)
         if state.batches is not None and drives_batches:
-            serving = (state.gateways, max(1, len(api_keys())), self._spec(node, Role.STATE_SERVER, STATE), observing)
+            serving = (state.gateways, api_keys(), self._spec(node, Role.STATE_SERVER, STATE), observing)
             driver = (config.gateway, deployments, state.batches, *serving)
             yield _Process(self._actor_classes.batches, Role.GATEWAY, BATCHES, driver)
 

@@ -14,6 +14,8 @@ from alignedserve.api.errors import QuotaExceeded, Unavailable
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.core.errors import StorageError
 from alignedserve.core.quotas import LEASE_S, OwnShare
+from alignedserve.keys.entry import KeyEntry
+from alignedserve.keys.ring import CurrentKeys
 from alignedserve.messages.state import QuotaAnswer, UseQuota
 from alignedserve.process.background_tasks import start_background
 
@@ -27,7 +29,7 @@ class RequestQuotas:
     def __init__(
         self,
         requests_per_minute: int | None,
-        num_keys: int,
+        keys: CurrentKeys,
         *,
         gateway: str = "",
         gateways: Sequence[str] = (),
@@ -39,10 +41,11 @@ class RequestQuotas:
         self._per_minute = requests_per_minute
         self._gateway = gateway
         self._client = client
+        self._numbers = {owner: number for number, owner in enumerate(keys.ring.owners)}
         share = 1.0 if not gateways else (gateway in gateways) / len(gateways)
         self._has_share = share > 0.0
         now = time.monotonic()
-        self._share = OwnShare(share * (requests_per_minute or 0), num_keys, secrets.token_hex(8), now)
+        self._share = OwnShare(share * (requests_per_minute or 0), len(self._numbers), secrets.token_hex(8), now)
         if client is not None or not is_first_process:
             self._share.begin_used_up(now, is_first_process=is_first_process)
         if client is not None:
@@ -59,12 +62,12 @@ class RequestQuotas:
         if self._signs is not None:
             self._signs.cancel()
 
-    async def count(self, key_number: int) -> None:
+    async def count(self, key: KeyEntry) -> None:
         """Count one request. Raises QuotaExceeded with the time until the next one is allowed, or Unavailable where it
         cannot be counted."""
         if self._per_minute is None:
             return
-        wait_s = await self._take(key_number)
+        wait_s = await self._take(self._numbers[key.owner])
         if wait_s:
             raise QuotaExceeded(f"This key may make {self._per_minute} requests per minute.", retry_after_s=wait_s)
 

@@ -19,7 +19,6 @@ from alignedserve.batches.location import BatchStores, SharedState, open_stores
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
-from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.app import build_app
 from alignedserve.gateway.connections.http_protocol import BoundedHttpProtocol
 from alignedserve.gateway.connections.limits import ConnectionLimits, file_shortage
@@ -27,6 +26,7 @@ from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.gateway.services import Services, build_services
 from alignedserve.gateway.storage_metrics import Disks
+from alignedserve.keys.ring import CurrentKeys, KeyRing
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.addresses import AddressBook
 from alignedserve.runtime.kv.arena_files import arena_folder
@@ -62,7 +62,7 @@ class GatewayServer:
         self._links = links
         self._first_deployments = tuple(deployments)
         self._config = config
-        self._api_keys = tuple(api_keys)
+        self._keys = CurrentKeys(KeyRing(api_keys))
         self._state = state or SharedState()
         self._observing = observing
         self._is_restarted = is_restarted
@@ -116,7 +116,7 @@ class GatewayServer:
         batches = self._state.batches
         services = self._services = build_services(
             self._config,
-            api_keys=self._api_keys,
+            keys=self._keys,
             reply_to=self._links.own_address,
             files_api=FilesApi(self._stores, batches.config) if batches and self._stores else None,
             quotas=self._quotas,
@@ -159,7 +159,7 @@ class GatewayServer:
                 client.start()
         self._quotas = RequestQuotas(
             self._config.requests_per_minute,
-            ApiKeys(self._api_keys).num_owners,
+            self._keys,
             gateway=name,
             gateways=self._state.gateways,
             client=self._client,

@@ -1,6 +1,5 @@
 """The objects that every HTTP request of one gateway shares: those of the API, and what only HTTP needs."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from typing_extensions import override
@@ -13,6 +12,7 @@ from alignedserve.gateway.intake import Intake, Readiness
 from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.gateway.storage_metrics import Disks
 from alignedserve.gateway.work_process import WorkProcess
+from alignedserve.keys.ring import CurrentKeys
 
 _READING = "alignedserve.gateway.long_bodies.process"
 
@@ -39,25 +39,25 @@ class Services(ApiServices):
 def build_services(
     config: GatewayConfig,
     *,
-    api_keys: Sequence[str] = (),
+    keys: CurrentKeys | None = None,
     reply_to: str = "",
     files_api: FilesApi | None = None,
     quotas: RequestQuotas | None = None,
     observing: Observing | None = None,
     disks: Disks | None = None,
 ) -> Services:
-    """Build the shared objects, without a model. `quotas`: None: this process alone counts requests.
+    """Build the shared objects, without a model. `keys`: None: anyone may call.
 
-    `observing`: None: calls are explained, and not traced.
+    `quotas`: None: this process alone counts requests. `observing`: None: calls are explained, and not traced.
     """
     api = ApiServices.of(config, reply_to=reply_to, observing=observing)
-    keys, intake = ApiKeys(api_keys), Intake()
+    keys, intake = keys or CurrentKeys(), Intake()
     readiness = Readiness(api.models, intake)
     api.metrics.show_readiness(lambda: readiness.missing() is None)
     return Services(
-        **vars(api),
-        api_keys=keys,
-        quotas=quotas or RequestQuotas(config.requests_per_minute, keys.num_owners),
+        **vars(api) | {"keys": keys},
+        api_keys=ApiKeys(keys),
+        quotas=quotas or RequestQuotas(config.requests_per_minute, keys),
         work_process=WorkProcess(_READING),
         intake=intake,
         readiness=readiness,

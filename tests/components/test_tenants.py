@@ -15,6 +15,7 @@ from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.config.sections import GatewayConfig, PrefixCacheConfig, Topology
 from alignedserve.gateway.app import build_app
 from alignedserve.gateway.services import build_services
+from alignedserve.keys.ring import CurrentKeys, KeyRing
 from alignedserve.messages.handshake import Role
 from alignedserve.runtime.model.served_deployment import ServedDeployment
 from tests.gateway.support import tokenizer, tokenizer_folder
@@ -54,7 +55,7 @@ async def client_of(folder: Path, **prefix_cache: Any) -> AsyncIterator[Client]:
         await connection.start()
         backend = ClusterBackend(connection, GatewayConfig(), prefix_hasher=hasher)
         backend.start()
-        services = build_services(GatewayConfig(), api_keys=("mine", "yours"), reply_to="gateway-1")
+        services = build_services(GatewayConfig(), keys=CurrentKeys(KeyRing(("mine", "yours"))), reply_to="gateway-1")
         services.add_model(ModelCard("tiny", tokenizer_folder(), 256), backend, tokenizer(), hasher)
         try:
             await holds(lambda: backend._router is not None)

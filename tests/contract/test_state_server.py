@@ -21,6 +21,8 @@ from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.core.quotas import LEASE_S, QuotaPool
 from alignedserve.gateway.request_quotas import RequestQuotas
+from alignedserve.keys.entry import ANYONE
+from alignedserve.keys.ring import CurrentKeys
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.state import (
     BeginUpload,
@@ -176,14 +178,14 @@ def quotas(
     hosts: StateHosts, name: str, limit: int, owners: Sequence[str] = GATEWAYS
 ) -> tuple[RequestQuotas, StateClient]:
     client = hosts.client(name)
-    counted = RequestQuotas(limit, 1, gateway=name, gateways=owners, client=client)
+    counted = RequestQuotas(limit, CurrentKeys(), gateway=name, gateways=owners, client=client)
     counted.start()
     return counted, client
 
 
 async def let_in(counted: RequestQuotas, num_requests: int) -> int:
     """Make these requests at once; return how many were let in."""
-    results = await asyncio.gather(*(counted.count(0) for _ in range(num_requests)), return_exceptions=True)
+    results = await asyncio.gather(*(counted.count(ANYONE) for _ in range(num_requests)), return_exceptions=True)
     assert all(result is None or isinstance(result, QuotaExceeded) for result in results)
     return sum(result is None for result in results)
 
@@ -211,7 +213,7 @@ async def test_gateways_have_one_limit_together(tmp_path: Path) -> None:
             <= 5 + 1 + (time.monotonic() - began_s) * limit / 60
         )
         with pytest.raises(QuotaExceeded) as refused:
-            await second.count(0)
+            await second.count(ANYONE)
         assert 0.0 < refused.value.retry_after_s <= 60.0 / limit
         first.stop()
         second.stop()
@@ -250,14 +252,14 @@ async def test_counts_are_not_refused_for_calls_that_wait(tmp_path: Path, monkey
 
 
 async def test_a_gateway_without_a_share_that_is_cut_off_says_so() -> None:
-    joined = RequestQuotas(20, 1, gateway="gateway-2", gateways=GATEWAYS)
+    joined = RequestQuotas(20, CurrentKeys(), gateway="gateway-2", gateways=GATEWAYS)
     with pytest.raises(Unavailable, match="joined later"):
-        await joined.count(0)
+        await joined.count(ANYONE)
 
 
 async def test_a_restarted_gateway_that_is_alone_begins_used_up() -> None:
-    assert await let_in(RequestQuotas(20, 1), 30) == 20
-    assert await let_in(RequestQuotas(20, 1, is_first_process=False), 30) == 0
+    assert await let_in(RequestQuotas(20, CurrentKeys()), 30) == 20
+    assert await let_in(RequestQuotas(20, CurrentKeys(), is_first_process=False), 30) == 0
 
 
 @pytest.mark.slow

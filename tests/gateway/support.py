@@ -23,6 +23,7 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import Request
 from alignedserve.gateway.app import build_app
 from alignedserve.gateway.services import Services, build_services
+from alignedserve.keys.ring import CurrentKeys, KeyRing
 from alignedserve.text import tokenizer as ours
 
 EOS = 1
@@ -106,7 +107,7 @@ def services_for(
     model: ModelCard | None = None,
 ) -> Services:
     card = model or ModelCard("tiny", tokenizer_folder(), 256, (EOS,), created=1_700_000_000)
-    services = build_services(config, api_keys=api_keys, reply_to="unix:/nowhere")
+    services = build_services(config, keys=CurrentKeys(KeyRing(api_keys)), reply_to="unix:/nowhere")
     services.add_model(card, backend, tokenizer() if model is None else model.load_tokenizer(), prefix_hasher)
     return services
 

@@ -57,7 +57,7 @@ async def test_another_cluster_or_model_has_other_roots() -> None:
 async def test_a_line_of_a_batch_has_the_root_of_its_owner() -> None:
     async with gateway(api_keys=KEYS, prefix_hasher=HASHER) as served:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
-        line = LineRequest(Endpoint.CHAT, "r", body, served.services.api_keys.owner(1))
+        line = LineRequest(Endpoint.CHAT, "r", body, served.services.keys.ring.owners[1])
         assert (await ClusterLineRunner(served.services).run(line)).status_code == 200
         assert served.backend.submitted[-1].prefix_root == await root_of(served, "yours")
 

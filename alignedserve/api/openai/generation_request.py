@@ -13,6 +13,7 @@ from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
+from alignedserve.keys.entry import KeyEntry
 
 TTFT_HEADER, TPOT_HEADER, DEADLINE_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-deadline-ms"
 _MAX_SLO_MS = 3_600_000.0
@@ -43,11 +44,16 @@ class Arrival:
 
     request_id: str
     headers: Mapping[str, str]
-    tenant: str  # the client whose key it came with (ApiKeys.owner)
+    key: KeyEntry  # of the client that sent it
     ignored: IgnoredFields | None = None  # collects the fields that are ignored; None: they are refused
     response_id: str | None = None  # of a response that has begun already
     is_line: bool = False  # of a batch: its response has no headers, and its deadline is not the client's own
     arrival_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def tenant(self) -> str:
+        """The owner of what is stored and cached for it."""
+        return self.key.owner
 
 
 class TermFields(Protocol):

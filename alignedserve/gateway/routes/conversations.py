@@ -16,7 +16,7 @@ from alignedserve.gateway.files.views import list_view
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.responses.conversations import conversation_items, conversation_view, find_item
 from alignedserve.gateway.responses.responses_api import ResponsesApi
-from alignedserve.gateway.routes.dependencies import ignored_fields_of, rate_limited_services
+from alignedserve.gateway.routes.dependencies import ignored_fields_of, key_of, rate_limited_services
 from alignedserve.gateway.routes.request_bodies import read_body
 from alignedserve.gateway.routes.request_parameters import item_page, page_of
 from alignedserve.gateway.services import Services
@@ -94,4 +94,4 @@ async def delete_item(http: Request, conversation_id: str, item_id: str) -> Resp
 
 async def _begin(http: Request) -> tuple[Services, ResponsesApi]:
     services = await rate_limited_services(http)
-    return services, ResponsesApi.of(services, services.api_keys.owner(http.state.key_number))
+    return services, ResponsesApi.of(services, key_of(http).owner)

@@ -11,6 +11,7 @@ from alignedserve.core.request import RequestClass
 from alignedserve.gateway.connections.limits import ConnectionPlace
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.services import Services
+from alignedserve.keys.entry import KeyEntry
 
 
 def services_of(connection: HTTPConnection) -> Services:
@@ -21,10 +22,17 @@ def services_of(connection: HTTPConnection) -> Services:
     return services
 
 
+def key_of(http: HTTPConnection) -> KeyEntry:
+    """Return the entry of the client's key, which the middleware has found."""
+    key = http.state.key
+    assert isinstance(key, KeyEntry), "a request that came past the middleware"
+    return key
+
+
 async def rate_limited_services(http: Request) -> Services:
     """Return the app's services after counting this request. Raises QuotaExceeded, Unavailable."""
     services = services_of(http)
-    await services.quotas.count(http.state.key_number)
+    await services.quotas.count(key_of(http))
     return services
 
 
@@ -53,7 +61,7 @@ async def files_api_of(http: Request) -> tuple[FilesApi, str]:
     services = await rate_limited_services(http)
     if services.files_api is None:
         raise NotFound("Files and batches are not served here (batches.enabled is false).", code="batches_disabled")
-    return services.files_api, services.api_keys.owner(http.state.key_number)
+    return services.files_api, key_of(http).owner
 
 
 def ignored_fields_of(http: Request) -> IgnoredFields | None:

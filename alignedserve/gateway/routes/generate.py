@@ -17,11 +17,11 @@ from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.routes.dependencies import (
     hold_connection,
     ignored_fields_of,
+    key_of,
     model_of,
     rate_limited_services,
 )
 from alignedserve.gateway.routes.request_bodies import read_and_answer, read_prompts
-from alignedserve.gateway.services import Services
 from alignedserve.gateway.streaming import BodyResponse, EventStreamResponse
 
 router = APIRouter()
@@ -30,7 +30,7 @@ router = APIRouter()
 async def _generate(endpoint: Endpoint[Any], http: Request) -> Response:
     """Answer with what the cluster generates, streamed if the client asked for that."""
     services = await rate_limited_services(http)
-    arrival = arrival_of(http, services, ignored_fields_of(http))
+    arrival = arrival_of(http, ignored_fields_of(http))
     asked, prompts = await read_prompts(http, endpoint, services, arrival.ignored)
     model = model_of(http, asked.model)
     request = await endpoint.build(asked, arrival, model, prompts)
@@ -53,9 +53,9 @@ async def _count(endpoint: TokenEndpoint[Any], http: Request) -> Response:
     return JsonResponse(await read_and_answer(http, endpoint, services, ignored, answer))
 
 
-def arrival_of(http: Request, services: Services, ignored: IgnoredFields | None) -> Arrival:
+def arrival_of(http: Request, ignored: IgnoredFields | None) -> Arrival:
     """Return the facts about this request beside its body."""
-    return Arrival(http.state.request_id, http.headers, services.api_keys.owner(http.state.key_number), ignored)
+    return Arrival(http.state.request_id, http.headers, key_of(http), ignored)
 
 
 def _route(path: str, serve: Callable[[Request], Awaitable[Response]]) -> None:

@@ -17,7 +17,7 @@ from alignedserve.batches.records import BatchTotals
 from alignedserve.core.errors import StorageError
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.live.view import live_view
-from alignedserve.gateway.routes.dependencies import rate_limited_services, services_of
+from alignedserve.gateway.routes.dependencies import key_of, rate_limited_services, services_of
 from alignedserve.gateway.services import Services
 
 router = APIRouter()
@@ -97,7 +97,7 @@ async def explain(http: Request, wanted: str) -> Response:
     services = await rate_limited_services(http)
     document = None
     if plain_request_id(wanted) is not None:
-        document = await services.questions.explain(wanted, services.api_keys.owner(http.state.key_number))
+        document = await services.questions.explain(wanted, key_of(http).owner)
     if document is None:
         raise NotFound("There is no such request, or it ended too long ago.", code="request_not_found")
     return Response(document, media_type="application/json", headers={"cache-control": "no-store"})

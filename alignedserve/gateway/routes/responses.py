@@ -29,6 +29,7 @@ from alignedserve.gateway.responses.stored_events import (
 from alignedserve.gateway.routes.dependencies import (
     hold_connection,
     ignored_fields_of,
+    key_of,
     model_of,
     rate_limited_services,
 )
@@ -45,7 +46,7 @@ async def create_response(http: Request) -> Response:
     """Answer items, streamed if the client asked for that, or later in the background."""
     services = await rate_limited_services(http)
     ignored = ignored_fields_of(http)
-    arrival, raw = arrival_of(http, services, ignored), await receive(http, services)
+    arrival, raw = arrival_of(http, ignored), await receive(http, services)
     await read_if_long(raw, RESPONSES.path, services, ignored)  # what is refused there is not read here
     asked = await parsed(raw, services, partial(parse_response, ignored=ignored))
     model = model_of(http, asked.model)
@@ -117,7 +118,7 @@ async def list_input_items(http: Request, response_id: str) -> Response:
 
 
 def _api(http: Request, services: Services) -> ResponsesApi:
-    return ResponsesApi.of(services, services.api_keys.owner(http.state.key_number))
+    return ResponsesApi.of(services, key_of(http).owner)
 
 
 def _respond(api: ResponsesApi, asked: CreateResponseRequest, turn: Turn, generation: Generation) -> Response:

@@ -12,7 +12,7 @@ LINE_ID = "batch_req_64a4cd267c3a7822aa944f58000000"
 @each("wanted", [LINE_ID, "64a4cd267c3a7822aa944f58000000-91b8", "cmpl-64a4cd267c3a7822aa944f58000000-91b8"])
 async def test_a_line_is_explained_by_its_id_and_by_that_of_its_response(wanted: str) -> None:
     async with gateway(api_keys=("ours", "theirs")) as served:
-        owner = served.services.api_keys.owner(0)
+        owner = served.services.keys.ring.owners[0]
         line = LineRequest(
             Endpoint.COMPLETION,
             "64a4cd267c3a7822aa944f58000000-91b8",

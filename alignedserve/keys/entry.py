@@ -1,0 +1,62 @@
+"""What a client's key may do: its entry in keys.yaml, of which requests and batch lines carry one."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+FLEX, DEFAULT, PRIORITY = "flex", "default", "priority"
+TIERS = (DEFAULT, PRIORITY, FLEX)
+_SAME_TIER = {"fast": PRIORITY}  # other words for a tier
+_AUTO = "auto"
+PRIORITY_LIMIT = 1000  # of a request, both ways
+
+
+class Limit(Enum):
+    """What may be limited, by the name of its field."""
+
+    REQUESTS = "requests_per_minute"
+    TOKENS = "tokens_per_minute"
+    OPEN = "open_requests"
+    BATCH_TOKENS = "enqueued_batch_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyEntry:
+    """The rights and limits of one client. None: no limit."""
+
+    name: str  # as logs, usage and refusals call it
+    owner: str  # of the files, batches and responses that are stored for it
+    weight: float = 1.0  # of its share of what several clients ask for at once
+    default_tier: str = DEFAULT  # of requests that name none
+    tiers: frozenset[str] = frozenset(TIERS)
+    min_priority: int = -PRIORITY_LIMIT  # smaller goes first
+    max_priority: int = PRIORITY_LIMIT
+    models: tuple[str, ...] | None = None  # that it may name; a star at the end stands for anything
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # of prompts and of the answers that are asked for
+    open_requests: int | None = None  # at any time
+    enqueued_batch_tokens: int | None = None  # of batches that have not ended
+
+    @property
+    def is_real_time(self) -> bool:
+        """Return whether it may ask for answers for which a person waits."""
+        return self.tiers != {FLEX}
+
+    def tier_of(self, asked: str) -> str | None:
+        """Return the tier of a request that names this one (`auto`: the key's default); None: it may not have it."""
+        tier = self.default_tier if asked == _AUTO else _SAME_TIER.get(asked, asked)
+        return tier if tier in self.tiers else None
+
+    def may_have_priority(self, priority: int) -> bool:
+        """Return whether it may send requests of this priority."""
+        return self.min_priority <= priority <= self.max_priority
+
+    def may_use(self, *names: str) -> bool:
+        """Return whether it may use the model of these names."""
+        return self.models is None or any(_matches(pattern, name) for pattern in self.models for name in names)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+
+
+ANYONE = KeyEntry("anyone", "anyone")  # where no keys are set
