@@ -10,6 +10,7 @@ import psutil
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.block_layout import FP8, INT8
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
+from alignedserve.process.server_certificate import ServerCertificate
 from alignedserve.runtime.device.devices import CUDA, check_ranks, worker_devices
 from alignedserve.runtime.engine.engine_sizes import engine_mechanisms, hidden_block_tokens, storage_blocks
 from alignedserve.runtime.kv.arena_files import arena_folder
@@ -65,6 +66,8 @@ def check_machine(config: ClusterConfig, served: ServedModel, ports: Iterable[in
     Raises NotEnoughMemory, AddressInUse or ConfigError.
     """
     check_ranks(config.engine.device, config.engine.tensor_parallel)
+    if config.gateway.tls_certificate is not None and config.gateway.tls_key is not None:
+        ServerCertificate(config.gateway.tls_certificate, config.gateway.tls_key)
     _check_ports(config.gateway.host, ports)
     _check_memory(config, served)
 

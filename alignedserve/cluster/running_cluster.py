@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import logging
 import os
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -74,7 +75,8 @@ class RunningCluster:
         """Base URL of the first gateway."""
         host = self.config.gateway.host
         reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
-        return f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{self.config.gateway.port}"
+        gateway, name = self.config.gateway, f"[{reachable}]" if ":" in reachable else reachable
+        return f"{gateway.scheme}://{name}:{gateway.port}"
 
     def start(self, others: tuple[PreparedNode, ...] = ()) -> None:
         """Create every actor and wait until each is up. Raises the error of the first failing one."""
@@ -202,6 +204,12 @@ class RunningCluster:
                     return dict(found)
         return {}
 
+    def read_again(self) -> None:
+        """Let every gateway read again what may change while it serves. Does not wait."""
+        for name, actor in self.actors().items():
+            if is_gateway(name):
+                actor.read_again.remote()
+
     def check(self) -> bool:
         """Look after the cluster; False: it was asked to stop. Raises NodeLost."""
         self._require_node()
@@ -227,10 +235,12 @@ class RunningCluster:
         AskedToStop.
         """
         patience = self._patience(timeout_s)
+        # Its own gateway, which it asks by an address that the certificate need not name; nothing secret is sent.
+        own = ssl._create_unverified_context() if self.config.gateway.scheme == "https" else None  # noqa: S323
         while not patience.is_over():
             self.check_start()
             try:
-                with urllib.request.urlopen(f"{self.url}/ready", timeout=2.0) as response:  # noqa: S310
+                with urllib.request.urlopen(f"{self.url}/ready", timeout=2.0, context=own) as response:  # noqa: S310
                     if response.status == 200:
                         return
             except (urllib.error.URLError, OSError):

@@ -10,6 +10,7 @@ from alignedserve.core.errors import ConfigError
 API_KEYS_VARIABLE = "ALIGNEDSERVE_API_KEYS"
 RUN_DIR_VARIABLE = "ALIGNEDSERVE_RUN_DIR"
 CLIENT_KEY_VARIABLE = "ALIGNEDSERVE_API_KEY"
+AUTHORITY_VARIABLE = "ALIGNEDSERVE_CA"
 RAY_ADDRESS_VARIABLE = "RAY_ADDRESS"
 STATE_DIR_VARIABLE = "ALIGNEDSERVE_STATE_DIR"
 REDIS_URL_VARIABLE = "ALIGNEDSERVE_REDIS_URL"
@@ -41,6 +42,12 @@ def api_keys() -> tuple[str, ...]:
 def client_api_key(variable: str = CLIENT_KEY_VARIABLE) -> str | None:
     """Return the key that our own client commands present, from another variable where the user names one."""
     return os.environ.get(variable) or None
+
+
+def authority_path() -> Path | None:
+    """Return the file of the authorities that our own client commands believe beside the system's, in PEM."""
+    named = os.environ.get(AUTHORITY_VARIABLE)
+    return Path(named) if named else None
 
 
 def ray_address() -> str | None:

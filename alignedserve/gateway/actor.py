@@ -62,6 +62,12 @@ class GatewayActor(ActorHost):
         hosted = self._service
         return hosted.server.close_intake() if isinstance(hosted, _Hosted) else 0
 
+    def read_again(self) -> None:
+        """Read again what may change while it serves: the certificate."""
+        hosted = self._service
+        if isinstance(hosted, _Hosted):
+            hosted.server.read_again()
+
     def __init__(
         self,
         config: GatewayConfig,

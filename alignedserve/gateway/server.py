@@ -5,10 +5,11 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Iterator, Sequence
+import ssl
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 from typing_extensions import override
@@ -29,6 +30,7 @@ from alignedserve.gateway.storage_metrics import Disks
 from alignedserve.keys.ring import CurrentKeys, KeyRing
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.addresses import AddressBook
+from alignedserve.process.server_certificate import ServerCertificate
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
 
@@ -38,6 +40,7 @@ _BACKLOG = 4096  # connections that wait to be accepted, when thousands come at 
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that none is closed under a new request
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
+_END_OF_TLS_S = 5.0  # for a client's last word
 
 
 class GatewayServer:
@@ -77,8 +80,8 @@ class GatewayServer:
     @property
     def url(self) -> str:
         """The address that clients connect to."""
-        host = self._config.host
-        return f"http://[{host}]:{self._config.port}" if ":" in host else f"http://{host}:{self._config.port}"
+        host, scheme = self._config.host, self._config.scheme
+        return f"{scheme}://[{host}]:{self._config.port}" if ":" in host else f"{scheme}://{host}:{self._config.port}"
 
     def cluster_status(self) -> ClusterStatus | None:
         """Return the last report of the first deployment's router; None while that is not connected."""
@@ -100,6 +103,11 @@ class GatewayServer:
     def close_intake(self) -> int:
         """Refuse new work from now on, until the end; return how many requests are open. May be repeated."""
         return self._http.close_intake() if self._http is not None else 0
+
+    def read_again(self) -> None:
+        """Read again what may change while it serves: the certificate. From any thread."""
+        if self._http is not None:
+            self._http.read_again()
 
     async def start(self) -> None:
         """Listen for HTTP and dial the cluster. Raises ModelError, AddressInUse, ConfigError or StorageError."""
@@ -201,18 +209,26 @@ def shares_limits(name: str, gateways: tuple[str, ...], book: AddressBook | None
 
 
 class HttpServer:
-    """The HTTP side over any backends: uvicorn, on a listener that is already bound."""
+    """The HTTP side over any backends: uvicorn, on a listener that is already bound. With a certificate it is HTTPS."""
 
     def __init__(self, services: Services, listener: socket.socket) -> None:
+        """Raises ConfigError when the certificate cannot be used."""
         self._services = services
         self._listener = listener
-        shortage = file_shortage(services.config)
+        config = services.config
+        self._certificate = (
+            ServerCertificate(config.tls_certificate, config.tls_key)
+            if config.tls_certificate is not None and config.tls_key is not None
+            else None
+        )
+        self._watching: asyncio.Task[None] | None = None
+        shortage = file_shortage(config)
         if shortage is not None:
             logger.warning(shortage)
         self._server = _Uvicorn(
             uvicorn.Config(
                 build_app(services),
-                http=_protocol(ConnectionLimits.of(services.config)),
+                http=_protocol(ConnectionLimits.of(config)),
                 lifespan="off",
                 access_log=False,
                 log_config=None,
@@ -221,7 +237,9 @@ class HttpServer:
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
-            )
+            ),
+            self._certificate.context if self._certificate is not None else None,
+            handshake_timeout_s=config.header_timeout_s,
         )
         self._serving: asyncio.Task[None] | None = None
 
@@ -240,6 +258,11 @@ class HttpServer:
         self._services.intake.is_closed = True
         return self._services.intake.num_open
 
+    def read_again(self) -> None:
+        """See GatewayServer."""
+        if self._certificate is not None:
+            self._certificate.reload()
+
     async def start(self) -> None:
         """Serve in the background; return when connections are accepted."""
         serving = self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
@@ -249,9 +272,13 @@ class HttpServer:
                     serving.result()
                     raise ConfigError("the HTTP server ended while starting")
                 await asyncio.sleep(0.005)
+        if self._certificate is not None:
+            self._watching = asyncio.create_task(self._certificate.watch())
 
     async def stop(self) -> None:
         """Stop accepting connections and close the open ones."""
+        if self._watching is not None:
+            self._watching.cancel()
         self._server.should_exit = True
         serving, self._serving = self._serving, None
         if serving is not None:
@@ -266,7 +293,28 @@ def _protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Uvicorn without signal handlers: signals belong to the process's owner."""
+    """Uvicorn without signal handlers: signals belong to the process's owner. Its handshakes of TLS have bounds."""
+
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None, *, handshake_timeout_s: float) -> None:
+        super().__init__(config)
+        self._tls = tls
+        self._bounds = {"ssl_handshake_timeout": handshake_timeout_s, "ssl_shutdown_timeout": _END_OF_TLS_S}
+
+    @override
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections on these sockets, which uvicorn's own does without a word on how long TLS may take."""
+        await self.lifespan.startup()
+        bounds: dict[str, Any] = self._bounds if self._tls is not None else {}
+        loop, backlog = asyncio.get_running_loop(), self.config.backlog
+        self.servers = [
+            await loop.create_server(self._connection, sock=listener, backlog=backlog, ssl=self._tls, **bounds)
+            for listener in sockets or ()
+        ]
+        self.started = True
+
+    def _connection(self) -> asyncio.Protocol:
+        make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     @contextlib.contextmanager
     @override

@@ -23,6 +23,7 @@ import msgspec
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
 from alignedserve.loadgen.sse import DONE, SseEvent, SseParser, error_code, error_message, read_chunk
+from alignedserve.loadgen.trust import trust_for, untrusted
 
 CONNECT_TIMEOUT_S = 10.0
 PLAIN_TIMEOUT_S = 30.0  # of requests that are not completions
@@ -144,7 +145,7 @@ class OpenAiClient:
     async def __aenter__(self) -> Self:
         """Open the connection pool, without any limit: the generator must never queue what it sends."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0, ssl=trust_for(self.url) or True),
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             read_bufsize=256 * 1024,
@@ -179,7 +180,7 @@ class OpenAiClient:
         except TimeoutError:
             outcome.failure = ClientFailure(ClientFailureKind.TIMEOUT, f"no end within {self._timeout_s:g} s")
         except aiohttp.ClientConnectorError as error:
-            outcome.failure = ClientFailure(ClientFailureKind.CONNECT, str(error))
+            outcome.failure = ClientFailure(ClientFailureKind.CONNECT, untrusted(self.url, error) or str(error))
         except (aiohttp.ClientError, ConnectionError) as error:
             outcome.failure = ClientFailure(ClientFailureKind.DISCONNECTED, f"{type(error).__name__}: {error}")
         except ProtocolError as error:
@@ -231,7 +232,8 @@ class OpenAiClient:
                 body = await response.content.read(-1)
         except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
             raise PeerLost(
-                f"nothing answers at {self.url} ({type(error).__name__}); `alignedserve serve` starts a server"
+                untrusted(self.url, error)
+                or f"nothing answers at {self.url} ({type(error).__name__}); `alignedserve serve` starts a server"
             ) from error
         if response.status in (401, 403):
             raise PeerError(f"{self.url} wants a key: set {CLIENT_KEY_VARIABLE} to one that it knows")

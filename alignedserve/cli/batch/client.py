@@ -20,6 +20,7 @@ from alignedserve.cli.batch.upload_form import upload_form
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
 from alignedserve.loadgen.sse import error_message
+from alignedserve.loadgen.trust import trust_for, untrusted
 
 PATIENCE_S = 600.0  # how long a server that responded before may be down
 _CONNECT_S, _SILENCE_S = 10.0, 90.0
@@ -76,7 +77,10 @@ class BatchClient:
     async def __aenter__(self) -> Self:
         """Open the connection pool."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_SILENCE_S)
-        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, read_bufsize=256 * 1024)
+        connector = aiohttp.TCPConnector(ssl=trust_for(self.url) or True)
+        self._session = aiohttp.ClientSession(
+            connector=connector, headers=self._headers, timeout=timeout, read_bufsize=256 * 1024
+        )
         return self
 
     async def __aexit__(
@@ -229,6 +233,9 @@ class BatchClient:
         except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
             raise ConfigError(f"--url {self.url}: no address") from error
         except aiohttp.ClientConnectorError as error:
+            distrust = untrusted(self.url, error)
+            if distrust is not None:  # which no patience helps
+                raise ConfigError(distrust) from error
             hint = "" if self._has_answered else "; `alignedserve serve` starts a server"
             raise ServerUnavailable(f"nothing answers at {self.url}{hint}", has_answered=False) from error
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError

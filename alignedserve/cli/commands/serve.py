@@ -88,6 +88,8 @@ def _look_after(cluster: RunningCluster, ending: "_StopSignals") -> None:
     """Look after the cluster until it is asked to end."""
     with contextlib.suppress(KeyboardInterrupt):
         while not ending.is_asked_for and cluster.check():
+            if ending.takes_hangup():
+                cluster.read_again()
             time.sleep(_WATCH_S)
 
 
@@ -114,11 +116,14 @@ def _draining(num_open: int, drain_s: float) -> str:
 class _StopSignals:
     """Handler of Ctrl-C and SIGTERM alike, also where a shell started us in the background with SIGINT ignored.
 
-    They raise where the main thread is, and are remembered as well: Python drops what is raised inside a destructor.
+    SIGHUP is kept for whoever asks; at a terminal it ends the process, as when that is closed. The others raise where
+    the main thread is, and are remembered as well: Python drops what is raised inside a destructor.
     """
 
     def __init__(self) -> None:
-        self.num_signals = 0
+        self.num_signals, self._has_hangup = 0, False
+        if not sys.stdin.isatty():
+            signal.signal(signal.SIGHUP, self._hang_up)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._interrupt)
 
@@ -126,6 +131,14 @@ class _StopSignals:
     def is_asked_for(self) -> bool:
         """Return whether there was a signal."""
         return self.num_signals > 0
+
+    def takes_hangup(self) -> bool:
+        """Return whether there was a SIGHUP since the last call."""
+        was, self._has_hangup = self._has_hangup, False
+        return was
+
+    def _hang_up(self, number: int, frame: FrameType | None) -> None:
+        self._has_hangup = True
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.num_signals += 1

@@ -19,6 +19,7 @@ from alignedserve.cli.top.tables import drawn
 from alignedserve.cluster.deployments.client import find_cluster, has_cluster, show_status
 from alignedserve.config.environment import client_api_key
 from alignedserve.core.errors import AlignedServeError, ConfigError, PeerError, PeerLost, ProtocolError
+from alignedserve.loadgen.trust import trust_for, untrusted
 
 _PATH = "/v1/alignedserve/live"
 _PATIENCE_S = 10.0
@@ -89,7 +90,7 @@ def _look(url: str) -> LiveDocument:
     try:
         status, body = _get(url)
     except (HTTPException, OSError) as error:
-        raise PeerLost(f"no answer from {url}: {error}") from error
+        raise PeerLost(untrusted(url, error) or f"no answer from {url}: {error}") from error
     if status != HTTPStatus.OK:
         raise PeerError(_refusal(status))
     try:
@@ -101,8 +102,13 @@ def _look(url: str) -> LiveDocument:
 def _get(url: str) -> tuple[int, bytes]:
     """Return status and body. Redirects are not followed: they would take the key elsewhere."""
     parts, key = urlsplit(url), client_api_key()
-    connect = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    with contextlib.closing(connect(parts.netloc, timeout=_PATIENCE_S)) as connection:
+    trust, host = trust_for(url), parts.netloc
+    opened = (
+        HTTPConnection(host, timeout=_PATIENCE_S)
+        if trust is None
+        else HTTPSConnection(host, timeout=_PATIENCE_S, context=trust)
+    )
+    with contextlib.closing(opened) as connection:
         connection.request("GET", parts.path + _PATH, headers={"Authorization": f"Bearer {key}"} if key else {})
         response = connection.getresponse()
         return response.status, response.read(_MAX_BYTES)

@@ -186,7 +186,7 @@ def record_of(
             ActorRecord(name, devices.get(name, ""), problems.get(name, ""))
             for name in (*others, *(name for name, _ in share.gateways), *devices)
         ),
-        urls=tuple(f"http://{reachable}:{port}" for _, port in share.gateways),
+        urls=tuple(f"{config.gateway.scheme}://{reachable}:{port}" for _, port in share.gateways),
         drain=DRAINING if is_draining else "",
     )
 

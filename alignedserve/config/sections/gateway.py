@@ -16,6 +16,9 @@ class GatewayConfig(Section, frozen=True):
     port: int = 8000
     count: int = 1  # gateways; the n-th of a host listens on port + n; when unset one on each node
     shared_port: bool = False  # all gateways of a host listen on `port`; one that is lost costs its connections alone
+    # Both or neither, in PEM, on every host with a gateway: HTTPS alone, and read again when they change.
+    tls_certificate: str | None = None  # file of the certificate, and of those between it and a known authority
+    tls_key: str | None = None  # file of its key, without a pass phrase
     # Of one gateway, idle ones too; fewer where the process may open fewer files. Best effort has 3/4 of both.
     max_connections: int = 8192
     max_connections_per_address: int = 2048  # a proxy before the gateway is one address
@@ -52,6 +55,11 @@ class GatewayConfig(Section, frozen=True):
         return 1 if self.shared_port else self.count
 
     @property
+    def scheme(self) -> str:
+        """Return how its addresses begin: http or https."""
+        return "https" if self.tls_certificate else "http"
+
+    @property
     def named_slo(self) -> Slo:
         """Return the default objectives that are set to seconds; whoever knows the machine has those that are auto."""
         return Slo(_seconds(self.default_ttft_s), _seconds(self.default_tpot_s))
@@ -60,6 +68,15 @@ class GatewayConfig(Section, frozen=True):
         self._require(0 < self.port < 65536, "port", "must be a TCP port")
         self._require(1 <= self.count <= 64, "count", "must be between 1 and 64")
         self._require(self.port + self.num_ports <= 65536, "count", "needs as many ports from gateway.port on")
+        for name, other in (("tls_certificate", "tls_key"), ("tls_key", "tls_certificate")):
+            is_whole = getattr(self, name) is not None or getattr(self, other) is None
+            self._require(is_whole, name, f"must name a file where gateway.{other} does")
+            path = getattr(self, name)
+            self._require(
+                path is None or path.startswith("/"),
+                name,
+                "must be an absolute path: gateways have folders of their own",
+            )
         self._require_positive("max_connections", "max_connections_per_address", "header_timeout_s")
         self._require(self.max_header_bytes >= 1024, "max_header_bytes", "must be at least 1024")
         self._require(self.min_body_bytes_per_s >= 0, "min_body_bytes_per_s", "must not be negative")
