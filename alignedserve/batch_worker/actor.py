@@ -1,14 +1,17 @@
-"""The batch worker as a Ray actor."""
+"""The batch worker as a Ray actor. All that it runs is loaded where it runs."""
+
+from typing import TYPE_CHECKING, cast
 
 import ray
 
-from alignedserve.api.backend.connection import ClusterLinks
-from alignedserve.batch_worker.service import BatchService, StateServing
 from alignedserve.batches.location import BatchLocation
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.process.actor_host import ActorHost
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
+
+if TYPE_CHECKING:
+    from alignedserve.batch_worker.service import BatchService
 
 
 @ray.remote
@@ -17,14 +20,12 @@ class BatchActor(ActorHost):
 
     def serve_models(self, deployments: tuple[ServedDeployment, ...]) -> tuple[DeploymentState, ...]:
         """Run lines with exactly these deployments from now on; see GatewayActor."""
-        hosted = self._service
-        return self.call(hosted.serve_models(deployments)) if isinstance(hosted, BatchService) else ()
+        return () if self._hosted is None else self.call(self._hosted.serve_models(deployments))
 
     def pause(self) -> None:
         """See BatchService; a process that is not up, or restarts, is asked again."""
-        hosted = self._service
-        if isinstance(hosted, BatchService):
-            self.call(hosted.pause())
+        if self._hosted is not None:
+            self.call(self._hosted.pause())
 
     def __init__(
         self,
@@ -39,7 +40,10 @@ class BatchActor(ActorHost):
     ) -> None:
         """`deployments`: the first list; see `serve_models`. `gateways`, `state_spec`: see StateServing."""
 
-        async def build() -> BatchService:
+        async def build() -> "BatchService":
+            from alignedserve.api.backend.connection import ClusterLinks
+            from alignedserve.batch_worker.service import BatchService, StateServing
+
             service = BatchService(
                 links=ClusterLinks.of(process_spec),
                 deployments=deployments,
@@ -54,3 +58,8 @@ class BatchActor(ActorHost):
             return service
 
         super().__init__(process_spec, build)
+
+    @property
+    def _hosted(self) -> "BatchService | None":
+        """Return the batch worker, once it is up."""
+        return cast("BatchService | None", self._service)

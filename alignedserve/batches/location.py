@@ -10,7 +10,7 @@ from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.batches.repository import BatchRepository
 from alignedserve.batches.responses.response_stores import ResponseStores, response_stores
 from alignedserve.batches.stores.disk_blobs import DiskBlobs
-from alignedserve.batches.stores.object_blobs import ObjectBlobs, ObjectStoreLocation
+from alignedserve.batches.stores.object_location import ObjectStoreLocation
 from alignedserve.batches.stores.redis_location import RedisLocation
 from alignedserve.batches.stores.sqlite_records import SqliteRecords
 from alignedserve.config.sections import BatchesConfig
@@ -91,8 +91,12 @@ def _in_redis(location: BatchLocation) -> RecordStore | None:
     return RedisRecords(location.redis, namespace=location.config.namespace)
 
 
-def _objects(location: BatchLocation) -> ObjectBlobs | None:
-    return None if location.objects is None else ObjectBlobs(location.objects)
+def _objects(location: BatchLocation) -> BlobStore | None:
+    if location.objects is None:
+        return None
+    from alignedserve.batches.stores.object_blobs import ObjectBlobs
+
+    return ObjectBlobs(location.objects)
 
 
 def stores_in(folder: Path, records: RecordStore, blobs: BlobStore | None = None) -> DriverStores:

@@ -7,7 +7,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from alignedserve.cli.console import notes
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.runtime.model.hub.hub_name import names_hub_model
-from alignedserve.runtime.model.hub.repository import with_local_model
+from alignedserve.runtime.model.hub.local_models import with_local_model
 
 
 def fetch_model(section: ModelSectionConfig) -> ModelSectionConfig:

@@ -4,6 +4,7 @@ Imports inside functions are right here alone: `--help` and shell completion ans
 PyTorch or an HTTP client.
 """
 
+import gc
 import sys
 from importlib.metadata import version as installed_version
 from typing import Annotated
@@ -89,6 +90,7 @@ def serve(options: ServeOptions) -> None:
 
     settings = load_models(options.config, options.all_overrides, options.named_models)
     settings.check()  # a mistake is told before what takes seconds is imported
+    gc.disable()  # until it is up: modules leave no garbage
     from alignedserve.cli.commands.serve import serve as run
 
     run(options, settings)

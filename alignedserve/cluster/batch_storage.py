@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from alignedserve.batches.location import RECORDS, BatchLocation
 from alignedserve.batches.stores.disk import lock_file
-from alignedserve.batches.stores.object_blobs import ObjectBlobs, ObjectStoreLocation
+from alignedserve.batches.stores.object_location import ObjectStoreLocation
 from alignedserve.batches.stores.redis_location import RedisLocation
 from alignedserve.cluster.records_file import has_contents, prepare_records
 from alignedserve.config.environment import (
@@ -91,6 +91,8 @@ def _object_store(config: BatchesConfig) -> ObjectStoreLocation | None:
     """Return the bucket of the files' contents, if they are in one. Raises ResourceError where it refuses access."""
     if not config.is_in_bucket or config.folder is None:
         return None
+    from alignedserve.batches.stores.object_blobs import ObjectBlobs
+
     settings = object_store_settings()
     location = ObjectStoreLocation(config.folder, config.s3_endpoint or settings.get("AWS_ENDPOINT_URL"), settings)
     try:

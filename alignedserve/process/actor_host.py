@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import psutil
 import uvloop
@@ -49,6 +49,11 @@ class ActorHost:
     read it by `failure`. Any other error ends the process.
     """
 
+    def __new__(cls, *_: object, **__: object) -> Self:
+        """Collect no garbage until the start is over: it loads modules, which leave none (a fifth of PyTorch's)."""
+        gc.disable()
+        return super().__new__(cls)
+
     def __init__(self, process_spec: ProcessSpec, build: Callable[[], Coroutine[Any, Any, HostedService]]) -> None:
         self._name = process_spec.name
         _log_to_file(process_spec.log_folder, self._name)
@@ -59,13 +64,14 @@ class ActorHost:
         threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
         try:
             self._service = _result(asyncio.run_coroutine_threadsafe(build(), self._loop), process_spec)
-            settle_heap()
         except AlignedServeError as error:
             logger.exception("%s cannot start", self._name)
             self._failure = error
         except Exception:
             logger.critical("%s is broken and does not start", self._name, exc_info=True)
             raise
+        finally:
+            settle_heap()
 
     def failure(self) -> AlignedServeError | None:
         """Return why the service could not start; None when it is up."""
@@ -124,3 +130,4 @@ def settle_heap() -> None:
     gc.collect(1)
     gc.freeze()
     gc.set_threshold(_YOUNG, _OLDER, _OLDER)
+    gc.enable()

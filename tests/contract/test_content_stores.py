@@ -16,7 +16,8 @@ from alignedserve.batches.records import FileId
 from alignedserve.batches.remote.remote_stores import RemoteBlobs
 from alignedserve.batches.stores import object_blobs
 from alignedserve.batches.stores.disk_blobs import DiskBlobs
-from alignedserve.batches.stores.object_blobs import ObjectBlobs, ObjectStoreLocation
+from alignedserve.batches.stores.object_blobs import ObjectBlobs
+from alignedserve.batches.stores.object_location import ObjectStoreLocation
 from alignedserve.core.errors import StorageDamaged, StorageError, StoreUnavailable
 from tests.support.s3_server import S3Server, s3_server
 from tests.support.state_links import state_hosts

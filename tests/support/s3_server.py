@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
-from alignedserve.batches.stores.object_blobs import ObjectStoreLocation
+from alignedserve.batches.stores.object_location import ObjectStoreLocation
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "mine", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 URL = "s3://files-of-tests/cluster"

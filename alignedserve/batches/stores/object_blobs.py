@@ -11,8 +11,7 @@ import datetime
 import logging
 import os
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator
 from typing import IO
 
 import obstore
@@ -27,6 +26,7 @@ from obstore.store import S3Store
 from alignedserve.batches.interfaces import BlobReader, BlobWriter
 from alignedserve.batches.records import FileId, parsed_file_id
 from alignedserve.batches.stores.disk import disk_errors, write_all
+from alignedserve.batches.stores.object_location import ObjectStoreLocation
 from alignedserve.core.errors import StorageDamaged, StorageError, StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -39,38 +39,12 @@ _PART_BYTES = 4 << 20  # of an object, in one request
 _REFUSED = (PermissionDeniedError, UnauthenticatedError, PermissionError)
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectStoreLocation:
-    """A bucket and its server: plain values that can be sent to every process."""
-
-    url: str  # s3://BUCKET/PREFIX
-    endpoint: str | None = None  # None: Amazon's
-    settings: Mapping[str, str] = field(default_factory=dict, repr=False)  # AWS_ variables: credentials, region
-
-    def open(self) -> S3Store:
-        """Return a client. It connects when it is used."""
-        bucket, _, prefix = self.url.removeprefix(_SCHEME).partition("/")
-        settings = {name.lower(): value for name, value in self.settings.items()}
-        endpoint = {"aws_endpoint_url": self.endpoint} if self.endpoint else {}
-        return S3Store(
-            bucket,
-            prefix=prefix or None,
-            config=settings | endpoint,  # type: ignore[arg-type]  # whatever AWS_ names there are
-            client_options={
-                "allow_http": (self.endpoint or "").startswith("http://"),
-                "timeout": _TIMEOUT,
-                "connect_timeout": datetime.timedelta(seconds=5),
-            },
-            retry_config={"max_retries": _MAX_RETRIES, "retry_timeout": _MAX_RETRYING},
-        )
-
-
 class ObjectBlobs:
     """A BlobStore. Every process of every host may have its own."""
 
     def __init__(self, location: ObjectStoreLocation) -> None:
         with _object_errors():
-            self._store = location.open()
+            self._store = _opened(location)
 
     async def begin(self, file_id: FileId) -> BlobWriter:
         """See BlobStore."""
@@ -184,3 +158,21 @@ def _object_errors() -> Iterator[None]:
         if "NoSuchBucket" in str(error):
             raise StorageError("the object store has no such bucket") from error
         raise StoreUnavailable("The object store of files cannot be reached now.") from error
+
+
+def _opened(location: ObjectStoreLocation) -> S3Store:
+    """Return a client. It connects when it is used."""
+    bucket, _, prefix = location.url.removeprefix(_SCHEME).partition("/")
+    settings = {name.lower(): value for name, value in location.settings.items()}
+    endpoint = {"aws_endpoint_url": location.endpoint} if location.endpoint else {}
+    return S3Store(
+        bucket,
+        prefix=prefix or None,
+        config=settings | endpoint,  # type: ignore[arg-type]  # whatever AWS_ names there are
+        client_options={
+            "allow_http": (location.endpoint or "").startswith("http://"),
+            "timeout": _TIMEOUT,
+            "connect_timeout": datetime.timedelta(seconds=5),
+        },
+        retry_config={"max_retries": _MAX_RETRIES, "retry_timeout": _MAX_RETRYING},
+    )

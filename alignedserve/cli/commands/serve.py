@@ -30,6 +30,7 @@ from alignedserve.config.sections import ClusterConfig, GatewayConfig
 from alignedserve.core.errors import AlignedServeError, NodeLost
 from alignedserve.gateway.connections.limits import file_shortage
 from alignedserve.messages.gateways import ClusterStatus
+from alignedserve.process.actor_host import settle_heap
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.served_model import ServedModel
 
@@ -68,6 +69,7 @@ def _serve(options: ServeOptions, settings: ModelSettings, ending: "_StopSignals
     try:
         with notes().status("Waiting for the first token …"):
             cluster.wait_ready(_READY_TIMEOUT_S)
+        settle_heap()
         results().print(_welcome(cluster, time.monotonic() - started_s))
         _look_after(cluster, ending)
         _drain(cluster, ending)

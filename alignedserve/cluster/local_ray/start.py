@@ -8,13 +8,14 @@ import contextlib
 import logging
 import os
 import secrets
+import sys
 from collections.abc import Iterator, Mapping
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants, utils, worker
+from ray._private import ray_constants, services, worker
 from ray._private.node import Node
 from ray._raylet import Config  # type: ignore[attr-defined]
 
@@ -115,7 +116,7 @@ def _restrained(folder: Path) -> Iterator[None]:
         *((Node, name, _start_nothing) for name in _UNUSED_PROCESSES),
         (Node, "_prepare_socket_file", socket_path),
         (ray_constants, "ENABLE_RAY_CLUSTER", False),  # every server on loopback alone
-        (utils, "get_dashboard_dependency_error", ImportError),  # its agent then serves nothing
+        (services, "_build_python_executable_command_memory_profileable", _idle_agent),
     ]
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for owner, name, instead in replaced:
@@ -125,6 +126,11 @@ def _restrained(folder: Path) -> Iterator[None]:
     finally:
         for owner, name, own in kept:
             setattr(owner, name, own)
+
+
+def _idle_agent(component: str, session_dir: str, unbuffered: bool = True) -> list[str]:
+    """Stand in for the beginning of an agent's command: see idle_agent.py. Ray appends the agent's own arguments."""
+    return [sys.executable, "-I", "-S", str(Path(__file__).with_name("idle_agent.py")), component]
 
 
 def _start_nothing(node: Node, **_: object) -> None:

@@ -7,17 +7,20 @@ import mmap
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # of Linux; others refuse them, with EINVAL
 
 
-def huge_pages(size: int, *, populates: bool) -> mmap.mmap:
+PAGE_BYTES = 2 << 20
+
+
+def huge_pages(size: int, *, populated_bytes: int) -> mmap.mmap:
     """Allocate memory on huge pages, which are copied faster and filled several times as fast.
 
-    `populates`: the pages are there when it returns, otherwise at the first write. Raises OSError.
+    `populated_bytes`: so much of its beginning is there when it returns, the rest at its first write. Raises OSError.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(_MADV_HUGEPAGE)
-    if populates:
+    if populated_bytes:
         try:
-            memory.madvise(_MADV_POPULATE_WRITE)
+            memory.madvise(_MADV_POPULATE_WRITE, 0, min(populated_bytes, size))
         except OSError as error:
             if error.errno != errno.EINVAL:  # a kernel before 5.14
                 raise

@@ -58,7 +58,9 @@ def measure_iterations(
     started_s = clock()
     measure_in_turn(points[0])
     left_s = max(duration_s - (clock() - started_s), _LEAST_S)
-    return calibrate(points, measure_in_turn, clock=clock, duration_s=left_s)
+    samples = calibrate(points, measure_in_turn, clock=clock, duration_s=left_s)
+    engine.storage.give_back()
+    return samples
 
 
 def _swap_s(

@@ -5,6 +5,7 @@ the cache has scales: one block is one contiguous run
 of bytes, which pool and transports copy as a whole (docs/decisions/0002-block-layout.md).
 """
 
+import mmap
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ class Stripe(NamedTuple):
 
 
 _COPIED_AT_ONCE = 32  # blocks, of one megabyte or two mostly
+_READY_BYTES = 64 << 20  # of the first blocks, which are also the first to be used
 
 
 class BlockStorage:
@@ -65,8 +67,9 @@ class BlockStorage:
         self.device = torch.device(device)
         self.has_scratch = self.device.type != "cpu" if has_scratch is None else has_scratch
         self._num_parts, first = 1, 0
+        self._memory: mmap.mmap | None = None  # on a CPU, where the blocks are in memory of their own
         if stripe is None:
-            with_scratch = _allocate(layout, num_blocks + self.has_scratch, self.device)
+            with_scratch, self._memory = _allocate(layout, num_blocks + self.has_scratch, self.device)
             self._blocks = with_scratch[:num_blocks]
         else:
             assert not self.has_scratch, "padding has no place in memory of the ranks"
@@ -174,6 +177,12 @@ class BlockStorage:
         """Fill whole blocks with zeros."""
         self._blocks.index_fill_(0, torch.from_numpy(self._checked(block_ids)).to(self.device), 0)
 
+    def give_back(self) -> None:
+        """Give the memory of all but the first blocks back to the system, until they are written. None may be in use;
+        their content is lost."""
+        if self._memory is not None and len(self._memory) > _READY_BYTES:
+            self._memory.madvise(mmap.MADV_DONTNEED, _READY_BYTES, len(self._memory) - _READY_BYTES)
+
     def copy_first_slots(self, sources: Tensor, targets: Tensor) -> None:
         """Copy the first token slot of blocks, on all layers: sources [blocks] to targets, int64, on their device."""
         layout = self.layout
@@ -214,7 +223,7 @@ class BlockStorage:
         return ids
 
 
-def _allocate(layout: BlockLayout, num_blocks: int, device: torch.device) -> Tensor:
+def _allocate(layout: BlockLayout, num_blocks: int, device: torch.device) -> tuple[Tensor, mmap.mmap | None]:
     needed = num_blocks * layout.block_bytes
     message = f"{num_blocks} KV blocks of {layout.block_bytes} bytes need {needed} bytes on {device}"
     if device.type == "cpu" and needed > psutil.virtual_memory().available:
@@ -222,12 +231,13 @@ def _allocate(layout: BlockLayout, num_blocks: int, device: torch.device) -> Ten
     shape = (num_blocks, layout.block_elements)
     try:
         if device.type == "cpu":
-            # Populated now, not at the first write of each block: that would be in the middle of a pass (8 % of one
-            # over 64 prompts of 32 tokens in float32, where a hypervisor provides the pages), and missing memory would
-            # show late. Small pages cost a third of the copying speed.
-            memory = huge_pages(needed, populates=True)
-            return torch.frombuffer(memory, dtype=cache_dtype(layout.dtype)).view(shape)
+            # The first blocks are populated now, not at their first write: that would be in the middle of a pass (8 %
+            # of one over 64 prompts of 32 tokens in float32, where a hypervisor provides the pages). The others take
+            # memory once as many are in use: a host that idles keeps little. Small pages cost a third of the copying
+            # speed.
+            memory = huge_pages(needed, populated_bytes=_READY_BYTES)
+            return torch.frombuffer(memory, dtype=cache_dtype(layout.dtype)).view(shape), memory
         # A library may multiply what it reads of unused slots by zero, which numbers alone survive.
-        return torch.zeros(shape, dtype=cache_dtype(layout.dtype), device=device)
+        return torch.zeros(shape, dtype=cache_dtype(layout.dtype), device=device), None
     except (RuntimeError, OSError, MemoryError) as error:
         raise NotEnoughMemory(f"{message}; lower the number of blocks.") from error

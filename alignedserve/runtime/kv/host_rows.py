@@ -29,7 +29,8 @@ class HostRows:
         self, accelerator: Accelerator, row_bytes: int, num_rows: int, *, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         """Of none where the driver refuses, which is logged."""
-        memory = huge_pages(max(num_rows * row_bytes, 1), populates=True)
+        num_bytes = max(num_rows * row_bytes, 1)
+        memory = huge_pages(num_bytes, populated_bytes=num_bytes)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         self._registered = RegisteredMemory(
             accelerator.driver, whole.data_ptr(), row_bytes, num_rows, chunk_bytes=chunk_bytes

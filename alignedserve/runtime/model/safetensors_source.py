@@ -154,7 +154,7 @@ def _new_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _PIECE_BYTES:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(huge_pages(num_bytes, populates=False), dtype=dtype).view(shape)
+    return torch.frombuffer(huge_pages(num_bytes, populated_bytes=0), dtype=dtype).view(shape)
 
 
 def _fill(values: Tensor, file_descriptor: int, offset: int) -> None:

@@ -40,15 +40,17 @@ HEAVY = (
     "triton",
     "uvicorn",
 )
-# By module, one loaded after the other: what each loads that those before it have not. The last is the driver of a
-# cluster, which names the actors of workers.
+# By module, one loaded after the other: what each loads that those before it have not. `serve` is the driver of a
+# cluster, which names actors and loads nothing that they serve with.
 LOADED = {
     "alignedserve.cli.main": "pydantic",  # by Typer, for the help of a command with options
     "kvpool.actor": "cryptography msgspec numpy ray",
     "router.actor": "jinja2 safetensors tokenizers",
-    "alignedserve.gateway.actor": "fastapi llguidance obstore opentelemetry orjson prometheus_client starlette uvicorn",
+    "alignedserve.gateway.actor": "orjson",
     "alignedserve.batch_worker.actor": "",
-    "alignedserve.cli.commands.serve": "httpx2 huggingface_hub",
+    "alignedserve.cli.commands.serve": "",
+    "alignedserve.batch_worker.service": "llguidance prometheus_client",
+    "alignedserve.gateway.start": "fastapi opentelemetry starlette uvicorn",
 }
 PATHS: tuple[list[str], ...] = (
     [],

@@ -9,7 +9,6 @@ from typing import Any
 
 import psutil
 import yaml
-from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
@@ -86,6 +85,9 @@ def most_nodes(config: ScalingConfig, autoscaler: Autoscaler) -> int:
 def ask_for(bundles: Sequence[Mapping[str, float]]) -> None:
     """Ask Ray to have nodes for these bundles, in place of what was asked before. Raises PeerLost."""
     try:
+        # Loaded where it is needed: with it comes all of Ray's autoscaler.
+        from ray.autoscaler.sdk import request_resources
+
         request_resources(bundles=[dict(bundle) for bundle in bundles])
     except (RayError, RuntimeError, OSError) as error:
         raise PeerLost(f"Ray's head does not answer: {error}") from error

@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx2
 import huggingface_hub
-import msgspec
 from huggingface_hub import HfApi, RepoFile, constants
 from huggingface_hub.errors import (
     CachedRepoTreeNotFoundError,
@@ -32,11 +31,10 @@ from huggingface_hub.errors import (
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # documented, and exported without saying so
 
-from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import AlignedServeError, ModelError, ModelNotFound, StorageError, StorageFull
 from alignedserve.runtime.model.hf_config import read_any_config
 from alignedserve.runtime.model.hub.file_choice import choose_gguf, choose_text_files, wants_gguf
-from alignedserve.runtime.model.hub.hub_name import HubName, names_hub_model, parse_hub_name
+from alignedserve.runtime.model.hub.hub_name import HubName
 from alignedserve.runtime.model.hub.resumed_download import Download, RemoteFile
 from alignedserve.runtime.model.weight_index import INDEX_NAME, SINGLE_NAME, listed_shards
 
@@ -266,18 +264,3 @@ def _disk_error(error: OSError, name: HubName) -> StorageError:
             "names another folder, `alignedserve models rm` removes models."
         )
     return StorageError(f"{name} cannot be kept in {error.filename or constants.HF_HUB_CACHE}: {error.strerror}.")
-
-
-def with_local_model(
-    section: ModelSectionConfig, report: Report | None = None, hub: Hub | None = None
-) -> ModelSectionConfig:
-    """Download the section's model if it is on a hub, and put its folder or GGUF file into the section.
-
-    Clients call it by its name on the hub, unless the section says otherwise. A path of this machine and a built-in
-    name are left as they are. Raises like Hub.fetch.
-    """
-    if not names_hub_model(section.path):
-        return section
-    name = parse_hub_name(section.path)
-    path = (hub or Hub()).fetch(name, report, has_weights=not section.random_weights)
-    return msgspec.structs.replace(section, path=str(path), served_model_name=section.served_model_name or name.repo_id)

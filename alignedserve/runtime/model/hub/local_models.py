@@ -1,0 +1,28 @@
+"""Models that a section names on a hub, put in its place on this machine. The hub's client is loaded for those."""
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.runtime.model.hub.hub_name import names_hub_model, parse_hub_name
+
+if TYPE_CHECKING:
+    from alignedserve.runtime.model.hub.repository import Hub, Report
+
+
+def with_local_model(
+    section: ModelSectionConfig, report: "Report | None" = None, hub: "Hub | None" = None
+) -> ModelSectionConfig:
+    """Download the section's model if it is on a hub, and put its folder or GGUF file into the section.
+
+    Clients call it by its name on the hub, unless the section says otherwise. A path of this machine and a built-in
+    name are left as they are. Raises like Hub.fetch.
+    """
+    if not names_hub_model(section.path):
+        return section
+    from alignedserve.runtime.model.hub.repository import Hub
+
+    name = parse_hub_name(section.path)
+    path = (hub or Hub()).fetch(name, report, has_weights=not section.random_weights)
+    return msgspec.structs.replace(section, path=str(path), served_model_name=section.served_model_name or name.repo_id)
