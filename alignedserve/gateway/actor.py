@@ -45,9 +45,8 @@ class GatewayActor(ActorHost):
 
     def read_again(self) -> None:
         """Read again what may change while it serves: the certificate."""
-        hosted = self._service
-        if isinstance(hosted, _Hosted):
-            hosted.server.read_again()
+        if self._hosted is not None:
+            self._hosted.server.read_again()
 
     def __init__(
         self,
