@@ -28,7 +28,7 @@ def _double(x: Any, out: Any, COUNT: tl.constexpr) -> None:
 
 @pytest.fixture
 def fake() -> Iterator[FakeCuda]:
-    with fake_cuda(pace=0.0, num_devices=2) as fake:
+    with fake_cuda(pace=0.0, num_devices=2, device_bytes=3 << 30) as fake:
         yield fake
 
 
@@ -60,3 +60,24 @@ def test_arguments_that_a_gpu_would_not_take_are_refused(number: int, fake: Fake
 def test_arguments_that_do_not_begin_at_16_bytes_are_noted(fake: FakeCuda) -> None:
     _double[(2,)](torch.ones(64, device=DEVICE)[1:], torch.empty(32, device=DEVICE), COUNT=16)
     assert dict(fake.unaligned) == {("_double", "x"): 1}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy_row(x: Any, out: Any, row: Any, stride: Any, IS_WIDENED: tl.constexpr) -> None:
+    own = row.to(tl.int64) if IS_WIDENED else row
+    tl.store(out, tl.load(x + own * stride))
+
+
+@each("is_widened", [True, False])
+def test_offsets_that_need_more_than_32_bits_are_refused(fake: FakeCuda, *, is_widened: bool) -> None:
+    """Without the check, the kernel would read in front of the tensor, or elsewhere in it."""
+    row, stride = 1 << 15, 1 << 16
+    x = torch.empty(row * stride + 1, dtype=torch.uint8, device=DEVICE)
+    x[-1:].fill_(7)
+    out = torch.zeros(1, dtype=torch.uint8, device=DEVICE)
+    _copy_row[(1,)](x, out, row, stride, IS_WIDENED=is_widened)
+    if is_widened:
+        assert out.tolist() == [7]
+        return
+    with pytest.raises(torch.AcceleratorError, match="overflow"):
+        torch.cuda.synchronize()

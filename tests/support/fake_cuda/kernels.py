@@ -1,9 +1,10 @@
 """Triton's kernels on the fake CUDA: what a GPU would refuse is refused, the interpreter does the rest in its turn."""
 
+import contextlib
 import inspect
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,6 @@ from tests.support.fake_cuda.tensors import DeviceTensor
 
 _MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 _OFTEN_ALIGNED = 16  # bytes: addresses that are not make Triton compile another kernel, with narrower loads
-_MOST_32_BITS = 2**31 - 1
 _interpreting = threading.Lock()  # the interpreter's grid is of the whole process
 
 
@@ -60,11 +60,33 @@ def _launch(run: Any, function: Any, args: Any, grid: Any, options: dict[str, An
     own_options = {key: fake.alias(one) if isinstance(one, DeviceTensor) else one for key, one in options.items()}
 
     def work() -> None:
-        with _interpreting:
+        with _interpreting, _refusing_overflows(name):
             run(*own, grid=programs, warmup=False, **own_options)
 
     fake.enqueue(name, work, tensors, tensors)
     return CompiledStandIn()
+
+
+@contextlib.contextmanager
+def _refusing_overflows(name: str) -> Iterator[None]:
+    """Refuse sums and products of signed integers that need more bits than they have, as offsets of 32 bits may.
+
+    Triton's interpreter asserts that there are none where a kernel is debugged.
+    """
+    from triton.runtime import interpreter
+    from triton.runtime.errors import InterpreterError
+
+    builder = interpreter.interpreter_builder
+    options = builder.options
+    builder.options = replace(options, debug=True)
+    try:
+        yield
+    except InterpreterError as error:
+        if "overflow detected" not in str(error):
+            raise
+        raise LaunchRefused(f"{name}: {error}") from error
+    finally:
+        builder.options = options
 
 
 def _check_grid(name: str, programs: Any) -> None:
