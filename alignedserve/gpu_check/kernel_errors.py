@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 from kernels.activation import Gated
+from kernels.addend_layout import LayerProduct, ProductShape, site_of
 from kernels.block_digests import row_digests
 from kernels.block_lists import gather_blocks, scatter_blocks
+from kernels.cpu.lora import LoraModule
+from kernels.device_lora import GRAPH_ROWS
 from kernels.float8_rows import dequantise_float8_rows, quantise_float8_rows
 from kernels.gpu_dispatch import launch_failures
+from kernels.linear import Linear
+from kernels.lora import AdapterMatrices, AdapterRows
 from kernels.narrow.float8_inputs import float8_inputs, rounded_inputs
 from kernels.narrow.grouped_linear import GroupedLinear, GroupedWeight, Numbers, SortedLinear
 from kernels.norm import RmsNorm
@@ -211,6 +216,71 @@ def _stacked(device: torch.device, dtype: torch.dtype) -> float:
     return _off(found, torch.einsum("ri,roi->ro", x.double(), weight.double()[experts]))
 
 
+_PARTS = (96, 32, 48)  # of queries, keys and values
+_PRODUCTS = (ProductShape(1100, sum(_PARTS)), ProductShape(96, 64), ProductShape(64, 80, is_gated=True))
+
+
+def _adapted(num_rows: int) -> Callable[[torch.device, torch.dtype], float]:
+    """Return the products of queries, keys and values, and of gates and ups: rows with an adapter of three, or none."""
+
+    def compute(device: torch.device, dtype: torch.dtype) -> float:
+        of_row = np.random.default_rng(1).integers(-1, 3, num_rows)
+        adapters = [AdapterMatrices((*_PRODUCTS, _PRODUCTS[1]), 1, dtype, device) for _ in range(3)]
+        expected: list[tuple[LayerProduct, Tensor, Tensor, Tensor]] = []
+        for product, parts in ((LayerProduct.QKV, _PARTS), (LayerProduct.GATE_UP, (80, 80))):
+            x = torch.randn(num_rows, _PRODUCTS[product].in_width).to(dtype)
+            weight = torch.randn(sum(parts), x.shape[1]).to(dtype)
+            results = x.double() @ weight.double().mT
+            for index, adapter in enumerate(adapters):
+                modules, own = _modules(parts, x.shape[1], rank=3 + 15 * index), torch.from_numpy(of_row == index)
+                adapter.set(site_of(0, product), modules)
+                pairs = [module.matrices for module in modules if module.matrices is not None]
+                results[own] += x[own].double() @ torch.cat([b.double() @ a.double() for a, b in pairs]).mT
+            expected.append((product, x, weight, results))
+        rows, worst = AdapterRows(adapters, of_row, device), 0.0
+        for product, x, weight, results in expected:
+            multiply = Linear(weight.to(device), allow_packing=False)
+            worst = max(worst, _off(rows.product(site_of(0, product), multiply, x.to(device)), results))
+        return worst
+
+    return compute
+
+
+def _modules(parts: Sequence[int], in_width: int, rank: int) -> list[LoraModule]:
+    """Draw the modules of one product's parts, of these widths."""
+    firsts = np.cumsum(parts) - parts
+    return [
+        LoraModule(int(first), columns, (torch.randn(rank, in_width) / 8, torch.randn(columns, rank) / 8))
+        for first, columns in zip(firsts, parts, strict=True)
+    ]
+
+
+def _shares(device: torch.device, dtype: torch.dtype) -> float:
+    """Compute the shares of the chosen experts, and the sum of their results."""
+    from kernels.gpu.expert_rows import add_up, choose
+
+    logits, results = torch.randn(70, 128), torch.randn(70 * 8, 1300).to(dtype)
+    expected, experts = logits.double().softmax(-1).topk(8)
+    expected /= expected.sum(-1, keepdim=True)
+    _, shares = choose(logits.to(device), 8, normalises=True)
+    rows = rows_by_expert(experts, 128)
+    out = add_up(results.to(device), rows.places.int().to(device), expected.float().to(device))
+    sums = (results[rows.places.flatten()].double().view(70, 8, -1) * expected[..., None]).sum(1)
+    return max(_off(shares, expected), _off(out, sums))
+
+
+def _routes_differ(device: torch.device) -> int:
+    """Return how many choices of experts, and how many of their rows' places, are others."""
+    from kernels.gpu.expert_rows import choose, sort
+
+    logits = torch.randn(150, 20)
+    experts, _ = choose(logits.to(device), 8, normalises=False)
+    expected = rows_by_expert(logits.topk(8).indices, 20)
+    found = sort(experts, 20)
+    num_others = int((experts.cpu() != logits.topk(8).indices).sum())
+    return num_others + sum(int((a.cpu() != b).sum()) for a, b in zip(found, expected, strict=True))
+
+
 def _samples_differ(device: torch.device) -> int:
     """Return how many of 64 tokens are drawn otherwise than on the CPU: greedy, by temperature, filtered."""
     logits = torch.randn(64, 3000) * 3
@@ -265,10 +335,14 @@ _CASES: dict[str, Callable[[torch.device, torch.dtype], float]] = {
     "products of FP8 in groups": _grouped(Numbers.FLOAT8),
     "experts of 4 bits": _sorted,
     "experts": _stacked,
+    "shares of experts": _shares,
+    "adapters": _adapted(40),
+    "adapters, a long prompt": _adapted(GRAPH_ROWS + 50),
 }
 _EXACT: dict[str, Callable[[torch.device], Any]] = {
     "drawn tokens": _samples_differ,
     "copies of blocks": _copies_differ,
     "digests of blocks": _digests_differ,
     "inputs rounded to FP8": _inputs_differ,
+    "choices of experts": _routes_differ,
 }

@@ -68,16 +68,14 @@ def _copy_row(x: Any, out: Any, row: Any, stride: Any, IS_WIDENED: tl.constexpr)
     tl.store(out, tl.load(x + own * stride))
 
 
-@each("is_widened", [True, False])
-def test_offsets_that_need_more_than_32_bits_are_refused(fake: FakeCuda, *, is_widened: bool) -> None:
+def test_offsets_that_need_more_than_32_bits_are_refused(fake: FakeCuda) -> None:
     """Without the check, the kernel would read in front of the tensor, or elsewhere in it."""
     row, stride = 1 << 15, 1 << 16
     x = torch.empty(row * stride + 1, dtype=torch.uint8, device=DEVICE)
     x[-1:].fill_(7)
     out = torch.zeros(1, dtype=torch.uint8, device=DEVICE)
-    _copy_row[(1,)](x, out, row, stride, IS_WIDENED=is_widened)
-    if is_widened:
-        assert out.tolist() == [7]
-        return
+    _copy_row[(1,)](x, out, row, stride, IS_WIDENED=True)
+    assert out.tolist() == [7]
+    _copy_row[(1,)](x, out, row, stride, IS_WIDENED=False)
     with pytest.raises(torch.AcceleratorError, match="overflow"):
         torch.cuda.synchronize()

@@ -91,9 +91,8 @@ def _to(self: Tensor, *args: Any, **options: Any) -> Tensor:
         return self.to(*args, **options)
     if args and isinstance(args[0], DeviceTensor):
         args = (args[0].device, args[0].dtype, *args[1:])
-    if options.get("copy"):
-        return torch._C.TensorBase.to(self, *args, **options)
-    device, dtype, is_non_blocking, _ = torch._C._nn._parse_to(*args, **options)
+    parsed = {name: value for name, value in options.items() if name != "copy"}  # to a GPU always
+    device, dtype, is_non_blocking, _ = torch._C._nn._parse_to(*args, **parsed)
     if not _is_gpu(device):
         return torch._C.TensorBase.to(self, *args, **options)
     return device_copies.upload(self, device, non_blocking=is_non_blocking, dtype=dtype)
