@@ -28,7 +28,7 @@ from alignedserve.cli.console import DEFAULT_URL, FAILURE, exit_code, print_erro
 from alignedserve.cli.gpu_check.options import GpuCheckOptions
 from alignedserve.cli.models.app import models_app
 from alignedserve.cli.options import ClusterOption, JsonFlag, UrlOption, current_option, takes_options
-from alignedserve.config.environment import limit_thread_spinning, ray_address
+from alignedserve.config.environment import limit_thread_spinning, log_format, ray_address, set_log_format
 from alignedserve.core.errors import AlignedServeError, ConfigError
 from alignedserve.core.own_packages import require_own_kernels
 
@@ -82,12 +82,20 @@ def _root(
     """Declare the options that stand before a command."""
 
 
+def _use_log_format(name: str | None) -> None:
+    """Let the cluster that starts here write its logs so; None: as the environment says. Raises ConfigError."""
+    from alignedserve.process.log_format import require_format
+
+    set_log_format(require_format(name if name is not None else log_format()))
+
+
 @app.command()
 @takes_options
 def serve(options: ServeOptions) -> None:
     """Start a cluster on this machine and serve until Ctrl-C."""
     from alignedserve.config.model_settings import load_models
 
+    _use_log_format(options.log_format)
     settings = load_models(options.config, options.all_overrides, options.named_models)
     settings.check()  # a mistake is told before what takes seconds is imported
     gc.disable()  # until it is up: modules leave no garbage
@@ -102,6 +110,7 @@ def up(options: ServeOptions) -> None:
     """Serve on the nodes of the Ray cluster that runs here, and go on when this shell has ended."""
     from alignedserve.cli.commands.up import up as run
 
+    _use_log_format(options.log_format)
     run(options)
 
 

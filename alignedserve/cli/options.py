@@ -30,6 +30,15 @@ BatchingOption = Annotated[
         "--batching", metavar="fcfs|density_first", help="Batches of separate workers: --set batching.policy=NAME."
     ),
 ]
+LogFormatOption = Annotated[
+    str | None,
+    typer.Option(
+        "--log-format",
+        metavar="text|json",
+        help="Logs of all processes; json: an object per line.",
+        show_default="as ALIGNEDSERVE_LOG_FORMAT says, else text",
+    ),
+]
 SetOption = Annotated[
     tuple[str, ...],
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override one field of the configuration (repeatable)."),

@@ -13,10 +13,11 @@ from alignedserve.batches.location import SharedState
 from alignedserve.batches.remote.state_client import STATE
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
 from alignedserve.cluster.ray_polls import kill_actors
-from alignedserve.config.environment import api_keys, trace_headers
+from alignedserve.config.environment import api_keys, log_format, trace_headers
 from alignedserve.config.sections import ClusterConfig, EngineConfig, Observing, Topology
 from alignedserve.messages.handshake import Role
 from alignedserve.process.addresses import AddressBook
+from alignedserve.process.log_format import require_format
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.model.served_deployment import ServedDeployment
@@ -213,5 +214,7 @@ class ActorFactory:
             credentials=authority.issue(name) if authority is not None else None,
             deployment_id=node.share.deployment_id,
             joins_others=node.joins_others,
+            log_format=require_format(log_format()),
+            logs_steps=node.config.gateway.log_steps,
             notes_requests=Observing(node.config.explain, node.config.tracing).is_on,
         )

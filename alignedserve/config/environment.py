@@ -11,6 +11,7 @@ API_KEYS_VARIABLE = "ALIGNEDSERVE_API_KEYS"
 RUN_DIR_VARIABLE = "ALIGNEDSERVE_RUN_DIR"
 CLIENT_KEY_VARIABLE = "ALIGNEDSERVE_API_KEY"
 AUTHORITY_VARIABLE = "ALIGNEDSERVE_CA"
+LOG_FORMAT_VARIABLE = "ALIGNEDSERVE_LOG_FORMAT"
 RAY_ADDRESS_VARIABLE = "RAY_ADDRESS"
 STATE_DIR_VARIABLE = "ALIGNEDSERVE_STATE_DIR"
 REDIS_URL_VARIABLE = "ALIGNEDSERVE_REDIS_URL"
@@ -48,6 +49,18 @@ def authority_path() -> Path | None:
     """Return the file of the authorities that our own client commands believe beside the system's, in PEM."""
     named = os.environ.get(AUTHORITY_VARIABLE)
     return Path(named) if named else None
+
+
+def log_format() -> str:
+    """Return how the processes of a cluster that starts here write their logs: text or json, from
+    ALIGNEDSERVE_LOG_FORMAT.
+    """
+    return os.environ.get(LOG_FORMAT_VARIABLE) or "text"
+
+
+def set_log_format(name: str) -> None:
+    """Set what `log_format` returns from now on, in this process and those that it starts."""
+    os.environ[LOG_FORMAT_VARIABLE] = name
 
 
 def ray_address() -> str | None:

@@ -49,7 +49,13 @@ def build_app(services: Services) -> FastAPI:
     ):
         app.include_router(module.router)
     app.add_exception_handler(HTTPException, _http_exception)
-    app.add_middleware(GatewayMiddleware, api_keys=services.api_keys, metrics=services.metrics, intake=services.intake)
+    app.add_middleware(
+        GatewayMiddleware,
+        api_keys=services.api_keys,
+        metrics=services.metrics,
+        intake=services.intake,
+        logs_access=services.config.access_log,
+    )
     app.add_middleware(HeadMiddleware)
     if services.config.cors_origins:
         _allow_origins(app, services.config.cors_origins)

@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -13,9 +14,11 @@ from alignedserve.api.errors import INTERNAL_ERROR, ClientDisconnected, http_err
 from alignedserve.api.metrics.gateway_metrics import GatewayMetrics
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.timelines.trace_context import plain_request_id
+from alignedserve.gateway.access_log import Answered, log_access
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.json_response import anthropic_error_response, error_response, is_anthropic
+from alignedserve.process.log_context import about_request
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +26,11 @@ logger = logging.getLogger(__name__)
 class GatewayMiddleware:
     """ASGI middleware around the whole app."""
 
-    def __init__(self, app: ASGIApp, *, api_keys: ApiKeys, metrics: GatewayMetrics, intake: Intake) -> None:
+    def __init__(
+        self, app: ASGIApp, *, api_keys: ApiKeys, metrics: GatewayMetrics, intake: Intake, logs_access: bool = False
+    ) -> None:
         self._app = app
+        self._logs_access = logs_access
         self._api_keys = api_keys
         self._metrics = metrics
         self._intake = intake
@@ -34,10 +40,17 @@ class GatewayMiddleware:
         if scope["type"] != "http":
             return
         state = scope.setdefault("state", {})
+        began_s = time.monotonic()
         state["request_id"] = request_id = secrets.token_hex(16)
-        sender = _ResponseSender(_client_request_id(scope) or request_id, scope, send, self._intake)
-        with ExitStack() as state["held_until_response"]:
-            await self._serve(scope, receive, sender)
+        client_id = _client_request_id(scope)
+        answered = Answered(client_id)
+        sender = _ResponseSender(client_id or request_id, scope, send, self._intake, answered)
+        with about_request(request_id), ExitStack() as state["held_until_response"]:
+            try:
+                await self._serve(scope, receive, sender)
+            finally:
+                if self._logs_access:
+                    log_access(scope, answered, time.monotonic() - began_s)
 
     async def _serve(self, scope: Scope, receive: Receive, sender: "_ResponseSender") -> None:
         try:
@@ -72,8 +85,9 @@ class GatewayMiddleware:
 class _ResponseSender:
     """Sends one response: adds headers to its start and knows how far it got."""
 
-    def __init__(self, request_id: str, scope: Scope, send: Send, intake: Intake) -> None:
+    def __init__(self, request_id: str, scope: Scope, send: Send, intake: Intake, answered: Answered) -> None:
         self.request_id = request_id
+        self._answered = answered
         self._intake = intake
         self._state: Mapping[str, Any] = scope["state"]
         self._is_anthropic = is_anthropic(scope)
@@ -86,13 +100,15 @@ class _ResponseSender:
         """Send a message of the app."""
         if message["type"] == "http.response.start":
             self._has_started = True
+            self._answered.status = message["status"]
             headers = [*message.get("headers", [])]
             self._is_event_stream = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
             headers += [(b"x-request-id", self.request_id.encode()), (b"x-content-type-options", b"nosniff")]
             headers += self._own_request_id() + self._ignored_fields() + self._last_words()
             message = {**message, "headers": headers}
-        elif not message.get("more_body", False):
-            self._is_complete = True
+        else:
+            self._answered.num_bytes += len(message.get("body", b""))
+            self._is_complete = not message.get("more_body", False)
         await self._send(message)
 
     def _own_request_id(self) -> list[tuple[bytes, bytes]]:

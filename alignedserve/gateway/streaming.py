@@ -43,6 +43,7 @@ class BodyResponse(Response):
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate, then send."""
+        scope["state"]["generation"] = self._generation  # for the access log
         body = await while_connected(receive, self._body())
         await JsonResponse(body)(scope, receive, send)
 
@@ -66,6 +67,7 @@ class EventStreamResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate, sending each delta as it comes."""
         formatter = self._make_formatter(self._generation)
+        scope["state"]["generation"] = self._generation
         scope["state"]["failure_events"] = formatter.failure_events
         sender = EventSender(send)
         await while_connected(receive, self._stream(formatter, sender), sender.check)

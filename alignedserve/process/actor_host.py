@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 import psutil
@@ -56,7 +55,7 @@ class ActorHost:
 
     def __init__(self, process_spec: ProcessSpec, build: Callable[[], Coroutine[Any, Any, HostedService]]) -> None:
         self._name = process_spec.name
-        _log_to_file(process_spec.log_folder, self._name)
+        _log_to_file(process_spec)
         self._failure: AlignedServeError | None = None
         self._service: HostedService | None = None
         self._loop = uvloop.new_event_loop()
@@ -114,9 +113,11 @@ def _result(built: "Future[HostedService]", process_spec: ProcessSpec) -> Hosted
             known = progress
 
 
-def _log_to_file(folder: Path, name: str) -> None:
+def _log_to_file(process_spec: ProcessSpec) -> None:
+    folder = process_spec.log_folder
     folder.mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(handlers=[LogFileHandler(folder / f"{name}.log")], level=logging.INFO, force=True)
+    handler = LogFileHandler(folder / f"{process_spec.name}.log", process_spec.log_format)
+    logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
 
 
 def settle_heap() -> None:

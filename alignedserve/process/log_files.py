@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from typing_extensions import override
 
+from alignedserve.process.log_format import TEXT, formatter
+
 _FOLDER = "logs"  # in the run folder of a cluster
 _MAX_READ_BYTES = 1 << 20
 
@@ -29,9 +31,10 @@ class LossyFileHandler(logging.FileHandler):
 class LogFileHandler(LossyFileHandler):
     """Writes the log of a process."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, log_format: str = TEXT) -> None:
+        """`log_format`: see log_format."""
         super().__init__(path)
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self.setFormatter(formatter(log_format, path.stem))
 
 
 class LogPart(NamedTuple):

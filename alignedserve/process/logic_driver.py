@@ -26,6 +26,8 @@ from alignedserve.messages.wire import Codec, Message
 from alignedserve.messages.workers import RegistrationRefused
 from alignedserve.process.link_manager import LinkManager
 from alignedserve.process.links import Peer
+from alignedserve.process.log_context import about_request
+from alignedserve.process.log_format import FIELDS
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.process.recorder import Recorder
 
@@ -100,9 +102,23 @@ class HeldMessages:
 def _subjects_of(peer: str, message: Message) -> frozenset[str]:
     if isinstance(message, BatchGranted):  # one may join that before it
         return frozenset((peer, *(handoff.request.request_id for handoff in message.handoffs)))
+    request_id = request_id_of(message)
+    return frozenset() if request_id is None else frozenset((request_id,))
+
+
+def request_id_of(message: Message) -> str | None:
+    """Return the request that a message is about; None: it is about none, or about several."""
     about = getattr(message, "request", message)
     request_id: str | None = getattr(about, "request_id", None)
-    return frozenset() if request_id is None else frozenset((request_id,))
+    return request_id
+
+
+def _log_step(way: str, peer: str, message: Message) -> None:
+    request_id = request_id_of(message)
+    if request_id is not None:
+        name = type(message).__name__
+        fields = {"request_id": request_id, "step": name, way: peer}
+        logger.info("request %s: %s %s %s", request_id, name, way, peer, extra={FIELDS: fields})
 
 
 class Observer(Protocol):
@@ -142,6 +158,7 @@ class LogicDriver(Generic[EventT, CommandT]):
         self._observer = observer
         self._relay = relay
         self._held = None if prepare is None else HeldMessages(prepare, self._receive)
+        self._logs_steps = process_spec.logs_steps
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
@@ -160,6 +177,8 @@ class LogicDriver(Generic[EventT, CommandT]):
     def _perform_all(self, commands: Sequence[LinkCommand | CommandT]) -> None:
         for command in commands:
             if isinstance(command, Send):
+                if self._logs_steps:
+                    _log_step("to", command.peer, command.message)
                 self.links.send(command.peer, command.message)
             elif isinstance(command, SendTo):
                 self.links.send_to(command.address, command.message)
@@ -205,7 +224,14 @@ class LogicDriver(Generic[EventT, CommandT]):
             self._recorder.close()
 
     def _receive(self, peer: str, message: Message) -> None:
-        self.dispatch(Received(peer, message))
+        request_id = request_id_of(message)
+        if request_id is None:
+            self.dispatch(Received(peer, message))
+            return
+        with about_request(request_id):
+            if self._logs_steps:
+                _log_step("from", peer, message)
+            self.dispatch(Received(peer, message))
 
     def _tick(self) -> None:
         """Dispatch a tick, from a timer instead of a task: the loop then reports errors, which end a hosted process."""

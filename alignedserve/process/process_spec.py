@@ -10,6 +10,7 @@ from alignedserve.config.sections import RecordingConfig
 from alignedserve.messages.handshake import Role
 from alignedserve.process.addresses import FIRST_DEPLOYMENT, ROUTER, AddressBook, deployed_name
 from alignedserve.process.links import Identity
+from alignedserve.process.log_format import TEXT
 from alignedserve.process.recorder import Recorder, open_recorder
 from alignedserve.process.tls import Credentials
 
@@ -33,6 +34,8 @@ class ProcessSpec:
     credentials: Credentials | None = None  # for other hosts
     joins_others: bool = False  # its model was added while others serve: it loads without disturbing them
     notes_requests: bool = False  # it tells gateways the course of their requests
+    log_format: str = TEXT
+    logs_steps: bool = False  # a line for every message about one request
     deployment_id: str = FIRST_DEPLOYMENT  # of the model that it belongs to; gateways belong to none
 
     @property

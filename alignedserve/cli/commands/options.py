@@ -15,6 +15,7 @@ from alignedserve.cli.options import (
     BatchingOption,
     ConfigOption,
     JsonFlag,
+    LogFormatOption,
     ModelOption,
     ProcessesOption,
     SeedOption,
@@ -57,6 +58,7 @@ class ServeOptions:
             "--record", metavar="DIR", help="Short for --set recording.folder=DIR; see `alignedserve replay`."
         ),
     ] = None
+    log_format: LogFormatOption = None
     nodes: Annotated[
         int | None,
         typer.Option(

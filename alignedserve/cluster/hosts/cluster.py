@@ -64,9 +64,11 @@ from alignedserve.cluster.ray_polls import kill_actors
 from alignedserve.cluster.restarts import Health
 from alignedserve.cluster.running_cluster import AskedToStop
 from alignedserve.cluster.signals import signals_ignored
+from alignedserve.config.environment import log_format
 from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.process.loading_progress import Progress
 from alignedserve.process.log_files import LogFileHandler
+from alignedserve.process.log_format import require_format
 
 
 class DriverLog:
@@ -75,7 +77,7 @@ class DriverLog:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         self._package = logging.getLogger("alignedserve")
-        self._handler = LogFileHandler(folder / f"{DRIVER}.log")
+        self._handler = LogFileHandler(folder / f"{DRIVER}.log", require_format(log_format()))
         self._package.addHandler(self._handler)
         self._package.setLevel(logging.INFO)
 

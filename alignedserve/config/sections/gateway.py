@@ -9,6 +9,9 @@ AUTO, NONE = "auto", "none"  # of default objectives
 _ORIGIN = re.compile(r"\*|https?://[^/\s,]+", re.ASCII)
 
 
+NO_BODIES, REDACTED_BODIES, FULL_BODIES = REQUEST_LOGS = ("none", "redacted", "full")
+
+
 class GatewayConfig(Section, frozen=True):
     """HTTP gateway."""
 
@@ -33,6 +36,10 @@ class GatewayConfig(Section, frozen=True):
     max_stop_strings: int = 16
     max_concurrent_requests: int = 1024  # real-time ones; best effort takes none of their places
     max_best_effort_requests: int = 8192
+    access_log: bool = False  # a line for every answer: who asked for what, how it ended, how long it took
+    request_log: str = "none"  # a line for every body: none, redacted (texts by their lengths), or full
+    max_request_log_bytes: int = 4096  # of a body that is logged in full; a longer one is by its beginning
+    log_steps: bool = False  # every process logs a line for each message about one request
     requests_per_minute: int | None = None  # per key; 429 above
     strict: bool = False  # unknown fields are refused; otherwise ignored, and named by a header of the response
     cors_origins: tuple[str, ...] = ()  # pages of these origins may call it, such as https://chat.example; "*": all
@@ -80,6 +87,8 @@ class GatewayConfig(Section, frozen=True):
         self._require_positive("max_connections", "max_connections_per_address", "header_timeout_s")
         self._require(self.max_header_bytes >= 1024, "max_header_bytes", "must be at least 1024")
         self._require(self.min_body_bytes_per_s >= 0, "min_body_bytes_per_s", "must not be negative")
+        self._require(self.request_log in REQUEST_LOGS, "request_log", f"must be one of {', '.join(REQUEST_LOGS)}")
+        self._require(1 <= self.max_request_log_bytes <= MIB, "max_request_log_bytes", "must be between 1 and 1048576")
         self._require_positive("max_body_bytes", "max_choices", "max_stop_strings")
         self._require_positive("max_json_depth", "max_json_containers", "max_json_values")
         self._require_positive("max_concurrent_requests", "first_token_timeout_s", "token_timeout_s")

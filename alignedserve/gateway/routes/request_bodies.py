@@ -17,6 +17,7 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.long_bodies.messages import Answer, NotRead, Order, ReadBody, Refusal, decode_outcome
 from alignedserve.gateway.long_bodies.messages import encode as encoded
+from alignedserve.gateway.request_log import log_body
 from alignedserve.gateway.services import Services
 
 _BODY_TIMEOUT_S = 30.0
@@ -101,9 +102,11 @@ async def receive(http: Request, services: Services) -> bytes:
     config, encoding = services.config, http.headers.get("content-encoding", "")
     check_encoding(encoding)
     raw = await _read_raw(http, config)
-    if not encoding:
-        return raw
-    return await services.lanes.run(SHORT_LEN + 1, lambda: decoded(raw, encoding, config.max_body_bytes))
+    if encoding:
+        sent = raw
+        raw = await services.lanes.run(SHORT_LEN + 1, lambda: decoded(sent, encoding, config.max_body_bytes))
+    log_body(raw, http.headers, config)
+    return raw
 
 
 async def parsed(raw: bytes, services: Services, parse: Callable[[dict[str, Any]], BodyT]) -> BodyT:
