@@ -107,7 +107,7 @@ class DeploymentReport(msgspec.Struct, frozen=True):
     deployment_id: str  # "": the first
     name: str  # by which clients call its model
     path: str
-    phase: str  # see Phase of logic.py
+    phase: str  # see Phase of events.py
     num_open: int | None  # requests; None: not reported yet
     workers: tuple[str, ...] = ()  # names of its processes that compute
     processes: tuple[str, ...] = ()  # names of all its own processes, as far as it has them

@@ -12,7 +12,8 @@ from typing import Any, get_type_hints
 import msgspec
 
 from alignedserve.cluster.actor_factory import ClusterSecrets, PreparedNode
-from alignedserve.cluster.deployments.logic import DeploymentsLogic, LeftDeployment
+from alignedserve.cluster.deployments.events import LeftDeployment
+from alignedserve.cluster.deployments.logic import DeploymentsLogic
 from alignedserve.cluster.draining.drains import Draining, Drains
 from alignedserve.cluster.hosts.admission import JoiningDevice, agent_of
 from alignedserve.cluster.hosts.joining import Joining, Shares

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import RayError
 
-from alignedserve.cluster.deployments.logic import DeploymentsLogic, Phase
+from alignedserve.cluster.deployments.events import Phase
+from alignedserve.cluster.deployments.logic import DeploymentsLogic
 from alignedserve.cluster.draining.drains import Drains
 from alignedserve.cluster.hosts.admission import (
     NODE_ANSWER_S,

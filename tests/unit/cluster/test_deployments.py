@@ -2,11 +2,9 @@
 
 import pytest
 
-from alignedserve.cluster.deployments.logic import (
-    PROVING_S,
+from alignedserve.cluster.deployments.events import (
     Announce,
     Conclude,
-    DeploymentsLogic,
     Discard,
     End,
     Ended,
@@ -22,6 +20,7 @@ from alignedserve.cluster.deployments.logic import (
     View,
     Viewed,
 )
+from alignedserve.cluster.deployments.logic import PROVING_S, DeploymentsLogic
 from alignedserve.cluster.deployments.orders import AddModel, ModelOrder, RemoveModel, ReplaceModel
 from alignedserve.config.model_settings import MAX_MODELS
 

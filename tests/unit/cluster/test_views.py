@@ -1,6 +1,6 @@
 """How the views of gateways and batch worker are combined."""
 
-from alignedserve.cluster.deployments.logic import View
+from alignedserve.cluster.deployments.events import View
 from alignedserve.cluster.hosts.models.driver import combined
 from alignedserve.runtime.model.served_deployment import DeploymentState
 

@@ -8,11 +8,10 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from alignedserve.cluster.deployments.logic import (
+from alignedserve.cluster.deployments.events import (
     Announce,
     Command,
     Conclude,
-    DeploymentsLogic,
     Discard,
     End,
     Ended,
@@ -28,6 +27,7 @@ from alignedserve.cluster.deployments.logic import (
     View,
     Viewed,
 )
+from alignedserve.cluster.deployments.logic import DeploymentsLogic
 from alignedserve.cluster.deployments.orders import (
     Answer,
     DeploymentReport,

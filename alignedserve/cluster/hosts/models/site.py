@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ray.exceptions import RayError
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
-from alignedserve.cluster.deployments.logic import Prepared
+from alignedserve.cluster.deployments.events import Prepared
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
 from alignedserve.cluster.hosts.admission import Agent
 from alignedserve.cluster.hosts.joining import Joining

@@ -11,7 +11,7 @@ import msgspec
 
 from alignedserve.cluster.actor_factory import PreparedNode
 from alignedserve.cluster.deployments.division import worker_bytes
-from alignedserve.cluster.deployments.logic import Phase
+from alignedserve.cluster.deployments.events import Phase
 from alignedserve.cluster.deployments.orders import ScaleWorkers
 from alignedserve.cluster.draining.drains import Draining
 from alignedserve.cluster.hosts.joining import Joining

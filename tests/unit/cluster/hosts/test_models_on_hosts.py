@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from alignedserve.cluster.deployments.division import holding_of
-from alignedserve.cluster.deployments.logic import DeploymentsLogic, LeftDeployment, Ordered, Phase, View, Viewed
+from alignedserve.cluster.deployments.events import LeftDeployment, Ordered, Phase, View, Viewed
+from alignedserve.cluster.deployments.logic import DeploymentsLogic
 from alignedserve.cluster.deployments.orders import (
     AddModel,
     AdminRequest,

@@ -11,7 +11,8 @@ import pytest
 from cryptography import x509
 
 from alignedserve.cluster.actor_factory import ClusterSecrets
-from alignedserve.cluster.deployments.logic import DeploymentsLogic, LeftDeployment, Phase
+from alignedserve.cluster.deployments.events import LeftDeployment, Phase
+from alignedserve.cluster.deployments.logic import DeploymentsLogic
 from alignedserve.cluster.draining.drains import Draining
 from alignedserve.cluster.hosts import succession
 from alignedserve.cluster.hosts.admission import Agent
