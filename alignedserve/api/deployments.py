@@ -7,7 +7,8 @@ name. 4. DRAINING: no more do, those that hold it go on. 5. It is listed no more
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from alignedserve.api.backend.cluster import ClusterBackend
@@ -15,7 +16,7 @@ from alignedserve.api.backend.connection import ClusterConnection
 from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_registry import RegisteredModel
-from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.models.model_services import ModelServices, Uses
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.api.services import ApiServices
 from alignedserve.core.errors import ModelError
@@ -32,10 +33,19 @@ _TOLD_AGAIN_S = 10.0  # within which the driver of a cluster lists the deploymen
 class Deployments:
     """Keeps the registry of models as the driver's last list says. All methods run on one loop."""
 
-    def __init__(self, services: ApiServices, connection: ClusterConnection) -> None:
+    def __init__(
+        self,
+        services: ApiServices,
+        connection: ClusterConnection,
+        waiting_lines: Callable[[], Collection[str]] | None = None,
+    ) -> None:
+        """`waiting_lines`: returns the models for which lines of batches wait, where this process runs lines."""
         self._services = services
         self._connection = connection
-        self._deployments: dict[str, _Deployment] = {}  # by id, in the order of the list
+        self._waiting_lines = waiting_lines
+        self._deployments: dict[str, _Deployment] = {}  # by id, in the order of the list, like the next
+        self._sleeping: dict[str, ServedDeployment] = {}
+        self._order: tuple[str, ...] = ()
         self._told = asyncio.Event()
         self._waiting: asyncio.Task[None] | None = None
 
@@ -63,7 +73,10 @@ class Deployments:
         """
         self._services.models.is_complete = True
         self._told.set()
-        listed = {deployed.deployment_id: deployed for deployed in deployments}
+        self._order = tuple(deployed.deployment_id for deployed in deployments)
+        is_asleep = DeploymentPhase.SLEEPING
+        self._sleeping = {one.deployment_id: one for one in deployments if one.phase is is_asleep}
+        listed = {one.deployment_id: one for one in deployments if one.phase is not is_asleep}
         for deployment_id, known in tuple(self._deployments.items()):
             if deployment_id not in listed or not known.is_of(listed[deployment_id]):
                 self._remove(deployment_id)
@@ -74,7 +87,18 @@ class Deployments:
             one.phase = deployed.phase
             self._deployments[deployment_id] = one
         self._register()
-        return tuple(one.state() for one in self._deployments.values())
+        return tuple(map(self._state, self._order))
+
+    def _state(self, deployment_id: str) -> DeploymentState:
+        lines = self._waiting_lines() if self._waiting_lines is not None else ()
+        sleeping = self._sleeping.get(deployment_id)
+        if sleeping is not None:
+            name = sleeping.served.name
+            waited_s = self._services.line.waited_s(name)
+            return DeploymentState(deployment_id, None, 0, has_lines=name in lines, waited_s=waited_s)
+        one = self._deployments[deployment_id]
+        state = replace(one.state(), has_lines=one.card.name in lines)
+        return replace(state, num_documents=state.num_open) if self._waiting_lines is not None else state
 
     def _remove(self, deployment_id: str) -> None:
         self._deployments.pop(deployment_id).stop("The model is served no more.")
@@ -103,11 +127,16 @@ class Deployments:
 
     def _register(self) -> None:
         """Let requests find serving deployments by the names of their models."""
-        by_phase: dict[DeploymentPhase, list[_Deployment]] = {phase: [] for phase in DeploymentPhase}
-        for one in self._deployments.values():
-            by_phase[one.phase].append(one)
-        expected = [one.card.name for one in by_phase[DeploymentPhase.PREPARING]]
-        self._services.models.replace_all([one.registered() for one in by_phase[DeploymentPhase.SERVING]], expected)
+        expected = [one.card.name for one in self._deployments.values() if one.phase is DeploymentPhase.PREPARING]
+        found = [self._registered(deployment_id) for deployment_id in self._order]
+        self._services.models.replace_all([one for one in found if one is not None], expected)
+        self._services.line.changed()
+
+    def _registered(self, deployment_id: str) -> RegisteredModel | None:
+        sleeping, one = self._sleeping.get(deployment_id), self._deployments.get(deployment_id)
+        if sleeping is not None:
+            return RegisteredModel(ModelCard.of(sleeping.served), problem=sleeping.problem, is_asleep=True)
+        return one.registered() if one is not None and one.phase is DeploymentPhase.SERVING else None
 
     async def _wait_to_be_told(self) -> None:
         try:
@@ -164,8 +193,14 @@ class _Deployment:
 
     def state(self) -> DeploymentState:
         """Return how it stands here."""
-        num_open = self._model.uses.num_open if self._model is not None else 0
-        return DeploymentState(self._deployed.deployment_id, self.registered().missing(), num_open)
+        uses = self._model.uses if self._model is not None else Uses()
+        return DeploymentState(
+            self._deployed.deployment_id,
+            self.registered().missing(),
+            uses.num_open,
+            idle_s=None if uses.last_used_s is None else max(time.monotonic() - uses.last_used_s, 0.0),
+            keep_alive_s=uses.keep_alive_s,
+        )
 
     def stop(self, reason: str) -> None:
         """Close its links; requests that are open fail with this reason."""

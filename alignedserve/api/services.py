@@ -10,6 +10,7 @@ from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_registry import ModelRegistry, RegisteredModel
 from alignedserve.api.models.model_services import GrammarChecker, ModelServices, RequestLimiter
+from alignedserve.api.models.waiting_line import WaitingLine
 from alignedserve.api.objectives import default_slo_at
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.api.timelines.exporter import TraceExporter
@@ -19,6 +20,8 @@ from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.keys.ring import CurrentKeys
 from alignedserve.text.tokenizer import Tokenizer
+
+MOST_WAITING = 4096  # requests of one gateway, for models that sleep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,7 @@ class ApiServices:
     keys: CurrentKeys = field(default_factory=CurrentKeys)
     lanes: WorkLanes = field(default_factory=WorkLanes)
     models: ModelRegistry = field(default_factory=ModelRegistry)
+    line: WaitingLine = field(default_factory=lambda: WaitingLine(MOST_WAITING))
 
     @classmethod
     def of(cls, config: GatewayConfig, *, reply_to: str = "", observing: Observing | None = None) -> "ApiServices":
@@ -60,6 +64,10 @@ class ApiServices:
     def find_model(self, name: str | None) -> ModelServices:
         """Return what requests to the model of this name share; None: to the first one. Raises UnknownModel."""
         return self.models.find(name)
+
+    async def awake_model(self, name: str | None) -> ModelServices:
+        """Return what `find_model` does, after the model has been loaded if it sleeps. Raises also Unavailable."""
+        return await self.models.awake(name, self.line, self.config.load_patience_s)
 
     def add_model(
         self,

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -72,6 +72,7 @@ class BatchService:
         self._connection: ClusterConnection | None = None
         self._deployments: Deployments | None = None
         self._stores: DriverStores | None = None
+        self._driver: BatchDriver | None = None
         self._driver_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -83,12 +84,12 @@ class BatchService:
         self._services = services
         self._connection = ClusterConnection(self._links, services.timelines, services.questions)
         await self._connection.start()
-        deployments = self._deployments = Deployments(services, self._connection)
+        deployments = self._deployments = Deployments(services, self._connection, self._models_of_waiting_lines)
         if self._is_restarted:
             deployments.serve_until_told(self._first_deployments)
         else:
             await deployments.load(self._first_deployments)
-        driver = BatchDriver(
+        driver = self._driver = BatchDriver(
             stores=self._stores,
             runner=ClusterLineRunner(services, self._stores.responses.events),
             config=self._location.config,
@@ -116,6 +117,9 @@ class BatchService:
         """Run lines with exactly these deployments from now on; see Deployments. Only between `start` and `close`."""
         assert self._deployments is not None, "a batch worker that does not run"
         return self._deployments.serve(deployments)
+
+    def _models_of_waiting_lines(self) -> Collection[str]:
+        return self._driver.models_of_waiting_lines() if self._driver is not None else ()
 
     async def pause(self) -> None:
         """Let lines that run go back to their batches, which the next driver resumes. May be repeated.

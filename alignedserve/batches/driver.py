@@ -195,6 +195,11 @@ class BatchDriver:
             self._ordered_s, self._is_order_stale = now, False
         return self._order
 
+    def models_of_waiting_lines(self) -> set[str]:
+        """Return the models that lines wait for which may be started now."""
+        runs = self._ordered(time.monotonic(), time.time())
+        return {model for run in runs if run.num_waiting for model in run.model_shares()}
+
     async def _write(self) -> None:
         """Write the pending results of all batches, again and again."""
         while True:

@@ -33,6 +33,7 @@ from alignedserve.cluster.hosts.members import (
     reserve_for,
     resources_of,
 )
+from alignedserve.cluster.hosts.models.on_demand import ModelOnDemand
 from alignedserve.cluster.hosts.models.planning import PlannedModel, plan_models
 from alignedserve.cluster.hosts.nodes.placement_group import release, release_former
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes, require_head, wait_for_nodes
@@ -94,6 +95,9 @@ def launch_cluster(
     choice, claims = _claimed(configs[0].engine.device)
     observer.device_chosen(choice)
     configs, host = [with_device(config, choice) for config in configs], OwnHost(claims)
+    lasting = [index for index, config in enumerate(configs) if not index or config.model.keep_alive is None]
+    settings, on_demand = _on_demand(settings, configs, lasting, host)
+    configs = [configs[index] for index in lasting]
     reports = host.reports_that_come(choice.device, [resolve_for([], config).folder for config in configs])
     found = {node: resources_of("node-0", node, report) for node, report in reports.items()}
     plans = _plan(configs, found, reports)
@@ -104,7 +108,7 @@ def launch_cluster(
     book = AddressBook(make_run_folder())  # when nothing is left that refuses the start in one line
     members = _members(plans, found, {host.node: Agent(None, book)})
     remove_stale_arenas(arena_folder(), ARENA_PREFIX)
-    brought = Brought(settings, lambda nodes: host, observer)
+    brought = Brought(settings, lambda nodes: host, observer, on_demand)
     joining = _joining(plans, found, brought, reports[host.node].digests, book.folder.name)
     cluster = ServingCluster(joining, members, ActorFactory(joining.plan.served, actor_classes), brought)
     try:
@@ -113,6 +117,25 @@ def launch_cluster(
         cluster.stop()
         raise
     return cluster
+
+
+def _on_demand(
+    settings: ModelSettings, configs: Sequence[ClusterConfig], lasting: Sequence[int], host: OwnHost
+) -> tuple[ModelSettings, tuple[ModelOnDemand, ...]]:
+    """Return the settings of the models that are loaded at the start, and the others, each sized as if it were alone.
+
+    Raises NotEnoughMemory for one that does not fit alone.
+    """
+    sleeping = []
+    for index, config in enumerate(configs):
+        if index in lasting:
+            continue
+        reports = host.reports_that_come(config.engine.device, [resolve_for([], config).folder])
+        found = {node: resources_of("node-0", node, report) for node, report in reports.items()}
+        plan = _plan([config], found, reports)[FIRST_DEPLOYMENT]
+        sized = next(iter(plan.choices.values())).config
+        sleeping.append(ModelOnDemand.of(plan, sized, settings.own[index]))
+    return settings.with_models([settings.own[index] for index in lasting]), tuple(sleeping)
 
 
 def _claimed(device: str) -> tuple[DeviceChoice, GpuClaims]:
@@ -139,6 +162,8 @@ def launch_on_hosts(
     """
     observer, asked = observer or LoggingObserver(), digest_of(*settings.configs)
     configs = [_checked(config, len(settings.own)) for config in settings.configs]
+    if any(config.model.keep_alive is not None for config in configs):
+        raise ConfigError("model.keep_alive is for a cluster of one host; leave it out")
     join_ray(hosts.address, NAMESPACE)
     try:
         context = ray.get_runtime_context()

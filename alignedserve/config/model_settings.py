@@ -26,6 +26,7 @@ _NOT_INHERITED = (
     "reasoning_format",
     "max_context_len",
     "sampling",
+    "aliases",
 )
 
 
@@ -170,6 +171,11 @@ def _require_apart(values: Mapping[str, Any]) -> None:
 def require_adapters_apart(models: Mapping[str, ClusterConfig]) -> None:
     """Refuse an adapter whose name another model, or an adapter of another, has as well. Raises ConfigError."""
     taken = set(models)
+    for name, config in models.items():
+        alias = next((one for one in config.model.aliases if one in taken), None)
+        if alias is not None:
+            raise ConfigError(f"the alias {alias} of {name} is the name of another model or alias; name them apart")
+        taken.update(config.model.aliases)
     for name, config in models.items():
         twice = next((adapter for adapter in config.lora.adapters if adapter in taken), None)
         if twice is not None:

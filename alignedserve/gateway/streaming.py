@@ -5,16 +5,19 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
+import orjson
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from typing_extensions import override
 
-from alignedserve.api.errors import ClientDisconnected
+from alignedserve.api.anthropic.errors import anthropic_error_body
+from alignedserve.api.errors import ClientDisconnected, error_body
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.response_format import BodyFormatter, Formatter, MakeFormatter, collect_body
-from alignedserve.gateway.json_response import JsonResponse
+from alignedserve.gateway.json_response import JsonResponse, is_anthropic
 
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -86,6 +89,48 @@ class EventStreamResponse(Response):
         return formatter.closing_events()
 
 
+class AwaitedResponse(Response):
+    """A response that can be made only once something has come, such as a model that is loaded.
+
+    A stream begins after 15 s of waiting, with a comment. Errors are raised as by the others; one that comes after that
+    ends the stream.
+    """
+
+    def __init__(
+        self, wait: Callable[[], Awaitable[object]], make: Callable[[], Awaitable[Response]], *, is_streamed: bool
+    ) -> None:
+        super().__init__()
+        self._wait = wait
+        self._make = make
+        self._is_streamed = is_streamed
+
+    @override
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Wait, then answer."""
+        sender = EventSender(send)
+        scope["state"]["failure_events"] = partial(_failure_event, scope)
+
+        async def wait() -> None:
+            await self._wait()
+
+        await while_connected(receive, wait(), sender.check if self._is_streamed else None)
+        response = await self._make()
+
+        async def send_rest(message: Message) -> None:
+            if message["type"] != "http.response.start" or not sender.has_started:
+                await send(message)
+
+        await response(scope, receive, send_rest)
+
+
+def _failure_event(scope: Scope, error: Exception) -> bytes:
+    """Return the end of a stream that fails before its model is there."""
+    if is_anthropic(scope):
+        body = orjson.dumps(anthropic_error_body(error, request_id=scope["state"]["request_id"]))
+        return b"event: error\ndata: %b\n\n" % body
+    return b"data: %b\n\n" % orjson.dumps(error_body(error))
+
+
 class TimedSender:
     """Knows since when a send has been waiting for the client. Far cheaper than a timer per token."""
 
@@ -111,13 +156,13 @@ class EventSender(TimedSender):
 
     def __init__(self, send: Send) -> None:
         super().__init__(send)
-        self._has_started = False
+        self.has_started = False  # headers were sent
         self._last_s = self._loop.time()
 
     async def start(self) -> None:
         """Begin the response, unless it has begun."""
-        if not self._has_started:
-            self._has_started = True
+        if not self.has_started:
+            self.has_started = True
             await self.send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
 
     async def send_events(self, events: bytes) -> None:

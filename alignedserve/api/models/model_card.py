@@ -28,6 +28,8 @@ class ModelCard:
     tool_format: str | None = None  # how the model writes tool calls; None: as its chat template tells
     reasoning_format: str | None = None  # how it marks a thought; None: as its chat template tells
     chat_template: str | None = None  # instead of the model's own
+    aliases: tuple[str, ...] = ()  # further names of it
+    alias_of: str | None = None  # the name whose alias this is; None: it is none
     parent: str | None = None  # the model that it is an adapter of; None: it is no adapter
     encoder: EncoderConfig | None = None  # None: the model is a decoder
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that name nothing
@@ -59,7 +61,12 @@ class ModelCard:
 
     def of_adapter(self, adapter: LoraAdapter) -> "ModelCard":
         """Return the card of an adapter of this model."""
-        return replace(self, name=adapter.name, parent=self.name)
+        return replace(self, name=adapter.name, aliases=(), parent=self.name)
+
+    @property
+    def of_aliases(self) -> "tuple[ModelCard, ...]":
+        """Return the card of each alias."""
+        return tuple(replace(self, name=alias, aliases=(), alias_of=self.name) for alias in self.aliases)
 
     @classmethod
     def of(cls, served: ServedModel) -> "ModelCard":
@@ -76,6 +83,7 @@ class ModelCard:
             chat_template=served.chat_template,
             encoder=served.encoder,
             sampling=served.sampling,
+            aliases=served.aliases,
         )
 
 

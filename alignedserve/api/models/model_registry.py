@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from alignedserve.api.errors import Unavailable, UnknownModel
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.models.waiting_line import WaitingLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +16,12 @@ class RegisteredModel:
     card: ModelCard
     services: ModelServices | None = None  # None: it is not loaded here
     problem: str = "its tokenizer is being loaded"  # why it is not
+    is_asleep: bool = False  # a request that names it has it loaded; `problem`: why it cannot be, or empty
 
     def missing(self) -> str | None:
-        """Return the reason why it does not answer; None when it does."""
+        """Return the reason why it does not answer; None when it does, or will once it is asked to."""
+        if self.is_asleep:
+            return None
         return self.problem if self.services is None else self.services.readiness_probe.missing()
 
     def adapter_cards(self) -> tuple[ModelCard, ...]:
@@ -31,17 +35,22 @@ class ModelRegistry:
 
     def __init__(self) -> None:
         self._models: dict[str, RegisteredModel] = {}
+        self._names: dict[str, str] = {}  # of models, by their aliases
         self._expected: frozenset[str] = frozenset()
         self.is_complete = True  # False: there may be models of which this process has not been told yet
 
     def __contains__(self, name: object) -> bool:
         """Return whether requests may name this model."""
-        return name in self._models or (isinstance(name, str) and self._adapted(name) is not None)
+        return (
+            name in self._models or name in self._names or (isinstance(name, str) and self._adapted(name) is not None)
+        )
 
     @property
     def cards(self) -> tuple[ModelCard, ...]:
         """Return the models, each followed by its adapters, as clients see them."""
-        return tuple(card for model in self.all for card in (model.card, *model.adapter_cards()))
+        return tuple(
+            card for model in self.all for card in (model.card, *model.card.of_aliases, *model.adapter_cards())
+        )
 
     @property
     def all(self) -> tuple[RegisteredModel, ...]:
@@ -51,10 +60,13 @@ class ModelRegistry:
     def add(self, model: RegisteredModel) -> None:
         """Let requests name one more model."""
         self._models[model.card.name] = model
+        self._names |= dict.fromkeys(model.card.aliases, model.card.name)
 
     def replace_all(self, models: Sequence[RegisteredModel], expected: Collection[str] = ()) -> None:
         """Let requests name these models and no others. `expected`: names of others that will be served."""
-        self._models = {model.card.name: model for model in models}
+        self._models, self._names = {}, {}
+        for model in models:
+            self.add(model)
         self._expected = frozenset(expected)
 
     def missing(self) -> str | None:
@@ -68,14 +80,34 @@ class ModelRegistry:
 
     def card(self, name: str) -> ModelCard:
         """Return the model of this name as clients see it. Raises UnknownModel, Unavailable."""
-        return self._registered(name).card
+        found = self._registered(name).card
+        return next((one for one in found.of_aliases if one.name == name), found)
 
     def base_of(self, name: str) -> str:
-        """Return the name of the model that an adapter belongs to; any other name itself."""
+        """Return the name of the model that an adapter or an alias belongs to; any other name itself."""
+        name = self._names.get(name, name)
         if name in self._models:
             return name
         adapted = self._adapted(name)
         return name if adapted is None or adapted.card.parent is None else adapted.card.parent
+
+    def is_asleep(self, name: str | None) -> bool:
+        """Return whether a request that names this waits until its model is loaded. Raises like `find`."""
+        found = self._registered(name)
+        return found.services is None and found.is_asleep
+
+    async def awake(self, name: str | None, line: WaitingLine, patience_s: float) -> ModelServices:
+        """Return the model of this name, once it has been loaded if it sleeps. Raises like `find`, and WaitingLine."""
+        if self.is_asleep(name):
+            asleep = self._registered(name).card.name
+            await line.wait(asleep, lambda: self._sleep_of(asleep), patience_s)
+        return self.find(name)
+
+    def _sleep_of(self, name: str) -> str | None:
+        """Return why a model that sleeps cannot be loaded, empty: it can; None: it does not sleep."""
+        found = self._models.get(name)
+        is_asleep = found is not None and found.services is None and (found.is_asleep or name in self._expected)
+        return (found.problem if found is not None and found.is_asleep else "") if is_asleep else None
 
     def find(self, name: str | None) -> ModelServices:
         """Return the model of this name; None means the first one. Raises UnknownModel.
@@ -88,6 +120,7 @@ class ModelRegistry:
         return services
 
     def _registered(self, name: str | None) -> RegisteredModel:
+        name = self._names.get(name, name) if name is not None else None
         found = next(iter(self._models.values()), None) if name is None else self._models.get(name)
         if found is None and name is not None:
             found = self._adapted(name)

@@ -1,6 +1,7 @@
 """The objects that every request to one model shares: its backend, tokenizer, grammars, limits. No HTTP here."""
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -103,9 +104,11 @@ class RequestLimiter:
 
 @dataclass(slots=True)
 class Uses:
-    """How many requests hold a model."""
+    """Who holds a model, and since when nobody does."""
 
-    num_open: int = 0
+    num_open: int = 0  # requests that hold it
+    last_used_s: float | None = None  # on the monotonic clock; None: never
+    keep_alive_s: float | None = None  # for which it stays after that, as the last request that said so wants it
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +162,4 @@ class ModelServices:
             yield
         finally:
             self.uses.num_open -= 1
+            self.uses.last_used_s = time.monotonic()

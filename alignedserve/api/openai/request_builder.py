@@ -24,6 +24,7 @@ from alignedserve.api.openai.prompt_encoding import Prompt, Prompts, chat_prompt
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, CompletionRequest, GenerationFields
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
+from alignedserve.core.keep_alive import parse_keep_alive
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.runtime.grammar.blanks import with_free_blanks
 from alignedserve.text.tokenizer import Tokenizer
@@ -132,6 +133,7 @@ def _build(
     if fields.truncate_prompt_tokens is not None:
         prompts = [_truncated(prompt, fields.truncate_prompt_tokens, answer.max_tokens, services) for prompt in prompts]
     terms = CallTerms.of(fields, arrival, services)
+    services.uses.keep_alive_s = _keep_alive_s(fields)
     if fields.service_tier == "flex" and (terms.slo.ttft_s, terms.slo.tpot_s) != (None, None):
         raise InvalidRequest(
             f"{TTFT_HEADER} and {TPOT_HEADER} are not supported with service_tier 'flex'; {DEADLINE_HEADER} is.",
@@ -220,6 +222,13 @@ def _sampling_params(
         num_prompt_logprobs=_highest(answer.num_prompt_logprobs, fields.prompt_logprobs),
         grammar=with_free_blanks(answer.grammar) if fields.has_free_blanks else answer.grammar,
     )
+
+
+def _keep_alive_s(fields: GenerationFields) -> float | None:
+    try:
+        return None if fields.keep_alive is None else parse_keep_alive(fields.keep_alive)
+    except ValueError as error:
+        raise InvalidRequest(f"keep_alive {error}.", param="keep_alive") from error
 
 
 def _given(value: NumberT | None, default: NumberT) -> NumberT:

@@ -1,6 +1,7 @@
 """`alignedserve serve`: start a cluster on this machine, say what to do next, stop cleanly."""
 
 import contextlib
+import math
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ from alignedserve.cli.downloads import fetch_model
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.draining.drain_watch import LastAnswers
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.hosts.models.on_demand import ModelOnDemand
 from alignedserve.cluster.hosts.serving_cluster import ServingCluster
 from alignedserve.cluster.running_cluster import AskedToStop, RunningCluster
 from alignedserve.cluster.signals import ignore_signals
@@ -190,14 +192,24 @@ def _welcome(cluster: ServingCluster, seconds: float) -> Panel:
             (choice,) = plan.choices.values()
             table.add_row(f"[bold]{escape(plan.served.name)}[/]", _shape(choice.config))
         _describe(table, plan.served)
+    for one in cluster.on_demand:
+        table.add_row(f"[bold]{escape(one.order.subject)}[/]", f"asleep: loads on its first request{_leaves(one)}")
     describe_objectives(table, cluster.config.gateway, cluster.statuses())
     shortage = file_shortage(cluster.config.gateway)
     if shortage is not None:
         table.add_row("[yellow]warning[/]", escape(shortage))
-    names = ", ".join(plan.served.name for plan in cluster.plans)
+    names = ", ".join(
+        [*(plan.served.name for plan in cluster.plans), *(one.order.subject for one in cluster.on_demand)]
+    )
     table.add_row("Logs", str(cluster.folder / "logs"))
     table.add_row("Stop", "Ctrl-C")
     return Panel(table, title=f"AlignedServe serves [bold]{escape(names)}[/] (ready in {seconds:.1f} s)")
+
+
+def _leaves(model: ModelOnDemand) -> str:
+    if model.keep_alive_s == math.inf:
+        return ", and leaves only for others"
+    return f", and leaves {model.keep_alive_s:g} s after the last one"
 
 
 def describe_objectives(table: Table, config: GatewayConfig, statuses: Mapping[str, ClusterStatus]) -> None:

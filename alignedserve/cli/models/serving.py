@@ -9,6 +9,7 @@ from alignedserve.cli.console import notes, print_json, printable, results
 from alignedserve.cluster.deployments.client import show
 from alignedserve.cluster.deployments.orders import (
     AddModel,
+    DeploymentReport,
     Done,
     ModelOrder,
     RemoveModel,
@@ -30,8 +31,14 @@ def status(cluster: str | None, *, json_output: bool) -> None:
     table = Table("model", "state", "open requests", "workers", "path", title=models.url, title_justify="left")
     for one in models.deployments:
         num_open = "-" if one.num_open is None else str(one.num_open)
-        table.add_row(printable(one.name), one.phase, num_open, ", ".join(one.workers), printable(one.path))
+        table.add_row(printable(one.name), _state(one), num_open, ", ".join(one.workers), printable(one.path))
     results().print(table)
+
+
+def _state(one: DeploymentReport) -> str:
+    if one.problem:
+        return printable(f"{one.phase}: {one.problem}")
+    return one.phase if one.leaves_in_s is None else f"{one.phase}, leaves in {one.leaves_in_s:.0f} s"
 
 
 def add(model: str, name: str | None, settings: tuple[str, ...], cluster: str | None) -> None:

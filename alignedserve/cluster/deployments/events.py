@@ -51,6 +51,7 @@ class Failed:
 
     deployment_id: str
     problem: str
+    is_full: bool = False  # for want of memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,11 @@ class View:
 
     missing: str | None  # why one of them gets no token from it; None: all have had one
     num_open: int  # requests that hold it; a process that is lost counts as one
+    num_documents: int = 0  # of them, lines of batches
+    has_lines: bool = False  # lines of batches wait for its model
+    idle_s: float | None = None  # since its last request; None: it had none
+    keep_alive_s: float | None = None  # that this one asked for
+    waited_s: float | None = None  # how long a request has waited for it to be loaded; None: none waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +145,7 @@ class Conclude:
     order_id: str
     text: str
     is_refused: bool = False
+    is_full: bool = False  # for want of memory
 
 
 Command = Prepare | Start | Discard | SettleAdapters | Announce | End | Say | Conclude

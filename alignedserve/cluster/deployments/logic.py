@@ -64,6 +64,7 @@ class DeploymentsLogic:
             for one in first
         }
         self.num_named = num_named
+        self.may_be_empty = False  # the last model may be removed, as others can be loaded
         self._waiting: deque[Ordered] = deque()
         self._current: str | None = None  # the order that no other may overtake
 
@@ -118,8 +119,8 @@ class DeploymentsLogic:
                 commands = self._on_prepared(event, now)
             case Started(deployment_id):
                 commands = self._enter(deployment_id, Phase.PROVING, now)
-            case Failed(deployment_id, problem):
-                commands = self._give_up(deployment_id, problem)
+            case Failed(deployment_id, problem, is_full):
+                commands = self._give_up(deployment_id, problem, is_full=is_full)
             case Viewed(views):
                 commands = self._on_views(views, now)
             case Ended(deployment_id):
@@ -160,7 +161,7 @@ class DeploymentsLogic:
         if target is None:
             served = ", ".join(one.name for one in self._deployments.values() if one.phase is Phase.SERVING)
             return f"no model is served as {order.name}; there are {served}"
-        if isinstance(order, RemoveModel) and self._num_serving == 1:
+        if isinstance(order, RemoveModel) and self._num_serving == 1 and not self.may_be_empty:
             return f"{order.name} is the only model; stop the cluster instead"
         return None
 
@@ -198,12 +199,12 @@ class DeploymentsLogic:
         said = "starting its processes" if phase is Phase.STARTING else "its processes are up; waiting for a token"
         return [Say(new.order_id, said), *([Announce()] if phase is Phase.PROVING else [])]
 
-    def _give_up(self, deployment_id: str, problem: str) -> list[Command]:
+    def _give_up(self, deployment_id: str, problem: str, *, is_full: bool = False) -> list[Command]:
         """End a deployment that is not to serve; its order is refused."""
         new = self._deployments[deployment_id]
         commands: list[Command] = []
         if new.order_id is not None:
-            commands.append(Conclude(new.order_id, problem, is_refused=True))
+            commands.append(Conclude(new.order_id, problem, is_refused=True, is_full=is_full))
         new.order_id = self._current = None
         if new.phase is Phase.PREPARING:
             del self._deployments[deployment_id]

@@ -112,6 +112,8 @@ class DeploymentReport(msgspec.Struct, frozen=True):
     workers: tuple[str, ...] = ()  # names of its processes that compute
     processes: tuple[str, ...] = ()  # names of all its own processes, as far as it has them
     topology: str = ""
+    problem: str = ""  # why a model that sleeps cannot be loaded at present
+    leaves_in_s: float | None = None  # until a model on demand leaves, if nobody asks for it
 
 
 class Remark(msgspec.Struct, frozen=True, tag=True):

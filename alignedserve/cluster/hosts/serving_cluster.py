@@ -31,6 +31,7 @@ from alignedserve.cluster.failed_processes import FailedProcesses
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.models.driver import DeploymentsDriver
+from alignedserve.cluster.hosts.models.on_demand import ModelOnDemand, OnDemandModels
 from alignedserve.cluster.hosts.models.preparing import DeploymentSettings, Examine, HostedPreparing
 from alignedserve.cluster.hosts.models.site import HostedDeployments
 from alignedserve.cluster.hosts.plan import ClusterPlan
@@ -91,6 +92,7 @@ class Brought:
     settings: ModelSettings
     examine: Examine
     observer: StartObserver
+    on_demand: tuple[ModelOnDemand, ...] = ()  # models that are not loaded at the start
 
 
 class ServingCluster(RunningCluster):
@@ -107,7 +109,8 @@ class ServingCluster(RunningCluster):
         )
         preparing = HostedPreparing(settings, brought.examine)
         site = HostedDeployments(self._members, joining, preparing, self, brought.observer)
-        self._models = DeploymentsDriver(site, joining.logic, self._answer)
+        self._models = DeploymentsDriver(site, joining.logic, self._answer, OnDemandModels(brought.on_demand))
+        self.on_demand = brought.on_demand
         self._restarts = WorkerRestarts(joining.drains, self.actors, self._answer)
         self._drain_watch = DrainWatch(joining.drains)
         self._failed = FailedProcesses(self._watched_healths, self._start_again)
@@ -123,7 +126,7 @@ class ServingCluster(RunningCluster):
     def create(self, others: tuple[PreparedNode, ...] = ()) -> None:
         """See RunningCluster."""
         super().create(others)
-        if len(self._joining.models) > 1:
+        if len(self._joining.models) > 1 or self.on_demand:
             self._models.announce()
 
     @override
@@ -131,7 +134,7 @@ class ServingCluster(RunningCluster):
         """See RunningCluster; of every model."""
         super().wait_ready(timeout_s)
         patience = self._patience(timeout_s)
-        while len(self._joining.models) > 1 and not self._are_all_ready():
+        while (len(self._joining.models) > 1 or self.on_demand) and not self._are_all_ready():
             self.check_start()
             if patience.is_over():
                 raise PeerLost(f"not every model was ready within {timeout_s:.0f} s; see {self.folder / 'logs'}")

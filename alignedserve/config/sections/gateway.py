@@ -47,6 +47,7 @@ class GatewayConfig(Section, frozen=True):
     default_ttft_s: float | str = "auto"  # to the first token
     default_tpot_s: float | str = "auto"  # between tokens, on average
     first_token_timeout_s: float = 120.0  # accepted but silent: the request fails
+    load_patience_s: float = 300.0  # of a request that names a model which sleeps, until it is loaded
     token_timeout_s: float = 60.0  # longest silence within an answer
     best_effort_timeout_s: float = 3600.0  # longest silence of a best-effort request, or its deadline and a tenth more
     drain_s: float = 60.0  # for answers that run when it is told to end (SIGTERM, Ctrl-C); 0: it ends at once
@@ -92,6 +93,7 @@ class GatewayConfig(Section, frozen=True):
         self._require_positive("max_body_bytes", "max_choices", "max_stop_strings")
         self._require_positive("max_json_depth", "max_json_containers", "max_json_values")
         self._require_positive("max_concurrent_requests", "first_token_timeout_s", "token_timeout_s")
+        self._require_positive("load_patience_s")
         for objective in ("default_ttft_s", "default_tpot_s"):
             self._require(
                 _is_objective(getattr(self, objective)), objective, "must be auto, none or seconds up to 3600"

@@ -4,8 +4,10 @@ import msgspec
 from typing_extensions import override
 
 from alignedserve.config.sections.base import MIB, Section
+from alignedserve.core.keep_alive import parse_keep_alive
 
 _MAX_NAME_LEN = 200
+_MAX_ALIASES = 16
 # Names of alignedserve.api.tools.formats and alignedserve.api.reasoning, which stand on a higher floor.
 TOOL_FORMATS = (
     "smollm2",
@@ -104,10 +106,21 @@ class ModelSectionConfig(Section, frozen=True):
     # or values by name (temperature, top_p, top_k, min_p, repetition_penalty), which win over the makers'.
     sampling: str | dict[str, float] = "auto"
 
+    # Loaded by the first request that names it, not at the start (of the first model: at the start as well), and gone
+    # from memory this long after the last one: seconds, or 90s, 5m, 1h; below 0: once others need the room. When unset
+    # it is there from start to end.
+    keep_alive: str | int | float | None = None
+    aliases: tuple[str, ...] = ()  # further names by which clients may call it
+
     @classmethod
     @override
     def _section_name(cls) -> str:
         return "model"
+
+    @property
+    def keep_alive_s(self) -> float | None:
+        """Return `keep_alive` in seconds, `inf`: for ever; None: the model is not on demand."""
+        return None if self.keep_alive is None else parse_keep_alive(self.keep_alive)
 
     def __post_init__(self) -> None:
         self._require(bool(self.path), "path", "must name a model folder")
@@ -115,6 +128,16 @@ class ModelSectionConfig(Section, frozen=True):
         self._require(self.dtype in known, "dtype", f"must be one of {', '.join(known)}")
         self._require(self.quantization in (None, "int8"), "quantization", "must be int8 or unset")
         self._require(self.max_context_len is None or self.max_context_len > 1, "max_context_len", "must exceed 1")
+        try:
+            _ = self.keep_alive_s
+        except ValueError as error:
+            self._require(False, "keep_alive", str(error))
+        are_names = all(0 < len(name) <= _MAX_NAME_LEN and name.isprintable() for name in self.aliases)
+        self._require(
+            are_names and len(self.aliases) <= _MAX_ALIASES,
+            "aliases",
+            f"must be at most {_MAX_ALIASES} names of at most {_MAX_NAME_LEN} printable characters",
+        )
         if isinstance(self.sampling, str):
             self._require(self.sampling in ("auto", "none"), "sampling", "must be auto, none or values by name")
         else:

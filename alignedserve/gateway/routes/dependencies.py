@@ -56,6 +56,12 @@ def model_of(http: Request, name: str | None) -> ModelServices:
     return model
 
 
+async def awake_model_of(http: Request, name: str | None) -> ModelServices:
+    """Return what `model_of` does, after the model has been loaded if it sleeps. Raises also Overloaded."""
+    await services_of(http).awake_model(name)
+    return model_of(http, name)
+
+
 async def files_api_of(http: Request) -> tuple[FilesApi, str]:
     """Return files and batches, and the client that owns them. Raises QuotaExceeded, Unavailable, NotFound."""
     services = await rate_limited_services(http)

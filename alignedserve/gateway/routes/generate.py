@@ -11,10 +11,12 @@ from starlette.responses import Response
 from alignedserve.api.endpoints import ENDPOINTS, INPUT_TOKENS, RESPONSES, TOKEN_ENDPOINTS, Endpoint, TokenEndpoint
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.generation_request import Arrival
+from alignedserve.api.openai.prompt_encoding import Prompts
 from alignedserve.api.openai.response_format import MakeFormatter
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.routes.dependencies import (
+    awake_model_of,
     hold_connection,
     ignored_fields_of,
     key_of,
@@ -22,7 +24,7 @@ from alignedserve.gateway.routes.dependencies import (
     rate_limited_services,
 )
 from alignedserve.gateway.routes.request_bodies import read_and_answer, read_prompts
-from alignedserve.gateway.streaming import BodyResponse, EventStreamResponse
+from alignedserve.gateway.streaming import AwaitedResponse, BodyResponse, EventStreamResponse
 
 router = APIRouter()
 
@@ -32,6 +34,19 @@ async def _generate(endpoint: Endpoint[Any], http: Request) -> Response:
     services = await rate_limited_services(http)
     arrival = arrival_of(http, ignored_fields_of(http))
     asked, prompts = await read_prompts(http, endpoint, services, arrival.ignored)
+
+    async def answer() -> Response:
+        return await _answer(endpoint, http, asked, arrival, prompts)
+
+    if services.models.is_asleep(asked.model):
+        is_streamed = getattr(asked, "stream", False)
+        return AwaitedResponse(lambda: services.awake_model(asked.model), answer, is_streamed=is_streamed)
+    return await answer()
+
+
+async def _answer(
+    endpoint: Endpoint[Any], http: Request, asked: Any, arrival: Arrival, prompts: Prompts | None
+) -> Response:
     model = model_of(http, asked.model)
     request = await endpoint.build(asked, arrival, model, prompts)
     hold_connection(http, request.requests[0].request_class)
@@ -48,7 +63,7 @@ async def _count(endpoint: TokenEndpoint[Any], http: Request) -> Response:
     ignored = ignored_fields_of(http)
 
     async def answer(asked: Any) -> bytes:
-        return await endpoint.answer(asked, model_of(http, asked.model), ignored)
+        return await endpoint.answer(asked, await awake_model_of(http, asked.model), ignored)
 
     return JsonResponse(await read_and_answer(http, endpoint, services, ignored, answer))
 

@@ -41,6 +41,7 @@ def _model_view(model: ModelCard) -> dict[str, Any]:
         "max_model_len": model.max_context_len,
         "supported_tasks": model.supported_tasks,
         **({"default_sampling": _sampling_view(model)} if model.encoder is None else {}),
+        **({"alias_of": model.alias_of} if model.alias_of is not None else {}),
         **({"parent": model.parent} if model.parent is not None else {}),
     }
 

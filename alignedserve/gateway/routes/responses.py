@@ -27,10 +27,10 @@ from alignedserve.gateway.responses.stored_events import (
     StoredEventsResponse,
 )
 from alignedserve.gateway.routes.dependencies import (
+    awake_model_of,
     hold_connection,
     ignored_fields_of,
     key_of,
-    model_of,
     rate_limited_services,
 )
 from alignedserve.gateway.routes.generate import arrival_of
@@ -49,7 +49,7 @@ async def create_response(http: Request) -> Response:
     arrival, raw = arrival_of(http, ignored), await receive(http, services)
     await read_if_long(raw, RESPONSES.path, services, ignored)  # what is refused there is not read here
     asked = await parsed(raw, services, partial(parse_response, ignored=ignored))
-    model = model_of(http, asked.model)
+    model = await awake_model_of(http, asked.model)
     api = ResponsesApi.of(services, arrival.tenant)
     turn = await api.begin(asked, ignored)
     request = await build_response_request(asked, turn.all_items, turn.response_id, arrival, model)
@@ -71,7 +71,7 @@ async def count_tokens(http: Request) -> Response:
     ignored = ignored_fields_of(http)
 
     async def answer(asked: InputTokensRequest) -> bytes:
-        model = model_of(http, asked.model)
+        model = await awake_model_of(http, asked.model)
         turn = await _api(http, services).begin(asked, ignored)
         return await input_tokens_answer(asked, turn.all_items, model)
 

@@ -14,6 +14,7 @@ class DeploymentPhase(Enum):
     PREPARING = "preparing"  # nothing yet: gateways connect to it, load its tokenizer and wait for a token
     SERVING = "serving"  # requests that name its model; of one name at most one serves
     DRAINING = "draining"  # no more requests; those that it has are finished
+    SLEEPING = "sleeping"  # it has no processes: requests that name its model wait until it is loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class ServedDeployment:
     deployment_id: str = ""  # as in the names of its processes; empty: the first of a cluster
     router: str = ROUTER  # its router's name
     phase: DeploymentPhase = DeploymentPhase.SERVING
+    problem: str = ""  # of one that sleeps: why it cannot be loaded at present
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +37,8 @@ class DeploymentState:
     deployment_id: str
     missing: str | None  # why no request could be answered from here; None: a token has come through
     num_open: int  # requests that hold it here, from when their model was looked up to their last token
+    num_documents: int = 0  # of them, lines of batches
+    has_lines: bool = False  # batches have lines for its model that wait
+    idle_s: float | None = None  # since its last request here; None: there was none
+    keep_alive_s: float | None = None  # that its last request asked for; None: it did not
+    waited_s: float | None = None  # how long a request has waited for it here; None: none waits

@@ -39,6 +39,7 @@ class ServedModel:
     reasoning_format: str | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)  # which adapters its requests may have
     adapters: tuple[LoraAdapter, ...] = ()  # those of the configuration
+    aliases: tuple[str, ...] = ()  # further names that clients may call it by
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that name nothing
     tensor_parallel: int = 1  # ranks of a worker, which compute the model together
 
@@ -124,6 +125,7 @@ def resolve_model(
         chat_template=template,
         tool_format=section.tool_format,
         reasoning_format=section.reasoning_format,
+        aliases=section.aliases,
         sampling=_sampling(section, config, file or folder, template),
         tensor_parallel=tensor_parallel,
     )

@@ -102,6 +102,7 @@ class GenerationFields(ConstraintFields, Hints):
     return_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(None, ge=-1)  # only the last ones are read; -1: as many as fit
     priority: int | None = Field(None, ge=-1000, le=1000)  # smaller goes first; by service_tier when unset
+    keep_alive: str | int | float | None = None  # how long the model stays in memory afterwards, as Ollama has it
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LEN)  # shares prefixes with equal ones
 
     @property

@@ -35,10 +35,12 @@ from alignedserve.cluster.deployments.orders import (
     ModelOrder,
     Refused,
     Remark,
+    RemoveModel,
 )
+from alignedserve.cluster.hosts.models.on_demand import OnDemandModels
 from alignedserve.cluster.hosts.models.site import Described, Ending, HostedDeployments
 from alignedserve.cluster.ray_polls import Starting, answer_or_none, have_all_ended
-from alignedserve.core.errors import AlignedServeError
+from alignedserve.core.errors import AlignedServeError, NotEnoughMemory
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, DeploymentState, ServedDeployment
 
 _Heard = tuple[DeploymentState, ...] | None  # None: its process is lost, and Ray may start it again
@@ -95,7 +97,17 @@ def _view(deployment_id: str, answers: Sequence[_Heard]) -> View:
     if missing is None and len(states) < len(answers):
         missing = "a gateway or the batch worker is not up"
     num_unknown = sum(answer is None for answer in answers)  # each may hold a request
-    return View(missing, sum(state.num_open for state in states) + num_unknown)
+    used = [state for state in states if state.idle_s is not None]
+    last = min(used, key=lambda state: state.idle_s or 0.0, default=None)
+    return View(
+        missing,
+        sum(state.num_open for state in states) + num_unknown,
+        num_documents=sum(state.num_documents for state in states),
+        has_lines=any(state.has_lines for state in states),
+        idle_s=last.idle_s if last is not None else None,
+        keep_alive_s=last.keep_alive_s if last is not None else None,
+        waited_s=max((state.waited_s for state in states if state.waited_s is not None), default=None),
+    )
 
 
 logger = logging.getLogger(__name__)
@@ -110,7 +122,13 @@ _ANNOUNCED = {
 class DeploymentsDriver:
     """Drives the deployments of one cluster. All methods on one thread; none waits."""
 
-    def __init__(self, site: HostedDeployments, logic: DeploymentsLogic, answer: Callable[[str, Answer], None]) -> None:
+    def __init__(
+        self,
+        site: HostedDeployments,
+        logic: DeploymentsLogic,
+        answer: Callable[[str, Answer], None],
+        on_demand: OnDemandModels,
+    ) -> None:
         """`answer`: gives the giver of an order, by its id, an answer; any but a Remark is the last one."""
         self._site = site
         self._answer = answer
@@ -119,6 +137,8 @@ class DeploymentsDriver:
         self._starts: dict[str, Starting] = {}
         self._failed: list[Failed] = []
         self._ends: dict[str, Ending] = {}
+        self._on_demand = on_demand
+        self._announced: tuple[ServedDeployment, ...] = ()
         self.logic = logic
 
     @property
@@ -129,11 +149,12 @@ class DeploymentsDriver:
     @property
     def announced(self) -> tuple[ServedDeployment, ...]:
         """Return what gateways are told."""
-        return tuple(
+        there = (
             self._site.announced(one.deployment_id, _ANNOUNCED[one.phase])
             for one in self.logic.standings
             if one.phase in _ANNOUNCED
         )
+        return (*there, *self._on_demand.sleeping(self.logic.standings))
 
     @property
     def phases(self) -> dict[str, Phase]:
@@ -147,7 +168,8 @@ class DeploymentsDriver:
 
     def announce(self) -> None:
         """Tell gateways and batch worker which deployments there are."""
-        self._views.announce(self.announced)
+        self._announced = self.announced
+        self._views.announce(self._announced)
 
     def are_all_ready(self) -> bool:
         """Look whether a token has come through every deployment that was announced."""
@@ -159,11 +181,34 @@ class DeploymentsDriver:
         for one in self.logic.standings:
             found = self._site.described(one.deployment_id) or Described("")
             about = (one.deployment_id, one.name, found.path, one.phase.value, one.num_open)
-            yield DeploymentReport(*about, found.workers, found.processes, found.topology)
+            leaves_in_s = self._on_demand.leaves_in_s(one.name) if one.phase is Phase.SERVING else None
+            yield DeploymentReport(*about, found.workers, found.processes, found.topology, leaves_in_s=leaves_in_s)
+        yield from self._on_demand.reports(self.logic.standings)
 
     def order(self, order_id: str, order: ModelOrder) -> None:
         """Take an order, which is answered as it is carried out."""
+        problem = self._note_of_user(order)
+        if problem is not None:
+            self._answer(order_id, Refused(problem))
+            return
+        self._take(order_id, order)
+
+    def _note_of_user(self, order: ModelOrder) -> str | None:
+        """Have a model on demand no more that is removed; return why an order is refused."""
+        name = order.name
+        if name is None or name not in self._on_demand:
+            return None
+        if not isinstance(order, RemoveModel):
+            return f"{name} is a model on demand; remove it first"
+        self._on_demand.forget(name)
+        if any(one.name == name and one.phase is Phase.SERVING for one in self.logic.standings):
+            return None
+        self.announce()
+        return f"{name} was asleep; it is on demand no more"
+
+    def _take(self, order_id: str, order: ModelOrder) -> None:
         logger.info("ordered: %s", order)
+        self.logic.may_be_empty = self._on_demand.may_be_alone
         self._handle(Ordered(order_id, order))
 
     def look(self) -> None:
@@ -187,7 +232,7 @@ class DeploymentsDriver:
                 starting.look()
             except AlignedServeError as error:
                 del self._starts[deployment_id]
-                yield Failed(deployment_id, str(error))
+                yield Failed(deployment_id, str(error), isinstance(error, NotEnoughMemory))
             else:
                 if starting.is_over:
                     del self._starts[deployment_id]
@@ -195,16 +240,31 @@ class DeploymentsDriver:
         views = self._views.look(is_changing=self.is_changing)
         if views is not None:
             yield Viewed(views)
+            self._look_at_demand(views)
         for deployment_id in [one for one, ending in self._ends.items() if ending.look()]:
             del self._ends[deployment_id]
             self._site.forget_deployment(deployment_id)
             yield Ended(deployment_id)
 
+    def _look_at_demand(self, views: Mapping[str, View]) -> None:
+        for one in self.logic.standings:
+            if one.phase is Phase.SERVING and one.name not in self._on_demand:
+                self._note_on_demand(one.deployment_id)
+        for order_id, order in [*self._on_demand.look(views, self.logic.standings)]:
+            self._take(order_id, order)
+        if self._announced != self.announced:  # one that sleeps cannot be loaded, or can again
+            self.announce()
+
+    def _note_on_demand(self, deployment_id: str) -> None:
+        model = self._site.on_demand(deployment_id)
+        if model is not None:
+            self._on_demand.note(model)
+
     def _prepared(self, deployment_id: str, future: "Future[Any]") -> Event:
         try:
             return self._site.note_prepared(deployment_id, future.result())
         except AlignedServeError as error:
-            return Failed(deployment_id, str(error))
+            return Failed(deployment_id, str(error), isinstance(error, NotEnoughMemory))
         except Exception as error:  # a fault of ours must not end the models that serve
             logger.exception("a model cannot be prepared")
             return Failed(deployment_id, f"an unexpected error while it was prepared: {type(error).__name__}")
@@ -229,10 +289,13 @@ class DeploymentsDriver:
                 self._starts.pop(deployment_id, None)
                 self._ends[deployment_id] = self._site.end_deployment(deployment_id)
             case Say(order_id, text):
-                self._answer(order_id, Remark(text))
-            case Conclude(order_id, text, is_refused):
+                if not self._on_demand.is_own(order_id):
+                    self._answer(order_id, Remark(text))
+            case Conclude(order_id, text, is_refused, is_full):
                 logger.info("an order is %s: %s", "refused" if is_refused else "carried out", text)
-                self._answer(order_id, Refused(text) if is_refused else Done(text))
+                answer = Refused(text) if is_refused else Done(text)
+                if not self._on_demand.takes(order_id, answer, is_full=is_full):
+                    self._answer(order_id, answer)
 
     def _settle_adapters(self, order_id: str, replaced: str, deployment_id: str) -> None:
         missing = self._site.settle_adapters(replaced, deployment_id)

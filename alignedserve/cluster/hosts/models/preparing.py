@@ -125,6 +125,7 @@ class Surroundings:
     members: tuple[Member, ...]  # that do not drain, the head first
     models: Mapping[str, HostedModel]
     wholes: Mapping[str, Machine]  # each node before its first model, by name
+    device: str  # that engine.device=auto meant at the start
 
 
 Examine = Callable[[Sequence[RayNode]], Admission | OwnHost]  # examines these nodes, or the one that there is
@@ -146,9 +147,8 @@ class HostedPreparing:
         ConfigError, ModelError, ResourceError or PeerLost.
         """
         own, config = self.settings.of_order(order, replaced)
-        device = next(iter(around.models.values())).plan.config.engine.device
-        if config.engine.device == AUTO:  # means what it meant at the start
-            config = with_device(config, DeviceChoice(device))
+        if config.engine.device == AUTO:
+            config = with_device(config, DeviceChoice(around.device))
         config = resolve_policy(config)
         members = {member.ray_node: member for member in around.members}
         folder = resolve_for([], config).folder

@@ -16,6 +16,7 @@ from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
 from alignedserve.cluster.hosts.admission import Agent
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import HostedModel, Member
+from alignedserve.cluster.hosts.models.on_demand import ModelOnDemand
 from alignedserve.cluster.hosts.models.preparing import HostedPlan, HostedPreparing, Surroundings, in_background
 from alignedserve.cluster.ray_polls import Starting, answers_so_far, have_all_ended, kill_actors
 from alignedserve.cluster.run_folder import remove_files
@@ -98,7 +99,8 @@ class HostedDeployments:
         """Begin to plan one more deployment; the result is for `note_prepared`, or an error of the tree."""
         members = [one for one in self._members.values() if one.name not in self._joining.drains]
         able = tuple(replace(one, others=dict(one.others)) for one in members)  # for a thread, as they are now
-        around = Surroundings(able, dict(self._joining.models), dict(self._joining.wholes))
+        device = self._joining.plan.config.engine.device
+        around = Surroundings(able, dict(self._joining.models), dict(self._joining.wholes), device)
         return in_background(
             lambda: self._preparing.prepare(deployment_id, order, replaced, around), f"preparing {deployment_id}"
         )
@@ -166,6 +168,15 @@ class HostedDeployments:
             router=deployed_name(ROUTER, deployment_id),
             phase=phase,
         )
+
+    def on_demand(self, deployment_id: str) -> ModelOnDemand | None:
+        """Return a deployment's model as one on demand; None: it is there for good."""
+        model = self._joining.models[deployment_id]
+        plan = model.plan
+        if plan.config.model.keep_alive is None:
+            return None
+        sized = next(iter(plan.choices.values())).config
+        return ModelOnDemand.of(plan, sized, model.own)
 
     def described(self, deployment_id: str) -> Described | None:
         """Return what reports say of a deployment; None: it is not planned yet."""

@@ -1,0 +1,163 @@
+"""Has models on demand loaded and put to sleep, by orders as users give them: what OnDemandLogic decides."""
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from alignedserve.cluster.deployments.events import Phase, Standing, View
+from alignedserve.cluster.deployments.on_demand import Demand, Load, OnDemandLogic, Use
+from alignedserve.cluster.deployments.orders import AddModel, Answer, DeploymentReport, ModelOrder, Refused, RemoveModel
+from alignedserve.cluster.hosts.plan import ClusterPlan
+from alignedserve.config.sections import ClusterConfig
+from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
+
+_OWN_ORDER = "on demand: "  # how ids of its orders begin, which no client waits for
+_SLEEPING = "sleeping: "  # and ids of what has no processes, among deployments
+
+
+class ModelOnDemand(NamedTuple):
+    """A model that is loaded when a request names it."""
+
+    order: AddModel  # that has it loaded
+    deployed: ServedDeployment  # as gateways know it while it sleeps
+    keep_alive_s: float  # `inf`: it leaves only for others
+
+    @classmethod
+    def of(cls, plan: ClusterPlan, config: ClusterConfig, own: Mapping[str, Any]) -> "ModelOnDemand":
+        """Return the model of a plan. `config`: with its sizes. `own`: its sections of the settings."""
+        served = plan.served
+        keep_alive_s = config.model.keep_alive_s
+        assert keep_alive_s is not None, "a model that is not on demand"
+        deployed = ServedDeployment(
+            served,
+            config.engine.block_size,
+            config.prefix_cache,
+            deployment_id=_SLEEPING + served.name,
+            phase=DeploymentPhase.SLEEPING,
+        )
+        # The context that it was sized for, so that one which does not fit beside others is not shortened.
+        settings = (*_settings(own), f"model.max_context_len={served.max_context_len}")
+        return cls(AddModel(config.model.path, served.name, settings), deployed, keep_alive_s)
+
+
+class OnDemandModels:
+    """The models on demand of one cluster, as its driver looks after them. All methods on one thread."""
+
+    def __init__(self, models: Iterable[ModelOnDemand] = ()) -> None:
+        self._models = {one.order.subject: one for one in models}
+        self._logic = OnDemandLogic()
+        self._since: dict[str, float] = {}  # when each that is awake was first seen so
+        self._lines_since: dict[str, float] = {}  # when lines of batches were first seen to wait for one that sleeps
+        self._leaving_s: dict[str, float] = {}  # until one that is idle leaves
+        self._ordered: set[str] = set()  # names whose orders are carried out
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether a model of this name is on demand."""
+        return name in self._models
+
+    @property
+    def may_be_alone(self) -> bool:
+        """Return whether a cluster may serve no model for a time, as some can be loaded."""
+        return bool(self._models)
+
+    def note(self, model: ModelOnDemand) -> None:
+        """Note a model on demand that was loaded by others, such as the cluster's first. May be repeated."""
+        self._models.setdefault(model.order.subject, model)
+
+    def forget(self, name: str) -> None:
+        """Have a model no more, as it is removed for good."""
+        self._models.pop(name, None)
+
+    def sleeping(self, standings: Sequence[Standing]) -> tuple[ServedDeployment, ...]:
+        """Return those that requests may name and that do not serve, as gateways are told."""
+        serving, now = _serving(standings), time.monotonic()
+        return tuple(
+            replace(one.deployed, problem=self._logic.problem(name, now) or "")
+            for name, one in self._models.items()
+            if name not in serving
+        )
+
+    def look(self, views: Mapping[str, View], standings: Sequence[Standing]) -> Iterator[tuple[str, ModelOrder]]:
+        """Yield the orders that are due, each with its id. `views`: by deployment, sleeping ones included."""
+        if not self._models:
+            return
+        now, serving = time.monotonic(), _serving(standings)
+        own = {name: deployment_id for name, deployment_id in serving.items() if name in self._models}
+        self._since = {name: self._since.get(name, now) for name in own}
+        awake = {
+            name: (_use(views[deployment_id], now - self._since[name]), self._models[name].keep_alive_s)
+            for name, deployment_id in own.items()
+            if deployment_id in views
+        }
+        self._leaving_s = {name: _leaving_s(use, keep_s) for name, (use, keep_s) in awake.items() if use.is_idle}
+        demands = self._demands(
+            {name: views.get(_SLEEPING + name) for name in self._models if name not in serving}, now
+        )
+        is_changing = bool(self._ordered) or any(one.phase is not Phase.SERVING for one in standings)
+        for command in self._logic.look(awake, demands, now, is_changing=is_changing):
+            self._ordered.add(command.name)
+            order = self._models[command.name].order if isinstance(command, Load) else RemoveModel(command.name)
+            yield _OWN_ORDER + command.name, order
+
+    def _demands(self, asleep: Mapping[str, View | None], now: float) -> dict[str, Demand]:
+        seen = {name: view for name, view in asleep.items() if view is not None}
+        self._lines_since = {name: self._lines_since.get(name, now) for name, view in seen.items() if view.has_lines}
+        since = {name: now - since_s for name, since_s in self._lines_since.items()}
+        demands = {name: Demand(view.waited_s, since.get(name)) for name, view in seen.items()}
+        return {name: one for name, one in demands.items() if one != Demand()}
+
+    def takes(self, order_id: str, answer: Answer, *, is_full: bool) -> bool:
+        """Take the last answer to an order of its own; False: it is a user's."""
+        name = order_id.removeprefix(_OWN_ORDER)
+        if name == order_id:
+            return False
+        self._ordered.discard(name)
+        if isinstance(answer, Refused):
+            self._logic.on_refused(name, answer.reason, time.monotonic(), is_full=is_full)
+        return True
+
+    def is_own(self, order_id: str) -> bool:
+        """Return whether an order is one of its own."""
+        return order_id.startswith(_OWN_ORDER)
+
+    def leaves_in_s(self, name: str) -> float | None:
+        """Return when a model leaves if nobody asks for it; None: it is in use, or does not leave by itself."""
+        left_s = self._leaving_s.get(name)
+        return left_s if left_s is not None and left_s < float("inf") else None
+
+    def reports(self, standings: Sequence[Standing]) -> Iterator[DeploymentReport]:
+        """Yield those that have no deployment."""
+        known = {one.name for one in standings}
+        for name, one in self._models.items():
+            if name not in known:
+                problem = self._logic.problem(name, time.monotonic()) or ""
+                yield DeploymentReport("", name, one.order.path, "asleep", None, problem=problem)
+
+
+def _serving(standings: Sequence[Standing]) -> dict[str, str]:
+    return {one.name: one.deployment_id for one in standings if one.phase is Phase.SERVING}
+
+
+def _use(view: View, awake_s: float) -> Use:
+    idle_s = awake_s if view.idle_s is None else min(view.idle_s, awake_s)
+    return Use(view.num_open, view.num_documents, view.has_lines, idle_s, view.keep_alive_s)
+
+
+def _leaving_s(use: Use, keep_alive_s: float) -> float:
+    return max((keep_alive_s if use.keep_alive_s is None else use.keep_alive_s) - use.idle_s, 0.0)
+
+
+def _settings(own: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sections of settings as `section.field=value` each; YAML reads JSON."""
+    for section, fields in own.items():
+        if not isinstance(fields, Mapping):
+            yield f"{section}={json.dumps(fields)}"
+            continue
+        for name, value in fields.items():
+            if (section, name) not in _NAMED:
+                yield f"{section}.{name}={json.dumps(value)}"
+
+
+_NAMED = {("model", "path"), ("model", "served_model_name"), ("model", "max_context_len")}

@@ -1,0 +1,114 @@
+"""Which models are loaded on demand, which leave, which wait: exact commands."""
+
+import math
+
+from alignedserve.cluster.deployments.on_demand import (
+    DOCUMENTS_TURN_S,
+    RETRY_S,
+    TURN_S,
+    Demand,
+    Leave,
+    Load,
+    OnDemandLogic,
+    Use,
+)
+
+CHAT, DOCUMENTS = Demand(real_time_s=1.0), Demand(documents_s=1.0)
+IDLE, BUSY = Use(idle_s=5.0), Use(num_open=1)
+RUNS_DOCUMENTS = Use(num_open=2, num_documents=2)
+
+
+class Memory:
+    """Asks a logic about models that are awake, each with a keep_alive of a minute unless another is given."""
+
+    def __init__(self, **uses: Use) -> None:
+        self.logic = OnDemandLogic()
+        self.now = 0.0
+        self.look(uses)
+
+    def look(
+        self,
+        uses: dict[str, Use],
+        demands: dict[str, Demand] | None = None,
+        *,
+        keep_s: float = 60.0,
+        changing: bool = False,
+    ) -> list[Load | Leave]:
+        awake = {name: (use, keep_s) for name, use in uses.items()}
+        return list(self.logic.look(awake, demands or {}, self.now, is_changing=changing))
+
+    def full(self, name: str) -> None:
+        self.logic.on_refused(name, "no room", self.now, is_full=True)
+
+
+def test_a_model_is_loaded_for_who_waits_longest_and_chat_goes_first() -> None:
+    demands = {"a": Demand(documents_s=90.0), "b": Demand(real_time_s=1.0), "c": Demand(real_time_s=2.0)}
+    assert Memory().look({}, demands) == [Load("c")]
+    assert Memory().look({}, {"a": demands["a"], "b": demands["b"]}) == [Load("b")]
+    assert Memory().look({}, demands, changing=True) == []
+
+
+def test_it_leaves_after_its_keep_alive() -> None:
+    memory = Memory(a=IDLE)
+    assert memory.look({"a": Use(idle_s=59.0)}) == []
+    assert memory.look({"a": Use(idle_s=60.0)}) == [Leave("a")]
+    assert memory.look({"a": Use(idle_s=1e9)}, keep_s=math.inf) == []
+    assert memory.look({"a": Use(idle_s=1.0, keep_alive_s=0.5)}) == [Leave("a")]  # its last request said so
+    for used in (Use(num_open=1, idle_s=99.0), Use(is_promised=True, idle_s=99.0)):
+        assert memory.look({"a": used}) == []
+
+
+def test_the_one_used_least_recently_makes_room() -> None:
+    uses = {"a": Use(idle_s=5.0), "b": Use(idle_s=9.0), "c": BUSY}
+    memory = Memory(**uses)
+    assert memory.look(uses, {"d": CHAT}) == [Load("d")]
+    memory.full("d")
+    assert memory.look(uses, {"d": CHAT}) == [Leave("b")]
+    assert memory.look({"a": uses["a"], "c": BUSY}, {"d": CHAT}) == [Load("d")]  # tried again once it has left
+
+
+def test_chat_has_the_room_of_documents_at_once_and_of_chat_after_a_turn() -> None:
+    for use, first_s in ((RUNS_DOCUMENTS, 0.0), (Use(is_promised=True), 0.0), (BUSY, TURN_S)):
+        memory = Memory(a=use)
+        memory.full("b")
+        if first_s:
+            memory.now = first_s - 1.0
+            assert memory.look({"a": use}, {"b": Demand(real_time_s=memory.now)}) == []
+        memory.now = first_s
+        assert memory.look({"a": use}, {"b": Demand(real_time_s=memory.now)}) == [Leave("a")]
+
+
+def test_documents_wait_longer_for_the_room_of_chat() -> None:
+    for use, turn_s in ((RUNS_DOCUMENTS, TURN_S), (BUSY, DOCUMENTS_TURN_S)):
+        memory = Memory(a=use)
+        memory.full("b")
+        memory.now = turn_s - 1.0
+        assert memory.look({"a": use}, {"b": Demand(documents_s=memory.now)}) == []
+        memory.now = turn_s
+        assert memory.look({"a": use}, {"b": Demand(documents_s=memory.now)}) == [Leave("a")]
+
+
+def test_a_turn_begins_when_a_model_is_awake() -> None:
+    memory = Memory()
+    memory.now = 100.0
+    memory.look({"a": BUSY})
+    memory.full("b")
+    assert memory.look({"a": BUSY}, {"b": Demand(real_time_s=99.0)}) == []
+
+
+def test_one_that_fits_is_loaded_beside_one_that_waits_for_room() -> None:
+    memory = Memory(a=BUSY)
+    memory.full("large")
+    assert memory.look({"a": BUSY}, {"large": CHAT, "small": DOCUMENTS}) == [Load("small")]
+
+
+def test_one_that_never_fits_says_why_and_is_tried_again() -> None:
+    memory = Memory()
+    memory.full("a")
+    assert memory.logic.problem("a", memory.now) == "no room"
+    assert memory.look({}, {"a": CHAT}) == []
+    memory.now = RETRY_S
+    assert memory.logic.problem("a", memory.now) is None
+    assert memory.look({}, {"a": CHAT}) == [Load("a")]
+    memory.logic.on_refused("a", "its file is damaged", memory.now, is_full=False)
+    assert memory.logic.problem("a", memory.now) == "its file is damaged"
