@@ -46,7 +46,7 @@ def prepare(tmp_path: Path) -> Prepare:
     serving = dict(zip(("", "2"), settings.own, strict=True))
     known = DeploymentSettings(settings, serving, tmp_path)
     joining, members = joined(tmp_path, {})
-    around = Surroundings(tuple(members[:1]), joining.models, {"node-0": TOO_SMALL})
+    around = Surroundings(tuple(members[:1]), joining.models, {"node-0": TOO_SMALL}, "cpu")
     examined: Any = Examined()
     preparing = HostedPreparing(known, lambda nodes: examined)
     return lambda deployment_id, order, replaced: preparing.prepare(deployment_id, order, replaced, around)
