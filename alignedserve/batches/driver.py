@@ -24,6 +24,7 @@ from alignedserve.batches.line_slots import LineSlots
 from alignedserve.batches.location import DriverStores
 from alignedserve.batches.records import BatchKey
 from alignedserve.batches.run import BatchRun
+from alignedserve.batches.schedule import Turn, by_priority
 from alignedserve.batches.statistics import BatchStatistics
 from alignedserve.batches.stores.disk import lock_file
 from alignedserve.config.sections import BatchesConfig
@@ -190,8 +191,12 @@ class BatchDriver:
         """Return the batches by slack, sorted a few times a second and not for every line: slack changes slowly."""
         if now - self._ordered_s >= _ORDER_S or self._is_order_stale:
             runs = list(self._runs.values())
-            ready = (run.ready_batch(position, self._statistics.throughputs) for position, run in enumerate(runs))
-            self._order = [runs[position] for position in by_slack((one for one in ready if one is not None), wall_s)]
+            ready = (
+                run.ready_batch(position, self._statistics.throughputs, wall_s) for position, run in enumerate(runs)
+            )
+            order = by_slack((one for one in ready if one is not None), wall_s)
+            turns = [Turn(position, runs[position].record.owner, runs[position].record.priority) for position in order]
+            self._order = [runs[position] for position in by_priority(turns)]
             self._ordered_s, self._is_order_stale = now, False
         return self._order
 

@@ -14,6 +14,10 @@ A batch fits if it ends in time even at 0.8 of the rate; it cannot fit if it doe
 that finish T is reported; otherwise it is at risk. Example: 2 000 lines of 150 tokens, nothing before, 100 tokens/s:
 3 000 s. A window of 1 h (3 600 s) is at risk, as at 80 tokens/s it takes 3 750 s; two hours fit; half an hour cannot
 fit, T = 2 400 s.
+
+Only time in which lines may start counts: with hours of 22:00 to 06:00, an hour of work that is quoted at noon ends at
+23:00. Batches that are paused are not before it, nor those of its owner that have a larger priority number. Where a
+batch does not surely fit, the end of the nearest window that would is told.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +28,8 @@ import msgspec
 
 from alignedserve.batches.line_slots import ModelShares
 from alignedserve.batches.records import BatchRecord, Eta, Progress, Risk, StoredRecord
+from alignedserve.batches.schedule import ALWAYS, Schedule, schedule_of
+from alignedserve.core.errors import InvalidRequest
 
 _SLOWER, _FASTER = 0.8, 1.25
 _BYTES_PER_TOKEN = 4.0
@@ -94,6 +100,10 @@ class RemainingWork(NamedTuple):
 
     expires_s: float
     tokens_by_model: Mapping[str, float]  # expected; without a name: of any model, as the file is not validated yet
+    schedule: Schedule = ALWAYS
+    owner: str = ""
+    priority: int = 0  # among batches of its owner
+    is_paused: bool = False
 
     @property
     def num_tokens(self) -> float:
@@ -103,6 +113,14 @@ class RemainingWork(NamedTuple):
     def tokens_at(self, model: str) -> float:
         """Return the tokens that belong to this model, or may."""
         return self.tokens_by_model.get(model, 0.0) + (self.tokens_by_model.get("", 0.0) if model else 0.0)
+
+    def is_before(self, other: "RemainingWork") -> bool:
+        """Return whether its lines are expected to run before the other's."""
+        if self.is_paused:
+            return False
+        if self.owner == other.owner and self.priority != other.priority:
+            return self.priority < other.priority
+        return self.expires_s <= other.expires_s
 
     def seconds(self, throughputs: Throughputs) -> float:
         """Return how long its lines take, without any others."""
@@ -126,21 +144,30 @@ def remaining_work(
         observed = (progress.usage.input_tokens + progress.usage.output_tokens) / num_ended
         per_line += (observed - per_line) * num_ended / (num_ended + _TRUST_LINES)
     num_tokens = max(0, num_lines - num_ended) * per_line
-    return RemainingWork(record.expires_s, {model: share * num_tokens for model, share in shares.items()})
+    tokens_by_model = {model: share * num_tokens for model, share in shares.items()}
+    is_paused = record.paused_s is not None
+    return RemainingWork(
+        record.expires_s, tokens_by_model, _known_schedule(record), record.owner, record.priority, is_paused
+    )
+
+
+def _known_schedule(record: BatchRecord) -> Schedule:
+    try:
+        return schedule_of(record)
+    except InvalidRequest:
+        return ALWAYS
 
 
 def estimate_eta(own: RemainingWork, others: Sequence[RemainingWork], throughputs: Throughputs, now: float) -> Eta:
     """Estimate when a batch ends beside the others, all of them scheduled by least slack."""
-    earlier = [other for other in others if other.expires_s <= own.expires_s]
+    earlier = [other for other in others if other.is_before(own)]
     expected_s = 0.0
     for model, tokens in own.tokens_by_model.items():
         before = sum(other.tokens_at(model) if model else other.num_tokens for other in earlier)
         expected_s = max(expected_s, (before + tokens) / throughputs.of(model).tokens_per_s)
     is_measured = all(throughputs.of(model).is_measured for model in own.tokens_by_model)
-    if now + expected_s / _SLOWER <= own.expires_s:
-        risk, finish_s = Risk.FITS, now + expected_s
-    elif now + expected_s / _FASTER > own.expires_s:
-        risk, finish_s = Risk.CANNOT_FIT, now + expected_s / _FASTER
-    else:
-        risk, finish_s = Risk.AT_RISK, now + expected_s
-    return Eta(risk=risk, finish_s=finish_s, is_measured=is_measured, estimated_s=now)
+    slow_s, finish_s, fast_s = (own.schedule.after(now, expected_s / pace) for pace in (_SLOWER, 1.0, _FASTER))
+    if slow_s <= own.expires_s:
+        return Eta(risk=Risk.FITS, finish_s=finish_s, is_measured=is_measured, estimated_s=now)
+    risk, finish_s = (Risk.CANNOT_FIT, fast_s) if fast_s > own.expires_s else (Risk.AT_RISK, finish_s)
+    return Eta(risk=risk, finish_s=finish_s, is_measured=is_measured, estimated_s=now, fitting_s=slow_s)

@@ -17,6 +17,7 @@ from alignedserve.batches.location import DriverStores
 from alignedserve.batches.log.log_format import ResultRecord
 from alignedserve.batches.records import BatchRecord
 from alignedserve.batches.result_writer import ResultWriter
+from alignedserve.batches.schedule import open_time_left
 from alignedserve.config.sections import BatchesConfig
 
 logger = logging.getLogger(__name__)
@@ -131,6 +132,6 @@ class LineExecutor:
             self.writer.add(results.failed_record(self._record.batch_id, line, custom_id, reason))
 
     def _deadline_s(self, model: str) -> float:
-        time_left_s = self._record.expires_s - time.time()
+        time_left_s = open_time_left(self._record, time.time())
         mean_s = self._context.line_durations.mean_s(model)
         return line_deadline_s(time_left_s, self.tracker.num_leased, self.tracker.num_left, mean_s)

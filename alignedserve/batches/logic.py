@@ -4,6 +4,7 @@
 2. in_progress: lines run. Each of them ends with exactly one terminal record in the result log.
 3. finalizing: every line has its record, or the window has expired and the missing records are being written.
 4. completed, or expired.
+A client may pause a batch that is not over: no line starts until it is resumed, and its window goes on.
 A client's cancel leads through cancelling, while the missing records are being written, to cancelled.
 An event that has no meaning in the present state changes nothing. Every change is a step of the table.
 """
@@ -50,6 +51,16 @@ class CancelRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class PauseRequested:
+    """The owner asked that no more lines start."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequested:
+    """The owner asked that lines start again."""
+
+
+@dataclass(frozen=True, slots=True)
 class WindowExpired:
     """The completion window has expired, unless `now` says otherwise."""
 
@@ -59,7 +70,9 @@ class AllLinesRecorded:
     """Every line has its durable record; a batch without valid lines has none."""
 
 
-BatchEvent = Validated | ValidationFailed | CancelRequested | WindowExpired | AllLinesRecorded
+BatchEvent = (
+    Validated | ValidationFailed | CancelRequested | PauseRequested | ResumeRequested | WindowExpired | AllLinesRecorded
+)
 
 
 def advance(record: BatchRecord, event: BatchEvent, now: float) -> BatchRecord:
@@ -73,6 +86,10 @@ def advance(record: BatchRecord, event: BatchEvent, now: float) -> BatchRecord:
             return msgspec.structs.replace(record, problems=problems)
         case CancelRequested() if record.status in (S.VALIDATING, S.IN_PROGRESS):
             return _step(record, S.CANCELLING, cancelling_s=now)
+        case PauseRequested() if record.paused_s is None and record.status in (S.VALIDATING, S.IN_PROGRESS):
+            return msgspec.structs.replace(record, paused_s=now)
+        case ResumeRequested() if record.paused_s is not None and record.status in (S.VALIDATING, S.IN_PROGRESS):
+            return msgspec.structs.replace(record, paused_s=None)
         case WindowExpired() if record.status in (S.VALIDATING, S.IN_PROGRESS) and now >= record.expires_s:
             return _step(record, S.FINALIZING, finalizing_s=now, is_expiring=True)
         case AllLinesRecorded():

@@ -127,6 +127,7 @@ class Eta(StoredRecord, frozen=True):
     finish_s: float  # expected; for CANNOT_FIT the earliest possible end
     is_measured: bool  # from lines that ran here; else assumed from the configuration
     estimated_s: float = msgspec.field(name="quoted_s")
+    fitting_s: float | None = None  # where it does not fit: the nearest end of a window that would
 
 
 class Progress(StoredRecord, frozen=True):
@@ -201,12 +202,21 @@ class BatchRecord(StoredRecord, frozen=True):
     expired_s: float | None = None
     cancelling_s: float | None = None
     cancelled_s: float | None = None
+    not_before_s: float | None = None  # no line starts before
+    hours: str | None = None  # as the client wrote them; None: lines start at any hour
+    priority: int = 0  # among batches of its owner: smaller goes first
+    paused_s: float | None = None  # its owner has paused it
     is_expiring: bool = False  # finalizing because its window has expired
 
     @property
     def is_over(self) -> bool:
         """Return True if the batch has ended."""
         return self.status in TERMINAL
+
+    @property
+    def is_ending(self) -> bool:
+        """Return True if no line of the batch starts any more."""
+        return self.status not in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 
     @property
     def over_s(self) -> float:

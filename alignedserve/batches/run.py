@@ -31,6 +31,7 @@ from alignedserve.batches.logic import AllLinesRecorded, BatchEvent, WindowExpir
 from alignedserve.batches.records import BatchRecord, BatchStatus, Eta, Progress, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.result_writer import ResultWriter
+from alignedserve.batches.schedule import may_start, open_time_left
 from alignedserve.core.errors import StorageError, StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -61,10 +62,12 @@ class BatchRun:
     # --- called by the driver
 
     def update(self, record: BatchRecord) -> None:
-        """Take over the stored record: a client may have cancelled the batch."""
+        """Take over the stored record: a client may have cancelled, paused or resumed the batch."""
         if record.status is not self.record.status:
             self.record = record
             self._changed.set()
+        elif record.paused_s != self.record.paused_s:
+            self.record = msgspec.structs.replace(self.record, paused_s=record.paused_s)
 
     def model_shares(self) -> dict[str, float]:
         """Return the part of its lines that each model runs; a line that names an adapter counts for its model."""
@@ -83,18 +86,21 @@ class BatchRun:
         """Estimate the tokens of lines that have not ended."""
         return remaining_work(self.record, self._current_progress(), throughputs, self.model_shares())
 
-    def ready_batch(self, position: int, throughputs: Throughputs) -> ReadyBatch | None:
+    def ready_batch(self, position: int, throughputs: Throughputs, wall_s: float) -> ReadyBatch | None:
         """Return what decides on this batch's turn, or None while it has no lines to run."""
         if self._lines is None or self.record.status is not BatchStatus.IN_PROGRESS:
             return None
+        if not may_start(self.record, wall_s):
+            return None
         work_s = self.remaining_work(throughputs).seconds(throughputs)
-        return ReadyBatch(position, self.record.expires_s, work_s, self.record.created_s)
+        expires_s = wall_s + open_time_left(self.record, wall_s)  # as if its hours that are left were one
+        return ReadyBatch(position, expires_s, work_s, self.record.created_s)
 
     def start_line(self, now: float, wall_s: float) -> bool:
         """Start the next line; False: none is due now."""
         if self._lines is None or self.record.status is not BatchStatus.IN_PROGRESS:
             return False
-        return wall_s < self.record.expires_s and self._lines.start_line(now)
+        return may_start(self.record, wall_s) and self._lines.start_line(now)
 
     @property
     def num_in_flight(self) -> int:

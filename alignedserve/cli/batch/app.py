@@ -79,6 +79,22 @@ def cancel(batch_id: BatchIdArgument, url: UrlOption = DEFAULT_URL, json_output:
     raise typer.Exit(run(url, batch_id, json_output))
 
 
+@batch_app.command("pause")
+def pause(batch_id: BatchIdArgument, url: UrlOption = DEFAULT_URL, json_output: JsonFlag = False) -> None:
+    """Start no more lines of a batch; those that run go on, and so does its window."""
+    from alignedserve.cli.batch.commands import pause as run
+
+    raise typer.Exit(run(url, batch_id, json_output, is_paused=True))
+
+
+@batch_app.command("resume")
+def resume(batch_id: BatchIdArgument, url: UrlOption = DEFAULT_URL, json_output: JsonFlag = False) -> None:
+    """Start lines of a paused batch again."""
+    from alignedserve.cli.batch.commands import pause as run
+
+    raise typer.Exit(run(url, batch_id, json_output, is_paused=False))
+
+
 @batch_app.command("list")
 def show_list(
     url: UrlOption = DEFAULT_URL,

@@ -163,6 +163,10 @@ class BatchClient:
         """Request the cancellation of a batch."""
         return await self._json("POST", f"/v1/batches/{batch_id}/cancel")
 
+    async def pause(self, batch_id: str, *, is_paused: bool) -> dict[str, Any]:
+        """Let no more lines start, or let them again."""
+        return await self._json("POST", f"/v1/batches/{batch_id}/{'pause' if is_paused else 'resume'}")
+
     async def delete_file(self, file_id: str) -> None:
         """Delete a file."""
         await self._json("DELETE", f"/v1/files/{file_id}")

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from alignedserve.api.openai.parsing import parse
 from alignedserve.batches.records import Endpoint
+from alignedserve.batches.schedule import check_window
 from alignedserve.cli.batch.client import PATIENCE_S, BatchClient, RequestRefused
 from alignedserve.cli.batch.formatting import batches_table, outlook, problem_text, summary
 from alignedserve.cli.batch.input_check import Checked, FileLimits, check_file, endpoint_of_first_line
@@ -23,7 +24,7 @@ from alignedserve.cli.batch.session import checked_id, exit_code_of, print_json,
 from alignedserve.cli.batch.watch import byte_bar, watch_until_over
 from alignedserve.cli.console import FAILURE, print_error, results
 from alignedserve.core.errors import ConfigError, InvalidRequest
-from alignedserve.gateway.files.schemas import CreateBatchRequest, window_s
+from alignedserve.gateway.files.schemas import CreateBatchRequest, schedule_asked, window_s
 
 _SHORT_NAMES = {
     "chat": Endpoint.CHAT,
@@ -93,6 +94,16 @@ def cancel(url: str, batch_id: str, json_output: bool) -> int:
     return run_with_client(url, act)
 
 
+def pause(url: str, batch_id: str, json_output: bool, *, is_paused: bool) -> int:
+    """Start no more lines of a batch, or start them again; may be repeated."""
+
+    async def act(client: BatchClient, console: Console) -> int:
+        _print_batch(await client.pause(checked_id(batch_id), is_paused=is_paused), json_output)
+        return 0
+
+    return run_with_client(url, act)
+
+
 def show_list(url: str, limit: int, json_output: bool) -> int:
     """Show the newest batches."""
 
@@ -113,12 +124,16 @@ def show_list(url: str, limit: int, json_output: bool) -> int:
 def _body(options: SubmitOptions) -> dict[str, Any]:
     """Build the request that creates the batch, checked as the gateway checks it. Raises ConfigError."""
     body: dict[str, Any] = {"endpoint": _endpoint(options).value, "completion_window": options.window}
+    given = {"not_before": options.not_before, "hours": options.hours, "priority": options.priority}
+    body |= {name: value for name, value in given.items() if value is not None}
     if options.metadata:
         body["metadata"] = dict(_pair(text) for text in options.metadata)
     if options.idempotency_key is not None and not 0 < len(options.idempotency_key.encode()) <= 255:
         raise ConfigError("--idempotency-key: must have 1 to 255 characters")
     try:
-        window_s(parse(CreateBatchRequest, body | {"input_file_id": "file"}).completion_window)
+        asked = parse(CreateBatchRequest, body | {"input_file_id": "file"})
+        schedule, now = schedule_asked(asked), time.time()
+        check_window(schedule, now, now + window_s(asked.completion_window))
     except InvalidRequest as error:
         raise ConfigError(f"{error.param}: {error}") from error
     return body

@@ -48,14 +48,16 @@ def outlook(batch: dict[str, Any], now: float) -> str:
     """Format expected end and slack, or the reason of a pause; empty for a server that does not report them."""
     extension = batch.get("alignedserve") or {}
     if extension.get("paused"):
-        return f"paused: {printable(str(extension['paused']))}"
+        reason = printable(str(extension["paused"]))
+        return reason if reason.startswith(("paused", "waits")) else f"paused: {reason}"
     quote = extension.get("quote")
     if not quote or batch["status"] in OVER:
         return ""
     finish_s, slack_s = float(quote["expected_at"]), float(quote["slack_s"])
     slack = f"slack {duration(slack_s)}" if slack_s >= 0 else f"{duration(-slack_s)} too late"
     verdict = _VERDICTS.get(quote["verdict"], printable(str(quote["verdict"])))
-    return f"{verdict}, ends {clock(finish_s)} (in {duration(finish_s - now)}), {slack}"
+    fitting = f", a window of {printable(quote['fitting_window'])} fits" if quote.get("fitting_window") else ""
+    return f"{verdict}, ends {clock(finish_s)} (in {duration(finish_s - now)}), {slack}{fitting}"
 
 
 def progress_text(batch: dict[str, Any], rate: Rate, now: float) -> str:
@@ -83,6 +85,11 @@ def summary(batch: dict[str, Any], now: float) -> Table:
         cached = (usage.get("input_tokens_details") or {}).get("cached_tokens")
         shown = f"{usage['input_tokens']} in{f' ({cached} cached)' if cached else ''}"
         rows.append(("tokens", f"{shown}, {usage['output_tokens']} out"))
+    extension = batch.get("alignedserve") or {}
+    if extension.get("not_before"):
+        rows.append(("not before", clock(extension["not_before"])))
+    rows += [("hours", extension["hours"])] if extension.get("hours") else []
+    rows += [("priority", str(extension["priority"]))] if extension.get("priority") else []
     rows.append(("created", clock(batch["created_at"])))
     rows += [(name.replace("_", " "), clock(batch[f"{name}_at"])) for name in _TIMES if batch.get(f"{name}_at")]
     if batch.get("expires_at") and batch["status"] not in OVER:

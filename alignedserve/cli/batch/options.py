@@ -32,6 +32,17 @@ class SubmitOptions:
         str | None,
         typer.Option("--idempotency-key", metavar="KEY", help="The same key and file never make two batches."),
     ] = None
+    not_before: Annotated[
+        str | None,
+        typer.Option("--not-before", metavar="TIME", help="No line starts before: 2026-11-25T22:00:00+01:00."),
+    ] = None
+    hours: Annotated[
+        str | None,
+        typer.Option(metavar="WINDOWS", help='Lines start only then: "Mon-Fri 22:00-06:00 Europe/Berlin".'),
+    ] = None
+    priority: Annotated[
+        int | None, typer.Option(help="Among your own batches; smaller goes first.", show_default="0")
+    ] = None
     is_watched: Annotated[bool, typer.Option("--watch", help="Stay until it is over.")] = False
     is_checked: Annotated[
         bool, typer.Option("--check/--no-check", help="Look for mistakes in the file before sending it.")

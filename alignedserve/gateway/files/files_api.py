@@ -16,7 +16,7 @@ from alignedserve.api.errors import Conflict, NotFound, QuotaExceeded
 from alignedserve.batches.eta import estimate_eta, remaining_work
 from alignedserve.batches.garbage_collection import delete_file, is_used_by
 from alignedserve.batches.location import BatchStores
-from alignedserve.batches.logic import CancelRequested, advance
+from alignedserve.batches.logic import CancelRequested, PauseRequested, ResumeRequested, advance
 from alignedserve.batches.records import (
     NUM_ID_BYTES,
     BatchKey,
@@ -33,9 +33,17 @@ from alignedserve.batches.records import (
 )
 from alignedserve.batches.repository import BatchRepository, BatchSnapshot, StorageUsage, idempotency_key_of
 from alignedserve.batches.results import result_bytes
+from alignedserve.batches.schedule import check_window
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.files.schemas import CreateBatchRequest, ExpiresAfter, endpoint_of, lifetime_of, window_s
+from alignedserve.gateway.files.schemas import (
+    CreateBatchRequest,
+    ExpiresAfter,
+    endpoint_of,
+    lifetime_of,
+    schedule_asked,
+    window_s,
+)
 from alignedserve.gateway.files.uploads import Upload
 
 INPUT_PURPOSE = "batch"
@@ -44,6 +52,7 @@ _IDEMPOTENCY_KEY_LIFETIME_S = 24 * 3600.0  # an Idempotency-Key is remembered fo
 _MAX_CONFLICTS = 5
 
 WINDOW = "24h"
+_NEWER = ("not_before", "hours", "priority")  # unset, they leave the fingerprints of earlier releases as they were
 
 
 class Content(NamedTuple):
@@ -157,7 +166,11 @@ class FilesApi:
 
     async def create(self, owner: str, asked: CreateBatchRequest, idempotency_key: str | None) -> BatchSnapshot:
         """Create a batch, or return the one that was created with this Idempotency-Key before."""
-        endpoint, window = endpoint_of(asked.endpoint), window_s(asked.completion_window)
+        endpoint, window, schedule = (
+            endpoint_of(asked.endpoint),
+            window_s(asked.completion_window),
+            schedule_asked(asked),
+        )
         fingerprint = _fingerprint(asked)
         key = None if idempotency_key is None else idempotency_key_of(owner, idempotency_key)
         for _ in range(_MAX_CONFLICTS):
@@ -167,7 +180,9 @@ class FilesApi:
             source = await self._source(owner, asked.input_file_id)
             active = await self.repository.active_batches()
             self._check_quota(owner, active)
-            record = _new_record(asked, source, endpoint, window, fingerprint)
+            now = time.time()
+            check_window(schedule, now, now + window)
+            record = _new_record(asked, source, endpoint, now, now + window, fingerprint)
             snapshot = BatchSnapshot(record, Progress(eta=await self._eta(record, active)))
             lifetime_s = max(_IDEMPOTENCY_KEY_LIFETIME_S, window)
             if await self.repository.add_batch(snapshot, source, idempotency_key=key, key_lifetime_s=lifetime_s):
@@ -234,6 +249,18 @@ class FilesApi:
         record = await self.repository.change_batch(batch_id, lambda one: advance(one, CancelRequested(), time.time()))
         return BatchSnapshot(record, snapshot.progress)
 
+    async def pause(self, owner: str, text: str, *, is_paused: bool) -> BatchSnapshot:
+        """Let no more lines start, or let them again; may be repeated. Raises NotFound, or Conflict if it is ending."""
+        snapshot = await self.batch(owner, text)
+        event = PauseRequested() if is_paused else ResumeRequested()
+        record = await self.repository.change_batch(
+            snapshot.record.batch_id, lambda one: advance(one, event, time.time())
+        )
+        if record.is_ending:
+            message = f"The batch is {record.status.value}; it can no longer be paused or resumed."
+            raise Conflict(message, param="batch_id", code="batch_is_over")
+        return BatchSnapshot(record, snapshot.progress)
+
 
 def new_file_id() -> FileId:
     """Make a random file id that cannot be guessed."""
@@ -241,9 +268,13 @@ def new_file_id() -> FileId:
 
 
 def _new_record(
-    asked: CreateBatchRequest, source: FileRecord, endpoint: Endpoint, window: float, fingerprint: str
+    asked: CreateBatchRequest,
+    source: FileRecord,
+    endpoint: Endpoint,
+    created_s: float,
+    expires_s: float,
+    fingerprint: str,
 ) -> BatchRecord:
-    now = time.time()
     return BatchRecord(
         batch_id=batch_key_of(secrets.token_bytes(NUM_ID_BYTES)),
         owner=source.owner,
@@ -252,18 +283,21 @@ def _new_record(
         output_file_id=new_file_id(),
         error_file_id=new_file_id(),
         completion_window=asked.completion_window,
-        created_s=now,
-        expires_s=now + window,
+        created_s=created_s,
+        expires_s=expires_s,
         output_lifetime_s=asked.output_expires_after.seconds if asked.output_expires_after else None,
         metadata=asked.metadata,
         input_bytes=source.num_bytes,
         input_lines=source.num_lines,
         fingerprint=fingerprint,
+        not_before_s=schedule_asked(asked).not_before_s or None,
+        hours=asked.hours,
+        priority=asked.priority,
     )
 
 
 def _fingerprint(asked: CreateBatchRequest) -> str:
-    fields = asked.model_dump(exclude={"input_file_id"})
+    fields = asked.model_dump(exclude={"input_file_id"} | {name for name in _NEWER if not getattr(asked, name)})
     return hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()
 
 

@@ -1,17 +1,22 @@
 """Requests for files and batches, and their validation."""
 
 import re
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from alignedserve.api.schema import Metadata, Schema
+from alignedserve.batches.hours import MAX_HOURS_LEN, parse_hours
 from alignedserve.batches.records import Endpoint
+from alignedserve.batches.schedule import Schedule
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.keys.entry import PRIORITY_LIMIT
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _WINDOW = re.compile(r"(\d{1,6})([smhd])", re.ASCII)
 MIN_WINDOW_S, MAX_WINDOW_S = 60.0, 7 * 86_400.0
+_LAST_S = 4_102_444_800.0  # the year 2100
 MIN_LIFETIME_S, MAX_LIFETIME_S = 3600, 2_592_000
 
 
@@ -30,6 +35,9 @@ class CreateBatchRequest(Schema):
     completion_window: Annotated[str, Field(max_length=16)]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
+    not_before: float | Annotated[str, Field(max_length=64)] | None = None  # Unix seconds, or a time as in RFC 3339
+    hours: Annotated[str, Field(max_length=MAX_HOURS_LEN)] | None = None
+    priority: int = Field(default=0, ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT)  # among one's own: smaller goes first
 
 
 def endpoint_of(name: str) -> Endpoint:
@@ -52,6 +60,33 @@ def window_s(text: str) -> float:
             code="invalid_value",
         )
     return seconds
+
+
+def schedule_asked(asked: CreateBatchRequest) -> Schedule:
+    """Parse when lines of a batch may start. Raises InvalidRequest."""
+    not_before_s = 0.0 if asked.not_before is None else _unix_s(asked.not_before)
+    return Schedule(not_before_s, None if asked.hours is None else parse_hours(asked.hours))
+
+
+def _unix_s(given: float | str) -> float:
+    if not isinstance(given, str):
+        unix_s = given
+    else:
+        try:
+            moment = datetime.fromisoformat(given)
+        except ValueError:
+            moment = None
+        if moment is None or moment.tzinfo is None:
+            raise _refused_time(f"not_before is no time with its zone: {given!r}.")
+        unix_s = moment.timestamp()
+    if not 0.0 <= unix_s <= _LAST_S:
+        raise _refused_time("not_before lies too far away.")
+    return unix_s
+
+
+def _refused_time(message: str) -> InvalidRequest:
+    hint = "Send Unix seconds, or a time such as 2026-11-25T22:00:00+01:00."
+    return InvalidRequest(f"{message} {hint}", param="not_before", code="invalid_value")
 
 
 def lifetime_of(fields: dict[str, str]) -> float | None:

@@ -1,10 +1,12 @@
 """Views of files and batches in OpenAI's shapes. Fields that are not set yet are left out, as in its specification."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from alignedserve.batches.records import BatchRecord, Endpoint, Eta, FileRecord, LineProblem, Progress
 from alignedserve.batches.repository import BatchSnapshot
+from alignedserve.batches.schedule import reason_to_wait, window_text
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.gateway.files.schemas import MAX_WINDOW_S, MIN_WINDOW_S
 
@@ -52,7 +54,7 @@ def batch_view(snapshot: BatchSnapshot) -> dict[str, Any]:
         view["output_file_id"] = record.output_file_id
     if progress.error_bytes:
         view["error_file_id"] = record.error_file_id
-    view["alignedserve"] = _extension(record, progress)
+    view["alignedserve"] = _extension(record, progress, time.time())
     return view
 
 
@@ -99,23 +101,44 @@ def _problem(problem: LineProblem) -> dict[str, Any]:
     return {"code": problem.code, "message": problem.message, "param": problem.param, "line": problem.line}
 
 
-def _extension(record: BatchRecord, progress: Progress) -> dict[str, Any]:
+def _extension(record: BatchRecord, progress: Progress, now: float) -> dict[str, Any]:
     """Build our own extension, which strict clients ignore."""
     counts = progress.counts
+    waiting = None if record.is_ending else reason_to_wait(record, now)
     return {
         "lines_validated": max(progress.num_validated, record.num_lines),
         "lines_expired": counts.expired,
         "lines_cancelled": counts.cancelled,
-        "paused": None if record.is_over else progress.paused,
+        "paused": None if record.is_over else waiting or progress.paused,
         "quote": None if progress.eta is None or record.is_over else _eta(record, progress.eta),
+    } | _schedule(record)
+
+
+def _schedule(record: BatchRecord) -> dict[str, Any]:
+    """Return what its owner set of when its lines start."""
+    fields = {
+        "not_before": None if record.not_before_s is None else int(record.not_before_s),
+        "hours": record.hours,
+        "priority": record.priority or None,
+        "paused_at": None if record.paused_s is None or record.is_over else int(record.paused_s),
     }
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _eta(record: BatchRecord, eta: Eta) -> dict[str, Any]:
-    return {
+    view = {
         "verdict": eta.risk.value,
         "expected_at": int(eta.finish_s),
         "slack_s": round(record.expires_s - eta.finish_s, 1),
         "basis": "measured" if eta.is_measured else "assumed",
         "quoted_at": int(eta.estimated_s),
     }
+    fitting = _fitting_window(record, eta)
+    return view if fitting is None else view | {"fitting_window": fitting}
+
+
+def _fitting_window(record: BatchRecord, eta: Eta) -> str | None:
+    """Return the nearest completion window that would fit; None: this one does, or none of a week would."""
+    if eta.fitting_s is None or eta.fitting_s - record.created_s > MAX_WINDOW_S:
+        return None
+    return window_text(eta.fitting_s - record.created_s)

@@ -1,4 +1,4 @@
-"""Routes of /v1/batches: create, list, get, cancel."""
+"""Routes of /v1/batches: create, list, get, cancel, pause, resume."""
 
 from functools import partial
 
@@ -58,6 +58,20 @@ async def cancel_batch(http: Request, batch_id: str) -> Response:
     """Cancel a batch; results so far are kept."""
     files_api, owner = await files_api_of(http)
     return JsonResponse(batch_view(await files_api.cancel(owner, batch_id)))
+
+
+@router.post("/v1/batches/{batch_id}/pause", response_model=None)
+async def pause_batch(http: Request, batch_id: str) -> Response:
+    """Start no more lines of a batch; those that run go on, and so does its window."""
+    files_api, owner = await files_api_of(http)
+    return JsonResponse(batch_view(await files_api.pause(owner, batch_id, is_paused=True)))
+
+
+@router.post("/v1/batches/{batch_id}/resume", response_model=None)
+async def resume_batch(http: Request, batch_id: str) -> Response:
+    """Start lines of a paused batch again."""
+    files_api, owner = await files_api_of(http)
+    return JsonResponse(batch_view(await files_api.pause(owner, batch_id, is_paused=False)))
 
 
 def _idempotency_key(http: Request) -> str | None:

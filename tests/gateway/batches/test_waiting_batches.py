@@ -1,0 +1,75 @@
+"""Batches that start later, at some hours, or are paused, over HTTP."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually, slowly
+from tests.gateway.support import error_of
+from tests.support.batch_samples import chat_lines
+from tests.support.marks import each
+
+
+async def test_a_batch_waits_for_its_hour_and_says_until_when(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path) as served:
+        waiting = await served.submit(not_before=time.time() + 3600.0, priority=-3)
+        await eventually(lambda: _has_status(served, waiting["id"], "in_progress"))
+        shown = (await served.client.get(f"/v1/batches/{waiting['id']}")).json()
+        done = await served.wait_for((await served.submit(hours="00:00-24:00 Europe/Berlin"))["id"])
+        late = await served.create(waiting["input_file_id"], window="1m", not_before=time.time() + 3600.0)
+    assert shown["alignedserve"]["paused"].startswith("waits until 20")
+    assert shown["alignedserve"]["priority"] == -3
+    assert shown["alignedserve"]["quote"]["expected_at"] >= shown["alignedserve"]["not_before"]
+    assert (done["status"], done["alignedserve"]["hours"]) == ("completed", "00:00-24:00 Europe/Berlin")
+    assert error_of(late, 400)["param"] == "completion_window"
+    assert "The shortest is 61m" in error_of(late, 400)["message"]
+
+
+@pytest.mark.slow
+async def test_a_paused_batch_goes_on_when_it_is_resumed(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, slowly, max_in_flight=1) as served:
+        batch = await served.submit(chat_lines(12))
+        await eventually(lambda: _has_ended_lines(served, batch["id"]))
+        paused = await served.client.post(f"/v1/batches/{batch['id']}/pause")
+        assert paused.json()["alignedserve"]["paused"] == "paused by its owner"
+        await asyncio.sleep(0.5)  # the driver looks four times a second; what runs may end
+        num_submitted = len(served.backend.submitted)
+        await asyncio.sleep(0.3)
+        assert len(served.backend.submitted) == num_submitted < 12
+        assert (await served.client.post(f"/v1/batches/{batch['id']}/resume")).status_code == 200
+        done = await served.wait_for(batch["id"])
+        again = await served.client.post(f"/v1/batches/{batch['id']}/pause")
+    assert done["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
+    assert error_of(again, 409)["code"] == "batch_is_over"
+
+
+async def _has_status(served: BatchGateway, batch_id: str, status: str) -> bool:
+    return bool((await served.client.get(f"/v1/batches/{batch_id}")).json()["status"] == status)
+
+
+async def _has_ended_lines(served: BatchGateway, batch_id: str) -> bool:
+    return (await served.client.get(f"/v1/batches/{batch_id}")).json()["request_counts"]["completed"] > 0
+
+
+@each(
+    ("fields", "param", "named"),
+    [
+        ({"hours": "22:00-06:00 Mars/Olympus"}, "hours", "Mars/Olympus"),
+        ({"hours": "22:00-06:00"}, "hours", "time zone"),
+        ({"not_before": "tomorrow"}, "not_before", "tomorrow"),
+        ({"not_before": "2026-11-25T22:00:00"}, "not_before", "zone"),
+        ({"not_before": -1}, "not_before", "too far"),
+        ({"priority": 1001}, "priority", "1000"),
+    ],
+)
+async def test_what_cannot_be_read_is_refused_by_name(
+    tmp_path: Path, fields: dict[str, Any], param: str, named: str
+) -> None:
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        file_id = (await served.upload(chat_lines(1))).json()["id"]
+        refused = error_of(await served.create(file_id, **fields), 400)
+    assert refused["param"] == param
+    assert named in refused["message"]
