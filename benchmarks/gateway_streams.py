@@ -1,7 +1,8 @@
 """Cost of the gateway itself: streams over HTTP from a backend that answers at once.
 
 `server` runs the gateway with a scripted backend in this process; the client runs in a second process, so that the CPU
-time measured is the gateway's alone. Run: python -m benchmarks.gateway_streams [--streams 64] [--tokens 400]
+time measured is the gateway's alone. Every answer is then read as HTTP and as JSON, event by event, outside the time
+that is measured. Run: python -m benchmarks.gateway_streams [--streams 64] [--tokens 400]
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import multiprocessing
 import resource
 import time
 
+import httptools
 import uvloop
 
 from alignedserve.api.backend.scripted import Script, ScriptedBackend
@@ -23,21 +25,44 @@ from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 
 
-async def stream_once(port: int, max_tokens: int) -> tuple[int, float]:
-    """Return (events, seconds to the first) of one streamed chat completion."""
+async def stream_once(port: int, max_tokens: int) -> tuple[bytes, float]:
+    """Return (all that was answered, seconds to its first byte) of one streamed chat completion."""
     fields = {"model": "bench", "messages": [{"role": "user", "content": "hi"}], "stream": True}
     body = json.dumps({**fields, "max_tokens": max_tokens, "ignore_eos": True}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
     started_s = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head.encode() + b"Content-Type: application/json\r\nConnection: close\r\n\r\n" + body)
-    num_events, first_s, tail = 0, 0.0, b""
+    parts, first_s = [], 0.0
     while received := await reader.read(1 << 16):
         first_s = first_s or time.perf_counter() - started_s
-        num_events += (tail[-5:] + received).count(b"data: ")
-        tail = received
+        parts.append(received)
     writer.close()
-    return num_events, first_s
+    return b"".join(parts), first_s
+
+
+def checked_events(answer: bytes, max_tokens: int) -> int:
+    """Return how many events an answer has, after reading it as HTTP, server-sent events and JSON."""
+    body: list[bytes] = []
+    ends: list[bool] = []
+
+    class Reader:
+        def on_body(self, part: bytes) -> None:
+            body.append(part)
+
+        def on_message_complete(self) -> None:
+            ends.append(True)
+
+    parser = httptools.HttpResponseParser(Reader())
+    parser.feed_data(answer)
+    *events, done, rest = b"".join(body).decode().split("\n\n")
+    assert (parser.get_status_code(), ends, done, rest) == (200, [True], "data: [DONE]", "")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert choices[-1]["finish_reason"] == "length"
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == " the" * max_tokens
+    return len(events) + 1
 
 
 def run_client(
@@ -48,7 +73,8 @@ def run_client(
     async def run() -> tuple[int, float, float]:
         started_s = time.perf_counter()
         done = await asyncio.gather(*(stream_once(port, max_tokens) for _ in range(streams)))
-        return sum(events for events, _ in done), time.perf_counter() - started_s, max(first for _, first in done)
+        wall_s = time.perf_counter() - started_s
+        return sum(checked_events(answer, max_tokens) for answer, _ in done), wall_s, max(first for _, first in done)
 
     results.put(uvloop.run(run()))
 

@@ -43,7 +43,7 @@ class GatewayMiddleware:
         began_s = time.monotonic()
         state["request_id"] = request_id = secrets.token_hex(16)
         client_id = _client_request_id(scope)
-        answered = Answered(client_id)
+        answered = state["answered"] = Answered(client_id)
         sender = _ResponseSender(client_id or request_id, scope, send, self._intake, answered)
         with about_request(request_id), ExitStack() as state["held_until_response"]:
             try:

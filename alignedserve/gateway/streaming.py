@@ -3,7 +3,7 @@ generation is cancelled and its requests are aborted."""
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
@@ -17,6 +17,8 @@ from alignedserve.api.anthropic.errors import anthropic_error_body
 from alignedserve.api.errors import ClientDisconnected, error_body
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.response_format import BodyFormatter, Formatter, MakeFormatter, collect_body
+from alignedserve.gateway.access_log import Answered
+from alignedserve.gateway.connections.http_protocol import StreamedBody
 from alignedserve.gateway.json_response import JsonResponse, is_anthropic
 
 EVENT_STREAM_HEADERS = [
@@ -72,16 +74,17 @@ class EventStreamResponse(Response):
         formatter = self._make_formatter(self._generation)
         scope["state"]["generation"] = self._generation
         scope["state"]["failure_events"] = formatter.failure_events
-        sender = EventSender(send)
+        sender = EventSender(send, scope["state"])
         await while_connected(receive, self._stream(formatter, sender), sender.check)
 
     async def _stream(self, formatter: Formatter, sender: "EventSender") -> None:
         async with self._generation as generation, aclosing(generation.deltas()) as deltas:
             async for index, delta in deltas:
-                await sender.start()
                 events = formatter.events(index, delta)
-                if events:
-                    await sender.send_events(events)
+                if not (events and sender.write_events(events)):
+                    await sender.start()
+                    if events:
+                        await sender.send_events(events)
             closing = await self._closing_events(formatter)
         await sender.end(closing)
 
@@ -107,7 +110,7 @@ class AwaitedResponse(Response):
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Wait, then answer."""
-        sender = EventSender(send)
+        sender = EventSender(send, scope["state"])
         scope["state"]["failure_events"] = partial(_failure_event, scope)
 
         async def wait() -> None:
@@ -154,9 +157,12 @@ class TimedSender:
 class EventSender(TimedSender):
     """Sends the events of a stream, and comments while there are none."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, state: Mapping[str, Any]) -> None:
+        """`state`: of the request's scope."""
         super().__init__(send)
         self.has_started = False  # headers were sent
+        self._body: StreamedBody | None = state.get("streamed_body")
+        self._answered: Answered | None = state.get("answered")
         self._last_s = self._loop.time()
 
     async def start(self) -> None:
@@ -164,6 +170,15 @@ class EventSender(TimedSender):
         if not self.has_started:
             self.has_started = True
             await self.send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+
+    def write_events(self, events: bytes) -> bool:
+        """Write events at once, which a stream that has begun to a client that keeps up allows; False: send them."""
+        if not self.has_started or self._body is None or not self._body.write(events):
+            return False
+        self._last_s = self._loop.time()
+        if self._answered is not None:
+            self._answered.num_bytes += len(events)
+        return True
 
     async def send_events(self, events: bytes) -> None:
         """Send events, or a comment."""

@@ -45,7 +45,7 @@ async def lines_of(tmp_path: Path, *calls: Any, log_format: str = JSON, **config
 async def test_every_answer_has_a_line_with_what_it_was_and_came_to(tmp_path: Path) -> None:
     chat = ("POST", "/v1/chat/completions", {"json": CHAT, "headers": {"x-request-id": "mine-7"}})
     flex = ("POST", "/v1/chat/completions", {"json": {**CHAT, "stream": True, "service_tier": "flex"}})
-    unknown = ("GET", "/v1/no%20such%0Apage=1", {})
+    unknown: tuple[str, str, dict[str, Any]] = ("GET", "/v1/no%20such%0Apage=1", {})
     refused = ("GET", "/v1/models", {"headers": {"authorization": "Bearer k-other-secret"}})
     lines = await lines_of(tmp_path, chat, flex, unknown, refused, access_log=True)
     access = [line for line in map(json.loads, lines) if line["logger"] == "alignedserve.access"]

@@ -10,7 +10,7 @@ import asyncio
 from typing import Any
 
 from typing_extensions import override
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from alignedserve.api.errors import error_json
 from alignedserve.gateway.connections.limits import ConnectionLimits, ConnectionPlace
@@ -22,6 +22,28 @@ _MAX_PROBE_S = 4.0
 _MAX_PIPELINED = 64
 _MAX_OVERHEAD = 16  # bytes around each one of a body: chunks of one byte have 5
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # may come at any time before an answer, which it is not
+
+
+class StreamedBody:
+    """The body of a response in parts, written as uvicorn writes its chunks, without the way through every layer.
+
+    A token is a part, and all that the layers do with it is to pass it on.
+    """
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def write(self, part: bytes) -> bool:
+        """Write a part that is not empty; False: it was not, and is to be sent, as the client does not keep up."""
+        cycle = self._cycle
+        if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete:
+            return False
+        if not (cycle.response_started and cycle.chunked_encoding):
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        return True
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -122,6 +144,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_in_body = True
         self._num_body_bytes = self._num_overhead_bytes = self._num_checked_bytes = 0
         super().on_headers_complete()
+        if self.scope["method"] != "HEAD":
+            self.scope["state"]["streamed_body"] = StreamedBody(self.cycle)
         self._set_timer(self.loop.call_later(_BODY_CHECK_S, self._check_rate))
 
     @override

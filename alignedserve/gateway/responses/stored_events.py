@@ -127,7 +127,7 @@ class StoredEventsResponse(Response):
         """Send events as they come."""
         scope["state"]["failure_events"] = self._stored.failure_events
         release_early(scope["state"])  # the next server has the rest of its events, after the last one that it knows
-        sender = EventSender(send)
+        sender = EventSender(send, scope["state"])
         await while_connected(receive, self._send_all(sender), sender.check)
 
     async def _send_all(self, sender: EventSender) -> None:
