@@ -8,6 +8,7 @@ from alignedserve.cli.console import notes
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.runtime.model.hub.hub_name import names_hub_model
 from alignedserve.runtime.model.hub.local_models import with_local_model
+from alignedserve.runtime.model.hub.short_names import full_name
 
 
 def fetch_model(section: ModelSectionConfig) -> ModelSectionConfig:
@@ -15,7 +16,7 @@ def fetch_model(section: ModelSectionConfig) -> ModelSectionConfig:
 
     Returns the section with the folder or file in its place. Raises like Hub.fetch.
     """
-    if not names_hub_model(section.path):
+    if not names_hub_model(full_name(section.path)):
         return section
     console = notes()
     bar = Progress(

@@ -40,7 +40,7 @@ def parse_hub_name(text: str) -> HubName:
     matches = (form.fullmatch(text) for form in _FORMS)
     found = next((match for match in matches if match is not None), None)
     if found is None or _is_forbidden(found["repo_id"]) or ".." in (found["revision"] or ""):
-        raise ConfigError(f"{text!r} is not the name of a model on a hub, {FORM}")
+        raise ConfigError(f"{text!r} is not the name of a model on a hub, {FORM}, or a short one (docs/models.md)")
     return HubName(found["repo_id"], found["revision"], found["quantization"])
 
 

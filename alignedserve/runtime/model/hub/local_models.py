@@ -6,6 +6,7 @@ import msgspec
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.runtime.model.hub.hub_name import names_hub_model, parse_hub_name
+from alignedserve.runtime.model.hub.short_names import full_name
 
 if TYPE_CHECKING:
     from alignedserve.runtime.model.hub.repository import Hub, Report
@@ -16,9 +17,14 @@ def with_local_model(
 ) -> ModelSectionConfig:
     """Download the section's model if it is on a hub, and put its folder or GGUF file into the section.
 
-    Clients call it by its name on the hub, unless the section says otherwise. A path of this machine and a built-in
-    name are left as they are. Raises like Hub.fetch.
+    Clients call it by its name on the hub, or its short name, unless the section says otherwise. A path of this
+    machine and a built-in name are left as they are. Raises like Hub.fetch.
     """
+    full = full_name(section.path)
+    if full != section.path:
+        section = msgspec.structs.replace(
+            section, path=full, served_model_name=section.served_model_name or section.path
+        )
     if not names_hub_model(section.path):
         return section
     from alignedserve.runtime.model.hub.repository import Hub

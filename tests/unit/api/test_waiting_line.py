@@ -1,0 +1,89 @@
+"""Requests to models that sleep: they wait until the model is there, their patience is over, or it cannot be loaded."""
+
+import asyncio
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from alignedserve.api.errors import Overloaded, Unavailable, UnknownModel
+from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_registry import ModelRegistry, RegisteredModel
+from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.models.waiting_line import WaitingLine
+
+CARD = ModelCard("b", Path("/b"), 64, aliases=("small",))
+
+
+class _Services:
+    adapters = None
+    model = CARD
+
+    def with_adapter(self, name: str) -> None:
+        return None
+
+
+LOADED = RegisteredModel(CARD, cast(ModelServices, _Services()))
+
+
+def _asleep(problem: str = "") -> RegisteredModel:
+    return RegisteredModel(CARD, problem=problem, is_asleep=True)
+
+
+def _registry(*models: RegisteredModel) -> tuple[ModelRegistry, WaitingLine]:
+    registry = ModelRegistry()
+    registry.replace_all(models)
+    return registry, WaitingLine(most=2)
+
+
+async def test_a_request_waits_until_its_model_is_there() -> None:
+    registry, line = _registry(_asleep())
+    assert registry.is_asleep("small")
+    assert registry.missing() is None  # whoever asks gets an answer
+    waiting = asyncio.create_task(registry.awake("small", line, 60.0))
+    await asyncio.sleep(0)
+    assert line.waited_s("b") is not None
+    registry.replace_all([], ["b"])  # it serves, and its tokenizer is not loaded here yet
+    registry.replace_all([RegisteredModel(CARD)], [])
+    registry.replace_all([LOADED])
+    line.changed()
+    assert await waiting is LOADED.services
+    assert line.waited_s("b") is None
+    assert await registry.awake("b", line, 60.0) is LOADED.services  # no waiting for one that is there
+
+
+async def test_one_that_cannot_be_loaded_says_why_at_once() -> None:
+    registry, line = _registry(_asleep())
+    waiting = asyncio.create_task(registry.awake("b", line, 60.0))
+    await asyncio.sleep(0)
+    registry.replace_all([_asleep("it needs 9 MiB")])
+    line.changed()
+    with pytest.raises(Unavailable, match="it needs 9 MiB"):
+        await waiting
+    registry.replace_all([])
+    with pytest.raises(UnknownModel):
+        await registry.awake("b", line, 60.0)
+
+
+async def test_patience_and_places_are_bounded() -> None:
+    registry, line = _registry(_asleep())
+    with pytest.raises(Unavailable, match="could not be loaded within"):
+        await registry.awake("b", line, 0.001)
+    waiting = [asyncio.create_task(registry.awake("b", line, 60.0)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await registry.awake("b", line, 60.0)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert line.waited_s("b") is None
+
+
+def test_an_alias_is_another_name_of_its_model() -> None:
+    registry, _ = _registry(LOADED)
+    assert [card.name for card in registry.cards] == ["b", "small"]
+    assert (registry.card("small").name, registry.card("small").alias_of) == ("small", "b")
+    assert registry.find("small") is LOADED.services
+    assert registry.base_of("small") == "b"
+    assert "small" in registry
+    assert "other" not in registry
