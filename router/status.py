@@ -1,11 +1,15 @@
 """Builds the counts for /metrics and /ready from the router's records."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.cluster_view import (
+    MAX_ADAPTERS,
+    AdapterLoad,
+    AdapterLoads,
     BatchShape,
     PlacedTree,
     RequestTimes,
@@ -177,7 +181,24 @@ def status_of(
         block_size=max((one.registered.block_size for one in workers), default=0),
         num_poolless_workers=sum(_is_poolless(worker, placement) for worker in workers),
         speed=slowest(workers),
+        adapters=adapter_loads(requests, workers),
     )
+
+
+def adapter_loads(requests: Iterable[TrackedRequest], workers: Iterable[WorkerRecord]) -> AdapterLoads:
+    """Count the requests of each LoRA adapter by its name; nothing where no worker takes any."""
+    max_adapters = min((one.registered.max_adapters for one in workers if one.registered.max_adapters), default=0)
+    if not max_adapters:
+        return AdapterLoads()
+    running: Counter[str] = Counter()
+    waiting: Counter[str] = Counter()
+    for tracked in requests:
+        if tracked.request.adapter is not None:
+            counted = waiting if tracked.stage is Stage.QUEUED else running
+            counted[tracked.request.adapter.name] += 1
+    loads = [AdapterLoad(name, running[name], waiting[name]) for name in sorted({*running, *waiting})]
+    loads.sort(key=lambda load: -(load.num_running + load.num_waiting))
+    return AdapterLoads(max_adapters, tuple(loads[:MAX_ADAPTERS]))
 
 
 def slowest(workers: Iterable[WorkerRecord]) -> WorkerSpeed:

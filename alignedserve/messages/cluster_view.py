@@ -8,6 +8,7 @@ import msgspec
 from alignedserve.core.ids import BatchId
 from alignedserve.messages.fields import Count, Seconds, Share, Text
 
+MAX_ADAPTERS = 64  # of LoRA that are told of by name
 MAX_RANGES = 64  # of a tree in one report: it is told as coarsely as that takes
 # Upper edges of the histograms of times, those of vLLM's requests; a last bucket has none.
 TIME_EDGES_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
@@ -78,6 +79,21 @@ class TierLoad(msgspec.Struct, frozen=True, array_like=True):
     num_pooled: Count = 0
     num_decoding: Count = 0
     oldest_queued_s: Seconds = 0.0  # for how long the oldest of those queued has waited; 0: there is none
+
+
+class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
+    """The requests of one LoRA adapter."""
+
+    name: Text
+    num_running: Count = 0  # in prefill or decode, or between them in a pool
+    num_waiting: Count = 0  # queued
+
+
+class AdapterLoads(msgspec.Struct, frozen=True, array_like=True):
+    """LoRA adapters that requests have, those with most requests first, as many as may be told."""
+
+    max_adapters: Count = 0  # in the memory of each worker; 0: adapters are off
+    loads: Annotated[tuple[AdapterLoad, ...], msgspec.Meta(max_length=MAX_ADAPTERS)] = ()
 
 
 class LengthLeaf(msgspec.Struct, frozen=True, array_like=True):

@@ -4,7 +4,7 @@ import msgspec
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, TokenLogprob
-from alignedserve.messages.cluster_view import PlacedTree, RequestTimes, TierLoad, WorkerView
+from alignedserve.messages.cluster_view import AdapterLoads, PlacedTree, RequestTimes, TierLoad, WorkerView
 from alignedserve.messages.fields import (
     Attempt,
     Count,
@@ -160,6 +160,7 @@ class ClusterStatus(Message, frozen=True):
     num_standby_workers: Count = 0  # beside those that decode: loaded, and without work until one of them is lost
     num_poolless_workers: Count = 0  # among those for prompts: their pool is not registered, and they get none
     speed: WorkerSpeed = WorkerSpeed()  # of the slowest worker for prompts, and of the slowest that decodes
+    adapters: AdapterLoads = AdapterLoads()
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):

@@ -47,6 +47,8 @@ from alignedserve.messages.caches import (
     ReturnRequest,
 )
 from alignedserve.messages.cluster_view import (
+    AdapterLoad,
+    AdapterLoads,
     BatchShape,
     FormedBatch,
     LengthLeaf,
@@ -292,6 +294,7 @@ EXAMPLES: tuple[Message, ...] = (
         num_prompt_tokens=18,
         num_tokens=19,
         block_size=16,
+        adapters=AdapterLoads(16, (AdapterLoad("terse", 2, 1),)),
     ),
     TokensEmitted((TokenDelta(R1, 0, (6,), _SCORES), TokenDelta(R2, 7, (2,), (), FinishReason.STOP, 16, bytes(8)))),
     PromptScored(R1, 1, _SCORES),

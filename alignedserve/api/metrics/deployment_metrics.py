@@ -4,6 +4,7 @@ A deployment other than a cluster's first has a second label, `deployment`: for 
 the first of them is replaced.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,7 +16,7 @@ from typing_extensions import override
 
 from alignedserve.api.backend.interface import CompletionBackend
 from alignedserve.core.request import Slo
-from alignedserve.messages.cluster_view import TIME_EDGES_S, TierLoad, TimeSpread, WorkerView
+from alignedserve.messages.cluster_view import TIME_EDGES_S, AdapterLoads, TierLoad, TimeSpread, WorkerView
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.messages.iteration_log import SPREAD_EDGES, IterationLogTotals
 
@@ -172,6 +173,8 @@ def _reported(status: ClusterStatus) -> Iterator[Metric]:
         for one in status.leans:
             leans.add_metric([one.worker], one.lean)
         yield leans
+    if status.adapters.max_adapters:
+        yield _adapters(status.adapters, time.time())
     yield from iteration_log_metrics(status.iteration_log)
     yield from request_times(status)
 
@@ -287,6 +290,23 @@ def _cache_config(status: ClusterStatus) -> Metric:
         "vllm:cache_config_info", "Caches of all workers.", labels=["block_size", "num_gpu_blocks"]
     )
     family.add_metric([str(status.block_size), str(status.num_worker_blocks)], 1)
+    return family
+
+
+def _adapters(told: AdapterLoads, time_s: float) -> Metric:
+    """Return the adapters at work as vLLM names them in labels; an endpoint picker takes the sample of the latest time.
+
+    A name with a comma is left out, as it would be read as two.
+    """
+    family = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "Time of the report, in seconds since 1970; LoRA adapters of requests that run, and of those that all wait.",
+        labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+    )
+    loads = [load for load in told.loads if "," not in load.name]
+    running = ",".join(load.name for load in loads if load.num_running)
+    waiting = ",".join(load.name for load in loads if not load.num_running)
+    family.add_metric([str(told.max_adapters), running, waiting], time_s)
     return family
 
 

@@ -2,6 +2,7 @@
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import ADAPTER_DIGEST_BYTES, LoraAdapter
+from alignedserve.messages.cluster_view import AdapterLoad, AdapterLoads
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import ResumeRequest
 from alignedserve.messages.handshake import Role
@@ -49,6 +50,20 @@ def test_a_request_goes_where_its_adapter_is() -> None:
     sender = Sender(two_workers())
     places = [sender.send(number) for number in (1, 2, 1, 1, 2, 2, 1)]
     assert places == [FIRST, SECOND, FIRST, FIRST, SECOND, SECOND, FIRST]
+
+
+def test_the_status_tells_which_adapters_run_and_which_wait() -> None:
+    made = two_workers(max_adapters=7)
+    sender = Sender(made)
+    for number in (1, 2, 1, None):
+        sender.send(number)
+    assert made.status().adapters == AdapterLoads(7, (AdapterLoad("adapter-1", 2), AdapterLoad("adapter-2", 1)))
+    made.lose(FIRST)
+    made.lose(SECOND)
+    made.submit(request("late", adapter=adapter(3)))
+    made.hear(FIRST, worker(can_decode=False, max_adapters=5))
+    assert made.status().adapters.max_adapters == 5
+    assert {load.name for load in made.status().adapters.loads if load.num_waiting} >= {"adapter-1", "adapter-2"}
 
 
 def test_requests_of_the_model_follow_none() -> None:

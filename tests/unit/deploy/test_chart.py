@@ -1,0 +1,276 @@
+"""Helm renders the chart to what Kubernetes and its operators take, says no to what would not work, and drains.
+
+Helm itself does it: the package `helm-python-sdk` is Helm's own library in a wheel, for Linux on x86. Nothing is
+installed into a cluster. `kubernetes_schemas.json.gz` has the schemas by which each kind is checked, unknown fields
+refused, without descriptions and `status`: those of Kubernetes 1.33 from the package kubernetes-validate 1.37.0,
+`InferencePool` v1 (github.com/kubernetes-sigs/gateway-api-inference-extension, commit 84436a96b9e6) and
+`ServiceMonitor` v1 (github.com/prometheus-operator/prometheus-operator, commit 6adcebc5076c); all Apache License 2.0.
+"""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+
+from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
+from alignedserve.config.loading import load_config
+from alignedserve.config.sections.gateway import GatewayConfig
+from tests.unit.deploy.test_kuberay import HEAD, closed
+
+helm = pytest.importorskip("helm_python", reason="helm-python-sdk has wheels for Linux on x86 alone")
+
+CHART = Path(__file__).parents[3] / "deploy/helm/alignedserve"
+SECRETS: dict[str, Any] = {"auth": {"apiKeys": {"secret": "keys"}}}
+RAY: dict[str, Any] = SECRETS | {"mode": "ray", "ray": {"tokenSecret": {"name": "token"}}}
+EVERYTHING: dict[str, Any] = {
+    "auth": {"keysFile": {"secret": "keys"}},
+    "tls": {"secret": "certificate"},
+    "gpus": 2,
+    "model": "org/name@main",
+    "config": {"batches": {"enabled": False}, "prefill": {"candidate_buffer_bytes": 81_920_000_000}},
+    "replicas": 3,
+    "image": {"repository": "registry.example/alignedserve", "digest": "sha256:" + "0" * 64},
+    "imagePullSecrets": [{"name": "pull"}],
+    "service": {"type": "LoadBalancer", "port": 443, "annotations": {"a": "b"}},
+    "networkPolicy": {"egress": [{"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]}]},
+    "serviceMonitor": {
+        "enabled": True,
+        "labels": {"release": "prometheus"},
+        "apiKey": {"secret": "prometheus", "key": "api-key"},
+    },
+    "podLabels": {"team": "a"},
+    "podAnnotations": {"c": "d"},
+    "nodeSelector": {"gpu": "h100"},
+    "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    "priorityClassName": "serving",
+    "persistence": {"storageClass": "fast"},
+    "extraEnv": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}],
+}
+POOL: dict[str, Any] = EVERYTHING | {
+    "auth": {"allowAnonymous": True},
+    "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
+}
+CASES = {
+    "defaults": SECRETS,
+    "everything": EVERYTHING,
+    "no disk": SECRETS | {"persistence": {"enabled": False}, "networkPolicy": {"enabled": False}},
+    "pool": POOL,
+    "ray": RAY,
+    "ray with everything": EVERYTHING | RAY | {"auth": EVERYTHING["auth"], "replicas": 1},
+}
+Manifest = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def chart() -> Any:
+    with helm.Chart.load(CHART) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def validators() -> dict[str, Draft202012Validator]:
+    own = Path(__file__).parent
+    schemas = json.loads(gzip.decompress((own / "kubernetes_schemas.json.gz").read_bytes()))
+    kinds: dict[str, Any] = {kind: closed(schema) for kind, schema in schemas["kinds"].items()}
+    kinds["RayCluster"] = closed(json.loads(gzip.decompress((own / "raycluster_v1_schema.json.gz").read_bytes())))
+    return {kind: Draft202012Validator(schema | {"$defs": schemas["$defs"]}) for kind, schema in kinds.items()}
+
+
+def rendered(chart: Any, values: Manifest) -> dict[str, Manifest]:
+    """Return the manifests by kind; the service of the pods' own names is `Service/pods`."""
+    texts = chart.render(values, name="demo", namespace="prod")
+    manifests = [one for name, text in texts.items() if name.endswith(".yaml") for one in yaml.safe_load_all(text)]
+    names = [one["kind"] + ("/pods" if one["metadata"]["name"].endswith("-pods") else "") for one in manifests if one]
+    assert len(set(names)) == len(names)
+    return dict(zip(names, filter(None, manifests), strict=True))
+
+
+def pods_of(manifests: dict[str, Manifest]) -> list[Manifest]:
+    if "StatefulSet" in manifests:
+        return [manifests["StatefulSet"]["spec"]["template"]]
+    spec = manifests["RayCluster"]["spec"]
+    return [spec["headGroupSpec"]["template"], spec["workerGroupSpecs"][0]["template"]]
+
+
+def containers_of(manifests: dict[str, Manifest]) -> list[Manifest]:
+    return [pod["spec"]["containers"][0] for pod in pods_of(manifests)]
+
+
+def settings_of(manifests: dict[str, Manifest]) -> Manifest:
+    settings: Manifest = yaml.safe_load(manifests["ConfigMap"]["data"]["cluster.yaml"])
+    return settings
+
+
+def test_helm_has_nothing_against_the_chart() -> None:
+    found = helm.lint(CHART, SECRETS, strict=True)
+    worse = [message for message in found["messages"] if "icon" not in message["error"]]
+    assert (worse, found["errors"]) == ([], [])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kubernetes_takes_what_helm_makes(chart: Any, validators: dict[str, Draft202012Validator], case: str) -> None:
+    for name, manifest in rendered(chart, CASES[case]).items():
+        errors = [f"{error.json_path}: {error.message}" for error in validators[manifest["kind"]].iter_errors(manifest)]
+        assert (name, errors) == (name, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"), [("StatefulSet", ("spec", "replica")), ("InferencePool", ("spec", "targetPort"))]
+)
+def test_the_schemas_refuse_mistakes(
+    chart: Any, validators: dict[str, Draft202012Validator], kind: str, path: tuple[str, str]
+) -> None:
+    manifest = rendered(chart, POOL)[kind]
+    manifest[path[0]][path[1]] = 1
+    assert not validators[kind].is_valid(manifest)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({}, "name a secret with keys"),
+        ({"auth": {"keysFile": {"secret": "a"}, "apiKeys": {"secret": "b"}}}, "name one of the two"),
+        (SECRETS | {"mode": "ray"}, "ray.tokenSecret.name"),
+        (SECRETS | {"replicas": 2}, "config.batches.enabled=false"),
+        (SECRETS | {"config": {"gateway": {"port": 80}}}, "config.gateway.port is set by the chart: use port"),
+        ({"auth": POOL["auth"], "inferencePool": {"enabled": True}}, "inferencePool.endpointPicker.name"),
+        (SECRETS | {"inferencePool": POOL["inferencePool"]}, "the endpoint picker sends no key"),
+        (SECRETS | {"serviceMonitor": {"enabled": True}}, "serviceMonitor.apiKey.secret"),
+        (RAY | {"inferencePool": {"enabled": True}}, "inferencePool is for mode pods"),
+        (RAY | {"replicas": 2}, "in mode ray it is ray.workers"),
+        (SECRETS | {"mode": "swarm"}, "mode"),
+        (SECRETS | {"replicas": -1}, "replicas"),
+        (SECRETS | {"imagee": {}}, "imagee"),
+        (SECRETS | {"model": "--set"}, "model"),
+        (SECRETS | {"image": {"digest": "sha256:12"}}, "digest"),
+    ],
+)
+def test_values_that_would_not_work_are_refused_by_name(chart: Any, values: Manifest, says: str) -> None:
+    with pytest.raises(helm.HelmError, match=says):
+        chart.render(values, name="demo")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pods_write_into_their_volumes_alone_and_have_no_rights(chart: Any, case: str) -> None:
+    for pod in pods_of(rendered(chart, CASES[case])):
+        spec, (container,) = pod["spec"], pod["spec"]["containers"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["automountServiceAccountToken"] is False
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        mounted = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+        assert mounted == {"/dev/shm", "/tmp", "/run/alignedserve", "/home/alignedserve", "/var/lib/alignedserve"}
+        # A volume belongs to root, and is open to its group: folders that must be private are below it.
+        variables = {variable["name"]: variable.get("value") for variable in container["env"]}
+        assert variables["ALIGNEDSERVE_RUN_DIR"] == "/run/alignedserve/own"
+        assert variables["ALIGNEDSERVE_STATE_DIR"] == "/var/lib/alignedserve/state"
+        assert spec["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+
+
+def test_every_volume_that_is_mounted_is_there(chart: Any) -> None:
+    for values in CASES.values():
+        manifests = rendered(chart, values)
+        claimed = [one["metadata"]["name"] for one in manifests.get("StatefulSet", {}).get("spec", {}).get(
+            "volumeClaimTemplates", [])]  # fmt: skip
+        for pod in pods_of(manifests):
+            there = {volume["name"] for volume in pod["spec"]["volumes"]} | set(claimed)
+            assert {mount["name"] for mount in pod["spec"]["containers"][0]["volumeMounts"]} == there
+
+
+@pytest.mark.parametrize("base", [SECRETS, RAY], ids=["pods", "ray"])
+def test_a_pod_has_the_time_to_drain_and_end(chart: Any, base: Manifest) -> None:
+    manifests = rendered(chart, base | {"drainSeconds": 300})
+    assert settings_of(manifests)["gateway"]["drain_s"] == 300
+    for pod in pods_of(manifests):
+        assert pod["spec"]["terminationGracePeriodSeconds"] > 300 + 30
+        assert "preStop" in pod["spec"]["containers"][0]["lifecycle"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_probes_ask_what_the_gateway_answers_where_it_listens(chart: Any, case: str) -> None:
+    manifests = rendered(chart, CASES[case])
+    settings = settings_of(manifests)["gateway"]
+    for container in containers_of(manifests):
+        assert container["readinessProbe"]["httpGet"] == {
+            "path": "/ready",
+            "port": "http",
+            "scheme": "HTTPS" if "tls_key" in settings else "HTTP",
+        }
+        (port,) = [one["containerPort"] for one in container["ports"] if one["name"] == "http"]
+        assert port == settings["port"] == GatewayConfig().port
+    assert [one["targetPort"] for one in manifests["Service"]["spec"]["ports"]] == ["http"]
+
+
+def test_services_budget_policy_and_pool_select_the_pods(chart: Any) -> None:
+    for values in CASES.values():
+        manifests = rendered(chart, values)
+        selectors = [manifests["Service"]["spec"]["selector"]]
+        for kind, field in (
+            ("StatefulSet", "selector"),
+            ("PodDisruptionBudget", "selector"),
+            ("NetworkPolicy", "podSelector"),
+            ("InferencePool", "selector"),
+        ):
+            if kind in manifests:
+                selectors.append(manifests[kind]["spec"][field]["matchLabels"])
+        for pod in pods_of(manifests):
+            assert all(selector.items() <= pod["metadata"]["labels"].items() for selector in selectors)
+
+
+def test_secrets_come_from_secrets(chart: Any) -> None:
+    keys = containers_of(rendered(chart, SECRETS))[0]["env"]
+    assert {"name": "ALIGNEDSERVE_API_KEYS", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "api-keys"}}} in keys
+    manifests = rendered(chart, EVERYTHING)
+    settings = settings_of(manifests)["gateway"]
+    mounts = {mount["mountPath"] for mount in containers_of(manifests)[0]["volumeMounts"]}
+    for name in ("keys_file", "tls_certificate", "tls_key"):
+        assert str(Path(settings[name]).parent) in mounts
+    assert settings_of(manifests)["prefill"] == EVERYTHING["config"]["prefill"]  # no 8.192e+10
+
+
+@pytest.mark.parametrize("case", ["defaults", "ray"])
+def test_alignedserve_reads_the_settings(chart: Any, tmp_path: Path, case: str) -> None:
+    values = CASES[case] | {"tls": {"secret": "certificate"}, "config": {"scheduling": {"interference": 1.1}}}
+    (tmp_path / "cluster.yaml").write_text(rendered(chart, values)["ConfigMap"]["data"]["cluster.yaml"])
+    config = load_config(tmp_path / "cluster.yaml")
+    assert (config.gateway.scheme, config.gateway.drain_s, config.scheduling.interference) == ("https", 60.0, 1.1)
+
+
+def test_gpus_are_asked_for_and_used(chart: Any) -> None:
+    manifests = rendered(chart, EVERYTHING)
+    assert containers_of(manifests)[0]["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert settings_of(manifests)["engine"] == {"device": "cuda"}
+    tagged = SECRETS | {"gpus": 1}
+    assert containers_of(rendered(chart, tagged))[0]["image"] == "alignedserve:cuda-0.1.0"
+    assert containers_of(rendered(chart, SECRETS))[0]["image"] == "alignedserve:cpu-0.1.0"
+
+
+def test_a_cluster_by_the_operator_is_that_of_the_example(chart: Any) -> None:
+    manifests = rendered(chart, RAY | {"ray": {"tokenSecret": {"name": "token"}, "workers": 4}})
+    spec = manifests["RayCluster"]["spec"]
+    workers = spec["workerGroupSpecs"][0]
+    assert workers["rayStartParams"] == spec["headGroupSpec"]["rayStartParams"] == HEAD["rayStartParams"]
+    head, worker = containers_of(manifests)
+    assert "--nodes 5 --config" in head["command"][-1]
+    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 4
+    assert 'alignedserve drain "$POD_IP" --within 60' in worker["lifecycle"]["preStop"]["exec"]["command"][-1]
+    for container in (head, worker):
+        assert RAY_ENVIRONMENT.items() <= {one["name"]: one.get("value") for one in container["env"]}.items()
+    assert manifests["NetworkPolicy"]["spec"]["ingress"][1]["from"] == [
+        {"podSelector": {"matchLabels": manifests["Service"]["spec"]["selector"]}}
+    ]
+
+
+def test_the_charts_versions_are_the_products() -> None:
+    described = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    project = (CHART.parents[2] / "pyproject.toml").read_text()
+    assert f'version = "{described["appVersion"]}"' in project
+    pins = (CHART.parents[2] / "constraints.txt").read_text().splitlines()
+    assert f"ray=={yaml.safe_load((CHART / 'values.yaml').read_text())['ray']['version']}" in pins
