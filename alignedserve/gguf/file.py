@@ -108,13 +108,26 @@ class HeaderCursor:
             if count > MAX_STRINGS:
                 raise self.error(f"a list of {count} strings where at most {MAX_STRINGS} are allowed")
             self._require(8 * count)
-            return [self.text() for _ in range(count)]
+            return self._texts(count)
         name = "<u1" if value_type == _BOOL else _NUMBERS.get(value_type)
         if name is None:
             raise self.error(f"a list of values of the unknown type {value_type}")
         numbers = np.dtype(name)
         # The copy lets the buffer grow again.
         return np.frombuffer(self.take(count * numbers.itemsize), numbers)
+
+    def _texts(self, count: int) -> list[str]:
+        """Return the next strings: a hundred thousand of a vocabulary, without a call for each in the buffer."""
+        buffer, texts = self._buffer, []
+        for _ in range(count):
+            start = self.position + 8
+            end = start + _LENGTH.unpack_from(buffer, self.position)[0] if start <= len(buffer) else self._limit + 1
+            if end > len(buffer):
+                texts.append(self.text())
+                continue
+            texts.append(buffer[start:end].decode(errors="replace"))
+            self.position = end
+        return texts
 
     def _require(self, count: int) -> None:
         if count > self._limit - self.position:

@@ -4,11 +4,11 @@ Two kinds are read: byte-level vocabularies with their merges (tokenizer.ggml.mo
 vocabularies with scores (llama), whose merges follow from the scores.
 """
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import orjson
 
 from alignedserve.core.errors import ModelError, UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
@@ -121,7 +121,7 @@ def gguf_tokenizer(file: GgufFile) -> TokenizerFiles:
     template = file.metadata.get("tokenizer.chat_template")
     if template is not None and (not isinstance(template, str) or len(template) > MAX_TEMPLATE_CHARACTERS):
         raise entries.error("tokenizer.chat_template", "must be a text of at most a million characters")
-    return TokenizerFiles(json.dumps(definition), vocabulary.special_tokens(), template)
+    return TokenizerFiles(orjson.dumps(definition).decode(), vocabulary.special_tokens(), template)
 
 
 class _Vocabulary:

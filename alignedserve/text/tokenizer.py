@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import orjson
 import tokenizers
 
 from alignedserve.core.errors import ContextTooLong, InvalidRequest, UnsupportedModel
@@ -55,13 +56,13 @@ class Tokenizer:
         tool_template: str | None = None,  # the template of conversations with tools, where there are two
     ) -> None:
         self._tokenizer = _parse(definition)
-        self._literal = _parse(definition)
+        self._literal = _sharing_vocabulary(self._tokenizer, definition)
         self._literal.encode_special_tokens = True
         self._special_ids = frozenset(
             token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        described = json.loads(definition)
+        described = orjson.loads(definition)
         self._pieces = pieces_for(described.get("decoder"))
         self._bytes_of: dict[int, bytes] = {}  # grows to the vocabulary at most
         self._special_tokens = dict(special_tokens)
@@ -313,6 +314,22 @@ def _parse(definition: str) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _sharing_vocabulary(tokenizer: Any, definition: str) -> Any:
+    """Return another tokenizer of the same definition over the same vocabulary in memory, as reading one takes long."""
+    other = tokenizers.Tokenizer(tokenizer.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if getattr(tokenizer, part) is not None:
+            setattr(other, part, getattr(tokenizer, part))
+    for _, token in sorted(tokenizer.get_added_tokens_decoder().items()):
+        (other.add_special_tokens if token.special else other.add_tokens)([token])
+    # Numbers that do not follow from the order are given by the definition alone.
+    return other if _added_tokens(other) == _added_tokens(tokenizer) else _parse(definition)
+
+
+def _added_tokens(tokenizer: Any) -> dict[int, str]:
+    return {token_id: repr(token) for token_id, token in tokenizer.get_added_tokens_decoder().items()}
 
 
 def _room(tokenizer: Any, max_tokens: int, *, is_pair: bool) -> int:
