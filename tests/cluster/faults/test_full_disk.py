@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from benchmarks.batches.kills import Verdict, answered_alone, judge, make_tasks
@@ -36,6 +37,11 @@ def fill(disk: Path) -> Path:
             return ballast
 
 
+def stored_response(url: str) -> httpx.Response:
+    """Ask for an answer that is stored."""
+    return httpx.post(f"{url}/v1/responses", json={"model": "pocket", "input": "spell otter"}, timeout=60.0)
+
+
 def test_a_batch_on_a_full_disk_pauses_and_goes_on(small_disk: Path, tmp_path: Path) -> None:
     with kill_cluster(tmp_path) as cluster:
         client = BatchHttpClient(cluster.url)
@@ -43,9 +49,16 @@ def test_a_batch_on_a_full_disk_pauses_and_goes_on(small_disk: Path, tmp_path: P
         prompts = [(name, task.prompt) for name, task in tasks.items()]
         batch_id = client.submit(chat_file(prompts, "pocket"), "/v1/chat/completions")
         client.wait(batch_id, lambda batch: batch["request_counts"]["completed"] > 20)
+        kept = stored_response(cluster.url).json()["id"]
         ballast = fill(small_disk)
+        refused = stored_response(cluster.url)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "storage_full"
+        assert "no space left on the disk" in refused.json()["error"]["message"]
+        assert httpx.get(f"{cluster.url}/v1/responses/{kept}").status_code == 200
         time.sleep(6.0)
         ballast.unlink()
+        assert stored_response(cluster.url).status_code == 200
         batch = client.wait(batch_id)
         output = client.lines(batch.get("output_file_id"))
         assert judge(batch, output, client.lines(batch.get("error_file_id")), tasks) == Verdict(0, 0, 0, "completed")

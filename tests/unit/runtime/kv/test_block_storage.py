@@ -1,6 +1,7 @@
 """Block layout and block storage."""
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -54,3 +55,18 @@ def test_blocks_outside_the_storage_are_broken_invariants() -> None:
 def test_too_much_memory_says_how_much_is_needed() -> None:
     with pytest.raises(NotEnoughMemory, match=str(LAYOUT.block_bytes << 40)):
         BlockStorage(LAYOUT, 1 << 40)
+
+
+def test_memory_that_was_used_is_given_back_but_for_the_first_blocks() -> None:
+    """What a host keeps while it idles, after its calibration has written all blocks."""
+    layout = BlockLayout(num_layers=4, num_kv_heads=4, head_dim=64, block_size=16, dtype="float32")
+    storage = BlockStorage(layout, (96 << 20) // layout.block_bytes)
+    before = psutil.Process().memory_info().rss
+    storage.bytes.fill_(1)
+    written = psutil.Process().memory_info().rss - before
+    storage.give_back()
+    assert written > 20 << 20
+    assert psutil.Process().memory_info().rss - before < written - (20 << 20)
+    assert int(storage.bytes[-1].sum()) == 0
+    storage.bytes[-1] = 7
+    assert int(storage.bytes[-1][0]) == 7
