@@ -33,6 +33,13 @@ RUN pip install -c constraints.txt --no-deps . && cd / && python -c 'import torc
 
 FROM python:${PYTHON}-slim-bookworm
 ARG VARIANT=cpu
+ARG VERSION=0.1.0
+ARG REVISION=
+LABEL org.opencontainers.image.title="AlignedServe" \
+    org.opencontainers.image.description="Serves real-time chat and best-effort documents from one fleet" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.version="${VERSION}-${VARIANT}" \
+    org.opencontainers.image.revision="${REVISION}"
 # libgomp: gateways and routers use the kernels without PyTorch, which has its own. A GPU's kernels are compiled where
 # they run.
 RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 \
