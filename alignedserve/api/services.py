@@ -20,6 +20,7 @@ from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.keys.ring import CurrentKeys
 from alignedserve.text.tokenizer import Tokenizer
+from alignedserve.usage.ledger import UsageLedger
 
 MOST_WAITING = 4096  # requests of one gateway, for models that sleep
 
@@ -37,6 +38,7 @@ class ApiServices:
     exporter: TraceExporter | None = None  # None: no call is traced
     keys: CurrentKeys = field(default_factory=CurrentKeys)
     lanes: WorkLanes = field(default_factory=WorkLanes)
+    usage: UsageLedger = field(default_factory=UsageLedger)
     models: ModelRegistry = field(default_factory=ModelRegistry)
     line: WaitingLine = field(default_factory=lambda: WaitingLine(MOST_WAITING))
 
@@ -108,6 +110,7 @@ class ApiServices:
             prefix_hasher=prefix_hasher,
             adapters=adapters,
             timelines=self.timelines,
+            usage=self.usage,
         )
 
 

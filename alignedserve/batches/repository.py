@@ -36,6 +36,7 @@ from alignedserve.batches.records import (
 )
 from alignedserve.core.errors import StorageDamaged, StoreUnavailable
 from alignedserve.messages.state import AddToIndex, Change, DeleteValue, RemoveFromIndex, SetValue
+from alignedserve.usage.store import UsageStore
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class BatchRepository:
 
     def __init__(self, store: RecordStore) -> None:
         self._store = store
+        self.usage = UsageStore(store)  # in the same store
         self._logged: set[str] = set()  # damage that was logged
 
     # --- files

@@ -33,6 +33,8 @@ from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.result_writer import ResultWriter
 from alignedserve.batches.schedule import may_start, open_time_left
 from alignedserve.core.errors import StorageError, StoreUnavailable
+from alignedserve.keys.ring import KeyRing
+from alignedserve.usage.records import BATCH, SEVERAL_MODELS, UsageCounts, UsageSubject
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class BatchRun:
         self._changed = asyncio.Event()
         self._is_dirty = False
         self._saving = asyncio.Lock()
+        self._counted = UsageCounts()  # as this run knows
         self._listed = {file.file_id for file in results.result_files(snapshot.record, snapshot.progress, None)}
 
     # --- called by the driver
@@ -161,10 +164,22 @@ class BatchRun:
             new = [file for file in files if file.file_id not in self._listed]
             try:
                 await self._context.stores.repository.save_progress(self.record.batch_id, self.progress, new)
+                await self._count_usage()
             except StoreUnavailable:
                 self._is_dirty = True
                 raise
             self._listed |= {file.file_id for file in new}
+
+    async def _count_usage(self) -> None:
+        """Count for its key what lines that are on disk have used; the log is the journal of it."""
+        progress, owner = self.progress, KeyRing().owned_by(self.record.owner.partition("/")[0]).name
+        model = self.record.model or (SEVERAL_MODELS if self.record.num_lines else "")
+        usage = progress.usage
+        counts = UsageCounts(progress.counts.completed, usage.input_tokens, usage.cached_tokens, usage.output_tokens)
+        if counts != self._counted:
+            subject = UsageSubject(owner, model, BATCH)
+            await self._context.stores.repository.usage.count_batch(self.record.batch_id, subject, counts, time.time())
+            self._counted = counts
 
     def close(self) -> None:
         """Cancel running lines and close files; the batch can be resumed."""

@@ -274,6 +274,22 @@ def explain(
     run(request_id, url, json_output=json_output)
 
 
+@app.command("usage")
+def show_usage(
+    url: UrlOption = DEFAULT_URL,
+    by: Annotated[str, typer.Option(help="Columns: key, model, class, hour or day.")] = "key,model",
+    since: Annotated[str | None, typer.Option(help="A day or time, in UTC.", show_default="30 days ago")] = None,
+    until: Annotated[str | None, typer.Option(help="A day or time, in UTC.", show_default="now")] = None,
+    is_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Show the requests and tokens of your key, or of all keys where yours may see them."""
+    from alignedserve.cli.batch.usage import UsageQuestion
+    from alignedserve.cli.batch.usage import show_usage as run
+
+    raise typer.Exit(run(url, UsageQuestion(by, since, until, is_csv, json_output)))
+
+
 @app.command()
 def doctor(json_output: JsonFlag = False) -> None:
     """Check this machine: Python, memory, devices, transports, and what is missing (exit code 1)."""

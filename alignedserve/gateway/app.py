@@ -24,6 +24,7 @@ from alignedserve.gateway.routes import (
     message_batches,
     models,
     responses,
+    usage,
 )
 from alignedserve.gateway.services import Services
 
@@ -46,6 +47,7 @@ def build_app(services: Services) -> FastAPI:
         batches,
         health,
         live,
+        usage,
     ):
         app.include_router(module.router)
     app.add_exception_handler(HTTPException, _http_exception)

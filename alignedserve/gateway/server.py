@@ -19,7 +19,7 @@ from alignedserve.api.deployments import Deployments
 from alignedserve.batches.location import BatchStores, SharedState, open_stores
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.config.sections import GatewayConfig, Observing
-from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
+from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory, StorageError
 from alignedserve.gateway.app import build_app
 from alignedserve.gateway.connections.http_protocol import BoundedHttpProtocol
 from alignedserve.gateway.connections.limits import ConnectionLimits, file_shortage
@@ -30,6 +30,7 @@ from alignedserve.gateway.storage_metrics import Disks
 from alignedserve.keys.ring import CurrentKeys, KeyRing
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.addresses import AddressBook
+from alignedserve.process.background_tasks import start_background
 from alignedserve.process.server_certificate import ServerCertificate
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
@@ -76,6 +77,7 @@ class GatewayServer:
         self._deployments: Deployments | None = None
         self._services: Services | None = None
         self._http: HttpServer | None = None
+        self._usage: asyncio.Task[None] | None = None  # that writes it
 
     @property
     def url(self) -> str:
@@ -138,8 +140,22 @@ class GatewayServer:
             self._deployments.serve_until_told(self._first_deployments)
         else:
             await self._deployments.load(self._first_deployments)
+        if self._stores is not None:
+            usage = services.usage.write_on(self._stores.repository.usage)
+            self._usage = start_background(usage, "the writing of usage")
         self._http = HttpServer(services, self._bound())
         await self._http.start()
+
+    async def _end_usage(self, services: Services | None, stores: BatchStores | None) -> None:
+        """Write what was used since the last write, if the store answers."""
+        task, self._usage = self._usage, None
+        if task is None or services is None or stores is None:
+            return
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        with contextlib.suppress(StorageError, TimeoutError):
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await services.usage.write(stores.repository.usage)
 
     def _places(self) -> dict[str, Path]:
         """Return where this host writes: logs, blocks in shared memory, on the head also batches."""
@@ -193,6 +209,7 @@ class GatewayServer:
         if self._quotas is not None:
             self._quotas.stop()
         stores, self._stores = self._stores, None
+        await self._end_usage(services, stores)
         if stores is not None:
             await stores.repository.close()
         client, self._client = self._client, None

@@ -53,6 +53,7 @@ def build_services(
     api = ApiServices.of(config, reply_to=reply_to, observing=observing)
     keys, intake = keys or CurrentKeys(), Intake()
     readiness = Readiness(api.models, intake)
+    api.metrics.show_usage(api.usage)
     api.metrics.show_readiness(lambda: readiness.missing() is None)
     return Services(
         **vars(api) | {"keys": keys},

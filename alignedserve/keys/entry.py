@@ -35,6 +35,7 @@ class KeyEntry:
     tokens_per_minute: int | None = None  # of prompts and of the answers that are asked for
     open_requests: int | None = None  # at any time
     enqueued_batch_tokens: int | None = None  # of batches that have not ended
+    may_see_usage: bool = False  # of all keys; each sees its own
 
     @property
     def is_real_time(self) -> bool:
@@ -59,4 +60,4 @@ def _matches(pattern: str, name: str) -> bool:
     return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
 
 
-ANYONE = KeyEntry("anyone", "anyone")  # where no keys are set
+ANYONE = KeyEntry("anyone", "anyone", may_see_usage=True)  # where no keys are set

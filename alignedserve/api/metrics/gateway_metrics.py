@@ -12,8 +12,10 @@ from typing_extensions import override
 
 from alignedserve.api.backend.interface import CompletionBackend
 from alignedserve.api.metrics.deployment_metrics import DeploymentCollector
+from alignedserve.api.metrics.usage_metrics import UsageCollector
 from alignedserve.api.timelines.exporter import TraceExporter
 from alignedserve.core.request import Request, RequestClass, Slo
+from alignedserve.usage.ledger import UsageLedger
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -161,6 +163,10 @@ class GatewayMetrics:
         """Show what /ready says; called once."""
         ready = Gauge("alignedserve_ready", "1 while this gateway is ready for requests.", registry=self._registry)
         ready.set_function(is_ready)
+
+    def show_usage(self, ledger: UsageLedger) -> None:
+        """Show what clients use; called once."""
+        self._registry.register(UsageCollector(ledger))
 
     def count_rejected(self, reason: str) -> None:
         """Count a request that was refused or failed; `reason` comes from a closed set."""

@@ -25,6 +25,7 @@ from alignedserve.runtime.grammar.compiler import GrammarError
 from alignedserve.runtime.grammar.trials import GrammarTrials
 from alignedserve.runtime.grammar.vocabulary import token_table
 from alignedserve.text.tokenizer import Tokenizer
+from alignedserve.usage.ledger import UsageLedger
 
 _CLOSED = "The model is served no more."
 
@@ -126,6 +127,7 @@ class ModelServices:
     lanes: WorkLanes  # likewise
     reply_to: str  # address where workers send tokens
     timelines: Timelines  # of all models' requests
+    usage: UsageLedger  # likewise
     prefix_hasher: PrefixHasher | None = None  # None: the prefix cache is off
     uses: Uses = field(default_factory=Uses)
     adapters: AdapterDirectory | None = None  # that requests may name instead of the model; None: none

@@ -16,6 +16,9 @@ from alignedserve.api.timelines.timeline import CallFacts, Timeline
 from alignedserve.api.timelines.trace_context import REQUEST_ID_HEADER, plain_request_id
 from alignedserve.core.request import FinishReason, Request, RequestClass
 from alignedserve.messages.request_notes import Cause
+from alignedserve.usage.records import BEST_EFFORT, REAL_TIME, UsageCounts, UsageSubject
+
+_CLASSES = {RequestClass.REAL_TIME: REAL_TIME, RequestClass.BEST_EFFORT: BEST_EFFORT}
 
 
 class Generation:
@@ -57,8 +60,18 @@ class Generation:
         if self.is_complete:
             num_generated = max((choice.decoder.num_tokens for choice in self._choices), default=0)
             self._services.metrics.count_request(self.request.requests, num_generated)
+        self._count_usage()
         self._end_timeline(error)
         self._close()
+
+    def _count_usage(self) -> None:
+        """Count what the answer told, or what there was of it; lines are counted from their batch's log."""
+        num_generated, arrival = self.num_generated_tokens, self.request.arrival
+        if arrival.is_line or not (self.is_complete or num_generated):
+            return
+        subject = UsageSubject(arrival.key.name, self.request.model, _CLASSES[self._request_class])
+        counts = UsageCounts(1, self.request.num_prompt_tokens, self.num_cached_tokens, num_generated)
+        self._services.usage.add(subject, counts)
 
     @property
     def _request_class(self) -> RequestClass:

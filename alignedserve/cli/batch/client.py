@@ -117,6 +117,10 @@ class BatchClient:
         """Return a batch as it is now."""
         return await self._json("GET", f"/v1/batches/{batch_id}")
 
+    async def usage(self, query: str) -> dict[str, Any]:
+        """Return a page of what keys used."""
+        return await self._json("GET", f"/v1/usage?{query}")
+
     async def batches(self, limit: int) -> list[dict[str, Any]]:
         """Return the newest batches."""
         found: list[dict[str, Any]] = []

@@ -1,13 +1,10 @@
 """Batches that start later, at some hours, or are paused, over HTTP."""
 
-import asyncio
 import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually, slowly
+from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
 from tests.gateway.support import error_of
 from tests.support.batch_samples import chat_lines
 from tests.support.marks import each
@@ -28,30 +25,8 @@ async def test_a_batch_waits_for_its_hour_and_says_until_when(tmp_path: Path) ->
     assert "The shortest is 61m" in error_of(late, 400)["message"]
 
 
-@pytest.mark.slow
-async def test_a_paused_batch_goes_on_when_it_is_resumed(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, slowly, max_in_flight=1) as served:
-        batch = await served.submit(chat_lines(12))
-        await eventually(lambda: _has_ended_lines(served, batch["id"]))
-        paused = await served.client.post(f"/v1/batches/{batch['id']}/pause")
-        assert paused.json()["alignedserve"]["paused"] == "paused by its owner"
-        await asyncio.sleep(0.5)  # the driver looks four times a second; what runs may end
-        num_submitted = len(served.backend.submitted)
-        await asyncio.sleep(0.3)
-        assert len(served.backend.submitted) == num_submitted < 12
-        assert (await served.client.post(f"/v1/batches/{batch['id']}/resume")).status_code == 200
-        done = await served.wait_for(batch["id"])
-        again = await served.client.post(f"/v1/batches/{batch['id']}/pause")
-    assert done["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
-    assert error_of(again, 409)["code"] == "batch_is_over"
-
-
 async def _has_status(served: BatchGateway, batch_id: str, status: str) -> bool:
     return bool((await served.client.get(f"/v1/batches/{batch_id}")).json()["status"] == status)
-
-
-async def _has_ended_lines(served: BatchGateway, batch_id: str) -> bool:
-    return (await served.client.get(f"/v1/batches/{batch_id}")).json()["request_counts"]["completed"] > 0
 
 
 @each(

@@ -1,0 +1,120 @@
+"""`alignedserve usage`: what keys used, from any gateway, as a table, CSV or JSON."""
+
+import csv
+import sys
+import time
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+
+from rich.console import Console
+from rich.table import Table
+
+from alignedserve.cli.batch.client import BatchClient
+from alignedserve.cli.batch.session import print_json, run_with_client
+from alignedserve.cli.console import printable, results
+from alignedserve.core.errors import ConfigError
+from alignedserve.usage.records import GROUPS
+
+_COUNTS = {
+    "requests": "num_model_requests",
+    "input tokens": "input_tokens",
+    "cached tokens": "input_cached_tokens",
+    "output tokens": "output_tokens",
+}
+_WIDTHS = {"hour": "1h", "day": "1d"}
+_DEFAULT_DAYS = 30
+
+
+class UsageQuestion(NamedTuple):
+    """Options of the command, as given."""
+
+    by: str
+    since: str | None
+    until: str | None
+    is_csv: bool
+    is_json: bool
+
+
+def show_usage(url: str, asked: UsageQuestion) -> int:
+    """Print usage from `since` to `until`, by the columns asked for."""
+    columns = _columns(asked.by)
+    now = time.time()
+    start_s = int(now - _DEFAULT_DAYS * 86_400) if asked.since is None else _unix_s("--since", asked.since)
+    end_s = int(now) + 1 if asked.until is None else _unix_s("--until", asked.until)
+    width = next((_WIDTHS[column] for column in columns if column in _WIDTHS), "1h")
+
+    async def act(client: BatchClient, _: Console) -> int:
+        pages = await _pages(client, start_s, end_s, width, [column for column in columns if column in GROUPS])
+        rows = _summed(pages, columns)
+        if asked.is_json:
+            print_json([dict(zip([*columns, *_COUNTS.values()], row, strict=True)) for row in rows])
+        elif asked.is_csv:
+            csv.writer(sys.stdout).writerows([[*columns, *_COUNTS.values()], *rows])
+        else:
+            results().print(_table(columns, rows))
+        return 0
+
+    return run_with_client(url, act)
+
+
+async def _pages(client: BatchClient, start_s: int, end_s: int, width: str, by: list[str]) -> list[dict[str, Any]]:
+    buckets: list[dict[str, Any]] = []
+    while True:
+        query = {
+            "start_time": start_s,
+            "end_time": end_s,
+            "bucket_width": width,
+            "group_by": ",".join(by),
+            "limit": 744,
+        }
+        page = await client.usage(urlencode(query))
+        buckets += page["data"]
+        if not page.get("has_more"):
+            return buckets
+        start_s = int(page["next_page"])
+
+
+def _summed(buckets: list[dict[str, Any]], columns: list[str]) -> list[list[Any]]:
+    sums: dict[tuple[str, ...], list[int]] = {}
+    for bucket in buckets:
+        began = datetime.fromtimestamp(bucket["start_time"], UTC)
+        times = {"hour": began.strftime("%Y-%m-%dT%H:%MZ"), "day": began.strftime("%Y-%m-%d")}
+        for result in bucket["results"]:
+            group = tuple(str(times.get(column) or result[column]) for column in columns)
+            counts = sums.setdefault(group, [0] * len(_COUNTS))
+            sums[group] = [known + int(result[name]) for known, name in zip(counts, _COUNTS.values(), strict=True)]
+    return [[*group, *counts] for group, counts in sorted(sums.items())]
+
+
+def _table(columns: list[str], rows: list[list[Any]]) -> Table:
+    table = Table(header_style="bold")
+    for column in columns:
+        table.add_column(column)
+    for heading in _COUNTS:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*(printable(value) if isinstance(value, str) else f"{value:,}" for value in row))
+    return table
+
+
+def _columns(by: str) -> list[str]:
+    columns = [name.strip() for name in by.split(",") if name.strip()]
+    known = [*GROUPS, *_WIDTHS]
+    for name in columns:
+        if name not in known:
+            raise ConfigError(f"--by {name}: must be some of {', '.join(known)}")
+    if "hour" in columns and "day" in columns:
+        raise ConfigError("--by: either hour or day")
+    return columns
+
+
+def _unix_s(option: str, text: str) -> int:
+    """Parse a day or a time; without a zone it is UTC."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(
+            f"{option} {text}: must be a day or a time, such as 2026-11-01 or 2026-11-01T22:00Z"
+        ) from None
+    return int((moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp())

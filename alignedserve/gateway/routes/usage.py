@@ -1,0 +1,89 @@
+"""GET /v1/usage: tokens and requests by bucket of time, key, model and class, in the shape of OpenAI's usage API."""
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from alignedserve.api.errors import NotFound
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.json_response import JsonResponse
+from alignedserve.gateway.routes.dependencies import key_of, rate_limited_services
+from alignedserve.gateway.routes.request_parameters import positive
+from alignedserve.usage.records import DAY_S, GROUPS, HOUR_S, UsageResult, grouped
+
+router = APIRouter()
+
+_WIDTHS = {"1h": HOUR_S, "1d": DAY_S}
+_NAMES = {"api_key_id": "key", "service_tier": "class"}  # of OpenAI's, beside ours
+_DEFAULT_BUCKETS, _MAX_BUCKETS = 31, 24 * 31
+
+
+@router.get("/v1/usage", response_model=None)
+async def get_usage(http: Request) -> Response:
+    """Return what the caller's key has used, or all keys where its entry says `may_see_usage`."""
+    services, entry = await rate_limited_services(http), key_of(http)
+    if services.files_api is None:
+        raise NotFound("Usage is not kept here (batches.enabled is false).", code="usage_disabled")
+    width = http.query_params.get("bucket_width", "1d")
+    if width not in _WIDTHS:
+        raise InvalidRequest("bucket_width must be 1h or 1d.", param="bucket_width", code="invalid_value")
+    bucket_s = _WIDTHS[width]
+    start_s = _time_of(http, "start_time", None) // bucket_s * bucket_s
+    end_s = _time_of(http, "end_time", int(time.time()) + 1)
+    limit = positive(http, "limit", default=_DEFAULT_BUCKETS, at_most=_MAX_BUCKETS)
+    stop_s = min(end_s, start_s + limit * bucket_s)
+    store = services.files_api.repository.usage
+    await services.usage.write(store)
+    rows = await store.rows(start_s, stop_s)
+    found = grouped(rows, bucket_s=bucket_s, by=_groups(http), key=None if entry.may_see_usage else entry.name)
+    return JsonResponse(_page(found, start_s, stop_s, bucket_s, has_more=stop_s < end_s))
+
+
+def _time_of(http: Request, name: str, default: int | None) -> int:
+    text = http.query_params.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not (text.isascii() and text.isdigit() and len(text) <= 10):
+        raise InvalidRequest(f"{name} must be a time in Unix seconds.", param=name, code="invalid_value")
+    return int(text)
+
+
+def _groups(http: Request) -> list[str]:
+    given = [*http.query_params.getlist("group_by"), *http.query_params.getlist("group_by[]")]
+    names = [_NAMES.get(name, name) for text in given for name in text.split(",") if name]
+    unknown = [name for name in names if name not in GROUPS]
+    if unknown:
+        known = ", ".join(GROUPS)
+        raise InvalidRequest(f"group_by must be some of {known}.", param="group_by", code="invalid_value")
+    return names
+
+
+def _page(found: list[UsageResult], start_s: int, stop_s: int, bucket_s: int, *, has_more: bool) -> dict[str, Any]:
+    """Build the page. Buckets in which nothing was used have no results."""
+    buckets = [
+        {
+            "object": "bucket",
+            "start_time": at_s,
+            "end_time": at_s + bucket_s,
+            "results": [_result(result) for result in found if result.start_s == at_s],
+        }
+        for at_s in range(start_s, stop_s, bucket_s)
+    ]
+    return {"object": "page", "data": buckets, "has_more": has_more, "next_page": stop_s if has_more else None}
+
+
+def _result(result: UsageResult) -> dict[str, Any]:
+    key, model, request_class = result.group
+    return {
+        "object": "usage.result",
+        "input_tokens": result.counts.input_tokens,
+        "input_cached_tokens": result.counts.cached_tokens,
+        "output_tokens": result.counts.output_tokens,
+        "num_model_requests": result.counts.requests,
+        "key": key,
+        "model": model,
+        "class": request_class,
+    }

@@ -1,0 +1,33 @@
+"""A batch that its owner pauses and resumes, over HTTP."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually, slowly
+from tests.gateway.support import error_of
+from tests.support.batch_samples import chat_lines
+
+pytestmark = pytest.mark.slow
+
+
+async def test_a_paused_batch_goes_on_when_it_is_resumed(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, slowly, max_in_flight=1) as served:
+        batch = await served.submit(chat_lines(12))
+        await eventually(lambda: _has_ended_lines(served, batch["id"]))
+        paused = await served.client.post(f"/v1/batches/{batch['id']}/pause")
+        assert paused.json()["alignedserve"]["paused"] == "paused by its owner"
+        await asyncio.sleep(0.5)  # the driver looks four times a second; what runs may end
+        num_submitted = len(served.backend.submitted)
+        await asyncio.sleep(0.3)
+        assert len(served.backend.submitted) == num_submitted < 12
+        assert (await served.client.post(f"/v1/batches/{batch['id']}/resume")).status_code == 200
+        done = await served.wait_for(batch["id"])
+        again = await served.client.post(f"/v1/batches/{batch['id']}/pause")
+    assert done["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
+    assert error_of(again, 409)["code"] == "batch_is_over"
+
+
+async def _has_ended_lines(served: BatchGateway, batch_id: str) -> bool:
+    return (await served.client.get(f"/v1/batches/{batch_id}")).json()["request_counts"]["completed"] > 0

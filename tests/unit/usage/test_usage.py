@@ -1,0 +1,124 @@
+"""Usage is counted once, whatever is killed or not known to be stored."""
+
+import contextlib
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+from typing_extensions import override
+
+from alignedserve.core.errors import StoreUnavailable
+from alignedserve.messages.state import Change
+from alignedserve.usage.ledger import OTHER, UsageLedger
+from alignedserve.usage.records import (
+    BATCH,
+    DAY_S,
+    HOUR_S,
+    REAL_TIME,
+    UsageCounts,
+    UsageRow,
+    UsageSubject,
+    grouped,
+    hour_of,
+    row_id,
+)
+from alignedserve.usage.store import UsageStore
+from tests.support.memory_records import MemoryRecords
+
+CHAT = UsageSubject("alice", "tiny", REAL_TIME)
+ONE = UsageCounts(1, 10, 4, 5)
+
+
+class UnsureRecords(MemoryRecords):
+    """A store that often does not say whether it carried out a commit."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+        self.is_sure = False
+
+    @override
+    async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
+        chance = 1.0 if self.is_sure else self._random.random()
+        if chance < 0.3:
+            raise StoreUnavailable("not carried out")
+        done = await super().commit(changes, unchanged=unchanged)
+        if chance < 0.6:
+            raise StoreUnavailable("carried out, but nobody knows")
+        return done
+
+
+async def stored(records: MemoryRecords) -> UsageCounts:
+    rows = await UsageStore(records).rows(0, 1 << 40)
+    found = grouped(rows, bucket_s=1 << 40, by=())
+    return found[0].counts if found else UsageCounts()
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_two_gateways_and_a_store_that_fails_count_every_answer_once(seed: int) -> None:
+    records, chance = UnsureRecords(seed), random.Random(seed)
+    gateways = [UsageLedger(), UsageLedger()]
+    for gateway in gateways:
+        gateway.is_kept = True
+    answered = UsageCounts()
+    for _ in range(60):
+        gateway = chance.choice(gateways)
+        if chance.random() < 0.6:
+            gateway.add(CHAT._replace(key=chance.choice("abc")), ONE)
+            answered = answered.plus(ONE)
+        else:
+            with contextlib.suppress(StoreUnavailable):
+                await gateway.write(UsageStore(records))
+    records.is_sure = True
+    for gateway in gateways:
+        await gateway.write(UsageStore(records))
+    assert await stored(records) == answered
+
+
+async def test_a_gateway_that_is_killed_loses_what_it_had_not_written() -> None:
+    records, killed, next_one = MemoryRecords(), UsageLedger(), UsageLedger()
+    killed.is_kept = next_one.is_kept = True
+    killed.add(CHAT, ONE)
+    await killed.write(UsageStore(records))
+    killed.add(CHAT, ONE)  # and now it dies
+    next_one.add(CHAT, ONE)
+    await next_one.write(UsageStore(records))
+    assert await stored(records) == ONE.plus(ONE)
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_a_batch_is_counted_once_across_drivers(seed: int) -> None:
+    records, chance = UnsureRecords(seed), random.Random(seed)
+    batch, totals = CHAT._replace(request_class=BATCH), UsageCounts()
+    for _ in range(40):  # each time by a driver that knows the log alone
+        totals = totals if chance.random() < 0.5 else totals.plus(ONE)
+        with contextlib.suppress(StoreUnavailable):
+            await UsageStore(records).count_batch("batch_1", batch, totals, now=chance.uniform(0.0, 1e6))
+    records.is_sure = True
+    await UsageStore(records).count_batch("batch_1", batch, totals, now=1e6)
+    assert await stored(records) == totals
+
+
+def test_buckets_and_groups_add_up() -> None:
+    rows = {
+        0: [UsageRow("a", "m", REAL_TIME, ONE), UsageRow("b", "m", BATCH, ONE)],
+        HOUR_S: [UsageRow("a", "n", REAL_TIME, ONE)],
+        DAY_S: [UsageRow("a", "m", REAL_TIME, ONE)],
+    }
+    by_key = grouped(rows, bucket_s=DAY_S, by=("key",))
+    assert [(one.start_s, one.group[0], one.counts.requests) for one in by_key] == [
+        (0, "a", 2),
+        (0, "b", 1),
+        (DAY_S, "a", 1),
+    ]
+    assert [one.counts.requests for one in grouped(rows, bucket_s=HOUR_S, by=(), key="a")] == [1, 1, 1]
+    assert hour_of(7199.9) == HOUR_S
+    assert "alice" not in row_id(CHAT)
+
+
+def test_metrics_have_a_bounded_number_of_names() -> None:
+    ledger = UsageLedger()
+    for number in range(1000):
+        ledger.add(CHAT._replace(key=f"key-{number}"), ONE)
+    assert len(ledger.totals) == 51
+    assert ledger.totals[CHAT._replace(key=OTHER)].requests == 950
