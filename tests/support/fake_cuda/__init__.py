@@ -34,7 +34,7 @@ def fake_cuda(seed: int = 0, **options: Any) -> Iterator[FakeCuda]:
         for name, stand_in in runtime.NAMES.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         for owner, name, stand_in in (*patches.all_patches(), *kernels.all_patches()):
-            stack.enter_context(mock.patch.object(owner, name, stand_in))
+            stack.enter_context(mock.patch.object(owner, name, stand_in, create=True))
         install(fake)
         try:
             _dispatch_once()

@@ -35,6 +35,7 @@ class FakeCuda:
         self.driver = driver or StandInCuda(num_devices=num_devices)
         self.num_mapped = 0  # memories of other processes
         self.unaligned: Counter[tuple[str, str]] = Counter()  # arguments of kernels that were not at 16 bytes
+        self.nccl_meetings: dict[str, Any] = {}  # of the ranks of each group, by the file that they meet at
         self.memory = Memory(self.machine, self.driver, device_bytes=device_bytes, host_bytes=host_bytes)
 
     def is_own(self, tensor: Tensor) -> bool:

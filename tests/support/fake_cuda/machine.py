@@ -6,6 +6,7 @@ drawn from a seed.
 
 import random
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,21 @@ import torch
 from typing_extensions import override
 
 Call = Callable[[], object]
+
+
+class Meets:
+    """A step that is done together with those of other streams, whose hosts may not have come so far."""
+
+    def is_ready(self) -> bool:
+        """Return whether all of them have come to it."""
+        raise NotImplementedError
+
+    def __call__(self) -> object:
+        """Do it."""
+        raise NotImplementedError
+
+
+_PAUSE_S = 1e-4  # while nothing can be done
 
 _NUM_POOLED = 32  # streams that PyTorch has for each device, given out in turn
 
@@ -135,10 +151,15 @@ class Queue:
             elif isinstance(step, Mark):
                 step.is_done = True
             else:
-                return True
+                return not isinstance(step, Meets) or step.is_ready()
             steps.popleft()
         self._machine.busy.pop(self, None)
         return False
+
+    @property
+    def awaits_another_host(self) -> bool:
+        """Return whether the next step waits for what other threads have yet to enqueue."""
+        return bool(self._steps) and isinstance(self._steps[0], Meets)
 
     def forget(self) -> None:
         """Drop what is left to do, as the end of a process does."""
@@ -231,7 +252,9 @@ class Machine:
         while not mark.is_done:
             if not self.step() and not mark.is_done:
                 with self.lock:  # another thread may have been within a step
-                    assert self._ready() or mark.is_done, "streams wait in a circle"
+                    can_go_on = self._ready() or any(queue.awaits_another_host for queue in self.busy)
+                    assert can_go_on or mark.is_done, "streams wait in a circle"
+                time.sleep(_PAUSE_S)
         self.check()
 
     def drain(self) -> None:

@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import torch
+import torch.distributed
 from torch import Tensor
 
 from alignedserve.runtime.device import cuda_driver
 from tests.support.fake_cuda import device_copies
 from tests.support.fake_cuda.fakes import current
+from tests.support.fake_cuda.nccl import ProcessGroupNCCL
 from tests.support.fake_cuda.tensors import DeviceTensor, empty
 
 _FACTORIES = ("zeros", "ones", "full", "tensor", "as_tensor", "arange", "rand", "randn", "randint", "eye", "linspace")
@@ -27,6 +29,7 @@ def all_patches() -> Iterator[Patch]:
     yield Tensor, "cuda", lambda self, device=None, **options: _to(self, torch.device(device or "cuda"))
     yield Tensor, "is_pinned", lambda self, device=None: current().memory.is_pinned(self.data_ptr())
     yield Tensor, "pin_memory", lambda self, device=None: pinned(self.shape, self.dtype).copy_(self)
+    yield torch.distributed, "ProcessGroupNCCL", ProcessGroupNCCL
     yield torch.UntypedStorage, "_share_cuda_", _share
     yield torch.UntypedStorage, "_new_shared_cuda", staticmethod(_map)
 
