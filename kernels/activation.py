@@ -35,10 +35,10 @@ class Gated:
         self._activation = ACTIVATIONS[activation]
         self._rows = _gate_rows(activation, dtype, device)
 
-    def round_results(self) -> None:
-        """Round results for a product in FP8 in the launch that computes them, on a GPU."""
+    def round_results(self, unread: Tensor | None = None) -> None:
+        """Round results for a product in FP8 in the launch that computes them, on a GPU. `unread`: see Norm."""
         if self._rows is not None and not isinstance(self._rows, GateRows):
-            self._rows = self._rows.rounding()
+            self._rows = self._rows.rounding(unread)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the activation. May overwrite x."""

@@ -20,8 +20,12 @@ class Norm(Protocol):
     def after_adding_(self, residual: Tensor, x: Tensor) -> Tensor:
         """Add residual += x, both [rows, width], and return the normalised residual; x stays unchanged."""
 
-    def round_results(self) -> None:
-        """Round results, which a product in FP8 reads and nothing changes, as they are computed, on a GPU."""
+    def round_results(self, unread: Tensor | None = None) -> None:
+        """Round results, which a product in FP8 reads and nothing changes, as they are computed, on a GPU.
+
+        `unread` [1, 1], NaN of the rows' dtype: stands for results of which nothing reads more than what they are
+        rounded to; None: they are written as well.
+        """
 
 
 class LayerNorm:
@@ -51,9 +55,9 @@ class LayerNorm:
         """See Norm."""
         return self._rows(x, residual) if self._rows is not None else self(residual.add_(x))
 
-    def round_results(self) -> None:
+    def round_results(self, unread: Tensor | None = None) -> None:
         """See Norm."""
-        _round_results(self._rows)
+        _round_results(self._rows, unread)
 
 
 class RmsNorm:
@@ -82,9 +86,9 @@ class RmsNorm:
         """See Norm."""
         return self._rows(x, residual) if self._rows is not None else self(residual.add_(x))
 
-    def round_results(self) -> None:
+    def round_results(self, unread: Tensor | None = None) -> None:
         """See Norm."""
-        _round_results(self._rows)
+        _round_results(self._rows, unread)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -97,9 +101,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x.float(), shape, None, eps).to(x.dtype) * weight
 
 
-def _round_results(rows: Any | None) -> None:
+def _round_results(rows: Any | None, unread: Tensor | None) -> None:
     if rows is not None and not isinstance(rows, NormRows):
-        rows.rounds = True
+        rows.round_results(unread)
 
 
 def _row_norm(

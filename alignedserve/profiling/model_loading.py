@@ -9,13 +9,15 @@ from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.runtime.model.weight_files import load_weights
-from alignedserve.runtime.model.weight_loader import DecoderWeights
+from alignedserve.runtime.model.weight_loader import DecoderWeights, leave_rounded_rows_unwritten
 
 
 def load_decoder(model: str, dtype: str, device: str = "cpu", seed: int = 0) -> Decoder:
     """Load a model with its weights in this dtype. Raises ModelError or ConfigError."""
     config = config_of(model)
-    return Decoder(config, weights_of(model, config, dtype, device, seed=seed))
+    weights = weights_of(model, config, dtype, device, seed=seed)
+    leave_rounded_rows_unwritten(weights, config)
+    return Decoder(config, weights)
 
 
 def config_of(model: str) -> ModelConfig:

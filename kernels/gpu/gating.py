@@ -17,42 +17,59 @@ NAMES = ("relu", "silu", "gelu", "gelu_tanh")
 class Gates:
     """The gated product with one activation, a name in NAMES."""
 
-    __slots__ = ("_activation", "_rounds")
+    __slots__ = ("_activation", "_rounds", "_unread")
 
-    def __init__(self, activation: str, *, rounds: bool = False) -> None:
-        """`rounds`: for a product in FP8, to which results are attached rounded where a program holds a row."""
+    def __init__(self, activation: str, *, rounds: bool = False, unread: Tensor | None = None) -> None:
+        """`rounds`: for a product in FP8, to which results are attached rounded where a program holds a row; `unread`:
+        see kernels.norm.Norm."""
         assert activation in NAMES, f"no kernel for {activation}"
-        self._activation, self._rounds = activation, rounds
+        self._activation, self._rounds, self._unread = activation, rounds, unread
 
-    def rounding(self) -> "Gates":
-        """Return the same, which rounds its results."""
-        return Gates(self._activation, rounds=True)
+    def rounding(self, unread: Tensor | None = None) -> "Gates":
+        """Return the same, which rounds its results; `unread`: see kernels.norm.Norm."""
+        return Gates(self._activation, rounds=True, unread=unread)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Gate x [rows, 2 * width], gates first, rows possibly strided -> [rows, width], dtype of x."""
         num_rows, width = x.shape[0], x.shape[1] // 2
-        out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
         if self._rounds and width <= MOST_ELEMENTS:
-            return self._rounded(x, out)
+            return self._rounded(x, width)
+        out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
         if num_rows:
             grid = (num_rows, triton.cdiv(width, _COLUMNS))
-            _gate[grid](x, out, x, x, x.stride(0), width, ACTIVATION=self._activation, ROUNDS=False, COLUMNS=_COLUMNS)
+            _gate[grid](
+                x,
+                out,
+                x,
+                x,
+                x.stride(0),
+                width,
+                ACTIVATION=self._activation,
+                ROUNDS=False,
+                IS_READ=True,
+                COLUMNS=_COLUMNS,
+            )
         return out
 
-    def _rounded(self, x: Tensor, out: Tensor) -> Tensor:
-        num_rows, width = out.shape
+    def _rounded(self, x: Tensor, width: int) -> Tensor:
+        num_rows, unread = len(x), self._unread
+        if unread is None:
+            out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+        else:
+            out = unread.expand(num_rows, width)
         inputs = Float8Inputs(*empty_rows(num_rows, width, x.device))
         padded_width = triton.next_power_of_2(width)
         if num_rows:
             _gate[(num_rows, 1)](
                 x,
-                out,
+                out if unread is None else x,  # of whose dtype results would be
                 inputs.values.view(torch.uint8),
                 inputs.scales,
                 x.stride(0),
                 width,
                 ACTIVATION=self._activation,
                 ROUNDS=True,
+                IS_READ=unread is None,
                 COLUMNS=padded_width,
                 num_warps=row_warps(padded_width),
             )
@@ -97,6 +114,7 @@ def _gate(
     width,
     ACTIVATION: tl.constexpr,
     ROUNDS: tl.constexpr,
+    IS_READ: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -107,6 +125,7 @@ def _gate(
     # The activation is rounded before it is multiplied, as in a separate operation.
     activated = _activated(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
     result = (activated * up).to(out.dtype.element_ty)
-    tl.store(out + row * width + columns, result, mask=is_there)
+    if IS_READ:
+        tl.store(out + row * width + columns, result, mask=is_there)
     if ROUNDS:
         store_rounded(result.to(tl.float32), is_there, values, scales, row, width, columns)

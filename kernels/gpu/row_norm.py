@@ -13,32 +13,38 @@ from kernels.narrow.float8_inputs import Float8Inputs, attach
 class RowNorm:
     """Layer normalisation over rows, or the root mean square form of it. Sums are float32."""
 
-    __slots__ = ("_bias", "_eps", "_is_rms", "_weight", "rounds")
+    __slots__ = ("_bias", "_eps", "_is_rms", "_rounds", "_unread", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_rms: bool) -> None:
         """`weight` [width], `bias` [width] or None: kept, contiguous, on the GPU, of the rows' dtype or float32."""
-        self.rounds = False  # for a product in FP8: rounded rows are attached to the result
+        self._rounds = False
+        self._unread: Tensor | None = None
         self._weight = weight.contiguous()
         self._bias = None if bias is None else bias.contiguous()
         self._eps = eps
         self._is_rms = is_rms
 
+    def round_results(self, unread: Tensor | None = None) -> None:
+        """Attach rounded rows to results, for a product in FP8; `unread`: see kernels.norm.Norm."""
+        self._rounds, self._unread = True, unread
+
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Normalise x [rows, width] -> normalised [rows, width], dtype of x. With `residual` of the same shape,
         residual += x first, in place, and the result is the normalised residual. Rows may be strided."""
         num_rows, width = x.shape
-        out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+        padded_width = triton.next_power_of_2(width)
+        rounds = self._rounds and padded_width <= MOST_ELEMENTS
+        unread = self._unread if rounds else None
+        out = torch.empty_like(x, memory_format=torch.contiguous_format) if unread is None else unread.expand(x.shape)
         if not num_rows:
             return out
-        padded_width = triton.next_power_of_2(width)
-        rounds = self.rounds and padded_width <= MOST_ELEMENTS
         inputs = Float8Inputs(*empty_rows(num_rows, width, x.device)) if rounds else None
         _normalise[(num_rows,)](
             x,
             x if residual is None else residual,
             self._weight,
             self._weight if self._bias is None else self._bias,
-            out,
+            out if unread is None else x,  # of whose dtype results would be
             out if inputs is None else inputs.values.view(torch.uint8),
             out if inputs is None else inputs.scales,
             x.stride(0),
@@ -49,6 +55,7 @@ class RowNorm:
             HAS_BIAS=self._bias is not None,
             IS_RMS=self._is_rms,
             ROUNDS=rounds,
+            IS_READ=unread is None,
             PADDED_WIDTH=padded_width,
             num_warps=row_warps(padded_width),
         )
@@ -80,6 +87,7 @@ def _normalise(
     HAS_BIAS: tl.constexpr,
     IS_RMS: tl.constexpr,
     ROUNDS: tl.constexpr,
+    IS_READ: tl.constexpr,
     PADDED_WIDTH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -101,6 +109,7 @@ def _normalise(
     if HAS_BIAS:
         own += tl.load(bias + columns, mask=is_there, other=0.0).to(tl.float32)
     result = own.to(out.dtype.element_ty)
-    tl.store(out + row * width + columns, result, mask=is_there)
+    if IS_READ:
+        tl.store(out + row * width + columns, result, mask=is_there)
     if ROUNDS:
         store_rounded(result.to(tl.float32), is_there, values, scales, row, width, columns)

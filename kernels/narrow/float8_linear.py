@@ -50,9 +50,9 @@ class Float8Linear:
         self.out_width = self._end.out_width
         self._weight, self._scales, self._dtype = weight.contiguous().T, scales.float()[None, :].contiguous(), dtype
 
-    def round_results(self) -> None:
-        """Round gated results for a product in FP8 as they are computed, where a kernel does so."""
-        self._end.round_results()
+    def round_results(self, unread: Tensor | None = None) -> None:
+        """Round gated results for a product in FP8 as they are computed, where a kernel does so. `unread`: see Norm."""
+        self._end.round_results(unread)
 
     def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""

@@ -36,10 +36,10 @@ class ProductEnd:
             assert activation is not None, "gates without a nonlinearity"
             self._then = Gated(activation, dtype, weight.device)
 
-    def round_results(self) -> None:
-        """Round gated results for a product in FP8 as they are computed, where a kernel does so."""
+    def round_results(self, unread: Tensor | None = None) -> None:
+        """Round gated results for a product in FP8 as they are computed, where a kernel does so. `unread`: see Norm."""
         if isinstance(self._then, Gated):
-            self._then.round_results()
+            self._then.round_results(unread)
 
     def __call__(self, product: Tensor, addends: Addends | None) -> Tensor:
         """Finish a product [rows, columns], which may be overwritten."""

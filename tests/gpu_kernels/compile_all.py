@@ -146,12 +146,12 @@ def source_of(launch: dict[str, Any], backend: Any, capability: int) -> tuple[So
     return Source(kernel, signature, constants, divisible, launch["options"]), options
 
 
-def compiled(capability: int, only: str = "", forms: Sequence[str] = ()) -> Iterator[Compiled]:
-    """Compile for one kind of GPU what toy engines launch; `only` kernels with this in their names."""
+def compiled(capability: int, only: Sequence[str] = (), forms: Sequence[str] = ()) -> Iterator[Compiled]:
+    """Compile for one kind of GPU what toy engines launch; `only` kernels with one of these in their names."""
     target, gpu = TARGETS[capability], GPUTarget("cuda", capability, 32)
     backend, seen = make_backend(gpu), set()
     for launch in recorded(target.program_shared_bytes, forms):
-        if only not in launch["kernel"]:
+        if only and not any(part in launch["kernel"] for part in only):
             continue
         source, options = source_of(launch, backend, capability)
         if source.key not in seen:
@@ -196,7 +196,7 @@ def main() -> None:
     """Compile for every capability that was asked for; print and record what is known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("capabilities", nargs="*", type=int, choices=[[], *TARGETS], default=[90])
-    parser.add_argument("--only", default="", help="part of the kernels' names")
+    parser.add_argument("--only", nargs="*", default=[], help="parts of the kernels' names")
     parser.add_argument("--forms", nargs="*", default=[], help="of toy engines; all unless named")
     parser.add_argument("--output", type=Path, help="folder for compiled_kernels.json")
     arguments = parser.parse_args()

@@ -8,25 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.attention.libraries import (
     AttentionLibrary,
     Pages,
 )
-from alignedserve.runtime.attention.prompt_choice import (
-    ChunkShape,
-    PromptSetup,
-    TrialShapes,
-)
 from tests.support.kernel_reference import attention_of_chunk
-
-ODD_WHOLE, ODD_CHUNKS = ChunkShape((1, 9, 5), (1, 9, 5)), ChunkShape((11, 6, 1), (5, 1, 1))
-SHAPES = TrialShapes(ODD_WHOLE, ODD_CHUNKS, ChunkShape((9, 4), (9, 4)), ChunkShape((11, 6), (5, 6)))
-WINDOW = 4
-
-
-def layout(block_size: int = 4, dtype: str = "bfloat16") -> BlockLayout:
-    return BlockLayout(block_size=block_size, num_layers=2, num_kv_heads=2, head_dim=16, dtype=dtype)
 
 
 def attended(parts: list[tuple[Tensor, Tensor, Tensor]], window: int | None, like: Tensor) -> Tensor:
@@ -52,10 +38,6 @@ def plain_paged(q: Tensor, k: Tensor, v: Tensor, pages: Pages, window: int | Non
 
 
 PLAIN = AttentionLibrary("plain", plain_whole, plain_paged)
-
-
-def setup_of(window: int | None = None, dtype: str = "float32", block_size: int = 4) -> PromptSetup:
-    return PromptSetup("cpu", layout(block_size, dtype), 40, 2, window, SHAPES)
 
 
 def slots_of(cache: Tensor, pages: Pages, index: int) -> Tensor:

@@ -10,6 +10,7 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.weight_files import load_weights
+from alignedserve.runtime.model.weight_loader import leave_rounded_rows_unwritten
 from kernels import gpu_dispatch
 from kernels.narrow.float8_inputs import float8_inputs, rounded_inputs
 from kernels.narrow.float8_linear import Float8Linear
@@ -78,7 +79,7 @@ def test_every_rounding_is_that_of_pytorch(device: torch.device) -> None:
 @pytest.mark.parametrize("width", [64, 100])
 def test_norms_and_gates_round_what_they_return(width: int, dtype: torch.dtype, device: torch.device) -> None:
     norm = RowNorm(torch.linspace(0.5, 2.0, width).to(device, dtype), None, 1e-5, is_rms=True)
-    norm.rounds = True
+    norm.round_results()
     x, gates = rows_of_all_sizes(5, width, dtype).to(device), rows_of_all_sizes(5, 2 * width, dtype).to(device)
     for plain, rounded in (
         (norm(x), norm(x)),
@@ -87,6 +88,26 @@ def test_norms_and_gates_round_what_they_return(width: int, dtype: torch.dtype, 
     ):
         torch.testing.assert_close(plain, rounded, rtol=0.0, atol=0.0, equal_nan=True)
         check_rounded(float8_inputs(rounded), rounded.cpu())
+
+
+def test_rows_that_nothing_reads_are_not_written(device: torch.device) -> None:
+    weight, unread = torch.linspace(0.5, 2.0, 64).to(device), torch.full((1, 1), float("nan"), device=device)
+    norm, alone = RowNorm(weight, None, 1e-5, is_rms=True), RowNorm(weight, None, 1e-5, is_rms=True)
+    norm.round_results()
+    alone.round_results(unread)
+    gates = Gates("silu", rounds=True)
+    x, wide = (torch.randn(5, width, generator=torch.Generator().manual_seed(1)).to(device) for width in (64, 128))
+    residual = x.clone()
+    for whole, rounded in (
+        (norm(x), alone(x)),
+        (norm(x, x.clone()), alone(x, residual)),
+        (gates(wide), gates.rounding(unread)(wide)),
+    ):
+        assert rounded.shape == whole.shape
+        assert rounded.isnan().all(), "whoever reads them sees it"
+        for found, expected in zip(float8_inputs(rounded), float8_inputs(whole), strict=True):
+            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(residual, x + x)
 
 
 def test_a_model_rounds_nothing_twice(
@@ -115,6 +136,11 @@ def test_a_model_rounds_nothing_twice(
     probe.step(a=5)
     assert rounded_alone == [config.query_width] * config.num_layers
     found = probe.logits("a")
+    leave_rounded_rows_unwritten(weights, config)
+    again = LogitsProbe(Decoder(config, weights))
+    again.add("a", random_tokens(1, 5))
+    again.step(a=5)
+    assert torch.equal(again.logits("a"), found)
     monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda device: False)
     plain = LogitsProbe(Decoder(config, load_weights(tmp_path, config, torch.bfloat16)))
     plain.add("a", random_tokens(1, 5))

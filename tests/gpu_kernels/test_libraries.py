@@ -34,15 +34,13 @@ from alignedserve.runtime.device.timing import DeviceTimer
 from alignedserve.runtime.engine.decoder import Decoder
 from tests.gpu_kernels.library_stand_ins import (
     PLAIN,
-    WINDOW,
     flash_4,
-    layout,
     plain_paged,
     plain_whole,
-    setup_of,
     varlen_attn,
     without_guard,
 )
+from tests.support.prompt_setups import WINDOW, layout, setup_of
 from tests.support.tiny_engines import TinyEngine, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 

@@ -24,13 +24,10 @@ from alignedserve.runtime.attention.prompt_choice import (
 from alignedserve.runtime.device.timing import DeviceTimer
 from tests.gpu_kernels.library_stand_ins import (
     PLAIN,
-    SHAPES,
-    WINDOW,
     fails,
     on_the_first_layer,
     plain_paged,
     plain_whole,
-    setup_of,
     with_narrow_offsets,
     with_stale_memory,
     without_guard,
@@ -38,6 +35,7 @@ from tests.gpu_kernels.library_stand_ins import (
     writing_elsewhere,
     writing_into_the_cache,
 )
+from tests.support.prompt_setups import SHAPES, WINDOW, setup_of
 
 pytest.importorskip("triton")
 

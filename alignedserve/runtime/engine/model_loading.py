@@ -25,6 +25,7 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
 from alignedserve.runtime.model.weight_files import load_weights
+from alignedserve.runtime.model.weight_loader import leave_rounded_rows_unwritten
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ def load_decoder(served: ServedModel, device: torch.device, progress_path: Path 
             weights = random_weights(config, 0, dtype, device, quantization, observer=progress)
         else:
             weights = load_weights(served.folder, config, dtype, device, quantization, observer=progress)
+    if not served.lora.is_enabled:
+        leave_rounded_rows_unwritten(weights, config)
     return Decoder(config, weights)
 
 

@@ -1,5 +1,6 @@
 """Assembles the weights of a model out of the tensors of a source."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -358,14 +359,23 @@ class _WeightAssembler:
             self._observer.tensor_read(num_values * dtype.itemsize)
 
 
-def _round_on_the_way(weights: LayerWeights) -> None:
+def leave_rounded_rows_unwritten(weights: DecoderWeights, config: ModelConfig) -> None:
+    """Let norms and gates write no more than what products in FP8 read: of a model that no request has adapters for,
+    which are multiplied by the rows themselves."""
+    embedding = weights.embedding
+    unread = torch.full((1, 1), math.nan, dtype=embedding.dtype, device=embedding.device)
+    for layer in weights.layers if config.is_norm_first else ():
+        _round_on_the_way(layer, unread)
+
+
+def _round_on_the_way(weights: LayerWeights, unread: Tensor | None = None) -> None:
     """Let norms and gates round what products in FP8 read as they compute it, which a GPU then reads once less."""
     if isinstance(weights.qkv, Float8Linear):
-        weights.attention_norm.round_results()
+        weights.attention_norm.round_results(unread)
     if isinstance(weights.mlp, FeedForwardPart) and isinstance(weights.mlp.gate_up, Float8Linear):
-        weights.mlp_norm.round_results()
+        weights.mlp_norm.round_results(unread)
         if isinstance(weights.mlp.down, Float8Linear):
-            weights.mlp.gate_up.round_results()
+            weights.mlp.gate_up.round_results(unread)
 
 
 def has_experts_apart(device: torch.device) -> bool:

@@ -18,7 +18,7 @@ from alignedserve.runtime.device.streams import HostStream
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.weight_loader import assemble_weights
+from alignedserve.runtime.model.weight_loader import assemble_weights, leave_rounded_rows_unwritten
 from benchmarks.gpu.ledger.counted_gpu import CountedGpu
 from benchmarks.gpu.ledger.forms import GPU, EmptySource, ModelForm, StepForm
 from benchmarks.gpu.ledger.kernel_bytes import Launch
@@ -146,7 +146,10 @@ def _engine(form: ModelForm, steps: tuple[StepForm, ...], device: CountedGpu) ->
     config = form.config
     dtype = torch_dtype(config.dtype)
     source = EmptySource(form, dtype)
-    decoder = Decoder(config, assemble_weights(config, source, packed=source))
+    weights = assemble_weights(config, source, packed=source)
+    if not form.num_adapters:
+        leave_rounded_rows_unwritten(weights, config)
+    decoder = Decoder(config, weights)
     num_blocks = max(step.num_decodes * blocks_for(step.context_len + _SPARE, _BLOCK_SIZE) for step in steps)
     num_blocks += max(blocks_for(step.prompt_len + _SPARE, _BLOCK_SIZE) for step in steps)
     storage = BlockStorage(

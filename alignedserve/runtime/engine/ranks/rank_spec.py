@@ -25,7 +25,7 @@ from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.weight_files import load_weights
-from alignedserve.runtime.model.weight_loader import DecoderWeights, LoadingObserver
+from alignedserve.runtime.model.weight_loader import DecoderWeights, LoadingObserver, leave_rounded_rows_unwritten
 from kernels.cpu.rank_exchange import RankExchange
 
 
@@ -102,7 +102,10 @@ def load_shard(spec: RankEngineSpec, collectives: Collectives, observer: Loading
     """Load one rank's share of the model. Raises ModelError."""
     rank, model = collectives.rank, spec.model
     ranks = DecoderRanks(collectives, model.config)
-    return Decoder(ranks.local_config, _weights(model, spec.device(rank), spec.shards[rank], observer), ranks)
+    weights = _weights(model, spec.device(rank), spec.shards[rank], observer)
+    if not spec.lora.is_enabled:
+        leave_rounded_rows_unwritten(weights, model.config)
+    return Decoder(ranks.local_config, weights, ranks)
 
 
 def make_storage(spec: RankEngineSpec, rank: int, meeting: Meeting) -> BlockStorage:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import DeviceLost
 from alignedserve.runtime.attention import prompt_choice
 from alignedserve.runtime.attention.libraries import (
@@ -15,28 +14,16 @@ from alignedserve.runtime.attention.libraries import (
 )
 from alignedserve.runtime.attention.prompt_choice import (
     FAR_BYTES,
-    ChunkShape,
     Measured,
     PromptChoice,
     PromptSetup,
     TrialRequest,
     TrialResult,
-    TrialShapes,
     choose_prompts,
 )
 from alignedserve.runtime.device import verdicts
 from alignedserve.runtime.device.device_work import working
-
-SHAPES = TrialShapes(whole=ChunkShape((9, 4), (9, 4)), chunks=ChunkShape((11, 6), (5, 6)))
-WINDOW = 4
-
-
-def layout(block_size: int = 4, dtype: str = "bfloat16") -> BlockLayout:
-    return BlockLayout(block_size=block_size, num_layers=2, num_kv_heads=2, head_dim=16, dtype=dtype)
-
-
-def setup_of(window: int | None = None, dtype: str = "float32", block_size: int = 4) -> PromptSetup:
-    return PromptSetup("cpu", layout(block_size, dtype), 40, 2, window, SHAPES)
+from tests.support.prompt_setups import WINDOW, layout, setup_of
 
 
 class Trials:
