@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DOCS_VENV := .venv-docs
 
-.PHONY: serve demo cluster-demo chat eval test test-promise test-part test-all test-histories test-clients faults records check check-types check-style check-wheels format bench docs install install-dev clean
+.PHONY: serve demo cluster-demo chat eval test test-promise test-part test-all test-histories test-clients faults records check check-types check-style check-wheels check-audit audit format bench docs install install-dev clean
 
 # A folder, a GGUF file, or a name: `make serve MODEL=smollm2` holds a conversation.
 MODEL ?= pocket
@@ -60,8 +60,8 @@ records: install-dev  ## which experiments are of an older decision code; their 
 	@$(BIN)/python -m experiments.pages
 	@-$(BIN)/python -m experiments.validity
 
-check: install-dev  ## format, lint, types, import contracts, pins for NVIDIA GPUs; types beside the others
-	@$(MAKE) --no-print-directory -j 2 --output-sync=target check-types check-style check-wheels
+check: install-dev  ## format, lint, types, import contracts, pins for NVIDIA GPUs, known vulnerabilities; types beside the others
+	@$(MAKE) --no-print-directory -j 2 --output-sync=target check-types check-style check-wheels check-audit
 
 check-types:
 	@$(BIN)/mypy
@@ -74,12 +74,20 @@ check-style:
 check-wheels:
 	@$(BIN)/python scripts/check_wheels.py
 
+check-audit:
+	@$(BIN)/python scripts/audit.py
+
+audit: install-dev  ## fetch the known vulnerabilities of all pins from OSV, which `make check` compares offline
+	@$(BIN)/python scripts/audit.py --fetch
+
 format: install-dev
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
 docs: $(DOCS_VENV)/.installed  ## the documentation as a site in build/site; a link that leads nowhere fails
-	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	@$(DOCS_VENV)/bin/python scripts/site/pages.py build/site-source
+	@cd build/site-source && $(abspath $(DOCS_VENV))/bin/zensical build --clean --strict --config-file mkdocs.yml
+	@rm -rf build/site && mv build/site-source/site build/site
 	@echo "build/site/index.html"
 
 # Not beside the package: it needs neither PyTorch nor Ray.
