@@ -3,6 +3,7 @@
 AlignedServeError
 ├── InvalidRequest              (core) the client's request is wrong
 │   ├── Unauthorized            no valid API key
+│   ├── Forbidden               this key may not ask for that (403)
 │   ├── QuotaExceeded           this key asked too often (429: the client's quota)
 │   ├── UnknownModel            a model that is not served here
 │   ├── NotFound                no such file or batch, or one of another key
@@ -39,6 +40,10 @@ from alignedserve.core.errors import (
 
 class Unauthorized(InvalidRequest):
     """No valid API key."""
+
+
+class Forbidden(InvalidRequest):
+    """A field asks for more than the client's key may."""
 
 
 class QuotaExceeded(InvalidRequest):
@@ -142,6 +147,7 @@ class HttpError:
 # The first row whose type matches wins: subclasses stand before their base.
 ERROR_TABLE: tuple[tuple[type[Exception], HttpError], ...] = (
     (Unauthorized, HttpError(401, "invalid_request_error", "invalid_api_key")),
+    (Forbidden, HttpError(403, "invalid_request_error", "not_allowed")),
     (QuotaExceeded, HttpError(429, "rate_limit_error", "rate_limit_exceeded")),
     (UnknownModel, HttpError(404, "invalid_request_error", "model_not_found")),
     (NotFound, HttpError(404, "invalid_request_error", "not_found")),

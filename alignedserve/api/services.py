@@ -43,8 +43,18 @@ class ApiServices:
     line: WaitingLine = field(default_factory=lambda: WaitingLine(MOST_WAITING))
 
     @classmethod
-    def of(cls, config: GatewayConfig, *, reply_to: str = "", observing: Observing | None = None) -> "ApiServices":
-        """Make the objects, without a model. `observing`: None: calls are explained, and not traced."""
+    def of(
+        cls,
+        config: GatewayConfig,
+        *,
+        reply_to: str = "",
+        observing: Observing | None = None,
+        keys: CurrentKeys | None = None,
+    ) -> "ApiServices":
+        """Make the objects, without a model. `observing`: None: calls are explained, and not traced.
+
+        `keys`: None: anyone may call.
+        """
         observing = observing or Observing()
         exporter = make_exporter(observing, reply_to)
         timelines = make_timelines(observing, exporter)
@@ -56,6 +66,7 @@ class ApiServices:
             timelines=timelines,
             questions=TimelineQuestions(timelines),
             exporter=exporter,
+            keys=keys or CurrentKeys(),
         )
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from alignedserve.api.endpoints import ENDPOINTS, RESPONSES
 from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.models.usable_models import usable_model
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.generation_request import DEADLINE_HEADER, Arrival, GenerationRequest
 from alignedserve.api.openai.parsing import check_shape
@@ -50,7 +51,7 @@ async def build_job(line: LineRequest, services: ApiServices, held: ExitStack) -
     key = services.keys.ring.owned_by(client_of(line.owner))
     arrival = _arrival_of(line, key, None if services.config.strict else IgnoredFields(), streamed)
     asked = _at_best_effort(endpoint.parse(line.body, arrival.ignored))
-    model = services.find_model(asked.model)
+    model = usable_model(services.models, asked.model, key)
     held.enter_context(model.in_use())
     job = LineJob(model, await endpoint.build(asked, arrival, model, None), endpoint.formatter(asked, model))
     if streamed is None:

@@ -17,7 +17,8 @@ from alignedserve.batches.location import BatchLocation, DriverStores, open_driv
 from alignedserve.batches.remote.state_server import StateServer
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.core.quotas import QuotaPool
-from alignedserve.keys.ring import CurrentKeys, KeyRing
+from alignedserve.keys.ring import CurrentKeys
+from alignedserve.keys.watch import KeysWatch
 from alignedserve.process.background_tasks import start_background
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
@@ -64,7 +65,9 @@ class BatchService:
         )
         self._location = location
         self._state = state
-        self._keys = CurrentKeys(KeyRing(api_keys))
+        self._keys = CurrentKeys()
+        self._keys_watch = KeysWatch(self._keys, api_keys, config.keys_path)
+        self._watching: asyncio.Task[None] | None = None
         self._observing = observing
         self._services: ApiServices | None = None
         self._is_restarted = is_restarted
@@ -77,10 +80,13 @@ class BatchService:
 
     async def start(self) -> None:
         """Connect to the cluster and start the driver. Raises ModelError or StorageError."""
+        await asyncio.to_thread(self._keys_watch.look)
+        self._watching = start_background(self._keys_watch.run(), "the watch of keys")
         self._stores = open_driver_stores(self._location)
         await self._start_state_server(self._stores)
-        services = ApiServices.of(self._config, reply_to=self._links.own_address, observing=self._observing)
-        services.keys.ring = self._keys.ring
+        services = ApiServices.of(
+            self._config, reply_to=self._links.own_address, observing=self._observing, keys=self._keys
+        )
         self._services = services
         self._connection = ClusterConnection(self._links, services.timelines, services.questions)
         await self._connection.start()
@@ -134,6 +140,8 @@ class BatchService:
 
     async def close(self) -> None:
         """Stop; the next driver resumes the lines that run. May be repeated."""
+        if self._watching is not None:
+            self._watching.cancel()
         server, self._state_server = self._state_server, None
         if server is not None:
             await server.close()

@@ -26,6 +26,7 @@ from alignedserve.cli.commands.options import (
 )
 from alignedserve.cli.console import DEFAULT_URL, FAILURE, exit_code, print_error
 from alignedserve.cli.gpu_check.options import GpuCheckOptions
+from alignedserve.cli.keys.app import keys_app
 from alignedserve.cli.models.app import models_app
 from alignedserve.cli.options import ClusterOption, JsonFlag, UrlOption, current_option, takes_options
 from alignedserve.config.environment import limit_thread_spinning, log_format, ray_address, set_log_format
@@ -43,6 +44,7 @@ app = typer.Typer(
 )
 app.add_typer(batch_app, name="batch")
 app.add_typer(bench_app, name="bench")
+app.add_typer(keys_app, name="keys")
 app.add_typer(models_app, name="models")
 
 

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from alignedserve.batches.location import SharedState
 from alignedserve.batches.remote.state_client import STATE
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
@@ -160,12 +162,13 @@ class ActorFactory:
         alone = (ServedDeployment(self._served, config.engine.block_size, config.prefix_cache),)
         deployments = self._listed if self._listed is not None else alone
         observing = Observing(config.explain, config.tracing, trace_headers())
+        settings = msgspec.structs.replace(config.gateway, keys_file=_text(config.gateway.keys_path))
         for name, port in node.share.gateways:
-            gateway = (config.gateway, port, deployments, api_keys(), state, observing)
+            gateway = (settings, port, deployments, api_keys(), state, observing)
             yield _Process(self._actor_classes.gateway, Role.GATEWAY, name, gateway)
         if state.batches is not None and drives_batches:
             serving = (state.gateways, api_keys(), self._spec(node, Role.STATE_SERVER, STATE), observing)
-            driver = (config.gateway, deployments, state.batches, *serving)
+            driver = (settings, deployments, state.batches, *serving)
             yield _Process(self._actor_classes.batches, Role.GATEWAY, BATCHES, driver)
 
     def _workers(self, node: PreparedNode) -> Iterator[_Process]:
@@ -218,3 +221,7 @@ class ActorFactory:
             logs_steps=node.config.gateway.log_steps,
             notes_requests=Observing(node.config.explain, node.config.tracing).is_on,
         )
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

@@ -10,12 +10,15 @@ from pydantic import FailFast, Field
 
 from alignedserve.api.anthropic.errors import error_view
 from alignedserve.api.errors import NotFound
+from alignedserve.api.models.usable_models import check_usable
+from alignedserve.api.own_batches import client_of
 from alignedserve.api.schema import Schema
 from alignedserve.batches.records import BatchStatus, Endpoint, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.files.files_api import FilesApi, input_line, submit_lines
 from alignedserve.gateway.services import Services
+from alignedserve.keys.entry import KeyEntry
 
 # Codes of lines that did not run, and this API's names of them.
 _UNRUN = {"batch_expired": "expired", "batch_cancelled": "canceled"}
@@ -43,7 +46,8 @@ class MessageBatches:
 
     async def create(self, asked: CreateMessageBatch, services: Services) -> BatchSnapshot:
         """Create a batch. Raises InvalidRequest naming the field, QuotaExceeded, StorageFull."""
-        _check(asked, services, self.files_api.config.max_lines)
+        key = services.keys.ring.owned_by(client_of(self.owner))
+        _check(asked, services, key, self.files_api.config.max_lines)
         lines = [input_line(one.custom_id, Endpoint.MESSAGES, one.params) for one in asked.requests]
         if any(len(line) > self.files_api.config.max_line_bytes for line in lines):
             raise InvalidRequest("A request is too large for a batch.", param="requests")
@@ -62,7 +66,7 @@ class MessageBatches:
                 yield orjson.dumps(result_view(orjson.loads(line))) + b"\n"
 
 
-def _check(asked: CreateMessageBatch, services: Services, max_requests: int) -> None:
+def _check(asked: CreateMessageBatch, services: Services, key: KeyEntry, max_requests: int) -> None:
     """Raise InvalidRequest for what would make the whole batch fail, naming the request."""
     if len(asked.requests) > max_requests:
         raise InvalidRequest(f"requests must hold at most {max_requests} requests.", param="requests")
@@ -75,6 +79,7 @@ def _check(asked: CreateMessageBatch, services: Services, max_requests: int) -> 
         model = one.params.get("model")
         if not isinstance(model, str):
             raise InvalidRequest(f"Invalid value for {path}.params.model.", param=f"{path}.params.model")
+        check_usable(services.models, model, key)
         services.models.card(model)
 
 

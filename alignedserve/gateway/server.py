@@ -27,7 +27,8 @@ from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.gateway.services import Services, build_services
 from alignedserve.gateway.storage_metrics import Disks
-from alignedserve.keys.ring import CurrentKeys, KeyRing
+from alignedserve.keys.ring import CurrentKeys
+from alignedserve.keys.watch import KeysWatch
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.addresses import AddressBook
 from alignedserve.process.background_tasks import start_background
@@ -66,7 +67,9 @@ class GatewayServer:
         self._links = links
         self._first_deployments = tuple(deployments)
         self._config = config
-        self._keys = CurrentKeys(KeyRing(api_keys))
+        self._keys = CurrentKeys()
+        self._keys_watch = KeysWatch(self._keys, api_keys, config.keys_path)
+        self._watching: asyncio.Task[None] | None = None
         self._state = state or SharedState()
         self._observing = observing
         self._is_restarted = is_restarted
@@ -122,13 +125,15 @@ class GatewayServer:
         logger.info("gateway %s serves %s at %s", self._links.identity.name, names, self.url)
 
     async def _start(self) -> None:
+        await asyncio.to_thread(self._keys_watch.look)
+        self._watching = start_background(self._keys_watch.run(), "the watch of keys")
         self._open_shared_state()
         batches = self._state.batches
         services = self._services = build_services(
             self._config,
             keys=self._keys,
             reply_to=self._links.own_address,
-            files_api=FilesApi(self._stores, batches.config) if batches and self._stores else None,
+            files_api=FilesApi(self._stores, batches.config, self._keys) if batches and self._stores else None,
             quotas=self._quotas,
             observing=self._observing,
             disks=Disks(self._places()),
@@ -208,6 +213,8 @@ class GatewayServer:
             await asyncio.to_thread(services.close)
         if self._quotas is not None:
             self._quotas.stop()
+        if self._watching is not None:
+            self._watching.cancel()
         stores, self._stores = self._stores, None
         await self._end_usage(services, stores)
         if stores is not None:

@@ -50,15 +50,15 @@ def build_services(
 
     `quotas`: None: this process alone counts requests. `observing`: None: calls are explained, and not traced.
     """
-    api = ApiServices.of(config, reply_to=reply_to, observing=observing)
-    keys, intake = keys or CurrentKeys(), Intake()
+    api = ApiServices.of(config, reply_to=reply_to, observing=observing, keys=keys)
+    intake = Intake()
     readiness = Readiness(api.models, intake)
     api.metrics.show_usage(api.usage)
     api.metrics.show_readiness(lambda: readiness.missing() is None)
     return Services(
-        **vars(api) | {"keys": keys},
-        api_keys=ApiKeys(keys),
-        quotas=quotas or RequestQuotas(config.requests_per_minute, keys),
+        **vars(api),
+        api_keys=ApiKeys(api.keys),
+        quotas=quotas or RequestQuotas(config.requests_per_minute, api.keys),
         work_process=WorkProcess(_READING),
         intake=intake,
         readiness=readiness,

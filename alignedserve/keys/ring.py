@@ -14,14 +14,11 @@ class KeySecret:
     """One secret of a key, known by its digest alone. Secrets have 256 random bits: a digest cannot be guessed."""
 
     digest: bytes  # SHA-256
-    not_before_s: float | None = None  # Unix time
     expires_s: float | None = None  # Unix time; None: never
 
     def is_valid(self, now: float) -> bool:
         """Return whether it may be used at this Unix time."""
-        return (self.not_before_s is None or self.not_before_s <= now) and (
-            self.expires_s is None or now < self.expires_s
-        )
+        return self.expires_s is None or now < self.expires_s
 
 
 class KeyRing:

@@ -127,7 +127,7 @@ class ModelRegistry:
         if found is None and (name in self._expected or not self.is_complete):
             raise Unavailable("The model is not served yet.")
         if found is None:
-            raise UnknownModel("The requested model does not exist here; see /v1/models.", param="model")
+            raise unknown_model()
         return found
 
     def _adapted(self, name: str) -> RegisteredModel | None:
@@ -135,3 +135,8 @@ class ModelRegistry:
         adapted = (model.services.with_adapter(name) for model in self.all if model.services is not None)
         services = next((one for one in adapted if one is not None), None)
         return None if services is None else RegisteredModel(services.model, services)
+
+
+def unknown_model() -> UnknownModel:
+    """Return the error for a model that is not there, or not for this client."""
+    return UnknownModel("The requested model does not exist here; see /v1/models.", param="model")

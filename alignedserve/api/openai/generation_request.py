@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from alignedserve.api.errors import Forbidden
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.output_parser import OutputFormat, TextOptions
 from alignedserve.api.openai.prompt_encoding import Prompt
@@ -85,9 +86,10 @@ class CallTerms(NamedTuple):
 
     @classmethod
     def of(cls, fields: TermFields, arrival: Arrival, services: ModelServices) -> "CallTerms":
-        """Return the terms of a call. Raises InvalidRequest for objectives that cannot be read."""
-        tier, slo = SERVICE_TIERS[fields.service_tier], parse_slo(arrival.headers)
-        priority = fields.priority if fields.priority is not None else tier.priority
+        """Return the terms of a call. Raises InvalidRequest for objectives that cannot be read, Forbidden."""
+        tier, slo = _tier_of(fields.service_tier, arrival), parse_slo(arrival.headers)
+        priority = _priority_of(fields.priority, tier, arrival.key)
+        _check_objectives(slo, arrival.key)
         is_real_time = tier.request_class is RequestClass.REAL_TIME
         default = services.default_slo() if is_real_time and not arrival.is_line else Slo()
         root = services.prefix_root(arrival.tenant, fields.cache_salt)
@@ -155,6 +157,38 @@ class GenerationRequest:
     def num_prompt_tokens(self) -> int:
         """Prompt tokens, each prompt counted once however many choices it has."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+def _tier_of(asked: str, arrival: Arrival) -> ServiceTier:
+    """Return the tier: a line's was allowed when its batch was created. Raises Forbidden."""
+    key = arrival.key
+    name = asked if arrival.is_line else key.tier_of(asked)
+    if name is None:
+        allowed = ", ".join(sorted(key.tiers))
+        message = f"The key {key.name} may not use service_tier {asked}; it may use: {allowed}."
+        raise Forbidden(message, param="service_tier", code="service_tier_not_allowed")
+    return SERVICE_TIERS[name]
+
+
+def _priority_of(asked: int | None, tier: ServiceTier, key: KeyEntry) -> int:
+    """Return the priority; a tier that is allowed brings its own. Raises Forbidden."""
+    if asked is None:
+        return tier.priority
+    if not key.may_have_priority(asked):
+        allowed = f"{key.min_priority} to {key.max_priority}"
+        message = f"The key {key.name} may not send this priority; it may send {allowed}."
+        raise Forbidden(message, param="priority", code="priority_not_allowed")
+    return asked
+
+
+def _check_objectives(slo: Slo, key: KeyEntry) -> None:
+    """Raise Forbidden for objectives of somebody who waits, where the key has best effort alone."""
+    if key.is_real_time:
+        return
+    for header, objective_s in ((TTFT_HEADER, slo.ttft_s), (TPOT_HEADER, slo.tpot_s)):
+        if objective_s is not None:
+            message = f"The key {key.name} is served at best effort alone; {header} is for real-time tiers."
+            raise Forbidden(message, param=header, code="objectives_not_allowed")
 
 
 def parse_slo(headers: Mapping[str, str]) -> Slo:

@@ -19,6 +19,7 @@ from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.commands.start_screen import StartScreen
 from alignedserve.cli.console import INTERRUPTED, notes, results
 from alignedserve.cli.downloads import fetch_model
+from alignedserve.cli.keys.serving import check_keys, show_keys
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.draining.drain_watch import LastAnswers
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
@@ -59,6 +60,7 @@ def _serve(options: ServeOptions, settings: ModelSettings, ending: "_StopSignals
     started_s = time.monotonic()
     try:
         losses.pause()
+        check_keys(settings.configs[0].gateway)
         settings = settings.with_local([fetch_model(config.model) for config in settings.configs])
         cluster = _start(settings, options.nodes, ending)
     except KeyboardInterrupt:
@@ -94,6 +96,7 @@ def _look_after(cluster: RunningCluster, ending: "_StopSignals") -> None:
         while not ending.is_asked_for and cluster.check():
             if ending.takes_hangup():
                 cluster.read_again()
+                show_keys(cluster.config.gateway)
             time.sleep(_WATCH_S)
 
 
@@ -173,7 +176,7 @@ def _trial(served: ServedModel) -> tuple[str, str]:
 
 
 def _welcome(cluster: ServingCluster, seconds: float) -> Panel:
-    key = ' -H "Authorization: Bearer $ALIGNEDSERVE_API_KEY"' if api_keys() else ""
+    key = ' -H "Authorization: Bearer $ALIGNEDSERVE_API_KEY"' if api_keys() or cluster.config.gateway.keys_file else ""
     path, body = _trial(cluster.served)
     table = Table.grid(padding=(0, 2))
     # As this command was called: the environment need not be activated.

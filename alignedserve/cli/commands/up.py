@@ -13,6 +13,7 @@ from rich.table import Table
 from alignedserve.cli.commands.hosts import recorded_drain_s
 from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.console import notes, results
+from alignedserve.cli.keys.serving import check_keys
 from alignedserve.cluster.hosts.client import connected
 from alignedserve.cluster.hosts.record import ClusterRecord, read_record, recorded_driver
 from alignedserve.cluster.hosts.supervisor import driver_log, end_supervisor, start_supervisor
@@ -36,9 +37,10 @@ def up(options: ServeOptions) -> None:
     """
     settings = load_models(options.config, options.all_overrides, options.named_models)
     for config in settings.configs:
+        check_keys(config.gateway)
         require_effect(config)  # a mistake is reported here, not in a log
     config = settings.configs[0]
-    if config.gateway.host not in _LOOPBACK and not api_keys():
+    if config.gateway.host not in _LOOPBACK and not api_keys() and not config.gateway.keys_file:
         notes().print(f"warning: anyone who reaches the gateways may use them; set {API_KEYS_VARIABLE}", soft_wrap=True)
     with connected():
         end_supervisor(drain_s=recorded_drain_s())

@@ -1,6 +1,7 @@
 """The section of the HTTP gateways."""
 
 import re
+from pathlib import Path
 
 from alignedserve.config.sections.base import MIB, Section
 from alignedserve.core.request import Slo
@@ -40,7 +41,8 @@ class GatewayConfig(Section, frozen=True):
     request_log: str = "none"  # a line for every body: none, redacted (texts by their lengths), or full
     max_request_log_bytes: int = 4096  # of a body that is logged in full; a longer one is by its beginning
     log_steps: bool = False  # every process logs a line for each message about one request
-    requests_per_minute: int | None = None  # per key; 429 above
+    requests_per_minute: int | None = None  # per key that has no limit of its own; 429 above
+    keys_file: str | None = None  # keys.yaml: rights and limits of each client's key; read again when it changes
     strict: bool = False  # unknown fields are refused; otherwise ignored, and named by a header of the response
     cors_origins: tuple[str, ...] = ()  # pages of these origins may call it, such as https://chat.example; "*": all
     # Objectives of real-time requests that name none: seconds, "auto" (from the speed of the machine) or "none".
@@ -66,6 +68,11 @@ class GatewayConfig(Section, frozen=True):
     def scheme(self) -> str:
         """Return how its addresses begin: http or https."""
         return "https" if self.tls_certificate else "http"
+
+    @property
+    def keys_path(self) -> Path | None:
+        """Return the file of keys; None: there is none."""
+        return None if self.keys_file is None else Path(self.keys_file).expanduser().absolute()
 
     @property
     def named_slo(self) -> Slo:

@@ -4,7 +4,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import msgspec
 import orjson
 
-from alignedserve.api.errors import Conflict, NotFound, QuotaExceeded
-from alignedserve.batches.eta import estimate_eta, remaining_work
+from alignedserve.api.errors import Conflict, Forbidden, NotFound, QuotaExceeded
+from alignedserve.api.own_batches import client_of
+from alignedserve.batches.eta import Throughputs, estimate_eta, remaining_work
 from alignedserve.batches.garbage_collection import delete_file, is_used_by
 from alignedserve.batches.location import BatchStores
 from alignedserve.batches.logic import CancelRequested, PauseRequested, ResumeRequested, advance
@@ -45,6 +46,8 @@ from alignedserve.gateway.files.schemas import (
     window_s,
 )
 from alignedserve.gateway.files.uploads import Upload
+from alignedserve.keys.entry import FLEX, KeyEntry, Limit
+from alignedserve.keys.ring import CurrentKeys
 
 INPUT_PURPOSE = "batch"
 _QUOTA_RETRY_S = 60.0
@@ -68,6 +71,7 @@ class FilesApi:
 
     stores: BatchStores
     config: BatchesConfig
+    keys: CurrentKeys = field(default_factory=CurrentKeys)  # whose limits hold
 
     @property
     def repository(self) -> BatchRepository:
@@ -171,6 +175,7 @@ class FilesApi:
             window_s(asked.completion_window),
             schedule_asked(asked),
         )
+        client = _batches_key(self.keys, owner)
         fingerprint = _fingerprint(asked)
         key = None if idempotency_key is None else idempotency_key_of(owner, idempotency_key)
         for _ in range(_MAX_CONFLICTS):
@@ -183,7 +188,9 @@ class FilesApi:
             now = time.time()
             check_window(schedule, now, now + window)
             record = _new_record(asked, source, endpoint, now, now + window, fingerprint)
-            snapshot = BatchSnapshot(record, Progress(eta=await self._eta(record, active)))
+            throughputs = await self.repository.throughputs(self.config.assumed_tokens_per_s)
+            _check_tokens(client, record, active, throughputs)
+            snapshot = BatchSnapshot(record, Progress(eta=_eta(record, active, throughputs)))
             lifetime_s = max(_IDEMPOTENCY_KEY_LIFETIME_S, window)
             if await self.repository.add_batch(snapshot, source, idempotency_key=key, key_lifetime_s=lifetime_s):
                 return snapshot
@@ -217,12 +224,6 @@ class FilesApi:
         if num_own >= self.config.max_active:
             message = f"This key has {num_own} batches that are not over."
             raise QuotaExceeded(message, retry_after_s=_QUOTA_RETRY_S)
-
-    async def _eta(self, record: BatchRecord, active: list[BatchSnapshot]) -> Eta:
-        """Estimate the end of a new batch from the size of its file."""
-        throughputs = await self.repository.throughputs(self.config.assumed_tokens_per_s)
-        others = [remaining_work(snapshot.record, snapshot.progress, throughputs) for snapshot in active]
-        return estimate_eta(remaining_work(record, Progress(), throughputs), others, throughputs, record.created_s)
 
     async def batch(self, owner: str, text: str) -> BatchSnapshot:
         """Return a batch. Raises NotFound."""
@@ -260,6 +261,39 @@ class FilesApi:
             message = f"The batch is {record.status.value}; it can no longer be paused or resumed."
             raise Conflict(message, param="batch_id", code="batch_is_over")
         return BatchSnapshot(record, snapshot.progress)
+
+
+def _batches_key(keys: CurrentKeys, owner: str) -> KeyEntry:
+    """Return the entry of the client of a new batch. Raises Forbidden if it may not have any."""
+    key = keys.ring.owned_by(client_of(owner))
+    if FLEX not in key.tiers:
+        message = f"The key {key.name} may not use service_tier flex, at which batches run."
+        raise Forbidden(message, code="service_tier_not_allowed")
+    return key
+
+
+def _check_tokens(
+    key: KeyEntry, record: BatchRecord, active: Sequence[BatchSnapshot], throughputs: Throughputs
+) -> None:
+    """Raise QuotaExceeded if the client's batches that are not over would have too many tokens, as far as is known."""
+    limit = key.enqueued_batch_tokens
+    if limit is None:
+        return
+    own = [one for one in active if client_of(one.record.owner) == key.owner]
+    before = sum(remaining_work(one.record, one.progress, throughputs).num_tokens for one in own)
+    more = remaining_work(record, Progress(), throughputs).num_tokens
+    if before + more > limit:
+        message = (
+            f"Limit of enqueued batch tokens ({Limit.BATCH_TOKENS.value}) of the key {key.name}: limit {limit}, "
+            f"enqueued about {before:.0f}, this batch about {more:.0f}."
+        )
+        raise QuotaExceeded(message, retry_after_s=_QUOTA_RETRY_S)
+
+
+def _eta(record: BatchRecord, active: Sequence[BatchSnapshot], throughputs: Throughputs) -> Eta:
+    """Estimate the end of a new batch from the size of its file."""
+    others = [remaining_work(snapshot.record, snapshot.progress, throughputs) for snapshot in active]
+    return estimate_eta(remaining_work(record, Progress(), throughputs), others, throughputs, record.created_s)
 
 
 def new_file_id() -> FileId:

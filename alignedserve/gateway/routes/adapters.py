@@ -9,12 +9,13 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from alignedserve.api.errors import Forbidden
 from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.api.openai.parsing import parse
 from alignedserve.api.schema import Schema
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import MAX_ADAPTER_NAME_LEN, MAX_ADAPTER_PATH_LEN
-from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
+from alignedserve.gateway.routes.dependencies import ignored_fields_of, key_of, model_of, rate_limited_services
 from alignedserve.gateway.routes.request_bodies import read_body
 
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_NAME_LEN)]
@@ -43,6 +44,7 @@ async def load_adapter(http: Request) -> Response:
     """Let requests name an adapter whose folder is inside lora.allowed_folder."""
     services = await rate_limited_services(http)
     asked = await read_body(http, services, partial(parse, LoadAdapterRequest, ignored=ignored_fields_of(http)))
+    _check_name(http, asked.lora_name)
     adapters = _adapters_of(http, asked.base_model_name)
     if asked.lora_name in services.models and not adapters.find(asked.lora_name):
         raise InvalidRequest("A model of this name is served.", param="lora_name")
@@ -56,8 +58,17 @@ async def unload_adapter(http: Request) -> Response:
     """Let no new request name an adapter that was loaded while serving."""
     services = await rate_limited_services(http)
     asked = await read_body(http, services, partial(parse, UnloadAdapterRequest, ignored=ignored_fields_of(http)))
+    _check_name(http, asked.lora_name)
     await asyncio.to_thread(_adapters_of(http, asked.base_model_name).unload, asked.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+
+
+def _check_name(http: Request, name: str) -> None:
+    """Raise Forbidden for a name that the key could not use, and other clients perhaps can."""
+    key = key_of(http)
+    if not key.may_use(name):
+        message = f"The key {key.name} may not use a model of this name."
+        raise Forbidden(message, param="lora_name", code="model_not_allowed")
 
 
 def _adapters_of(http: Request, model: str | None) -> AdapterDirectory:

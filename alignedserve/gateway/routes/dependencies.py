@@ -6,6 +6,7 @@ from starlette.requests import HTTPConnection, Request
 
 from alignedserve.api.errors import NotFound, ResourceUnavailable
 from alignedserve.api.models.model_services import BEST_EFFORT_RETRY_S, ModelServices
+from alignedserve.api.models.usable_models import usable_model
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.core.request import RequestClass
 from alignedserve.gateway.connections.limits import ConnectionPlace
@@ -51,7 +52,7 @@ def hold_connection(http: Request, request_class: RequestClass) -> None:
 
 def model_of(http: Request, name: str | None) -> ModelServices:
     """Return the model of this name, held until the response has ended. Raises UnknownModel, Unavailable."""
-    model = services_of(http).find_model(name)
+    model = usable_model(services_of(http).models, name, key_of(http))
     http.state.held_until_response.enter_context(model.in_use())
     return model
 

@@ -7,9 +7,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.usable_models import check_usable, usable_cards
 from alignedserve.gateway.json_response import JsonResponse, is_anthropic
 from alignedserve.gateway.message_batches import timestamp
-from alignedserve.gateway.routes.dependencies import services_of
+from alignedserve.gateway.routes.dependencies import key_of, services_of
 
 router = APIRouter()
 
@@ -17,7 +18,7 @@ router = APIRouter()
 @router.get("/v1/models", response_model=None)
 async def list_models(http: Request) -> Response:
     """List the served models."""
-    models = list(services_of(http).models.cards)
+    models = list(usable_cards(services_of(http).models, key_of(http)))
     if is_anthropic(http.scope):
         return JsonResponse(model_list(models))
     return JsonResponse({"object": "list", "data": [_model_view(model) for model in models]})
@@ -26,7 +27,9 @@ async def list_models(http: Request) -> Response:
 @router.get("/v1/models/{name:path}", response_model=None)
 async def get_model(http: Request, name: str) -> Response:
     """Return a model by its name, which may hold slashes."""
-    model = services_of(http).models.card(name)
+    models = services_of(http).models
+    check_usable(models, name, key_of(http))
+    model = models.card(name)
     if is_anthropic(http.scope):
         return JsonResponse(model_info(model))
     return JsonResponse(_model_view(model))

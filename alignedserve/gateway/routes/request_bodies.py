@@ -9,6 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from alignedserve.api.endpoints import Endpoint, TokenEndpoint
 from alignedserve.api.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
+from alignedserve.api.models.usable_models import usable_cards
 from alignedserve.api.openai.parsing import parse_json
 from alignedserve.api.openai.prompt_encoding import Prompts
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
@@ -18,7 +19,9 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.long_bodies.messages import Answer, NotRead, Order, ReadBody, Refusal, decode_outcome
 from alignedserve.gateway.long_bodies.messages import encode as encoded
 from alignedserve.gateway.request_log import log_body
+from alignedserve.gateway.routes.dependencies import key_of
 from alignedserve.gateway.services import Services
+from alignedserve.keys.entry import KeyEntry
 
 _BODY_TIMEOUT_S = 30.0
 
@@ -41,7 +44,7 @@ async def read_prompts(
     Then something short stands in the body for the prompts. Raises InvalidRequest, Overloaded.
     """
     raw = await receive(http, services)
-    read = await read_if_long(raw, endpoint.path, services, ignored)
+    read = await read_if_long(raw, endpoint.path, services, ignored, key_of(http))
 
     def parse(body: dict[str, Any]) -> BodyT:
         return endpoint.parse(body, ignored)
@@ -63,14 +66,14 @@ async def read_and_answer(
     Raises InvalidRequest, Overloaded.
     """
     raw = await receive(http, services)
-    read = await read_if_long(raw, endpoint.path, services, ignored)
+    read = await read_if_long(raw, endpoint.path, services, ignored, key_of(http))
     if isinstance(read, Answer):
         return read.answer
     return await answer(await parsed(raw, services, lambda body: endpoint.parse(body, ignored)))
 
 
 async def read_if_long(
-    raw: bytes, path: str, services: Services, ignored: IgnoredFields | None
+    raw: bytes, path: str, services: Services, ignored: IgnoredFields | None, key: KeyEntry
 ) -> ReadBody | Answer | None:
     """Return what another process has read of a long body; None: it is short, or this process is to read it.
 
@@ -78,7 +81,7 @@ async def read_if_long(
     """
     if len(raw) <= LONG_LEN:
         return None
-    outcome = decode_outcome(await services.work_process.answer(encoded(_order(path, services)), raw))
+    outcome = decode_outcome(await services.work_process.answer(encoded(_order(path, services, key)), raw))
     if isinstance(outcome, NotRead):
         return None
     if ignored is not None:
@@ -89,11 +92,12 @@ async def read_if_long(
     return outcome
 
 
-def _order(path: str, services: Services) -> Order:
+def _order(path: str, services: Services, key: KeyEntry) -> Order:
+    """Describe the task; models that the key may not use are unknown there."""
     models = services.models
-    loaded = tuple(model.card for model in models.all if model.services is not None)
+    loaded = tuple(model.card for model in models.all if model.services is not None and key.may_use(model.card.name))
     places = {card.name: place for place, card in enumerate(loaded)}
-    bases = {card.name: models.base_of(card.name) for card in models.cards}
+    bases = {card.name: models.base_of(card.name) for card in usable_cards(models, key)}
     return Order(path, services.config, loaded, {name: places[base] for name, base in bases.items() if base in places})
 
 

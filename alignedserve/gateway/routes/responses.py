@@ -47,7 +47,7 @@ async def create_response(http: Request) -> Response:
     services = await rate_limited_services(http)
     ignored = ignored_fields_of(http)
     arrival, raw = arrival_of(http, ignored), await receive(http, services)
-    await read_if_long(raw, RESPONSES.path, services, ignored)  # what is refused there is not read here
+    await read_if_long(raw, RESPONSES.path, services, ignored, arrival.key)  # what is refused there is not read here
     asked = await parsed(raw, services, partial(parse_response, ignored=ignored))
     model = await awake_model_of(http, asked.model)
     api = ResponsesApi.of(services, arrival.tenant)

@@ -1,0 +1,40 @@
+"""The models that a key may use; others look to its client as if they were not there."""
+
+from alignedserve.api.errors import UnknownModel
+from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_registry import ModelRegistry, unknown_model
+from alignedserve.api.models.model_services import ModelServices
+from alignedserve.keys.entry import KeyEntry
+
+
+def usable_model(models: ModelRegistry, name: str | None, key: KeyEntry) -> ModelServices:
+    """Return the model of this name, held by nobody yet; None: the first one that the key may use.
+
+    Raises UnknownModel, Unavailable.
+    """
+    if key.models is None:
+        return models.find(name)
+    if name is None:
+        first = next(iter(usable_cards(models, key)), None)
+        if first is None:
+            raise unknown_model()
+        return models.find(first.name)
+    check_usable(models, name, key)
+    return models.find(name)
+
+
+def usable_cards(models: ModelRegistry, key: KeyEntry) -> tuple[ModelCard, ...]:
+    """Return the models and adapters that the key may use, in the order in which clients see them."""
+    return tuple(card for card in models.cards if key.may_use(card.name))
+
+
+def check_usable(models: ModelRegistry, name: str, key: KeyEntry) -> None:
+    """Raise UnknownModel for a model that the key may not use; an alias is as good as the name it stands for."""
+    if key.may_use(name):
+        return
+    try:
+        is_usable = key.may_use(models.card(name).name)
+    except UnknownModel:
+        is_usable = False
+    if not is_usable:
+        raise unknown_model()

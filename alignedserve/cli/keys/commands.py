@@ -1,0 +1,131 @@
+"""The commands of `alignedserve keys`."""
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.markup import escape
+from rich.table import Table
+
+from alignedserve.cli.console import notes, print_json, results
+from alignedserve.core.errors import ConfigError
+from alignedserve.keys.edit import added, change_keys, new_secret, revoked, rotated, secret_row
+from alignedserve.keys.file import KeyRow, parse_row, read_keys
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_LONGEST_S = 100 * 366 * 86400
+_LIMITS = {
+    "requests_per_minute": "{}/min",
+    "tokens_per_minute": "{} tokens/min",
+    "open_requests": "{} open",
+    "enqueued_batch_tokens": "{} batch tokens",
+}
+
+
+def add(path: Path, name: str, fields: Mapping[str, Any], expires: str | None) -> None:
+    """Add a key. Raises ConfigError."""
+    now, secret = _now(), new_secret()
+    named = dict(fields)
+    if "priorities" in named:
+        named["priorities"] = _range(named["priorities"])
+    secrets = (secret_row(secret, now, _end(expires, now)),)
+    row = msgspec.structs.replace(parse_row(named | {"name": name}), secrets=secrets)
+    change_keys(path, lambda rows: added(rows, row))
+    _show(secret, f"Key {name} is in {path}.")
+
+
+def rotate(path: Path, name: str, overlap: str, expires: str | None) -> None:
+    """Give a key another secret. Raises ConfigError."""
+    now, secret = _now(), new_secret()
+    row, overlap_s = secret_row(secret, now, _end(expires, now)), _seconds(overlap, "--overlap")
+    change_keys(path, partial(rotated, name=name, secret=row, now=now, overlap_s=overlap_s))
+    until = (now + timedelta(seconds=overlap_s)).isoformat(" ", "minutes")
+    _show(secret, f"Former secrets of {name} are good until {until}." if overlap_s else "Former secrets have ended.")
+
+
+def revoke(path: Path, name: str) -> None:
+    """Take away a key's secrets. Raises ConfigError."""
+    change_keys(path, partial(revoked, name=name))
+    notes().print(f"Key {name} is revoked. Gateways refuse it within a second; batches that it has created go on.")
+
+
+def show_list(path: Path, json_output: bool) -> None:
+    """Print the keys. Raises ConfigError."""
+    rows, now = read_keys(path), _now()
+    if json_output:
+        print_json([_view(row, now) for row in rows])
+        return
+    table = Table(title=f"{len(rows)} keys in {path}", title_justify="left")
+    for heading in ("name", "secrets", "tiers", "priorities", "models", "weight", "limits"):
+        table.add_column(heading)
+    for row in rows:
+        entry = row.entry()
+        tiers = [entry.default_tier, *(tier for tier in row.tiers if tier != entry.default_tier)]
+        models = "all" if row.models is None else "\n".join(row.models)
+        priorities = f"{row.priorities[0]} to {row.priorities[1]}"
+        limits = [form.format(value) for name, form in _LIMITS.items() if (value := getattr(row, name)) is not None]
+        shown = (row.name, _secrets(row, now), ", ".join(tiers), priorities, models, f"{row.weight:g}")
+        table.add_row(*map(escape, shown), "\n".join(limits) or "none")
+    results().print(table)
+
+
+def _view(row: KeyRow, now: datetime) -> dict[str, Any]:
+    view: dict[str, Any] = msgspec.to_builtins(row)
+    view.pop("secrets", None)
+    return view | {"secrets": _secrets(row, now)}
+
+
+def _secrets(row: KeyRow, now: datetime) -> str:
+    if row.revoked:
+        return "revoked"
+    valid = [one for one in row.secrets if one.expires is None or one.expires > now]
+    ends = [one.expires for one in valid if one.expires is not None]
+    if not valid:
+        return "expired" if row.secrets else "none"
+    until = f", to {min(ends).astimezone(UTC):%Y-%m-%d %H:%M}Z" if ends else ""
+    return f"{len(valid)}{until}"
+
+
+def _show(secret: str, remark: str) -> None:
+    """Print the secret alone on stdout, so that a script can take it."""
+    results().print(secret, soft_wrap=True, markup=False)
+    notes().print(f"{remark} The secret above is shown this once: only its digest is kept.", soft_wrap=True)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)
+
+
+def _end(text: str | None, now: datetime) -> datetime | None:
+    if text is None:
+        return None
+    if re.fullmatch(r"\d{4}-\d{2}-\d{2}.*", text):
+        try:
+            ends = datetime.fromisoformat(text)
+        except ValueError as error:
+            raise ConfigError("--expires must be a time such as 90d, 12h or 2027-01-31") from error
+        ends = ends.replace(tzinfo=UTC) if ends.tzinfo is None else ends
+    else:
+        ends = now + timedelta(seconds=_seconds(text, "--expires"))
+    if ends <= now:
+        raise ConfigError("--expires must be in the future")
+    return ends
+
+
+def _seconds(text: str, option: str) -> float:
+    match = re.fullmatch(r"(\d{1,10})([smhd]?)", text, re.ASCII)
+    seconds = int(match[1]) * _UNITS.get(match[2], 1) if match else _LONGEST_S + 1
+    if seconds > _LONGEST_S:
+        raise ConfigError(f"{option} must be a time such as 24h, 7d or 0")
+    return float(seconds)
+
+
+def _range(text: str) -> list[int]:
+    match = re.fullmatch(r"(-?\d{1,4}):(-?\d{1,4})", text, re.ASCII)
+    if match is None:
+        raise ConfigError("--priorities must be FROM:TO, such as 0:100")
+    return [int(match[1]), int(match[2])]

@@ -1,0 +1,23 @@
+"""What `serve` and `up` do about the file of keys: they refuse to start with a bad one, and look at it on SIGHUP."""
+
+from alignedserve.cli.console import notes
+from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.errors import ConfigError
+from alignedserve.keys.file import read_keys
+
+
+def check_keys(config: GatewayConfig) -> None:
+    """Raise ConfigError if there is to be a file of keys that cannot be used."""
+    if config.keys_path is not None:
+        read_keys(config.keys_path)
+
+
+def show_keys(config: GatewayConfig) -> None:
+    """Say how the file is, on SIGHUP: every process reads it by itself within a second."""
+    path = config.keys_path
+    if path is None:
+        return
+    try:
+        notes().print(f"{path}: {len(read_keys(path))} keys, which hold within a second", soft_wrap=True)
+    except ConfigError as error:
+        notes().print(f"error: the keys stay as they were: {error}", soft_wrap=True, markup=False)

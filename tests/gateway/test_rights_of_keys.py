@@ -1,0 +1,109 @@
+"""What a key may ask for: tiers, priorities, objectives, models; refusals name the key and the field."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from alignedserve.core.request import RequestClass
+from alignedserve.keys.file import KeyRow, ring_of
+from alignedserve.keys.ring import digest_of
+from tests.gateway.support import Gateway, error_of, gateway
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+ROWS: list[dict[str, Any]] = [
+    {"name": "chat"},
+    {"name": "documents", "tiers": ["flex"]},
+    {"name": "urgent", "tiers": ["priority", "flex"], "default_tier": "flex", "priorities": [-5, 5]},
+    {"name": "elsewhere", "models": ["other", "fine-*"]},
+]
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[Gateway]:
+    rows = [msgspec.convert({"secrets": [{"sha256": digest_of(row["name"]).hex()}], **row}, KeyRow) for row in ROWS]
+    async with gateway() as running:
+        running.services.keys.ring = ring_of((), rows)
+        yield running
+
+
+async def ask(running: Gateway, key: str, headers: dict[str, str] | None = None, **fields: Any) -> Any:
+    headers = {"authorization": f"Bearer {key}", **(headers or {})}
+    return await running.client.post("/v1/chat/completions", json=CHAT | fields, headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("key", "fields", "request_class", "tier"),
+    [
+        ("chat", {}, RequestClass.REAL_TIME, "default"),
+        ("chat", {"service_tier": "flex", "priority": 3}, RequestClass.BEST_EFFORT, "flex"),
+        ("documents", {}, RequestClass.BEST_EFFORT, "flex"),
+        ("documents", {"service_tier": "auto"}, RequestClass.BEST_EFFORT, "flex"),
+        ("urgent", {}, RequestClass.BEST_EFFORT, "flex"),
+        ("urgent", {"service_tier": "fast", "priority": -5}, RequestClass.REAL_TIME, "priority"),
+    ],
+)
+async def test_a_request_gets_the_tier_that_its_key_allows(
+    key: str, fields: dict[str, Any], request_class: RequestClass, tier: str
+) -> None:
+    async with served() as running:
+        response = await ask(running, key, **fields)
+        assert response.status_code == 200
+        assert response.json()["service_tier"] == tier
+        (request,) = running.backend.submitted
+        assert request.request_class is request_class
+        assert request.priority == fields.get("priority", 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "headers", "fields", "param", "code"),
+    [
+        ("chat", {}, {"service_tier": "priority"}, "service_tier", "service_tier_not_allowed"),
+        ("chat", {}, {"service_tier": "fast"}, "service_tier", "service_tier_not_allowed"),
+        ("chat", {}, {"priority": -1}, "priority", "priority_not_allowed"),
+        ("urgent", {}, {"service_tier": "default"}, "service_tier", "service_tier_not_allowed"),
+        ("urgent", {}, {"priority": 6}, "priority", "priority_not_allowed"),
+        ("documents", {}, {"service_tier": "default"}, "service_tier", "service_tier_not_allowed"),
+        ("documents", {"x-slo-ttft-ms": "100"}, {}, "x-slo-ttft-ms", "objectives_not_allowed"),
+        ("documents", {"x-slo-tpot-ms": "100"}, {}, "x-slo-tpot-ms", "objectives_not_allowed"),
+    ],
+)
+async def test_what_a_key_may_not_ask_for_is_named(
+    key: str, headers: dict[str, str], fields: dict[str, Any], param: str, code: str
+) -> None:
+    async with served() as running:
+        error = error_of(await ask(running, key, headers, **fields), 403)
+        assert (error["param"], error["code"]) == (param, code)
+        assert f"key {key} " in error["message"]
+        assert running.backend.submitted == []
+
+
+async def test_models_of_others_are_not_there() -> None:
+    async with served() as running:
+        absent = error_of(await ask(running, "chat", model="nothing"), 404)
+        assert error_of(await ask(running, "elsewhere"), 404) == absent
+        headers = {"authorization": "Bearer elsewhere"}
+        assert (await running.client.get("/v1/models", headers=headers)).json()["data"] == []
+        assert error_of(await running.client.get("/v1/models/tiny", headers=headers), 404) == absent
+        long = CHAT | {"messages": [{"role": "user", "content": "hi " * 200_000}]}
+        response = await running.client.post("/v1/chat/completions", json=long, headers=headers)
+        assert error_of(response, 404) == absent
+
+
+async def test_keys_are_others_from_one_request_to_the_next() -> None:
+    async with served() as running:
+        assert (await ask(running, "chat")).status_code == 200
+        running.services.keys.ring = ring_of(("plain",), ())
+        error_of(await ask(running, "chat"), 401)
+        assert (await ask(running, "plain", service_tier="priority", priority=-1000)).status_code == 200
+
+
+async def test_openais_client_sees_what_is_refused() -> None:
+    async with served() as running:
+        client = openai.AsyncOpenAI(api_key="documents", base_url="http://test/v1", http_client=running.client)
+        with pytest.raises(openai.PermissionDeniedError) as refused:
+            await client.chat.completions.create(**CHAT, service_tier="priority")  # type: ignore[call-overload]
+        assert (refused.value.param, refused.value.code) == ("service_tier", "service_tier_not_allowed")
