@@ -47,9 +47,9 @@ class Forbidden(InvalidRequest):
 
 
 class QuotaExceeded(InvalidRequest):
-    """This key asked too often."""
+    """This key asked too often, or for more than its limit will ever allow (`retry_after_s` is None)."""
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
+    def __init__(self, message: str, *, retry_after_s: float | None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
@@ -205,6 +205,8 @@ def error_headers(error: Exception) -> dict[str, str]:
         retry_after_s = _STORAGE_RETRY_S
     if retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+    elif isinstance(error, QuotaExceeded):
+        headers["x-should-retry"] = "false"  # which OpenAI's and Anthropic's clients heed
     if isinstance(error, RangeNotSatisfiable):
         headers["Content-Range"] = f"bytes */{error.num_bytes}"
     if isinstance(error, Unauthorized):

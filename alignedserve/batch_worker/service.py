@@ -108,14 +108,13 @@ class BatchService:
     async def _start_state_server(self, stores: DriverStores) -> None:
         if self._state is None:
             return
-        now, per_minute = time.monotonic(), self._config.requests_per_minute
         self._state_server = StateServer(
             self._state.process_spec.identity(),
             self._state.process_spec.addresses,
             records=stores.records,
             blobs=stores.blobs,
             logs=stores.logs,
-            quotas=QuotaPool(per_minute, len(self._keys.ring), self._state.gateways, now) if per_minute else None,
+            quotas=QuotaPool(self._state.gateways, time.monotonic()),
         )
         await self._state_server.start()
 

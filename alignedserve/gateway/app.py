@@ -27,9 +27,10 @@ from alignedserve.gateway.routes import (
     usage,
 )
 from alignedserve.gateway.services import Services
+from alignedserve.gateway.shown_limits import LIMIT_HEADERS
 
 _MAX_ECHOED_PATH_LEN = 120
-_READABLE_HEADERS = ("x-request-id", "request-id", "x-alignedserve-ignored-fields", "retry-after")  # of other origins
+_READABLE_HEADERS = ("x-request-id", "request-id", "x-alignedserve-ignored-fields", "retry-after", *LIMIT_HEADERS)
 
 
 def build_app(services: Services) -> FastAPI:

@@ -18,6 +18,7 @@ from alignedserve.gateway.access_log import Answered, log_access
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.json_response import anthropic_error_response, error_response, is_anthropic
+from alignedserve.gateway.shown_limits import ShownLimits
 from alignedserve.process.log_context import about_request
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class GatewayMiddleware:
             return
         state = scope.setdefault("state", {})
         began_s = time.monotonic()
+        state["shown_limits"] = ShownLimits()
         state["request_id"] = request_id = secrets.token_hex(16)
         client_id = _client_request_id(scope)
         answered = state["answered"] = Answered(client_id)
@@ -105,6 +107,7 @@ class _ResponseSender:
             self._is_event_stream = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
             headers += [(b"x-request-id", self.request_id.encode()), (b"x-content-type-options", b"nosniff")]
             headers += self._own_request_id() + self._ignored_fields() + self._last_words()
+            headers += self._state["shown_limits"].as_headers()
             message = {**message, "headers": headers}
         else:
             self._answered.num_bytes += len(message.get("body", b""))

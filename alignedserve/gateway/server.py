@@ -110,7 +110,8 @@ class GatewayServer:
         return self._http.close_intake() if self._http is not None else 0
 
     def read_again(self) -> None:
-        """Read again what may change while it serves: the certificate. From any thread."""
+        """Read again what may change while it serves: the certificate and the keys. From any thread."""
+        self._keys_watch.look()
         if self._http is not None:
             self._http.read_again()
 
@@ -180,7 +181,7 @@ class GatewayServer:
         if batches is not None:
             client = StateClient(self._links.identity, self._links.book)
             self._stores = open_stores(batches, client)
-            is_limited = self._config.requests_per_minute is not None
+            is_limited = self._config.requests_per_minute is not None or self._config.keys_file is not None
             if batches.needs_state_server or (
                 is_limited and shares_limits(name, self._state.gateways, self._links.book)
             ):
@@ -188,7 +189,6 @@ class GatewayServer:
                 client.start()
         self._quotas = RequestQuotas(
             self._config.requests_per_minute,
-            self._keys,
             gateway=name,
             gateways=self._state.gateways,
             client=self._client,

@@ -58,7 +58,7 @@ def build_services(
     return Services(
         **vars(api),
         api_keys=ApiKeys(api.keys),
-        quotas=quotas or RequestQuotas(config.requests_per_minute, api.keys),
+        quotas=quotas or RequestQuotas(config.requests_per_minute),
         work_process=WorkProcess(_READING),
         intake=intake,
         readiness=readiness,

@@ -11,7 +11,7 @@ from alignedserve.keys.ring import CurrentKeys
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.5
+_LOOK_S = 0.25
 
 
 class KeysWatch:

@@ -15,6 +15,9 @@ MAX_CHUNK_BYTES = 1 << 20
 
 _Key = Annotated[str, msgspec.Meta(max_length=256)]
 _Value = Annotated[bytes, msgspec.Meta(max_length=8 << 20)]
+_Spent = Annotated[dict[_Key, Seconds], msgspec.Meta(max_length=4096)]
+_Cost = Annotated[float, msgspec.Meta(ge=-1.0, le=1.0)]
+_Charges = Annotated[tuple[tuple[_Key, _Cost], ...], msgspec.Meta(max_length=4)]
 _Chunk = Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNK_BYTES)]
 _Clock = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 _Score = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
@@ -133,15 +136,16 @@ class RemoveResults(_Part, frozen=True):
 
 
 class UseQuota(_Part, frozen=True):
-    """Count one request of a key, where one is named; always a sign of life. Answered by QuotaAnswer.
+    """Count charges of a key, where there are some; always a sign of life. Answered by QuotaAnswer.
 
     Sent by every gateway several times a second (core/quotas.py).
     """
 
     process_id: _Key  # differs after a restart
     seen_s: _Clock | None  # the time of the latest answer that has arrived
-    spent: tuple[Seconds, ...]  # requests by key that its own share owes; none: all that there may be, by each key
-    key_number: Count | None = None
+    least: Seconds | None  # that its own share owes for every key; None: all that there may be
+    spent: _Spent = msgspec.field(default_factory=dict)  # of keys that owe more: parts of their limits
+    charges: _Charges = ()  # name of a limit and part of it; below zero: given back
 
 
 Call = (
@@ -187,11 +191,16 @@ class ChunkRead(_Part, frozen=True):
 
 
 class QuotaAnswer(_Part, frozen=True):
-    """The state server's time, whether it counts for this gateway, and how long the key has to wait (0: counted)."""
+    """The state server's time, whether it counts for this gateway, and how long the key has to wait (0: counted).
+
+    Then what is owed by the charged limits, and how much may be.
+    """
 
     clock_s: _Clock
     is_member: bool
     wait_s: Seconds
+    owed: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=4)] = ()
+    limit: Seconds = 0.0
 
 
 class CallFailed(_Part, frozen=True):

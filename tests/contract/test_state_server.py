@@ -22,7 +22,6 @@ from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.core.quotas import LEASE_S, QuotaPool
 from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.keys.entry import ANYONE
-from alignedserve.keys.ring import CurrentKeys
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.state import (
     BeginUpload,
@@ -178,7 +177,7 @@ def quotas(
     hosts: StateHosts, name: str, limit: int, owners: Sequence[str] = GATEWAYS
 ) -> tuple[RequestQuotas, StateClient]:
     client = hosts.client(name)
-    counted = RequestQuotas(limit, CurrentKeys(), gateway=name, gateways=owners, client=client)
+    counted = RequestQuotas(limit, gateway=name, gateways=owners, client=client)
     counted.start()
     return counted, client
 
@@ -202,7 +201,7 @@ async def are_members(pool: QuotaPool, *all_counted: RequestQuotas) -> None:
 
 async def test_gateways_have_one_limit_together(tmp_path: Path) -> None:
     limit = 20
-    pool = QuotaPool(limit, 1, GATEWAYS, time.monotonic())
+    pool = QuotaPool(GATEWAYS, time.monotonic())
     async with state_hosts(tmp_path, quotas=pool) as hosts:
         (first, _), (second, _) = (quotas(hosts, name, limit) for name in GATEWAYS)
         await are_members(pool, first, second)
@@ -221,7 +220,7 @@ async def test_gateways_have_one_limit_together(tmp_path: Path) -> None:
 
 async def test_a_gateway_that_joins_uses_what_the_first_one_brought(tmp_path: Path) -> None:
     limit = 20
-    pool = QuotaPool(limit, 1, GATEWAYS[:1], time.monotonic())
+    pool = QuotaPool(GATEWAYS[:1], time.monotonic())
     async with state_hosts(tmp_path, quotas=pool) as hosts:
         first, joined = (quotas(hosts, name, limit, owners=GATEWAYS[:1])[0] for name in GATEWAYS)
         await are_members(pool, first, joined)
@@ -230,12 +229,11 @@ async def test_a_gateway_that_joins_uses_what_the_first_one_brought(tmp_path: Pa
         joined.stop()
 
 
-@pytest.mark.parametrize("kept", [None, QuotaPool(20, 2, GATEWAYS, 0.0)])
-async def test_a_count_that_is_not_kept_ends_in_the_own_share(tmp_path: Path, kept: QuotaPool | None) -> None:
-    async with state_hosts(tmp_path, quotas=kept) as hosts:
+async def test_a_count_that_is_not_kept_ends_in_the_own_share(tmp_path: Path) -> None:
+    async with state_hosts(tmp_path, quotas=None) as hosts:
         client = hosts.client(GATEWAYS[0])
         with pytest.raises(StorageError):
-            await client.call(UseQuota("a", None, (0.0,)), QuotaAnswer)
+            await client.call(UseQuota("a", None, 0.0), QuotaAnswer)
         counted, _ = quotas(hosts, GATEWAYS[1], 20)
         async with asyncio.timeout(2 * LEASE_S):
             assert await let_in(counted, 1) == 0  # used up, as at every start
@@ -244,28 +242,28 @@ async def test_a_count_that_is_not_kept_ends_in_the_own_share(tmp_path: Path, ke
 
 async def test_counts_are_not_refused_for_calls_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_server, "_MAX_CALLS", 0)
-    async with state_hosts(tmp_path, quotas=QuotaPool(20, 1, GATEWAYS, time.monotonic())) as hosts:
+    async with state_hosts(tmp_path, quotas=QuotaPool(GATEWAYS, time.monotonic())) as hosts:
         client = hosts.client(GATEWAYS[0])
-        assert (await client.call(UseQuota("a", None, (0.0,)), QuotaAnswer)).wait_s == 0.0
+        assert (await client.call(UseQuota("a", None, 0.0), QuotaAnswer)).wait_s == 0.0
         with pytest.raises(StoreUnavailable):
             await client.call(BeginUpload(FILE), Done)
 
 
 async def test_a_gateway_without_a_share_that_is_cut_off_says_so() -> None:
-    joined = RequestQuotas(20, CurrentKeys(), gateway="gateway-2", gateways=GATEWAYS)
+    joined = RequestQuotas(20, gateway="gateway-2", gateways=GATEWAYS)
     with pytest.raises(Unavailable, match="joined later"):
         await joined.count(ANYONE)
 
 
 async def test_a_restarted_gateway_that_is_alone_begins_used_up() -> None:
-    assert await let_in(RequestQuotas(20, CurrentKeys()), 30) == 20
-    assert await let_in(RequestQuotas(20, CurrentKeys(), is_first_process=False), 30) == 0
+    assert await let_in(RequestQuotas(20), 30) == 20
+    assert await let_in(RequestQuotas(20, is_first_process=False), 30) == 0
 
 
 @pytest.mark.slow
 async def test_without_the_server_each_gateway_has_its_share(tmp_path: Path) -> None:
     limit = 6000  # a hundred a second
-    pool = QuotaPool(limit, 1, GATEWAYS, time.monotonic())
+    pool = QuotaPool(GATEWAYS, time.monotonic())
     async with state_hosts(tmp_path, quotas=pool) as hosts:
         counted, _ = quotas(hosts, "gateway-1", limit)
         await are_members(pool, counted)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from alignedserve.api.backend.scripted import IDLE_STATUS, Script
 from alignedserve.api.errors import Unavailable
-from alignedserve.core.quotas import OwnShare
+from alignedserve.core.quotas import Charge, OwnShare
 from tests.gateway.support import EOS, error_of, gateway, probe_of, saying, tokens_of
 from tests.support.marks import each
 from tests.support.waiting import holds
@@ -60,11 +60,11 @@ async def test_a_quota_is_429_with_the_time_to_come_back() -> None:
 
 
 def test_a_quota_refills() -> None:
-    share = OwnShare(60.0, 1, "a process", 0.0)
+    share, one = OwnShare(1.0, "a process", 0.0), (Charge("a", 1.0 / 60.0),)
     for _ in range(60):
-        assert not share.take(0, 0.0)
-    assert share.take(0, 0.0) == pytest.approx(1.0)
-    assert not share.take(0, 1.0)
+        assert not share.take(one, 0.0).wait_s
+    assert share.take(one, 0.0).wait_s == pytest.approx(1.0)
+    assert not share.take(one, 1.0).wait_s
 
 
 async def test_ready_only_after_a_token_came_through() -> None:

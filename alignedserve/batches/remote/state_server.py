@@ -13,7 +13,7 @@ from functools import singledispatchmethod
 from alignedserve.batches.interfaces import BlobStore, BlobWriter, RecordStore, ResultLogs
 from alignedserve.batches.records import BatchKey, FileId, ResultKind, parsed_batch_key, parsed_file_id
 from alignedserve.core.errors import ProtocolError, StorageError, StoreUnavailable
-from alignedserve.core.quotas import QuotaCall, QuotaPool
+from alignedserve.core.quotas import Charge, Owed, QuotaCall, QuotaPool
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.state import (
     MAX_CHUNK_BYTES,
@@ -208,13 +208,13 @@ class StateServer:
 
     def _count(self, gateway: str, call: UseQuota) -> Answer:
         # Refused, so that the gateway's lease ends and it counts against its own share.
-        if self._quotas is None or len(call.spent) not in (0, self._quotas.num_keys):
+        if self._quotas is None:
             return CallFailed(ProtocolError.__name__, "a count of requests that is not kept here")
         now = time.monotonic()
-        wait_s = self._quotas.on_call(
-            QuotaCall(gateway, call.process_id, call.seen_s, call.spent, call.key_number), now
-        )
-        return QuotaAnswer(now, self._quotas.is_member(gateway), wait_s)
+        spent = None if call.least is None else Owed(call.least, call.spent)
+        charges = tuple(Charge(*charge) for charge in call.charges)
+        taken = self._quotas.on_call(QuotaCall(gateway, call.process_id, call.seen_s, spent, charges), now)
+        return QuotaAnswer(now, self._quotas.is_member(gateway), taken.wait_s, taken.owed, taken.limit)
 
 
 async def _forget(linked: _Linked) -> None:

@@ -1,5 +1,6 @@
 """Functions that routes call first: find the app's services and count the request against its key's quota."""
 
+import time
 from typing import Any
 
 from starlette.requests import HTTPConnection, Request
@@ -7,6 +8,7 @@ from starlette.requests import HTTPConnection, Request
 from alignedserve.api.errors import NotFound, ResourceUnavailable
 from alignedserve.api.models.model_services import BEST_EFFORT_RETRY_S, ModelServices
 from alignedserve.api.models.usable_models import usable_model
+from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.core.request import RequestClass
 from alignedserve.gateway.connections.limits import ConnectionPlace
@@ -33,7 +35,7 @@ def key_of(http: HTTPConnection) -> KeyEntry:
 async def rate_limited_services(http: Request) -> Services:
     """Return the app's services after counting this request. Raises QuotaExceeded, Unavailable."""
     services = services_of(http)
-    await services.quotas.count(key_of(http))
+    await services.quotas.count(key_of(http), http.state.shown_limits)
     return services
 
 
@@ -48,6 +50,28 @@ def hold_connection(http: Request, request_class: RequestClass) -> None:
         http.state.closes_connection = True
         message = "The gateway has too many connections open for best-effort requests."
         raise ResourceUnavailable(message, retry_after_s=BEST_EFFORT_RETRY_S)
+
+
+async def hold_limits(http: Request, generation: Generation) -> None:
+    """Count a call as open until its response has ended, and its tokens; what did not come is given back then.
+
+    Raises QuotaExceeded, Unavailable.
+    """
+    services, key = services_of(http), key_of(http)
+    held = http.state.held_until_response
+    services.quotas.open(key)
+    held.callback(services.quotas.close, key)
+    if key.tokens_per_minute is None:
+        return
+    request, counted_s = generation.request, time.monotonic()
+    num_asked = request.num_prompt_tokens + sum(one.sampling.max_tokens for one in request.requests)
+    await services.quotas.count_tokens(key, num_asked, http.state.shown_limits)
+
+    def give_back() -> None:
+        num_used = request.num_prompt_tokens + generation.num_generated_tokens if generation.has_started else 0
+        services.quotas.give_back(key, num_asked - num_used, counted_s)
+
+    held.callback(give_back)
 
 
 def model_of(http: Request, name: str | None) -> ModelServices:

@@ -18,6 +18,7 @@ from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.routes.dependencies import (
     awake_model_of,
     hold_connection,
+    hold_limits,
     ignored_fields_of,
     key_of,
     model_of,
@@ -51,6 +52,7 @@ async def _answer(
     request = await endpoint.build(asked, arrival, model, prompts)
     hold_connection(http, request.requests[0].request_class)
     generation = Generation(request, model)
+    await hold_limits(http, generation)
     make_formatter = endpoint.formatter(asked, model)
     if generation.request.is_streamed:  # bodies that may ask for it have formatters that can
         return EventStreamResponse(generation, cast(MakeFormatter, make_formatter))

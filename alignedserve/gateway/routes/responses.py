@@ -29,6 +29,7 @@ from alignedserve.gateway.responses.stored_events import (
 from alignedserve.gateway.routes.dependencies import (
     awake_model_of,
     hold_connection,
+    hold_limits,
     ignored_fields_of,
     key_of,
     rate_limited_services,
@@ -61,7 +62,9 @@ async def create_response(http: Request) -> Response:
             return StoredEventsResponse(StoredEvents(api, api.event_log, turn.response_id))
         return JsonResponse(queued)
     hold_connection(http, request.requests[0].request_class)
-    return _respond(api, asked, turn, Generation(request, model))
+    generation = Generation(request, model)
+    await hold_limits(http, generation)
+    return _respond(api, asked, turn, generation)
 
 
 @router.post("/v1/responses/input_tokens", response_model=None)
