@@ -62,6 +62,7 @@ CASES = {
     "ray": RAY,
     "ray with everything": EVERYTHING | RAY | {"auth": EVERYTHING["auth"], "replicas": 1},
 }
+DOOR = {name: EVERYTHING[name] for name in ("auth", "tls")}
 Manifest = dict[str, Any]
 
 
@@ -237,10 +238,11 @@ def test_secrets_come_from_secrets(chart: Any) -> None:
 
 @pytest.mark.parametrize("case", ["defaults", "ray"])
 def test_alignedserve_reads_the_settings(chart: Any, tmp_path: Path, case: str) -> None:
-    values = CASES[case] | {"tls": {"secret": "certificate"}, "config": {"scheduling": {"interference": 1.1}}}
+    values = CASES[case] | DOOR | {"config": {"scheduling": {"interference": 1.1}}}
     (tmp_path / "cluster.yaml").write_text(rendered(chart, values)["ConfigMap"]["data"]["cluster.yaml"])
     config = load_config(tmp_path / "cluster.yaml")
     assert (config.gateway.scheme, config.gateway.drain_s, config.scheduling.interference) == ("https", 60.0, 1.1)
+    assert config.gateway.keys_file == "/etc/alignedserve/keys/keys.yaml"
 
 
 def test_gpus_are_asked_for_and_used(chart: Any) -> None:
