@@ -1,7 +1,7 @@
 """The record of the grid: a line of JSON for every simulation, appended when it has ended, and one for every run."""
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,11 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     code: str = ""  # digest of what decided
 
     @property
+    def policy(self) -> str:
+        """Return the policy of the system."""
+        return self.system.partition(" ")[0]
+
+    @property
     def attainment(self) -> float:
         """Return the share that met all objectives."""
         return self.num_met / self.num_sent
@@ -57,13 +62,13 @@ class _RunLine(msgspec.Struct, frozen=True):
 
 
 class Record:
-    """All outcomes of a file, the latest of each case. `codes`: only of these digests; None: of all."""
+    """All outcomes of a file, the latest of each case. `counts`: only those of which this is true; None: all."""
 
-    def __init__(self, path: Path, codes: Collection[str] | None = None) -> None:
+    def __init__(self, path: Path, counts: Callable[[Outcome], bool] | None = None) -> None:
         self._path = path
         self._outcomes: dict[tuple[str, str], Outcome] = {}
         for line in _read(path):
-            if isinstance(line, Outcome) and (codes is None or line.code in codes):
+            if isinstance(line, Outcome) and (counts is None or counts(line)):
                 self._note(line)
 
     def __iter__(self) -> Iterator[Outcome]:

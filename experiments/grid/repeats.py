@@ -16,7 +16,7 @@ def sample(record: Record, today: Collection[str], *, num_each: int = 1) -> list
     found: dict[tuple[str, str], list[Outcome]] = {}
     for one in record:
         if one.at_most is None and one.code not in today:
-            found.setdefault((policy_of(one), one.code), []).append(one)
+            found.setdefault((one.policy, one.code), []).append(one)
     return [one for of_policy in found.values() for one in _chosen(of_policy, num_each)]
 
 
@@ -24,11 +24,6 @@ def _chosen(outcomes: Sequence[Outcome], num_each: int) -> list[Outcome]:
     quickest = sorted(outcomes, key=lambda one: one.cpu_s)[:num_each]
     hardest = sorted(outcomes, key=lambda one: one.attainment)[:num_each]
     return [*quickest, *(one for one in hardest if one not in quickest)]
-
-
-def policy_of(outcome: Outcome) -> str:
-    """Return the policy of the system that an outcome is of."""
-    return outcome.system.partition(" ")[0]
 
 
 def repeat(sampled: Sequence[Outcome], simulated: Simulate) -> list[Row]:
@@ -39,7 +34,7 @@ def repeat(sampled: Sequence[Outcome], simulated: Simulate) -> list[Row]:
         again = simulated(point, _system(one.system, point.accelerators), 0)
         rows.append(
             {
-                "system": policy_of(one),
+                "system": one.policy,
                 "code": one.code,
                 "now": again.code,
                 "is_same": is_same(one, again),

@@ -158,8 +158,8 @@ def test_what_is_recorded_is_not_simulated_again_unless_it_tells_too_little(tmp_
     again = Bench(bench.held, path)
     assert again.search() == []
     assert not is_searched(POINT, Record(tmp_path / "none.jsonl"))
-    assert list(Record(path, {"other code"})) == []
-    assert len(list(Record(path, {"c"}))) == len(list(Record(path)))
+    assert list(Record(path, lambda one: one.code == "other code")) == []
+    assert len(list(Record(path, lambda one: one.code == "c"))) == len(list(Record(path)))
 
 
 def test_what_was_abandoned_for_a_better_one_that_is_not_there_now_is_simulated_again(tmp_path: Path) -> None:
