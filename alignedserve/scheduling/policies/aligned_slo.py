@@ -26,11 +26,12 @@ from alignedserve.scheduling.policies.slo_forecast import (
     URGENT,
     Group,
     Situation,
+    SloForecast,
     forecast_rows,
     real_time_work,
 )
 from alignedserve.scheduling.policies.slo_interference import Interference, has_gaps, without_starving_chat
-from alignedserve.scheduling.policies.slo_packing import SloForecast, SloPacking
+from alignedserve.scheduling.policies.slo_packing import SloPacking
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import RefreshedEstimate, fit_request_runtime, measure_prefill_times
 
@@ -163,6 +164,7 @@ class AlignedSlo:
             stretched_s=self._stretched_s(rows.stretched_until_s, now),
             kept_blocks=self._kept_blocks(rows.held_blocks, now),
             prefill_token_s=runtime.prefill_token_s,
+            loan_share=config.starving_share,
         )
 
     def _kept_blocks(self, held: int, now: float) -> int:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.scheduling.runtime_estimate import (
     PROMPT_LENGTHS,
     PrefillTimes,
@@ -53,6 +54,22 @@ class Situation(NamedTuple):
     return_s: float
 
 
+class SloForecast(NamedTuple):
+    """Forecasts of every row, and of all of them."""
+
+    rows: RowForecasts
+    hold: Ints  # the rank by which a row keeps its memory (slo_floor.py)
+    is_floor_held: bool  # no request takes memory from the first starving one
+    allowed_s: float  # the longest iteration that makes no next token late
+    copies_s: float  # the longest that copies of evicted caches may take
+    is_bound: bool  # no cache that comes back takes an iteration beyond its time
+    banked_s: float  # the longest in which all still hold their mean gap, by what they are ahead of their schedule
+    stretched_s: float  # the longest after which all requests that have begun still hold their mean gap
+    kept_blocks: int  # more than requests on time hold now, they held lately: not for newcomers that they would evict
+    prefill_token_s: float  # to compute one token of a prompt, as against copying it
+    loan_share: float  # of the memory: that of chats on time which have begun, and whose blocks others have
+
+
 class RealTimeWork(NamedTuple):
     """The real-time requests of a table."""
 
@@ -77,6 +94,16 @@ def forecast_rows(table: RequestTable, situation: Situation, prompts: PrefillTim
     if table.has_kernels:
         return native.slo_forecast(table.columns, len(table), situation, PROMPT_LENGTHS, prompts.probed_s)
     return _plain_forecast(table, situation, prompts)
+
+
+def lent_blocks(table: RequestTable, forecast: RowForecasts, memory: DeviceMemory) -> int:
+    """Return how many blocks chats on time which have begun need to go on, and others have."""
+    if not any(forecast.num_waiting[URGENT : ON_TIME + 1]):
+        return 0
+    lent = np.flatnonzero((forecast.claim <= ON_TIME) & ~forecast.is_ready & (table.num_generated > 0))
+    context_len = table.prompt_len[lent] + table.num_generated[lent]
+    needed = memory.blocks_for_each(context_len, is_hidden=table.is_hidden[lent]) - table.num_blocks[lent]
+    return int(needed.sum())
 
 
 def rows_of(

@@ -1,7 +1,6 @@
 """Packs an iteration within a time: decodes in bulk, prompts in chunks, and evictions when blocks are short."""
 
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,27 +15,13 @@ from alignedserve.scheduling.policies.slo_forecast import (
     STARVING,
     URGENT,
     Group,
+    SloForecast,
     in_order,
+    lent_blocks,
     rows_of,
 )
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Ints
-from kernels.cpu.request_table import RowForecasts
-
-
-class SloForecast(NamedTuple):
-    """Forecasts of every row, and of all of them."""
-
-    rows: RowForecasts
-    hold: Ints  # the rank by which a row keeps its memory (slo_floor.py)
-    is_floor_held: bool  # no request takes memory from the first starving one
-    allowed_s: float  # the longest iteration that makes no next token late
-    copies_s: float  # the longest that copies of evicted caches may take
-    is_bound: bool  # no cache that comes back takes an iteration beyond its time
-    banked_s: float  # the longest in which all still hold their mean gap, by what they are ahead of their schedule
-    stretched_s: float  # the longest after which all requests that have begun still hold their mean gap
-    kept_blocks: int  # more than requests on time hold now, they held lately: not for newcomers that they would evict
-    prefill_token_s: float  # to compute one token of a prompt, as against copying it
 
 
 class SloPacking:
@@ -98,7 +83,8 @@ class SloPacking:
     ) -> None:
         """Add requests of this group that have more to compute or lie on the host, in order, until the time is used up.
 
-        Rows that do not fit are overtaken, and blocks are kept for starving ones.
+        Rows that do not fit are overtaken, and blocks are kept for starving ones. While more is lent than may be, none
+        begins: it would take what those who have begun wait for.
         `least_s`: the time that the next iteration takes in any case. `are_chats`: as in add_decodes.
         """
         packer = self._packer
@@ -110,6 +96,8 @@ class SloPacking:
         self._gain, self._least_s = None, least_s
         for row, num_blocks in zip(rows.tolist(), self._wanted(rows), strict=True):
             if row in self._evicted or (row in packer and not self._is_extensible(row, budget_s)):
+                continue
+            if self._loans_left < 0.0 and not (self._has_begun(row) or self._is_starving(row)):
                 continue
             wanted = num_blocks + self._kept_from(row)
             self._overtake(row, wanted - packer.num_free, budget_s)
@@ -158,6 +146,9 @@ class SloPacking:
         """Return the blocks that are kept for starving prompts from this row."""
         is_kept = self._forecast.is_floor_held or self._rows.claim[row] > ON_TIME
         return self._kept if is_kept else 0
+
+    def _has_begun(self, row: int) -> bool:
+        return bool(self._table.num_generated[row] or self._table.num_blocks[row])
 
     def _is_starving(self, row: int) -> bool:
         return bool(self._rows.rank[row] == STARVING)
@@ -282,6 +273,7 @@ class SloPacking:
         while self._lenders:
             victim = self._lenders.pop()
             if victim != row and victim not in self._evicted:
+                self._loans_left -= int(self._table.num_blocks[victim])
                 self._evict(victim)
                 return True
         return False
@@ -294,6 +286,12 @@ class SloPacking:
         rows = np.flatnonzero(can_lend & self._view.can_evict)
         furthest_last: list[int] = rows[np.lexsort((table.order[rows], eviction_slack_s[rows]))].tolist()
         return furthest_last
+
+    @cached_property
+    def _loans_left(self) -> float:
+        """Blocks that chats on time may still lend; below zero where they have lent or lost more than their share."""
+        room = self._forecast.loan_share * self._view.memory.num_blocks
+        return room - lent_blocks(self._table, self._rows, self._view.memory)
 
     def _comes_after(self, victim: int, row: int) -> bool:
         hold, left_s = self._forecast.hold, self._rows.left_s

@@ -55,3 +55,11 @@ def test_who_has_paused_for_long_lends_nothing() -> None:
     scheduled, evicted = _decided(far=_AHEAD | {"last_token_s": 0.5}, near=_BEHIND | {"tpot_s": 0.65}, new=_URGENT)
     assert evicted == []
     assert "new" not in scheduled
+
+
+def test_none_begins_while_more_is_lent_than_a_tenth_of_the_memory() -> None:
+    lent = _AHEAD | {"num_cached": 0, "num_blocks": 0}
+    for new in (_URGENT, {"prompt_len": 16, "be": True}):
+        scheduled, evicted = _decided(near=_BEHIND, lent=lent, new=new)
+        assert evicted == []
+        assert scheduled == {"near": 1}
