@@ -260,7 +260,7 @@ class RouterLogic:
             return self._adoption.ended(message.request_id)
         self._lengths.observe(tracked.request, message.num_generated)
         self._counters.count_finished(tracked, message.num_generated, now)
-        return self._registry.finish(tracked)
+        return self._registry.finish(tracked, message.num_generated)
 
     def _preempted(self, peer: str, message: RequestPreempted) -> list[Send]:
         tracked = self._registry.current(message.request_id, message.attempt)

@@ -324,10 +324,8 @@ class Placement:
         See prefillers.py. Its pool has room if that of `least` has.
         """
         name = self._prefillers_for(is_real_time, self._is_pool_full(least)).least_loaded_of(node)
-        if name is None:
-            return None
-        near = self.workers[name]
-        return near if near is least or self._is_as_free(near, least) else None
+        near = self.workers.get(name or "")
+        return near if near is least or (near is not None and self._is_as_free(near, least)) else None
 
     def _prefillers_for(self, is_real_time: bool, at_full_pool: bool) -> Prefillers:
         if at_full_pool:
@@ -335,10 +333,12 @@ class Placement:
         return self._for_real_time if is_real_time and len(self._for_real_time) else self._prefillers
 
     def _is_as_free(self, near: WorkerRecord, least: WorkerRecord) -> bool:
-        near_requests, requests = (
-            requests_at(one, self._nodes[one.registered.pool_name].values(), self.pools) for one in (near, least)
-        )
+        near_requests, requests = (requests_at(one, self.beside(one), self.pools) for one in (near, least))
         return is_as_free(near.num_prefill_tokens, near_requests, least.num_prefill_tokens, requests)
+
+    def beside(self, worker: WorkerRecord) -> Collection[WorkerRecord]:
+        """Return the workers of its node, itself included."""
+        return self._nodes[worker.registered.pool_name].values()
 
     def can_prefill_now(self, worker: WorkerRecord) -> bool:
         """Return whether the worker can have another prompt now, and what it computes has room in its pool."""

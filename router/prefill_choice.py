@@ -26,6 +26,7 @@ from typing import NamedTuple
 from alignedserve.core.request import RequestClass
 from router.adapter_index import LOAD_S
 from router.late_predictions import expected_len
+from router.look_ahead import wants_more
 from router.placement import Placement
 from router.prefill_queue import Turn
 from router.prefix_index import hit_of
@@ -61,6 +62,7 @@ class PrefillChoice:
             chosen = self._place(turn, gateways)
             if chosen is not None:
                 self._registry.queue.take(turn.request_id)
+                self._registry.charge(chosen.tracked, chosen.tracked.num_prefill_tokens - chosen.hit.num_tokens)
                 return chosen
         return None
 
@@ -121,9 +123,15 @@ class PrefillChoice:
     def _has_room(
         self, worker: WorkerRecord, hit: PrefixHit, tracked: TrackedRequest, beside: RequestClass | None
     ) -> bool:
+        if self._registry.queue.is_shared(tracked.request) and not self._wants_more(tracked, worker):
+            return False
         leaves_room = self._registry.queue.order.knows_classes and not tracked.is_real_time
         num_tokens = tracked.num_prefill_tokens - hit.num_tokens
         return worker.has_room(num_tokens, self._max_tokens_per_worker, beside=beside, leaves_room=leaves_room)
+
+    def _wants_more(self, tracked: TrackedRequest, worker: WorkerRecord) -> bool:
+        beside = self._placement.beside(worker)
+        return wants_more(worker, self._placement.pool_of(worker.name), beside, is_real_time=tracked.is_real_time)
 
     def _near_gateway(
         self,

@@ -5,6 +5,10 @@ real-time ones, then best-effort ones; within a class the policy's key decides. 
 effort has a share of the tokens that leave the queue, the floor, so that it never starves. Nothing else lets a
 best-effort request pass a real-time one.
 
+Where several tenants wait in a class, the one with the lowest virtual token counter goes (core/fair_shares.py), and of
+its requests the first by class and key. A real-time request that can still hold its objective passes late ones of other
+tenants as long as its tenant is at most DEADLINE_LEAD beyond them: deadlines are kept inside a fair share.
+
 The floor, and what a real-time request waits for by it, is in alignedserve/core/class_floor.py.
 """
 
@@ -15,9 +19,13 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from alignedserve.core.class_floor import ClassFloor
+from alignedserve.core.fair_shares import FairShares, Lowest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass
 from router.policies.prefill_order import OrderKey, PrefillOrder
+
+# By how much a tenant's counter may be beyond the lowest, and its requests on time still go before those that are late.
+DEADLINE_LEAD = 1024.0
 
 
 class QueueClass(IntEnum):
@@ -68,6 +76,27 @@ class _Waiting(NamedTuple):
     entry: _Entry  # of the request as it was pushed last; others of the same request are stale
     due_s: float
     queue_class: QueueClass
+    tenant: str
+
+
+class _Line:
+    """The queued requests of a class, a heap for each tenant."""
+
+    def __init__(self, shares: FairShares) -> None:
+        self.heaps: dict[str, list[_Entry]] = {}
+        self.tenants = Lowest(shares.counter)  # that may have some here
+
+    def push(self, tenant: str, entry: _Entry) -> None:
+        heap = self.heaps.get(tenant)
+        if heap is None:
+            heap = self.heaps[tenant] = []
+            self.tenants.add(tenant)
+        heapq.heappush(heap, entry)
+
+    def drop(self, tenant: str) -> None:
+        """Remove a tenant that has none here, if it is there."""
+        self.heaps.pop(tenant, None)
+        self.tenants.discard(tenant)
 
 
 class PrefillQueue:
@@ -77,7 +106,13 @@ class PrefillQueue:
         """`floor`: the share of the tokens that best effort has while real time waits, at least 0 and below 1."""
         self.order = order
         self._floor = ClassFloor(floor)
-        self._heaps: dict[QueueClass, list[_Entry]] = {one: [] for one in QueueClass}
+        real_time, best_effort = FairShares(), FairShares()
+        self._shares = {True: real_time, False: best_effort}  # by whether real time; of the first, where none is known
+        self._lines = {
+            QueueClass.ON_TIME: _Line(real_time),
+            QueueClass.LATE: _Line(real_time),
+            QueueClass.BEST_EFFORT: _Line(best_effort),
+        }
         self._waiting: dict[RequestId, _Waiting] = {}
         self.num_tokens = self.num_taken_tokens = 0  # the second: of all that workers ever got
         self._num_real_time = self._num_real_time_tokens = 0
@@ -113,7 +148,9 @@ class PrefillQueue:
             _Entry(self.order.key(request), request.arrival_s, request.request_id),
             due_s if is_real_time and self.order.knows_classes else math.inf,
             QueueClass.ON_TIME if is_first else QueueClass.BEST_EFFORT,
+            request.tenant,
         )
+        self._shares[is_first].wait(request.tenant, request.weight)
         self._count(waiting.queued, 1)
         self._put(waiting)
 
@@ -160,10 +197,20 @@ class PrefillQueue:
             return (Turn(real_time, False),)
         return (Turn(best_effort, True), Turn(real_time, False))
 
+    def is_shared(self, request: Request) -> bool:
+        """Return whether several tenants are known in the class of a request."""
+        return self._shares_of(request).is_shared
+
+    def charge(self, request: Request, cost: float) -> None:
+        """Add to the counter of its tenant what a request costs (core/fair_shares.py), or give it back: below 0."""
+        self._shares_of(request).charge(request.tenant, cost)
+        if cost < 0:
+            for line in self._lines.values():
+                line.tenants.lowered(request.tenant)
+
     def take(self, request_id: RequestId) -> None:
         """Remove a request that a worker gets."""
-        waiting = self._waiting.pop(request_id)
-        self._count(waiting.queued, -1)
+        waiting = self._remove(request_id)
         self.num_taken_tokens += waiting.queued.num_tokens
         if waiting.queue_class is QueueClass.BEST_EFFORT:
             self._floor.note_best_effort(waiting.queued.num_tokens)
@@ -172,9 +219,20 @@ class PrefillQueue:
 
     def discard(self, request_id: RequestId) -> None:
         """Remove a request if it is queued."""
-        waiting = self._waiting.pop(request_id, None)
-        if waiting is not None:
-            self._count(waiting.queued, -1)
+        if request_id in self._waiting:
+            self._remove(request_id)
+
+    def _remove(self, request_id: RequestId) -> _Waiting:
+        waiting = self._waiting.pop(request_id)
+        self._count(waiting.queued, -1)
+        is_first = waiting.queue_class is not QueueClass.BEST_EFFORT
+        if not self._shares[is_first].stop_waiting(waiting.tenant):
+            for queue_class in (QueueClass.ON_TIME, QueueClass.LATE) if is_first else (QueueClass.BEST_EFFORT,):
+                self._lines[queue_class].drop(waiting.tenant)
+        return waiting
+
+    def _shares_of(self, request: Request) -> FairShares:
+        return self._shares[request.request_class is RequestClass.REAL_TIME or not self.order.knows_classes]
 
     def _by_floor(self, num_tokens: int) -> float:
         """Return the tokens that the floor lets go while so many of real-time requests leave; requests go whole."""
@@ -190,26 +248,39 @@ class PrefillQueue:
 
     def _put(self, waiting: _Waiting) -> None:
         self._waiting[waiting.entry.request_id] = waiting
-        heapq.heappush(self._heaps[waiting.queue_class], waiting.entry)
+        self._lines[waiting.queue_class].push(waiting.tenant, waiting.entry)
 
     def _class_at(self, waiting: _Waiting, now: float) -> QueueClass:
         return QueueClass.LATE if waiting.due_s <= now else waiting.queue_class
 
     def _first_real_time(self, now: float) -> RequestId | None:
-        while (first := self._first(QueueClass.ON_TIME)) is not None:
-            waiting = self._waiting[first]
-            if waiting.due_s > now:
-                return first
-            self._put(waiting._replace(queue_class=QueueClass.LATE))
+        shares = self._shares[True]
+        line = self._lines[QueueClass.ON_TIME]
+        while (tenant := self._first_tenant(QueueClass.ON_TIME)) is not None:
+            waiting = self._waiting[line.heaps[tenant][0].request_id]
+            if waiting.due_s <= now:
+                self._put(waiting._replace(queue_class=QueueClass.LATE))
+            elif shares.lead(tenant) <= DEADLINE_LEAD:
+                return waiting.entry.request_id
+            else:
+                break
         return self._first(QueueClass.LATE)
 
     def _first(self, queue_class: QueueClass) -> RequestId | None:
-        heap = self._heaps[queue_class]
-        while heap:
-            waiting = self._waiting.get(heap[0].request_id)
-            if waiting is not None and (waiting.queue_class, waiting.entry) == (queue_class, heap[0]):
-                return heap[0].request_id
-            heapq.heappop(heap)
+        tenant = self._first_tenant(queue_class)
+        return self._lines[queue_class].heaps[tenant][0].request_id if tenant is not None else None
+
+    def _first_tenant(self, queue_class: QueueClass) -> str | None:
+        """Return the tenant whose turn it is of those with requests of this class; the first of its heap is one."""
+        line = self._lines[queue_class]
+        while (tenant := line.tenants.first) is not None:
+            heap = line.heaps[tenant]
+            while heap:
+                waiting = self._waiting.get(heap[0].request_id)
+                if waiting is not None and (waiting.queue_class, waiting.entry) == (queue_class, heap[0]):
+                    return tenant
+                heapq.heappop(heap)
+            line.drop(tenant)
         return None
 
     def _count(self, queued: QueuedPrefill, sign: int) -> None:

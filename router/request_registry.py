@@ -9,12 +9,14 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from alignedserve.core.attempts import epoch_end, is_same_epoch
+from alignedserve.core.fair_shares import cost_of
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestInterrupted
 from alignedserve.messages.pools import DropRequest
+from router.late_predictions import expected_len
 from router.placement import Placement
 from router.policies.forecast import DrainForecast
 from router.prefill_queue import PrefillQueue
@@ -90,8 +92,19 @@ class RequestRegistry:
         self.enqueue(tracked)
         return commands
 
-    def finish(self, tracked: TrackedRequest) -> list[Send]:
-        """Remove a request whose worker has completed it."""
+    def charge(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        """Charge its tenant for a request of which a worker computes so many tokens of the prompt, and its answer.
+
+        Once: what is lost and computed again costs the tenant nothing.
+        """
+        if tracked.charged_len is None:
+            tracked.charged_len = expected_len(tracked)
+            self.queue.charge(tracked.request, cost_of(num_tokens, tracked.charged_len - tracked.num_emitted))
+
+    def finish(self, tracked: TrackedRequest, num_generated: int) -> list[Send]:
+        """Remove a request whose worker has completed it after so many tokens, which its tenant is charged for."""
+        if tracked.charged_len is not None:
+            self.queue.charge(tracked.request, cost_of(0, num_generated - tracked.charged_len))
         dropped = self.drop_copies(tracked)
         self._placement.unassign(tracked)
         tracked.move(Stage.FINISHED)

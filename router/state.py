@@ -37,6 +37,7 @@ class TrackedRequest:
     attempt: int = 0  # the latest known (core/attempts.py); messages with a smaller one are stale
     copy_at: tuple[str, int] | None = None  # the pool that may keep a copy, and that pool's epoch
     pooled_s: float = 0.0  # when it entered the pool
+    charged_len: float | None = None  # of its answer, as its tenant was charged for it; None: it was not yet
     num_retries: int = 0  # after lost holders and refused handoffs
     num_moves: int = 0  # ordered, between workers that decode it
     dispatched_s: float | None = None  # when a worker first got its prompt

@@ -17,6 +17,8 @@ PREFIX_ROOT_BYTES = 16
 ADAPTER_DIGEST_BYTES = 16
 MAX_ADAPTER_NAME_LEN = 200
 MAX_ADAPTER_PATH_LEN = 4096
+MAX_TENANT_LEN = 256
+MAX_WEIGHT = 1e6
 
 
 class RequestClass(enum.Enum):
@@ -151,11 +153,15 @@ class Request:
     prefix_root: bytes = b""
     second_text_at: int = 0  # of a pair of texts: the first token of the second; 0: encoders take the prompt as one
     adapter: LoraAdapter | None = None  # None: the model alone
+    tenant: str = ""  # the client that it counts for where several share (core/fair_shares.py)
+    weight: float = 1.0  # of that client's share
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_token_ids) > 0, "prompt", "must hold at least one token")
         _require(0 <= self.second_text_at < max(self.prompt_len, 1), "second_text_at", "must be a place in the prompt")
         _require(len(self.prefix_root) in (0, PREFIX_ROOT_BYTES), "prefix_root", "must be a block hash, or empty")
+        _require(len(self.tenant) <= MAX_TENANT_LEN, "tenant", "has too long a name")
+        _require(0 < self.weight <= MAX_WEIGHT, "weight", f"must be above 0 and at most {MAX_WEIGHT:g}")
 
     @property
     def prompt_len(self) -> int:

@@ -170,6 +170,8 @@ class SimulatedGateway:
             timed.slo,
             timed.priority,
             prefix_root=self._texts.root(timed),
+            tenant=timed.tenant,
+            weight=timed.weight,
         )
         router = self._routers.choose(request_id)
         self._open[request_id] = _SentRequest(self._num_sent, timed, now, array("d"), request, router)

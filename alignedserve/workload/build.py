@@ -203,7 +203,19 @@ class _ClassTraffic:
         classes, slos = _objectives(spec, self._generator(_Purpose.OBJECTIVES, block), count)
         columns = (lengths.prompt_len.tolist(), output_len.tolist(), limits, classes, slos)
         return [
-            TimedRequest(arrival, prompt, output, limit, spec.name, request_class, slo, spec.priority, prediction)
+            TimedRequest(
+                arrival,
+                prompt,
+                output,
+                limit,
+                spec.name,
+                request_class,
+                slo,
+                spec.priority,
+                prediction,
+                tenant=spec.tenant,
+                weight=spec.weight,
+            )
             for arrival, prompt, output, limit, request_class, slo, prediction in zip(
                 arrival_s, *columns, self._predicted(output_len, block), strict=False
             )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.random import Generator
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.core.request import RequestClass
+from alignedserve.core.request import MAX_TENANT_LEN, MAX_WEIGHT, RequestClass
 from alignedserve.workload.arrivals import GapDistribution
 from alignedserve.workload.distributions import (
     ValueDistribution,
@@ -105,6 +105,8 @@ class ClassSpec:
     tpot_s: ValueDistribution | None = None
     deadline_s: ValueDistribution | None = None
     priority: int = 0
+    tenant: str = ""  # the client that its requests count for, of the others that share the class of requests
+    weight: float = 1.0  # of that client's share
     tier: str | None = None
     max_tokens: int | ClientLimit = ClientLimit.CONTEXT
     limits: LengthLimits = field(default_factory=LengthLimits)
@@ -218,6 +220,19 @@ def _priority(key: str, value: str) -> int:
         raise ConfigError(f"{key}: {value!r} is not a whole number") from None
 
 
+def _tenant(key: str, value: str) -> str:
+    if not value or len(value) > MAX_TENANT_LEN:
+        raise ConfigError(f"{key} must be a name of at most {MAX_TENANT_LEN} characters")
+    return value
+
+
+def _weight(key: str, value: str) -> float:
+    number = _positive(key, value)
+    if number > MAX_WEIGHT:
+        raise ConfigError(f"{key} must be at most {MAX_WEIGHT:g}")
+    return number
+
+
 def _client_limit(key: str, value: str) -> int | ClientLimit:
     names = [limit.value for limit in ClientLimit]
     if value in names:
@@ -262,6 +277,8 @@ _READERS: dict[str, Callable[[str, str], object]] = {
     "tpot": _law,
     "deadline": _law,
     "priority": _priority,
+    "tenant": _tenant,
+    "weight": _weight,
     "tier": _source,
     "max_tokens": _client_limit,
     "predict": lambda key, value: parse_prediction(value),
@@ -320,5 +337,7 @@ def _check_arrivals(settings: dict[str, object]) -> None:
     for key, needed in (("think", "turns"), ("instructions", "instruction")):
         if key in settings and needed not in settings:
             raise ConfigError(f"{key}= has no meaning without {needed}=")
+    if "weight" in settings and "tenant" not in settings:
+        raise ConfigError("weight= has no meaning without tenant=")
     if settings.get("class") is RequestClass.BEST_EFFORT and settings.get("be_share"):
         raise ConfigError("be_share= has no meaning in a best-effort class")

@@ -34,6 +34,8 @@ class TimedRequest:
     runs: tuple[TextRun, ...] = ()  # of texts that the prompt begins with; the rest of it is its own (prompt_texts.py)
     answer: int | str | None = None  # text of the answer, where later prompts may repeat it
     follow_up: "TimedRequest | None" = None  # the next turn; its arrival counts from the end of this one
+    tenant: str = ""  # the client that it counts for where several share (core/fair_shares.py)
+    weight: float = 1.0  # of that client's share
 
     @property
     def final_context_len(self) -> int:

@@ -219,6 +219,8 @@ _FULL = Request(
     request_class=RequestClass.BEST_EFFORT,
     slo=Slo(ttft_s=1.0, tpot_s=0.25, deadline_s=60.0),
     priority=-1,
+    tenant="key-0",
+    weight=2.5,
 )
 _SCORES = (TokenLogprob(6, -0.5, ((6, -0.5), (9, -1.25)), 1),)
 _RUNS = (BlockRun(3, 2, 0x0123456789ABCDEF), BlockRun(9, 1, (1 << 64) - 1))

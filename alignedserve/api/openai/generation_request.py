@@ -114,6 +114,8 @@ class CallTerms(NamedTuple):
             priority=self.priority,
             prefix_root=self.prefix_root,
             adapter=self.services.adapter,
+            tenant=self.arrival.key.owner,
+            weight=self.arrival.key.weight,
         )
 
 
