@@ -5,7 +5,7 @@ deadlines, lengths and memory, and know no tenants. With one tenant there is no 
 
 A worker that does both phases has prompts of the class for 0.1 s of its time, and one in any case; and as many requests
 as it decodes in one iteration, and a sixteenth more, so that the next one is there when one ends. A prefill worker's
-requests wait in the pool of its node: there, and on their way to it, as many of the class may be as the node's decode
+requests wait in the pool of its node: there, and on their way to it, a quarter as many of the class may be as the node's decode
 workers decode in one iteration, so that batches of one length can still be formed of them.
 Example: a worker computes 5 000 prompt tokens/s and decodes 32 requests together. It has at most 500 tokens of prompts,
 and 34 requests; of best effort, those of real time count among the 34.
@@ -18,6 +18,7 @@ from router.state import PoolRecord, WorkerRecord
 _PROMPTS_S = 0.1
 _FALLBACK_TOKENS = 512  # where a worker does not tell its speed
 _MORE_PLACES = 1 / 16
+_POOLED_SHARE = 1 / 4
 _LEAST_POOLED = 4
 
 
@@ -32,7 +33,7 @@ def wants_more(
     pooled = 0
     if pool is not None:
         pooled = len(pool.pooled_real_time) if is_real_time else pool.num_pooled - len(pool.pooled_real_time)
-    return on_the_way + pooled < max(places, _LEAST_POOLED)
+    return on_the_way + pooled < max(_POOLED_SHARE * places, _LEAST_POOLED)
 
 
 def _colocated_wants_more(worker: WorkerRecord, *, is_real_time: bool) -> bool:
