@@ -5,8 +5,8 @@ deadlines, lengths and memory, and know no tenants. With one tenant there is no 
 
 A worker that does both phases has prompts of the class for 0.1 s of its time, and one in any case; and as many requests
 as it decodes in one iteration, and a sixteenth more, so that the next one is there when one ends. A prefill worker's
-requests wait in the pool of its node: there, and on their way to it, a quarter as many of the class may be as the node's decode
-workers decode in one iteration, so that batches of one length can still be formed of them.
+requests wait in the pool of its node: there, and on their way to it, a quarter as many of the class may be as the
+decode workers of the node decode in one iteration, of which batches of one length can still be formed.
 Example: a worker computes 5 000 prompt tokens/s and decodes 32 requests together. It has at most 500 tokens of prompts,
 and 34 requests; of best effort, those of real time count among the 34.
 """

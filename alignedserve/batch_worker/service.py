@@ -10,6 +10,7 @@ import msgspec
 
 from alignedserve.api.backend.connection import ClusterConnection, ClusterLinks
 from alignedserve.api.deployments import Deployments
+from alignedserve.api.own_batches import client_of
 from alignedserve.api.services import ApiServices
 from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
@@ -101,6 +102,7 @@ class BatchService:
             config=self._location.config,
             models=services.models,
             max_in_flight=self._location.config.max_in_flight,
+            weight_of=lambda owner: services.keys.ring.owned_by(client_of(owner)).weight,
         )
         self._driver_task = start_background(_drive(driver, deployments), "the driver of batches")
         logger.info("%s drives the batches of %s", self._links.identity.name, self._location.folder)

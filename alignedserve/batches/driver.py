@@ -14,13 +14,14 @@ import contextlib
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Container
 
 from alignedserve.batches.garbage_collection import collect_garbage
 from alignedserve.batches.interfaces import LineRunner
 from alignedserve.batches.line_executor import RunContext
-from alignedserve.batches.line_scheduling import LineDurations, by_slack
-from alignedserve.batches.line_slots import LineSlots
+from alignedserve.batches.line_scheduling import LineDurations, by_slack, owner_turns
+from alignedserve.batches.line_slots import LineSlots, ModelShares
 from alignedserve.batches.location import DriverStores
 from alignedserve.batches.records import BatchKey
 from alignedserve.batches.run import BatchRun
@@ -43,6 +44,11 @@ _ORDER_S = 0.1
 _LOCK_S = 0.2
 
 
+def _alike(_: str) -> float:
+    """Return the weight of an owner where all have the same."""
+    return 1.0
+
+
 class BatchDriver:
     """Await `run`; it lasts until it is cancelled. Implements RunListener."""
 
@@ -54,8 +60,13 @@ class BatchDriver:
         config: BatchesConfig,
         models: Container[str],
         max_in_flight: int | None = None,
+        weight_of: Callable[[str], float] = _alike,
     ) -> None:
-        """`max_in_flight`: lines in the cluster at a time; None: as many as LineSlots says of each model's workers."""
+        """`max_in_flight`: lines in the cluster at a time; None: as many as LineSlots says of each model's workers.
+
+        `weight_of`: an owner's, of its share beside other owners.
+        """
+        self._weight_of = weight_of
         self._stores = stores
         self._max_in_flight = max_in_flight
         self._context = RunContext(stores, runner, config, models, LineDurations(), listener=self)
@@ -167,18 +178,34 @@ class BatchDriver:
         self._start_lines()
 
     def _start_lines(self) -> None:
-        """Start lines while there are free slots, each of the batch with the least slack."""
+        """Start lines while there are free slots, of the owner whose turn it is and its batch with the least slack."""
         if self._is_blocked:
             return
         now, wall_s = time.monotonic(), time.time()
         self._paused_until_s = {model: until_s for model, until_s in self._paused_until_s.items() if until_s > now}
         slots = self._slots()
+        by_owner: dict[str, deque[tuple[BatchRun, ModelShares]]] = {}
         for run in self._ordered(now, wall_s):
             shares = run.model_shares()
-            num_free = slots.num_free(shares) if shares.keys().isdisjoint(self._paused_until_s) else 0
-            while num_free > 0 and run.start_line(now, wall_s):
-                num_free -= 1
-                slots.take(shares, 1)
+            if shares.keys().isdisjoint(self._paused_until_s):
+                by_owner.setdefault(run.record.owner, deque()).append((run, shares))
+
+        def start(owner: str) -> bool:
+            runs = by_owner[owner]
+            while runs:
+                run, shares = runs[0]
+                if slots.num_free(shares) > 0 and run.start_line(now, wall_s):
+                    slots.take(shares, 1)
+                    return True
+                runs.popleft()
+            return False
+
+        in_flight = dict.fromkeys(by_owner, 0)
+        for run in self._runs.values():
+            if run.record.owner in in_flight:
+                in_flight[run.record.owner] += run.num_in_flight
+        for _ in owner_turns(in_flight, self._weight_of, start):
+            pass
 
     def _slots(self) -> LineSlots:
         """Return the places for lines, with those of all batches taken."""

@@ -4,13 +4,18 @@ Slack of a batch is the time left in its window less the time that its remaining
 batch with the least slack goes first. Example: A has 3 600 s left and 2 000 s of work, B 600 s and 100 s of work: A's
 slack is 1 600 s and B's 500 s, so B goes first. A waits and loses nothing, as slack is what it can spare.
 
+Where batches of several owners have lines to run, the owner with the fewest lines in the cluster by its weight goes
+first, and of its batches the one with the least slack. So each owner has lines waiting at the router, which shares
+tokens out (core/fair_shares.py). Example: 12 places, owners of weights 2 and 1: 8 lines and 4.
+
 Line deadlines spread the remaining lines over the window, so that a batch asks for a steady share of the cluster
 instead of nothing at first and everything at the end: the k-th of n lines in flight gets `k / n_left` of the time left,
 but at least four times the mean duration of its model's lines. Example: 24 h left, 50 000 lines: the 64th in flight has
 110 s.
 """
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 _WINDOW = 64.0  # observations that weigh in a running mean
@@ -67,6 +72,25 @@ def by_slack(batches: Iterable[ReadyBatch], now: float) -> list[int]:
     """Return the positions of the batches, the one with the least slack first."""
     ordered = sorted(batches, key=lambda batch: (batch.expires_s - now - batch.work_s, batch.created_s, batch.position))
     return [batch.position for batch in ordered]
+
+
+def owner_turns(
+    num_in_flight: Mapping[str, int], weight_of: Callable[[str], float], start: Callable[[str], bool]
+) -> Iterator[str]:
+    """Start lines one by one, each of the owner with the fewest in flight by its weight; yield the owner of each.
+
+    `num_in_flight`: of owners that may have lines to start; ties go in their order. `start`: of this owner; False: it
+    can start none, and is not asked again.
+    """
+    turns = [
+        (count / weight_of(owner), place, count, owner) for place, (owner, count) in enumerate(num_in_flight.items())
+    ]
+    heapq.heapify(turns)
+    while turns:
+        _, place, count, owner = heapq.heappop(turns)
+        if start(owner):
+            yield owner
+            heapq.heappush(turns, ((count + 1) / weight_of(owner), place, count + 1, owner))
 
 
 def line_deadline_s(time_left_s: float, place: int, num_left: int, line_s: float) -> float:

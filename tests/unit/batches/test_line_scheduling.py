@@ -11,7 +11,7 @@ from alignedserve.batches.eta import (
     remaining_work,
 )
 from alignedserve.batches.interfaces import ClusterTotals, ModelState
-from alignedserve.batches.line_scheduling import LineDurations, ReadyBatch, by_slack, line_deadline_s
+from alignedserve.batches.line_scheduling import LineDurations, ReadyBatch, by_slack, line_deadline_s, owner_turns
 from alignedserve.batches.line_slots import LineSlots
 from alignedserve.batches.records import BatchTotals, Counts, Progress, Risk, Usage
 from alignedserve.batches.repository import BatchRepository
@@ -194,3 +194,21 @@ def test_a_bound_of_the_configuration_holds_for_all_models_together() -> None:
     slots = LineSlots({"large": 2, "small": 8}, max_in_flight=6)
     slots.take({"large": 1.0}, 4)
     assert slots.num_free({"small": 1.0}) == 2
+
+
+def test_owners_get_places_by_their_weights() -> None:
+    free = iter(range(12))
+    started = list(
+        owner_turns({"b": 0, "a": 0}, {"a": 2.0, "b": 1.0}.__getitem__, lambda _: next(free, None) is not None)
+    )
+    assert (started.count("a"), started.count("b")) == (8, 4)
+
+
+def test_an_owner_without_lines_leaves_its_places_to_others() -> None:
+    left = {"a": 2, "b": 9}
+
+    def start(owner: str) -> bool:
+        left[owner] -= 1
+        return left[owner] >= 0
+
+    assert sorted(owner_turns({"a": 0, "b": 5}, lambda _: 1.0, start)) == ["a"] * 2 + ["b"] * 9

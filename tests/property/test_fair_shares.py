@@ -1,0 +1,126 @@
+"""Random histories of tenants: what those that always wait get by weight differs by a bounded amount, as docs say."""
+
+import random
+
+from alignedserve.core.fair_shares import MAX_IDLE_TENANTS, FairShares
+from alignedserve.core.request import RequestClass
+from router.policies.prefill_order import LeastSlackOrder
+from router.prefill_queue import DEADLINE_LEAD, PrefillQueue
+from tests.support.marks import each
+from tests.support.samples import request
+
+WEIGHTS = {"a": 2.0, "b": 1.0, "c": 0.5, "d": 3.0}
+MAX_COST = 500.0
+
+
+@each("seed", range(30))
+def test_tenants_that_always_wait_get_alike_by_weight(seed: int) -> None:
+    rng, shares = random.Random(seed), FairShares()
+    backlogged, others = ("a", "b"), ("c", "d")
+    for tenant in backlogged:
+        shares.wait(tenant, WEIGHTS[tenant])
+    service, history = dict.fromkeys(WEIGHTS, 0.0), []
+    waiting = dict.fromkeys(others, 0)
+    for _ in range(2000):
+        tenant = rng.choice(others)
+        if rng.random() < 0.3:
+            shares.wait(tenant, WEIGHTS[tenant])
+            waiting[tenant] += 1
+        first, cost = shares.first, rng.uniform(1, MAX_COST)
+        assert first is not None
+        if first in others:
+            shares.stop_waiting(first)
+            waiting[first] -= 1
+        shares.charge(first, cost)
+        service[first] += cost / WEIGHTS[first]
+        history.append(service["a"] - service["b"])
+    most = MAX_COST / min(WEIGHTS[one] for one in backlogged)
+    assert max(history) - min(history) <= 2 * most
+
+
+@each("seed", range(10))
+def test_deadlines_add_at_most_their_lead(seed: int) -> None:
+    rng, queue, now = random.Random(seed), PrefillQueue(LeastSlackOrder()), 0.0
+    sent = dict.fromkeys(("a", "b"), 0)
+    service, history = dict.fromkeys(sent, 0.0), []
+    requests = {}
+
+    def push(tenant: str, due_s: float) -> None:
+        sent[tenant] += 1
+        one = request(f"{tenant}{sent[tenant]}", rng.randrange(1, 200), arrival_s=now, tenant=tenant)
+        requests[one.request_id] = one
+        queue.push(one, one.prompt_len, due_s)
+
+    for tenant in sent:
+        for _ in range(50):
+            push(tenant, now + 1.0)
+    for _ in range(1000):
+        now += 0.1
+        (turn,) = queue.turns(now)
+        chosen = requests[turn.request_id]
+        queue.take(turn.request_id)
+        # What a has asked for is always on time, what b has is always late.
+        push(chosen.tenant, now + 100.0 if chosen.tenant == "a" else now)
+        queue.charge(chosen, chosen.prompt_len)
+        service[chosen.tenant] += chosen.prompt_len
+        history.append(service["a"] - service["b"])
+    assert max(history) - min(history) <= 2 * (200 + DEADLINE_LEAD)
+    assert max(history) > DEADLINE_LEAD / 2  # deadlines did go first, as far as they may
+
+
+def test_who_was_idle_comes_back_without_credit() -> None:
+    shares = FairShares()
+    shares.wait("busy", 1.0)
+    for _ in range(100):
+        shares.charge("busy", 10.0)
+    shares.wait("late", 1.0)
+    assert shares.lead("busy") == 0.0
+    turns = []
+    for _ in range(10):
+        turns.append(shares.first)
+        shares.charge(turns[-1] or "", 10.0)
+    assert turns.count("late") == 5
+
+
+def test_what_was_charged_too_much_is_given_back() -> None:
+    shares = FairShares()
+    for tenant in ("a", "b"):
+        shares.wait(tenant, 1.0)
+    shares.charge("a", 100.0)
+    shares.charge("b", 50.0)
+    assert shares.first == "b"
+    shares.charge("a", -90.0)
+    assert shares.first == "a"
+
+
+def test_thousands_of_names_are_forgotten() -> None:
+    shares = FairShares()
+    for number in range(3 * MAX_IDLE_TENANTS):
+        shares.wait(f"tenant-{number}", 1.0)
+        shares.stop_waiting(f"tenant-{number}")
+        shares.charge(f"tenant-{number}", 10.0)
+    assert len(shares) <= MAX_IDLE_TENANTS + 1
+
+
+@each("seed", range(10))
+def test_one_tenant_is_served_as_if_there_were_no_shares(seed: int) -> None:
+    rng = random.Random(seed)
+    named, plain = PrefillQueue(LeastSlackOrder(), floor=0.1), PrefillQueue(LeastSlackOrder(), floor=0.1)
+    now = 0.0
+    for number in range(500):
+        now += rng.random() * 0.2
+        fields = {
+            "arrival_s": now,
+            "priority": rng.randrange(-2, 3),
+            "request_class": rng.choice(list(RequestClass)),
+        }
+        length, due_s = rng.randrange(1, 300), now + rng.random()
+        named.push(request(f"r{number}", length, tenant="alone", weight=3.0, **fields), length, due_s)
+        plain.push(request(f"r{number}", length, **fields), length, due_s)
+        while rng.random() < 0.45 and len(plain):
+            turns = plain.turns(now)
+            assert named.turns(now) == turns
+            taken = rng.choice(turns).request_id
+            plain.take(taken)
+            named.take(taken)
+            named.charge(request(taken, tenant="alone", weight=3.0, **fields), rng.uniform(-50, 100))
