@@ -1,6 +1,7 @@
 """Random histories of tenants: what those that always wait get by weight differs by a bounded amount, as docs say."""
 
 import random
+from typing import Any
 
 from alignedserve.core.fair_shares import MAX_IDLE_TENANTS, FairShares
 from alignedserve.core.request import RequestClass
@@ -109,7 +110,7 @@ def test_one_tenant_is_served_as_if_there_were_no_shares(seed: int) -> None:
     now = 0.0
     for number in range(500):
         now += rng.random() * 0.2
-        fields = {
+        fields: dict[str, Any] = {
             "arrival_s": now,
             "priority": rng.randrange(-2, 3),
             "request_class": rng.choice(list(RequestClass)),
