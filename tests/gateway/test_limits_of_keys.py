@@ -2,10 +2,9 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import openai
 import pytest
 
 from alignedserve.gateway.shown_limits import duration
@@ -13,21 +12,26 @@ from alignedserve.keys.file import KeyRow, ring_of
 from alignedserve.keys.ring import digest_of
 from tests.gateway.support import Gateway, gateway
 
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
 CHAT: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 10}
 
 
 @asynccontextmanager
-async def served(**limits: Any) -> AsyncIterator[tuple[Gateway, openai.AsyncOpenAI]]:
+async def served(**limits: Any) -> AsyncIterator[tuple[Gateway, "AsyncOpenAI"]]:
+    import openai
+
     row = {"name": "team-a", "secrets": [{"sha256": digest_of("team-a").hex()}], **limits}
     async with gateway() as running:
         running.services.keys.ring = ring_of((), [msgspec.convert(row, KeyRow)])
-        yield (
-            running,
-            openai.AsyncOpenAI(api_key="team-a", base_url="http://test/v1", http_client=running.client, max_retries=0),
-        )
+        http: Any = running.client
+        yield running, openai.AsyncOpenAI(api_key="team-a", base_url="http://test/v1", http_client=http, max_retries=0)
 
 
 async def test_requests_per_minute() -> None:
+    import openai
+
     async with served(requests_per_minute=2) as (_, client):
         for left in ("1", "0"):
             raw = await client.chat.completions.with_raw_response.create(**CHAT)
@@ -43,6 +47,8 @@ async def test_requests_per_minute() -> None:
 
 
 async def test_tokens_that_did_not_come_are_given_back() -> None:
+    import openai
+
     async with served(tokens_per_minute=100) as (running, client):
         asked = CHAT | {"max_tokens": 90}
         raw = await client.chat.completions.with_raw_response.create(**asked)
@@ -59,6 +65,8 @@ async def test_tokens_that_did_not_come_are_given_back() -> None:
 
 
 async def test_what_no_minute_allows_is_not_tried_again() -> None:
+    import openai
+
     async with served(tokens_per_minute=100) as (_, client):
         with pytest.raises(openai.RateLimitError, match="too large for the key team-a") as refused:
             await client.with_options(max_retries=3).chat.completions.create(**CHAT | {"max_tokens": 100})
@@ -67,6 +75,8 @@ async def test_what_no_minute_allows_is_not_tried_again() -> None:
 
 
 async def test_open_requests() -> None:
+    import openai
+
     async with served(open_requests=1) as (running, client):
         key = running.services.keys.ring.named("team-a")
         assert key is not None
@@ -76,7 +86,7 @@ async def test_open_requests() -> None:
         running.services.quotas.close(key)
         for stream in (False, True, False):  # each has ended before the next begins
             answer = await client.chat.completions.create(**CHAT, stream=stream)
-            if stream:
+            if isinstance(answer, openai.AsyncStream):
                 assert [chunk async for chunk in answer]
 
 

@@ -2,10 +2,9 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import msgspec
-import openai
 import pytest
 
 from alignedserve.core.request import RequestClass
@@ -102,8 +101,12 @@ async def test_keys_are_others_from_one_request_to_the_next() -> None:
 
 
 async def test_openais_client_sees_what_is_refused() -> None:
+    import openai
+
     async with served() as running:
-        client = openai.AsyncOpenAI(api_key="documents", base_url="http://test/v1", http_client=running.client)
+        client = openai.AsyncOpenAI(
+            api_key="documents", base_url="http://test/v1", http_client=cast(Any, running.client)
+        )
         with pytest.raises(openai.PermissionDeniedError) as refused:
             await client.chat.completions.create(**CHAT, service_tier="priority")  # type: ignore[call-overload]
         assert (refused.value.param, refused.value.code) == ("service_tier", "service_tier_not_allowed")

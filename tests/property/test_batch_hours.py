@@ -27,7 +27,7 @@ def listed_hours(draw: st.DrawFn) -> str:
     parts = []
     for _ in range(draw(st.integers(1, 3))):
         start = draw(st.integers(0, 24 * 60 - 1))
-        end = draw(st.integers(0, 24 * 60).filter(lambda minute, start=start: minute != start))
+        end = (start + draw(st.integers(1, 24 * 60))) % (24 * 60 + 1)
         days = draw(st.sampled_from(["", "Mon-Fri ", "Sat-Mon ", *(f"{day} " for day in DAYS)]))
         parts.append(f"{days}{start // 60:02}:{start % 60:02}-{end // 60:02}:{end % 60:02}")
     return f"{', '.join(parts)} {draw(st.sampled_from(ZONES))}"

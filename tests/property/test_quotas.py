@@ -213,7 +213,7 @@ def test_within_a_lease_the_share_is_told_once() -> None:
     assert share.call("a", ONE, 0.4).spent is None
     share.on_answer(50.4, 0.5)
     assert share.call("a", ONE, 0.5 + LEASE_S).spent == Owed(1.0)  # the lease has ended
-    assert share.call("a", ONE, 30.5 + LEASE_S).spent == Owed(pytest.approx(0.5))
+    assert share.call("a", ONE, 30.5 + LEASE_S).spent == Owed(0.5)
     share.on_answer(60.0, 33.0)
     share.on_new_link(33.0)
     assert share.call("a", ONE, 33.0).spent == Owed(1.0)
@@ -226,7 +226,7 @@ def test_a_gateway_that_tells_no_numbers_has_used_its_share() -> None:
         assert pool.is_member(gateway)
     taken = [pool.on_call(QuotaCall("b", "1", 0.0, None, ONE), 0.0) for _ in range(4)]
     assert [one.wait_s > 0.0 for one in taken] == [False, False, False, True]
-    assert taken[-1].owed == (pytest.approx(1.0),)
+    assert taken[-1].owed == pytest.approx((1.0,))
 
 
 def test_of_several_charges_all_are_counted_or_none() -> None:

@@ -30,4 +30,5 @@ async def test_a_paused_batch_goes_on_when_it_is_resumed(tmp_path: Path) -> None
 
 
 async def _has_ended_lines(served: BatchGateway, batch_id: str) -> bool:
-    return (await served.client.get(f"/v1/batches/{batch_id}")).json()["request_counts"]["completed"] > 0
+    counts = (await served.client.get(f"/v1/batches/{batch_id}")).json()["request_counts"]
+    return bool(counts["completed"])

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -142,8 +143,9 @@ def test_what_cannot_be_used_is_named_and_what_is_served_goes_on(
 
 @each("setting", ["tls_certificate", "tls_key"])
 def test_a_certificate_and_its_key_are_named_together(setting: str) -> None:
+    settings: Any = {setting: "/etc/tls.pem"}
     with pytest.raises(ConfigError, match="must name a file where gateway"):
-        GatewayConfig(**{setting: "/etc/tls.pem"})
+        GatewayConfig(**settings)
     with pytest.raises(ConfigError, match="absolute"):
         GatewayConfig(tls_certificate="tls.pem", tls_key="tls.pem")
 
