@@ -228,11 +228,12 @@ struct Curve {
 // What a forecast depends on beside the table; seconds.
 struct Situation {
     double now, horizon_s, prefill_token_s, decode_context_s, decode_s, starvation_s, patience, given_back, usual_gap_s,
-        pause_s, return_s;
+        pause_s, return_s, loan_s;
 
     explicit Situation(nb::sequence values) {
         double* const fields[] = {&now,      &horizon_s,  &prefill_token_s, &decode_context_s, &decode_s, &starvation_s,
-                                  &patience, &given_back, &usual_gap_s,     &pause_s,          &return_s};
+                                  &patience, &given_back, &usual_gap_s,     &pause_s,          &return_s,
+                                  &loan_s};
         if (nb::len(values) != std::size(fields)) throw std::invalid_argument("a situation of other values");
         for (size_t i = 0; i < std::size(fields); ++i) *fields[i] = nb::cast<double>(values[i]);
     }
@@ -259,7 +260,7 @@ struct RowForecast {
 
         const double first_s = arrival_s + ttft_s, gap_s = table[kLastToken][row] + tpot_s;
         const double schedule_s = has_begun ? table[kFirstToken][row] + generated * tpot_s : first_s;
-        const double back_by_s = larger(gap_s, table[kLastToken][row] + at.return_s);
+        const double back_by_s = larger(gap_s, table[kLastToken][row] + at.loan_s);
         const double lent_s = has_begun ? smaller(schedule_s, back_by_s) : schedule_s;
         const double later_s = table[kNumBlocks][row] > 0 ? gap_s : larger(gap_s, lent_s);
         const double next_s = has_begun ? later_s : first_s;

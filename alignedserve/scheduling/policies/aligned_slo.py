@@ -48,9 +48,8 @@ class AlignedSloConfig:
     memory_s: float = 30.0  # for so long after its last request an objective still bounds iterations
     starvation_s: float = 60.0  # a request that waits longer, and `patience` times as long as it needs alone,
     patience: float = 10.0  # has a share of every iteration, and freed blocks are kept for it
-    return_s: float = (
-        10.0  # so long after its last token a chat that has lost its cache is due; late, it has that share
-    )
+    loan_s: float = 60.0  # so long after its last token a chat on time that has lent its memory is due at the latest
+    return_s: float = 10.0  # so long after its last token a late chat that has lost its cache has that share
     pause_s: float = 1.0  # so long a late chat that has begun pauses with its cache
     starving_share: float = 0.1  # the share, of the time that the iteration may take and of the memory
     growth_tokens: int = 16  # newcomers leave blocks for this many more tokens of each request with objectives
@@ -146,6 +145,7 @@ class AlignedSlo:
             usual_gap_s=view.history.usual_s,
             pause_s=config.pause_s,
             return_s=config.return_s,
+            loan_s=config.loan_s,
         )
         rows = behind_real_time(view.table, forecast_rows(view.table, situation, prompts))
         allowed_s = copies_s = config.slack_share * rows.allowed_s
@@ -164,7 +164,7 @@ class AlignedSlo:
             stretched_s=self._stretched_s(rows.stretched_until_s, now),
             kept_blocks=self._kept_blocks(rows.held_blocks, now),
             prefill_token_s=runtime.prefill_token_s,
-            loan_share=config.starving_share,
+            loans_s=config.starving_share * config.loan_s,
         )
 
     def _kept_blocks(self, held: int, now: float) -> int:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.scheduling.runtime_estimate import (
     PROMPT_LENGTHS,
     PrefillTimes,
@@ -52,6 +51,7 @@ class Situation(NamedTuple):
     usual_gap_s: float  # what gaps were of late; the closer to the mean gap, the less is given back
     pause_s: float  # as in AlignedSloConfig
     return_s: float
+    loan_s: float
 
 
 class SloForecast(NamedTuple):
@@ -67,7 +67,7 @@ class SloForecast(NamedTuple):
     stretched_s: float  # the longest after which all requests that have begun still hold their mean gap
     kept_blocks: int  # more than requests on time hold now, they held lately: not for newcomers that they would evict
     prefill_token_s: float  # to compute one token of a prompt, as against copying it
-    loan_share: float  # of the memory: that of chats on time which have begun, and whose blocks others have
+    loans_s: float  # of computing again, which chats on time that have begun may owe together for what they have lent
 
 
 class RealTimeWork(NamedTuple):
@@ -96,14 +96,12 @@ def forecast_rows(table: RequestTable, situation: Situation, prompts: PrefillTim
     return _plain_forecast(table, situation, prompts)
 
 
-def lent_blocks(table: RequestTable, forecast: RowForecasts, memory: DeviceMemory) -> int:
-    """Return how many blocks chats on time which have begun need to go on, and others have."""
+def lent_tokens(table: RequestTable, forecast: RowForecasts) -> int:
+    """Return how many tokens chats on time which have begun, and whose memory others have, must compute again."""
     if not any(forecast.num_waiting[URGENT : ON_TIME + 1]):
         return 0
     lent = np.flatnonzero((forecast.claim <= ON_TIME) & ~forecast.is_ready & (table.num_generated > 0))
-    context_len = table.prompt_len[lent] + table.num_generated[lent]
-    needed = memory.blocks_for_each(context_len, is_hidden=table.is_hidden[lent]) - table.num_blocks[lent]
-    return int(needed.sum())
+    return int(np.sum(table.num_remaining[lent]))
 
 
 def rows_of(
@@ -144,7 +142,7 @@ def _plain_forecast(table: RequestTable, situation: Situation, prompts: PrefillT
     is_decoding, num_left = table.is_decoding, remaining_output_len(table)[0]
     left_s = runtime.remaining_s(table, num_left)
     alone_s = np.where(is_decoding, runtime.decode_s, np.maximum(prompts.of(table.num_remaining), runtime.decode_s))
-    dues = _dues_of(table, situation.return_s)
+    dues = _dues_of(table, situation.loan_s)
     deadline_slack_s = table.arrival_s + table.deadline_s - left_s - now
     is_late = np.where(dues.has_begun, table.first_token_s > dues.first_s, dues.next_s - alone_s < now)
     is_late |= deadline_slack_s < 0
@@ -202,12 +200,12 @@ class _Dues(NamedTuple):
     next_s: Floats  # the next one
 
 
-def _dues_of(table: RequestTable, return_s: float) -> _Dues:
+def _dues_of(table: RequestTable, loan_s: float) -> _Dues:
     has_begun, schedule_s = table.num_generated > 0, table.next_token_due_s
     gap_s, first_s = table.last_token_s + table.tpot_s, table.arrival_s + table.ttft_s
     # A request that has lost its cache has missed this gap; it can still hold the mean, and so has more time, though
     # not for minutes: someone reads its answer.
-    lent_s = np.where(has_begun, np.minimum(schedule_s, np.maximum(gap_s, table.last_token_s + return_s)), schedule_s)
+    lent_s = np.where(has_begun, np.minimum(schedule_s, np.maximum(gap_s, table.last_token_s + loan_s)), schedule_s)
     next_s = np.where(table.num_blocks > 0, gap_s, np.maximum(gap_s, lent_s))
     return _Dues(has_begun, first_s, schedule_s, lent_s, np.where(has_begun, next_s, first_s))
 

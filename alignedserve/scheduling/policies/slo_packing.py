@@ -17,7 +17,7 @@ from alignedserve.scheduling.policies.slo_forecast import (
     Group,
     SloForecast,
     in_order,
-    lent_blocks,
+    lent_tokens,
     rows_of,
 )
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
@@ -97,7 +97,7 @@ class SloPacking:
         for row, num_blocks in zip(rows.tolist(), self._wanted(rows), strict=True):
             if row in self._evicted or (row in packer and not self._is_extensible(row, budget_s)):
                 continue
-            if self._loans_left < 0.0 and not (self._has_begun(row) or self._is_starving(row)):
+            if self._loans_left_s < 0.0 and not (self._has_begun(row) or self._is_starving(row)):
                 continue
             wanted = num_blocks + self._kept_from(row)
             self._overtake(row, wanted - packer.num_free, budget_s)
@@ -273,7 +273,7 @@ class SloPacking:
         while self._lenders:
             victim = self._lenders.pop()
             if victim != row and victim not in self._evicted:
-                self._loans_left -= int(self._table.num_blocks[victim])
+                self._loans_left_s -= self._recomputing_s(victim)
                 self._evict(victim)
                 return True
         return False
@@ -288,10 +288,10 @@ class SloPacking:
         return furthest_last
 
     @cached_property
-    def _loans_left(self) -> float:
-        """Blocks that chats on time may still lend; below zero where they have lent or lost more than their share."""
-        room = self._forecast.loan_share * self._view.memory.num_blocks
-        return room - lent_blocks(self._table, self._rows, self._view.memory)
+    def _loans_left_s(self) -> float:
+        """Seconds of computing again for which chats on time may still lend; below zero where more is lent or lost."""
+        forecast = self._forecast
+        return forecast.loans_s - lent_tokens(self._table, self._rows) * forecast.prefill_token_s
 
     def _comes_after(self, victim: int, row: int) -> bool:
         hold, left_s = self._forecast.hold, self._rows.left_s

@@ -43,23 +43,25 @@ def test_who_has_lent_its_memory_does_not_take_it_back_before_it_is_due() -> Non
     assert scheduled == {"near": 1, "other": 1}
 
 
-def test_it_is_due_again_ten_seconds_after_its_last_token() -> None:
+def test_it_is_due_again_a_minute_after_its_last_token() -> None:
     """By the mean gap it would have 22 s more: nobody waits so long in the middle of an answer."""
-    lent = _AHEAD | {"num_cached": 0, "num_blocks": 0, "last_token_s": 0.01}
+    lent = _AHEAD | {"num_cached": 0, "num_blocks": 0, "last_token_s": -49.99}
     scheduled, evicted = _decided(near=_BEHIND, other=_BEHIND, lent=lent)
     assert len(evicted) == 1
     assert "lent" in scheduled
 
 
-def test_who_has_paused_for_long_lends_nothing() -> None:
-    scheduled, evicted = _decided(far=_AHEAD | {"last_token_s": 0.5}, near=_BEHIND | {"tpot_s": 0.65}, new=_URGENT)
+def test_who_has_paused_for_nearly_as_long_lends_nothing() -> None:
+    paused = _AHEAD | {"last_token_s": -49.5}
+    scheduled, evicted = _decided(far=paused, near=_BEHIND | {"tpot_s": 0.65}, new=_URGENT)
     assert evicted == []
     assert "new" not in scheduled
 
 
-def test_none_begins_while_more_is_lent_than_a_tenth_of_the_memory() -> None:
+def test_none_begins_while_six_seconds_of_computing_again_are_owed() -> None:
     lent = _AHEAD | {"num_cached": 0, "num_blocks": 0}
+    assert "new" in _decided(near=_BEHIND, lent=lent, new=_URGENT)[0]
     for new in (_URGENT, {"prompt_len": 16, "be": True}):
-        scheduled, evicted = _decided(near=_BEHIND, lent=lent, new=new)
+        scheduled, evicted = _decided(near=_BEHIND, lent=lent | {"prompt_len": 6000}, new=new)
         assert evicted == []
         assert scheduled == {"near": 1}
