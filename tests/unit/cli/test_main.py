@@ -45,8 +45,8 @@ HEAVY = (
 LOADED = {
     "alignedserve.cli.main": "pydantic",  # by Typer, for the help of a command with options
     "kvpool.actor": "cryptography msgspec numpy ray",
-    "router.actor": "jinja2 safetensors tokenizers",
-    "alignedserve.gateway.actor": "orjson",
+    "router.actor": "jinja2 orjson safetensors tokenizers",
+    "alignedserve.gateway.actor": "",
     "alignedserve.batch_worker.actor": "",
     "alignedserve.cli.commands.serve": "",
     "alignedserve.batch_worker.service": "llguidance prometheus_client",

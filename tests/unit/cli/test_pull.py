@@ -163,7 +163,11 @@ def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("pull", "pocket"), "'pocket' is not the name of a model on a hub, ORG/NAME[:QUANTISATION][@REVISION]"),
+        (
+            ("pull", "pocket"),
+            "'pocket' is not the name of a model on a hub, ORG/NAME[:QUANTISATION][@REVISION], or a short one "
+            "(docs/models.md)",
+        ),
         (("pull", "org/m.gguf"), "org/m.gguf is a file or folder of this machine, not a model on a hub"),
         (("models", "rm", "org/m:Q8_0"), "org/m:Q8_0: models are removed whole; leave out :Q8_0"),
     ],
