@@ -2,11 +2,13 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
 import pytest
 
+from alignedserve.api.models.model_registry import RegisteredModel
 from alignedserve.core.request import RequestClass
 from alignedserve.keys.file import KeyRow, ring_of
 from alignedserve.keys.ring import digest_of
@@ -98,6 +100,14 @@ async def test_keys_are_others_from_one_request_to_the_next() -> None:
         running.services.keys.ring = ring_of(("plain",), ())
         error_of(await ask(running, "chat"), 401)
         assert (await ask(running, "plain", service_tier="priority", priority=-1000)).status_code == 200
+
+
+async def test_a_key_has_no_model_loaded_that_it_may_not_use() -> None:
+    async with served() as running:
+        models = running.services.models
+        models.add(RegisteredModel(replace(models.cards[0], name="sleeping", aliases=()), is_asleep=True))
+        error_of(await ask(running, "elsewhere", model="sleeping"), 404)
+        error_of(await ask(running, "chat", model="sleeping"), 503)  # whose rights suffice: it cannot be loaded here
 
 
 async def test_openais_client_sees_what_is_refused() -> None:

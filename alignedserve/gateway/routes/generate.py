@@ -22,6 +22,7 @@ from alignedserve.gateway.routes.dependencies import (
     ignored_fields_of,
     key_of,
     model_of,
+    must_be_loaded,
     rate_limited_services,
 )
 from alignedserve.gateway.routes.request_bodies import read_and_answer, read_prompts
@@ -39,7 +40,7 @@ async def _generate(endpoint: Endpoint[Any], http: Request) -> Response:
     async def answer() -> Response:
         return await _answer(endpoint, http, asked, arrival, prompts)
 
-    if services.models.is_asleep(asked.model):
+    if must_be_loaded(http, asked.model):
         is_streamed = getattr(asked, "stream", False)
         return AwaitedResponse(lambda: services.awake_model(asked.model), answer, is_streamed=is_streamed)
     return await answer()
