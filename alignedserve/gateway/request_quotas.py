@@ -106,9 +106,9 @@ class RequestQuotas:
         """Give back tokens that were counted at this monotonic time and did not come. Does not wait."""
         limit = key.tokens_per_minute
         cost = 0.0 if limit is None else unused(num_tokens / limit, time.monotonic() - counted_s)
-        charges = (Charge(_tokens(key), -cost),)
         if cost <= 0.0:
             return
+        charges = (Charge(_tokens(key), -cost),)
         if self._share.seconds_leased(time.monotonic()) > 0.0:  # once: what is lost on the way stays counted
             start_background(self._give_back(charges), "tokens that did not come")
         elif self._has_share:

@@ -8,19 +8,21 @@ from alignedserve.keys.entry import KeyEntry
 
 
 def usable_model(models: ModelRegistry, name: str | None, key: KeyEntry) -> ModelServices:
-    """Return the model of this name, held by nobody yet; None: the first one that the key may use.
+    """Find the model of this name; None: the first one that the key may use. Raises UnknownModel, Unavailable."""
+    return models.find(usable_name(models, name, key))
 
-    Raises UnknownModel, Unavailable.
-    """
+
+def usable_name(models: ModelRegistry, name: str | None, key: KeyEntry) -> str | None:
+    """Return the name by which a key's request finds its model; None: the first model. Raises UnknownModel."""
     if key.models is None:
-        return models.find(name)
+        return name
     if name is None:
         first = next(iter(usable_cards(models, key)), None)
         if first is None:
             raise unknown_model()
-        return models.find(first.name)
+        return first.name
     check_usable(models, name, key)
-    return models.find(name)
+    return name
 
 
 def usable_cards(models: ModelRegistry, key: KeyEntry) -> tuple[ModelCard, ...]:

@@ -22,7 +22,7 @@ CREATE TABLE clock (name INTEGER PRIMARY KEY CHECK (name = 0), store_s REAL NOT 
 PRAGMA application_id = {_APPLICATION};
 PRAGMA user_version = {VERSION};
 """
-_SETTINGS = (
+_SETTINGS: tuple[str, ...] = (
     # One process has the file: no shared memory beside it, and what a stopped process holds is never half taken over.
     "PRAGMA locking_mode = EXCLUSIVE",
     "PRAGMA journal_mode = WAL",

@@ -34,7 +34,7 @@ from alignedserve.batches.records import (
 )
 from alignedserve.batches.repository import BatchRepository, BatchSnapshot, StorageUsage, idempotency_key_of
 from alignedserve.batches.results import result_bytes
-from alignedserve.batches.schedule import check_window
+from alignedserve.batches.schedule import Schedule, check_window
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.files.schemas import (
@@ -170,11 +170,8 @@ class FilesApi:
 
     async def create(self, owner: str, asked: CreateBatchRequest, idempotency_key: str | None) -> BatchSnapshot:
         """Create a batch, or return the one that was created with this Idempotency-Key before."""
-        endpoint, window, schedule = (
-            endpoint_of(asked.endpoint),
-            window_s(asked.completion_window),
-            schedule_asked(asked),
-        )
+        endpoint, window = endpoint_of(asked.endpoint), window_s(asked.completion_window)
+        schedule = schedule_asked(asked)
         client = _batches_key(self.keys, owner)
         fingerprint = _fingerprint(asked)
         key = None if idempotency_key is None else idempotency_key_of(owner, idempotency_key)
@@ -187,7 +184,7 @@ class FilesApi:
             self._check_quota(owner, active)
             now = time.time()
             check_window(schedule, now, now + window)
-            record = _new_record(asked, source, endpoint, now, now + window, fingerprint)
+            record = _new_record(asked, source, endpoint, schedule, now, now + window, fingerprint)
             throughputs = await self.repository.throughputs(self.config.assumed_tokens_per_s)
             _check_tokens(client, record, active, throughputs)
             snapshot = BatchSnapshot(record, Progress(eta=_eta(record, active, throughputs)))
@@ -305,6 +302,7 @@ def _new_record(
     asked: CreateBatchRequest,
     source: FileRecord,
     endpoint: Endpoint,
+    schedule: Schedule,
     created_s: float,
     expires_s: float,
     fingerprint: str,
@@ -324,7 +322,7 @@ def _new_record(
         input_bytes=source.num_bytes,
         input_lines=source.num_lines,
         fingerprint=fingerprint,
-        not_before_s=schedule_asked(asked).not_before_s or None,
+        not_before_s=schedule.not_before_s or None,
         hours=asked.hours,
         priority=asked.priority,
     )

@@ -7,7 +7,7 @@ from starlette.requests import HTTPConnection, Request
 
 from alignedserve.api.errors import NotFound, ResourceUnavailable
 from alignedserve.api.models.model_services import BEST_EFFORT_RETRY_S, ModelServices
-from alignedserve.api.models.usable_models import check_usable, usable_model
+from alignedserve.api.models.usable_models import usable_model, usable_name
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.core.request import RequestClass
@@ -81,23 +81,10 @@ def model_of(http: Request, name: str | None) -> ModelServices:
     return model
 
 
-def must_be_loaded(http: Request, name: str | None) -> bool:
-    """Return whether the model of this name sleeps, so that the request would have it loaded.
-
-    Raises UnknownModel, also where the key may not use it: it is not loaded then.
-    """
-    models, key = services_of(http).models, key_of(http)
-    if not models.is_asleep(name):
-        return False
-    if key.models is not None:
-        check_usable(models, models.card(name).name if name is not None else models.cards[0].name, key)
-    return True
-
-
 async def awake_model_of(http: Request, name: str | None) -> ModelServices:
     """Return what `model_of` does, after the model has been loaded if it sleeps. Raises also Overloaded."""
-    must_be_loaded(http, name)
-    await services_of(http).awake_model(name)
+    services = services_of(http)
+    await services.awake_model(usable_name(services.models, name, key_of(http)))
     return model_of(http, name)
 
 

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.api.endpoints import ENDPOINTS, INPUT_TOKENS, RESPONSES, TOKEN_ENDPOINTS, Endpoint, TokenEndpoint
+from alignedserve.api.models.usable_models import usable_name
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.generation_request import Arrival
 from alignedserve.api.openai.prompt_encoding import Prompts
@@ -22,7 +23,6 @@ from alignedserve.gateway.routes.dependencies import (
     ignored_fields_of,
     key_of,
     model_of,
-    must_be_loaded,
     rate_limited_services,
 )
 from alignedserve.gateway.routes.request_bodies import read_and_answer, read_prompts
@@ -40,9 +40,10 @@ async def _generate(endpoint: Endpoint[Any], http: Request) -> Response:
     async def answer() -> Response:
         return await _answer(endpoint, http, asked, arrival, prompts)
 
-    if must_be_loaded(http, asked.model):
+    name = usable_name(services.models, asked.model, arrival.key)
+    if services.models.is_asleep(name):
         is_streamed = getattr(asked, "stream", False)
-        return AwaitedResponse(lambda: services.awake_model(asked.model), answer, is_streamed=is_streamed)
+        return AwaitedResponse(lambda: services.awake_model(name), answer, is_streamed=is_streamed)
     return await answer()
 
 
