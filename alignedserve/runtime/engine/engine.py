@@ -41,8 +41,7 @@ from alignedserve.runtime.engine.steps.step_output import (
 from alignedserve.runtime.engine.steps.step_passes import StepPasses
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from kernels.addend_layout import ProductShape
-from kernels.device_lora import device_products
+from kernels.device_lora import device_kernels
 
 __all__ = ["Engine", "NewSequence", "PromptLogprobs", "StepOutput", "StepSlice", "StepTimes"]
 
@@ -224,15 +223,14 @@ class Engine:
         return int(self._table.num_tokens[self._table.row(request_id)])
 
     @torch.inference_mode()
-    def record_graphs(self, adapter_shapes: Sequence[ProductShape] = ()) -> None:
+    def record_graphs(self, *, has_adapters: bool = False) -> None:
         """Record CUDA graphs for every batch size, if any, and compile the sampling kernels, before serving.
 
-        `adapter_shapes`: of the products of a layer, where sequences may have adapters: then of such batches as well.
+        `has_adapters`: sequences may have some: of such batches as well.
         """
         if self._passes.graphs is not None:
-            kind = self.model.dtype, self.storage.device
-            products = device_products(adapter_shapes, *kind) if adapter_shapes else None
-            self._passes.record_all(self._builder, self._compute, products)
+            kernels = device_kernels(self.model.dtype, self.storage.device) if has_adapters else None
+            self._passes.record_all(self._builder, self._compute, kernels)
             logits = torch.zeros((1, self.model.config.vocab_size), dtype=self.model.dtype, device=self.storage.device)
             self._compute.run(partial(self._sampler.warm_up, logits))
             self._compute.record().synchronize()
