@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.core.request import SampledToken
+from alignedserve.core.request import SampledToken, sampled_tokens
 from alignedserve.runtime.attention.backend import AUTO, AttentionPlanner, Contexts
 from alignedserve.runtime.attention.native_backend import PagedPlanner
 from alignedserve.runtime.attention.registry import attention_planner
@@ -301,7 +301,7 @@ class Engine:
         step = launch.step
         if not self.storage.pending_copies.is_idle:
             self.storage.pending_copies.wait(self._compute, partial(self._table.blocks_of, step.rows))
-        self._compute.run(torch.inference_mode()(partial(self._compute_step, launch)))
+        self._compute.run(partial(self._compute_step, launch))
         self.model.finish_step()
         launch.on_host = self._chosen.copy_out(self._compute, launch.first_place, len(step.sampled_rows))
         launch.computed = self._compute.record()
@@ -320,6 +320,7 @@ class Engine:
         self.storage.pending_copies.record(self._compute, slots // self.storage.slot_stride)
         self._next.keep(ahead)
 
+    @torch.inference_mode()  # it may be called later, by a stream
     def _compute_step(self, launch: StepLaunch) -> None:
         step, rows = launch.step, launch.step.sampled_rows
         inputs = self._chosen.inputs(launch.inputs_at)
@@ -370,7 +371,7 @@ class Engine:
         logprobs = self._sampler.finish(draw, token_ids, is_usable).logprobs
         request_ids = self._table.request_ids
         ids = [request_ids[row] for row in rows.tolist()]
-        sampled = list(map(SampledToken, ids, token_ids.tolist()))
+        sampled = sampled_tokens(ids, token_ids.tolist())
         for index in {*logprobs, *launch.embeddings}:
             more = logprobs.get(index), launch.embeddings.get(index, b"")
             sampled[index] = SampledToken(ids[index], sampled[index].token_id, *more)
@@ -384,10 +385,12 @@ class Engine:
         """Write a step's tokens, by its sampled rows, into the table; see NO_TOKEN."""
         table, rows, places = self._table, launch.rows, launch.num_tokens_before
         is_usable = token_ids != NO_TOKEN
+        if is_usable.all():
+            table.tokens[rows, places] = token_ids
+            return
         table.tokens[rows[is_usable], places[is_usable]] = token_ids[is_usable]
-        if not is_usable.all():
-            table.num_tokens[rows[~is_usable]] -= 1
-            self._next.forget()
+        table.num_tokens[rows[~is_usable]] -= 1
+        self._next.forget()
 
     def _reasons(self, failed: list[RequestId]) -> dict[RequestId, str]:
         found = {request_id: self._sampler.failure(self._table.row(request_id)) for request_id in failed}
