@@ -6,7 +6,7 @@ a GPU by the device itself (`kernels.sorted_experts`).
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -67,6 +67,15 @@ class Routing(NamedTuple):
     shares: Tensor  # [rows, chosen] float32
 
 
+class Router(Protocol):
+    """Chooses the experts of each row."""
+
+    num_experts: int
+
+    def __call__(self, x: Tensor) -> Routing:
+        """Choose for x [rows, hidden_size]."""
+
+
 class ExpertRouter:
     """Chooses the experts of each row by the softmax of a product, in float32."""
 
@@ -90,6 +99,54 @@ class ExpertRouter:
         return Routing(experts, shares / shares.sum(-1, keepdim=True) if self._normalises else shares)
 
 
+class GroupRouter:
+    """Chooses by sigmoids: first groups of experts by their two best, then experts in these (DeepSeek-V3, 2.1.2).
+
+    A learned number is added to an expert's score for the choice alone; it evens out how often experts are chosen.
+    """
+
+    __slots__ = ("_correction", "_normalises", "_num_chosen", "_num_chosen_groups", "_num_groups", "_product", "_scale",
+                 "num_experts")  # fmt: skip
+
+    def __init__(
+        self,
+        weight: Tensor,
+        correction: Tensor,
+        num_chosen: int,
+        *,
+        normalises: bool,
+        scale: float = 1.0,
+        groups: tuple[int, int] = (1, 1),
+    ) -> None:
+        """`weight` [experts, hidden_size], `correction` [experts] float32; `normalises`: the shares of a row's experts
+        add up to `scale`; `groups`: how many there are, and from how many a row's experts come."""
+        self.num_experts = weight.shape[0]
+        self._product = Linear(weight.float())
+        self._correction, self._num_chosen = correction, num_chosen
+        self._normalises, self._scale = normalises, scale
+        self._num_groups, self._num_chosen_groups = groups
+
+    def __call__(self, x: Tensor) -> Routing:
+        """Choose for x [rows, hidden_size]."""
+        scores = self._product(x.float()).sigmoid()
+        ranks = scores + self._correction
+        if self._num_groups > 1:
+            ranks = self._in_chosen_groups(ranks)
+        experts = ranks.topk(self._num_chosen, dim=-1).indices
+        shares = scores.gather(1, experts)
+        if self._normalises:
+            shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
+        return Routing(experts, shares * self._scale)
+
+    def _in_chosen_groups(self, ranks: Tensor) -> Tensor:
+        """Return the ranks with those of other groups below all."""
+        by_group = ranks.view(len(ranks), self._num_groups, -1)
+        best = by_group.topk(2, dim=-1).values.sum(-1)
+        chosen = best.topk(self._num_chosen_groups, dim=-1).indices
+        others = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
+        return by_group.masked_fill(others[..., None], -torch.inf).view_as(ranks)
+
+
 def grouped_products(x: Tensor, experts: Tensor, products: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
     """Multiply each row with the products of its experts, all rows of an expert at once.
 
@@ -108,11 +165,11 @@ def grouped_products(x: Tensor, experts: Tensor, products: Sequence[Callable[[Te
 
 
 class Experts:
-    """x [rows, hidden_size] -> the sum of the chosen experts' results, each times its share; see `ExpertRouter`."""
+    """x [rows, hidden_size] -> the sum of the chosen experts' results, each times its share; see `Router`."""
 
     __slots__ = ("_experts", "_router", "in_width", "out_width")
 
-    def __init__(self, router: ExpertRouter, experts: Sequence[Projection]) -> None:
+    def __init__(self, router: Router, experts: Sequence[Projection]) -> None:
         """`experts`: one for each row of the router's weight, all of the same widths."""
         self._router = router
         self._experts = experts
@@ -122,6 +179,24 @@ class Experts:
         """Compute x [rows, in_width], rows >= 1 -> [rows, out_width]."""
         routing = self._router(x)
         return weighted(grouped_products(x, routing.experts, self._experts), routing.shares)
+
+
+class WithSharedExpert:
+    """x [rows, hidden_size] -> what the chosen experts give and, beside them, the one that every row passes."""
+
+    __slots__ = ("_chosen", "_gate", "_shared", "in_width", "out_width")
+
+    def __init__(self, chosen: Projection, shared: Projection, gate: Projection | None = None) -> None:
+        """`gate`: to one column, whose sigmoid is the share of the shared expert; None: it is 1."""
+        self._chosen, self._shared, self._gate = chosen, shared, gate
+        self.in_width, self.out_width = chosen.in_width, chosen.out_width
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute x [rows, in_width], rows >= 1 -> [rows, out_width]."""
+        shared = self._shared(x)
+        if self._gate is not None:
+            shared = shared * self._gate(x).sigmoid()
+        return self._chosen(x).add_(shared)
 
 
 def weighted(results: Tensor, shares: Tensor) -> Tensor:

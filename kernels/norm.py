@@ -28,8 +28,25 @@ class Norm(Protocol):
         """
 
 
+class NoNorm:
+    """Leaves the residual stream as it is: of families that normalise behind the parts of a layer alone."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x itself."""
+        return x
+
+    def after_adding_(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Add residual += x, and return the residual itself."""
+        return residual.add_(x)
+
+    def round_results(self, unread: Tensor | None = None) -> None:
+        """Do nothing: the product rounds what it reads."""
+
+
 class LayerNorm:
-    """(x - mean) / deviation * weight + bias."""
+    """(x - mean) / deviation * weight + bias; without a bias, not shifted."""
 
     __slots__ = ("_bias", "_eps", "_rows", "_shape", "_weight")
 

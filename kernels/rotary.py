@@ -37,32 +37,54 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 class HeadNorms:
-    """The root mean square norms that some families apply to every query and key head."""
+    """The root mean square norms that some families apply to queries and keys."""
 
-    __slots__ = ("eps", "keys", "native_rows", "queries")
+    __slots__ = ("_rows", "eps", "is_after_rotation", "is_whole", "keys", "queries")
 
-    def __init__(self, queries: Tensor, keys: Tensor, eps: float, dtype: torch.dtype | None = None) -> None:
-        """`queries`, `keys`: weights [head_dim]. `dtype`: of the rows, where the weights' is float32 and theirs is
-        not."""
+    def __init__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        eps: float,
+        dtype: torch.dtype | None = None,
+        *,
+        is_whole: bool = False,
+        is_after_rotation: bool = False,
+    ) -> None:
+        """`queries`, `keys`: weights [head_dim], or of all heads together if the norm `is_whole`. `dtype`: of the rows,
+        where the weights' is float32 and theirs is not."""
         self.queries, self.keys, self.eps = queries, keys, eps
+        self.is_whole, self.is_after_rotation = is_whole, is_after_rotation
         dtype = dtype or queries.dtype
         level = native_level(dtype, queries.device)
         # Of queries and of keys; None: they do not run here.
-        self.native_rows: tuple[NormRows, NormRows] | None = None
+        self._rows: tuple[NormRows, NormRows] | None = None
         if level is not None:
             query_rows, key_rows = (
                 NormRows(weight, None, eps, is_rms=True, level=level, dtype=dtype) for weight in (queries, keys)
             )
-            self.native_rows = query_rows, key_rows
+            self._rows = query_rows, key_rows
+
+    @property
+    def is_by_head(self) -> bool:
+        """Return whether each head is normalised alone, before it is rotated: what kernels do on the way."""
+        return not (self.is_whole or self.is_after_rotation)
+
+    @property
+    def native_heads(self) -> tuple[NormRows, NormRows] | None:
+        """Return the native kernels of heads that are normalised alone; None: they do not run here, or it is another
+        norm."""
+        return self._rows if self.is_by_head else None
 
     def normalise_(self, queries: Tensor, keys: Tensor) -> None:
         """Normalise queries and keys [tokens, heads, head_dim] in place, possibly strided."""
-        if self.native_rows is None:
-            for own, weight in ((queries, self.queries), (keys, self.keys)):
-                own.copy_(rms_norm(own, weight, self.eps))
-            return
-        for own, rows in zip((queries, keys), self.native_rows, strict=True):
-            own.copy_(rows(own.reshape(-1, own.shape[-1])).view(own.shape))
+        for index, (own, weight) in enumerate(((queries, self.queries), (keys, self.keys))):
+            rows = own.flatten(1) if self.is_whole else own
+            if self._rows is None:
+                normalised = rms_norm(rows, weight, self.eps)
+            else:
+                normalised = self._rows[index](rows.reshape(-1, rows.shape[-1]))
+            own.copy_(normalised.view(own.shape))
 
 
 class HeadPlacement:
@@ -102,13 +124,17 @@ class HeadPlacement:
         keys       [slots, kv_heads * head_dim] contiguous, or rows of FP8 (`kernels.float8_rows`), or on a CPU of int8
                    (`kernels.int8_rows`); values alike
         """
+        heads = fused.view(fused.shape[0], self._num_heads + 2 * self._kv_heads, self._head_dim)
+        first_value = self._num_heads + self._kv_heads
+        if norms is not None and (self._fused is None or not norms.is_by_head):
+            if norms.is_after_rotation and rotation is not None:
+                rotate_(heads[:, :first_value], *rotation)
+                rotation = None
+            norms.normalise_(heads[:, : self._num_heads], heads[:, self._num_heads : first_value])
+            norms = None
         if self._fused is not None:
             self._fused(fused, norms, rotation, slots, keys, values)
             return
-        heads = fused.view(fused.shape[0], self._num_heads + 2 * self._kv_heads, self._head_dim)
-        first_value = self._num_heads + self._kv_heads
-        if norms is not None:
-            norms.normalise_(heads[:, : self._num_heads], heads[:, self._num_heads : first_value])
         is_float8 = keys.dtype == torch.uint8
         if self._rows is not None and not is_float8:
             self._rows(fused, rotation, slots, keys, values)

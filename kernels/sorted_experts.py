@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.activation import Gated
-from kernels.feed_forward import ExpertRouter, weighted
+from kernels.feed_forward import Router, weighted
 from kernels.gpu_dispatch import can_launch, fused_kernels
 
 _LIBRARY_BYTES = 16  # rows of which its operands must be multiples
@@ -115,9 +115,7 @@ class SortedExperts:
 
     __slots__ = ("_down", "_gate_up", "_gated", "_kernels", "_router", "in_width", "out_width")
 
-    def __init__(
-        self, router: ExpertRouter, gate_up: Sequence[ExpertProduct], down: ExpertProduct, gated: Gated
-    ) -> None:
+    def __init__(self, router: Router, gate_up: Sequence[ExpertProduct], down: ExpertProduct, gated: Gated) -> None:
         """`gate_up`: their results lie side by side, gates first; `gated`: on the device and of the dtype of rows."""
         self._router, self._gate_up, self._down, self._gated = router, gate_up, down, gated
         self._kernels: Any | None = fused_kernels("expert_rows", gated.device, gated.dtype)
@@ -142,7 +140,7 @@ class SortedExperts:
         return ExpertRows(*self._kernels.sort(experts.int(), self._router.num_experts))
 
 
-def stacked_experts(router: ExpertRouter, gate_up: Tensor, down: Tensor, activation: str) -> SortedExperts:
+def stacked_experts(router: Router, gate_up: Tensor, down: Tensor, activation: str) -> SortedExperts:
     """Return the mixture with plain weights `gate_up` [experts, 2 * width, hidden_size], gates first, and `down`
     [experts, hidden_size, width], both kept. `activation`: a name in ACTIVATIONS."""
     gated = Gated(activation, gate_up.dtype, gate_up.device)

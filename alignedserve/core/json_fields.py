@@ -64,6 +64,10 @@ class JsonFields:
         """Return whether the field is present and not null."""
         return self._fields.get(name) is not None
 
+    def is_set(self, name: str) -> bool:
+        """Return whether the field is present, and neither null nor false."""
+        return self._fields.get(name) not in (None, False)
+
     def is_present(self, name: str) -> bool:
         """Return whether the field is present, null included."""
         return name in self._fields

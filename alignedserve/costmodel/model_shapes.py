@@ -29,6 +29,7 @@ class ModelShape:
     num_chosen_experts: int = 0  # that a token passes
     expert_size: int = 0  # as ffn_size
     num_expert_layers: int = 0
+    shared_expert_size: int = 0  # as ffn_size, of the expert that every token passes
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -70,7 +71,7 @@ class ModelShape:
         row = (3 if self.is_gated else 2) * self.hidden_size
         dense = (self.num_layers - self.num_expert_layers) * row * self.ffn_size
         router = self.hidden_size * self.num_experts
-        experts = self.num_expert_layers * (router + num_experts * row * self.expert_size)
+        experts = self.num_expert_layers * (router + row * (num_experts * self.expert_size + self.shared_expert_size))
         return self.num_layers * attention + dense + experts
 
     @property

@@ -105,5 +105,5 @@ def _with_later_fields(section: Any) -> Any:
 
 def _with_experts(section: Any) -> Any:
     """Return the shape with the fields of experts, which profiles of earlier versions lack."""
-    names = ("num_experts", "num_chosen_experts", "expert_size", "num_expert_layers")
+    names = ("num_experts", "num_chosen_experts", "expert_size", "num_expert_layers", "shared_expert_size")
     return {**dict.fromkeys(names, 0), **section} if isinstance(section, dict) else section

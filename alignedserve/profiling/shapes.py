@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from alignedserve.runtime.model.model_config import Activation, Family, ModelConfig, NormKind, RopeConfig
+from alignedserve.runtime.model.model_config import Activation, ModelConfig, NormKind, RopeConfig
 
 OPT_125M = ModelConfig(
-    family=Family.OPT,
+    family="opt",
     vocab_size=50272,
     hidden_size=768,
     intermediate_size=3072,
@@ -29,7 +29,7 @@ OPT_125M = ModelConfig(
 )
 
 LLAMA_0_5B = ModelConfig(
-    family=Family.LLAMA,
+    family="llama",
     vocab_size=32000,
     hidden_size=896,
     intermediate_size=4864,
@@ -49,7 +49,7 @@ LLAMA_0_5B = ModelConfig(
 )
 
 LLAMA_3_8B = ModelConfig(
-    family=Family.LLAMA,
+    family="llama",
     vocab_size=128256,
     hidden_size=4096,
     intermediate_size=14336,

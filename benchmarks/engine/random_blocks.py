@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.runtime.model.decoder_weights import DecoderWeights
+from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.packed_products import BLOCK_DTYPES, BlockRows
-from alignedserve.runtime.model.weight_loader import DecoderWeights, assemble_weights
-from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
+from alignedserve.runtime.model.weight_loader import assemble_weights
 from kernels.block_formats import BLOCK_FORMATS
 from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear, block_levels
 
@@ -51,7 +52,7 @@ class _RandomBlocks:
     """A PackedSource of any name and shape: norms are 1, biases 0, quants any bits, scales as small as files have."""
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, type_name: str) -> None:
-        self.names = PARAMETER_NAMES[config.family]
+        self.names = FAMILIES[config.family].names
         self.dtype = dtype
         self._type_name = type_name
         self._generator = torch.Generator().manual_seed(seed)

@@ -8,10 +8,9 @@ import numpy.typing as npt
 
 from alignedserve.core.errors import ModelError
 from alignedserve.gguf.file import GgufFile, is_gguf
+from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.gguf.config import EMBEDDING
-from alignedserve.runtime.model.model_config import Family
 from alignedserve.runtime.model.weight_index import TensorLocation, WeightIndex
-from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
 from kernels.block_values import unpack_rows
 from router.prediction.encoders import KEY_LEN, PromptCode, normalised, random_projection, window_of
 
@@ -39,7 +38,7 @@ class TokenEmbeddings:
         self._to_key = random_projection(self.num_features, KEY_LEN, seed + 1)
 
     @classmethod
-    def of_model(cls, folder: Path, family: Family, *, seed: int = 0) -> "TokenEmbeddings":
+    def of_model(cls, folder: Path, family: str, *, seed: int = 0) -> "TokenEmbeddings":
         """Load the embeddings of the model in this folder or GGUF file. Raises ModelError if its files hold none."""
         return cls(_gguf_embedding(folder) if is_gguf(folder) else _folder_embedding(folder, family), seed=seed)
 
@@ -58,8 +57,8 @@ def _gguf_embedding(path: Path) -> Rows:
     return unpack_rows(file.raw_rows(tensor), tensor.type.name)
 
 
-def _folder_embedding(folder: Path, family: Family) -> Rows:
-    names, index = PARAMETER_NAMES[family], WeightIndex(folder)
+def _folder_embedding(folder: Path, family: str) -> Rows:
+    names, index = FAMILIES[family].names, WeightIndex(folder)
     for prefix in names.prefixes:
         name = f"{prefix}{names.embedding}.weight"
         location = index.location(name)

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.gguf.names import GGUF_NAMES
-from alignedserve.runtime.model.model_config import Family
-from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, ParameterNames
+from alignedserve.runtime.model.weight_names import ParameterNames
 
 _ARCHITECTURES = {
     "llama": "llama",
@@ -109,7 +109,7 @@ def _tensors(folder: Path, config: Any, architecture: str) -> dict[str, Tensor]:
 
 def _renamed(config: Any, stored: dict[str, Tensor]) -> dict[str, str]:
     """Return llama.cpp's name of every tensor, and transformers'."""
-    names = PARAMETER_NAMES[Family(config.model_type)]
+    names = FAMILIES[config.model_type].names
     above = names.prefixes[0]
     modules = {"token_embd": above + names.embedding, "output_norm": above + names.final_norm}
     modules["output"] = names.lm_heads[0]

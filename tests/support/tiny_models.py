@@ -123,6 +123,87 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_WINDOWS = {
+    "num_hidden_layers": 4,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_DEEPSEEK_EXPERTS: dict[str, Any] = {
+    **_LLAMA_SIZES,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
+_GRANITE_EXPERTS: dict[str, Any] = {
+    **_LLAMA_SIZES,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 6.0,
+}
+# The same of families whose parts others have as well: what they differ in is tried, and nothing twice.
+LATER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("GemmaConfig", {**_LLAMA_SIZES, "head_dim": 24}),
+    "ministral": ("MinistralConfig", {**_LLAMA_SIZES, **_WINDOWS, "head_dim": 24}),
+    "smollm3": ("SmolLM3Config", {**_LLAMA_SIZES, "num_hidden_layers": 5}),
+    "smollm3_window": (
+        "SmolLM3Config",
+        {**_LLAMA_SIZES, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 7},
+    ),
+    "olmo2": ("Olmo2Config", {**_LLAMA_SIZES}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            **_LLAMA_SIZES,
+            **_WINDOWS,
+            "rope_parameters": {"full_attention": _YARN_ROPE, "sliding_attention": _ROPE},
+        },
+    ),
+    "olmoe": ("OlmoeConfig", {**_LLAMA_SIZES, "num_experts": 6, "num_experts_per_tok": 3}),
+    "flex_olmo": ("FlexOlmoConfig", {**_LLAMA_SIZES, "num_experts": 5, "num_experts_per_tok": 2}),
+    "exaone4": ("Exaone4Config", {**_LLAMA_SIZES, **_WINDOWS}),
+    "exaone4_whole": ("Exaone4Config", {**_LLAMA_SIZES, "sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", {**_LLAMA_SIZES, "head_dim": 24}),
+    "seed_oss": ("SeedOssConfig", {**_LLAMA_SIZES, "head_dim": 24}),
+    "cwm": ("CwmConfig", {**_LLAMA_SIZES, "head_dim": 16, "sliding_window": 6, "rope_parameters": _LLAMA3_ROPE}),
+    "cohere": ("CohereConfig", {**_LLAMA_SIZES, "logit_scale": 0.3}),
+    "cohere2": ("Cohere2Config", {**_LLAMA_SIZES, **_WINDOWS, "logit_scale": 0.3}),
+    "glm": ("GlmConfig", {**_LLAMA_SIZES, "head_dim": 24}),
+    "glm4": ("Glm4Config", {**_LLAMA_SIZES, "head_dim": 24}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            **_LLAMA_SIZES,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "glm4_moe": ("Glm4MoeConfig", {**_DEEPSEEK_EXPERTS, "use_qk_norm": True, "head_dim": 24}),
+    "dots1": ("Dots1Config", {**_DEEPSEEK_EXPERTS, "n_shared_experts": 2, "norm_topk_prob": False}),
+    "granitemoe": ("GraniteMoeConfig", {**_GRANITE_EXPERTS}),
+    "granitemoeshared": ("GraniteMoeSharedConfig", {**_GRANITE_EXPERTS, "shared_intermediate_size": 40}),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {**_LLAMA_SIZES, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 24, "rotary_dim": 12},
+    ),
+    "helium": ("HeliumConfig", {**_LLAMA_SIZES, "head_dim": 16, "attention_bias": True}),
+    "ernie4_5": ("Ernie4_5Config", {**_LLAMA_SIZES, "head_dim": 16, "use_bias": True}),
+    "starcoder2": ("Starcoder2Config", {**_LLAMA_SIZES, "sliding_window": 6}),
+    "stablelm": ("StableLmConfig", {**_LLAMA_SIZES, "use_qkv_bias": True}),
+}
+
 
 def transformers_library() -> Any:
     """Return transformers, which takes a second to import and is not typed for strict checking."""
@@ -130,12 +211,12 @@ def transformers_library() -> Any:
 
 
 def make_tiny_model(folder: Path, family: str, seed: int = 0, **changes: Any) -> Any:
-    """Write a checkpoint named in TINY_MODELS into `folder` and return the same model (float32, evaluation mode).
+    """Write a checkpoint into `folder` and return the same model (float32, evaluation mode).
 
-    `changes`: arguments of its config in place of those there.
+    `family`: a key of TINY_MODELS or LATER_FAMILIES. `changes`: arguments of its config in place of those there.
     """
     library = transformers_library()
-    class_name, arguments = TINY_MODELS[family]
+    class_name, arguments = (TINY_MODELS | LATER_FAMILIES)[family]
     config = getattr(library, class_name)(**arguments | changes)
     torch.manual_seed(seed)
     model: Any = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -143,6 +224,9 @@ def make_tiny_model(folder: Path, family: str, seed: int = 0, **changes: Any) ->
         for name, parameter in model.named_parameters():
             # Larger and less regular than a fresh model: biases that do something, logits that differ.
             parameter.add_(torch.randn(parameter.shape) * (0.05 if "norm" in name or "bias" in name else 0.08))
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.add_(torch.randn(buffer.shape) * 0.2)
     model.train(False)
     library.utils.logging.disable_progress_bar()
     model.save_pretrained(folder, safe_serialization=True)

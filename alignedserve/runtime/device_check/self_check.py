@@ -25,7 +25,7 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.model_config import Activation, Family, ModelConfig, NormKind, RopeConfig
+from alignedserve.runtime.model.model_config import Activation, ModelConfig, NormKind, RopeConfig
 from alignedserve.runtime.model.random_weights import RandomSource
 from alignedserve.runtime.model.weight_loader import assemble_weights
 from kernels.gpu_dispatch import launch_failures
@@ -37,7 +37,7 @@ _BLOCK_SIZE, _MAX_CONTEXT_LEN, _NUM_BLOCKS = 16, 192, 48
 _TOLERANCES = {torch.float32: 5e-3, torch.bfloat16: 0.15}
 # Heads like those of an 8B Llama, so that kernels are compiled as they are for large models.
 MODEL = ModelConfig(
-    family=Family.LLAMA,
+    family="llama",
     vocab_size=1024,
     hidden_size=256,
     intermediate_size=512,

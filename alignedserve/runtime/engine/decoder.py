@@ -13,8 +13,8 @@ from alignedserve.runtime.engine.forward_batch import ForwardBatch, LastTokenRow
 from alignedserve.runtime.engine.hidden_pass import HiddenPass, Rotation
 from alignedserve.runtime.engine.native_pass import native_pass
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.decoder_weights import DecoderWeights, LayerWeights
 from alignedserve.runtime.model.model_config import ModelConfig, RopeConfig, RopeScaling
-from alignedserve.runtime.model.weight_loader import DecoderWeights, LayerWeights
 from kernels.addend_layout import LayerProduct
 from kernels.cpu.decode_pass import AllowedTokens, HighestLogits, PassTimes
 from kernels.device_lora import DeviceRows
@@ -48,7 +48,7 @@ class Decoder:
         rope_of_layer = [config.rope_of(layer) for layer in range(config.num_layers)]
         ropes = [rope for rope in dict.fromkeys(rope_of_layer) if rope is not None]
         self._ropes = [(inverse_frequencies(rope).to(self.device), rope.angle_factor) for rope in ropes]
-        self._rope_of_layer = [ropes.index(rope) for rope in rope_of_layer if rope is not None]
+        self._rope_of_layer = [None if rope is None else ropes.index(rope) for rope in rope_of_layer]
         self._native_pass = native_pass(config, weights, self._place, self._rope_of_layer, ranks)
         # Rounded to the dtype of the weights, as the embeddings are.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype).item()
@@ -162,9 +162,7 @@ class Decoder:
 
     def _by_layer(self, rotations: Sequence[Rotation]) -> Sequence[Rotation | None]:
         """Return the rotation of each layer; layers of one kind share theirs."""
-        if not rotations:
-            return [None] * self.config.num_layers
-        return [rotations[rope] for rope in self._rope_of_layer]
+        return [None if rope is None else rotations[rope] for rope in self._rope_of_layer]
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
         weights = self._weights

@@ -10,8 +10,8 @@ from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
 from alignedserve.runtime.engine.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.hidden_pass import Rotation
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.decoder_weights import DecoderWeights, LayerWeights
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.weight_loader import DecoderWeights, LayerWeights
 from kernels.cpu.decode_pass import (
     AllowedTokens,
     CacheSlots,
@@ -124,12 +124,12 @@ def native_pass(
     config: ModelConfig,
     weights: DecoderWeights,
     place: HeadPlacement,
-    rope_of_layer: Sequence[int],
+    rope_of_layer: Sequence[int | None],
     ranks: DecoderRanks | None = None,
 ) -> NativePass | None:
     """Make the pass; None: the kernels are not built, or a part of this model has none, or what adds up over the ranks.
 
-    `rope_of_layer`: the index of each layer's rotation; empty: nothing is rotated.
+    `rope_of_layer`: the index of each layer's rotation; None: nothing is rotated there.
     """
     if ranks is not None and ranks.exchange is None:
         return None
@@ -139,8 +139,7 @@ def native_pass(
         return None
     layers = []
     for layer, own in enumerate(weights.layers):
-        rope = rope_of_layer[layer] if rope_of_layer else None
-        parts = _layer_parts(own, rope, layer in config.windowed_layers)
+        parts = _layer_parts(own, rope_of_layer[layer], layer in config.windowed_layers)
         if parts is None:
             return None
         layers.append(parts)
@@ -164,7 +163,7 @@ def _layer_parts(layer: LayerWeights, rope: int | None, is_windowed: bool) -> La
         return None
     norms = (layer.attention_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm)
     attention_norm, mlp_norm, *post_norms = native = [None if norm is None else _native_norm(norm) for norm in norms]
-    head_norms = None if layer.head_norms is None else layer.head_norms.native_rows
+    head_norms = None if layer.head_norms is None else layer.head_norms.native_heads
     products = [_native_parts(product) for product in (layer.qkv, layer.output, *layer.mlp.products)]
     is_native = all(norm is None or own is not None for norm, own in zip(norms, native, strict=True))
     is_native &= layer.head_norms is None or head_norms is not None

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, ParameterNames
+from alignedserve.runtime.model.weight_names import ParameterNames
 from kernels.addend_layout import LayerProduct, ProductShape, up_column
 
 
@@ -17,6 +18,7 @@ class AdaptableModule(NamedTuple):
     num_rows: int  # of its weight
     first_column: int  # of its results in a row of addends
     interleaves_heads: bool = False  # its rows lie [num_heads, 3, head_dim]
+    interleaves_pairs: bool = False  # the rows of a rotated pair are neighbours
     splits: bool = False  # its rows are gates and ups, which a row of addends has apart
 
 
@@ -33,7 +35,7 @@ def product_shapes(config: ModelConfig) -> tuple[ProductShape, ...]:
 
 def adaptable_modules(config: ModelConfig) -> dict[str, AdaptableModule]:
     """Return the modules by their full names, under every prefix that files of this family use."""
-    names = PARAMETER_NAMES[config.family]
+    names = FAMILIES[config.family].names
     return {
         prefix + names.layer.format(layer=layer) + name: module
         for layer in range(config.num_layers)
@@ -49,7 +51,13 @@ def _modules(config: ModelConfig, names: ParameterNames, layer: int) -> Iterator
         yield names.qkv[0], AdaptableModule(layer, LayerProduct.QKV, hidden, sum(widths), 0, names.interleaves_heads)
     else:
         for index, (name, width) in enumerate(zip(names.qkv, widths, strict=True)):
-            yield name, AdaptableModule(layer, LayerProduct.QKV, hidden, width, sum(widths[:index]))
+            is_paired = names.interleaves_pairs and index < 2  # queries and keys
+            yield (
+                name,
+                AdaptableModule(
+                    layer, LayerProduct.QKV, hidden, width, sum(widths[:index]), interleaves_pairs=is_paired
+                ),
+            )
     yield names.output, AdaptableModule(layer, LayerProduct.OUTPUT, config.query_width, hidden, 0)
     if config.experts_of(layer) is not None:
         return

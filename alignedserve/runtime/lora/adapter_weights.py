@@ -11,11 +11,12 @@ from alignedserve.core.errors import AdapterError
 from alignedserve.runtime.lora.adapter_check import check_adapter
 from alignedserve.runtime.lora.adapter_files import AdapterFiles
 from alignedserve.runtime.lora.adapter_modules import AdaptableModule, adaptable_modules, product_shapes
+from alignedserve.runtime.model.families.table import FAMILIES
+from alignedserve.runtime.model.head_order import pairs_apart
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.sharding.packed_regions import chosen_rows
 from alignedserve.runtime.model.sharding.regions import Region, shard_regions
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
-from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
 from kernels.addend_layout import LayerProduct, ProductShape, site_of, up_column
 from kernels.cpu.lora import LoraModule
 from kernels.lora import AdapterMatrices
@@ -64,7 +65,7 @@ def load_adapter(
 
 def _regions(config: ModelConfig, shard: TensorShard) -> dict[str, Region]:
     """Return the regions of weights under every prefix that files of this family use."""
-    names, found = PARAMETER_NAMES[config.family], dict[str, Region]()
+    names, found = FAMILIES[config.family].names, dict[str, Region]()
     for prefix in names.prefixes:
         embedding = f"{prefix}{names.embedding}.weight"
         found |= shard_regions(config, names, embedding.__eq__, shard)
@@ -85,6 +86,8 @@ def _placed(module: AdaptableModule, own: _Matrices, config: ModelConfig) -> lis
         return [LoraModule(0, half, (a, b[:half])), LoraModule(up_column(half), half, (a, b[half:]))]
     if module.interleaves_heads:
         b = b.view(config.num_heads, 3, config.head_dim, -1).transpose(0, 1).reshape(b.shape)
+    if module.interleaves_pairs:
+        b = pairs_apart(b, config)
     return [LoraModule(module.first_column, module.num_rows, (a, b))]
 
 

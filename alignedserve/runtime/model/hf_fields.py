@@ -5,7 +5,7 @@ from typing import TypedDict
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
-from alignedserve.runtime.model.model_config import Activation, Family
+from alignedserve.runtime.model.model_config import Activation
 from alignedserve.runtime.model.rope_fields import MAX_CONTEXT
 
 MAX_WIDTH = 1 << 18
@@ -30,7 +30,7 @@ ACTIVATIONS = {
 class Sizes(TypedDict):
     """The sizes that every family has, as arguments of ModelConfig."""
 
-    family: Family
+    family: str
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -40,7 +40,7 @@ class Sizes(TypedDict):
     eos_token_ids: tuple[int, ...]
 
 
-def read_sizes(fields: JsonFields, family: Family) -> Sizes:
+def read_sizes(fields: JsonFields, family: str) -> Sizes:
     """Return the sizes that every family has."""
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCABULARY)
     return {
@@ -53,13 +53,6 @@ def read_sizes(fields: JsonFields, family: Family) -> Sizes:
         "dtype": read_dtype(fields),
         "eos_token_ids": fields.token_ids("eos_token_id", vocab_size),
     }
-
-
-def read_head_dim(fields: JsonFields, sizes: Sizes) -> int:
-    """Return `head_dim`, or what the hidden size leaves for each head."""
-    if fields.has("head_dim"):
-        return fields.integer("head_dim", 1, MAX_WIDTH)
-    return default_head_dim(fields, sizes)
 
 
 def default_head_dim(fields: JsonFields, sizes: Sizes) -> int:
@@ -91,32 +84,3 @@ def read_dtype(fields: JsonFields, default: str = "float32") -> str:
     if name not in DTYPE_BYTES:
         raise UnsupportedModel(f"dtype {name!r} is not one of {', '.join(DTYPE_BYTES)}.")
     return name
-
-
-def read_window(fields: JsonFields, family: Family, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
-    """Return the size of the sliding window and the layers that have it."""
-    is_optional = family in (Family.MIXTRAL, Family.PHI3)
-    if family in (Family.LLAMA, Family.GRANITE):
-        return None, ()
-    if not fields.flag("use_sliding_window", is_optional or family is Family.MISTRAL):
-        return None, ()
-    if (fields.is_present("sliding_window") or is_optional) and not fields.has("sliding_window"):
-        return None, ()
-    window = fields.integer("sliding_window", 1, MAX_CONTEXT, DEFAULT_WINDOW)
-    layers = read_windowed_layers(fields, num_layers)
-    if layers is None:
-        has_some = family in (Family.QWEN2, Family.QWEN3)
-        first = fields.integer("max_window_layers", 0, MAX_LAYERS, 28) if has_some else 0
-        layers = tuple(range(first, num_layers))
-    return (window, layers) if layers else (None, ())
-
-
-def read_windowed_layers(fields: JsonFields, num_layers: int) -> tuple[int, ...] | None:
-    """Return the layers that `layer_types` gives a window; None: it is absent."""
-    layer_types = fields.texts("layer_types", MAX_LAYERS)
-    if not layer_types:
-        return None
-    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
-    if unknown or len(layer_types) != num_layers:
-        raise UnsupportedModel("layer_types must name full_attention or sliding_attention for every layer.")
-    return tuple(layer for layer, kind in enumerate(layer_types) if kind == "sliding_attention")

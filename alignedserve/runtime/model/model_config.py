@@ -11,29 +11,22 @@ from alignedserve.costmodel.model_shapes import ModelShape
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization
 
 
-class Family(enum.Enum):
-    """Model families by the `model_type` of config.json."""
-
-    OPT = "opt"
-    LLAMA = "llama"
-    MISTRAL = "mistral"
-    QWEN2 = "qwen2"
-    QWEN3 = "qwen3"
-    GPT_NEOX = "gpt_neox"
-    MIXTRAL = "mixtral"
-    QWEN3_MOE = "qwen3_moe"
-    PHI3 = "phi3"
-    GRANITE = "granite"
-    GEMMA3_TEXT = "gemma3_text"
-    GEMMA3 = "gemma3"  # with images, which are not read
-
-
 class NormKind(enum.Enum):
     """The normalisation of a layer's input."""
 
     LAYER = "layer"  # subtract the mean, divide by the deviation, scale and shift
     RMS = "rms"  # divide by the root mean square, scale
     RMS_PLUS_ONE = "rms_plus_one"  # the same, scaled by 1 + weight
+    UNSHIFTED_LAYER = "unshifted_layer"  # as LAYER, without a shift
+
+
+class HeadNormKind(enum.Enum):
+    """The normalisation of queries and keys, by their root mean squares."""
+
+    NONE = "none"
+    HEADS = "heads"  # of each head, before it is rotated
+    ROTATED_HEADS = "rotated_heads"  # of each head, after it is rotated
+    WHOLE = "whole"  # of all heads of a token together
 
 
 class Activation(enum.Enum):
@@ -76,6 +69,13 @@ class RopeConfig:
     frequency_factors: tuple[float, ...] = ()  # divisors of the frequencies, one each, where a file has its own
 
 
+class Scoring(enum.Enum):
+    """How a router makes shares of its logits."""
+
+    SOFTMAX = "softmax"  # of all experts
+    SIGMOID = "sigmoid"  # of each alone; a learned number is added for the choice, and not to the share
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertConfig:
     """A mixture of experts in place of the feed-forward part: each token passes the few that a router chooses."""
@@ -85,13 +85,19 @@ class ExpertConfig:
     intermediate_size: int
     normalises: bool  # the shares of the chosen experts add up to 1
     dense_layers: tuple[int, ...] = ()  # those with a feed-forward part after all
+    scoring: Scoring = Scoring.SOFTMAX
+    num_groups: int = 1  # of experts; this and the two below: SIGMOID only
+    num_chosen_groups: int = 1  # from which a token's experts are
+    scale: float = 1.0  # multiplies all shares
+    shared_size: int = 0  # intermediate size of the expert that every token passes; 0: there is none
+    has_shared_gate: bool = False  # each token has a share of that one
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One decoder-only model. All sizes are positive and consistent (the reader checks them)."""
 
-    family: Family
+    family: str  # a key of families.table.FAMILIES
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -110,15 +116,18 @@ class ModelConfig:
     windowed_rope: RopeConfig | None = None  # of windowed layers; None: the same as of the others
     sliding_window: int | None = None  # a windowed layer reads this many last tokens, its own included
     windowed_layers: tuple[int, ...] = ()
+    unrotated_layers: tuple[int, ...] = ()
     is_gated: bool = True  # activation(gate) * up rather than activation(up)
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_mlp_bias: bool = False
-    has_qk_norm: bool = False
+    head_norm: HeadNormKind = HeadNormKind.NONE
     is_norm_first: bool = True
+    has_input_norms: bool = True  # False: the parts of a layer read the residual stream as it is
     has_post_norms: bool = False  # what a part of a layer adds to the residual stream is normalised as well
     has_final_norm: bool = True
     has_parallel_residual: bool = False
+    has_one_input_norm: bool = False  # both parts of a layer read the same normalised inputs
     ties_embeddings: bool = False
     experts: ExpertConfig | None = None
     embedding_multiplier: float = 1.0
@@ -137,6 +146,8 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """Return the rotary position embedding of a layer; None: it has none."""
+        if layer in self.unrotated_layers:
+            return None
         return self.windowed_rope if self.windowed_rope and layer in self.windowed_layers else self.rope
 
     def experts_of(self, layer: int) -> ExpertConfig | None:
@@ -236,6 +247,7 @@ class ModelConfig:
             num_chosen_experts=0 if self.experts is None else self.experts.num_chosen,
             expert_size=0 if self.experts is None else self.experts.intermediate_size,
             num_expert_layers=self._num_expert_layers,
+            shared_expert_size=0 if self.experts is None else self.experts.shared_size,
         )
 
     @property
@@ -246,8 +258,20 @@ class ModelConfig:
     def _layer_parameters(self) -> int:
         attention = 2 * self.hidden_size * (self.query_width + self.kv_width)
         attention += (self.query_width + 2 * self.kv_width) * self.has_qkv_bias
-        attention += self.hidden_size * self.has_output_bias + 2 * self.head_dim * self.has_qk_norm
-        return attention + self._mlp_parameters + (4 if self.has_post_norms else 2) * self._norm_parameters
+        attention += self.hidden_size * self.has_output_bias + self._head_norm_parameters
+        return attention + self._mlp_parameters + self._num_layer_norms * self._norm_parameters
+
+    @property
+    def _head_norm_parameters(self) -> int:
+        if self.head_norm is HeadNormKind.NONE:
+            return 0
+        return self.query_width + self.kv_width if self.head_norm is HeadNormKind.WHOLE else 2 * self.head_dim
+
+    @property
+    def _num_layer_norms(self) -> int:
+        """Return the norms of a layer that have weights of their own."""
+        inputs = (1 if self.has_one_input_norm else 2) if self.has_input_norms else 0
+        return inputs + (2 if self.has_post_norms else 0)
 
     @property
     def _mlp_parameters(self) -> int:
@@ -268,7 +292,8 @@ class ModelConfig:
         if self.experts is None:
             return 0
         count = self.experts.num_experts if count is None else count
-        return self._router_parameters + 3 * count * self.hidden_size * self.experts.intermediate_size
+        shared = self.hidden_size * (3 * self.experts.shared_size + self.experts.has_shared_gate)
+        return self._router_parameters + shared + 3 * count * self.hidden_size * self.experts.intermediate_size
 
     @property
     def _outer_parameters(self) -> int:

@@ -6,13 +6,13 @@ import torch
 
 from alignedserve.runtime.model.packed_products import Float8Rows, GroupedRows, Rows, are_alike
 from kernels.activation import Gated
-from kernels.feed_forward import ExpertRouter
+from kernels.feed_forward import Router
 from kernels.narrow.grouped_linear import GROUPS, GroupedWeight, Numbers, SortedLinear, joined_weights
 from kernels.sorted_experts import SortedExperts
 
 
 def grouped_experts(
-    router: ExpertRouter,
+    router: Router,
     experts: Sequence[tuple[Sequence[Rows], Rows]],
     activation: str,
     dtype: torch.dtype,

@@ -51,6 +51,10 @@ class SafetensorsSource:
         """Return the tensor, converted and moved. Raises ModelError naming tensor and file."""
         return _read(name, self._matrix(name, shape), self.dtype).to(self.device)
 
+    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor in float32, moved. Raises ModelError naming tensor and file."""
+        return _read(name, self._matrix(name, shape), torch.float32).to(self.device)
+
     def region(self, name: str, region: Region) -> Tensor:
         """Return a part of the tensor, converted and moved; no more of it is held. Raises ModelError likewise."""
         whole = self._matrix(name, region.shape)
@@ -81,7 +85,7 @@ class SafetensorsSource:
         return found
 
     def _location(self, name: str) -> TensorLocation:
-        found = self.index.location(name)
+        found = self.index.location(name) or self._of_stack(name)
         if found is None:
             raise ModelError(self._absence(name))
         if found.dtype not in _DTYPES:
@@ -89,6 +93,15 @@ class SafetensorsSource:
         if found.num_bytes != math.prod(found.shape) * _DTYPES[found.dtype].itemsize:
             raise ModelError(f"{found.path}: tensor {name} has {found.num_bytes} bytes, which is not its shape's.")
         return found
+
+    def _of_stack(self, name: str) -> TensorLocation | None:
+        """Return where one expert's matrix lies in a tensor of all: `a.3.weight` is number 3 of `a.weight`."""
+        module, _, number = name.removesuffix(".weight").rpartition(".")
+        whole = self.index.location(f"{module}.weight") if number.isdecimal() else None
+        if whole is None or len(whole.shape) != 3 or int(number) >= whole.shape[0]:
+            return None
+        rows = _rows_of(whole, Span(int(number), int(number) + 1))
+        return rows._replace(shape=rows.shape[1:])
 
     def _absence(self, name: str) -> str:
         packed = (name.removesuffix(".weight") + suffix for suffix in (".qweight", ".weight_packed"))

@@ -5,14 +5,15 @@ from pathlib import Path
 import torch
 
 from alignedserve.gguf.file import GgufFile, is_gguf
+from alignedserve.runtime.model.decoder_weights import DecoderWeights
+from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.gguf.source import GgufSource
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.quantized.source import QuantizedSource
 from alignedserve.runtime.model.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
-from alignedserve.runtime.model.weight_loader import DecoderWeights, LoadingObserver
-from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
+from alignedserve.runtime.model.weight_loader import LoadingObserver
 
 
 def load_weights(
@@ -45,5 +46,5 @@ def _source(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch
     plain = SafetensorsSource(folder, dtype, device)
     if config.stored_quantization is None:
         return WholeSource(plain, dtype, None, plain)
-    quantized = QuantizedSource(plain, config.stored_quantization, PARAMETER_NAMES[config.family])
+    quantized = QuantizedSource(plain, config.stored_quantization, FAMILIES[config.family].names)
     return WholeSource(quantized, dtype, quantized, quantized)

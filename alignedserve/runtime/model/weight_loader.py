@@ -1,62 +1,34 @@
 """Assembles the weights of a model out of the tensors of a source."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ModelError
+from alignedserve.runtime.model.decoder_weights import DecoderWeights, LayerWeights, round_on_the_way
+from alignedserve.runtime.model.exact_tensors import exact_tensor
+from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.file_products import FileSource, NotFiniteError, file_parts, file_product, packs_files
-from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig, NormKind
+from alignedserve.runtime.model.head_order import heads_to_qkv, pairs_apart
+from alignedserve.runtime.model.model_config import ExpertConfig, HeadNormKind, ModelConfig, NormKind, Scoring
 from alignedserve.runtime.model.packed_experts import grouped_experts
 from alignedserve.runtime.model.packed_products import PlainRows, Rows, packed_product
-from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, ParameterNames, find_head, find_prefix
+from alignedserve.runtime.model.weight_names import ParameterNames, find_head, find_prefix
 from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
-from kernels.feed_forward import ExpertRouter, Experts, FeedForwardPart
+from kernels.feed_forward import (
+    ExpertRouter,
+    Experts,
+    FeedForwardPart,
+    GroupRouter,
+    Router,
+    WithSharedExpert,
+)
 from kernels.linear import AdaptableProjection, Linear, Projection
-from kernels.narrow.float8_linear import Float8Linear
-from kernels.norm import LayerNorm, Norm, RmsNorm
+from kernels.norm import LayerNorm, NoNorm, Norm, RmsNorm
 from kernels.rotary import HeadNorms
 from kernels.sorted_experts import SortedExperts, stacked_experts
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer, with the products of the same input fused."""
-
-    attention_norm: Norm
-    qkv: AdaptableProjection  # [query_width + 2 * kv_width, hidden_size]
-    head_norms: HeadNorms | None
-    output: AdaptableProjection
-    mlp_norm: Norm
-    mlp: FeedForwardPart | Projection  # a mixture of experts is one product from outside
-    attention_post_norm: Norm | None = None
-    mlp_post_norm: Norm | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderWeights:
-    """A whole model, on one device and in one dtype."""
-
-    embedding: Tensor  # [vocab_size, embedding_size]
-    positions: Tensor | None  # [position_offset + max_position_embeddings, hidden_size]
-    project_in: Projection | None
-    layers: tuple[LayerWeights, ...]
-    final_norm: Norm | None
-    project_out: Projection | None
-    lm_head: Projection
-
-    @property
-    def layer_projections(self) -> tuple[Projection, ...]:
-        """Return the products that every token passes, in order."""
-        return tuple(product for layer in self.layers for product in (layer.qkv, layer.output, *_products(layer.mlp)))
-
-
-def _products(mlp: FeedForwardPart | Projection) -> tuple[Projection, ...]:
-    return mlp.products if isinstance(mlp, FeedForwardPart) else (mlp,)
 
 
 class TensorSource(Protocol):
@@ -139,14 +111,14 @@ class _WeightAssembler:
         self._source = source
         self._is_int8 = quantization == "int8"
         self._packed, self._files = None if self._is_int8 else forms.packed, forms.files
-        self._names = forms.packed.names if forms.packed else PARAMETER_NAMES[config.family]
+        self._names = forms.packed.names if forms.packed else FAMILIES[config.family].names
         self._prefix = find_prefix(self._names, source.has)
-        self._dtype = torch.float32  # of the weights; known when the first is read
+        self._dtype, self._device = torch.float32, torch.device("cpu")  # of the weights; known when the first is read
 
     def weights(self) -> DecoderWeights:
         config, names = self._config, self._names
         embedding = self._tensor(f"{self._prefix}{names.embedding}.weight", config.vocab_size, config.embedding_size)
-        self._dtype = embedding.dtype
+        self._dtype, self._device = embedding.dtype, embedding.device
         positions = None
         if config.rope is None:
             num_positions = config.position_offset + config.max_position_embeddings
@@ -165,7 +137,7 @@ class _WeightAssembler:
     def _packed_layer(self, layer: int) -> LayerWeights:
         weights = self._layer(layer)
         if self._config.is_norm_first:
-            _round_on_the_way(weights)
+            round_on_the_way(weights)
         if self._observer is not None:
             self._observer.layer_packed()
         return weights
@@ -175,13 +147,13 @@ class _WeightAssembler:
         prefix = self._prefix + names.layer.format(layer=layer)
         experts = config.experts_of(layer)
         return LayerWeights(
-            attention_norm=self._norm(prefix + names.attention_norm),
+            attention_norm=self._input_norm(prefix + names.attention_norm),
             qkv=self._qkv(prefix),
-            head_norms=self._head_norms(prefix) if config.has_qk_norm else None,
+            head_norms=self._head_norms(prefix),
             output=self._linear(
                 [prefix + names.output], [config.hidden_size], config.query_width, config.has_output_bias
             ),
-            mlp_norm=self._norm(prefix + names.mlp_norm),
+            mlp_norm=self._input_norm(prefix + names.mlp_norm),
             mlp=self._mlp(prefix) if experts is None else self._experts(prefix, experts),
             attention_post_norm=self._norm(prefix + names.attention_post_norm) if config.has_post_norms else None,
             mlp_post_norm=self._norm(prefix + names.mlp_post_norm) if config.has_post_norms else None,
@@ -203,16 +175,39 @@ class _WeightAssembler:
         )
 
     def _experts(self, prefix: str, experts: ExpertConfig) -> Projection:
-        config, names = self._config, self._names
-        weight = self._tensor(f"{prefix}{names.router}.weight", experts.num_experts, config.hidden_size)
-        router = ExpertRouter(weight, experts.num_chosen, normalises=experts.normalises)
+        names, chosen = self._names, self._chosen_experts(prefix, experts)
+        if not experts.shared_size:
+            return chosen
+        modules = [prefix + name for name in names.shared_gate_up]
+        shared = self._feed_forward(modules, prefix + names.shared_down, experts.shared_size)
+        gate = None
+        if experts.has_shared_gate:
+            gate = Linear(self._tensor(f"{prefix}{names.shared_gate}.weight", 1, self._config.hidden_size))
+        return WithSharedExpert(chosen, shared, gate)
+
+    def _router(self, prefix: str, experts: ExpertConfig) -> Router:
+        names = self._names
+        weight = self._tensor(f"{prefix}{names.router}.weight", experts.num_experts, self._config.hidden_size)
+        if experts.scoring is Scoring.SOFTMAX:
+            return ExpertRouter(weight, experts.num_chosen, normalises=experts.normalises)
+        return GroupRouter(
+            weight,
+            exact_tensor(self._source, prefix + names.router_correction, (experts.num_experts,)),
+            experts.num_chosen,
+            normalises=experts.normalises,
+            scale=experts.scale,
+            groups=(experts.num_groups, experts.num_chosen_groups),
+        )
+
+    def _chosen_experts(self, prefix: str, experts: ExpertConfig) -> Projection:
+        config, names, router = self._config, self._names, self._router(prefix, experts)
         inner, modules = experts.intermediate_size, []
         for index in range(experts.num_experts):
             gate_up = [prefix + name.format(expert=index) for name in names.expert_gate_up]
             modules.append((gate_up, prefix + names.expert_down.format(expert=index)))
-        if has_experts_apart(weight.device):
+        if has_experts_apart(self._device):
             return Experts(router, [self._feed_forward(gate_up, down, inner) for gate_up, down in modules])
-        shapes = ((inner, config.hidden_size), (config.hidden_size, inner))
+        shapes = ((2 * inner // len(names.expert_gate_up), config.hidden_size), (config.hidden_size, inner))
         packed = self._packed_experts(router, modules, shapes)
         if packed is not None:
             return packed
@@ -221,7 +216,7 @@ class _WeightAssembler:
         return stacked_experts(router, torch.stack(gate_ups), torch.stack(downs), config.activation.value)
 
     def _packed_experts(
-        self, router: ExpertRouter, modules: Sequence[tuple[list[str], str]], shapes: Sequence[tuple[int, int]]
+        self, router: Router, modules: Sequence[tuple[list[str], str]], shapes: Sequence[tuple[int, int]]
     ) -> SortedExperts | None:
         """Return the experts with their weights as stored; None where these are plain, or differ in form."""
         if self._packed is None or self._packed_rows(f"{modules[0][1]}.weight", *shapes[1]) is None:
@@ -235,14 +230,27 @@ class _WeightAssembler:
         config = self._config
         modules = [prefix + name for name in self._names.qkv]
         rows = [config.query_width, config.kv_width, config.kv_width]
+        if self._names.interleaves_pairs:
+            return self._paired_qkv(modules, rows)
         if not self._names.interleaves_heads:
             rows = rows if len(modules) == 3 else [sum(rows)]
             return self._linear(modules, rows, config.hidden_size, config.has_qkv_bias)
         rows_in_all = 3 * config.query_width
         bias = self._tensor(f"{modules[0]}.bias", rows_in_all) if config.has_qkv_bias else None
-        bias = None if bias is None else _heads_to_qkv(bias, config)
-        weight = self._rows(modules[0], rows_in_all, config.hidden_size).changed(lambda x: _heads_to_qkv(x, config))
+        bias = None if bias is None else heads_to_qkv(bias, config)
+        weight = self._rows(modules[0], rows_in_all, config.hidden_size).changed(lambda x: heads_to_qkv(x, config))
         return self._product(modules, [weight], bias)
+
+    def _paired_qkv(self, modules: Sequence[str], rows: Sequence[int]) -> AdaptableProjection:
+        """Put the rows of each rotated pair half a head apart, as the kernels have them."""
+        config = self._config
+        weights = [self._rows(name, count, config.hidden_size) for name, count in zip(modules, rows, strict=True)]
+        weights[:2] = [weight.changed(lambda part: pairs_apart(part, config)) for weight in weights[:2]]
+        bias = None
+        if config.has_qkv_bias:
+            parts = [self._tensor(f"{name}.bias", count) for name, count in zip(modules, rows, strict=True)]
+            bias = torch.cat([*(pairs_apart(part, config) for part in parts[:2]), *parts[2:]])
+        return self._product(modules, weights, bias)
 
     def _linear(
         self,
@@ -330,19 +338,29 @@ class _WeightAssembler:
             return from_files
         return self._projected("lm_head", self._tensor(f"{found}.weight", config.vocab_size, config.embedding_size))
 
-    def _head_norms(self, prefix: str) -> HeadNorms:
-        config, names = self._config, self._names
+    def _head_norms(self, prefix: str) -> HeadNorms | None:
+        config, names, kind = self._config, self._names, self._config.head_norm
+        if kind is HeadNormKind.NONE:
+            return None
+        is_whole = kind is HeadNormKind.WHOLE
+        widths = (config.query_width, config.kv_width) if is_whole else (config.head_dim, config.head_dim)
         queries, keys = (
-            self._norm_weight(prefix + module, config.head_dim) for module in (names.query_norm, names.key_norm)
+            self._norm_weight(prefix + module, width)
+            for module, width in zip((names.query_norm, names.key_norm), widths, strict=True)
         )
-        return HeadNorms(queries, keys, config.norm_eps, self._dtype)
+        is_after = kind is HeadNormKind.ROTATED_HEADS
+        return HeadNorms(queries, keys, config.norm_eps, self._dtype, is_whole=is_whole, is_after_rotation=is_after)
+
+    def _input_norm(self, module: str) -> Norm:
+        return self._norm(module) if self._config.has_input_norms else NoNorm()
 
     def _norm(self, module: str) -> Norm:
         width = self._config.hidden_size
         weight = self._norm_weight(module, width)
-        if self._config.norm is not NormKind.LAYER:
+        if self._config.norm in (NormKind.RMS, NormKind.RMS_PLUS_ONE):
             return RmsNorm(weight, self._config.norm_eps, self._dtype)
-        return LayerNorm(weight, self._tensor(f"{module}.bias", width), self._config.norm_eps)
+        bias = self._tensor(f"{module}.bias", width) if self._config.norm is NormKind.LAYER else None
+        return LayerNorm(weight, bias, self._config.norm_eps)
 
     def _norm_weight(self, module: str, width: int) -> Tensor:
         weight = self._tensor(f"{module}.weight", width)
@@ -359,25 +377,6 @@ class _WeightAssembler:
             self._observer.tensor_read(num_values * dtype.itemsize)
 
 
-def leave_rounded_rows_unwritten(weights: DecoderWeights, config: ModelConfig) -> None:
-    """Let norms and gates write no more than what products in FP8 read: of a model that no request has adapters for,
-    which are multiplied by the rows themselves."""
-    embedding = weights.embedding
-    unread = torch.full((1, 1), math.nan, dtype=embedding.dtype, device=embedding.device)
-    for layer in weights.layers if config.is_norm_first else ():
-        _round_on_the_way(layer, unread)
-
-
-def _round_on_the_way(weights: LayerWeights, unread: Tensor | None = None) -> None:
-    """Let norms and gates round what products in FP8 read as they compute it, which a GPU then reads once less."""
-    if isinstance(weights.qkv, Float8Linear):
-        weights.attention_norm.round_results(unread)
-    if isinstance(weights.mlp, FeedForwardPart) and isinstance(weights.mlp.gate_up, Float8Linear):
-        weights.mlp_norm.round_results(unread)
-        if isinstance(weights.mlp.down, Float8Linear):
-            weights.mlp.gate_up.round_results(unread)
-
-
 def has_experts_apart(device: torch.device) -> bool:
     """Return whether each expert is a product of its own; on a GPU all are computed together."""
     return device.type == "cpu"
@@ -385,9 +384,3 @@ def has_experts_apart(device: torch.device) -> bool:
 
 def _not_quantizable(name: str, obstacle: str) -> ModelError:
     return ModelError(f"{name} cannot be packed with 8 bits: {obstacle}; leave model.quantization unset.")
-
-
-def _heads_to_qkv(rows: Tensor, config: ModelConfig) -> Tensor:
-    """Reorder rows from [num_heads, 3, head_dim] to [3, num_heads, head_dim]."""
-    shape = (config.num_heads, 3, config.head_dim, -1)
-    return rows.view(shape).transpose(0, 1).reshape(rows.shape)

@@ -1,10 +1,10 @@
-"""Tensor names of each model family. A new family is one entry here and one parser of its config."""
+"""The names that a model's tensors have in its files, and the matrices among them. Families': `families.names`."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from alignedserve.runtime.model.model_config import ExpertConfig, Family, ModelConfig
+from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class ParameterNames:
     gate_up: tuple[str, ...]  # gate and up, one module of both, or up alone
     down: str
     interleaves_heads: bool = False  # the rows of the one module lie [num_heads, 3, head_dim]
+    interleaves_pairs: bool = False  # the two rows that a rotation turns are neighbours, not half a head apart
     positions: str = ""  # learned positions
     project_in: str = ""
     project_out: str = ""
@@ -31,96 +32,12 @@ class ParameterNames:
     router: str = ""  # of a mixture of experts
     expert_gate_up: tuple[str, ...] = ()  # with {expert}
     expert_down: str = ""
+    router_correction: str = ""  # a full name in the layer: what is added to scores for the choice
+    shared_gate_up: tuple[str, ...] = ()  # of the expert that every token passes
+    shared_down: str = ""
+    shared_gate: str = ""
     attention_post_norm: str = ""
     mlp_post_norm: str = ""
-
-
-_LLAMA = ParameterNames(
-    prefixes=("model.", ""),
-    embedding="embed_tokens",
-    final_norm="norm",
-    lm_heads=("lm_head",),
-    layer="layers.{layer}.",
-    attention_norm="input_layernorm",
-    mlp_norm="post_attention_layernorm",
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    output="self_attn.o_proj",
-    gate_up=("mlp.gate_proj", "mlp.up_proj"),
-    down="mlp.down_proj",
-    query_norm="self_attn.q_norm",
-    key_norm="self_attn.k_norm",
-)
-
-_MIXTRAL = replace(
-    _LLAMA,
-    router="block_sparse_moe.gate",
-    expert_gate_up=("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
-    expert_down="block_sparse_moe.experts.{expert}.w2",
-)
-
-_QWEN3_MOE = replace(
-    _LLAMA,
-    router="mlp.gate",
-    expert_gate_up=("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
-    expert_down="mlp.experts.{expert}.down_proj",
-)
-
-_PHI3 = replace(_LLAMA, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
-
-_GEMMA3 = replace(
-    _LLAMA,
-    prefixes=("model.", "language_model.model.", "model.language_model.", ""),
-    mlp_norm="pre_feedforward_layernorm",
-    attention_post_norm="post_attention_layernorm",
-    mlp_post_norm="post_feedforward_layernorm",
-)
-
-_OPT = ParameterNames(
-    prefixes=("model.decoder.", "decoder."),
-    embedding="embed_tokens",
-    final_norm="final_layer_norm",
-    lm_heads=("lm_head",),
-    layer="layers.{layer}.",
-    attention_norm="self_attn_layer_norm",
-    mlp_norm="final_layer_norm",
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    output="self_attn.out_proj",
-    gate_up=("fc1",),
-    down="fc2",
-    positions="embed_positions",
-    project_in="project_in",
-    project_out="project_out",
-)
-
-_GPT_NEOX = ParameterNames(
-    prefixes=("gpt_neox.", ""),
-    embedding="embed_in",
-    final_norm="final_layer_norm",
-    lm_heads=("embed_out", "lm_head"),
-    layer="layers.{layer}.",
-    attention_norm="input_layernorm",
-    mlp_norm="post_attention_layernorm",
-    qkv=("attention.query_key_value",),
-    interleaves_heads=True,
-    output="attention.dense",
-    gate_up=("mlp.dense_h_to_4h",),
-    down="mlp.dense_4h_to_h",
-)
-
-PARAMETER_NAMES: dict[Family, ParameterNames] = {
-    Family.OPT: _OPT,
-    Family.LLAMA: _LLAMA,
-    Family.MISTRAL: _LLAMA,
-    Family.QWEN2: _LLAMA,
-    Family.QWEN3: _LLAMA,
-    Family.GPT_NEOX: _GPT_NEOX,
-    Family.MIXTRAL: _MIXTRAL,
-    Family.QWEN3_MOE: _QWEN3_MOE,
-    Family.PHI3: _PHI3,
-    Family.GRANITE: _LLAMA,
-    Family.GEMMA3_TEXT: _GEMMA3,
-    Family.GEMMA3: _GEMMA3,
-}
 
 
 class LinearModule(NamedTuple):
@@ -185,3 +102,5 @@ def _expert_modules(
         gate_up = tuple(name.format(expert=index) for name in names.expert_gate_up)
         down = names.expert_down.format(expert=index)
         yield from _feed_forward(prefix, gate_up, down, config, experts.intermediate_size, is_expert=True)
+    if experts.shared_size:
+        yield from _feed_forward(prefix, names.shared_gate_up, names.shared_down, config, experts.shared_size)

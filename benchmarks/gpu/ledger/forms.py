@@ -9,16 +9,16 @@ from torch import Tensor
 
 from alignedserve.core.block_layout import FP8
 from alignedserve.profiling.shapes import LLAMA_3_8B, TOY
-from alignedserve.runtime.model.model_config import ExpertConfig, Family, ModelConfig, RopeConfig
+from alignedserve.runtime.model.families.table import FAMILIES
+from alignedserve.runtime.model.model_config import ExpertConfig, HeadNormKind, ModelConfig, RopeConfig
 from alignedserve.runtime.model.packed_products import Float8Rows, GroupedRows, Rows
-from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
 from kernels.narrow.grouped_linear import GROUPS, GroupedWeight, Numbers
 
 GPU = torch.device("cuda:0")
 
 MIXTRAL_8X7B = replace(
     LLAMA_3_8B,
-    family=Family.MIXTRAL,
+    family="mixtral",
     vocab_size=32000,
     max_position_embeddings=32768,
     rope=RopeConfig(theta=1e6, rotary_dim=128),
@@ -27,7 +27,7 @@ MIXTRAL_8X7B = replace(
 )
 QWEN3_30B_A3B = replace(
     LLAMA_3_8B,
-    family=Family.QWEN3_MOE,
+    family="qwen3_moe",
     vocab_size=151936,
     hidden_size=2048,
     intermediate_size=6144,
@@ -38,7 +38,7 @@ QWEN3_30B_A3B = replace(
     embedding_size=2048,
     norm_eps=1e-6,
     rope=RopeConfig(theta=1e6, rotary_dim=128),
-    has_qk_norm=True,
+    head_norm=HeadNormKind.HEADS,
     experts=ExpertConfig(num_experts=128, num_chosen=8, intermediate_size=768, normalises=True),
     eos_token_ids=(151645,),
 )
@@ -122,7 +122,7 @@ class EmptySource:
     """Weights without content of any name and shape: a TensorSource and a PackedSource."""
 
     def __init__(self, form: ModelForm, dtype: torch.dtype) -> None:
-        self.names, self.dtype = PARAMETER_NAMES[form.config.family], dtype
+        self.names, self.dtype = FAMILIES[form.config.family].names, dtype
         self._pack = form.weights.pack
 
     def has(self, name: str) -> bool:

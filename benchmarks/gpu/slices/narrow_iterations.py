@@ -18,11 +18,11 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.iteration_timing import IterationTimer
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.packed_products import Float8Rows, GroupedRows, Rows
 from alignedserve.runtime.model.random_weights import RandomSource
 from alignedserve.runtime.model.weight_loader import assemble_weights
-from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
 from benchmarks.gpu.slices.narrow_products import random_weight
 from kernels.narrow.grouped_linear import Numbers
 
@@ -112,7 +112,7 @@ class _NarrowSource(RandomSource):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, form: str) -> None:
         super().__init__(0, dtype, device)
-        self.names, self.dtype = PARAMETER_NAMES[config.family], dtype
+        self.names, self.dtype = FAMILIES[config.family].names, dtype
         self._device, self._form = device, form
 
     def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:

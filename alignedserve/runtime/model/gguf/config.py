@@ -15,7 +15,7 @@ from alignedserve.runtime.model.hf_fields import MAX_EXPERTS, MAX_HEADS, MAX_LAY
 from alignedserve.runtime.model.model_config import (
     Activation,
     ExpertConfig,
-    Family,
+    HeadNormKind,
     ModelConfig,
     NormKind,
     RopeConfig,
@@ -33,20 +33,20 @@ _CONTROL = 3  # among tokenizer.ggml.token_type
 class _Architecture:
     """A value of general.architecture."""
 
-    family: Family
-    expert_family: Family | None = None  # of files with experts; None: there are none such
+    family: str
+    expert_family: str | None = None  # of files with experts; None: there are none such
     has_qk_norm: bool = False
     rotates_parts: bool = False  # fewer dimensions than a head has, perhaps
 
 
 _ARCHITECTURES = {
-    "llama": _Architecture(Family.LLAMA, Family.MIXTRAL),
-    "qwen2": _Architecture(Family.QWEN2),
-    "qwen3": _Architecture(Family.QWEN3, has_qk_norm=True),
-    "qwen3moe": _Architecture(Family.QWEN3_MOE, Family.QWEN3_MOE, has_qk_norm=True),
-    "gemma3": _Architecture(Family.GEMMA3_TEXT, has_qk_norm=True),
-    "phi3": _Architecture(Family.PHI3, rotates_parts=True),
-    "granite": _Architecture(Family.GRANITE),
+    "llama": _Architecture("llama", "mixtral"),
+    "qwen2": _Architecture("qwen2"),
+    "qwen3": _Architecture("qwen3", has_qk_norm=True),
+    "qwen3moe": _Architecture("qwen3_moe", "qwen3_moe", has_qk_norm=True),
+    "gemma3": _Architecture("gemma3_text", has_qk_norm=True),
+    "phi3": _Architecture("phi3", rotates_parts=True),
+    "granite": _Architecture("granite"),
 }
 # llama.cpp knows these of Gemma 3 by itself.
 _GEMMA3_GLOBAL_EVERY = 6  # layers
@@ -114,7 +114,7 @@ def _granite(config: ModelConfig, entries: JsonFields) -> ModelConfig:
     )
 
 
-_ADDITIONS = {Family.GEMMA3_TEXT: _gemma3, Family.PHI3: _phi3, Family.GRANITE: _granite}
+_ADDITIONS = {"gemma3_text": _gemma3, "phi3": _phi3, "granite": _granite}
 
 
 class _Parser:
@@ -154,7 +154,7 @@ class _Parser:
             has_qkv_bias=self._has("blk.0.attn_q.bias") or self._has("blk.0.attn_qkv.bias"),
             has_output_bias=self._has("blk.0.attn_output.bias"),
             has_mlp_bias=self._has("blk.0.ffn_down.bias"),
-            has_qk_norm=self._architecture.has_qk_norm,
+            head_norm=HeadNormKind.HEADS if self._architecture.has_qk_norm else HeadNormKind.NONE,
             ties_embeddings=not self._has(HEAD),
             experts=experts,
             eos_token_ids=self._end_tokens(vocab_size),
@@ -215,7 +215,7 @@ class _Parser:
             normalises=True,
         )
 
-    def _family(self, experts: ExpertConfig | None) -> Family:
+    def _family(self, experts: ExpertConfig | None) -> str:
         if experts is None:
             return self._architecture.family
         assert self._architecture.expert_family is not None, "refused before"

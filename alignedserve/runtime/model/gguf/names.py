@@ -6,7 +6,7 @@ from dataclasses import replace
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.gguf.file import GgufFile, GgufTensor
 from alignedserve.runtime.model.gguf.rope import FREQUENCY_FACTORS, LONG_DIVISORS, SHORT_DIVISORS
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.model_config import HeadNormKind, ModelConfig
 from alignedserve.runtime.model.weight_names import ParameterNames
 
 # The tensors of experts lie side by side in one of three dimensions: of `blk.0.ffn_up_exps.7`, that is number 7.
@@ -87,7 +87,7 @@ def _expected(config: ModelConfig, names: ParameterNames) -> Iterator[str]:
 
 def _modules(config: ModelConfig, names: ParameterNames, layer: int) -> Iterator[str]:
     yield from (names.attention_norm, names.mlp_norm, *names.qkv, names.output)
-    if config.has_qk_norm:
+    if config.head_norm is not HeadNormKind.NONE:
         yield from (names.query_norm, names.key_norm)
     if config.has_post_norms:
         yield from (names.attention_post_norm, names.mlp_post_norm)

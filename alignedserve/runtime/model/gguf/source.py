@@ -7,14 +7,14 @@ from alignedserve.core.errors import ModelError
 from alignedserve.gguf.file import GgufFile, GgufTensor
 from alignedserve.gguf.tensor_types import computed_as
 from alignedserve.runtime.model.gguf.names import find_tensor, tensor_names
-from alignedserve.runtime.model.model_config import Family, ModelConfig, NormKind
+from alignedserve.runtime.model.model_config import ModelConfig, NormKind
 from alignedserve.runtime.model.packed_products import BLOCK_DTYPES, BlockRows
 from kernels.block_values import unpack_rows, wider_blocks
 from kernels.cpu.block_quantized_linear import block_obstacle
 from kernels.cpu.packed_linear import FileRows
 
 # llama.cpp rotates neighbouring elements of these families' heads and puts their rows side by side for that.
-_INTERLEAVED = (Family.LLAMA, Family.MIXTRAL, Family.GRANITE)
+_INTERLEAVED = ("llama", "mixtral", "granite")
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 

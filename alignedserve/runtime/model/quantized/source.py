@@ -220,6 +220,10 @@ class QuantizedSource:
             values = unpacked_integers(integers, self.dtype)
         return values.to(self._plain.device)
 
+    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor that is not quantised, in float32. Raises ModelError naming it."""
+        return self._plain.exact(name, shape)
+
     def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
         """Return the matrix as products are computed with it; None when it is to be unpacked. Raises ModelError."""
         matrix = None if self._unpacks_all else self._matrix(name, shape)

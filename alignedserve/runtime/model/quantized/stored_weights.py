@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.core.errors import ModelError
+from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.quantized.layout import StoredMatrix, has_weight, stored_matrix
 from alignedserve.runtime.model.quantized.product_form import GROUPS_OF_GPUS, Computing, ProductForm, form_bytes
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization
 from alignedserve.runtime.model.stored_weights import StoredWeights
 from alignedserve.runtime.model.weight_index import WeightIndex
-from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, find_prefix, linear_modules
+from alignedserve.runtime.model.weight_names import find_prefix, linear_modules
 
 _MIB = 1 << 20
 _UNPACKED_TOGETHER = 2  # gates and ups
@@ -56,7 +57,7 @@ def quantized_weights(
 
 
 def _matrices(folder: Path, config: ModelConfig, computing: Computing, stored: CheckpointQuantization) -> list[_Matrix]:
-    index, names = WeightIndex(folder), PARAMETER_NAMES[config.family]
+    index, names = WeightIndex(folder), FAMILIES[config.family].names
     prefix = find_prefix(names, lambda name: has_weight(index, name))
     share = 1.0 if config.experts is None else config.experts.num_chosen / config.experts.num_experts
     matrices = []

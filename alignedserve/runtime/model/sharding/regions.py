@@ -63,6 +63,9 @@ class _ModelRegions:
             modules = [prefix + name.format(expert=index) for name in names.expert_gate_up]
             down = prefix + names.expert_down.format(expert=index)
             yield from self._feed_forward(modules, down, experts.intermediate_size)
+        if experts.shared_size:
+            modules = [prefix + name for name in names.shared_gate_up]
+            yield from self._feed_forward(modules, prefix + names.shared_down, experts.shared_size)
 
     def _qkv_spans(self) -> list[Span]:
         config, shard = self._config, self._shard

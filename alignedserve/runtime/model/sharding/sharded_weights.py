@@ -7,20 +7,17 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from alignedserve.runtime.model.decoder_weights import DecoderWeights
+from alignedserve.runtime.model.exact_tensors import exact_tensor
+from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.file_products import FileSource
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.packed_products import Rows
 from alignedserve.runtime.model.sharding.packed_regions import packed_region, tensor_region
 from alignedserve.runtime.model.sharding.regions import Region, shard_regions
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
-from alignedserve.runtime.model.weight_loader import (
-    DecoderWeights,
-    LoadingObserver,
-    PackedSource,
-    TensorSource,
-    assemble_weights,
-)
-from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, ParameterNames
+from alignedserve.runtime.model.weight_loader import LoadingObserver, PackedSource, TensorSource, assemble_weights
+from alignedserve.runtime.model.weight_names import ParameterNames
 from kernels.cpu.packed_linear import FileRows
 
 
@@ -65,6 +62,11 @@ class ShardedSource:
             part = tensor_region(self._source.tensor(name, region.shape), region)
         assert part.shape == shape, f"{name}: the rank's part is {part.shape}, not {shape}"
         return part
+
+    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See ExactSource; of tensors that every rank has whole."""
+        assert name not in self._regions, f"{name} is divided"
+        return exact_tensor(self._source, name, shape)
 
     def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
         """See PackedSource."""
@@ -116,7 +118,7 @@ def assemble_shard(
     tensors, dtype, packed, files = source
     if shard is None:
         return assemble_weights(config, tensors, quantization, packed=packed, files=files, observer=observer)
-    names = PARAMETER_NAMES[config.family] if packed is None else packed.names
+    names = FAMILIES[config.family].names if packed is None else packed.names
     regions = shard_regions(config, names, tensors.has, shard)
     own = ShardedSource(tensors, regions, names, dtype, packed=packed, files=files)
     return assemble_weights(

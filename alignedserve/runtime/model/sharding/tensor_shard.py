@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.model_config import HeadNormKind, ModelConfig
 
 MAX_RANKS = 64
 # Inner widths are divided at multiples of one of these, so that blocks of packed weights stay whole.
@@ -64,7 +64,11 @@ class TensorShard:
         """Return the config of what the rank computes; vocabulary and residual stream are those of the model."""
         experts = config.experts
         if experts is not None:
-            experts = replace(experts, intermediate_size=self.inner(experts.intermediate_size).size)
+            experts = replace(
+                experts,
+                intermediate_size=self.inner(experts.intermediate_size).size,
+                shared_size=self.inner(experts.shared_size).size if experts.shared_size else 0,
+            )
         return replace(
             config,
             num_heads=self.heads(config).size,
@@ -89,14 +93,21 @@ def _obstacle(config: ModelConfig, size: int) -> str | None:
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if not 1 <= size <= MAX_RANKS:
         return f"a worker has 1 to {MAX_RANKS} ranks"
+    if size > 1 and config.head_norm is HeadNormKind.WHOLE:
+        return "the model normalises the queries of all heads together, which one rank must have"
     if heads % size:
         return f"the model's {heads} attention heads cannot be divided among {size} ranks"
     if kv_heads % size and size % kv_heads:
         return f"the model's {kv_heads} key heads can be neither divided among {size} ranks nor shared by equally many"
-    widths = [config.intermediate_size, *([] if config.experts is None else [config.experts.intermediate_size])]
+    widths = [config.intermediate_size, *(_expert_widths(config))]
     if min(*widths, config.vocab_size) < size:
         return f"the model is narrower than {size} ranks"
     return None
+
+
+def _expert_widths(config: ModelConfig) -> list[int]:
+    experts = config.experts
+    return [] if experts is None else [width for width in (experts.intermediate_size, experts.shared_size) if width]
 
 
 def _even(count: int, shard: TensorShard) -> Span:

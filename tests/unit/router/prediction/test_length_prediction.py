@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from alignedserve.core.request import Request, RequestClass
-from alignedserve.runtime.model.model_config import Family
 from router.policies.forecast import DrainForecast, OutputLengthForecast, doubled_past
 from router.prediction.encoders import KEY_LEN, WINDOW, HashedNgrams, PromptCode, Vector, normalised, window_of
 from router.prediction.mlp import LengthMlp
@@ -215,7 +214,7 @@ def test_the_network_begins_with_the_first_length_and_learns_what_differs() -> N
 
 
 def test_embeddings_of_a_gguf_file(tmp_path: Path) -> None:
-    encoder = TokenEmbeddings.of_model(write_tiny_gguf(tmp_path / "a.gguf", "llama", ("Q4_K",)), Family.LLAMA)
+    encoder = TokenEmbeddings.of_model(write_tiny_gguf(tmp_path / "a.gguf", "llama", ("Q4_K",)), "llama")
     assert encoder.num_features == HIDDEN
     same, other = encoder.encode([5, 6, 7]), encoder.encode([90, 91, 92])
     assert float(same.features @ encoder.encode([5, 6, 7]).features) > float(same.features @ other.features)

@@ -1,0 +1,69 @@
+"""The weights of a decoder as it runs with them."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alignedserve.runtime.model.model_config import ModelConfig
+from kernels.feed_forward import FeedForwardPart
+from kernels.linear import AdaptableProjection, Projection
+from kernels.narrow.float8_linear import Float8Linear
+from kernels.norm import Norm
+from kernels.rotary import HeadNorms
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer, with the products of the same input fused."""
+
+    attention_norm: Norm
+    qkv: AdaptableProjection  # [query_width + 2 * kv_width, hidden_size]
+    head_norms: HeadNorms | None
+    output: AdaptableProjection
+    mlp_norm: Norm
+    mlp: FeedForwardPart | Projection  # a mixture of experts is one product from outside
+    attention_post_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """A whole model, on one device and in one dtype."""
+
+    embedding: Tensor  # [vocab_size, embedding_size]
+    positions: Tensor | None  # [position_offset + max_position_embeddings, hidden_size]
+    project_in: Projection | None
+    layers: tuple[LayerWeights, ...]
+    final_norm: Norm | None
+    project_out: Projection | None
+    lm_head: Projection
+
+    @property
+    def layer_projections(self) -> tuple[Projection, ...]:
+        """Return the products that every token passes, in order."""
+        return tuple(product for layer in self.layers for product in (layer.qkv, layer.output, *_products(layer.mlp)))
+
+
+def _products(mlp: FeedForwardPart | Projection) -> tuple[Projection, ...]:
+    return mlp.products if isinstance(mlp, FeedForwardPart) else (mlp,)
+
+
+def leave_rounded_rows_unwritten(weights: DecoderWeights, config: ModelConfig) -> None:
+    """Let norms and gates write no more than what products in FP8 read: of a model that no request has adapters for,
+    which are multiplied by the rows themselves."""
+    embedding = weights.embedding
+    unread = torch.full((1, 1), math.nan, dtype=embedding.dtype, device=embedding.device)
+    for layer in weights.layers if config.is_norm_first else ():
+        round_on_the_way(layer, unread)
+
+
+def round_on_the_way(weights: LayerWeights, unread: Tensor | None = None) -> None:
+    """Let norms and gates round what products in FP8 read as they compute it, which a GPU then reads once less."""
+    if isinstance(weights.qkv, Float8Linear):
+        weights.attention_norm.round_results(unread)
+    if isinstance(weights.mlp, FeedForwardPart) and isinstance(weights.mlp.gate_up, Float8Linear):
+        weights.mlp_norm.round_results(unread)
+        if isinstance(weights.mlp.down, Float8Linear):
+            weights.mlp.gate_up.round_results(unread)

@@ -1,0 +1,129 @@
+"""Reads what config.json says of a mixture of experts."""
+
+from dataclasses import replace
+
+from alignedserve.core.json_fields import JsonFields
+from alignedserve.runtime.model.hf_fields import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH
+from alignedserve.runtime.model.model_config import ExpertConfig, Scoring
+
+
+def mixtral(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    """Read Mixtral's."""
+    num_experts = fields.integer("num_local_experts", 1, MAX_EXPERTS, 8)
+    return ExpertConfig(
+        num_experts=num_experts,
+        num_chosen=fields.integer("num_experts_per_tok", 1, num_experts, 2),
+        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
+        normalises=True,
+    )
+
+
+def granite(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    """Read Granite's, beside which there may be one for all tokens."""
+    return replace(mixtral(fields, num_layers), shared_size=fields.integer("shared_intermediate_size", 0, MAX_WIDTH, 0))
+
+
+def minimax(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    """Read MiniMax-M2's, chosen by sigmoids."""
+    num_experts = fields.integer("num_local_experts", 1, MAX_EXPERTS, 256)
+    return replace(
+        mixtral(
+            fields.with_defaults({"num_local_experts": 256, "num_experts_per_tok": min(8, num_experts)}), num_layers
+        ),
+        scoring=Scoring.SIGMOID,
+    )
+
+
+def qwen3(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    """Read Qwen 3's, which some layers may be without."""
+    return _qwen(fields, num_layers, num_experts=128, num_chosen=8, inner=768)
+
+
+def qwen2(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    """Read Qwen 2's, which has an expert for all tokens, with a share of its own."""
+    return replace(
+        _qwen(fields, num_layers, num_experts=60, num_chosen=4, inner=1408),
+        shared_size=fields.integer("shared_expert_intermediate_size", 1, MAX_WIDTH, 5632),
+        has_shared_gate=True,
+    )
+
+
+def _qwen(fields: JsonFields, num_layers: int, *, num_experts: int, num_chosen: int, inner: int) -> ExpertConfig:
+    num_experts = _num_experts(fields, num_experts)
+    step = fields.integer("decoder_sparse_step", 1, MAX_LAYERS, 1)
+    dense_layers = set(fields.integers("mlp_only_layers", 0, num_layers - 1))
+    dense_layers |= {layer for layer in range(num_layers) if (layer + 1) % step}
+    return ExpertConfig(
+        num_experts=num_experts,
+        num_chosen=fields.integer("num_experts_per_tok", 1, num_experts, num_chosen),
+        intermediate_size=fields.integer("moe_intermediate_size", 1, MAX_WIDTH, inner),
+        normalises=fields.flag("norm_topk_prob", False),
+        dense_layers=tuple(sorted(dense_layers)),
+    )
+
+
+def glm4(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    """Read GLM 4.5's, chosen as DeepSeek V3's are."""
+    return _deepseek(fields.with_defaults(_GLM4), num_layers)
+
+
+def dots1(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    """Read those of dots.llm1, chosen likewise."""
+    return _deepseek(fields, num_layers)
+
+
+_GLM4 = {
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
+
+
+def _deepseek(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    num_experts = fields.integer("n_routed_experts", 1, MAX_EXPERTS)
+    num_groups = fields.integer("n_group", 1, num_experts, 1)
+    if num_experts % num_groups or (num_groups > 1 and num_experts // num_groups < 2):
+        raise fields.error("n_group", "must divide n_routed_experts into groups of two or more")
+    num_chosen_groups = fields.integer("topk_group", 1, num_groups, 1)
+    most = num_chosen_groups * (num_experts // num_groups)
+    inner = fields.integer("moe_intermediate_size", 1, MAX_WIDTH, 1408)
+    return ExpertConfig(
+        num_experts=num_experts,
+        num_chosen=fields.integer("num_experts_per_tok", 1, most),
+        intermediate_size=inner,
+        normalises=fields.flag("norm_topk_prob", False),
+        dense_layers=tuple(range(fields.integer("first_k_dense_replace", 0, num_layers, 0))),
+        scoring=Scoring.SIGMOID,
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen_groups,
+        scale=fields.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
+        shared_size=inner * fields.integer("n_shared_experts", 0, MAX_EXPERTS, 0),
+    )
+
+
+def olmoe(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    """Read OLMoE's, as wide as the feed-forward part of a dense model."""
+    return _olmo(fields, num_experts=64, num_chosen=8)
+
+
+def flex_olmo(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    """Read FlexOlmo's."""
+    return _olmo(fields, num_experts=7, num_chosen=5)
+
+
+def _olmo(fields: JsonFields, *, num_experts: int, num_chosen: int) -> ExpertConfig:
+    num_experts = _num_experts(fields, num_experts)
+    return ExpertConfig(
+        num_experts=num_experts,
+        num_chosen=fields.integer("num_experts_per_tok", 1, num_experts, min(num_chosen, num_experts)),
+        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
+        normalises=fields.flag("norm_topk_prob", False),
+    )
+
+
+def _num_experts(fields: JsonFields, default: int) -> int:
+    name = "num_experts" if fields.has("num_experts") else "num_local_experts"
+    return fields.integer(name, 1, MAX_EXPERTS, default)

@@ -1,0 +1,127 @@
+"""The names of tensors in the files of each family of decoders."""
+
+from dataclasses import replace
+
+from alignedserve.runtime.model.weight_names import ParameterNames
+
+LLAMA = ParameterNames(
+    prefixes=("model.", ""),
+    embedding="embed_tokens",
+    final_norm="norm",
+    lm_heads=("lm_head",),
+    layer="layers.{layer}.",
+    attention_norm="input_layernorm",
+    mlp_norm="post_attention_layernorm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    output="self_attn.o_proj",
+    gate_up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    query_norm="self_attn.q_norm",
+    key_norm="self_attn.k_norm",
+)
+# Its rotation turns neighbouring elements of a head.
+PAIRED_LLAMA = replace(LLAMA, interleaves_pairs=True)
+
+MIXTRAL = replace(
+    LLAMA,
+    router="block_sparse_moe.gate",
+    expert_gate_up=("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
+    expert_down="block_sparse_moe.experts.{expert}.w2",
+)
+
+QWEN3_MOE = replace(
+    LLAMA,
+    router="mlp.gate",
+    expert_gate_up=("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
+    expert_down="mlp.experts.{expert}.down_proj",
+)
+
+QWEN2_MOE = replace(
+    QWEN3_MOE,
+    shared_gate_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    shared_down="mlp.shared_expert.down_proj",
+    shared_gate="mlp.shared_expert_gate",
+)
+# With DeepSeek's way of choosing experts, and one that every token passes.
+GLM4_MOE = replace(
+    QWEN3_MOE,
+    router_correction="mlp.gate.e_score_correction_bias",
+    shared_gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    shared_down="mlp.shared_experts.down_proj",
+)
+
+MINIMAX_M2 = replace(MIXTRAL, router_correction="block_sparse_moe.e_score_correction_bias")
+GRANITE_MOE = replace(
+    LLAMA,
+    router="block_sparse_moe.router.layer",
+    expert_gate_up=("block_sparse_moe.input_linear.{expert}",),
+    expert_down="block_sparse_moe.output_linear.{expert}",
+    shared_gate_up=("shared_mlp.input_linear",),
+    shared_down="shared_mlp.output_linear",
+)
+
+PHI3 = replace(LLAMA, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+
+GEMMA3 = replace(
+    LLAMA,
+    prefixes=("model.", "language_model.model.", "model.language_model.", ""),
+    mlp_norm="pre_feedforward_layernorm",
+    attention_post_norm="post_attention_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+
+# Norms behind the parts of a layer alone.
+OLMO2 = replace(
+    LLAMA,
+    attention_norm="",
+    mlp_norm="",
+    attention_post_norm="post_attention_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+FLEX_OLMO = replace(
+    OLMO2,
+    router=QWEN3_MOE.router,
+    expert_gate_up=QWEN3_MOE.expert_gate_up,
+    expert_down=QWEN3_MOE.expert_down,
+)
+
+HUNYUAN = replace(LLAMA, query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm")
+
+COHERE = replace(PAIRED_LLAMA, mlp_norm="input_layernorm")
+
+GLM = replace(PAIRED_LLAMA, gate_up=("mlp.gate_up_proj",))
+GLM4 = replace(GLM, attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm")
+
+STARCODER2 = replace(LLAMA, gate_up=("mlp.c_fc",), down="mlp.c_proj")
+
+OPT = ParameterNames(
+    prefixes=("model.decoder.", "decoder."),
+    embedding="embed_tokens",
+    final_norm="final_layer_norm",
+    lm_heads=("lm_head",),
+    layer="layers.{layer}.",
+    attention_norm="self_attn_layer_norm",
+    mlp_norm="final_layer_norm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    output="self_attn.out_proj",
+    gate_up=("fc1",),
+    down="fc2",
+    positions="embed_positions",
+    project_in="project_in",
+    project_out="project_out",
+)
+
+GPT_NEOX = ParameterNames(
+    prefixes=("gpt_neox.", ""),
+    embedding="embed_in",
+    final_norm="final_layer_norm",
+    lm_heads=("embed_out", "lm_head"),
+    layer="layers.{layer}.",
+    attention_norm="input_layernorm",
+    mlp_norm="post_attention_layernorm",
+    qkv=("attention.query_key_value",),
+    interleaves_heads=True,
+    output="attention.dense",
+    gate_up=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+)

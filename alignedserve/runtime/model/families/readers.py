@@ -1,0 +1,149 @@
+"""Readers of config.json: one for most families, whose form says what is not as in Llama, and those of older ones."""
+
+import math
+from dataclasses import replace
+
+from alignedserve.core.errors import UnsupportedModel
+from alignedserve.core.json_fields import JsonFields
+from alignedserve.runtime.model.families.form import FamilyForm, holds
+from alignedserve.runtime.model.hf_fields import (
+    MAX_VOCABULARY,
+    MAX_WIDTH,
+    Sizes,
+    default_head_dim,
+    read_activation,
+    read_dtype,
+    read_num_kv_heads,
+    read_sizes,
+)
+from alignedserve.runtime.model.model_config import Activation, HeadNormKind, ModelConfig, NormKind, RopeConfig
+from alignedserve.runtime.model.rope_fields import longest_context_len, read_rope, read_rope_pair
+
+
+def read_decoder(fields: JsonFields, model_type: str, form: FamilyForm) -> ModelConfig:
+    """Read the config of a family that `form` describes."""
+    fields = fields.with_defaults(dict(form.defaults)) if form.defaults else fields
+    for name in form.refused:
+        if fields.is_set(name):
+            raise UnsupportedModel(f"{name} of {model_type} is not supported.")
+    sizes = read_sizes(fields, model_type)
+    num_heads, num_layers = sizes["num_heads"], sizes["num_layers"]
+    head_dim = _head_dim(fields, sizes, form)
+    window, windowed = form.windows.read(fields, num_layers)
+    rope, windowed_rope = _ropes(fields, head_dim, form)
+    sizes["max_position_embeddings"] = longest_context_len(fields, rope)
+    config = ModelConfig(
+        **sizes,
+        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
+        num_kv_heads=read_num_kv_heads(fields, num_heads, form.num_kv_heads or num_heads),
+        head_dim=head_dim,
+        activation=read_activation(fields, form.activation.name, str(form.activation.default)),
+        norm=form.norm,
+        norm_eps=fields.number(form.norm_eps.name, 0.0, 1.0, float(form.norm_eps.default)),
+        embedding_size=sizes["hidden_size"],
+        rope=rope,
+        windowed_rope=windowed_rope,
+        sliding_window=window,
+        windowed_layers=windowed,
+        unrotated_layers=() if form.unrotated is None else form.unrotated(fields, num_layers, windowed),
+        is_gated=form.is_gated,
+        has_qkv_bias=holds(form.qkv_bias, fields),
+        has_output_bias=holds(form.output_bias, fields),
+        has_mlp_bias=form.experts is None and holds(form.mlp_bias, fields),
+        head_norm=form.head_norm if holds(form.has_head_norm, fields) else HeadNormKind.NONE,
+        has_input_norms=form.has_input_norms,
+        has_post_norms=form.has_post_norms,
+        has_parallel_residual=holds(form.parallel_residual, fields),
+        has_one_input_norm=form.names.mlp_norm == form.names.attention_norm,
+        ties_embeddings=fields.flag("tie_word_embeddings", form.ties_embeddings),
+        experts=None if form.experts is None else form.experts(fields, num_layers),
+    )
+    return config if form.adapt is None else form.adapt(config, fields)
+
+
+def _head_dim(fields: JsonFields, sizes: Sizes, form: FamilyForm) -> int:
+    if fields.has("head_dim") or form.head_dim is not None:
+        return fields.integer("head_dim", 1, MAX_WIDTH, form.head_dim)
+    return default_head_dim(fields, sizes)
+
+
+def _ropes(fields: JsonFields, head_dim: int, form: FamilyForm) -> tuple[RopeConfig, RopeConfig | None]:
+    if form.has_rope_pair:
+        return read_rope_pair(fields, head_dim, thetas=(form.theta, form.windowed_theta))
+    default = fields.integer("rotary_dim", 1, head_dim, head_dim) / head_dim if fields.has("rotary_dim") else None
+    rotated = fields.number(form.rotated.name, 0.0, 1.0, default or float(form.rotated.default))
+    return read_rope(fields, head_dim, default_fraction=rotated, default_theta=form.theta), None
+
+
+def read_opt(fields: JsonFields, model_type: str, form: FamilyForm) -> ModelConfig:
+    """Read OPT's config."""
+    sizes = read_sizes(fields, model_type)
+    if not fields.flag("layer_norm_elementwise_affine", True):
+        raise UnsupportedModel("OPT without layer norm weights (layer_norm_elementwise_affine) is not supported.")
+    is_norm_first = fields.flag("do_layer_norm_before", True)
+    has_bias = fields.flag("enable_bias", True)
+    return ModelConfig(
+        **sizes,
+        intermediate_size=fields.integer("ffn_dim", 1, MAX_WIDTH),
+        num_kv_heads=sizes["num_heads"],
+        head_dim=default_head_dim(fields, sizes),
+        activation=read_activation(fields, "activation_function", "relu"),
+        norm=NormKind.LAYER,
+        norm_eps=1e-5,
+        embedding_size=fields.integer("word_embed_proj_dim", 1, MAX_WIDTH, sizes["hidden_size"]),
+        position_offset=2,
+        is_gated=False,
+        has_qkv_bias=has_bias,
+        has_output_bias=has_bias,
+        has_mlp_bias=has_bias,
+        is_norm_first=is_norm_first,
+        has_final_norm=is_norm_first and not fields.flag("_remove_final_layer_norm", False),
+        ties_embeddings=fields.flag("tie_word_embeddings", True),
+    )
+
+
+def read_with_images(fields: JsonFields, model_type: str, form: FamilyForm) -> ModelConfig:
+    """Read the text part of a model that sees as well; what holds for both parts stands outside."""
+    text = fields.section("text_config")
+    if text is None:
+        raise fields.error("text_config", "is missing")
+    shared = {
+        "dtype": read_dtype(fields, "bfloat16"),
+        "eos_token_id": list(fields.token_ids("eos_token_id", MAX_VOCABULARY)),
+    }
+    return read_decoder(text.with_defaults(shared), model_type, form)
+
+
+# --- what is added
+
+
+def granite(config: ModelConfig, fields: JsonFields) -> ModelConfig:
+    """Add Granite's multipliers."""
+    multiplier = fields.number("attention_multiplier", 1e-6, 1e6, 1.0)
+    return replace(
+        config,
+        embedding_multiplier=fields.number("embedding_multiplier", 1e-6, 1e6, 1.0),
+        query_multiplier=multiplier * math.sqrt(config.head_dim),
+        residual_multiplier=fields.number("residual_multiplier", 1e-6, 1e6, 1.0),
+        logits_divisor=fields.number("logits_scaling", 1e-6, 1e6, 1.0),
+    )
+
+
+def gemma(config: ModelConfig, fields: JsonFields) -> ModelConfig:
+    """Add Gemma's multiplier of embeddings; its first configs say gelu and mean the approximation."""
+    return replace(config, activation=Activation.GELU_TANH, embedding_multiplier=math.sqrt(config.hidden_size))
+
+
+def gemma3(config: ModelConfig, fields: JsonFields) -> ModelConfig:
+    """Add Gemma 3's multipliers."""
+    width = fields.number("query_pre_attn_scalar", 1e-3, 1e6, 256.0)
+    return replace(
+        config,
+        embedding_multiplier=math.sqrt(config.hidden_size),
+        query_multiplier=math.sqrt(config.head_dim / width),
+    )
+
+
+def cohere(config: ModelConfig, fields: JsonFields) -> ModelConfig:
+    """Add Cohere's scale of logits."""
+    return replace(config, logits_divisor=1.0 / fields.number("logit_scale", 1e-6, 1e6, 0.0625))

@@ -1,0 +1,25 @@
+"""The order of a head's rows: as files have them, and as the kernels do."""
+
+import torch
+from torch import Tensor
+
+from alignedserve.runtime.model.model_config import ModelConfig
+
+
+def pairs_apart(rows: Tensor, config: ModelConfig) -> Tensor:
+    """Reorder rows of heads [heads * head_dim, ...] where a rotated pair is neighbours: the kernels have its two rows
+    half of the rotated ones apart.
+
+    Example: of a head of 6 rows, 4 of them rotated, come rows 0, 2, 1, 3, 4, 5.
+    """
+    rotated = config.head_dim if config.rope is None else config.rope.rotary_dim
+    order = torch.arange(config.head_dim, device=rows.device)
+    order[:rotated] = torch.cat([order[:rotated:2], order[1:rotated:2]])
+    heads = rows.view(-1, config.head_dim, *rows.shape[1:])
+    return heads[:, order].reshape(rows.shape)
+
+
+def heads_to_qkv(rows: Tensor, config: ModelConfig) -> Tensor:
+    """Reorder rows [num_heads, 3, head_dim] to [3, num_heads, head_dim]."""
+    shape = (config.num_heads, 3, config.head_dim, -1)
+    return rows.view(shape).transpose(0, 1).reshape(rows.shape)

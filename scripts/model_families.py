@@ -1,0 +1,72 @@
+"""Writes the table of families in docs/models.md from the table in the code: python -m scripts.model_families."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from alignedserve.runtime.model.families.form import FamilyForm
+from alignedserve.runtime.model.families.table import FAMILIES
+from alignedserve.runtime.model.model_config import HeadNormKind, NormKind
+
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+_PLACE = re.compile(r"(?<=^<!-- table: families -->\n\n)(?:\|.*\n)*", re.MULTILINE)
+_HEAD_NORMS = {
+    HeadNormKind.HEADS: "QK norm by head",
+    HeadNormKind.ROTATED_HEADS: "QK norm after RoPE",
+    HeadNormKind.WHOLE: "QK norm over all heads",
+}
+
+
+def table() -> str:
+    """Return the table: families of one title in a row."""
+    types: dict[str, list[str]] = {}
+    for model_type, form in FAMILIES.items():
+        types.setdefault(form.title, []).append(model_type)
+    rows = [
+        f"| {title} | {', '.join(f'`{one}`' for one in own)} | {', '.join(beyond_llama(FAMILIES[own[0]]))} |"
+        for title, own in types.items()
+    ]
+    return "\n".join(["| family | `model_type` | beyond Llama's decoder |", "|---|---|---|", *rows]) + "\n"
+
+
+def beyond_llama(form: FamilyForm) -> Iterator[str]:
+    """Walk what a family has otherwise than Llama."""
+    if form.names.positions:
+        yield "learned positions"
+    if form.windows.layers is not None:
+        yield "sliding windows"
+    if form.unrotated is not None:
+        yield "NoPE layers"
+    if form.names.interleaves_pairs:
+        yield "interleaved RoPE"
+    if form.rotated.default != 1.0:
+        yield "partial RoPE"
+    if form.head_norm in _HEAD_NORMS:
+        yield _HEAD_NORMS[form.head_norm]
+    if form.experts is not None:
+        yield "experts"
+    if form.names.router_correction:
+        yield "sigmoid routing"
+    if form.names.shared_down:
+        yield "shared expert"
+    if form.names.positions or form.norm in (NormKind.LAYER, NormKind.UNSHIFTED_LAYER):
+        yield "layer norms"
+    if not form.has_input_norms:
+        yield "post-norms alone"
+    elif form.has_post_norms:
+        yield "post-norms too"
+    if form.parallel_residual:
+        yield "parallel residual"
+    if not form.is_gated or form.names.positions:
+        yield "no gates"
+    if form.adapt is not None:
+        yield "multipliers"
+
+
+def with_table(page: str) -> str:
+    """Return the page with the table as the code has it now."""
+    return _PLACE.sub(lambda _: table(), page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))

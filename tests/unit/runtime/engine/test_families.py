@@ -1,0 +1,60 @@
+"""Families whose parts others have too, against transformers: all of it equal, whatever shares a pass."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from alignedserve.runtime.model.families.table import FAMILIES
+from alignedserve.runtime.model.hf_config import read_model_config
+from tests.support.tiny_engines import (
+    LogitsProbe,
+    TinyEngine,
+    random_tokens,
+    reference_generation,
+    tiny_decoder,
+)
+from tests.support.tiny_models import LATER_FAMILIES, TINY_MODELS, make_tiny_model
+
+PROMPTS = {"a": 41, "b": 7, "c": 22}
+
+
+@pytest.fixture(scope="module", params=list(LATER_FAMILIES))
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, make_tiny_model(folder, request.param)
+
+
+def test_logits_equal_transformers_in_every_mixture(made: tuple[Path, Any]) -> None:
+    folder, reference = made
+    tokens = {name: random_tokens(seed, length) for seed, (name, length) in enumerate(PROMPTS.items())}
+    probe = LogitsProbe(tiny_decoder(folder), 4)
+    for name, ids in tokens.items():
+        probe.add(name, ids)
+    probe.step(a=5, b=7)
+    probe.step(a=1, c=13)
+    probe.step(c=1, a=11)
+    for _ in range(8):
+        probe.step(a=1, c=1)
+    probe.step(a=16)
+    for name, ids in tokens.items():
+        with torch.no_grad():
+            expected = reference(torch.tensor([ids])).logits[0].double()
+        tolerance = 1e-5 * float(expected.abs().max())
+        torch.testing.assert_close(probe.logits(name).double(), expected, rtol=0.0, atol=tolerance)
+
+
+def test_answers_and_sizes_equal_those_of_transformers(made: tuple[Path, Any]) -> None:
+    folder, reference = made
+    assert read_model_config(folder).num_parameters == sum(one.numel() for one in reference.parameters())
+    prompt = random_tokens(1, 30)
+    tiny = TinyEngine(tiny_decoder(folder))
+    tiny.add("a", prompt)
+    tiny.generate("a", 24)
+    assert tiny.tokens("a")[len(prompt) :] == reference_generation(reference, prompt, 24)
+
+
+def test_every_family_is_compared() -> None:
+    names = {*TINY_MODELS, *LATER_FAMILIES}
+    assert set(FAMILIES) - {"gemma3"} <= names  # its text part is gemma3_text's
