@@ -3,11 +3,14 @@
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from typing_extensions import override
+
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BatchId, BlockId, RequestId
-from alignedserve.core.request import Request, RequestClass
+from alignedserve.core.request import Request, RequestClass, SampledToken
 from alignedserve.messages.fields import NO_BATCH
-from alignedserve.messages.iterations import BlockCopied, BlockReplacement
+from alignedserve.messages.gateways import TokenDelta
+from alignedserve.messages.iterations import BlockCopied, BlockReplacement, delta_of
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachingAllocator
 from alignedserve.prefix_cache.contexts import CachedContext, PrefixCache
@@ -28,6 +31,18 @@ class HeldRequest(WorkerRequest):
     is_finished: bool = False  # it has had its last token, or has failed
     batch_id: BatchId = NO_BATCH  # that it came in, on a decode worker
     context: CachedContext | None = None  # None: it shares nothing
+
+    @override
+    def append(self, token: SampledToken, eos_token_ids: frozenset[int]) -> TokenDelta:
+        """Add the next token."""
+        index = len(self.generated_token_ids)
+        if not index:
+            return WorkerRequest.append(self, token, eos_token_ids)
+        self.generated_token_ids.append(
+            token.token_id
+        )  # not by super(): this runs for every request in every iteration
+        self.context_len += 1
+        return delta_of(self.request, token, index, eos_token_ids)
 
     @property
     def can_outlast_router(self) -> bool:

@@ -1,6 +1,6 @@
 """Performs a policy's plan on the requests of a worker: frees and allocates blocks, and informs the engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from alignedserve.core.ids import BlockId, RequestId
@@ -45,11 +45,14 @@ class PlanPerformer:
     def perform(self, plan: IterationPlan, members: tuple[HeldRequest, ...], now: float) -> RunIteration:
         """Allocate and free blocks by the plan; return the command for the engine. `members`: the scheduled ones."""
         swaps = _Swaps(list(self.evict(plan.evictions, now)), [])
-        for tracked in members:
-            if not tracked.is_in_engine:
-                self._held.share_cached(tracked)
+        entering = [tracked for tracked in members if not tracked.is_in_engine]
+        for tracked in entering:
+            self._held.share_cached(tracked)
         joined = {part.row: self._share(part) for part in plan.shares}
-        entered = self._enter(plan.scheduled, members, joined, swaps)
+        grows = self._state.grows()
+        entered = _Entered((), ())
+        if entering or any(grows):
+            entered = self._enter(zip(plan.scheduled, members, grows, strict=True), joined, swaps)
         for row in plan.uploads:
             self._bring_in(self._held.of_row(row), self._state.upload(row), (), swaps)
         removals, forgotten = self._held.take_removals(), self._held.take_forgotten()
@@ -73,16 +76,16 @@ class PlanPerformer:
 
     def _enter(
         self,
-        scheduled: Sequence[ScheduledRequest],
-        members: Sequence[HeldRequest],
+        scheduled: Iterable[tuple[ScheduledRequest, HeldRequest, bool]],
         joined: Mapping[int, tuple[BlockId, ...]],
         swaps: _Swaps,
     ) -> _Entered:
-        """Give the scheduled requests their blocks; `joined`: the blocks of others, by the rows that share them now."""
+        """Give the scheduled requests their blocks, if they may grow; `joined`: the blocks of others, by the rows that
+        share them now."""
         additions: list[Addition] = []
         extensions: list[tuple[RequestId, tuple[BlockId, ...]]] = []
         table = self._state.table
-        for part, tracked, grows in zip(scheduled, members, self._state.grows(), strict=True):
+        for part, tracked, grows in scheduled:
             if tracked.is_in_engine and not grows:  # as most decodes, in most iterations
                 continue
             request_id, num_cached = tracked.request.request_id, int(table.num_cached[part.row])

@@ -11,6 +11,7 @@ from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.transfers.transports import AUTO
+from alignedserve.worker_core.compute_meter import ComputeMeter
 from alignedserve.worker_core.request_notes import Phases, WorkerNotes
 from decode_worker.iteration_log_writer import try_write_iterations
 from decode_worker.logic import DecodeEvent, DecodeLogic, WorkCommand
@@ -41,6 +42,7 @@ class DecodeWorker:
             process_spec.recorder(make),
             executor.prepare,
             WorkerNotes(logic.waiting, Phases.DECODE) if process_spec.notes_requests else None,
+            meter=ComputeMeter(),
         )
 
     async def start(self, *, router_at: str, pool_at: str) -> None:

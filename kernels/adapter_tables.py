@@ -7,7 +7,9 @@ An adapter has one table in the device's memory, int64 [sites, SITE_WORDS]:
     3 modules    each its first column in the product, its columns (0: there is none), its ranks, the first of them,
                  and the address of scale * B, float32 [columns, ranks]
 
-A tile is int64 [TILE_WORDS]: the address of a table, the first of its rows among the sorted ones, their number.
+A tile is int64 [TILE_WORDS]: the address of a table, the first of its rows among the sorted ones, their number. Before
+the tiles of a pass are two of other words: how many have rows, and the most ranks of a product; then the queue of a
+launch, zeros before and after it: items of work that were taken, products with A that are done, programs that are.
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from kernels.cpu.lora import LoraModule
 MOST_MODULES = 3  # of a product: queries, keys, values
 MODULES_AT, MODULE_WORDS = 2, 5
 SITE_WORDS = MODULES_AT + MOST_MODULES * MODULE_WORDS
-TILE_WORDS = 3
+TILE_WORDS, HEAD_TILES = 3, 2
 
 IntArray = npt.NDArray[np.int64]
 
@@ -81,15 +83,16 @@ def num_tiles(counts: Sequence[int], tile_rows: int) -> int:
     return sum(-(-count // tile_rows) for count in counts)
 
 
-def cut_tiles(addresses: Sequence[int], ends: Sequence[int], tile_rows: int, count: int) -> IntArray:
-    """Cut sorted rows into `count` tiles; the last ones may have no rows.
+def cut_tiles(addresses: Sequence[int], ends: Sequence[int], tile_rows: int, count: int, most_ranks: int) -> IntArray:
+    """Cut sorted rows into `count` tiles, behind their head; the last ones may have no rows.
 
     Group i: the adapter at addresses[i], rows [ends[i - 1], ends[i]).
     """
-    tiles = np.zeros((count, TILE_WORDS), np.int64)
-    at = 0
+    tiles = np.zeros((HEAD_TILES + count, TILE_WORDS), np.int64)
+    at = HEAD_TILES
     for address, (first, last) in zip(addresses, pairwise([0, *ends]), strict=True):
         for begin in range(first, last, tile_rows):
             tiles[at] = address, begin, min(tile_rows, last - begin)
             at += 1
+    tiles[0, :2] = at - HEAD_TILES, most_ranks
     return tiles

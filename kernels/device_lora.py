@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.adapter_tables import MOST_MODULES, AdapterTable, IntArray, cut_tiles, num_tiles
-from kernels.addend_layout import LayerProduct, ProductShape
+from kernels.adapter_tables import AdapterTable, IntArray, cut_tiles, num_tiles
 from kernels.addends import Addends
 from kernels.gpu_dispatch import fused_kernels
 from kernels.linear import AdaptableProjection
@@ -24,17 +23,9 @@ _RANKS = 16  # see kernels.gpu.lora
 _NO_ROWS = np.empty(0, np.int64)
 
 
-class DeviceProducts(NamedTuple):
-    """What multiplies the matrices of a model's adapters."""
-
-    shapes: tuple[ProductShape, ...]  # of a layer's products
-    kernels: Any  # the module kernels.gpu.lora
-
-
-def device_products(shapes: Sequence[ProductShape], dtype: torch.dtype, device: torch.device) -> DeviceProducts | None:
-    """Return what multiplies inputs of this dtype on a device; None: it has no such kernels."""
-    kernels = fused_kernels("lora", device, dtype)
-    return None if kernels is None else DeviceProducts(tuple(shapes), kernels)
+def device_kernels(dtype: torch.dtype, device: torch.device) -> Any | None:
+    """Return the module that multiplies inputs of this dtype on a device; None: it has no such kernels."""
+    return fused_kernels("lora", device, dtype)
 
 
 class DevicePlan:
@@ -42,14 +33,17 @@ class DevicePlan:
 
     def __init__(
         self,
-        products: DeviceProducts,
+        kernels: Any,
         num_rows: int,
         tables: Sequence[AdapterTable] = (),
         ends: Sequence[int] = (),
         places: IntArray = _NO_ROWS,
     ) -> None:
-        """Group i: rows places[ends[i - 1] : ends[i]] of a pass of `num_rows` have tables[i]; maybe there is none."""
-        self._products = products
+        """Group i: rows places[ends[i - 1] : ends[i]] of a pass of `num_rows` have tables[i]; maybe there is none.
+
+        `kernels`: see device_kernels.
+        """
+        self._kernels = kernels
         self._tile_rows = _SMALL_TILE if num_rows <= GRAPH_ROWS else _LARGE_TILE
         counts = np.diff([0, *ends]).tolist()
         needed = num_tiles(counts, self._tile_rows)
@@ -61,35 +55,26 @@ class DevicePlan:
         padded = np.zeros(num_rows, np.int64)
         padded[: len(places)] = places
         addresses = [table.address for table in tables]
-        tiles = cut_tiles(addresses, ends, self._tile_rows, recorded if self.is_of_a_graph else needed)
+        count = recorded if self.is_of_a_graph else needed
+        tiles = cut_tiles(addresses, ends, self._tile_rows, count, own_ranks)
         self.host_arrays = (padded, tiles)
 
     def bound(self, tensors: Sequence[Tensor]) -> "DeviceRows":
         """Return the rows. `tensors`: the host arrays on the device, flat or not."""
         places, tiles = tensors
         tiles = tiles.view(self.host_arrays[1].shape)
-        return DeviceRows(
-            self._products.kernels.RowTiles(places, tiles, self._tile_rows, self._num_ranks), self._products
-        )
+        return DeviceRows(self._kernels.RowTiles(places, tiles, self._tile_rows, self._num_ranks), self._kernels)
 
 
 class DeviceRows(NamedTuple):
     """The rows of one pass that have an adapter."""
 
     rows: Any  # RowTiles of kernels.gpu.lora
-    products: DeviceProducts
+    kernels: Any
 
     def product(self, site: int, multiply: AdaptableProjection, x: Tensor) -> Tensor:
         """Multiply x [rows, in_width] of the whole pass, with what the adapters add to this product."""
-        shapes, kernels = self.products
-        shape, is_qkv = shapes[site % len(shapes)], site % len(shapes) == LayerProduct.QKV
-        num_modules = MOST_MODULES if is_qkv else 1 + shape.is_gated
-        sums = kernels.shrink(x, site, self.rows)
-
-        def add(product: Tensor) -> None:
-            kernels.expand(sums, site, self.rows, product, shape.out_width, num_modules)
-
-        return multiply(x, Addends.by_device(add))
+        return multiply(x, Addends.by_device(lambda product: self.kernels.add_adapters(product, x, site, self.rows)))
 
     def part(self, first: int, last: int) -> "DeviceRows":
         """Return the rows of a part of the pass, which is all of it: on a device nothing is cut."""

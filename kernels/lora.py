@@ -19,7 +19,7 @@ from kernels.addend_layout import LayerProduct, ProductShape, site_of
 from kernels.addends import Addends
 from kernels.cpu.decode_pass import PassAdapters
 from kernels.cpu.lora import LoraModule, NativeAdapter, NativeGroups, lora_levels
-from kernels.device_lora import DevicePlan, DeviceRows, device_products
+from kernels.device_lora import DevicePlan, DeviceRows, device_kernels
 from kernels.linear import AdaptableProjection
 
 PLAIN = "torch"  # PyTorch's own products
@@ -35,12 +35,12 @@ class AdapterMatrices:
         `lora_levels`, or PLAIN; empty: the best."""
         is_taken = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
         self.shapes = tuple(shapes)
-        self.device_products = None if level else device_products(shapes, dtype, device)
-        has_native = level != PLAIN and is_taken and bool(lora_levels()) and self.device_products is None
+        self.device_kernels = None if level else device_kernels(dtype, device)
+        has_native = level != PLAIN and is_taken and bool(lora_levels()) and self.device_kernels is None
         num_sites = num_layers * len(self.shapes)
         self.has_site = [False] * num_sites  # whether it adds anything to the product
         self.native = NativeAdapter(num_sites, level=level or None) if has_native else None
-        self.table = None if self.device_products is None else AdapterTable(num_sites, device)
+        self.table = None if self.device_kernels is None else AdapterTable(num_sites, device)
         self.num_bytes = 0
         self._device = device
         self._sites: list[tuple[LoraModule, ...]] = [()] * num_sites
@@ -186,9 +186,9 @@ class AdapterRows:
         return PassAdapters(tuple(groups), tuple(of_rows), at_site, [shape.addend_width for shape in first.shapes])
 
     def _device_plan(self, places: IntArray) -> DevicePlan | None:
-        products = self._used[0].device_products
+        kernels = self._used[0].device_kernels
         tables = [adapter.table for adapter in self._used if adapter.table is not None]
-        return None if products is None else DevicePlan(products, len(self._indices), tables, self._ends, places)
+        return None if kernels is None else DevicePlan(kernels, len(self._indices), tables, self._ends, places)
 
     def _at(self, site: int) -> "AdapterRows | None":
         """Return the rows whose adapters add to this product; None: there are none."""

@@ -11,6 +11,7 @@ from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.lending_copier import LendingCopier
+from alignedserve.worker_core.compute_meter import ComputeMeter
 from alignedserve.worker_core.request_notes import Phases, WorkerNotes
 from prefill_worker.logic import PrefillEvent, PrefillLogic, WorkCommand
 
@@ -40,6 +41,7 @@ class PrefillWorker:
             process_spec.recorder(make),
             executor.prepare,
             WorkerNotes(logic.waiting, Phases.PREFILL) if process_spec.notes_requests else None,
+            meter=ComputeMeter(),
         )
 
     async def start(self, *, listen_at: str, router_at: str, pool_at: str) -> None:

@@ -46,8 +46,14 @@ class ClusterLineRunner:
                 body = await self._body(job, generation)
             except GenerationError as error:
                 return _failure(line, error, has_started=generation.has_started)
-        num_prompt_tokens, num_cached_tokens = job.request.num_prompt_tokens, generation.num_cached_tokens
-        return LineResponse(200, body, num_prompt_tokens, generation.num_generated_tokens, num_cached_tokens)
+        return LineResponse(
+            200,
+            body,
+            job.request.num_prompt_tokens,
+            generation.num_generated_tokens,
+            generation.num_cached_tokens,
+            generation.compute_us,
+        )
 
     async def _body(self, job: LineJob, generation: Generation) -> bytes:
         if job.make_event_formatter is None or self._events is None:

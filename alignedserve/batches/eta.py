@@ -28,8 +28,9 @@ import msgspec
 
 from alignedserve.batches.line_slots import ModelShares
 from alignedserve.batches.records import BatchRecord, Eta, Progress, Risk, StoredRecord
-from alignedserve.batches.schedule import ALWAYS, Schedule, schedule_of
+from alignedserve.batches.schedule import schedule_of
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.hours import ALWAYS, Schedule
 
 _SLOWER, _FASTER = 0.8, 1.25
 _BYTES_PER_TOKEN = 4.0

@@ -126,6 +126,7 @@ class LineResponse:
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0  # of `input_tokens`, from the prefix cache
+    compute_us: int = 0  # microseconds that workers computed for it
 
     @property
     def is_success(self) -> bool:

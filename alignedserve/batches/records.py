@@ -105,11 +105,12 @@ class Counts(StoredRecord, frozen=True):
 
 
 class Usage(StoredRecord, frozen=True):
-    """Tokens of lines that have a response."""
+    """Tokens of lines that have a response, and what workers computed for them."""
 
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0  # of `input_tokens`, from the prefix cache
+    compute_us: int = 0  # microseconds that workers computed for them
 
 
 class Risk(enum.Enum):
@@ -153,6 +154,7 @@ class BatchTotals(StoredRecord, frozen=True):
     cancelled: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
+    compute_us: int = 0
     num_waiting: int = 0  # lines of batches that are not over
     num_in_flight: int = 0
     num_batches: dict[str, int] = {}  # by status, those that are not over
@@ -170,6 +172,7 @@ class BatchTotals(StoredRecord, frozen=True):
             cancelled=self.cancelled + counts.cancelled,
             input_tokens=self.input_tokens + usage.input_tokens,
             output_tokens=self.output_tokens + usage.output_tokens,
+            compute_us=self.compute_us + usage.compute_us,
         )
 
 

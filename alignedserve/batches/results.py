@@ -20,8 +20,8 @@ def response_record(
     shown = {"status_code": response.status_code, "request_id": request_id, "body": orjson.Fragment(response.body)}
     outcome = LineOutcome.COMPLETED if response.is_success else LineOutcome.FAILED
     payload = _payload(batch_id, line, custom_id, shown, None)
-    tokens = (response.input_tokens, response.output_tokens, response.cached_tokens)
-    return ResultRecord(line, outcome, payload, *tokens)
+    used = (response.input_tokens, response.output_tokens, response.cached_tokens, response.compute_us)
+    return ResultRecord(line, outcome, payload, *used)
 
 
 def failed_record(batch_id: BatchKey, line: int, custom_id: str, reason: str) -> ResultRecord:

@@ -175,7 +175,13 @@ class BatchRun:
         progress, owner = self.progress, KeyRing().owned_by(self.record.owner.partition("/")[0]).name
         model = self.record.model or (SEVERAL_MODELS if self.record.num_lines else "")
         usage = progress.usage
-        counts = UsageCounts(progress.counts.completed, usage.input_tokens, usage.cached_tokens, usage.output_tokens)
+        counts = UsageCounts(
+            progress.counts.completed,
+            usage.input_tokens,
+            usage.cached_tokens,
+            usage.output_tokens,
+            usage.compute_us,
+        )
         if counts != self._counted:
             subject = UsageSubject(owner, model, BATCH)
             await self._context.stores.repository.usage.count_batch(self.record.batch_id, subject, counts, time.time())

@@ -6,44 +6,16 @@ forward or back, the batch begins or stops an hour earlier or later, and no line
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import NamedTuple
 
-from alignedserve.batches.hours import Hours, parse_hours
 from alignedserve.batches.records import BatchRecord
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.hours import ALWAYS, Hours, Schedule, parse_hours
 
 _PAUSED = "paused by its owner"
 _HOUR_S, _MINUTE_S = 3600.0, 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """The times at which lines may start."""
-
-    not_before_s: float = 0.0  # Unix seconds
-    hours: Hours | None = None  # None: at any hour
-
-    def is_open(self, now: float) -> bool:
-        """Return whether lines may start at this Unix time."""
-        return now >= self.not_before_s and (self.hours is None or self.hours.is_open(now))
-
-    def open_seconds(self, start_s: float, end_s: float) -> float:
-        """Return for how much of the time between two Unix times lines may start; at most two weeks."""
-        start_s = max(start_s, self.not_before_s)
-        if self.hours is None:
-            return max(0.0, end_s - start_s)
-        return self.hours.open_seconds(start_s, end_s)
-
-    def after(self, start_s: float, open_s: float) -> float:
-        """Return when it has been open for this long since `start_s`; with 0: when lines may start next."""
-        start_s = max(start_s, self.not_before_s)
-        return start_s + open_s if self.hours is None else self.hours.after(start_s, open_s)
-
-
-ALWAYS = Schedule()
 
 
 def schedule_of(record: BatchRecord) -> Schedule:

@@ -87,6 +87,11 @@ class _BatchCollector(Collector):
         tokens.add_metric(["input"], totals.input_tokens)
         tokens.add_metric(["output"], totals.output_tokens)
         yield tokens
+        yield CounterMetricFamily(
+            "alignedserve_batch_compute_seconds",
+            "Seconds that workers computed for lines that ended.",
+            value=totals.compute_us / 1e6,
+        )
         for name, help_text, field in _GAUGES:
             yield GaugeMetricFamily(name, help_text, value=float(getattr(totals, field)))
         batches = GaugeMetricFamily("alignedserve_batches", "Batches that are not over.", labels=["status"])

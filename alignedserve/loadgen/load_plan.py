@@ -140,6 +140,8 @@ def _traffic_class(spec: ClassSpec) -> TrafficClass:
         "predict": spec.prediction is not None,
         "turns": spec.turns > 1,
         "instruction": spec.instruction is not None,
+        "hours": spec.hours is not None,
+        "not_before": spec.not_before_s > 0,
     }
     for key, is_set in unsent.items():
         if is_set:

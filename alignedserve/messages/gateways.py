@@ -179,6 +179,9 @@ class TokensEmitted(Message, frozen=True):
     """Worker to gateway, one per iteration: all new tokens of that gateway's requests."""
 
     deltas: tuple[TokenDelta, ...]
+    # Of each delta's request, since the last message about it: that the worker computed. Empty: it does not measure.
+    # A delta without tokens and end tells nothing else.
+    compute_s: tuple[Seconds, ...] = ()
 
 
 class PromptScored(Message, frozen=True):
@@ -187,3 +190,4 @@ class PromptScored(Message, frozen=True):
     request_id: RequestId
     first_position: Count  # position in the prompt of the first entry (the very first token has none)
     entries: tuple[TokenLogprob, ...]
+    compute_s: Seconds = 0.0  # as in TokensEmitted

@@ -12,8 +12,7 @@ from alignedserve.core.ids import BlockId, LeaseId, RequestId
 from alignedserve.core.progress import finish_reason
 from alignedserve.core.request import FinishReason, Request, SampledToken, TokenLogprob
 from alignedserve.messages.caches import ArenaOffered, BlockCopy, BlockRun
-from alignedserve.messages.events import SendTo
-from alignedserve.messages.gateways import TokenDelta, TokensEmitted
+from alignedserve.messages.gateways import TokenDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,12 +248,12 @@ def delta_of(
     return TokenDelta(request.request_id, index, (token.token_id,), logprobs, finished, num_cached_tokens)
 
 
-def joined(deltas: list[tuple[str, TokenDelta]]) -> list[tuple[str, TokenDelta]]:
+def joined(deltas: list[TokenDelta]) -> list[TokenDelta]:
     """Make one delta of those of a request that follow one another; none of them but the last ends it."""
-    results: list[tuple[str, TokenDelta]] = []
-    for address, delta in deltas:
-        if results and results[-1][1].request_id == delta.request_id:
-            _, before = results.pop()
+    results: list[TokenDelta] = []
+    for delta in deltas:
+        if results and results[-1].request_id == delta.request_id:
+            before = results.pop()
             token_ids = before.token_ids + delta.token_ids
             delta = msgspec.structs.replace(
                 delta,
@@ -263,13 +262,5 @@ def joined(deltas: list[tuple[str, TokenDelta]]) -> list[tuple[str, TokenDelta]]
                 logprobs=before.logprobs + delta.logprobs,
                 num_cached_tokens=before.num_cached_tokens + delta.num_cached_tokens,
             )
-        results.append((address, delta))
+        results.append(delta)
     return results
-
-
-def group_by_gateway(deltas: list[tuple[str, TokenDelta]]) -> list[SendTo]:
-    """Group deltas into one TokensEmitted per gateway address, in order of first appearance."""
-    grouped: dict[str, list[TokenDelta]] = {}
-    for address, delta in deltas:
-        grouped.setdefault(address, []).append(delta)
-    return [SendTo(address, TokensEmitted(tuple(items))) for address, items in grouped.items()]

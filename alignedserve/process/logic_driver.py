@@ -135,6 +135,22 @@ class Relay(Protocol):
         """Return what is to be sent for this message; None: it is for the logic."""
 
 
+class Meter(Protocol):
+    """Measures beside the logic, and adds to its messages to gateways what it has measured."""
+
+    def happened(self, event: Any) -> None:
+        """Note an event, before the logic gets it."""
+
+    def commanded(self, command: Any) -> None:
+        """Note a command that has been performed."""
+
+    def told(self, message: Message) -> Message:
+        """Return a message to a gateway with what it adds."""
+
+    def left_over(self) -> Sequence[SendTo]:
+        """Return what else is to be sent, once all messages of a decision are."""
+
+
 class LogicDriver(Generic[EventT, CommandT]):
     """Feeds a logic with events and performs its commands. Runs on one event loop."""
 
@@ -148,15 +164,17 @@ class LogicDriver(Generic[EventT, CommandT]):
         prepare: Prepare | None = None,
         observer: Observer | None = None,
         relay: Relay | None = None,
+        meter: Meter | None = None,
     ) -> None:
         """`prepare`: begins what a message needs before the logic gets it, see HeldMessages. `observer`: sees every
-        decision. `relay`: gets every message before the logic."""
+        decision. `relay`: gets every message before the logic. `meter`: see Meter."""
         self.links = LinkManager(process_spec.identity(), codec, self, process_spec.addresses)
         self._logic = logic
         self._perform = perform
         self._recorder = recorder
         self._observer = observer
         self._relay = relay
+        self._meter = meter
         self._held = None if prepare is None else HeldMessages(prepare, self._receive)
         self._logs_steps = process_spec.logs_steps
         self._loop = asyncio.get_running_loop()
@@ -165,12 +183,17 @@ class LogicDriver(Generic[EventT, CommandT]):
     def dispatch(self, event: CommonEvent | EventT) -> None:
         """Pass the event to the logic and perform its commands. The clock is read here and nowhere below."""
         now = time.monotonic()
+        if self._meter is not None:
+            self._meter.happened(event)
         commands = self._logic.on_event(event, now)
         if self._recorder is not None:
             self._recorder.add(event, now, commands)
         self._perform_all(commands)
         if self._observer is not None:
             self._perform_all(self._observer.observe(event, now, commands))
+        if self._meter is not None:
+            for left in self._meter.left_over():
+                self.links.send_to(left.address, left.message)
         if self._recorder is not None:
             self._recorder.write()
 
@@ -181,7 +204,8 @@ class LogicDriver(Generic[EventT, CommandT]):
                     _log_step("to", command.peer, command.message)
                 self.links.send(command.peer, command.message)
             elif isinstance(command, SendTo):
-                self.links.send_to(command.address, command.message)
+                message = command.message if self._meter is None else self._meter.told(command.message)
+                self.links.send_to(command.address, message)
             elif isinstance(command, Dial):
                 self.links.dial(command.address)
             elif isinstance(command, StopDialling):
@@ -190,6 +214,8 @@ class LogicDriver(Generic[EventT, CommandT]):
                 self.links.hang_up(command.address)
             else:
                 self._perform(command)
+                if self._meter is not None:
+                    self._meter.commanded(command)
 
     def on_linked(self, peer: Peer) -> None:
         """See LinkHandler."""

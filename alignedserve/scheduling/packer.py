@@ -109,7 +109,7 @@ class Packer:
         fitting = fitting_decodes(self._view.table, self._memory, rows, at_most=at_most, num_free=self.num_free)
         count, num_blocks, *sums = fitting
         if count:
-            self._scheduled.update((row, _decode_of(row)) for row in rows[:count].tolist())
+            self._scheduled.update(_decodes_of(rows[:count].tolist()))
             self.num_free -= num_blocks
             self.num_tokens_left -= count
             self.num_places_left -= count
@@ -316,5 +316,7 @@ def by_arrival(view: WorkerView, rows: Ints, at_most: int | None = None) -> list
     return chosen
 
 
-def _decode_of(row: int) -> ScheduledRequest:
-    return _DECODES[row] if row < _NUM_DECODES else ScheduledRequest(row, 1)
+def _decodes_of(rows: list[int]) -> Iterable[tuple[int, ScheduledRequest]]:
+    if max(rows) < _NUM_DECODES:
+        return zip(rows, map(_DECODES.__getitem__, rows), strict=True)
+    return ((row, ScheduledRequest(row, 1)) for row in rows)

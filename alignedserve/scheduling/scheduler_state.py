@@ -80,6 +80,7 @@ class SchedulerState:
         self.alone_s = 0.0  # of its real-time part, as in the plan
         self._rows: Ints = np.zeros(0, np.int64)
         self._num_tokens: Ints = np.zeros(0, np.int64)
+        self._scheduled: tuple[ScheduledRequest, ...] | None = None  # that they are of: the same in most iterations
         self._tokens_of: dict[int, int] = {}  # tokens that rows compute in it, where blocks are shared
         self._joins: dict[int, RequestId] = {}  # rows that are to take a share of the last block of another
 
@@ -135,8 +136,10 @@ class SchedulerState:
 
     def begin(self, plan: IterationPlan) -> None:
         """Note the iteration that begins; call it before any part of its plan is applied."""
-        self._rows = np.array([part.row for part in plan.scheduled], np.int64)
-        self._num_tokens = np.array([part.num_tokens for part in plan.scheduled], np.int64)
+        if plan.scheduled != self._scheduled:
+            self._scheduled = plan.scheduled
+            self._rows = np.array([part.row for part in plan.scheduled], np.int64)
+            self._num_tokens = np.array([part.num_tokens for part in plan.scheduled], np.int64)
         self.work = plan.work if plan.work is not None else work_of(self.table, plan, self._memory)
         self.alone_s = plan.alone_s
         if self._memory.has_shared_blocks:
@@ -249,6 +252,7 @@ class SchedulerState:
         self.work.add_chunk(num_tokens, int(table.context_len[row]), is_last=False)
         table.num_generated[row] += num_tokens
         self._num_tokens[self._rows == row] += num_tokens
+        self._scheduled = None
 
     def completed(self, *, now: float, duration_s: float) -> Bools:
         """Note its end; return which of its requests computed all that was left, and so sampled a token."""

@@ -153,6 +153,8 @@ class RequestTable:
 
     def by_arrival(self, rows: Ints, at_most: int | None = None) -> Ints:
         """Return these rows, or the first `at_most`, by arrival; ties by `order`."""
+        if not len(rows):
+            return rows
         if at_most is not None and at_most < len(rows):
             if at_most < 1:
                 return rows[:0]

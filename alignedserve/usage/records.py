@@ -1,4 +1,4 @@
-"""What clients used: tokens and requests of an hour, by key, model and class. No clock and no I/O."""
+"""What clients used: tokens, seconds and requests of an hour, by key, model and class. No clock and no I/O."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +28,7 @@ class UsageCounts(msgspec.Struct, frozen=True):
     input_tokens: int = 0
     cached_tokens: int = 0  # of `input_tokens`, from the prefix cache
     output_tokens: int = 0
+    compute_us: int = 0  # microseconds that workers computed for them
 
     def plus(self, other: "UsageCounts", sign: int = 1) -> "UsageCounts":
         """Return the sum of both; with a `sign` of -1 the difference."""
@@ -36,6 +37,7 @@ class UsageCounts(msgspec.Struct, frozen=True):
             self.input_tokens + sign * other.input_tokens,
             self.cached_tokens + sign * other.cached_tokens,
             self.output_tokens + sign * other.output_tokens,
+            self.compute_us + sign * other.compute_us,
         )
 
 

@@ -1,13 +1,14 @@
 """The iteration in flight on a worker, and what follows from its end: the same for prompts and for decodes."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.events import Send, SendTo
 from alignedserve.messages.fields import FailureKind
-from alignedserve.messages.gateways import PromptScored, TokenDelta
-from alignedserve.messages.iterations import IterationCompleted, group_by_gateway, joined
+from alignedserve.messages.gateways import PromptScored, TokenDelta, TokensEmitted
+from alignedserve.messages.iterations import IterationCompleted, joined
 from alignedserve.worker_core.iteration_log import IterationLog
 from alignedserve.worker_core.request import WorkerRequest
 from alignedserve.worker_core.router_link import RouterLink
@@ -85,7 +86,7 @@ class IterationCycle(Generic[RequestT, CommandT]):
         Scores of a prompt go before its token, reports to the router last: no client waits for them.
         """
         commands: list[CommandT | Send | SendTo] = []
-        deltas: list[tuple[str, TokenDelta]] = []
+        deltas: defaultdict[str, list[TokenDelta]] = defaultdict(list)  # by gateway
         scored = [
             SendTo(
                 requests[scores.request_id].request.reply_to,
@@ -98,7 +99,7 @@ class IterationCycle(Generic[RequestT, CommandT]):
             if running.is_aborted:
                 continue
             delta = running.append(token, self._eos_token_ids)
-            deltas.append((running.request.reply_to, delta))
+            deltas[running.request.reply_to].append(delta)
             if not running.is_prefilled:
                 running.is_prefilled = True
                 commands += self._router.prefilled(running)
@@ -112,9 +113,11 @@ class IterationCycle(Generic[RequestT, CommandT]):
             running = requests[request_id]
             commands += self._release(running)
             commands += self._router.failed(running, *_failure(reasons.get(request_id)))
-        if event.forced:
-            deltas = joined(deltas)
-        return [*scored, *group_by_gateway(deltas), *commands]
+        emitted = [
+            SendTo(address, TokensEmitted(tuple(joined(own) if event.forced else own)))
+            for address, own in deltas.items()
+        ]
+        return [*scored, *emitted, *commands]
 
 
 def _failure(reason: str | None) -> tuple[FailureKind, str]:

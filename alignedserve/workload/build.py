@@ -106,11 +106,19 @@ class _ClassTraffic:
             return []
         with _blamed_on(self.spec):
             if _is_recorded(self.spec):
-                return self._recorded_requests(duration_s)
+                return self._in_hours(self._recorded_requests(duration_s), duration_s)
             arrival_s = self._arrivals(count, duration_s).tolist()
             firsts = range(0, len(arrival_s), _BLOCK)
             blocks = [self._block(first // _BLOCK, arrival_s[first : first + _BLOCK]) for first in firsts]
-            return list(chain.from_iterable(blocks))
+            return self._in_hours(list(chain.from_iterable(blocks)), duration_s)
+
+    def _in_hours(self, requests: list[TimedRequest], duration_s: float | None) -> list[TimedRequest]:
+        """Return the requests as they start; those that would after the end are left out."""
+        starts = self.spec.starts
+        if starts is None:
+            return requests
+        moved = (replace(request, arrival_s=starts.next_s(request.arrival_s)) for request in requests)
+        return [request for request in moved if duration_s is None or request.arrival_s < duration_s]
 
     def _arrivals(self, count: int | None, duration_s: float | None) -> FloatArray:
         spec, rng = self.spec, self._generator(_Purpose.ARRIVALS)
@@ -156,7 +164,8 @@ class _ClassTraffic:
         """Return the loop; its requests are drawn when they are asked for."""
         size = self.spec.outstanding or self.spec.wave
         assert size is not None, "checked by the grammar"
-        return ClosedLoop(self.spec.name, size, self.spec.wave is not None, _DrawnStream(self))
+        is_wave, stream = self.spec.wave is not None, _DrawnStream(self)
+        return ClosedLoop(self.spec.name, size, is_wave, stream, starts=self.spec.starts)
 
     def block(self, number: int) -> list[TimedRequest]:
         """Return the requests of a closed loop from `number * _BLOCK` on."""

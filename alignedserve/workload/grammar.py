@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 from numpy.random import Generator
 
-from alignedserve.core.errors import ConfigError
+from alignedserve.core.errors import ConfigError, InvalidRequest
+from alignedserve.core.hours import Hours, Schedule, parse_hours, parse_moment
 from alignedserve.core.request import MAX_TENANT_LEN, MAX_WEIGHT, RequestClass
 from alignedserve.workload.arrivals import GapDistribution
 from alignedserve.workload.distributions import (
@@ -24,6 +25,7 @@ from alignedserve.workload.distributions import (
     split_outside_parentheses,
 )
 from alignedserve.workload.lengths import IntArray, LengthLimits, whole
+from alignedserve.workload.requests import StartTimes
 
 RECORDED = "recorded"
 MAX_OUTSTANDING = 10_000
@@ -111,6 +113,18 @@ class ClassSpec:
     max_tokens: int | ClientLimit = ClientLimit.CONTEXT
     limits: LengthLimits = field(default_factory=LengthLimits)
     prediction: PredictionModel | None = None
+    not_before_s: float = 0.0  # of the run: none of its requests starts before
+    hours: Hours | None = None  # in which they start; None: at any hour
+    begins: str | None = None  # what clocks show in the zone of these hours when the run begins
+
+    @property
+    def starts(self) -> StartTimes | None:
+        """Return when its requests start; None: whenever they come."""
+        if self.hours is None:
+            return StartTimes(Schedule(self.not_before_s)) if self.not_before_s else None
+        assert self.begins is not None, "checked by the grammar"
+        begins_s = parse_moment(self.begins, self.hours.zone)
+        return StartTimes(Schedule(begins_s + self.not_before_s, self.hours), begins_s)
 
     @property
     def is_closed(self) -> bool:
@@ -243,6 +257,13 @@ def _client_limit(key: str, value: str) -> int | ClientLimit:
         raise ConfigError(f"{key}: {value!r} is neither a whole number nor one of {', '.join(names)}") from None
 
 
+def _hours(key: str, value: str) -> Hours:
+    try:
+        return parse_hours(value.removeprefix("(").removesuffix(")"))
+    except InvalidRequest as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
 def _request_class(key: str, value: str) -> RequestClass:
     try:
         return RequestClass(value)
@@ -282,6 +303,9 @@ _READERS: dict[str, Callable[[str, str], object]] = {
     "tier": _source,
     "max_tokens": _client_limit,
     "predict": lambda key, value: parse_prediction(value),
+    "not_before": _not_negative,
+    "hours": _hours,
+    "begins": lambda key, value: value,
 }
 _LIMITS = ("max_prompt", "max_output", "max_total")
 _FIELD_OF_KEY = {
@@ -294,6 +318,7 @@ _FIELD_OF_KEY = {
     "tpot": "tpot_s",
     "deadline": "deadline_s",
     "predict": "prediction",
+    "not_before": "not_before_s",
 }
 
 
@@ -308,6 +333,7 @@ def _checked(name: str, settings: dict[str, object], limits: LengthLimits) -> Cl
             if required not in settings:
                 raise ConfigError(f"{required}= is missing")
     _check_arrivals(settings)
+    _check_hours(settings)
     by_field = {_FIELD_OF_KEY.get(key, key): value for key, value in settings.items()}
     assert by_field.keys() <= {field.name for field in fields(ClassSpec)}, "a key without a field"
     return ClassSpec(name=name, limits=limits, **by_field)  # type: ignore[arg-type]  # read key by key above
@@ -341,3 +367,17 @@ def _check_arrivals(settings: dict[str, object]) -> None:
         raise ConfigError("weight= has no meaning without tenant=")
     if settings.get("class") is RequestClass.BEST_EFFORT and settings.get("be_share"):
         raise ConfigError("be_share= has no meaning in a best-effort class")
+
+
+def _check_hours(settings: dict[str, object]) -> None:
+    for key in ("hours", "not_before"):
+        if key in settings and settings.get("class") is not RequestClass.BEST_EFFORT:
+            raise ConfigError(f"{key}= has no meaning in a real-time class")
+    hours, begins = settings.get("hours"), settings.get("begins")
+    if (hours is None) != (begins is None):
+        raise ConfigError("hours= and begins=, the time when the run begins (2026-11-25T18:00), need each other")
+    if isinstance(hours, Hours):
+        try:
+            parse_moment(str(begins), hours.zone)
+        except InvalidRequest as error:
+            raise ConfigError(f"begins: {error}") from None

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
+from alignedserve.core.hours import Schedule
 from alignedserve.core.request import RequestClass, Slo
 
 NO_SLO = Slo()
@@ -60,6 +61,23 @@ class RequestSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class StartTimes:
+    """The times of a run at which requests of a class may start: as lines of a batch with the same schedule."""
+
+    schedule: Schedule
+    begins_s: float = 0.0  # Unix time at which the run begins
+
+    def next_s(self, time_s: float) -> float:
+        """Return the first time from this one on; what would start earlier waits for it."""
+        now = self.begins_s + time_s
+        return time_s if self.schedule.is_open(now) else self.schedule.after(now, 0.0) - self.begins_s
+
+    def in_window(self, begins_s: float) -> "StartTimes":
+        """Return the same for a run that begins at this time of this one."""
+        return StartTimes(self.schedule, self.begins_s + begins_s)
+
+
+@dataclass(frozen=True, slots=True)
 class ClosedLoop:
     """Traffic that waits for itself: `size` requests in the air."""
 
@@ -68,6 +86,7 @@ class ClosedLoop:
     is_wave: bool  # the next `size` requests come when all have ended, else one for each that ends
     stream: RequestSource
     think_s: float = 0.0  # from an end to the next request
+    starts: StartTimes | None = None  # None: at any time
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +135,11 @@ def window_of(workload: Workload, window: Window) -> Workload:
         for request in (*led_in, *requests[places[1] : places[2]])
     )
     ends_s = window.end_s if workload.ends_s is None else min(workload.ends_s, window.end_s)
-    return replace(workload, requests=tuple(moved), ends_s=ends_s - begins_s)
+    loops = tuple(
+        loop if loop.starts is None else replace(loop, starts=loop.starts.in_window(begins_s))
+        for loop in workload.closed_loops
+    )
+    return replace(workload, requests=tuple(moved), closed_loops=loops, ends_s=ends_s - begins_s)
 
 
 def turns_of(request: TimedRequest) -> Iterator[TimedRequest]:
@@ -190,6 +213,8 @@ class ClosedLoopRun:
         return self._take(loop, loop.size, finished_s + loop.think_s) if self._num_in_air[class_name] == 0 else []
 
     def _take(self, loop: ClosedLoop, count: int, now_s: float) -> list[TimedRequest]:
+        if loop.starts is not None:
+            now_s = loop.starts.next_s(now_s)
         if self._ends_s is not None and now_s >= self._ends_s:
             return []
         if self._num_left is not None:

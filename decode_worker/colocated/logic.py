@@ -73,6 +73,7 @@ class ColocatedLogic:
         self._requests = HeldRequests(memory, prefixes)
         self._state = self._requests.state
         self._members: tuple[HeldRequest, ...] = ()  # of the latest iteration
+        self._are_prefilled = False  # all of them: then they stay so
         self._postponed: dict[RequestId, PrefillRequest] = {}  # until blocks that are held for moves are free again
         self._performer = PlanPerformer(self._requests)
         self._lean = 1.0
@@ -234,6 +235,8 @@ class ColocatedLogic:
         self._state.begin(plan)
         iteration = self._performer.perform(plan, members, now)
         has_changed = members != self._members
+        if has_changed or not self._are_prefilled:
+            self._are_prefilled = all(tracked.is_prefilled for tracked in members)
         self._iterations.start(now, members, has_changed=has_changed, alone_s=plan.alone_s)
         self._members = members
         return [iteration, *commands]
@@ -298,7 +301,7 @@ class ColocatedLogic:
     def _completes_prompts(self, event: IterationCompleted) -> bool:
         """Return whether the router does not know yet of a prompt that is complete."""
         by_id = self._requests.by_id
-        return any(not by_id[token.request_id].is_prefilled for token in event.sampled)
+        return not self._are_prefilled and any(not by_id[token.request_id].is_prefilled for token in event.sampled)
 
     def _tell_blocks(self, *, is_new: bool = False) -> list[ColocatedCommand]:
         """Tell the router which blocks have come and gone; all of them if it is new."""

@@ -12,6 +12,7 @@ from alignedserve.runtime.executor import Executor
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.lending_copier import CopyCommand, LendingCopier
 from alignedserve.runtime.kv.transfers.transports import AUTO
+from alignedserve.worker_core.compute_meter import ComputeMeter
 from alignedserve.worker_core.request_notes import Phases, WorkerNotes
 from decode_worker.colocated.logic import ColocatedEvent, ColocatedLogic
 from decode_worker.iteration_log_writer import try_write_iterations
@@ -48,6 +49,7 @@ class ColocatedWorker:
             process_spec.recorder(make),
             executor.prepare,
             WorkerNotes(logic.waiting, Phases.BOTH) if process_spec.notes_requests else None,
+            meter=ComputeMeter(),
         )
 
     async def start(self, *, router_at: str, listen_at: str | None = None) -> None:

@@ -50,6 +50,15 @@ def multiprocessor_of(device: torch.device) -> Multiprocessor:
 
 
 @functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many this GPU has; in Triton's interpreter two."""
+    if device.type != "cuda":
+        return 2
+    gpu: Any = torch.cuda.get_device_properties(device)
+    return int(gpu.multi_processor_count)
+
+
+@functools.cache
 def program_shared_bytes(device: torch.device) -> int:
     """Return how much shared memory one program may have on this GPU; in Triton's interpreter that of an H100."""
     if device.type != "cuda":

@@ -40,22 +40,26 @@ def partition(lengths: Int64Array, *, tile: int, num_programs: int, window: int 
     num_rows = len(lengths)
     assert num_rows, "nothing to divide"
     assert lengths.min() >= 1, "an empty context"
-    ends = -(-lengths // tile)
-    begins = np.zeros_like(ends) if window is None else np.maximum(lengths - window, 0) // tile
-    row_ends = np.cumsum(ends - begins)
-    runs = row_ends[-1] * np.arange(num_programs + 1) // num_programs
-    cuts = np.sort(np.concatenate((runs, row_ends)), kind="stable")  # two ascending runs, which it merges
-    cuts = cuts[np.concatenate(([True], cuts[1:] != cuts[:-1]))]
+    tiles = -(-lengths // tile)
+    begins = None if window is None else np.maximum(lengths - window, 0) // tile
+    bounds = np.zeros(num_rows + 1, np.int64)  # of each context among all tiles
+    np.cumsum(tiles if begins is None else tiles - begins, out=bounds[1:])
+    runs = bounds[-1] * np.arange(num_programs + 1) // num_programs
+    cuts = np.concatenate((runs, bounds[1:]))
+    cuts.sort(kind="stable")  # two ascending runs, which it merges
+    is_new = np.ones(len(cuts), np.bool_)
+    np.not_equal(cuts[1:], cuts[:-1], out=is_new[1:])
+    cuts = cuts[is_new]
     starts, stops = cuts[:-1], cuts[1:]
-    rows = np.searchsorted(row_ends, starts, side="right")
-    shift = begins[rows] - np.concatenate(([0], row_ends))[rows]  # from a place among all tiles to one in the context
+    rows = np.searchsorted(bounds[1:], starts, side="right")
+    shift = bounds[rows] if begins is None else bounds[rows] - begins[rows]  # of a place among all tiles
     capacity = num_programs + num_rows
     return WorkPartition(
         part_rows=_padded(rows, capacity),
-        part_firsts=_padded(starts + shift, capacity),
-        part_lasts=_padded(stops + shift, capacity),
+        part_firsts=_padded(starts - shift, capacity),
+        part_lasts=_padded(stops - shift, capacity),
         program_parts=np.searchsorted(starts, runs).astype(np.int32),
-        row_parts=np.searchsorted(starts, np.concatenate(([0], row_ends))).astype(np.int32),
+        row_parts=np.searchsorted(starts, bounds).astype(np.int32),
     )
 
 

@@ -33,6 +33,11 @@ async def test_the_parts_add_up_to_the_wall_time(topology: Topology, tmp_path: P
         worker = cluster.components["decode-0"]
         assert isinstance(worker, DecodeWorker | ColocatedWorker)
         records = worker.iteration_log.records()
+        told_s = [answer.compute_s for answer in cluster.gateway.answers.values()]
+    computed_s = sum(record.prepare_s + record.forward_s + record.sampling_s for record in records)
+    assert all(told_s)
+    assert sum(told_s) >= 0.99 * computed_s  # with separate workers prompts are not in this log
+    assert topology.is_separate or sum(told_s) <= sum(record.wall_s for record in records)
     # The lower quartile: a thread may be held up between two readings, a part that is not counted is missing from all.
     missing_s = statistics.quantiles((record.wall_s - record.parts_s for record in records), n=4)[0]
     assert missing_s <= HANDED_OVER * statistics.median(record.wall_s for record in records)

@@ -1,11 +1,20 @@
 """What answers tell of tokens is what /v1/usage tells, for chats and for batches, after a restart too."""
 
+import asyncio
+import json
 import time
 from pathlib import Path
 from typing import Any
 
+import httpx
+
+from alignedserve.api.backend.scripted import Script
+from alignedserve.core.request import Request
+from tests.gateway.batches.batch_server import listening
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
-from tests.gateway.support import error_of
+from tests.gateway.support import EOS, chunks_of, error_of, tokens_of
+
+HELD = 200  # max_tokens of the answer whose second half is held back
 
 
 async def usage_of(served: BatchGateway, **query: Any) -> list[dict[str, Any]]:
@@ -33,6 +42,62 @@ async def test_usage_is_the_sum_of_the_answers(tmp_path: Path) -> None:
     assert lines["output_tokens"] == batch["usage"]["output_tokens"]
     assert (chat["key"], chat["model"]) == ("anyone", "tiny")
     assert 'alignedserve_key_requests_total{class="real_time",key="anyone",model_name="tiny"} 3.0' in metrics
+
+
+async def test_usage_is_exact_over_all_that_goes_on_at_once(tmp_path: Path) -> None:
+    """Streams and whole answers, several choices, stop strings, clients that leave, and a batch."""
+    held, words = asyncio.Event(), tokens_of("hello world, how are you today?")
+
+    def script(request: Request) -> Script:
+        is_held = request.sampling.max_tokens == HELD
+        return Script((*words, EOS), compute_s=0.25, num_cached_tokens=2, held_until=held if is_held else None)
+
+    async with batch_gateway(tmp_path, script) as served, listening(served.app) as url:
+        served.services.usage.is_kept = True
+        async with httpx.AsyncClient(base_url=url, timeout=60.0) as client:
+            batch = await served.submit()
+            left = await leave_in_the_middle(client)
+            answers = await asyncio.gather(
+                *(chat(client, n=n, **fields) for n in (1, 3) for fields in ({}, {"stop": "how"}, {"max_tokens": 3})),
+                *(streamed(client, n=n, **fields) for n in (1, 2) for fields in ({}, {"stop": "how"})),
+            )
+            held.set()
+            batch = await served.wait_for(batch["id"])
+            found = {one["class"]: one for one in await usage_of(served)}
+    chats, lines = found["real_time"], found["batch"]
+    told = [left, *answers]
+    assert chats["num_model_requests"] == len(told)
+    assert chats["input_tokens"] == sum(usage["prompt_tokens"] for usage in told)
+    assert chats["input_cached_tokens"] == sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in told)
+    assert chats["output_tokens"] == sum(usage["completion_tokens"] for usage in told)
+    assert chats["compute_seconds"] == 0.25 * (1 + 3 * (1 + 3) + 2 * (1 + 2))
+    assert lines["output_tokens"] == batch["usage"]["output_tokens"] == 3 * (len(words) + 1)
+    assert lines["compute_seconds"] == batch["alignedserve"]["compute_seconds"] == 0.25 * 3
+
+
+async def chat(client: httpx.AsyncClient, **fields: Any) -> Any:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], **fields}
+    return (await client.post("/v1/chat/completions", json=body)).json()["usage"]
+
+
+async def streamed(client: httpx.AsyncClient, **fields: Any) -> Any:
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], **options, **fields}
+    return chunks_of(await client.post("/v1/chat/completions", json=body))[-1]["usage"]
+
+
+async def leave_in_the_middle(client: httpx.AsyncClient) -> Any:
+    """Stream up to the half that is held back, and close; what had been told of usage by then."""
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": HELD, **options}
+    last, half = None, (len(tokens_of("hello world, how are you today?")) + 2) // 2
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                last = json.loads(line.removeprefix("data: "))["usage"]
+                if last["completion_tokens"] == half:
+                    break
+    return last
 
 
 async def test_a_batch_whose_driver_dies_is_counted_once(tmp_path: Path) -> None:

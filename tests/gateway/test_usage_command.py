@@ -44,6 +44,7 @@ async def test_the_bill_is_csv_and_mistakes_are_named(
             "input_tokens": str(batch["usage"]["input_tokens"]),
             "input_cached_tokens": "0",
             "output_tokens": str(batch["usage"]["output_tokens"]),
+            "compute_seconds": "0.0",
         }
     ]
     assert "anyone" in table

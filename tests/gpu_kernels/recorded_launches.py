@@ -31,7 +31,6 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.lora.adapter_files import read_adapter_files
-from alignedserve.runtime.lora.adapter_modules import product_shapes
 from alignedserve.runtime.lora.adapter_weights import load_adapter
 from alignedserve.runtime.model import file_products, weight_loader
 from alignedserve.runtime.model.quantized import source
@@ -197,7 +196,7 @@ def run(form: Form, folder: Path) -> None:
         capture=capture_nothing,
     )
     adapter = _adapter(decoder, folder, reference) if form.has_adapter else None
-    engine.record_graphs(product_shapes(decoder.config) if form.has_adapter else ())
+    engine.record_graphs(has_adapters=form.has_adapter)
     first, prompts = 0, _PROMPTS if form.weights is None else _FEW_PROMPTS
     for index, (length, sampling) in enumerate(zip(prompts, _sampling(), strict=True)):
         blocks = blocks_for(length + len(_STEPS), BLOCK_SIZE)

@@ -20,7 +20,7 @@ FLOAT32 = "float32"
 AT_ONCE = {"bfloat16": 3, "heads of 64": 4, "heads of 256, a window": 2, "FP8 cache": 2, FLOAT32: 2}
 ATTENTION = ("_decode_parts", "_prefill")
 # On compute capability 9.0: copies that run ahead, and the units that multiply.
-AHEAD = ("_decode_parts", "_prefill", "_multiply", "_multiply_stacked", "_shrink")
+AHEAD = ("_decode_parts", "_prefill", "_multiply", "_multiply_stacked", "_add_adapters")
 PRODUCTS = {
     "_decode_parts": {"mma"},
     "_prefill": {"wgmma"},

@@ -9,18 +9,20 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.attention.backend import TRITON
+from alignedserve.runtime.device.arrays import FixedArrays
 from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.steps.cuda_graphs import CudaCapture
 from alignedserve.runtime.lora.adapter_files import read_adapter_files
-from alignedserve.runtime.lora.adapter_modules import product_shapes
 from alignedserve.runtime.lora.adapter_weights import load_adapter
 from alignedserve.runtime.model import file_products
 from kernels import gpu_dispatch, linear
 from kernels.adapter_tables import cut_tiles
 from kernels.addend_layout import LayerProduct, ProductShape, site_of, up_column
 from kernels.cpu.lora import LoraModule
-from kernels.device_lora import DevicePlan, device_products
+from kernels.device_lora import DevicePlan, device_kernels
 from kernels.linear import Linear
 from kernels.lora import AdapterMatrices, AdapterRows
+from tests.support.fake_cuda import fake_cuda
 from tests.support.lora_folders import LLAMA_TARGETS, write_adapter
 from tests.support.marks import slow
 from tests.support.tiny_engines import TinyEngine, capture_nothing, random_tokens, tiny_decoder
@@ -122,6 +124,30 @@ def test_each_row_gets_what_its_own_adapter_adds(
         assert ((found[row] - own).abs() <= 6 * ROUNDING[dtype] * (own.abs() + 1.0)).all(), row
 
 
+def test_a_product_takes_one_kernel_which_a_graph_replays_for_other_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.gpu.lora.multiprocessors", lambda device: 2)
+    gpu, product, weight = torch.device("cuda", 0), LayerProduct.OUTPUT, torch.zeros(IN_WIDTH, 33)
+    x = torch.randn(20, 33, generator=torch.Generator().manual_seed(0))
+    with fake_cuda(pace=0.3) as fake:
+        made = [make_adapter(seed, 1 + seed, torch.float32, gpu, [product]) for seed in range(2)]
+        steps = [
+            AdapterRows([adapter for adapter, _ in made], np.array(of_row, np.int64), gpu)
+            for of_row in ([0] * 17 + [-1] * 3, [1, 0] * 10)
+        ]
+        fixed = FixedArrays(steps[0].host_arrays, gpu, last_size=steps[0].host_arrays[-1].size)
+        own, rows, multiply = x.to(gpu), steps[0].bound(fixed.tensors), Linear(weight.to(gpu), allow_packing=False)
+        results = torch.empty(20, IN_WIDTH, device=gpu)
+        replay = CudaCapture()(lambda: results.copy_(rows.product(site_of(1, product), multiply, own)))
+        fake.machine.counts.clear()
+        for step in (*steps, *steps):
+            fixed.fill(step.host_arrays)
+            replay()
+            for row, index in enumerate(step._indices.tolist()):
+                wanted = x[row].double() @ made[index][1][product].T if index >= 0 else torch.zeros(IN_WIDTH)
+                assert torch.allclose(results[row].cpu().double(), wanted.double(), atol=1e-5), (row, index)
+        assert fake.machine.counts.names["_add_adapters"] == 4
+
+
 def test_the_sizes_of_a_recorded_pass_depend_on_its_rows_alone(device: torch.device) -> None:
     shapes, own = [], [LayerProduct.OUTPUT]
     adapters = [make_adapter(seed, 1 + seed, torch.float32, device, own)[0] for seed in range(40)]
@@ -129,17 +155,18 @@ def test_the_sizes_of_a_recorded_pass_depend_on_its_rows_alone(device: torch.dev
         plan = AdapterRows(adapters, np.array(of_row, np.int64), device)
         assert plan.is_of_a_graph
         shapes.append([array.shape for array in plan.host_arrays])
-    products = device_products(SHAPES, torch.float32, device)
-    assert products is not None
-    shapes.append([array.shape for array in DevicePlan(products, 64).host_arrays])
+    kernels = device_kernels(torch.float32, device)
+    assert kernels is not None
+    shapes.append([array.shape for array in DevicePlan(kernels, 64).host_arrays])
     assert all(own == shapes[0] for own in shapes)
     many = AdapterRows(adapters, np.array([*range(40), *[-1] * 24], np.int64), device)
     assert not many.is_of_a_graph, "more tiles than were recorded"
 
 
 def test_rows_are_cut_into_tiles_of_one_adapter() -> None:
-    tiles = cut_tiles([700, 800], [20, 23], 16, 5)
-    assert tiles.tolist() == [[700, 0, 16], [700, 16, 4], [800, 20, 3], [0, 0, 0], [0, 0, 0]]
+    head, queue, *tiles = cut_tiles([700, 800], [20, 23], 16, 5, 9).tolist()
+    assert (head, queue) == ([3, 9, 0], [0, 0, 0])
+    assert tiles == [[700, 0, 16], [700, 16, 4], [800, 20, 3], [0, 0, 0], [0, 0, 0]]
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +199,7 @@ def test_an_engine_with_recorded_steps_answers_as_native_kernels_do(
         decoder = tiny_decoder(folder, device=device)
     capture = None if device.type == "cuda" else capture_nothing
     tiny = TinyEngine(decoder, attention=TRITON, capture=capture, max_sequences=3)
-    tiny.engine.record_graphs(product_shapes(decoder.config))
+    tiny.engine.record_graphs(has_adapters=True)
     graphs = tiny.engine._passes.graphs
     assert graphs is not None
     num_recorded = len(graphs._graphs)

@@ -40,6 +40,7 @@ class Answer:
     finish_reason: FinishReason | None = None
     failure: RequestFailed | RequestRejected | None = None
     num_repeats: int = 0
+    compute_s: float = 0.0  # that workers told
     early: dict[int, TokenDelta] = field(default_factory=dict)  # behind a gap, by first index
     last_worker: str | None = None  # whose tokens came last
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -132,10 +133,13 @@ class ClientGateway:
     def on_message(self, peer: Peer, message: Message) -> None:
         match message:
             case TokensEmitted():
-                for delta in message.deltas:
-                    self._take(self.answers[delta.request_id], delta, peer.name)
+                for delta, compute_s in zip(message.deltas, message.compute_s, strict=True):
+                    self.answers[delta.request_id].compute_s += compute_s
+                    if delta.token_ids or delta.finish_reason is not None:
+                        self._take(self.answers[delta.request_id], delta, peer.name)
             case PromptScored():
                 self.answers[message.request_id].prompt_scores += message.entries
+                self.answers[message.request_id].compute_s += message.compute_s
             case RequestFailed() | RequestRejected():
                 self.answers[message.request_id].failure = message
                 self.answers[message.request_id].done.set()

@@ -298,7 +298,9 @@ EXAMPLES: tuple[Message, ...] = (
         block_size=16,
         adapters=AdapterLoads(16, (AdapterLoad("terse", 2, 1),)),
     ),
-    TokensEmitted((TokenDelta(R1, 0, (6,), _SCORES), TokenDelta(R2, 7, (2,), (), FinishReason.STOP, 16, bytes(8)))),
+    TokensEmitted(
+        (TokenDelta(R1, 0, (6,), _SCORES), TokenDelta(R2, 7, (2,), (), FinishReason.STOP, 16, bytes(8))), (0.5, 0.25)
+    ),
     PromptScored(R1, 1, _SCORES),
     WorkerRegistered(
         256,

@@ -14,6 +14,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping
+from itertools import repeat
 
 from alignedserve.api.backend.connection import ClusterConnection
 from alignedserve.api.backend.interface import RequestStream
@@ -151,9 +152,7 @@ class ClusterBackend:
         """Pass tokens and failures to their requests; unknown ids belong to requests that ended here."""
         match message:
             case TokensEmitted():
-                now = asyncio.get_running_loop().time()
-                for delta in message.deltas:
-                    self._on_delta(peer, delta, now)
+                self._on_tokens(peer, message)
             case PromptScored():
                 self._on_prompt_logprobs(peer, message)
             case RequestRejected():
@@ -192,9 +191,18 @@ class ClusterBackend:
         is_new_among_hosts = not entry.is_sent and bool(self._links.links.node)
         return now - self._router_lost_s <= (_HEAD_RETURNS_S if is_new_among_hosts else _ROUTER_RETURNS_S)
 
-    def _on_delta(self, worker: Peer, delta: TokenDelta, now: float) -> None:
+    def _on_tokens(self, worker: Peer, message: TokensEmitted) -> None:
+        now = asyncio.get_running_loop().time()
+        has_all = len(message.compute_s) == len(message.deltas)
+        for delta, compute_s in zip(message.deltas, message.compute_s if has_all else repeat(0.0), strict=False):
+            self._on_delta(worker, delta, compute_s, now)
+
+    def _on_delta(self, worker: Peer, delta: TokenDelta, compute_s: float, now: float) -> None:
         entry = self._open.get(delta.request_id)
         if entry is None:
+            return
+        entry.stream.compute_s += compute_s
+        if not delta.token_ids and delta.finish_reason is None:
             return
         entry.last_worker = worker.name
         entry.accept(delta, now)
@@ -204,6 +212,7 @@ class ClusterBackend:
         entry = self._open.get(message.request_id)
         if entry is None:
             return
+        entry.stream.compute_s += message.compute_s
         entry.accept_prompt_logprobs(message, asyncio.get_running_loop().time())
         self._end_if_complete(worker, message.request_id, entry)
 

@@ -48,6 +48,7 @@ class RequestStream:
         # Set by the backend with the first tokens, or the end where there are none.
         self.num_cached_tokens = 0  # of its prompt, taken from the prefix cache
         self.embedding = b""  # of its prompt, float32, where asked for
+        self.compute_s = 0.0  # that workers have told: what they computed for it so far
         self._num_prompt_logprobs_missing = 0
         if request.sampling.num_prompt_logprobs is not None:
             self._num_prompt_logprobs_missing = request.prompt_len - 1

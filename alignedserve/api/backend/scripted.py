@@ -24,6 +24,7 @@ class Script:
     tokens_per_step: int = 1
     failure: GenerationError | None = None  # instead of finishing
     num_cached_tokens: int = 0  # of the prompt
+    compute_s: float = 0.0  # told with the first token
     held_until: asyncio.Event | None = None  # for which the second half of the tokens waits
 
 
@@ -68,6 +69,7 @@ class ScriptedBackend:
     async def _play(self, request: Request, script: Script, stream: RequestStream) -> None:
         await asyncio.sleep(script.first_token_delay_s)
         stream.num_cached_tokens = min(script.num_cached_tokens, request.prompt_len)
+        stream.compute_s = script.compute_s
         if request.sampling.wants_embedding:
             stream.embedding = made_up_embedding(request.prompt_token_ids)
         if request.sampling.num_prompt_logprobs is not None:

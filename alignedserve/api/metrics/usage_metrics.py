@@ -25,10 +25,15 @@ class UsageCollector(Collector):
             labels=[*labels, "kind"],
         )
         requests = CounterMetricFamily("alignedserve_key_requests", "Requests with an answer by key.", labels=labels)
+        seconds = CounterMetricFamily(
+            "alignedserve_key_compute_seconds", "Seconds that workers computed for answers by key.", labels=labels
+        )
         for subject, counts in list(self._ledger.totals.items()):
             requests.add_metric([*subject], counts.requests)
             tokens.add_metric([*subject, "prompt"], counts.input_tokens)
             tokens.add_metric([*subject, "cached"], counts.cached_tokens)
             tokens.add_metric([*subject, "output"], counts.output_tokens)
+            seconds.add_metric([*subject], counts.compute_us / 1e6)
         yield tokens
         yield requests
+        yield seconds

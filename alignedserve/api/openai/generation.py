@@ -70,7 +70,8 @@ class Generation:
         if arrival.is_line or not (self.is_complete or num_generated):
             return
         subject = UsageSubject(arrival.key.name, self.request.model, _CLASSES[self._request_class])
-        counts = UsageCounts(1, self.request.num_prompt_tokens, self.num_cached_tokens, num_generated)
+        num_prompt, num_cached = self.request.num_prompt_tokens, self.num_cached_tokens
+        counts = UsageCounts(1, num_prompt, num_cached, num_generated, self.compute_us)
         self._services.usage.add(subject, counts)
 
     @property
@@ -140,6 +141,11 @@ class Generation:
         num_per_prompt = len(self.request.requests) // len(self.request.prompts)
         cached = [choice.stream.num_cached_tokens for choice in self._choices]
         return sum(min(cached[first : first + num_per_prompt]) for first in range(0, len(cached), num_per_prompt))
+
+    @property
+    def compute_us(self) -> int:
+        """Microseconds that workers computed for all choices, as far as they have told."""
+        return round(sum(choice.stream.compute_s for choice in self._choices) * 1e6)
 
     @property
     def embeddings(self) -> list[bytes]:

@@ -18,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 import orjson
 
 from alignedserve.batches.log.log_format import (
-    VERSION,
+    READABLE,
     LineOutcome,
     LogTotals,
     ResultRecord,
@@ -261,7 +261,7 @@ def _belongs(record: ResultRecord, batch_id: BatchKey, is_settled: bytearray) ->
     batch's log."""
     if record.outcome is LineOutcome.HEAD:
         content = orjson.loads(record.payload)
-        if content["batch_id"] != batch_id or content["version"] != VERSION:
+        if content["batch_id"] != batch_id or content["version"] not in READABLE:
             raise StorageDamaged(f"the result log of {batch_id} is of another batch or version")
         return True
     return 0 <= record.line < len(is_settled) and not is_settled[record.line]

@@ -2,7 +2,8 @@
 
     <xxh3-64 of the rest, 16 hex digits> <line> <kind> <input tokens> <output tokens> <JSON of the result>
 
-Where some input tokens came from the prefix cache, the field is `<input tokens>/<cached>`.
+Where some input tokens came from the prefix cache, the field is `<input tokens>/<cached>`; where it is known how long
+workers computed for the line, that of the output is `<output tokens>/<microseconds>` (from version 2 on).
 The first record is the head, which names the batch. A log is only ever appended to; a partial record at its end, left
 by a writer that died, does not verify and is cut off. The log alone decides which lines are done.
 """
@@ -15,7 +16,8 @@ import xxhash
 
 from alignedserve.batches.records import BatchKey, Counts, ResultKind, Usage
 
-VERSION = 1
+VERSION = 2
+READABLE = (1, VERSION)
 _HEAD_LINE = -1
 
 
@@ -51,6 +53,7 @@ class ResultRecord(NamedTuple):
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0  # of `input_tokens`
+    compute_us: int = 0
 
 
 _OUTCOMES = {outcome.value.encode(): outcome for outcome in LineOutcome}
@@ -59,12 +62,13 @@ _OUTCOMES = {outcome.value.encode(): outcome for outcome in LineOutcome}
 def encode_record(record: ResultRecord) -> bytes:
     """Encode a record as a line of the log."""
     assert b"\n" not in record.payload, "a payload of two lines"
-    rest = b"%d %b %d%b %d %b" % (
+    rest = b"%d %b %d%b %d%b %b" % (
         record.line,
         record.outcome.value.encode(),
         record.input_tokens,
         b"/%d" % record.cached_tokens if record.cached_tokens else b"",
         record.output_tokens,
+        b"/%d" % record.compute_us if record.compute_us else b"",
         record.payload,
     )
     return b"%016x %b\n" % (xxhash.xxh3_64_intdigest(rest), rest)
@@ -82,10 +86,12 @@ def decode_record(raw: bytes) -> ResultRecord | None:
         return None
     try:
         input_tokens, _, cached_tokens = fields[2].partition(b"/")
-        line, *tokens = [int(number) for number in (fields[0], input_tokens, fields[3], cached_tokens or b"0")]
+        output_tokens, _, compute_us = fields[3].partition(b"/")
+        numbers = (fields[0], input_tokens, output_tokens, cached_tokens or b"0", compute_us or b"0")
+        line, *used = map(int, numbers)
     except ValueError:
         return None
-    return ResultRecord(line, _OUTCOMES[fields[1]], fields[4], *tokens)
+    return ResultRecord(line, _OUTCOMES[fields[1]], fields[4], *used)
 
 
 def head_record(batch_id: BatchKey, num_lines: int) -> ResultRecord:
@@ -103,6 +109,7 @@ class LogTotals:
         self.input_tokens = 0
         self.output_tokens = 0
         self.cached_tokens = 0
+        self.compute_us = 0
 
     def add(self, record: ResultRecord) -> None:
         """Add a record; failed attempts count nothing."""
@@ -114,6 +121,7 @@ class LogTotals:
         self.input_tokens += record.input_tokens
         self.output_tokens += record.output_tokens
         self.cached_tokens += record.cached_tokens
+        self.compute_us += record.compute_us
 
     def counts(self, total: int) -> Counts:
         """Return the numbers of lines by outcome."""
@@ -126,5 +134,10 @@ class LogTotals:
         )
 
     def usage(self) -> Usage:
-        """Return the tokens of lines that have a response."""
-        return Usage(input_tokens=self.input_tokens, output_tokens=self.output_tokens, cached_tokens=self.cached_tokens)
+        """Return what lines have used that have a response."""
+        return Usage(
+            input_tokens=self.input_tokens,
+            output_tokens=self.output_tokens,
+            cached_tokens=self.cached_tokens,
+            compute_us=self.compute_us,
+        )

@@ -86,6 +86,8 @@ def summary(batch: dict[str, Any], now: float) -> Table:
         shown = f"{usage['input_tokens']} in{f' ({cached} cached)' if cached else ''}"
         rows.append(("tokens", f"{shown}, {usage['output_tokens']} out"))
     extension = batch.get("alignedserve") or {}
+    if extension.get("compute_seconds"):
+        rows.append(("computed", f"{extension['compute_seconds']:,.3f} s"))
     if extension.get("not_before"):
         rows.append(("not before", clock(extension["not_before"])))
     rows += [("hours", extension["hours"])] if extension.get("hours") else []

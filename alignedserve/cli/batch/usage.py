@@ -21,6 +21,7 @@ _COUNTS = {
     "input tokens": "input_tokens",
     "cached tokens": "input_cached_tokens",
     "output tokens": "output_tokens",
+    "compute seconds": "compute_seconds",
 }
 _WIDTHS = {"hour": "1h", "day": "1d"}
 _DEFAULT_DAYS = 30
@@ -76,14 +77,15 @@ async def _pages(client: BatchClient, start_s: int, end_s: int, width: str, by: 
 
 
 def _summed(buckets: list[dict[str, Any]], columns: list[str]) -> list[list[Any]]:
-    sums: dict[tuple[str, ...], list[int]] = {}
+    sums: dict[tuple[str, ...], list[float]] = {}
     for bucket in buckets:
         began = datetime.fromtimestamp(bucket["start_time"], UTC)
         times = {"hour": began.strftime("%Y-%m-%dT%H:%MZ"), "day": began.strftime("%Y-%m-%d")}
         for result in bucket["results"]:
             group = tuple(str(times.get(column) or result[column]) for column in columns)
             counts = sums.setdefault(group, [0] * len(_COUNTS))
-            sums[group] = [known + int(result[name]) for known, name in zip(counts, _COUNTS.values(), strict=True)]
+            found = [result.get(name, 0) for name in _COUNTS.values()]  # of an older server some may be missing
+            sums[group] = [round(known + more, 6) for known, more in zip(counts, found, strict=True)]
     return [[*group, *counts] for group, counts in sorted(sums.items())]
 
 
@@ -94,8 +96,12 @@ def _table(columns: list[str], rows: list[list[Any]]) -> Table:
     for heading in _COUNTS:
         table.add_column(heading, justify="right")
     for row in rows:
-        table.add_row(*(printable(value) if isinstance(value, str) else f"{value:,}" for value in row))
+        table.add_row(*(printable(value) if isinstance(value, str) else _shown(value) for value in row))
     return table
+
+
+def _shown(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
 
 
 def _columns(by: str) -> list[str]:

@@ -108,6 +108,8 @@ def _line(options: PlanOptions, given: str) -> str:
         line = at_rate(line, options.rate)
     if any(spec.turns > 1 for spec in parse_classes(line)):
         raise ConfigError("turns= is for `alignedserve simulate`: a plan needs the time of every request")
+    if any(spec.starts is not None for spec in parse_classes(line)):
+        raise ConfigError("hours= and not_before= are for `alignedserve simulate`: a plan has the load of all hours")
     return with_objectives(line, ttft_s=options.ttft_s, tpot_s=options.tpot_s)
 
 

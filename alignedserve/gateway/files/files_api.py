@@ -34,9 +34,10 @@ from alignedserve.batches.records import (
 )
 from alignedserve.batches.repository import BatchRepository, BatchSnapshot, StorageUsage, idempotency_key_of
 from alignedserve.batches.results import result_bytes
-from alignedserve.batches.schedule import Schedule, check_window
+from alignedserve.batches.schedule import check_window
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.hours import Schedule
 from alignedserve.gateway.files.schemas import (
     CreateBatchRequest,
     ExpiresAfter,

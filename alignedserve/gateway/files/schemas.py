@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from alignedserve.api.schema import Metadata, Schema
-from alignedserve.batches.hours import MAX_HOURS_LEN, parse_hours
 from alignedserve.batches.records import Endpoint
-from alignedserve.batches.schedule import Schedule
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.hours import MAX_HOURS_LEN, Schedule, parse_hours
 from alignedserve.keys.entry import PRIORITY_LIMIT
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}

@@ -109,6 +109,7 @@ def _extension(record: BatchRecord, progress: Progress, now: float) -> dict[str,
         "lines_validated": max(progress.num_validated, record.num_lines),
         "lines_expired": counts.expired,
         "lines_cancelled": counts.cancelled,
+        "compute_seconds": progress.usage.compute_us / 1e6,
         "paused": None if record.is_over else waiting or progress.paused,
         "quote": None if progress.eta is None or record.is_over else _eta(record, progress.eta),
     } | _schedule(record)

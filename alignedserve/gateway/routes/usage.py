@@ -1,4 +1,4 @@
-"""GET /v1/usage: tokens and requests by bucket of time, key, model and class, in the shape of OpenAI's usage API."""
+"""GET /v1/usage: what was used by bucket of time, key, model and class, in the shape of OpenAI's usage API."""
 
 import time
 from typing import Any
@@ -83,6 +83,7 @@ def _result(result: UsageResult) -> dict[str, Any]:
         "input_cached_tokens": result.counts.cached_tokens,
         "output_tokens": result.counts.output_tokens,
         "num_model_requests": result.counts.requests,
+        "compute_seconds": result.counts.compute_us / 1e6,
         "key": key,
         "model": model,
         "class": request_class,

@@ -17,6 +17,7 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.backend import Contexts
+from alignedserve.runtime.attention.block_entries import DecodeEntries, all_entries
 from alignedserve.runtime.attention.libraries import AttentionLibrary, installed_libraries
 from alignedserve.runtime.attention.library_steps import (
     Chunks,
@@ -113,6 +114,7 @@ class GpuPlanner:
         self._whole: AttentionLibrary | None = None
         self._paged: AttentionLibrary | None = None
         self._clears_tails = False
+        self._decode_entries = DecodeEntries(table)
         self.on_failure: OnFailure = self._drop  # of a library
 
     def use_library(
@@ -170,15 +172,23 @@ class GpuPlanner:
 
     def block_tables(self, rows: IntArray, lengths: IntArray) -> list[Array]:
         """Return the arrays of a BlockTables, its entries last; lengths beyond `rows` are padding."""
-        widths = -(-lengths // self.table.block_size)
-        own = widths[: len(rows)]
-        longest = int(own.max(initial=0))
-        is_entry = np.arange(longest) < own[:, None]  # of the rows' tables, cut to the longest: no loop over rows
-        entries = self.table.block_tables[rows, :longest][is_entry].astype(np.int32)
-        if len(lengths) > len(rows):
-            padding = np.full(len(lengths) - len(rows), self.storage.scratch_block, np.int32)
+        widths = self._widths(lengths)
+        return self._tables(rows, widths, all_entries(self.table.block_tables, rows, widths[: len(rows)]))
+
+    def decode_tables(self, rows: IntArray, lengths: IntArray) -> list[Array]:
+        """Return the same for rows that decode, mostly from what was returned last."""
+        widths = self._widths(lengths)
+        return self._tables(rows, widths, self._decode_entries.of(rows, widths[: len(rows)]))
+
+    def _widths(self, lengths: IntArray) -> IntArray:
+        widths: IntArray = -(-lengths // self.table.block_size)
+        return widths
+
+    def _tables(self, rows: IntArray, widths: IntArray, entries: Array) -> list[Array]:
+        if len(widths) > len(rows):
+            padding = np.full(len(widths) - len(rows), self.storage.scratch_block, np.int32)
             entries = np.concatenate((entries, padding))
-        is_reversed = np.zeros(len(lengths), np.int8)
+        is_reversed = np.zeros(len(widths), np.int8)
         is_reversed[: len(rows)] = self.table.is_reversed[rows]
         return [(np.cumsum(widths) - widths).astype(np.int32), is_reversed, entries]
 
@@ -194,7 +204,7 @@ class _Decodes:
         ]
         arrays = [array for part in partitions for array in part]
         self.num_rows = len(lengths)
-        self.host_arrays: list[Array] = [*arrays, lengths.astype(np.int32), *planner.block_tables(rows, lengths)]
+        self.host_arrays: list[Array] = [*arrays, lengths.astype(np.int32), *planner.decode_tables(rows, lengths)]
         self._planner = planner
         self._num_own = len(rows)
         self._batches: list[DecodeBatch] = []

@@ -54,6 +54,10 @@ def to_device(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
+    if len(arrays) == 1:
+        own = torch.from_numpy(arrays[0])
+        staged = torch.empty(own.shape, dtype=own.dtype, pin_memory=True).copy_(own)
+        return [staged.to(device, non_blocking=True)]
     packing = Packing(arrays)
     # Page-locked memory comes from PyTorch's cache, which reuses it once the copy is done.
     packed = torch.empty(packing.num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.core.request import SampledToken
+from alignedserve.core.request import SampledToken, sampled_tokens
 from alignedserve.runtime.attention.backend import AUTO, AttentionPlanner, Contexts
 from alignedserve.runtime.attention.native_backend import PagedPlanner
 from alignedserve.runtime.attention.registry import attention_planner
@@ -41,8 +41,7 @@ from alignedserve.runtime.engine.steps.step_output import (
 from alignedserve.runtime.engine.steps.step_passes import StepPasses
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from kernels.addend_layout import ProductShape
-from kernels.device_lora import device_products
+from kernels.device_lora import device_kernels
 
 __all__ = ["Engine", "NewSequence", "PromptLogprobs", "StepOutput", "StepSlice", "StepTimes"]
 
@@ -224,15 +223,14 @@ class Engine:
         return int(self._table.num_tokens[self._table.row(request_id)])
 
     @torch.inference_mode()
-    def record_graphs(self, adapter_shapes: Sequence[ProductShape] = ()) -> None:
+    def record_graphs(self, *, has_adapters: bool = False) -> None:
         """Record CUDA graphs for every batch size, if any, and compile the sampling kernels, before serving.
 
-        `adapter_shapes`: of the products of a layer, where sequences may have adapters: then of such batches as well.
+        `has_adapters`: sequences may have some: of such batches as well.
         """
         if self._passes.graphs is not None:
-            kind = self.model.dtype, self.storage.device
-            products = device_products(adapter_shapes, *kind) if adapter_shapes else None
-            self._passes.record_all(self._builder, self._compute, products)
+            kernels = device_kernels(self.model.dtype, self.storage.device) if has_adapters else None
+            self._passes.record_all(self._builder, self._compute, kernels)
             logits = torch.zeros((1, self.model.config.vocab_size), dtype=self.model.dtype, device=self.storage.device)
             self._compute.run(partial(self._sampler.warm_up, logits))
             self._compute.record().synchronize()
@@ -303,7 +301,7 @@ class Engine:
         step = launch.step
         if not self.storage.pending_copies.is_idle:
             self.storage.pending_copies.wait(self._compute, partial(self._table.blocks_of, step.rows))
-        self._compute.run(torch.inference_mode()(partial(self._compute_step, launch)))
+        self._compute.run(partial(self._compute_step, launch))
         self.model.finish_step()
         launch.on_host = self._chosen.copy_out(self._compute, launch.first_place, len(step.sampled_rows))
         launch.computed = self._compute.record()
@@ -322,6 +320,7 @@ class Engine:
         self.storage.pending_copies.record(self._compute, slots // self.storage.slot_stride)
         self._next.keep(ahead)
 
+    @torch.inference_mode()  # it may be called later, by a stream
     def _compute_step(self, launch: StepLaunch) -> None:
         step, rows = launch.step, launch.step.sampled_rows
         inputs = self._chosen.inputs(launch.inputs_at)
@@ -372,7 +371,7 @@ class Engine:
         logprobs = self._sampler.finish(draw, token_ids, is_usable).logprobs
         request_ids = self._table.request_ids
         ids = [request_ids[row] for row in rows.tolist()]
-        sampled = list(map(SampledToken, ids, token_ids.tolist()))
+        sampled = sampled_tokens(ids, token_ids.tolist())
         for index in {*logprobs, *launch.embeddings}:
             more = logprobs.get(index), launch.embeddings.get(index, b"")
             sampled[index] = SampledToken(ids[index], sampled[index].token_id, *more)
@@ -386,10 +385,12 @@ class Engine:
         """Write a step's tokens, by its sampled rows, into the table; see NO_TOKEN."""
         table, rows, places = self._table, launch.rows, launch.num_tokens_before
         is_usable = token_ids != NO_TOKEN
+        if is_usable.all():
+            table.tokens[rows, places] = token_ids
+            return
         table.tokens[rows[is_usable], places[is_usable]] = token_ids[is_usable]
-        if not is_usable.all():
-            table.num_tokens[rows[~is_usable]] -= 1
-            self._next.forget()
+        table.num_tokens[rows[~is_usable]] -= 1
+        self._next.forget()
 
     def _reasons(self, failed: list[RequestId]) -> dict[RequestId, str]:
         found = {request_id: self._sampler.failure(self._table.row(request_id)) for request_id in failed}

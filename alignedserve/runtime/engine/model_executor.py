@@ -50,7 +50,6 @@ from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.transfers.transports import AUTO as AUTO_TRANSPORT
-from alignedserve.runtime.lora.adapter_modules import product_shapes
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
@@ -140,7 +139,7 @@ class ModelExecutor:
             self._swap_space = SlotSwapSpace(self._storage, streams, host_bytes=swap_bytes)
         else:
             self._swap_space = SwapSpace(self._storage, streams, is_int8=sizes.has_int8_swaps, host_bytes=swap_bytes)
-        self._engine.record_graphs(product_shapes(decoder.config) if served.lora.is_enabled else ())
+        self._engine.record_graphs(has_adapters=served.lora.is_enabled)
         self._threads = WorkerThreads(partial(use_device, device))
         self._sizes, self._max_context_len = sizes, served.max_context_len
 

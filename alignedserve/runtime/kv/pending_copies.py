@@ -50,6 +50,7 @@ class PendingCopies:
         """Record that the latest work on the stream is a copy of these blocks."""
         event = stream.record()
         with self._lock:
+            self._forget_first()
             self._num_begun += 1
             self._pending[self._num_begun] = _Copy(stream, event)
             self._last[block_ids] = self._num_begun
@@ -58,6 +59,14 @@ class PendingCopies:
         """Block the host until all copies to and from these blocks are done."""
         for copy in self._on(block_ids):
             copy.event.synchronize()
+
+    def _forget_first(self) -> None:
+        """Forget the copies that are done, up to the first that is not: nobody may ask for any of them."""
+        while self._pending:
+            number, copy = next(iter(self._pending.items()))
+            if not copy.event.is_done():
+                return
+            del self._pending[number]
 
     def _has_other(self, stream: Stream) -> bool:
         """Return whether copies on other streams may be pending."""

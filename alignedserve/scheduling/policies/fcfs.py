@@ -116,10 +116,9 @@ class Fcfs:
     def _add_decodes(self, packer: Packer, view: WorkerView) -> None:
         """Add one token of each request on the device, then swap others in if that preempted none."""
         is_decoding, is_swapped = view.table.is_decoding, view.table.num_swapped > 0
-        running = deque(self._in_order(view, np.flatnonzero(is_decoding & ~is_swapped)))
-        for _ in range(packer.add_decodes(np.array(running, np.int64))):  # those that fit, at once
-            running.popleft()
-        holders = self._in_order(view, np.flatnonzero(view.table.num_blocks > 0))
+        ordered = self._in_order(view, np.flatnonzero(is_decoding & ~is_swapped))
+        running = deque(ordered[packer.add_decodes(np.array(ordered, np.int64)) :])  # but those that fit, at once
+        holders = self._in_order(view, np.flatnonzero(view.table.num_blocks > 0)) if running else []
         has_left: set[int] = set()
         while running and packer.num_places_left and packer.num_tokens_left:
             row = running.popleft()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from typing_extensions import override
 
-from kernels.adapter_tables import MODULE_WORDS, MODULES_AT, SITE_WORDS
+from kernels.adapter_tables import HEAD_TILES, MODULE_WORDS, MODULES_AT, SITE_WORDS, TILE_WORDS
 
 TO_GPU, TO_HOST = "copy to the GPU", "copy to the host"
 
@@ -306,6 +306,31 @@ def _of_sampled(arguments: Arguments) -> dict[str, int]:
     return own | dict.fromkeys(("top_ks", "top_ps", "min_ps", "draws", "aside", "aside_ids"), 0)
 
 
+def _adapters_of(arguments: Arguments) -> list[tuple[list[int], int]]:
+    """Return the words of the site of each tile's adapter (see kernels.adapter_tables), and the tile's rows."""
+    tiles = _values(arguments["tiles"])[HEAD_TILES:].tolist()
+    return [(_site(arguments, address), count) for address, _, count in tiles if count]
+
+
+def _site(arguments: Arguments, address: int) -> list[int]:
+    words: list[int] = _values(_memory[address])[arguments["site"]].tolist()
+    return words
+
+
+def _matrix_bytes(arguments: Arguments) -> int:
+    """Return the bytes of A and B of all adapters; tiles of the same one find them in the GPU's cache."""
+    found = {words[1]: words for words, _ in _adapters_of(arguments)}.values()
+    starts = range(MODULES_AT, SITE_WORDS, MODULE_WORDS)
+    columns = sum(words[at + 1] * words[at + 2] for words in found for at in starts)
+    ranks = sum(words[0] for words in found)
+    return 4 * (columns + ranks * int(arguments["in_width"]))
+
+
+def _of_added(arguments: Arguments) -> dict[str, int]:
+    """The sums of the ranks that rows have."""
+    return {"sums": 4 * arguments["num_runs"] * sum(words[0] * count for words, count in _adapters_of(arguments))}
+
+
 PARTIAL: dict[str, Callable[[Arguments], dict[str, int]]] = {
     "_decode_parts": _of_decodes,
     "_merge_parts": _of_merged,
@@ -313,33 +338,18 @@ PARTIAL: dict[str, Callable[[Arguments], dict[str, int]]] = {
     "_place": _of_placed,
     "_sample": _of_sampled,
     "_multiply": _of_grouped,
+    "_add_adapters": _of_added,
 }
 
 
 # Where a kernel writes less of a tensor than it reads.
-WRITTEN: dict[str, Callable[[Arguments], dict[str, int]]] = {"_place": _rotated}
+WRITTEN: dict[str, Callable[[Arguments], dict[str, int]]] = {
+    "_place": _rotated,
+    "_add_adapters": lambda _: {"tiles": 8 * TILE_WORDS},
+}
 
 
-def _of_adapters(arguments: Arguments) -> list[list[int]]:
-    """Return the words of the site of each adapter that any tile has (see kernels.adapter_tables)."""
-    tiles = _values(arguments["tiles"])
-    addresses = {int(address) for address, _, count in tiles.tolist() if count}
-    tables = [_values(_memory[address]) for address in addresses]
-    return [table[arguments["site"]].tolist() for table in tables]
-
-
-def _shrinking_bytes(arguments: Arguments) -> int:
-    """Return the bytes of A of all adapters."""
-    return sum(4 * words[0] * arguments["in_width"] for words in _of_adapters(arguments))
-
-
-def _expanding_bytes(arguments: Arguments) -> int:
-    """Return the bytes of B of all adapters."""
-    starts = range(MODULES_AT, SITE_WORDS, MODULE_WORDS)
-    return sum(4 * words[at + 1] * words[at + 2] for words in _of_adapters(arguments) for at in starts)
-
-
-BY_ADDRESS: dict[str, Callable[[Arguments], int]] = {"_shrink": _shrinking_bytes, "_expand": _expanding_bytes}
+BY_ADDRESS: dict[str, Callable[[Arguments], int]] = {"_add_adapters": _matrix_bytes}
 
 
 def _decode_operations(arguments: Arguments) -> int:

@@ -1,7 +1,9 @@
 """Processes of a served cluster die or stop while it streams: every answer goes on, unchanged, and nothing leaks."""
 
 import asyncio
+import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +19,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.promise, pytest.mark.timeout(400)
 PROMPTS = token_prompts(8)
 MAX_TOKENS = 200
 SEPARATE_KINDS = ("DecodeWorker", "PrefillWorker", "KvPool", "Router")
+WRITTEN_S = 2.5  # a gateway writes usage every second
 STOPPED_S = 8.0  # longer than links.peer_timeout_s: all peers have given it up when it wakes
 
 
@@ -115,10 +118,31 @@ async def test_requests_without_a_token_are_not_lost(
 
 
 async def test_a_killed_gateway_comes_back_on_its_port_and_frees_what_it_had(cluster: Serving) -> None:
+    """What ended more than a second before is in the usage, nothing is there twice, and what broke off is not."""
+    before = used(cluster)
+    answers = [cluster.complete(max_tokens=9, n=2)[1]["usage"] for _ in range(3)]
+    await asyncio.sleep(WRITTEN_S)
     victim = cluster.actor("Gateway")
     streams = await stream_through(cluster, victim.kill, is_router_hurt=False)
     assert all(stream.error is not None and not stream.is_done for stream in streams)
-    assert_serves(cluster)
+    cluster.wait_ready()
+    cluster.wait_idle()
+    after = used(cluster)
+    assert after["num_model_requests"] - before["num_model_requests"] == len(answers)
+    assert after["input_tokens"] - before["input_tokens"] == sum(one["prompt_tokens"] for one in answers)
+    assert after["output_tokens"] - before["output_tokens"] == sum(one["completion_tokens"] for one in answers)
+    assert after["compute_seconds"] > before["compute_seconds"]
+    assert cluster.complete()[0] == 200
+
+
+def used(cluster: Serving) -> Counter[str]:
+    """Return what chat and completions have used since the cluster's state began."""
+    status, text = cluster.get(f"/v1/usage?start_time={int(time.time()) - 7200}&group_by=class&bucket_width=1h")
+    assert status == 200, text
+    results = [result for bucket in json.loads(text)["data"] for result in bucket["results"]]
+    names = ("num_model_requests", "input_tokens", "output_tokens", "compute_seconds")
+    of_chat = [result for result in results if result["class"] != "batch"]
+    return Counter({name: sum(result[name] for result in of_chat) for name in names})
 
 
 @pytest.mark.slow

@@ -56,6 +56,16 @@ def test_no_changed_byte_goes_unseen(place: int) -> None:
     assert decode_record(bytes(raw)) is None
 
 
+def test_what_was_computed_for_a_line_is_in_the_log() -> None:
+    records = [ResultRecord(number, LineOutcome.COMPLETED, b"{}", 50, 7, 0, 1_234_567 * number) for number in range(3)]
+    totals = LogTotals()
+    for record in records:
+        read = decode_record(encode_record(record))
+        assert read == record
+        totals.add(read)
+    assert totals.usage().compute_us == 3 * 1_234_567
+
+
 def test_cached_tokens_are_in_the_log_and_logs_without_them_are_read() -> None:
     record = ResultRecord(2, LineOutcome.COMPLETED, b"{}", 50, 7, 48)
     assert b" 50/48 7 " in encode_record(record)

@@ -241,5 +241,5 @@ def test_another_implementation_reads_and_writes_our_messages() -> None:
     codec = Codec(GatewayInbound)
     message = TokensEmitted((TokenDelta(RequestId("r"), 3, (7, 8), (), FinishReason.STOP),))
     payload = codec.encode(message)
-    assert msgpack.unpackb(payload) == ["TokensEmitted", [["r", 3, [7, 8], [], "stop", 0, b""]]]
+    assert msgpack.unpackb(payload) == ["TokensEmitted", [["r", 3, [7, 8], [], "stop", 0, b""]], []]
     assert codec.decode(msgpack.packb(["TokensEmitted", [["r", 3, [7, 8], [], "stop"]]])) == message

@@ -40,7 +40,6 @@ from alignedserve.runtime.engine.ranks.rank_commands import (
 from alignedserve.runtime.engine.ranks.rank_spec import join, load_shard, make_adapters, make_storage, make_swap_space
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch
 from alignedserve.runtime.engine.swap_space import HostCaches
-from alignedserve.runtime.lora.adapter_modules import product_shapes
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 
 logger = logging.getLogger(__name__)
@@ -149,7 +148,7 @@ def main(socket_descriptor: int, copies_descriptor: int, lifeline: int) -> int:
     performed = FrameCount()
     copies = FollowerCopies(socket.socket(fileno=copies_descriptor), engine.storage, performed)
     threading.Thread(target=copies.follow, name="copies", daemon=True).start()
-    engine.record_graphs(product_shapes(engine.model.config) if start.spec.lora.is_enabled else ())
+    engine.record_graphs(has_adapters=start.spec.lora.is_enabled)
     gc.collect()
     gc.freeze()
     while (payload := receive_frame(connection)) is not None:

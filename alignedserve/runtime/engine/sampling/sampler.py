@@ -43,6 +43,15 @@ class Draw(NamedTuple):
         return self._replace(rows=self.rows[places], places=places)
 
 
+class _KnownParameters(NamedTuple):
+    """The parameters of the rows that were sampled last, on the device."""
+
+    version: int  # of the sampler's rows
+    rows: IntArray
+    is_random: bool  # of any row; else draws are not looked at
+    parameters: RowParameters
+
+
 class Sampler:
     """Sampling state of the engine's rows. A row is added before it is sampled and removed when it is freed."""
 
@@ -72,10 +81,13 @@ class Sampler:
         self._min_ps = np.zeros(max_sequences, np.float32)
         self._seeds = np.zeros(max_sequences, np.int64)
         self._wants_logprobs = np.zeros(max_sequences, np.bool_)
+        self._version = 0  # changes whenever a row's parameters do
+        self._known: _KnownParameters | None = None
 
     def add(self, row: int, sequence: NewSequence) -> None:
         """Add the sequence's parameters and the tokens that it already has."""
         params = sequence.sampling
+        self._version += 1
         self._sequences[row] = sequence
         self._prompt_lens[row] = sequence.prompt_len
         self._temperatures[row] = params.temperature
@@ -210,9 +222,16 @@ class Sampler:
         return sample(logits / own.temperatures[:, None], Filters(own.top_k, own.top_p, own.min_p), own.draws)
 
     def _parameters(self, rows: IntArray, num_tokens: IntArray, device: torch.device) -> RowParameters:
-        columns = (self._temperatures, self._top_ks, self._top_ps, self._min_ps)
+        known = self._known
+        if known is None or known.version != self._version or not np.array_equal(rows, known.rows):
+            columns = (self._temperatures, self._top_ks, self._top_ps, self._min_ps)
+            on_device = to_device([*(column[rows] for column in columns), np.zeros(len(rows))], device)
+            is_random = bool(self._temperatures[rows].any())
+            self._known = known = _KnownParameters(self._version, rows, is_random, RowParameters(*on_device))
+        if not known.is_random:
+            return known.parameters
         draws = uniforms(self._seeds[rows], num_tokens - self._prompt_lens[rows])
-        return RowParameters(*to_device([*(column[rows] for column in columns), draws], device))
+        return known.parameters._replace(draws=to_device([draws], device)[0])
 
     def _logprobs(self, draw: Draw) -> dict[int, TokenLogprob]:
         rows, logits = draw.rows, draw.logits

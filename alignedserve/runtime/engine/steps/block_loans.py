@@ -67,18 +67,22 @@ class BlockLoans:
         The table has what they have computed with it.
         """
         table = self._table
+        if not len(loans.rows):
+            return
         num_slots = table.num_computed[loans.rows] - loans.columns * table.block_size  # in each block, and behind it
-        is_written = np.isin(loans.rows, rows) & (num_slots > 0)
+        is_taken = np.zeros(len(table.sequences), np.bool_)
+        is_taken[rows] = True
+        is_written = is_taken[loans.rows] & (num_slots > 0)
         if not is_written.any():
             return
         own, columns, sources = (part[is_written] for part in loans)
         assert (columns < table.num_blocks[own]).all(), "too few blocks for the slice"
         targets, copies = table.block_tables[own, columns], self._storage.pending_copies
         copies.wait(self._compute, targets)
-        copy = partial(self._copy, sources, targets, num_slots[is_written] == 1)
-        self._compute.run(torch.inference_mode()(copy))
+        self._compute.run(partial(self._copy, sources, targets, num_slots[is_written] == 1))
         copies.record(self._compute, targets)
 
+    @torch.inference_mode()
     def _copy(self, sources: IntArray, targets: IntArray, has_one_slot: BoolArray) -> None:
         for is_of_these, copy in (
             (has_one_slot, self._storage.copy_first_slots),

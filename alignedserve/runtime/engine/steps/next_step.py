@@ -57,6 +57,7 @@ class NextStep:
         self._asked_version = -1  # of the table
         self._arrays = self._entries, self._entries
         self._place_of = np.full(len(table.sequences), _NOWHERE, np.int64)  # by row; for one call at a time
+        self._ascending = np.arange(2 * len(table.sequences))  # a step may be divided into two launches
 
     def forget(self) -> None:
         """Forget what was planned."""
@@ -101,7 +102,7 @@ class NextStep:
             return None
         if table.is_reversed.any():  # a slot behind a sequence may be another's
             return None
-        sampled_rows = np.concatenate([launch.rows for launch in launches])
+        sampled_rows = launches[0].rows if len(launches) == 1 else np.concatenate([launch.rows for launch in launches])
         rows = self._going_on(sampled_rows)
         chunks = self.guess.chunks(sampled_rows, len(rows))
         if chunks is None or not len(rows) + len(chunks.rows) or not self._can_choose(rows, chunks):
@@ -113,7 +114,7 @@ class NextStep:
         decoding = step.rows[: len(rows)]
         assert np.array_equal(decoding, step.sampled_rows[: len(rows)]), "inputs in another order than results"
         for launch in launches:
-            self._place_of[launch.step.sampled_rows] = np.arange(launch.first_place, launch.end_place)
+            self._place_of[launch.step.sampled_rows] = self._ascending[launch.first_place : launch.end_place]
         inputs_at = self._place_of[decoding] if len(rows) else None
         return StepLaunch(step, table.num_tokens[step.sampled_rows], inputs_at=inputs_at, loans=loans)
 
@@ -139,7 +140,8 @@ class NextStep:
         taken, sampled = self._taken(launched, rows, counts)
         if not taken.any():
             return None, slices
-        launched.kept = sampled[sampled != _NOWHERE]
+        is_whole = np.array_equal(sampled, self._ascending[: len(launched.step.sampled_rows)])
+        launched.kept = None if is_whole else sampled[sampled != _NOWHERE]
         self._table.num_computed[rows] += taken
         self._table.num_tokens[launched.rows] = launched.num_tokens_before + 1
         if launched.loans is not None:
@@ -162,22 +164,28 @@ class NextStep:
 
         None of a sequence that is another than was launched, or has other tokens; no place if it goes on without.
         """
-        step, table, place_of = launched.step, self._table, self._place_of
-        place_of[:] = _NOWHERE
-        place_of[step.rows] = np.arange(len(step.rows))
-        places = place_of[rows]
+        step, table = launched.step, self._table
+        places = self._places_of(rows, step.rows)
         has_same = self._entries[places] == table.entries[rows]
         has_same &= (self._num_tokens[places] == table.num_tokens[rows]) & (places != _NOWHERE)
         taken = np.where(has_same, np.minimum(step.counts[places], counts), 0)
         is_sampled = (taken > 0) & (table.num_computed[rows] + taken == table.num_tokens[rows])
-        place_of[step.sampled_rows] = np.arange(len(step.sampled_rows))
-        return taken, np.where(is_sampled, place_of[rows], _NOWHERE)
+        return taken, np.where(is_sampled, self._places_of(rows, step.sampled_rows), _NOWHERE)
+
+    def _places_of(self, rows: IntArray, others: IntArray) -> IntArray:
+        """Return the place of each row among others."""
+        ascending, place_of = self._ascending[: len(others)], self._place_of
+        if np.array_equal(rows, others):  # as in most steps
+            return ascending
+        place_of[:] = _NOWHERE
+        place_of[others] = ascending
+        return place_of[rows]
 
     def _can_choose(self, rows: IntArray, chunks: Chunks) -> bool:
         """Return whether the tokens of all rows that the step would sample can be chosen ahead."""
-        table = self._table
-        is_last = table.num_computed[chunks.rows] + chunks.counts == table.num_tokens[chunks.rows]
-        begins = not is_last.any() or self._sampler.can_begin_ahead(chunks.rows[is_last])
+        table, own = self._table, chunks.rows
+        ending = own[table.num_computed[own] + chunks.counts == table.num_tokens[own]] if len(own) else own
+        begins = not len(ending) or self._sampler.can_begin_ahead(ending)
         return begins and self._sampler.can_start_ahead(rows)
 
     def _going_on(self, rows: IntArray) -> IntArray:

@@ -296,5 +296,8 @@ class BatchBuilder:
 
     def _prompt_logprob_slices(self, rows: IntArray) -> tuple[int, ...]:
         table = self._table
-        asks = table.wants_prompt_logprobs[rows] & (table.num_computed[rows] + 1 < table.prompt_lens[rows])
+        asks = table.wants_prompt_logprobs[rows]
+        if not asks.any():
+            return ()
+        asks &= table.num_computed[rows] + 1 < table.prompt_lens[rows]
         return tuple(np.flatnonzero(asks).tolist())

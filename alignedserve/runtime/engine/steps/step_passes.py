@@ -1,6 +1,7 @@
 """The forward passes of steps, each in the quickest form that gives what the step needs."""
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from alignedserve.runtime.engine.steps.step_batch import BatchBuilder, StepBatch
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.cpu.decode_pass import HighestLogits
-from kernels.device_lora import DevicePlan, DeviceProducts
+from kernels.device_lora import DevicePlan
 
 
 class StepPasses:
@@ -24,13 +25,13 @@ class StepPasses:
         self._model = model
         self._storage = storage
 
-    def record_all(self, builder: BatchBuilder, compute: Stream, products: DeviceProducts | None) -> None:
-        """Record every graph that there is to be; `products`: also those of batches with adapters."""
+    def record_all(self, builder: BatchBuilder, compute: Stream, adapter_kernels: Any | None) -> None:
+        """Record every graph that there is to be; with these kernels also those of batches with adapters."""
         assert self.graphs is not None, "a device without graphs"
         for size in reversed(self.graphs.sizes):  # the largest allocates the memory that all use
             compute.run(partial(self.logits, builder.build_padding(size)))
-            if products is not None:
-                compute.run(partial(self.logits, builder.build_padding(size, DevicePlan(products, size))))
+            if adapter_kernels is not None:
+                compute.run(partial(self.logits, builder.build_padding(size, DevicePlan(adapter_kernels, size))))
 
     def logits(self, step: StepBatch, inputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return last hidden vectors of all tokens, and the logits of the sampled ones; `inputs`: see forward_batch."""

@@ -95,6 +95,20 @@ def test_the_host_waits_for_a_copy() -> None:
     assert taken == ["copy"]
 
 
+def test_copies_that_are_done_are_forgotten_though_nobody_waits_for_them() -> None:
+    """As where steps are launched ahead, hundreds of thousands an hour, and nothing else is copied."""
+    streams, pending = CheckedStreams(2), PendingCopies(2)
+    stream = streams.stream("compute")
+    for _ in range(5):
+        pending.record(stream, np.array([0]))
+    assert len(pending._pending) == 5
+    streams.drain()
+    for _ in range(5):
+        pending.record(stream, np.array([1]))
+        streams.drain()
+    assert len(pending._pending) == 1
+
+
 def test_arrays_of_any_kind_are_packed_and_found_again() -> None:
     arrays = [
         np.arange(5, dtype=np.int32),

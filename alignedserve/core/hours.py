@@ -1,4 +1,4 @@
-"""Hours in which a batch may start lines: windows of wall clock time in a time zone, on some days of the week.
+"""Hours in which best-effort work may start: windows of wall clock time in a time zone, on some days of the week.
 
     22:00-06:00 Europe/Berlin
     Mon-Fri 22:00-06:00, Sat 00:00-24:00, Sun 00:00-24:00 Europe/Berlin
@@ -41,13 +41,13 @@ class DailyWindow:
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """All windows of a batch, in one time zone."""
+    """All windows, in one time zone."""
 
     windows: tuple[DailyWindow, ...]
     zone: str
 
     def is_open(self, now: float) -> bool:
-        """Return whether lines may start at this Unix time."""
+        """Return whether work may start at this Unix time."""
         return any(start <= now < end for start, end in self.intervals(now))
 
     def open_seconds(self, start_s: float, end_s: float) -> float:
@@ -77,6 +77,33 @@ class Hours:
         return max(last, intervals[-1][1]) if intervals else last
 
 
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The times at which a batch may start lines, and a simulated class of documents requests."""
+
+    not_before_s: float = 0.0  # Unix seconds
+    hours: Hours | None = None  # None: at any hour
+
+    def is_open(self, now: float) -> bool:
+        """Return whether work may start at this Unix time."""
+        return now >= self.not_before_s and (self.hours is None or self.hours.is_open(now))
+
+    def open_seconds(self, start_s: float, end_s: float) -> float:
+        """Return for how much of the time between two Unix times work may start; at most two weeks."""
+        start_s = max(start_s, self.not_before_s)
+        if self.hours is None:
+            return max(0.0, end_s - start_s)
+        return self.hours.open_seconds(start_s, end_s)
+
+    def after(self, start_s: float, open_s: float) -> float:
+        """Return when it has been open for this long since `start_s`; with 0: when work may start next."""
+        start_s = max(start_s, self.not_before_s)
+        return start_s + open_s if self.hours is None else self.hours.after(start_s, open_s)
+
+
+ALWAYS = Schedule()
+
+
 def parse_hours(text: str) -> Hours:
     """Parse hours. Raises InvalidRequest that names what is wrong."""
     if len(text) > MAX_HOURS_LEN:
@@ -101,6 +128,18 @@ def is_zone(name: str) -> bool:
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
         return False
     return True
+
+
+def parse_moment(text: str, zone: str) -> float:
+    """Parse a time such as 2026-11-25T22:00, as clocks in this zone show it unless it has an offset of its own.
+
+    Raises InvalidRequest.
+    """
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise _refused(f"{text[:64]!r} is not a time, such as 2026-11-25T22:00.") from None
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=zoneinfo.ZoneInfo(zone))).timestamp()
 
 
 def local_date(zone: str, now: float) -> date:
