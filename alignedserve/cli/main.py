@@ -14,16 +14,8 @@ import typer
 from alignedserve.cli.batch.app import batch_app
 from alignedserve.cli.bench.app import bench_app
 from alignedserve.cli.certify.options import CertifyOptions
-from alignedserve.cli.commands.options import (
-    ChatOptions,
-    DemoOptions,
-    EvalOptions,
-    PlanOptions,
-    ProfileOptions,
-    ReplayOptions,
-    ServeOptions,
-    SimulateOptions,
-)
+from alignedserve.cli.commands.options import ChatOptions, DemoOptions, EvalOptions, ProfileOptions, ServeOptions
+from alignedserve.cli.commands.simulation_options import PlanOptions, ReplayOptions, SimulateOptions
 from alignedserve.cli.console import DEFAULT_URL, FAILURE, exit_code, print_error
 from alignedserve.cli.gpu_check.options import GpuCheckOptions
 from alignedserve.cli.keys.app import keys_app

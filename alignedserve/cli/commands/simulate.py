@@ -10,7 +10,6 @@ from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
 from rich.table import Table
 
-from alignedserve.cli.commands.options import SimulateOptions
 from alignedserve.cli.commands.output_folder import command_line, make_folder, write_file
 from alignedserve.cli.commands.simulate_cases import (
     DEFAULT_DURATION_S,
@@ -20,6 +19,7 @@ from alignedserve.cli.commands.simulate_cases import (
     PlannedCase,
     plan_cases,
 )
+from alignedserve.cli.commands.simulation_options import SimulateOptions
 from alignedserve.cli.console import FAILURE, notes, printable, progress, results, write_json
 from alignedserve.cli.machine import describe_machine
 from alignedserve.costmodel.choice import FITTED
