@@ -27,9 +27,9 @@ from alignedserve.batches.records import BatchKey
 from alignedserve.batches.run import BatchRun
 from alignedserve.batches.schedule import Turn, by_priority
 from alignedserve.batches.statistics import BatchStatistics
-from alignedserve.batches.stores.disk import lock_file
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import StorageError
+from alignedserve.disk.durable import lock_file
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from alignedserve.batches.location import RECORDS, BatchLocation
-from alignedserve.batches.stores.disk import lock_file
 from alignedserve.batches.stores.object_location import ObjectStoreLocation
 from alignedserve.batches.stores.redis_location import RedisLocation
 from alignedserve.cluster.records_file import has_contents, prepare_records
@@ -20,6 +19,7 @@ from alignedserve.config.environment import (
 )
 from alignedserve.config.sections import BatchesConfig, ClusterConfig
 from alignedserve.core.errors import ConfigError, ResourceError, StorageError
+from alignedserve.disk.durable import lock_file
 
 
 class StateLock:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import msgspec
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.disk.durable import write_durably
 from alignedserve.keys.file import MAX_SECRETS, KeyRow, SecretRow, parse_keys, read_keys, render_keys
 from alignedserve.keys.ring import digest_of
 
@@ -33,7 +33,7 @@ def change_keys(path: Path, change: Callable[[Rows], Sequence[KeyRow]]) -> None:
         text = render_keys(change(rows))
         parse_keys(text)  # what is written can be read
         try:
-            _write(path, text)
+            write_durably(path, text.encode())
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
@@ -94,21 +94,3 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file that is there whole, also after a power failure; its mode is 0600."""
-    with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -14,13 +14,11 @@ from pathlib import Path
 from cryptography import x509
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.disk.last_seen import LastSeen
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 2.0  # between looks at the files
-
-# Of one file: where it is on its disk, its size, when it was changed; None: it is not there.
-_Mark = tuple[int, int, int] | None
 
 
 class ServerCertificate:
@@ -29,7 +27,8 @@ class ServerCertificate:
     def __init__(self, certificate: str, key: str) -> None:
         """Read both. Raises ConfigError saying which setting to change."""
         self._certificate, self._key = Path(certificate), Path(key)
-        self._marks = self._looked_at()
+        self._files = LastSeen(self._certificate, self._key)
+        self._files.has_changed()
         self._current = self._load()
         # Connections are accepted with these settings, and get the current ones when a client begins to speak.
         self.context = self._load()
@@ -40,7 +39,14 @@ class ServerCertificate:
 
     def reload(self) -> bool:
         """Read the files again; return whether new connections get what is there now."""
-        self._marks = self._looked_at()
+        self._files.has_changed()
+        return self._read()
+
+    def reload_if_changed(self) -> bool:
+        """Read the files again if they are others than at the last look; return whether they were taken."""
+        return self._files.has_changed() and self._read()
+
+    def _read(self) -> bool:
         try:
             self._current = self._load()
         except ConfigError as error:
@@ -49,18 +55,11 @@ class ServerCertificate:
         logger.info("new connections get the certificate in %s", self._certificate)
         return True
 
-    def reload_if_changed(self) -> bool:
-        """Read the files again if they are others than at the last look; return whether they were taken."""
-        return self._looked_at() != self._marks and self.reload()
-
     async def watch(self) -> None:
         """Look for changes for ever."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.reload_if_changed()
-
-    def _looked_at(self) -> tuple[_Mark, _Mark]:
-        return _mark_of(self._certificate), _mark_of(self._key)
 
     def _load(self) -> ssl.SSLContext:
         """Return the TLS settings with what the files hold. Raises ConfigError."""
@@ -106,11 +105,3 @@ def check_period(path: Path) -> None:
 
 def _no_pass_phrase() -> str:
     raise ValueError("the key has a pass phrase")
-
-
-def _mark_of(path: Path) -> _Mark:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns

@@ -21,8 +21,8 @@ from alignedserve.batches.location import stores_in
 from alignedserve.batches.log import disk_log
 from alignedserve.batches.records import BatchStatus, Progress, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
-from alignedserve.batches.stores.disk import write_all
 from alignedserve.config.sections import BatchesConfig
+from alignedserve.disk.durable import write_all
 from tests.support.batch_samples import BATCH, INPUT, batch_record, chat_line, file_record
 from tests.support.marks import many
 from tests.support.memory_records import MemoryRecords

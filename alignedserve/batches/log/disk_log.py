@@ -27,8 +27,9 @@ from alignedserve.batches.log.log_format import (
     head_record,
 )
 from alignedserve.batches.records import BatchKey, ResultKind, parsed_batch_key
-from alignedserve.batches.stores.disk import disk_errors, lock_file, sync_folder, write_all
+from alignedserve.batches.stores.disk import disk_errors
 from alignedserve.core.errors import StorageDamaged, StorageError
+from alignedserve.disk.durable import lock_file, publish, sync_folder, write_all
 
 _CHUNK_BYTES = 1024 * 1024
 _INDEX_INTERVAL_BYTES = 1024 * 1024  # of the log, between two entries
@@ -281,9 +282,7 @@ def _rewritten(path: Path, batch_id: BatchKey, num_lines: int) -> int:
                     continue
                 is_settled[record.line] = record.outcome.is_terminal
                 write_all(file_descriptor, encode_record(record))
-        os.fsync(file_descriptor)
-        partial.rename(path)
-        sync_folder(path.parent)
+        publish(file_descriptor, partial, path)
     except BaseException:
         os.close(file_descriptor)
         partial.unlink(missing_ok=True)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from alignedserve.batches.interfaces import BlobReader, BlobWriter
 from alignedserve.batches.records import FileId, parsed_file_id
-from alignedserve.batches.stores.disk import disk_errors, sync_folder, write_all
+from alignedserve.batches.stores.disk import disk_errors
 from alignedserve.core.errors import StorageDamaged, StorageError
+from alignedserve.disk.durable import publish, write_all
 
 CHUNK_BYTES = 256 * 1024
 _PARTIAL = ".partial"
@@ -100,10 +101,8 @@ class _DiskWriter:
 
     def _commit(self) -> None:
         assert self._file is not None, "a commit after the end"
-        os.fsync(self._file)
-        self._partial.rename(self._path)
+        publish(self._file, self._partial, self._path)
         self._close()
-        sync_folder(self._path.parent)
 
     def _close(self) -> None:
         assert self._file is not None, "closed twice"

@@ -25,9 +25,10 @@ from obstore.store import S3Store
 
 from alignedserve.batches.interfaces import BlobReader, BlobWriter
 from alignedserve.batches.records import FileId, parsed_file_id
-from alignedserve.batches.stores.disk import disk_errors, write_all
+from alignedserve.batches.stores.disk import disk_errors
 from alignedserve.batches.stores.object_location import ObjectStoreLocation
 from alignedserve.core.errors import StorageDamaged, StorageError, StoreUnavailable
+from alignedserve.disk.durable import write_all
 
 logger = logging.getLogger(__name__)
 

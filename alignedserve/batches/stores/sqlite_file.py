@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from alignedserve.batches.stores.disk import sync_folder
 from alignedserve.core.errors import ResourceError, StorageDamaged
+from alignedserve.disk.durable import sync_folder
 
 VERSION = 1  # of the tables below; in the file's header, which is written before the first record
 _APPLICATION = 0x414C5344  # "ALSD": that the file is ours
