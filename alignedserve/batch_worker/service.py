@@ -19,7 +19,8 @@ from alignedserve.batches.remote.state_server import StateServer
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.core.quotas import QuotaPool
 from alignedserve.keys.ring import CurrentKeys
-from alignedserve.keys.watch import KeysWatch
+from alignedserve.keys.shared import SharedKeys
+from alignedserve.keys.watch import KeysFile, KeysWatch
 from alignedserve.process.background_tasks import start_background
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
@@ -67,7 +68,9 @@ class BatchService:
         self._location = location
         self._state = state
         self._keys = CurrentKeys()
-        self._keys_watch = KeysWatch(self._keys, api_keys, config.keys_path)
+        self._shared_keys = SharedKeys()
+        source = None if config.keys_path is None else KeysFile(config.keys_path)
+        self._keys_watch = KeysWatch(self._keys, api_keys, source, self._shared_keys)
         self._watching: asyncio.Task[None] | None = None
         self._observing = observing
         self._services: ApiServices | None = None
@@ -81,7 +84,7 @@ class BatchService:
 
     async def start(self) -> None:
         """Connect to the cluster and start the driver. Raises ModelError or StorageError."""
-        await asyncio.to_thread(self._keys_watch.look)
+        await self._keys_watch.look()
         self._watching = start_background(self._keys_watch.run(), "the watch of keys")
         self._stores = open_driver_stores(self._location)
         await self._start_state_server(self._stores)
@@ -117,6 +120,7 @@ class BatchService:
             blobs=stores.blobs,
             logs=stores.logs,
             quotas=QuotaPool(self._state.gateways, time.monotonic()),
+            keys=self._shared_keys,
         )
         await self._state_server.start()
 

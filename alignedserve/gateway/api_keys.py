@@ -1,28 +1,47 @@
-"""Authentication: whose key a request brings."""
+"""Authentication: whose key a request brings, or a token stands for."""
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from alignedserve.api.errors import Unauthorized
 from alignedserve.keys.entry import ANYONE, KeyEntry
 from alignedserve.keys.ring import CurrentKeys
 
+if TYPE_CHECKING:  # loaded where issuers are named
+    from alignedserve.gateway.jwt.verifier import TokenVerifier
+
 PUBLIC_PATHS = frozenset({"/", "/dashboard", "/health", "/ready", "/version"})
+_DOTS = 2  # of a token, which no secret has
 
 
 class ApiKeys:
     """Checks keys against those of now. Without keys all clients are one."""
 
-    def __init__(self, keys: CurrentKeys, clock: Callable[[], float] = time.time) -> None:
-        """`clock`: Unix time."""
+    def __init__(
+        self,
+        keys: CurrentKeys,
+        tokens: "TokenVerifier | None" = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`tokens`: None: no token stands for a key. `clock`: Unix time."""
         self._keys = keys
+        self._tokens = tokens
         self._clock = clock
 
-    def authenticate(self, path: str, presented_key: str | None) -> KeyEntry:
-        """Return the entry of the client's key. Raises Unauthorized; only PUBLIC_PATHS need no key."""
+    async def authenticate(self, path: str, presented_key: str | None) -> KeyEntry:
+        """Return the entry of the client's key. Raises Unauthorized; only PUBLIC_PATHS need no key.
+
+        For a token, Unavailable while its issuer's keys are unknown.
+        """
         if path in PUBLIC_PATHS:
             return ANYONE
         entry = self._keys.ring.find(presented_key, self._clock())
-        if entry is None:
-            raise Unauthorized("A valid API key is required: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
-        return entry
+        if entry is not None:
+            return entry
+        if self._tokens is not None and presented_key is not None and presented_key.count(".") == _DOTS:
+            entry = self._keys.ring.named(await self._tokens.key_name(presented_key))
+            if entry is None:
+                raise Unauthorized("The token stands for a key that is not here, or that is revoked.")
+            return entry
+        raise Unauthorized("A valid API key is required: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")

@@ -56,7 +56,7 @@ class GatewayMiddleware:
 
     async def _serve(self, scope: Scope, receive: Receive, sender: "_ResponseSender") -> None:
         try:
-            scope["state"]["key"] = self._api_keys.authenticate(scope["path"], _presented_key(scope))
+            scope["state"]["key"] = await self._api_keys.authenticate(scope["path"], _presented_key(scope))
             self._admit(scope)
             await self._app(scope, receive, sender.send)
         except Exception as error:  # noqa: BLE001  (the gateway's single handler)

@@ -69,17 +69,19 @@ class RequestQuotas:
         """Count one request. Raises QuotaExceeded with the time until the next one is allowed, or Unavailable where it
         cannot be counted. `shown`: gets what is left."""
         per_minute, tokens = self._requests_of(key), key.tokens_per_minute
-        limits: list[tuple[str, int, Charge]] = []
+        charges: tuple[Charge, ...] = ()
         if per_minute:
-            limits.append(("requests", per_minute, Charge(f"requests/{key.owner}", 1.0 / per_minute)))
+            charges = (Charge(f"requests/{key.owner}", 1.0 / per_minute),)
         if tokens:
-            limits.append(("tokens", tokens, Charge(_tokens(key), 0.0)))  # only to see what is left
-        if not limits:
+            charges += (Charge(_tokens(key), 0.0),)  # only to see what is left
+        if not charges:
             return
-        taken = await self._take(tuple(charge for _, _, charge in limits))
-        if shown is not None:
-            for (what, limit, _), owed in zip(limits, taken.owed, strict=False):
-                shown.show(what, limit, owed, taken.limit)
+        taken = await self._take(charges)
+        if shown is not None and taken.owed:
+            if per_minute:
+                shown.show("requests", per_minute, taken.owed[0], taken.limit)
+            if tokens:
+                shown.show("tokens", tokens, taken.owed[-1], taken.limit)
         if taken.wait_s:
             assert per_minute, "a charge of nothing that was refused"
             raise _exceeded(key, Limit.REQUESTS, per_minute, taken.wait_s)
@@ -145,6 +147,8 @@ class RequestQuotas:
         return self._per_minute if key.requests_per_minute is None else key.requests_per_minute
 
     async def _take(self, charges: tuple[Charge, ...]) -> Taken:
+        if self._client is None and self._has_share:
+            return self._share.take(charges, time.monotonic())
         while (leased_s := self._share.seconds_leased(time.monotonic())) > 0.0:
             answer = await self._call(charges)
             if answer is None:

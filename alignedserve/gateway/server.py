@@ -19,16 +19,18 @@ from alignedserve.api.deployments import Deployments
 from alignedserve.batches.location import BatchStores, SharedState, open_stores
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.config.sections import GatewayConfig, Observing
+from alignedserve.config.sections.gateway import HEAD
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory, StorageError
 from alignedserve.gateway.app import build_app
 from alignedserve.gateway.connections.http_protocol import BoundedHttpProtocol
 from alignedserve.gateway.connections.limits import ConnectionLimits, file_shortage
 from alignedserve.gateway.files.files_api import FilesApi
+from alignedserve.gateway.head_keys import HeadKeys
 from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.gateway.services import Services, build_services
 from alignedserve.gateway.storage_metrics import Disks
 from alignedserve.keys.ring import CurrentKeys
-from alignedserve.keys.watch import KeysWatch
+from alignedserve.keys.watch import KeysFile, KeysSource, KeysWatch
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.addresses import AddressBook
 from alignedserve.process.background_tasks import start_background
@@ -68,7 +70,8 @@ class GatewayServer:
         self._first_deployments = tuple(deployments)
         self._config = config
         self._keys = CurrentKeys()
-        self._keys_watch = KeysWatch(self._keys, api_keys, config.keys_path)
+        self._plain_keys = tuple(api_keys)
+        self._keys_watch: KeysWatch | None = None
         self._watching: asyncio.Task[None] | None = None
         self._state = state or SharedState()
         self._observing = observing
@@ -111,7 +114,8 @@ class GatewayServer:
 
     def read_again(self) -> None:
         """Read again what may change while it serves: the certificate and the keys. From any thread."""
-        self._keys_watch.look()
+        if self._keys_watch is not None:
+            self._keys_watch.read_again()
         if self._http is not None:
             self._http.read_again()
 
@@ -126,9 +130,10 @@ class GatewayServer:
         logger.info("gateway %s serves %s at %s", self._links.identity.name, names, self.url)
 
     async def _start(self) -> None:
-        await asyncio.to_thread(self._keys_watch.look)
-        self._watching = start_background(self._keys_watch.run(), "the watch of keys")
         self._open_shared_state()
+        watch = self._keys_watch = KeysWatch(self._keys, self._plain_keys, self._source_of_keys())
+        await watch.look()
+        self._watching = start_background(watch.run(), "the watch of keys")
         batches = self._state.batches
         services = self._services = build_services(
             self._config,
@@ -139,6 +144,8 @@ class GatewayServer:
             observing=self._observing,
             disks=Disks(self._places()),
         )
+        if services.tokens is not None:
+            await services.tokens.start()
         self._connection = ClusterConnection(self._links, services.timelines, services.questions)
         await self._connection.start()
         self._deployments = Deployments(services, self._connection)
@@ -170,6 +177,16 @@ class GatewayServer:
         with contextlib.suppress(NotEnoughMemory):  # a host of gateways alone needs no blocks
             places["shared_memory"] = arena_folder()
         return {place: path for place, path in places.items() if path is not None}
+
+    def _source_of_keys(self) -> KeysSource | None:
+        """Return the head's file, where another host follows it, or the file of this host; None: there is none."""
+        path, batches = self._config.keys_path, self._state.batches
+        if path is None:
+            return None
+        if self._config.keys_from == HEAD and batches is not None and batches.folder is None:
+            assert self._client is not None, "a host without the state's folder and without the state server"
+            return HeadKeys(self._client)
+        return KeysFile(path)
 
     def _bound(self) -> socket.socket:
         config = self._config
@@ -215,6 +232,8 @@ class GatewayServer:
             self._quotas.stop()
         if self._watching is not None:
             self._watching.cancel()
+        if services is not None and services.tokens is not None:
+            services.tokens.stop()
         stores, self._stores = self._stores, None
         await self._end_usage(services, stores)
         if stores is not None:

@@ -1,6 +1,7 @@
 """The objects that every HTTP request of one gateway shares: those of the API, and what only HTTP needs."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -14,6 +15,9 @@ from alignedserve.gateway.storage_metrics import Disks
 from alignedserve.gateway.work_process import WorkProcess
 from alignedserve.keys.ring import CurrentKeys
 
+if TYPE_CHECKING:  # loaded where issuers are named
+    from alignedserve.gateway.jwt.verifier import TokenVerifier
+
 _READING = "alignedserve.gateway.long_bodies.process"
 
 
@@ -26,6 +30,7 @@ class Services(ApiServices):
     work_process: WorkProcess  # that reads long bodies
     intake: Intake
     readiness: Readiness
+    tokens: "TokenVerifier | None" = None  # None: no token stands for a key
     files_api: FilesApi | None = None  # None: files and batches are not served
     disks: Disks = field(default_factory=Disks)  # whose space /metrics tells
 
@@ -55,9 +60,11 @@ def build_services(
     readiness = Readiness(api.models, intake)
     api.metrics.show_usage(api.usage)
     api.metrics.show_readiness(lambda: readiness.missing() is None)
+    tokens = _token_verifier(config)
     return Services(
         **vars(api),
-        api_keys=ApiKeys(api.keys),
+        api_keys=ApiKeys(api.keys, tokens),
+        tokens=tokens,
         quotas=quotas or RequestQuotas(config.requests_per_minute),
         work_process=WorkProcess(_READING),
         intake=intake,
@@ -65,3 +72,11 @@ def build_services(
         files_api=files_api,
         disks=disks or Disks(),
     )
+
+
+def _token_verifier(config: GatewayConfig) -> "TokenVerifier | None":
+    if not config.jwt:
+        return None
+    from alignedserve.gateway.jwt.verifier import TokenVerifier
+
+    return TokenVerifier(config.jwt)

@@ -1,13 +1,15 @@
 """What a client's key may do: its entry in keys.yaml, of which requests and batch lines carry one."""
 
-from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
 
 FLEX, DEFAULT, PRIORITY = "flex", "default", "priority"
 TIERS = (DEFAULT, PRIORITY, FLEX)
 _SAME_TIER = {"fast": PRIORITY}  # other words for a tier
 _AUTO = "auto"
 PRIORITY_LIMIT = 1000  # of a request, both ways
+MAX_KEYS_BYTES = 64 << 20  # of a file of keys
 
 
 class Limit(Enum):
@@ -19,8 +21,7 @@ class Limit(Enum):
     BATCH_TOKENS = "enqueued_batch_tokens"
 
 
-@dataclass(frozen=True, slots=True)
-class KeyEntry:
+class KeyEntry(msgspec.Struct, frozen=True, gc=False):
     """The rights and limits of one client. None: no limit."""
 
     name: str  # as logs, usage and refusals call it
@@ -36,6 +37,7 @@ class KeyEntry:
     open_requests: int | None = None  # at any time
     enqueued_batch_tokens: int | None = None  # of batches that have not ended
     may_see_usage: bool = False  # of all keys; each sees its own
+    is_revoked: bool = False  # neither secrets nor tokens let it in
 
     @property
     def is_real_time(self) -> bool:

@@ -10,20 +10,21 @@ import stat
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 import yaml
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.keys.entry import DEFAULT, FLEX, PRIORITY_LIMIT, TIERS, KeyEntry
+from alignedserve.keys.entry import DEFAULT, FLEX, MAX_KEYS_BYTES, PRIORITY_LIMIT, TIERS, KeyEntry
 from alignedserve.keys.ring import KeyRing, KeySecret, owner_of
 
 MAX_KEYS = 100_000
 MAX_SECRETS = 8  # of one key
-_MAX_FILE_BYTES = 64 << 20
+_TIERS = frozenset(TIERS)
 _HEAD = "keys:\n"
 _ROW = "- {"
+_ROWS_AT_ONCE = 500  # decoded without a pause for other threads: some milliseconds
 
 _Time = Annotated[datetime, msgspec.Meta(tz=True)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
@@ -32,7 +33,7 @@ _Model = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
-class SecretRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class SecretRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """A secret of a key."""
 
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
@@ -44,7 +45,7 @@ class SecretRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         return KeySecret(bytes.fromhex(self.sha256), None if self.expires is None else self.expires.timestamp())
 
 
-class KeyRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class KeyRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """One key as the file has it. A key may be urgent only if the file says so."""
 
     name: Name
@@ -59,10 +60,10 @@ class KeyRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     tokens_per_minute: _Count | None = None
     open_requests: _Count | None = None
     enqueued_batch_tokens: _Count | None = None
+    may_see_usage: bool = False  # of all keys
 
     def __post_init__(self) -> None:
-        unknown = [tier for tier in self.tiers if tier not in TIERS]
-        if unknown or not self.tiers:
+        if not self.tiers or not _TIERS.issuperset(self.tiers):
             raise ValueError(f"tiers must be some of {', '.join(TIERS)}")
         if self.default_tier is not None and self.default_tier not in self.tiers:
             raise ValueError("default_tier must be one of its tiers")
@@ -85,6 +86,8 @@ class KeyRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
             tokens_per_minute=self.tokens_per_minute,
             open_requests=self.open_requests,
             enqueued_batch_tokens=self.enqueued_batch_tokens,
+            may_see_usage=self.may_see_usage,
+            is_revoked=self.revoked,
         )
 
     def valid_secrets(self) -> tuple[KeySecret, ...]:
@@ -129,10 +132,14 @@ def _plain_rows(text: str) -> tuple[KeyRow, ...] | None:
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     if not lines or lines[0] != _HEAD.rstrip() or not all(line.startswith(_ROW) for line in lines[1:]):
         return None
+    rows: list[KeyRow] = []
     try:
-        return msgspec.json.decode("[" + ",".join(line[2:] for line in lines[1:]) + "]", type=tuple[KeyRow, ...])
+        for start in range(1, len(lines), _ROWS_AT_ONCE):
+            some = ",".join(line[2:] for line in lines[start : start + _ROWS_AT_ONCE])
+            rows += msgspec.json.decode(f"[{some}]", type=list[KeyRow])
     except (msgspec.DecodeError, UnicodeEncodeError):
         return None
+    return tuple(rows)
 
 
 def _items(text: str) -> list[Any]:
@@ -165,24 +172,6 @@ def _words(error: msgspec.ValidationError) -> str:
     return f"{where}: {words}" if where else words
 
 
-class KeysSignature(NamedTuple):
-    """What shows that a file is another one."""
-
-    device: int
-    inode: int
-    num_bytes: int
-    modified_ns: int
-
-
-def signature_of(path: Path) -> KeysSignature:
-    """Return the file's signature. Raises ConfigError if it cannot be read."""
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or 'cannot be read'}") from error
-    return KeysSignature(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-
-
 def read_keys(path: Path) -> tuple[KeyRow, ...]:
     """Return the keys of a file. Raises ConfigError naming the file, the key and the field.
 
@@ -191,11 +180,11 @@ def read_keys(path: Path) -> tuple[KeyRow, ...]:
     try:
         with path.open("rb") as file:
             _check_owner(path, os.fstat(file.fileno()))
-            raw = file.read(_MAX_FILE_BYTES + 1)
+            raw = file.read(MAX_KEYS_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or 'cannot be read'}") from error
-    if len(raw) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is larger than {_MAX_FILE_BYTES >> 20} MiB")
+    if len(raw) > MAX_KEYS_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_KEYS_BYTES >> 20} MiB")
     try:
         return parse_keys(raw.decode())
     except UnicodeDecodeError as error:

@@ -2,15 +2,15 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from alignedserve.keys.entry import ANYONE, KeyEntry
 
 _NAMED = "key."  # begins the owner of an entry of the file, which a plain key's digest never does
 
 
-@dataclass(frozen=True, slots=True)
-class KeySecret:
+class KeySecret(msgspec.Struct, frozen=True, gc=False):
     """One secret of a key, known by its digest alone. Secrets have 256 random bits: a digest cannot be guessed."""
 
     digest: bytes  # SHA-256
@@ -33,7 +33,8 @@ class KeyRing:
         self.is_open = not plain and entries is None  # anyone may call
         for entry, secrets in entries or ():
             self._by_owner[entry.owner] = entry
-            self._secrets.update({secret.digest: (entry, secret) for secret in secrets})
+            for secret in secrets:
+                self._secrets[secret.digest] = (entry, secret)
         for key in plain:
             digest = digest_of(key)
             entry = plain_entry(digest)
@@ -59,8 +60,9 @@ class KeyRing:
         return found[0] if found is not None and found[1].is_valid(now) else None
 
     def named(self, name: str) -> KeyEntry | None:
-        """Return the entry of this name in the file."""
-        return self._by_owner.get(owner_of(name))
+        """Return the entry of this name in the file; None: it is not there, or revoked."""
+        entry = self._by_owner.get(owner_of(name))
+        return None if entry is None or entry.is_revoked else entry
 
     def owned_by(self, owner: str) -> KeyEntry:
         """Return the entry to whom stored things belong: a plain one of its name where it is gone by now."""

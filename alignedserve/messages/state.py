@@ -7,6 +7,7 @@ from typing import Annotated
 
 import msgspec
 
+from alignedserve.keys.entry import MAX_KEYS_BYTES
 from alignedserve.messages.fields import Count, Seconds, Text
 from alignedserve.messages.handshake import Ping
 from alignedserve.messages.wire import Message
@@ -148,6 +149,13 @@ class UseQuota(_Part, frozen=True):
     charges: _Charges = ()  # name of a limit and part of it; below zero: given back
 
 
+class ReadKeys(_Part, frozen=True):
+    """Read clients' keys, in parts, if they are others than the caller has. Answered by KeysRead."""
+
+    known: _Key  # the version that the caller has; empty: none
+    start: Count = 0
+
+
 Call = (
     ReadValues
     | CommitChanges
@@ -160,6 +168,7 @@ Call = (
     | ReadResults
     | RemoveResults
     | UseQuota
+    | ReadKeys
 )
 
 # --- answers
@@ -203,6 +212,14 @@ class QuotaAnswer(_Part, frozen=True):
     limit: Seconds = 0.0
 
 
+class KeysRead(_Part, frozen=True):
+    """A part of the text of clients' keys, which hold digests and no secrets; empty where the caller has them."""
+
+    version: _Key  # of the keys of now; empty: there are none yet
+    num_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_KEYS_BYTES)] = 0  # of the whole text
+    chunk: _Chunk = b""
+
+
 class CallFailed(_Part, frozen=True):
     """Not carried out, or not known to be; `error` names a StorageError."""
 
@@ -210,7 +227,7 @@ class CallFailed(_Part, frozen=True):
     reason: Text
 
 
-Answer = Values | Done | PageRead | ChunkRead | QuotaAnswer | CallFailed
+Answer = Values | Done | PageRead | ChunkRead | QuotaAnswer | KeysRead | CallFailed
 
 # --- messages
 

@@ -8,6 +8,7 @@ from alignedserve.batches.location import DriverStores, stores_in
 from alignedserve.batches.remote.state_client import STATE, StateClient
 from alignedserve.batches.remote.state_server import StateServer
 from alignedserve.core.quotas import QuotaPool
+from alignedserve.keys.shared import SharedKeys
 from alignedserve.messages.handshake import Role
 from alignedserve.process.addresses import AddressBook
 from alignedserve.process.links import Identity
@@ -37,6 +38,7 @@ class StateHosts:
     def __init__(self, folder: Path, stores: DriverStores | None = None) -> None:
         self.entries = Entries()
         self.records = MemoryRecords()
+        self.keys = SharedKeys()
         self.stores = stores or stores_in(folder / "state", self.records)
         self.book = self._book(folder, "node-0")
         self.other_book = self._book(folder, "node-1")
@@ -57,6 +59,7 @@ class StateHosts:
             blobs=stores.blobs,
             logs=stores.logs,
             quotas=quotas,
+            keys=self.keys,
         )
         await self.server.start()
 

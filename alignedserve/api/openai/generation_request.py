@@ -176,11 +176,16 @@ def _priority_of(asked: int | None, tier: ServiceTier, key: KeyEntry) -> int:
     """Return the priority; a tier that is allowed brings its own. Raises Forbidden."""
     if asked is None:
         return tier.priority
+    check_priority(asked, key)
+    return asked
+
+
+def check_priority(asked: int, key: KeyEntry) -> None:
+    """Raise Forbidden for a priority, of a request or of a batch, that the key may not send."""
     if not key.may_have_priority(asked):
         allowed = f"{key.min_priority} to {key.max_priority}"
         message = f"The key {key.name} may not send this priority; it may send {allowed}."
         raise Forbidden(message, param="priority", code="priority_not_allowed")
-    return asked
 
 
 def _check_objectives(slo: Slo, key: KeyEntry) -> None:

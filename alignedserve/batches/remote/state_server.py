@@ -1,4 +1,4 @@
-"""Serves the head's state to the gateways of all nodes: records, contents, results, and counts of requests.
+"""Serves the head's state to the gateways of all nodes: records, contents, results, counts of requests, and keys.
 
 It runs beside the driver of batches, over a link of its own: a gateway that is not linked is not served, and every
 other process is refused. What it serves is what gateways of the head read and write themselves.
@@ -14,6 +14,7 @@ from alignedserve.batches.interfaces import BlobStore, BlobWriter, RecordStore, 
 from alignedserve.batches.records import BatchKey, FileId, ResultKind, parsed_batch_key, parsed_file_id
 from alignedserve.core.errors import ProtocolError, StorageError, StoreUnavailable
 from alignedserve.core.quotas import Charge, Owed, QuotaCall, QuotaPool
+from alignedserve.keys.shared import SharedKeys
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.state import (
     MAX_CHUNK_BYTES,
@@ -25,9 +26,11 @@ from alignedserve.messages.state import (
     CommitChanges,
     Done,
     FinishUpload,
+    KeysRead,
     PageRead,
     QuotaAnswer,
     ReadContent,
+    ReadKeys,
     ReadPage,
     ReadResults,
     ReadValues,
@@ -80,14 +83,16 @@ class StateServer:
         blobs: BlobStore,
         logs: ResultLogs,
         quotas: QuotaPool | None = None,
+        keys: SharedKeys | None = None,
     ) -> None:
-        """`quotas`: None: requests are not limited."""
+        """`quotas`: None: requests are not limited. `keys`: None: none are shared."""
         self._identity = identity
         self._links = LinkManager(identity, Codec(StateServerInbound), self, book)
         self._records = records
         self._blobs = blobs
         self._logs = logs
         self._quotas = quotas
+        self._keys = keys or SharedKeys()
         self._linked: dict[str, _Linked] = {}  # by gateway
 
     async def start(self, address: str | None = None) -> None:
@@ -205,6 +210,12 @@ class StateServer:
     async def _(self, call: RemoveResults, linked: _Linked) -> Answer:
         await self._logs.remove(_batch_key(call.batch_id))
         return Done()
+
+    @_perform.register
+    async def _(self, call: ReadKeys, linked: _Linked) -> Answer:
+        version, content = self._keys.now
+        chunk = b"" if version == call.known else content[call.start : call.start + MAX_CHUNK_BYTES]
+        return KeysRead(version, len(content), chunk)
 
     def _count(self, gateway: str, call: UseQuota) -> Answer:
         # Refused, so that the gateway's lease ends and it counts against its own share.

@@ -43,6 +43,12 @@ def add(
     enqueued_batch_tokens: Annotated[
         int | None, _limit("--enqueued-batch-tokens", "Tokens of batches that wait.")
     ] = None,
+    may_see_usage: Annotated[
+        bool | None, typer.Option("--may-see-usage", help="It sees the usage of all keys, beside its own.")
+    ] = None,
+    has_no_secret: Annotated[
+        bool, typer.Option("--no-secret", help="Only tokens (gateway.jwt) stand for it, until `rotate`.")
+    ] = False,
     expires: _ExpiresOption = None,
 ) -> None:
     """Add a key and print its secret, which is shown this once."""
@@ -58,8 +64,9 @@ def add(
         "tokens_per_minute": tokens_per_minute,
         "open_requests": open_requests,
         "enqueued_batch_tokens": enqueued_batch_tokens,
+        "may_see_usage": may_see_usage,
     }
-    run(file, name, {field: value for field, value in row.items() if value is not None}, expires)
+    run(file, name, {field: value for field, value in row.items() if value is not None}, expires, has_no_secret)
 
 
 @keys_app.command("list")

@@ -26,16 +26,21 @@ _LIMITS = {
 }
 
 
-def add(path: Path, name: str, fields: Mapping[str, Any], expires: str | None) -> None:
+def add(path: Path, name: str, fields: Mapping[str, Any], expires: str | None, has_no_secret: bool) -> None:
     """Add a key. Raises ConfigError."""
+    if has_no_secret and expires is not None:
+        raise ConfigError("--expires is of a secret; with --no-secret there is none")
     now, secret = _now(), new_secret()
     named = dict(fields)
     if "priorities" in named:
         named["priorities"] = _range(named["priorities"])
-    secrets = (secret_row(secret, now, _end(expires, now)),)
+    secrets = () if has_no_secret else (secret_row(secret, now, _end(expires, now)),)
     row = msgspec.structs.replace(parse_row(named | {"name": name}), secrets=secrets)
     change_keys(path, lambda rows: added(rows, row))
-    _show(secret, f"Key {name} is in {path}.")
+    if has_no_secret:
+        notes().print(f"Key {name} is in {path}, for tokens alone.", soft_wrap=True)
+    else:
+        _show(secret, f"Key {name} is in {path}.")
 
 
 def rotate(path: Path, name: str, overlap: str, expires: str | None) -> None:
@@ -60,7 +65,7 @@ def show_list(path: Path, json_output: bool) -> None:
         print_json([_view(row, now) for row in rows])
         return
     table = Table(title=f"{len(rows)} keys in {path}", title_justify="left")
-    for heading in ("name", "secrets", "tiers", "priorities", "models", "weight", "limits"):
+    for heading in ("name", "secrets", "tiers", "priorities", "models", "weight", "limits and rights"):
         table.add_column(heading)
     for row in rows:
         entry = row.entry()
@@ -69,6 +74,7 @@ def show_list(path: Path, json_output: bool) -> None:
         priorities = f"{row.priorities[0]} to {row.priorities[1]}"
         limits = [form.format(value) for name, form in _LIMITS.items() if (value := getattr(row, name)) is not None]
         shown = (row.name, _secrets(row, now), ", ".join(tiers), priorities, models, f"{row.weight:g}")
+        limits += ["sees all usage"] * row.may_see_usage
         table.add_row(*map(escape, shown), "\n".join(limits) or "none")
     results().print(table)
 

@@ -7,9 +7,14 @@ from alignedserve.keys.file import read_keys
 
 
 def check_keys(config: GatewayConfig) -> None:
-    """Raise ConfigError if there is to be a file of keys that cannot be used."""
+    """Raise ConfigError if there is to be a file of keys that cannot be used, clients' or an issuer's."""
     if config.keys_path is not None:
         read_keys(config.keys_path)
+    if any(issuer.path is not None for issuer in config.jwt):
+        from alignedserve.gateway.jwt.issuer_keys import check_file
+
+        for issuer in config.jwt:
+            check_file(issuer)
 
 
 def show_keys(config: GatewayConfig) -> None:

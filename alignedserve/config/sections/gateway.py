@@ -4,12 +4,14 @@ import re
 from pathlib import Path
 
 from alignedserve.config.sections.base import MIB, Section
+from alignedserve.config.sections.jwt import JwtIssuer, check_issuers
 from alignedserve.core.request import Slo
 
 AUTO, NONE = "auto", "none"  # of default objectives
 _ORIGIN = re.compile(r"\*|https?://[^/\s,]+", re.ASCII)
 
 
+HEAD, HOST = KEYS_FROM = ("head", "host")
 NO_BODIES, REDACTED_BODIES, FULL_BODIES = REQUEST_LOGS = ("none", "redacted", "full")
 
 
@@ -43,6 +45,8 @@ class GatewayConfig(Section, frozen=True):
     log_steps: bool = False  # every process logs a line for each message about one request
     requests_per_minute: int | None = None  # per key that has no limit of its own; 429 above
     keys_file: str | None = None  # keys.yaml: rights and limits of each client's key; read again when it changes
+    keys_from: str = "head"  # on other hosts than the head's: its file, through the state server; host: their own file
+    jwt: tuple[JwtIssuer, ...] = ()  # whose tokens stand for keys of that file
     strict: bool = False  # unknown fields are refused; otherwise ignored, and named by a header of the response
     cors_origins: tuple[str, ...] = ()  # pages of these origins may call it, such as https://chat.example; "*": all
     # Objectives of real-time requests that name none: seconds, "auto" (from the speed of the machine) or "none".
@@ -97,6 +101,11 @@ class GatewayConfig(Section, frozen=True):
         self._require(self.min_body_bytes_per_s >= 0, "min_body_bytes_per_s", "must not be negative")
         self._require(self.request_log in REQUEST_LOGS, "request_log", f"must be one of {', '.join(REQUEST_LOGS)}")
         self._require(1 <= self.max_request_log_bytes <= MIB, "max_request_log_bytes", "must be between 1 and 1048576")
+        self._require(self.keys_from in KEYS_FROM, "keys_from", f"must be one of {', '.join(KEYS_FROM)}")
+        self._require(
+            not self.jwt or self.keys_file is not None, "jwt", "needs gateway.keys_file, which says what clients may"
+        )
+        check_issuers(self.jwt)
         self._require_positive("max_body_bytes", "max_choices", "max_stop_strings")
         self._require_positive("max_json_depth", "max_json_containers", "max_json_values")
         self._require_positive("max_concurrent_requests", "first_token_timeout_s", "token_timeout_s")

@@ -13,6 +13,7 @@ import msgspec
 import orjson
 
 from alignedserve.api.errors import Conflict, Forbidden, NotFound, QuotaExceeded
+from alignedserve.api.openai.generation_request import check_priority
 from alignedserve.api.own_batches import client_of
 from alignedserve.batches.eta import Throughputs, estimate_eta, remaining_work
 from alignedserve.batches.garbage_collection import delete_file, is_used_by
@@ -173,7 +174,7 @@ class FilesApi:
         """Create a batch, or return the one that was created with this Idempotency-Key before."""
         endpoint, window = endpoint_of(asked.endpoint), window_s(asked.completion_window)
         schedule = schedule_asked(asked)
-        client = _batches_key(self.keys, owner)
+        client = _batches_key(self.keys, owner, asked)
         fingerprint = _fingerprint(asked)
         key = None if idempotency_key is None else idempotency_key_of(owner, idempotency_key)
         for _ in range(_MAX_CONFLICTS):
@@ -261,12 +262,14 @@ class FilesApi:
         return BatchSnapshot(record, snapshot.progress)
 
 
-def _batches_key(keys: CurrentKeys, owner: str) -> KeyEntry:
-    """Return the entry of the client of a new batch. Raises Forbidden if it may not have any."""
+def _batches_key(keys: CurrentKeys, owner: str, asked: CreateBatchRequest) -> KeyEntry:
+    """Return the entry of the client of a new batch. Raises Forbidden if it may not have any, or not this one."""
     key = keys.ring.owned_by(client_of(owner))
     if FLEX not in key.tiers:
         message = f"The key {key.name} may not use service_tier flex, at which batches run."
         raise Forbidden(message, code="service_tier_not_allowed")
+    if "priority" in asked.model_fields_set:
+        check_priority(asked.priority, key)
     return key
 
 

@@ -12,7 +12,7 @@ from alignedserve.keys.edit import added, change_keys, new_secret, revoked, rota
 from alignedserve.keys.entry import ANYONE, KeyEntry
 from alignedserve.keys.file import KeyRow, parse_keys, read_keys, render_keys, ring_of
 from alignedserve.keys.ring import CurrentKeys, KeyRing, digest_of, owner_of
-from alignedserve.keys.watch import KeysWatch
+from alignedserve.keys.watch import KeysFile, KeysWatch
 
 NOW = datetime(2026, 11, 25, tzinfo=UTC)
 NOW_S = NOW.timestamp()
@@ -40,6 +40,7 @@ def keys_file(folder: Path, *rows: KeyRow) -> Path:
         ("keys: [{name: a, wieght: 1}]", "key a: .*unknown field wieght"),
         ("keys: [{name: a, requests_per_minute: 0}]", "key a: requests_per_minute"),
         ("keys: [{name: a, open_requests: 10000000000000}]", "key a: open_requests"),
+        ("keys: [{name: a, may_see_usage: 1}]", "key a: may_see_usage"),
         ("keys: [{name: a, tiers: [gold]}]", "key a: tiers must be some of default, priority, flex"),
         ("keys: [{name: a, tiers: []}]", "key a: tiers"),
         ("keys: [{name: a, default_tier: priority}]", "key a: default_tier must be one of its tiers"),
@@ -65,8 +66,10 @@ def test_mistakes_are_named(text: str, problem: str) -> None:
 
 
 def test_what_is_written_is_read_again() -> None:
-    rows = (row("a", "1", tiers=["flex"], models=["m*"]), row("b.c-d_e", "2", weight=2.5, priorities=[-3, 3]))
+    some = row("a", "1", tiers=["flex"], models=["m*"]), row("b.c-d_e", "2", weight=2.5, priorities=[-3, 3])
+    rows = (*some, *(row(f"key-{number}", f"secret-{number}") for number in range(1200)))  # in several pieces
     assert parse_keys(render_keys(rows)) == rows
+    assert [one.entry().name for one in parse_keys(render_keys(rows))] == [one.name for one in rows]
     assert parse_keys(render_keys(())) == parse_keys("") == ()
 
 
@@ -101,6 +104,7 @@ def test_a_revoked_key_keeps_its_name_and_what_it_stored() -> None:
     ring = ring_of((), revoked((row("a", "old", weight=3.0),), "a"))
     assert ring.find("old", NOW_S) is None
     assert ring.owned_by(owner_of("a")).weight == 3.0
+    assert ring.named("a") is None
     assert KeyRing(("x",)).owned_by(owner_of("gone")).name == "gone"
 
 
@@ -142,23 +146,26 @@ def test_a_file_that_others_may_open_is_refused(tmp_path: Path, mode: int) -> No
         read_keys(path)
 
 
-def test_a_bad_file_changes_nothing_and_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bad_file_changes_nothing_and_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = keys_file(tmp_path, row("a", "1"))
     keys = CurrentKeys()
-    watch = KeysWatch(keys, ("plain",), path)
+    watch = KeysWatch(keys, ("plain",), KeysFile(path))
     assert keys.ring.find("1", NOW_S) is None
-    assert watch.look()
-    assert not watch.look()
+    assert await watch.look()
+    assert not await watch.look()
     path.write_text("keys: [{name: a, weight: -1}]")
-    assert not watch.look()
-    assert not watch.look()
+    assert not await watch.look()
+    assert not await watch.look()
     assert keys.ring.find("1", NOW_S) is not None
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
         f"the keys stay as they were: {path}: key a: weight: Expected float > 0.0"
     ]
     path.unlink()
-    assert not watch.look()
+    assert not await watch.look()
     assert keys.ring.find("1", NOW_S) is not None
     keys_file(tmp_path, row("a", "2"))
-    assert watch.look()
+    assert await watch.look()
     assert [keys.ring.find(secret, NOW_S) is None for secret in ("1", "2", "plain")] == [True, False, False]
+    assert not await watch.look()
+    watch.read_again()
+    assert await watch.look()

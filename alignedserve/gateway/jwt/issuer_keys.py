@@ -1,0 +1,144 @@
+"""The keys of one issuer, fetched again from time to time and when a token names another one.
+
+An issuer that cannot be reached, or that answers anything but a good set, changes nothing: what it said last goes on.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import aiohttp
+import jwt
+
+from alignedserve.api.errors import Unavailable
+from alignedserve.config.sections.jwt import JwtIssuer
+from alignedserve.core.errors import ConfigError
+from alignedserve.gateway.jwt.key_set import MAX_KEY_SET_BYTES, KeySet, parse_key_set
+
+logger = logging.getLogger(__name__)
+
+AGAIN_S = 10.0  # between two fetches at least, whatever tokens name
+_TIMEOUT_S = 5.0
+_PART_BYTES = 16 << 10
+
+
+async def fetch(issuer: JwtIssuer) -> bytes:
+    """Return an issuer's key set as it is published. Raises ConfigError saying why there is none."""
+    if issuer.path is not None:
+        return await asyncio.to_thread(_read, Path(issuer.path))
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            session.get(issuer.jwks, allow_redirects=False) as response,
+        ):
+            if response.status != 200:
+                raise ConfigError(f"it answers {response.status}")
+            raw = bytearray()
+            async for part in response.content.iter_chunked(_PART_BYTES):
+                raw += part
+                _check_size(len(raw))
+            return bytes(raw)
+    except TimeoutError as error:
+        raise ConfigError(f"it has not answered within {_TIMEOUT_S:g} s") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise ConfigError(f"it cannot be reached ({type(error).__name__})") from error
+
+
+def check_file(issuer: JwtIssuer) -> None:
+    """Raise ConfigError if the issuer's keys are in a file that cannot be used."""
+    if issuer.path is not None:
+        try:
+            parse_key_set(_read(Path(issuer.path)), issuer.algorithms)
+        except ConfigError as error:
+            raise ConfigError(f"gateway.jwt: {issuer.path}: {error}") from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_KEY_SET_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(error.strerror or "it cannot be read") from error
+    _check_size(len(raw))
+    return raw
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_KEY_SET_BYTES:
+        raise ConfigError(f"it is larger than {MAX_KEY_SET_BYTES >> 10} KiB")
+
+
+class IssuerKeys:
+    """Finds the keys of an issuer, while `run` does."""
+
+    def __init__(
+        self,
+        issuer: JwtIssuer,
+        fetch: Callable[[JwtIssuer], Awaitable[bytes]] = fetch,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._issuer = issuer
+        self._fetch = fetch
+        self._clock = clock
+        self._raw = b""
+        self._keys: KeySet | None = None  # None: it was never reached
+        self._fetched_s = float("-inf")  # when that was tried last
+        self._fetching: asyncio.Task[None] | None = None
+        self._problem = ""  # that was told last
+        self.version = 0  # another one with other keys: what earlier ones have verified is to be verified again
+
+    async def find(self, kid: str | None, algorithm: str) -> jwt.PyJWK | None:
+        """Return the key of this id, after another fetch if it is unknown and the last one is not of just now.
+
+        Raises Unavailable while it is not known which keys there are.
+        """
+        key = self._known(kid, algorithm)
+        if key is None:
+            await self.refresh(AGAIN_S)
+            key = self._known(kid, algorithm)
+        if self._keys is None:
+            raise Unavailable("The keys of this token's issuer cannot be fetched now.")
+        return key
+
+    async def run(self) -> None:
+        """Fetch the keys from time to time, until cancelled."""
+        while True:
+            await self.refresh(0.0)
+            await asyncio.sleep(AGAIN_S if self._problem else self._issuer.refresh_s)
+
+    async def refresh(self, age_s: float) -> None:
+        """Fetch the keys if they are older than this; of those who ask at once, one does."""
+        if self._fetching is None and self._clock() - self._fetched_s >= age_s:
+            self._fetched_s = self._clock()
+            self._fetching = asyncio.create_task(self._refresh())
+        if self._fetching is not None:
+            await asyncio.shield(self._fetching)
+
+    def stop(self) -> None:
+        """End a fetch that runs. May be repeated."""
+        if self._fetching is not None:
+            self._fetching.cancel()
+
+    def _known(self, kid: str | None, algorithm: str) -> jwt.PyJWK | None:
+        return None if self._keys is None else self._keys.find(kid, algorithm)
+
+    async def _refresh(self) -> None:
+        try:
+            raw = await self._fetch(self._issuer)
+            if raw != self._raw:
+                self._keys, self._raw = parse_key_set(raw, self._issuer.algorithms), raw
+                self.version += 1
+            self._problem = ""
+        except ConfigError as error:
+            self._tell(str(error))
+        finally:
+            self._fetching = None
+
+    def _tell(self, problem: str) -> None:
+        if problem != self._problem:
+            logger.error("the keys of %s in %s are not to be had: %s", self._issuer.issuer, self._issuer.jwks, problem)
+        self._problem = problem

@@ -1,0 +1,71 @@
+"""The public keys of an issuer (a JWK set, RFC 7517): which of them may verify what."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jwt
+import msgspec
+
+from alignedserve.core.errors import ConfigError
+
+MAX_KEY_SET_BYTES = 256 << 10
+_MAX_KEYS = 64
+# Kind and curve of the key that an algorithm needs.
+_KINDS: dict[str, tuple[str, str | None]] = {
+    **dict.fromkeys(("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"), ("RSA", None)),
+    "ES256": ("EC", "P-256"),
+    "ES384": ("EC", "P-384"),
+    "ES512": ("EC", "P-521"),
+    "EdDSA": ("OKP", "Ed25519"),
+}
+
+
+class KeySet:
+    """Keys by their ids and the algorithm that each is for."""
+
+    def __init__(self, keys: Mapping[tuple[str | None, str], jwt.PyJWK]) -> None:
+        self._keys = dict(keys)
+
+    def find(self, kid: str | None, algorithm: str) -> jwt.PyJWK | None:
+        """Return the key of this id; without an id, the only one that the algorithm has. None: there is none."""
+        if kid is not None:
+            return self._keys.get((kid, algorithm))
+        fitting = [key for (_, name), key in self._keys.items() if name == algorithm]
+        return fitting[0] if len(fitting) == 1 else None
+
+
+class _Document(msgspec.Struct):
+    keys: list[dict[str, Any]]
+
+
+def parse_key_set(raw: bytes, algorithms: Sequence[str]) -> KeySet:
+    """Return the keys that these algorithms can use; others are passed over. Raises ConfigError if there are none."""
+    try:
+        listed = msgspec.json.decode(raw, type=_Document).keys
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError("it is no JWK set") from error
+    if len(listed) > _MAX_KEYS:
+        raise ConfigError(f"it has more than {_MAX_KEYS} keys")
+    keys: dict[tuple[str | None, str], jwt.PyJWK] = {}
+    for jwk in listed:
+        for algorithm in algorithms:
+            key = _key(jwk, algorithm)
+            if key is not None:
+                keys.setdefault((jwk.get("kid"), algorithm), key)
+    if not keys:
+        raise ConfigError(f"it has no public key for {', '.join(algorithms)}")
+    return KeySet(keys)
+
+
+def _key(jwk: dict[str, Any], algorithm: str) -> jwt.PyJWK | None:
+    kind, curve = _KINDS[algorithm]
+    is_private = "d" in jwk  # and known to whoever read it
+    is_other = jwk.get("use", "sig") != "sig" or jwk.get("alg", algorithm) != algorithm
+    is_other |= jwk.get("key_ops", ["verify"]) != ["verify"]
+    has_id = isinstance(jwk.get("kid"), str | None)
+    if is_private or is_other or not has_id or (jwk.get("kty"), jwk.get("crv")) != (kind, curve):
+        return None
+    try:
+        return jwt.PyJWK(jwk, algorithm)
+    except (jwt.PyJWTError, ValueError, TypeError, KeyError):
+        return None

@@ -1,0 +1,59 @@
+"""What a key may ask of batches: the tier at which they run, priorities; and whose usage it sees."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignedserve.keys.file import KeyRow, SecretRow, ring_of
+from alignedserve.keys.ring import digest_of
+from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
+from tests.gateway.support import error_of
+from tests.support.batch_samples import chat_lines
+
+
+def with_key(served: BatchGateway, **fields: Any) -> None:
+    """Let one key in, `team-a`, whose secret all requests bring from now on."""
+    row = KeyRow("team-a", (SecretRow(digest_of("team-a").hex()),), **fields)
+    assert served.services.files_api is not None
+    for keys in (served.services.keys, served.services.files_api.keys):
+        keys.ring = ring_of((), [row])
+    served.client.headers["authorization"] = "Bearer team-a"
+
+
+async def create(served: BatchGateway, **fields: Any) -> Any:
+    return await served.create((await served.upload(chat_lines(3))).json()["id"], **fields)
+
+
+@pytest.mark.parametrize("priority", [-1, 6])
+async def test_a_batch_has_no_priority_that_its_key_may_not_send(tmp_path: Path, priority: int) -> None:
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        with_key(served, priorities=(3, 5))
+        error = error_of(await create(served, priority=priority), 403)
+        assert (error["param"], error["code"]) == ("priority", "priority_not_allowed")
+        assert error["message"] == "The key team-a may not send this priority; it may send 3 to 5."
+        for fields in ({"priority": 3}, {"priority": 5}, {}):  # whoever names none sends none
+            assert (await create(served, **fields)).status_code == 200
+        assert len((await served.client.get("/v1/batches")).json()["data"]) == 3
+
+
+async def test_a_key_without_flex_has_no_batches(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        with_key(served, tiers=("default",))
+        assert error_of(await create(served), 403)["code"] == "service_tier_not_allowed"
+
+
+@pytest.mark.parametrize(("may_see_usage", "seen"), [(False, ["team-a"]), (True, ["anyone", "team-a"])])
+async def test_a_key_sees_the_usage_of_all_where_its_entry_says_so(
+    tmp_path: Path, may_see_usage: bool, seen: list[str]
+) -> None:
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        served.services.usage.is_kept = True
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+        assert (await served.client.post("/v1/chat/completions", json=body)).status_code == 200
+        with_key(served, may_see_usage=may_see_usage)
+        assert (await served.client.post("/v1/chat/completions", json=body)).status_code == 200
+        asked = f"start_time={int(time.time()) - 3600}&bucket_width=1h&group_by=key"
+        page = (await served.client.get(f"/v1/usage?{asked}")).json()
+        assert sorted(one["key"] for bucket in page["data"] for one in bucket["results"]) == seen
