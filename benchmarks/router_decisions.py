@@ -1,6 +1,6 @@
 """The routers' decisions alone: processor time and memory by the number of nodes, requests in flight and routers.
 
-    python -m benchmarks.router_decisions [--sharing]
+    python -m benchmarks.router_decisions [--sharing | --tenants]
 
 Each case runs in a process of its own, on one thread: `RouterLogic` without links, codec and length predictor, between
 nodes that answer at once, as many routers as the case says with an equal share of the nodes each. Every node decodes
@@ -11,6 +11,8 @@ restarted takes its requests again.
 `--sharing`: what the prefix cache costs the router. Requests name their blocks, and prefill workers tell of each that
 they store, and of as many that leave; `own`: no two requests share any, `common`: they begin with 256 tokens of one of
 eight instructions. Beside `none`, in turn, three times.
+
+`--tenants`: what fair shares cost. Requests come in turn from so many tenants, or none; in turn, five times.
 """
 
 import gc
@@ -56,6 +58,7 @@ class Case(NamedTuple):
     in_flight: int
     routers: int = 1
     sharing: str = "none"  # or own, common: of prompts
+    tenants: int = 0  # 0: requests name none
 
 
 CASES = (
@@ -68,6 +71,7 @@ SHARING_CASES = tuple(
     for nodes in (8, 128)
     for sharing in ("none", "own", "common")
 )
+TENANT_CASES = tuple(Case(8, 10_000, tenants=tenants) for _ in range(5) for tenants in (0, 1, 2, 100))
 BLOCK_SIZE, NUM_CACHED, NUM_INSTRUCTIONS = 16, 4096, 8  # blocks cached in each prefill worker
 
 
@@ -220,8 +224,8 @@ def _registered(node: str, *, is_decoder: bool) -> WorkerRegistered:
     )
 
 
-def request_of(number: int) -> Request:
-    """Build a request with a prompt of its own, as a decoded message has it."""
+def request_of(number: int, tenants: int = 0) -> Request:
+    """Build a request with a prompt of its own, as a decoded message has it; of one of so many tenants."""
     return Request(
         request_id=RequestId(f"request-{number}"),
         prompt_token_ids=tuple(1000 + (number * 31 + i * i) % 30_000 for i in range(PROMPT_LEN)),
@@ -229,6 +233,7 @@ def request_of(number: int) -> Request:
         reply_to=GATEWAY,
         arrival_s=float(number) * 1e-6,
         slo=Slo(ttft_s=1.0, tpot_s=0.1),
+        tenant=f"key.{number % tenants}" if tenants else "",
     )
 
 
@@ -241,7 +246,7 @@ def measure(case: Case, num_requests: int) -> dict[str, Any]:
     began_s = time.thread_time()
 
     def submit() -> RouterNodes:
-        request = request_of(next(numbers))
+        request = request_of(next(numbers), case.tenants)
         shard = shards[choice.choose(request.request_id)]
         shard.submit(request)
         return shard
@@ -282,14 +287,19 @@ def main() -> None:
     """Measure, print and record."""
     parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=4000, help="that end and come while it is measured")
-    parser.add_argument("--sharing", action="store_true", help="with prompts that share blocks, and without")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--sharing", action="store_true", help="with prompts that share blocks, and without")
+    group.add_argument("--tenants", action="store_true", help="with requests of several tenants, and without")
     arguments = parser.parse_args()
+    cases, name = CASES, "router_decisions"
+    if arguments.sharing or arguments.tenants:
+        cases, name = (SHARING_CASES, f"{name}_sharing") if arguments.sharing else (TENANT_CASES, f"{name}_tenants")
     rows = []
-    for case in SHARING_CASES if arguments.sharing else CASES:
+    for case in cases:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             rows.append(pool.apply(measure, (case, arguments.requests)))
         print(rows[-1], flush=True)
-    write_result("scheduling/router_decisions_sharing" if arguments.sharing else "scheduling/router_decisions", rows)
+    write_result(f"scheduling/{name}", rows)
 
 
 if __name__ == "__main__":

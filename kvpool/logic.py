@@ -279,6 +279,8 @@ class PoolLogic:
         self._formed = batch.as_formed(message.batch_id, message.worker)
         formed = BatchFormed(message.batch_id, message.worker, members)
         joins = message.joins.batch_id if message.joins is not None else None
+        if message.by_turn:
+            joins = NO_BATCH  # they enter beside what runs, whatever that is
         granted = BatchGranted(message.batch_id, handoffs, joins, self._former.is_aligned)
         return [*self._to_router(formed), Send(message.worker, granted)]
 
@@ -286,7 +288,11 @@ class PoolLogic:
         return self._to_router(BatchFormed(message.batch_id, message.worker, ()))
 
     def _choose(self, message: FormBatch, now: float) -> AlignedBatch | None:
-        limits = BatchLimits(message.max_blocks, message.max_requests, message.min_requests, message.is_for_real_time)
+        limits = BatchLimits(
+            *(message.max_blocks, message.max_requests, message.min_requests),
+            is_for_real_time=message.is_for_real_time,
+            by_turn=message.by_turn,
+        )
         if message.joins is None:
             return self._former.form(limits, now)
         return self._former.join(LengthRange(message.joins.start, message.joins.stop), limits, now)

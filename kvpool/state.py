@@ -99,6 +99,7 @@ class PooledRequest:
     arrival_s: float
     urgent_at_s: float | None  # waiting longer than this would miss its deadline; None: it has none
     batch_class: BatchClass = BatchClass.ON_TIME
+    turn: int = 0  # when the router gave out its prompt, compared with others
 
     @classmethod
     def of(cls, lease: Lease, tpot_s: float | None) -> "PooledRequest":
@@ -114,6 +115,7 @@ class PooledRequest:
             content.request.arrival_s,
             urgent_at_s,
             _class_of(content, lease.written_s),
+            lease.attempt,
         )
 
 

@@ -375,7 +375,7 @@ class RouterLogic:
 
     def _form_batches(self, now: float) -> list[Send]:
         commands: list[Send] = []
-        for pool, form in self._placement.batches_to_form(now):
+        for pool, form in self._placement.batches_to_form(now, self._registry.queue.is_shared):
             commands += [*need_pool(pool, self._placement.workers[form.worker]), Send(pool, form)]
         return commands
 

@@ -9,6 +9,8 @@ requests wait in the pool of its node: there, and on their way to it, a quarter 
 decode workers of the node decode in one iteration, of which batches of one length can still be formed.
 Example: a worker computes 5 000 prompt tokens/s and decodes 32 requests together. It has at most 500 tokens of prompts,
 and 34 requests; of best effort, those of real time count among the 34.
+
+A request on time whose tenant has far less than its share at workers does not wait for room (PrefillQueue.is_bounded).
 """
 
 from collections.abc import Collection
@@ -28,8 +30,10 @@ def wants_more(
     """Return whether a worker has less of a class than it may have to wait for. `beside`: workers of its node."""
     if worker.registered.can_decode:
         return _colocated_wants_more(worker, is_real_time=is_real_time)
-    places = sum(one.num_places for one in beside)
-    on_the_way = sum(_num_prefilling(one, is_real_time=is_real_time) for one in beside)
+    places = on_the_way = 0
+    for one in beside:
+        places += one.num_places
+        on_the_way += one.num_prompts(is_real_time=is_real_time)
     pooled = 0
     if pool is not None:
         pooled = len(pool.pooled_real_time) if is_real_time else pool.num_pooled - len(pool.pooled_real_time)
@@ -39,7 +43,7 @@ def wants_more(
 def _colocated_wants_more(worker: WorkerRecord, *, is_real_time: bool) -> bool:
     if is_real_time:
         given = worker.num_real_time_tokens
-        num_held = _num_prefilling(worker, is_real_time=True) + len(worker.decoding_real_time)
+        num_held = worker.num_real_time_prompts + len(worker.decoding_real_time)
     else:
         given = worker.num_prefill_tokens - worker.num_real_time_tokens
         num_held = len(worker.prefilling) + len(worker.decoding)
@@ -47,7 +51,3 @@ def _colocated_wants_more(worker: WorkerRecord, *, is_real_time: bool) -> bool:
     allowed = _PROMPTS_S * speed if speed > 1 else _FALLBACK_TOKENS
     places = worker.num_places
     return (not given or given < allowed) and num_held < places + max(1, int(_MORE_PLACES * places))
-
-
-def _num_prefilling(worker: WorkerRecord, *, is_real_time: bool) -> int:
-    return sum(one.is_real_time is is_real_time for one in worker.prefilling.values())

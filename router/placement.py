@@ -5,7 +5,7 @@ orders up to date: workers that can prefill by load, those with a free slot, tho
 concerns a pool looks at the workers of its node.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import msgspec
 
@@ -27,10 +27,7 @@ from router.state import DispatchedPrefill, PooledRecord, PoolRecord, TrackedReq
 
 
 class Placement:
-    """Records of workers and pools by name, and the choice of a worker for prefills and batches.
-
-    The records are to be read; they are changed by the methods here alone.
-    """
+    """Records of workers and pools by name, to be read, and the choice of a worker for prefills and batches."""
 
     def __init__(self, *, max_candidate_requests: int, batching: BatchingConfig) -> None:
         self.workers: dict[str, WorkerRecord] = {}
@@ -357,9 +354,11 @@ class Placement:
         pool = self.pools.get(worker.registered.pool_name)
         return pool is not None and pool.num_reserved > 0 and not worker.registered.can_decode
 
-    def batches_to_form(self, now: float) -> list[tuple[str, FormBatch]]:
+    def batches_to_form(
+        self, now: float, is_shared: Callable[[float], bool] = lambda _: False
+    ) -> list[tuple[str, FormBatch]]:
         """Return the FormBatch messages to send, with their pools (see BatchRequests)."""
-        return self._batch_requests.to_send(now)
+        return self._batch_requests.to_send(now, is_shared)
 
     def close_batch_request(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
         """Note the answer to the worker's FormBatch."""

@@ -45,6 +45,14 @@ class ChosenPrefill(NamedTuple):
     hit: PrefixHit
 
 
+class _Seeker(NamedTuple):
+    """A request whose turn it is, and what bounds where it may go."""
+
+    tracked: TrackedRequest
+    beside: RequestClass | None  # whose prompts at a worker leave less room for it; None: all of them
+    is_bounded: bool  # to workers that have less than tenants may have there who share its class
+
+
 class PrefillChoice:
     """Takes requests out of the queue, one at a time."""
 
@@ -59,21 +67,25 @@ class PrefillChoice:
         `gateways`: with their nodes.
         """
         for turn in self._registry.queue.turns(now):
-            chosen = self._place(turn, gateways)
+            seeker = self._seeker(turn, now)
+            chosen = self._place(seeker, gateways)
             if chosen is not None:
-                self._registry.queue.take(turn.request_id)
-                self._registry.charge(chosen.tracked, chosen.tracked.num_prefill_tokens - chosen.hit.num_tokens)
+                self._registry.take(chosen.tracked, chosen.tracked.num_prefill_tokens - chosen.hit.num_tokens)
                 return chosen
         return None
 
-    def _place(self, turn: Turn, gateways: Mapping[str, str]) -> ChosenPrefill | None:
+    def _seeker(self, turn: Turn, now: float) -> _Seeker:
         tracked = self._registry.requests[turn.request_id]
-        beside = self._counted_beside(tracked, turn)
+        is_bounded = self._registry.queue.is_bounded(turn.request_id, now)
+        return _Seeker(tracked, self._counted_beside(tracked, turn), is_bounded)
+
+    def _place(self, seeker: _Seeker, gateways: Mapping[str, str]) -> ChosenPrefill | None:
+        tracked = seeker.tracked
         runs = self._placement.prefix_runs(tracked)
         for worker in self._candidates(tracked, runs):
             hit = hit_of(tracked, worker, runs) if runs else NO_HIT
-            if self._has_room(worker, hit, tracked, beside):
-                return self._near_gateway(ChosenPrefill(tracked, worker, hit), gateways, runs, beside)
+            if self._has_room(worker, hit, seeker):
+                return self._near_gateway(ChosenPrefill(tracked, worker, hit), gateways, runs, seeker)
         return None
 
     def _counted_beside(self, tracked: TrackedRequest, turn: Turn) -> RequestClass | None:
@@ -120,14 +132,13 @@ class PrefillChoice:
     def _lacks_adapter(self, tracked: TrackedRequest, worker: WorkerRecord) -> bool:
         return bool(tracked.adapter) and not self._placement.adapters.has(worker.name, tracked.adapter)
 
-    def _has_room(
-        self, worker: WorkerRecord, hit: PrefixHit, tracked: TrackedRequest, beside: RequestClass | None
-    ) -> bool:
-        if self._registry.queue.is_shared(tracked.request) and not self._wants_more(tracked, worker):
+    def _has_room(self, worker: WorkerRecord, hit: PrefixHit, seeker: _Seeker) -> bool:
+        tracked = seeker.tracked
+        if seeker.is_bounded and not self._wants_more(tracked, worker):
             return False
         leaves_room = self._registry.queue.order.knows_classes and not tracked.is_real_time
         num_tokens = tracked.num_prefill_tokens - hit.num_tokens
-        return worker.has_room(num_tokens, self._max_tokens_per_worker, beside=beside, leaves_room=leaves_room)
+        return worker.has_room(num_tokens, self._max_tokens_per_worker, beside=seeker.beside, leaves_room=leaves_room)
 
     def _wants_more(self, tracked: TrackedRequest, worker: WorkerRecord) -> bool:
         beside = self._placement.beside(worker)
@@ -138,7 +149,7 @@ class PrefillChoice:
         chosen: ChosenPrefill,
         gateways: Mapping[str, str],
         runs: Mapping[str, int],
-        beside: RequestClass | None,
+        seeker: _Seeker,
     ) -> ChosenPrefill:
         """Choose one near the gateway instead that is about as free and has as much, if there is one."""
         tracked = chosen.tracked
@@ -150,7 +161,7 @@ class PrefillChoice:
         if self._lacks_adapter(tracked, near) and not self._lacks_adapter(tracked, chosen.worker):
             return chosen
         hit = hit_of(tracked, near, runs) if runs else NO_HIT
-        has_room = self._has_room(near, hit, tracked, beside)
+        has_room = self._has_room(near, hit, seeker)
         if hit.num_tokens < chosen.hit.num_tokens or not has_room:
             return chosen
         return ChosenPrefill(tracked, near, hit)

@@ -14,12 +14,12 @@ The floor, and what a real-time request waits for by it, is in alignedserve/core
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from alignedserve.core.class_floor import ClassFloor
-from alignedserve.core.fair_shares import FairShares, Lowest
+from alignedserve.core.fair_shares import FairShares, cost_of
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass
 from router.policies.prefill_order import OrderKey, PrefillOrder
@@ -34,6 +34,10 @@ class QueueClass(IntEnum):
     ON_TIME = 0  # real-time
     LATE = 1  # real-time, past the time of its first token
     BEST_EFFORT = 2
+
+
+# By whether requests are real-time, or the order knows no classes.
+_CLASSES_OF = {True: (QueueClass.ON_TIME, QueueClass.LATE), False: (QueueClass.BEST_EFFORT,)}
 
 
 class QueuedPrefill(NamedTuple):
@@ -77,14 +81,16 @@ class _Waiting(NamedTuple):
     due_s: float
     queue_class: QueueClass
     tenant: str
+    cost: float  # of its turn, as far as it is known
 
 
 class _Line:
     """The queued requests of a class, a heap for each tenant."""
 
     def __init__(self, shares: FairShares) -> None:
+        self.shares = shares
         self.heaps: dict[str, list[_Entry]] = {}
-        self.tenants = Lowest(shares.counter)  # that may have some here
+        self.tenants = shares.lowest()  # that may have some here
 
     def push(self, tenant: str, entry: _Entry) -> None:
         heap = self.heaps.get(tenant)
@@ -135,10 +141,13 @@ class PrefillQueue:
             return Held(self._num_real_time, self._num_real_time_tokens)
         return Held(len(self) - self._num_real_time, self.num_tokens - self._num_real_time_tokens)
 
-    def push(self, request: Request, num_tokens: int, due_s: float = math.inf) -> None:
+    def push(
+        self, request: Request, num_tokens: int, due_s: float = math.inf, *, num_answer_tokens: float = 0.0
+    ) -> None:
         """Add a request with `num_tokens` to compute, which must not be queued already.
 
         `due_s`: the time from which its first token is late; infinite if it has no objective, or had its first token.
+        `num_answer_tokens`: that are expected to follow.
         """
         assert request.request_id not in self._waiting, "a request queued twice"
         is_real_time = request.request_class is RequestClass.REAL_TIME
@@ -149,8 +158,9 @@ class PrefillQueue:
             due_s if is_real_time and self.order.knows_classes else math.inf,
             QueueClass.ON_TIME if is_first else QueueClass.BEST_EFFORT,
             request.tenant,
+            cost_of(num_tokens, num_answer_tokens),
         )
-        self._shares[is_first].wait(request.tenant, request.weight)
+        self._shares[is_first].wait(request.tenant, request.weight, request.arrival_s)
         self._count(waiting.queued, 1)
         self._put(waiting)
 
@@ -197,20 +207,38 @@ class PrefillQueue:
             return (Turn(real_time, False),)
         return (Turn(best_effort, True), Turn(real_time, False))
 
-    def is_shared(self, request: Request) -> bool:
-        """Return whether several tenants are known in the class of a request."""
-        return self._shares_of(request).is_shared
+    def is_shared(self, now: float) -> bool:
+        """Return whether several tenants ask for what one of the classes has."""
+        return any(shares.is_shared(now) for shares in self._shares.values())
+
+    def is_bounded(self, request_id: RequestId, now: float) -> bool:
+        """Return whether a request whose turn it is goes only where less of its class waits (look_ahead.py).
+
+        Where tenants share the class; but for one on time, as long as its tenant has far less than its share.
+        """
+        waiting = self._waiting[request_id]
+        shares = self._lines[waiting.queue_class].shares
+        if not shares.is_shared(now):
+            return False
+        return waiting.queue_class is not QueueClass.ON_TIME or not shares.is_behind(waiting.tenant)
 
     def charge(self, request: Request, cost: float) -> None:
         """Add to the counter of its tenant what a request costs (core/fair_shares.py), or give it back: below 0."""
-        self._shares_of(request).charge(request.tenant, cost)
+        is_first = self._is_first(request)
+        self._shares[is_first].charge(request.tenant, cost)
         if cost < 0:
-            for line in self._lines.values():
-                line.tenants.lowered(request.tenant)
+            for queue_class in _CLASSES_OF[is_first]:
+                self._lines[queue_class].tenants.lowered(request.tenant)
+
+    def release(self, request: Request) -> None:
+        """Note that a request which was taken is at no worker any more."""
+        self._shares[self._is_first(request)].release(request.tenant)
 
     def take(self, request_id: RequestId) -> None:
-        """Remove a request that a worker gets."""
-        waiting = self._remove(request_id)
+        """Remove a request that a worker gets; its tenant has it until `release`."""
+        waiting = self._waiting[request_id]
+        self._lines[waiting.queue_class].shares.hold(waiting.tenant)
+        self._remove(request_id)
         self.num_taken_tokens += waiting.queued.num_tokens
         if waiting.queue_class is QueueClass.BEST_EFFORT:
             self._floor.note_best_effort(waiting.queued.num_tokens)
@@ -222,17 +250,15 @@ class PrefillQueue:
         if request_id in self._waiting:
             self._remove(request_id)
 
-    def _remove(self, request_id: RequestId) -> _Waiting:
+    def _remove(self, request_id: RequestId) -> None:
         waiting = self._waiting.pop(request_id)
         self._count(waiting.queued, -1)
-        is_first = waiting.queue_class is not QueueClass.BEST_EFFORT
-        if not self._shares[is_first].stop_waiting(waiting.tenant):
-            for queue_class in (QueueClass.ON_TIME, QueueClass.LATE) if is_first else (QueueClass.BEST_EFFORT,):
+        if not self._lines[waiting.queue_class].shares.stop_waiting(waiting.tenant):
+            for queue_class in _CLASSES_OF[waiting.queue_class is not QueueClass.BEST_EFFORT]:
                 self._lines[queue_class].drop(waiting.tenant)
-        return waiting
 
-    def _shares_of(self, request: Request) -> FairShares:
-        return self._shares[request.request_class is RequestClass.REAL_TIME or not self.order.knows_classes]
+    def _is_first(self, request: Request) -> bool:
+        return request.request_class is RequestClass.REAL_TIME or not self.order.knows_classes
 
     def _by_floor(self, num_tokens: int) -> float:
         """Return the tokens that the floor lets go while so many of real-time requests leave; requests go whole."""
@@ -243,8 +269,29 @@ class PrefillQueue:
         return min(owed, float(self.num_tokens - self._num_real_time_tokens))
 
     def _before(self, own: _Waiting, now: float) -> list[_Waiting]:
-        place = (self._class_at(own, now), own.entry)
-        return [one for one in self._waiting.values() if (self._class_at(one, now), one.entry) < place]
+        """Return the requests that go before this one, the floor aside; about these, where tenants share its class."""
+        classes = _CLASSES_OF[own.queue_class is not QueueClass.BEST_EFFORT]
+        shares = self._lines[own.queue_class].shares
+        if shares.num_waiting == 1:
+            place = (self._class_at(own, now), own.entry)
+            return [one for one in self._waiting.values() if (self._class_at(one, now), one.entry) < place]
+        beside = [one for one in self._waiting.values() if one.queue_class in classes]
+        others = [one for one in self._waiting.values() if one.queue_class < classes[0]]
+        turns = self._turns_of(beside, shares, now)
+        own_turn = turns[own.entry.request_id]
+        return others + [one for one in beside if turns[one.entry.request_id] < own_turn]
+
+    def _turns_of(self, beside: Iterable[_Waiting], shares: FairShares, now: float) -> dict[RequestId, tuple[Any, ...]]:
+        """Return places of requests that share a class: their tenants' counters by then, and those of one in order."""
+        counters: dict[str, tuple[float, int, float]] = {}
+        turns: dict[RequestId, tuple[Any, ...]] = {}
+        for queue_class, entry, one in sorted((self._class_at(one, now), one.entry, one) for one in beside):
+            known = counters.get(one.tenant)
+            counter, order, weight = known or (*shares.counter(one.tenant), shares.weight(one.tenant))
+            counters[one.tenant] = counter + one.cost / weight, order, weight
+            lead = DEADLINE_LEAD if queue_class is QueueClass.ON_TIME else 0.0
+            turns[entry.request_id] = (counter - lead, order, queue_class, entry)
+        return turns
 
     def _put(self, waiting: _Waiting) -> None:
         self._waiting[waiting.entry.request_id] = waiting

@@ -27,6 +27,7 @@ from router.state import LengthPredicted
 
 _MAX_TOLD = 4096  # requests that are told at once why they wait
 _MAX_COUNTED = 1024  # a queue longer than this is not searched for who is first
+_MAX_COUNTED_SHARED = 256  # nor one longer than this where tenants share it, which takes longer
 
 
 class RouterNotes:
@@ -68,7 +69,8 @@ class RouterNotes:
         if tracked.stage is not Stage.QUEUED:  # it had not to wait
             self._notes.add(peer, RequestNote(request.request_id, Step.QUEUED, now))
             return
-        num_before = queue.num_before(request.request_id, now) if len(queue) <= _MAX_COUNTED else len(queue) - 1
+        most = _MAX_COUNTED_SHARED if queue.is_shared(now) else _MAX_COUNTED
+        num_before = queue.num_before(request.request_id, now) if len(queue) <= most else len(queue) - 1
         num_tokens = max(queue.num_tokens - tracked.num_prefill_tokens, 0)
         cause = queue_cause(self._records.placement)
         self._note(request.request_id, Step.QUEUED, now, cause=cause, num_requests=num_before, num_tokens=num_tokens)

@@ -92,11 +92,13 @@ class RequestRegistry:
         self.enqueue(tracked)
         return commands
 
-    def charge(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """Charge its tenant for a request of which a worker computes so many tokens of the prompt, and its answer.
+    def take(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        """Take a request out of the queue for a worker, which computes so many tokens of its prompt, and its answer.
 
-        Once: what is lost and computed again costs the tenant nothing.
+        Its tenant is charged for them once: what is lost and computed again costs nothing.
         """
+        self.queue.take(tracked.request.request_id)
+        tracked.has_been_taken = True
         if tracked.charged_len is None:
             tracked.charged_len = expected_len(tracked)
             self.queue.charge(tracked.request, cost_of(num_tokens, tracked.charged_len - tracked.num_emitted))
@@ -105,6 +107,7 @@ class RequestRegistry:
         """Remove a request whose worker has completed it after so many tokens, which its tenant is charged for."""
         if tracked.charged_len is not None:
             self.queue.charge(tracked.request, cost_of(0, num_generated - tracked.charged_len))
+        self._release(tracked)
         dropped = self.drop_copies(tracked)
         self._placement.unassign(tracked)
         tracked.move(Stage.FINISHED)
@@ -129,10 +132,19 @@ class RequestRegistry:
 
     def enqueue(self, tracked: TrackedRequest) -> None:
         """Queue a request that is in no queue and has no holder."""
-        self.queue.push(tracked.request, tracked.num_prefill_tokens, tracked.turn_due_s)
+        self._release(tracked)
+        num_left = max(tracked.predicted_output_len - tracked.num_emitted, 1.0)
+        self.queue.push(tracked.request, tracked.num_prefill_tokens, tracked.turn_due_s, num_answer_tokens=num_left)
+
+    def _release(self, tracked: TrackedRequest) -> None:
+        """Tell the queue that a request which was taken is at no worker any more."""
+        if tracked.has_been_taken:
+            tracked.has_been_taken = False
+            self.queue.release(tracked.request)
 
     def _end(self, tracked: TrackedRequest, stage: Stage) -> list[Send]:
         """Remove a request, wherever it is, and tell its holder to free what it holds."""
+        self._release(tracked)
         commands = self._revoke(tracked)
         commands += [drop for drop in self.drop_copies(tracked) if drop not in commands]
         self.queue.discard(tracked.request.request_id)

@@ -38,6 +38,7 @@ class TrackedRequest:
     copy_at: tuple[str, int] | None = None  # the pool that may keep a copy, and that pool's epoch
     pooled_s: float = 0.0  # when it entered the pool
     charged_len: float | None = None  # of its answer, as its tenant was charged for it; None: it was not yet
+    has_been_taken: bool = False  # out of the queue: it counts among what its tenant has
     num_retries: int = 0  # after lost holders and refused handoffs
     num_moves: int = 0  # ordered, between workers that decode it
     dispatched_s: float | None = None  # when a worker first got its prompt
@@ -167,6 +168,7 @@ class WorkerRecord:
     prefilling: dict[RequestId, DispatchedPrefill] = field(default_factory=dict)  # changed by the methods below
     num_prefill_tokens: int = 0  # of prompts that it has yet to compute
     num_real_time_tokens: int = 0  # those of real-time requests
+    num_real_time_prompts: int = 0
     late: dict[RequestId, None] = field(default_factory=dict)  # real-time prompts among them that are late by now
     num_late_tokens: int = 0  # those of these
     decoding: set[RequestId] = field(default_factory=set)  # running or candidate; membership only
@@ -193,7 +195,9 @@ class WorkerRecord:
         self.end_prefill(request_id)
         self.prefilling[request_id] = prefill
         self.num_prefill_tokens += prefill.num_tokens
-        self.num_real_time_tokens += prefill.num_tokens if prefill.is_real_time else 0
+        if prefill.is_real_time:
+            self.num_real_time_tokens += prefill.num_tokens
+            self.num_real_time_prompts += 1
 
     def complete_prefill(self, request_id: RequestId, attempt: int) -> DispatchedPrefill | None:
         """Remove and return a prefill that the worker has completed; None: the report is stale."""
@@ -207,7 +211,9 @@ class WorkerRecord:
         prefill = self.prefilling.pop(request_id, None)
         if prefill is not None:
             self.num_prefill_tokens -= prefill.num_tokens
-            self.num_real_time_tokens -= prefill.num_tokens if prefill.is_real_time else 0
+            if prefill.is_real_time:
+                self.num_real_time_tokens -= prefill.num_tokens
+                self.num_real_time_prompts -= 1
             if request_id in self.late:
                 del self.late[request_id]
                 self.num_late_tokens -= prefill.num_tokens
@@ -264,6 +270,10 @@ class WorkerRecord:
         """Requests that it decodes in one iteration at most."""
         registered = self.registered
         return (registered.num_places or registered.max_running_requests) if registered.can_decode else 0
+
+    def num_prompts(self, *, is_real_time: bool) -> int:
+        """Return how many prompts of a class it has yet to compute."""
+        return self.num_real_time_prompts if is_real_time else len(self.prefilling) - self.num_real_time_prompts
 
     @property
     def has_free_slot(self) -> bool:

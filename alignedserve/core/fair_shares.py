@@ -2,11 +2,12 @@
 
 Each tenant has a counter of the tokens that it has had, divided by its weight: `(prompt + 2 * answer) / weight`, as a
 token of an answer takes about twice as much as one of a prompt. Of the tenants that wait, the one with the lowest
-counter goes next. Example: of weights 2 and 1, both always wait, and each request costs 100. The counters after each
-turn are (50, 0), (50, 100), (100, 100), (150, 100), (150, 200), (200, 200): a b a a b a, twice as many for the first.
+counter goes next; of equals, the one that came back last. Example: a has weight 2, b came after it and has weight 1,
+both always wait, and each request costs 100. The counters of a and b after each turn are (0, 100), (50, 100),
+(100, 100), (100, 200), (150, 200), (200, 200): b a a b a a, twice as many for a.
 
 A tenant that has not waited comes back with at least the lowest counter of those that wait, or the counter of the last
-one that did: it gets no credit for the time in which it asked for nothing.
+one that did: it gets no credit for the time in which it asked for nothing, and goes first if it is not ahead.
 
 With C the largest cost of one turn divided by its tenant's weight, the counters of two tenants that wait are never
 further apart than C, and over any time in which both wait, what they get by weight differs by at most 2 C (paper, lemma
@@ -14,14 +15,18 @@ further apart than C, and over any time in which both wait, what they get by wei
 """
 
 import heapq
-from collections.abc import Callable
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 PROMPT_COST = 1.0  # of a token that is computed; those that are cached cost nothing
 ANSWER_COST = 2.0
-# Tenants whose counters are kept though they do not wait. Beyond, those least ahead are forgotten: they had little more
-# than the others, and come back with as much as these.
+# Tenants whose counters are kept though they have and want nothing. Beyond, those least ahead are forgotten: they had
+# little more than the others, and come back with as much as these.
 MAX_IDLE_TENANTS = 4096
+# Seconds for which a thing counts as shared after the last but one tenant has asked for it: another of its requests is
+# to find as little before it as the last one did.
+SHARED_S = 60.0
 
 
 def cost_of(num_prompt_tokens: float, num_answer_tokens: float) -> float:
@@ -31,10 +36,16 @@ def cost_of(num_prompt_tokens: float, num_answer_tokens: float) -> float:
 
 @dataclass(slots=True)
 class _Tenant:
-    number: int  # in order of coming; decides where counters are equal
+    order: int  # where counters are equal; lower goes first
     weight: float
     counter: float
     num_waiting: int = 0
+    num_held: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """True if it neither waits for anything nor has anything."""
+        return not (self.num_waiting or self.num_held)
 
 
 class FairShares:
@@ -42,19 +53,32 @@ class FairShares:
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
-        self._waiting = Lowest(self.counter)
+        self._waiting = self.lowest()
         self._num_come = 0
         self._last: str | None = None  # the last tenant that stopped to wait
         self._floor = 0.0  # its counter
+        self._num_active = 0  # tenants that wait or hold something
+        self._active_weight = 0.0  # of these
+        self._num_held = 0  # by all
+        self._latest: str | None = None  # the last tenant that asked
+        self._latest_s = self._other_s = -math.inf  # when it did, and when another did
 
     def __len__(self) -> int:
-        """Return how many tenants are known, those that do not wait included."""
+        """Return how many tenants are known, idle ones included."""
         return len(self._tenants)
 
+    def lowest(self) -> "Lowest":
+        """Return an empty set of waiting tenants, of which the first by counter is wanted."""
+        return Lowest(self._tenants)
+
+    def is_shared(self, now: float) -> bool:
+        """Return whether several tenants wait, or have asked within a minute; else there is nothing to share."""
+        return now - self._other_s < SHARED_S or len(self._waiting) > 1
+
     @property
-    def is_shared(self) -> bool:
-        """True from the second tenant on; before, there is nothing to share."""
-        return len(self._tenants) > 1
+    def num_waiting(self) -> int:
+        """Number of tenants that wait."""
+        return len(self._waiting)
 
     @property
     def first(self) -> str | None:
@@ -64,7 +88,11 @@ class FairShares:
     def counter(self, tenant: str) -> tuple[float, int]:
         """Return a known tenant's place: lower goes first."""
         known = self._tenants[tenant]
-        return known.counter, known.number
+        return known.counter, known.order
+
+    def weight(self, tenant: str) -> float:
+        """Return a known tenant's weight."""
+        return self._tenants[tenant].weight
 
     def lead(self, tenant: str) -> float:
         """Return how far a known tenant's counter is beyond the lowest of those that wait; some must."""
@@ -72,18 +100,36 @@ class FairShares:
         assert first is not None, "a lead over nobody"
         return self._tenants[tenant].counter - self._tenants[first].counter
 
-    def wait(self, tenant: str, weight: float) -> None:
+    def is_behind(self, tenant: str) -> bool:
+        """Return whether a waiting tenant, with one more thing, holds at most half of its share of what is held.
+
+        Example: of weights 2, 1 and 1, the tenants hold 20, 11 and 3 things. The third's share of 35 is 8.75: it may
+        hold four and still be behind.
+        """
+        known = self._tenants[tenant]
+        return 2 * (known.num_held + 1) * self._active_weight <= known.weight * (self._num_held + 1)
+
+    def wait(self, tenant: str, weight: float, now: float) -> None:
         """Count one more thing for which the tenant waits. `weight`: above 0; the latest one counts from now on."""
+        if tenant != self._latest:
+            self._latest, self._other_s = tenant, self._latest_s
+        self._latest_s = max(self._latest_s, now)
         known = self._tenants.get(tenant)
         if known is None:
-            self._num_come += 1
-            known = self._tenants[tenant] = _Tenant(self._num_come, weight, self._floor)
+            known = self._tenants[tenant] = _Tenant(0, weight, self._floor)
+        if known.is_idle:
+            self._num_active += 1
+            self._active_weight += weight
+        elif known.weight != weight:
+            self._active_weight += weight - known.weight
         known.weight = weight
         known.num_waiting += 1
         if known.num_waiting > 1:
             return
         first = self._waiting.first
         known.counter = max(known.counter, self._floor if first is None else self._tenants[first].counter)
+        self._num_come += 1
+        known.order = -self._num_come
         self._waiting.add(tenant)
 
     def stop_waiting(self, tenant: str) -> bool:
@@ -94,9 +140,22 @@ class FairShares:
             return True
         self._waiting.discard(tenant)
         self._last, self._floor = tenant, known.counter
-        if len(self._tenants) - len(self._waiting) > MAX_IDLE_TENANTS:
-            self._forget()
+        if not known.num_held:
+            self._become_idle(known)
         return False
+
+    def hold(self, tenant: str) -> None:
+        """Count one more thing that a tenant has, for which it waits until now."""
+        self._tenants[tenant].num_held += 1
+        self._num_held += 1
+
+    def release(self, tenant: str) -> None:
+        """Count one thing less that a tenant has."""
+        known = self._tenants[tenant]
+        known.num_held -= 1
+        self._num_held -= 1
+        if known.is_idle:
+            self._become_idle(known)
 
     def charge(self, tenant: str, cost: float) -> None:
         """Add what a tenant gets (see `cost_of`), or give back what was charged too much: below 0."""
@@ -109,59 +168,79 @@ class FairShares:
         if cost < 0:
             self._waiting.lowered(tenant)
 
+    def _become_idle(self, known: _Tenant) -> None:
+        self._num_active -= 1
+        self._active_weight = self._active_weight - known.weight if self._num_active else 0.0
+        if len(self._tenants) - self._num_active > MAX_IDLE_TENANTS:
+            self._forget()
+
     def _forget(self) -> None:
-        """Forget half of those that do not wait, the ones with the lowest counters."""
-        idle = sorted((one.counter, one.number, name) for name, one in self._tenants.items() if not one.num_waiting)
+        """Forget half of those that are idle, the ones with the lowest counters."""
+        idle = sorted((one.counter, one.order, name) for name, one in self._tenants.items() if one.is_idle)
         for _, _, name in idle[: len(idle) // 2]:
             del self._tenants[name]
 
 
 class Lowest:
-    """Tenants, of which the first by some place is wanted: a heap whose entries are brought up to date at its top."""
+    """Waiting tenants, of which the first by counter is wanted: a heap whose top is brought up to date.
 
-    def __init__(self, place: Callable[[str], tuple[float, int]]) -> None:
-        """`place`: of a tenant, which may rise at any time; `lowered` is told when it falls."""
-        self._place = place
-        self._heap: list[tuple[tuple[float, int], str]] = []
+    A single one needs no heap: it is built when there is another.
+    """
+
+    def __init__(self, tenants: Mapping[str, _Tenant]) -> None:
+        """`tenants`: their counters may rise at any time; `lowered` is told when one falls."""
+        self._tenants = tenants
+        self._heap: list[tuple[float, int, str]] = []
         self._members: dict[str, None] = {}
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def __contains__(self, tenant: str) -> bool:
-        return tenant in self._members
-
     @property
     def first(self) -> str | None:
-        """The tenant with the lowest place; None: there is none."""
-        if len(self._members) == 1:  # nothing to compare
-            return next(iter(self._members))
-        while self._heap:
-            place, tenant = self._heap[0]
-            if tenant in self._members:
-                now = self._place(tenant)
-                if place == now:
+        """The tenant with the lowest counter; None: there is none."""
+        members = self._members
+        if len(members) < 2:
+            return next(iter(members), None)
+        heap, tenants = self._heap, self._tenants
+        while True:
+            entry = heap[0]
+            tenant = entry[2]
+            if tenant in members:
+                known = tenants[tenant]
+                now = (known.counter, known.order, tenant)
+                if entry == now:
                     return tenant
-                if place < now:
-                    heapq.heapreplace(self._heap, (now, tenant))
+                if entry < now:
+                    heapq.heapreplace(heap, now)
                     continue
-            heapq.heappop(self._heap)  # it left, or a lower entry of it is there
-        return None
+            heapq.heappop(heap)  # it left, or a lower entry of it is there
 
     def add(self, tenant: str) -> None:
         """Add a tenant that is not there."""
         self._members[tenant] = None
-        self.lowered(tenant)
+        if len(self._members) == 2:
+            self._build()
+        else:
+            self.lowered(tenant)
 
     def discard(self, tenant: str) -> None:
         """Remove a tenant if it is there."""
         self._members.pop(tenant, None)
 
     def lowered(self, tenant: str) -> None:
-        """Note that the place of a tenant has fallen, if it is a member."""
-        if tenant not in self._members:
+        """Note that the counter of a tenant has fallen, if it is a member."""
+        if len(self._members) < 2 or tenant not in self._members:
             return
-        heapq.heappush(self._heap, (self._place(tenant), tenant))
         if len(self._heap) > 4 * len(self._members) + 64:
-            self._heap = [(self._place(one), one) for one in self._members]
-            heapq.heapify(self._heap)
+            self._build()
+        else:
+            heapq.heappush(self._heap, self._entry(tenant))
+
+    def _entry(self, tenant: str) -> tuple[float, int, str]:
+        known = self._tenants[tenant]
+        return known.counter, known.order, tenant
+
+    def _build(self) -> None:
+        self._heap = [self._entry(one) for one in self._members]
+        heapq.heapify(self._heap)

@@ -34,6 +34,7 @@ class FormBatch(Message, frozen=True):
     min_requests: Count = 1  # fewer are not worth a batch, unless there are no more
     joins: JoinedBatch | None = None  # None: a new batch; else only requests of similar length to this running one
     is_for_real_time: bool = False  # a batch that goes before best-effort ones; of these only what their floor lets go
+    by_turn: bool = False  # of any lengths, in the order in which prompts were given out: several tenants share
 
 
 class CopyKept(Message, frozen=True):

@@ -1,7 +1,6 @@
 """Batch formers by name."""
 
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -10,6 +9,7 @@ from kvpool.policies.batch_former import BatchFormer
 from kvpool.policies.class_order import ClassedBatchFormer
 from kvpool.policies.density_first import DensityFirstBatchFormer, DensityFirstConfig
 from kvpool.policies.fcfs import FcfsBatchFormer
+from kvpool.policies.turn_order import TurnBatchFormer
 
 
 class _Builder(Protocol):
@@ -36,5 +36,8 @@ def make_batch_former(
     """
     if name not in BATCH_FORMERS:
         raise ConfigError(f"batching.policy: unknown batch former {name!r}; known: {', '.join(sorted(BATCH_FORMERS))}")
-    make = partial(BATCH_FORMERS[name], block_size=block_size, starvation_s=starvation_s)
+
+    def make() -> BatchFormer:
+        return TurnBatchFormer(BATCH_FORMERS[name](block_size=block_size, starvation_s=starvation_s))
+
     return make() if best_effort_floor is None else ClassedBatchFormer(make, floor=best_effort_floor)

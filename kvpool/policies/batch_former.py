@@ -24,13 +24,14 @@ class BatchLimits:
     max_requests: int
     min_requests: int = 1  # fewer would leave the decode worker idle: search further
     is_for_real_time: bool = False  # where classes are known: best effort by its floor alone
+    by_turn: bool = False  # the first by turn, whatever their lengths
 
 
 @dataclass(frozen=True, slots=True)
 class AlignedBatch:
     """Requests to decode together."""
 
-    request_ids: tuple[RequestId, ...]  # shortest context first
+    request_ids: tuple[RequestId, ...]  # shortest context first; those that were chosen by turn, in that order
     lengths: LengthRange  # covers every member
     num_blocks: int  # decode memory needed on admission
 
@@ -67,11 +68,11 @@ class BatchFormer(Protocol):
         """Return how many requests wait in which range of lengths; an empty tree if the policy ignores lengths."""
 
 
-def batch_of(chosen: list[PooledRequest]) -> AlignedBatch:
-    """Build the batch of these requests, in the order in which decode workers admit them."""
-    ordered = sorted(chosen, key=lambda pooled: (pooled.context_len, pooled.arrival_s, pooled.request_id))
+def batch_of(chosen: list[PooledRequest], *, by_turn: bool = False) -> AlignedBatch:
+    """Build the batch of these requests, in the order in which decode workers admit them. `by_turn`: as they are."""
+    by_length = sorted(chosen, key=lambda pooled: (pooled.context_len, pooled.arrival_s, pooled.request_id))
     return AlignedBatch(
-        request_ids=tuple(pooled.request_id for pooled in ordered),
-        lengths=LengthRange(ordered[0].context_len, ordered[-1].context_len + 1),
-        num_blocks=sum(pooled.num_blocks for pooled in ordered),
+        request_ids=tuple(pooled.request_id for pooled in (chosen if by_turn else by_length)),
+        lengths=LengthRange(by_length[0].context_len, by_length[-1].context_len + 1),
+        num_blocks=sum(pooled.num_blocks for pooled in by_length),
     )

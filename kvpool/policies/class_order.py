@@ -61,7 +61,7 @@ class ClassedBatchFormer:
         if not joining and self._is_floor_due():
             lone = self._formers[BatchClass.BEST_EFFORT].join(lengths, replace(limits, max_requests=1), now)
             joining = self._members(lone)
-        return self._noted(batch_of(joining)) if joining else None
+        return self._noted(batch_of(joining, by_turn=limits.by_turn)) if joining else None
 
     def seen(self) -> LengthTree:
         """See BatchFormer."""
@@ -90,7 +90,7 @@ class ClassedBatchFormer:
         )
         later = [one for one in self._classes(limits) if one > chosen[0].batch_class]
         joining = self._join(first.lengths, left, later, now, chosen)
-        return batch_of([*chosen, *joining]) if joining else first
+        return batch_of([*chosen, *joining], by_turn=limits.by_turn) if joining else first
 
     def _join(
         self,

@@ -4,13 +4,18 @@ A decode worker gets batches of its own node's pool, which shares its memory. Wh
 from another node's pool what no worker there can take now: over the link that has lately been the fastest. A pool that
 has waited too long goes before the worker's own (overdue_pools.py).
 
+While several tenants share the cluster, lengths do not matter: a worker is given what had its turn first in the
+router's queue, whose order is fair, a few requests ahead of need.
+
 Nothing is decided twice from the same facts: a pool is looked at when something has changed there (`note_change`), and
 when the time is up that one of its workers or large requests had to wait.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
+
+import msgspec
 
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.ids import BatchId, WorkerName
@@ -21,6 +26,8 @@ from router.batching.far_batches import FarBatch, choose_far_batches, is_spare, 
 from router.batching.overdue_pools import Nodes, OverduePools, is_batch_awaited
 from router.ranking import Ranking
 from router.state import BatchKind, PoolRecord, WorkerRecord
+
+_AHEAD_BY_TURN = 1 / 8  # of a worker's places: requests that it has ahead of need while tenants share
 
 
 class BatchRequests:
@@ -42,6 +49,7 @@ class BatchRequests:
         self._batching = batching
         self._links = links
         self._next_batch = 1
+        self._by_turn = False  # now
         self._changed: dict[str, None] = {}  # pools to look at
         self._spare: dict[str, WorkerRecord] = {}  # decode workers for which their own pool has nothing
         self._spare_order: Ranking[int] = Ranking()  # those by the number of their requests
@@ -61,14 +69,16 @@ class BatchRequests:
         """Look at this pool, registered or not, at the next call of `to_send`."""
         self._changed[pool] = None
 
-    def to_send(self, now: float) -> list[tuple[str, FormBatch]]:
+    def to_send(self, now: float, is_shared: Callable[[float], bool]) -> list[tuple[str, FormBatch]]:
         """Return the FormBatch messages to send, with their pools, the decode worker with the fewest requests first.
 
+        `is_shared`: whether several tenants share the cluster now.
         A pool gets no FormBatch while those without an answer may take all that is pooled: most would come back empty.
         """
         self._note_waited(now)
         if not self._changed:
             return []
+        self._by_turn = is_shared(now)
         changed, self._changed = self._changed, {}
         asked = self._overdue_forms(changed, now)
         for worker in self._to_ask(changed):
@@ -170,11 +180,14 @@ class BatchRequests:
         return (*self._nodes.get(pool, {}).values(), *self._asked_far.get(pool, {}).values())
 
     def _next_form(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
-        form = (
-            self._request_real_time(worker, pool, now)
-            or self._request_batch(worker, pool, now)
-            or self._request_joining(worker, pool, now)
-        )
+        if self._by_turn:
+            form = self._request_by_turn(worker, pool)
+        else:
+            form = (
+                self._request_real_time(worker, pool, now)
+                or self._request_batch(worker, pool, now)
+                or self._request_joining(worker, pool, now)
+            )
         if form is not None:
             self._note_asked(worker, pool, form)
         return form
@@ -185,6 +198,23 @@ class BatchRequests:
         if form.is_for_real_time:
             worker.requested_kind = BatchKind.REAL_TIME
         self._requested[pool.name] += form.max_requests
+
+    def _request_by_turn(self, worker: WorkerRecord, pool: PoolRecord) -> FormBatch | None:
+        """Request what comes next, whatever its length: where classes are known, of real-time requests first."""
+        waiting, sizes = pool.pooled_real_time, [size for size, _ in pool.large_requests.values()]
+        is_for_real_time = bool(waiting) and self._batching.best_effort_floor is not None
+        if is_for_real_time and BatchKind.REAL_TIME not in worker.refused_kinds:
+            num_held, sizes = len(worker.decoding_real_time), list(waiting.values())
+        elif BatchKind.BATCH not in worker.refused_kinds:
+            num_held, is_for_real_time = len(worker.decoding), False
+        else:
+            return None
+        num_places = worker.registered.max_running_requests
+        num_ahead = min(max(int(_AHEAD_BY_TURN * num_places), 1), self._max_candidate_requests)
+        form = self._form(
+            worker, pool, num_places + num_ahead - num_held, 1, least_blocks=_largest_that_fits(worker, sizes)
+        )
+        return form and msgspec.structs.replace(form, is_for_real_time=is_for_real_time, by_turn=True)
 
     def _request_real_time(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
         """Request a batch of the real-time requests that wait, where classes are known.
@@ -312,7 +342,7 @@ class BatchRequests:
 
     def _far_form(self, batch: FarBatch) -> tuple[str, FormBatch]:
         worker, pool, limits = batch
-        form = FormBatch(self._batch_id(), WorkerName(worker.name), **limits._asdict())
+        form = FormBatch(self._batch_id(), WorkerName(worker.name), **limits._asdict(), by_turn=self._by_turn)
         self._note_asked(worker, pool, form)
         self._asked_far.setdefault(pool.name, {})[worker.name] = worker
         return pool.name, form

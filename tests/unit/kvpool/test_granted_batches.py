@@ -8,6 +8,7 @@ from alignedserve.messages.caches import (
 )
 from alignedserve.messages.cluster_view import MAX_RANGES, FormedBatch, LengthLeaf, LengthTree, tree_of
 from alignedserve.messages.events import PeerDisconnected, Send, Ticked
+from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import (
     BatchFormed,
@@ -47,6 +48,16 @@ def test_only_what_is_of_the_running_lengths_joins_a_batch() -> None:
         Send(DECODE, BatchGranted(BatchId(2), (handoff_of(content),), joins=BATCH)),
     ]
     assert made.hear(ROUTER, join) == [Send(ROUTER, BatchFormed(BatchId(2), ASKED, ()))]
+
+
+def test_while_tenants_share_requests_go_by_turn_and_join_whatever_runs() -> None:
+    made = PoolHarness(density_first())
+    last, first = made.pool("r1", 1, epoch(2)), made.pool("r2", 3, epoch(1))
+    by_turn = FormBatch(BATCH, ASKED, 100, 2, by_turn=True)
+    assert made.hear(ROUTER, by_turn) == [
+        Send(ROUTER, BatchFormed(BATCH, ASKED, ((R2, epoch(1, 2)), (R1, epoch(2, 2))))),
+        Send(DECODE, BatchGranted(BATCH, (handoff_of(first), handoff_of(last)), joins=NO_BATCH)),
+    ]
 
 
 def test_who_must_be_done_soon_is_in_the_next_batch() -> None:

@@ -25,6 +25,17 @@ def test_a_name_alone_is_a_source_of_lengths() -> None:
     assert spec.prediction == PredictionModel(PredictionKind.NOISY, 0.5)
 
 
+def test_classes_count_for_tenants_by_weight() -> None:
+    heavy, light, nobodys = parse_classes(
+        "a: sharegpt, outstanding=9, tenant=team-a, weight=2; b: sharegpt, rate=1, tenant=team-b; c: sharegpt, rate=1"
+    )
+    assert [(one.tenant, one.weight) for one in (heavy, light, nobodys)] == [
+        ("team-a", 2.0),
+        ("team-b", 1.0),
+        ("", 1.0),
+    ]
+
+
 def test_recorded_arrivals() -> None:
     (spec,) = parse_classes("x: ./night.csv, arrivals=recorded, start=60, rate=5, repeat=yes, class=be, priority=-2")
     assert (spec.source, spec.arrivals, spec.start_s, spec.rate) == ("./night.csv", "recorded", 60.0, 5.0)
@@ -75,6 +86,12 @@ def test_recorded_arrivals() -> None:
         ("sharegpt, rate=1, priority=high", "priority: 'high' is not a whole number"),
         ("sharegpt, rate=1, repeat=maybe", "repeat must be yes or no"),
         ("sharegpt, rate=1, max_total=0", "max_total must be above 0"),
+        ("sharegpt, rate=1, tenant=", "tenant must be a name of at most 256 characters"),
+        (f"sharegpt, rate=1, tenant={'x' * 257}", "tenant must be a name of at most 256 characters"),
+        ("sharegpt, rate=1, weight=2", "weight= has no meaning without tenant="),
+        ("sharegpt, rate=1, tenant=a, weight=0", "weight must be above 0"),
+        ("sharegpt, rate=1, tenant=a, weight=2e6", "weight must be at most"),
+        ("sharegpt, rate=1, tenant=a, weight=much", "weight: 'much' is not a number"),
     ],
 )
 def test_wrong_specification_says_what_is_wrong(specification: str, complaint: str) -> None:
