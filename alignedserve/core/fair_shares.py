@@ -113,7 +113,8 @@ class FairShares:
         """Count one more thing for which the tenant waits. `weight`: above 0; the latest one counts from now on."""
         if tenant != self._latest:
             self._latest, self._other_s = tenant, self._latest_s
-        self._latest_s = max(self._latest_s, now)
+        if now > self._latest_s:
+            self._latest_s = now
         known = self._tenants.get(tenant)
         if known is None:
             known = self._tenants[tenant] = _Tenant(0, weight, self._floor)

@@ -181,7 +181,7 @@ def test_requests_leave_a_pool_by_turn_whatever_their_lengths(seed: int) -> None
         former.insert(one, float(turn))
         if rng.random() < 0.7:
             continue
-        limits = BatchLimits(rng.randrange(100, 400), rng.randrange(1, 6), by_turn=True)
+        limits = BatchLimits(rng.randrange(130, 400), rng.randrange(1, 6), by_turn=True)
         batch = former.form(limits, float(turn))
         assert batch is not None
         in_order = sorted(waiting.values(), key=lambda one: (one.batch_class, one.turn))

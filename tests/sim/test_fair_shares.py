@@ -16,7 +16,7 @@ LAST_S = 35
 @each("request_class", list(RequestClass))
 def test_tokens_go_by_weight_in_any_ten_seconds(topology: str, request_class: RequestClass) -> None:
     tokens = TenantTokens()
-    tokens.run(shared(topology, float(LAST_S)), workload_of(*backlog(600, request_class)))
+    tokens.run(shared(topology, float(LAST_S)), workload_of(*backlog(1200, request_class)))
     ratios = tokens.ratios(10, LAST_S)
     assert min(ratios) >= 1.9
     assert max(ratios) <= 2.1
@@ -30,7 +30,7 @@ def _third(topology: str, num_backlogged: int) -> ClassResult:
 @each("topology", TOPOLOGIES)
 def test_a_third_tenant_passes_a_backlog_at_once(topology: str) -> None:
     """Its first token waits for the iteration in flight and comes with the next, which others' decodes prolong."""
-    alone, beside = _third(topology, 0), _third(topology, 600)
+    alone, beside = _third(topology, 0), _third(topology, 1200)
     assert alone.ttft_s is not None
     assert beside.ttft_s is not None
     assert beside.attainment == 1.0
