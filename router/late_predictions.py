@@ -10,10 +10,11 @@ from router.policies.forecast import doubled_past
 from router.state import TrackedRequest
 
 
-def expected_len(tracked: TrackedRequest) -> float:
-    """Return the length predicted on arrival, doubled until it exceeds what was generated since."""
-    limit = tracked.request.sampling.max_tokens
-    return doubled_past(tracked.predicted_output_len, len(tracked.generated_token_ids), limit)
+def expected_len(tracked: TrackedRequest, predicted_len: float | None = None) -> float:
+    """Return the length predicted on arrival, or this one, doubled until it exceeds what was generated since."""
+    if predicted_len is None:
+        predicted_len = tracked.predicted_output_len
+    return doubled_past(predicted_len, len(tracked.generated_token_ids), tracked.request.sampling.max_tokens)
 
 
 def note_prediction(tracked: TrackedRequest, predicted_len: float) -> list[Send]:

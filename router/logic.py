@@ -60,7 +60,6 @@ from router.ownership import OwnershipTransitions
 from router.peer_announcements import announce_all, announce_prefiller, need_pool, need_prefiller
 from router.placement import Placement
 from router.policies.bypass import Bypass
-from router.policies.forecast import OutputLengthForecast
 from router.policies.prefill_order import PrefillOrder
 from router.prefill_choice import PrefillChoice
 from router.prefill_queue import PrefillQueue
@@ -86,7 +85,6 @@ class RouterLogic:
             registry=self._registry, placement=placement, max_tokens_per_worker=config.max_prefill_tokens_per_worker
         )
         self._gateways: dict[str, str] = {}  # those that are connected, and their nodes
-        self._lengths = OutputLengthForecast()
         self._admission = Admission(config=config, registry=self._registry, placement=placement)
         self._bypass = bypass
         self._leans = leans
@@ -209,7 +207,7 @@ class RouterLogic:
     def _tracked(
         self, gateway: str, request: Request, generated_token_ids: tuple[int, ...], block_names: bytes
     ) -> TrackedRequest:
-        tracked = TrackedRequest(request, gateway, self._lengths.predict(request), block_names=block_names)
+        tracked = TrackedRequest(request, gateway, self._registry.lengths.predict(request), block_names=block_names)
         tracked.set_generated(generated_token_ids)
         return tracked
 
@@ -258,7 +256,6 @@ class RouterLogic:
         tracked = self._registry.current(message.request_id, message.attempt)
         if tracked is None:
             return self._adoption.ended(message.request_id)
-        self._lengths.observe(tracked.request, message.num_generated)
         self._counters.count_finished(tracked, message.num_generated, now)
         return self._registry.finish(tracked, message.num_generated)
 

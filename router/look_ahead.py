@@ -1,16 +1,17 @@
 """How much work of a class waits at a worker where several tenants share the class: enough that it never runs dry.
 
 All that waits beyond that stays in the router's queue, whose order is fair; workers and pools order what they have by
-deadlines, lengths and memory, and know no tenants. With one tenant there is no such bound.
+deadlines, turns and memory, and know no tenants. With one tenant there is no such bound.
 
-A worker that does both phases has prompts of the class for 0.1 s of its time, and one in any case; and as many requests
-as it decodes in one iteration, and a sixteenth more, so that the next one is there when one ends. A prefill worker's
-requests wait in the pool of its node: there, and on their way to it, a quarter as many of the class may be as the
-decode workers of the node decode in one iteration, of which batches of one length can still be formed.
+A worker has prompts of the class for 0.1 s of its time, and one in any case. One that does both phases has as many
+requests as it decodes in one iteration, and a sixteenth more, so that the next one is there when one ends. A prefill
+worker's requests wait in the pool of its node: there, and on their way to it, a quarter as many of the class may be as
+the decode workers of the node decode in one iteration.
 Example: a worker computes 5 000 prompt tokens/s and decodes 32 requests together. It has at most 500 tokens of prompts,
 and 34 requests; of best effort, those of real time count among the 34.
 
-A request on time whose tenant has far less than its share at workers does not wait for room (PrefillQueue.is_bounded).
+A request on time whose tenant holds less than its share of all that workers have does not wait for room
+(PrefillQueue.is_bounded).
 """
 
 from collections.abc import Collection
@@ -18,7 +19,8 @@ from collections.abc import Collection
 from router.state import PoolRecord, WorkerRecord
 
 _PROMPTS_S = 0.1
-_FALLBACK_TOKENS = 512  # where a worker does not tell its speed
+_FALLBACK_TOKENS = 512.0  # where a worker does not tell its speed
+_MEASURED_TOKENS = 64  # of the prompt whose time a separate prefill worker tells
 _MORE_PLACES = 1 / 16
 _POOLED_SHARE = 1 / 4
 _LEAST_POOLED = 4
@@ -28,8 +30,11 @@ def wants_more(
     worker: WorkerRecord, pool: PoolRecord | None, beside: Collection[WorkerRecord], *, is_real_time: bool
 ) -> bool:
     """Return whether a worker has less of a class than it may have to wait for. `beside`: workers of its node."""
+    given = worker.num_real_time_tokens if is_real_time else worker.num_prefill_tokens - worker.num_real_time_tokens
+    if given >= _allowed_tokens(worker) and given:
+        return False
     if worker.registered.can_decode:
-        return _colocated_wants_more(worker, is_real_time=is_real_time)
+        return _has_places(worker, is_real_time=is_real_time)
     places = on_the_way = 0
     for one in beside:
         places += one.num_places
@@ -40,14 +45,18 @@ def wants_more(
     return on_the_way + pooled < max(_POOLED_SHARE * places, _LEAST_POOLED)
 
 
-def _colocated_wants_more(worker: WorkerRecord, *, is_real_time: bool) -> bool:
+def _allowed_tokens(worker: WorkerRecord) -> float:
+    """Return the prompt tokens that a worker computes in 0.1 s."""
+    speed, short_prompt_s = worker.prompt_tokens_per_s, worker.registered.speed.short_prompt_s
+    if speed > 1:
+        return _PROMPTS_S * speed
+    return _PROMPTS_S * _MEASURED_TOKENS / short_prompt_s if short_prompt_s else _FALLBACK_TOKENS
+
+
+def _has_places(worker: WorkerRecord, *, is_real_time: bool) -> bool:
     if is_real_time:
-        given = worker.num_real_time_tokens
         num_held = worker.num_real_time_prompts + len(worker.decoding_real_time)
     else:
-        given = worker.num_prefill_tokens - worker.num_real_time_tokens
         num_held = len(worker.prefilling) + len(worker.decoding)
-    speed = worker.prompt_tokens_per_s
-    allowed = _PROMPTS_S * speed if speed > 1 else _FALLBACK_TOKENS
     places = worker.num_places
-    return (not given or given < allowed) and num_held < places + max(1, int(_MORE_PLACES * places))
+    return num_held < places + max(1, int(_MORE_PLACES * places))

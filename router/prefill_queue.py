@@ -214,7 +214,7 @@ class PrefillQueue:
     def is_bounded(self, request_id: RequestId, now: float) -> bool:
         """Return whether a request whose turn it is goes only where less of its class waits (look_ahead.py).
 
-        Where tenants share the class; but for one on time, as long as its tenant has far less than its share.
+        Where tenants share the class; but for one on time whose tenant holds less there than its share.
         """
         waiting = self._waiting[request_id]
         shares = self._lines[waiting.queue_class].shares

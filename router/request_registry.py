@@ -18,7 +18,7 @@ from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestI
 from alignedserve.messages.pools import DropRequest
 from router.late_predictions import expected_len
 from router.placement import Placement
-from router.policies.forecast import DrainForecast
+from router.policies.forecast import DrainForecast, OutputLengthForecast
 from router.prefill_queue import PrefillQueue
 from router.state import TrackedRequest
 
@@ -32,6 +32,7 @@ class RequestRegistry:
     def __init__(self, *, placement: Placement, queue: PrefillQueue, max_retries: int) -> None:
         self.requests: dict[RequestId, TrackedRequest] = {}
         self.queue = queue
+        self.lengths = OutputLengthForecast()  # of what finishes here
         self._placement = placement
         self._max_retries = max_retries
 
@@ -100,11 +101,14 @@ class RequestRegistry:
         self.queue.take(tracked.request.request_id)
         tracked.has_been_taken = True
         if tracked.charged_len is None:
-            tracked.charged_len = expected_len(tracked)
+            # Without a prediction of its own, the mean by now, and not that of its arrival: the same for all tenants.
+            mean = None if tracked.is_length_predicted else self.lengths.predict(tracked.request)
+            tracked.charged_len = expected_len(tracked, mean)
             self.queue.charge(tracked.request, cost_of(num_tokens, tracked.charged_len - tracked.num_emitted))
 
     def finish(self, tracked: TrackedRequest, num_generated: int) -> list[Send]:
         """Remove a request whose worker has completed it after so many tokens, which its tenant is charged for."""
+        self.lengths.observe(tracked.request, num_generated)
         if tracked.charged_len is not None:
             self.queue.charge(tracked.request, cost_of(0, num_generated - tracked.charged_len))
         self._release(tracked)

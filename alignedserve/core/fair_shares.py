@@ -96,18 +96,20 @@ class FairShares:
 
     def lead(self, tenant: str) -> float:
         """Return how far a known tenant's counter is beyond the lowest of those that wait; some must."""
+        if len(self._waiting) == 1:
+            return 0.0
         first = self._waiting.first
         assert first is not None, "a lead over nobody"
         return self._tenants[tenant].counter - self._tenants[first].counter
 
     def is_behind(self, tenant: str) -> bool:
-        """Return whether a waiting tenant, with one more thing, holds at most half of its share of what is held.
+        """Return whether a waiting tenant, with one more thing, holds no more than its share of all that is held.
 
-        Example: of weights 2, 1 and 1, the tenants hold 20, 11 and 3 things. The third's share of 35 is 8.75: it may
-        hold four and still be behind.
+        Example: tenants of weights 2, 1 and 1 hold 20, 11 and 3 things. The third's share of 35 is 8.75, and it would
+        hold four: it is behind.
         """
         known = self._tenants[tenant]
-        return 2 * (known.num_held + 1) * self._active_weight <= known.weight * (self._num_held + 1)
+        return (known.num_held + 1) * self._active_weight <= known.weight * (self._num_held + 1)
 
     def wait(self, tenant: str, weight: float, now: float) -> None:
         """Count one more thing for which the tenant waits. `weight`: above 0; the latest one counts from now on."""

@@ -14,10 +14,10 @@ from alignedserve.keys.file import KeyRow, SecretRow
 from alignedserve.keys.ring import digest_of
 
 
-def write_keys(path: Path, weights: Mapping[str, float], *, operator: str = "") -> None:
-    """Write a file of keys of these names and weights; the secret of each is its name. `operator`: sees all usage."""
+def write_keys(path: Path, weights: Mapping[str, float]) -> None:
+    """Write a file of keys of these names and weights; the secret of each is its name."""
     rows = [
-        KeyRow(name=name, secrets=(SecretRow(digest_of(name).hex()),), weight=weight, may_see_usage=name == operator)
+        KeyRow(name=name, secrets=(SecretRow(digest_of(name).hex()),), weight=weight)
         for name, weight in weights.items()
     ]
     change_keys(path, lambda _: rows)

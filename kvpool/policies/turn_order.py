@@ -36,18 +36,18 @@ class TurnBatchFormer:
         return self._first(limits) if limits.by_turn else self._otherwise.form(limits, now)
 
     def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
-        """See BatchFormer. By turn, any lengths may join."""
-        return self._first(limits) if limits.by_turn else self._otherwise.join(lengths, limits, now)
+        """See BatchFormer. By turn, any lengths may join, and none is passed over."""
+        return self._first(limits, passes=False) if limits.by_turn else self._otherwise.join(lengths, limits, now)
 
     def seen(self) -> LengthTree:
         """See BatchFormer."""
         return self._otherwise.seen()
 
-    def _first(self, limits: BatchLimits) -> AlignedBatch | None:
+    def _first(self, limits: BatchLimits, *, passes: bool = True) -> AlignedBatch | None:
         chosen: list[PooledRequest] = []
         blocks_left = limits.max_blocks
         for pooled in sorted(self._waiting.values(), key=attrgetter("turn", "arrival_s", "request_id")):
-            if pooled.num_blocks > limits.max_blocks:
+            if passes and pooled.num_blocks > limits.max_blocks:
                 continue
             blocks_left -= pooled.num_blocks
             if blocks_left < 0 or len(chosen) >= limits.max_requests:
