@@ -2,7 +2,7 @@
 
 from alignedserve.messages.workers import WorkerLoad
 from router.placement import Placement
-from tests.harnesses.placement import RUNNING, SATURATED, Asked, busy, decoding, form, placement, pool_requests, refuse
+from tests.harnesses.placement import RUNNING, Asked, busy, decoding, form, placement, pool_requests, refuse
 from tests.support.samples import DECODE
 from tests.unit.router.test_batches_for_chat import pool_documents
 
@@ -21,7 +21,7 @@ def test_a_worker_that_has_one_ahead_of_need_gets_nothing() -> None:
     where = placement(decode_0={})
     decoding(where, DECODE, 5)
     pool_requests(where, 6)
-    where.update_load(DECODE, WorkerLoad(**SATURATED))
+    where.update_load(DECODE, WorkerLoad(num_running=3, num_free_blocks=8))
     assert asked(where, 10.0) == []
 
 
@@ -31,7 +31,7 @@ def test_real_time_requests_go_first_and_best_effort_ones_once_they_are_gone() -
         where.set_decoding(one, where.workers[DECODE])
     pool_documents(where, 2)
     (chat,) = pool_requests(where, 1)
-    where.update_load(DECODE, WorkerLoad(**SATURATED))
+    where.update_load(DECODE, WorkerLoad(num_running=3, num_free_blocks=8))
     assert asked(where) == form(1, 8, 3, 1, is_for_real_time=True, by_turn=True)
     refuse(where)
     where.unassign(chat)
