@@ -60,7 +60,7 @@ def open_batch_storage(config: ClusterConfig) -> BatchStorage:
         return BatchStorage(location, None)
     lock = StateLock(folder)
     try:
-        prepare_records(folder / RECORDS, config.batches.namespace)
+        prepare_records(folder / RECORDS)
     except BaseException:
         lock.release()
         raise

@@ -48,7 +48,7 @@ class _AtOnce:
 def measure_bookkeeping(num_lines: int, content: bytes) -> dict[str, float]:
     """Measure milliseconds of one core per line, of the driver and its store together; validation apart."""
     with tempfile.TemporaryDirectory() as name:
-        begin_file(Path(name) / RECORDS, (), ())
+        begin_file(Path(name) / RECORDS)
         return asyncio.run(_measure(Path(name), num_lines, content))
 
 

@@ -37,7 +37,7 @@ def in_file(folder: Path, synchronous: str) -> Iterator[RecordStore]:
     """A file of records that is synced so."""
     path, settings = folder / "records.db", sqlite_file._SETTINGS
     path.unlink(missing_ok=True)
-    sqlite_file.begin_file(path, (), ())
+    sqlite_file.begin_file(path)
     sqlite_file._SETTINGS = tuple(
         f"PRAGMA synchronous = {synchronous}" if "synchronous" in one else one for one in settings
     )

@@ -124,7 +124,7 @@ class Rooms:
     def start(self) -> None:
         """Start everything; return when it is ready."""
         config = self._configure(self.port)
-        prepare_records(self.state_folder / RECORDS, config.batches.namespace)
+        prepare_records(self.state_folder / RECORDS)
         served = resolve_model(config.model, kv_cache_dtype=config.engine.kv_cache_dtype)
         separate = config.prefill.count if config.chosen_topology.is_separate else 0
         share = NodeShare(

@@ -6,7 +6,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-import zlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from alignedserve.messages.state import AddToIndex, SetValue
 from tests.support.batch_samples import BATCH, batch_record, file_record
 
 pytestmark = pytest.mark.slow
-_DUMPS = Path(__file__).parent / "redis_dumps"
 
 
 @contextlib.asynccontextmanager
@@ -38,7 +36,7 @@ async def opened(path: Path) -> AsyncIterator[SqliteRecords]:
 
 def _make(path: Path) -> None:
     if not path.exists():
-        begin_file(path, (), ())
+        begin_file(path)
 
 
 # --- kills
@@ -61,7 +59,7 @@ async def write(records, writer):
         number += 1
 
 async def main():
-    begin_file(Path(sys.argv[1]), (), ())
+    begin_file(Path(sys.argv[1]))
     records = SqliteRecords(Path(sys.argv[1]))
     await asyncio.gather(*(write(records, writer) for writer in range(8)))
 
@@ -84,7 +82,7 @@ async def test_a_kill_among_commits_loses_nothing_that_was_acknowledged(tmp_path
     for num_commits in (1, 40, 300):
         path = tmp_path / f"records-{num_commits}.db"
         told = killed_writer(path, num_commits)
-        prepare_records(path, "alignedserve")  # finds nothing wrong
+        prepare_records(path)  # finds nothing wrong
         async with opened(path) as records:
             assert await records.read(told) == [key.encode() * 200 for key in told]
             page = await records.page("all", after=None, limit=100_000, newest_first=False)
@@ -166,9 +164,9 @@ async def test_a_disk_that_is_full_at_the_start_is_named(small_disk: Path) -> No
         while True:
             file.write(b"\0" * 4096)
     with pytest.raises(ResourceError, match=r"records\.db"):
-        prepare_records(small_disk / "records.db", "alignedserve")
+        prepare_records(small_disk / "records.db")
     (small_disk / "ballast").unlink()
-    prepare_records(small_disk / "records.db", "alignedserve")
+    prepare_records(small_disk / "records.db")
     async with opened(small_disk / "records.db") as records:
         assert await records.commit([SetValue("a", b"1")], unchanged={})
         assert await records.read(["a"]) == [b"1"]
@@ -179,12 +177,12 @@ async def test_a_disk_that_is_full_at_the_start_is_named(small_disk: Path) -> No
 
 async def test_a_newer_version_is_refused_by_name_and_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "records.db"
-    begin_file(path, [("a", b"1", zlib.crc32(b"1"), None)], ())
+    begin_file(path)
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA user_version = 9")
     before = state_of(tmp_path)
     with pytest.raises(ResourceError, match=r"records\.db is of a newer version of AlignedServe \(format 9"):
-        prepare_records(path, "alignedserve")
+        prepare_records(path)
     async with opened(path) as records:
         with pytest.raises(StoreUnavailable, match="newer version"):
             await records.commit([SetValue("a", b"2")], unchanged={})
@@ -217,7 +215,7 @@ async def test_a_damaged_file_is_named_and_left_as_it_is(tmp_path: Path, way: st
             content[page * 4096 : page * 4096 + 64] = b"\xff" * 64
     path.write_bytes(content)
     with pytest.raises(ResourceError, match=r"records\.db is damaged.*docs/batches\.md"):
-        prepare_records(path, "alignedserve")
+        prepare_records(path)
     assert path.read_bytes() == content
 
 
@@ -226,7 +224,7 @@ async def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.execute("CREATE TABLE theirs (id)")
     with pytest.raises(ResourceError, match="another program"):
-        prepare_records(path, "alignedserve")
+        prepare_records(path)
 
 
 async def test_damage_in_a_value_is_found_and_costs_only_that_value(tmp_path: Path) -> None:
@@ -238,7 +236,7 @@ async def test_damage_in_a_value_is_found_and_costs_only_that_value(tmp_path: Pa
     content = path.read_bytes()
     assert content.count(b'{"log_bytes":77') == 1
     path.write_bytes(content.replace(b'{"log_bytes":77', b'{"log_bytes":78'))  # still reads as a record
-    prepare_records(path, "alignedserve")
+    prepare_records(path)
     async with opened(path) as records:
         assert await BatchRepository(records).active_batches() == [BatchSnapshot(whole.record, Progress())]
         with pytest.raises(StorageDamaged):
@@ -250,7 +248,7 @@ def test_a_missing_file_beside_contents_is_not_replaced_by_an_empty_one(tmp_path
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / f"file-{'1' * 24}").write_bytes(b"kept")
     with pytest.raises(ResourceError, match=r"records\.db is missing, and the files and results beside it"):
-        prepare_records(tmp_path / "records.db", "alignedserve")
+        prepare_records(tmp_path / "records.db")
     assert not (tmp_path / "records.db").exists()
 
 
@@ -267,7 +265,7 @@ async def test_a_file_that_goes_while_it_is_served_is_not_made_anew(tmp_path: Pa
 
 def test_lifetimes_go_by_the_time_that_passes_whatever_sets_the_clock(tmp_path: Path) -> None:
     path = tmp_path / "records.db"
-    begin_file(path, (), ())
+    begin_file(path)
     wall, steady = [1000.0], [5.0]
     clock = StoreClock(lambda: wall[0], lambda: steady[0])
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
@@ -284,57 +282,3 @@ def test_lifetimes_go_by_the_time_that_passes_whatever_sets_the_clock(tmp_path: 
         wall[0] -= 86_400.0
         later.resume(connection)
         assert later.now() == 1010.0  # never less than what was kept
-
-
-# --- what an earlier version's Redis kept
-
-
-@pytest.mark.parametrize("name", ["6.2", "6.2-rewritten", "valkey"])
-async def test_records_of_a_redis_are_taken_over_once(tmp_path: Path, name: str) -> None:
-    """From files that Redis 6.2 wrote, as commands and rewritten, and Valkey 9 in several files."""
-    (tmp_path / "redis").symlink_to(_DUMPS / name)
-    path = tmp_path / "records.db"
-    prepare_records(path, "alignedserve")
-    async with opened(path) as records:
-        keys = ["plain", "number", "negative", "large", "long", "kept", "late"]
-        assert await records.read(keys) == [
-            *(b"again", b"12345", b"-7", b"4294967", b"abcdefgh" * 500, b"until 2100", b"1")
-        ]
-        assert await records.read(["gone", "short", "for a day", "key"]) == [None] * 4
-        page = await records.page("list", after=None, limit=9, newest_first=False)
-        assert page is not None
-        assert page.members == ("c", "a", "n", "late", "b")
-        many = await records.page("many", after="member-099", limit=99, newest_first=False)
-        assert many is not None
-        assert many.members == tuple(f"member-{number}" for number in range(100, 150))
-        ints = await records.page("ints", after=None, limit=99, newest_first=False)
-        assert ints is not None
-        assert ints.members == ("5", *map(str, range(5)), *map(str, range(6, 14)))
-        await records.commit([SetValue("plain", b"changed")], unchanged={})
-    prepare_records(path, "alignedserve")
-    async with opened(path) as records:
-        assert await records.read(["plain"]) == [b"changed"]
-
-
-def test_a_torn_end_is_dropped_and_damage_is_named(tmp_path: Path) -> None:
-    content = (_DUMPS / "6.2" / "appendonly.aof").read_bytes()
-    kept = tmp_path / "redis" / "appendonly.aof"
-    kept.parent.mkdir()
-    kept.write_bytes(content[:-7])
-    prepare_records(tmp_path / "records.db", "alignedserve")
-    (tmp_path / "records.db").unlink()
-    place = content.index(b"*", len(content) // 2)
-    kept.write_bytes(content[:place] + b"??" + content[place + 2 :])
-    with pytest.raises(ResourceError, match=rf"appendonly\.aof is damaged at byte {place}.*docs/batches\.md"):
-        prepare_records(tmp_path / "records.db", "alignedserve")
-    assert not (tmp_path / "records.db").exists()
-
-
-def test_a_snapshot_that_is_cut_off_is_named(tmp_path: Path) -> None:
-    content = (_DUMPS / "6.2-rewritten" / "appendonly.aof").read_bytes()
-    kept = tmp_path / "redis" / "appendonly.aof"
-    kept.parent.mkdir()
-    for length in range(9, 1500, 37):
-        kept.write_bytes(content[:length])
-        with pytest.raises(ResourceError, match=r"appendonly\.aof is damaged"):
-            prepare_records(tmp_path / "records.db", "alignedserve")

@@ -3,7 +3,7 @@
 import contextlib
 import sqlite3
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from alignedserve.core.errors import ResourceError, StorageDamaged
@@ -34,9 +34,6 @@ _SETTINGS: tuple[str, ...] = (
 )
 _CHECKED_BYTES = 256 << 20  # a file up to this size is read whole at the start: a fifth of a second at most
 _BUSY_S = 20.0  # for which the process of a cluster that was killed may still hold the file
-
-Record = tuple[str, bytes, int, float | None]  # key, value, checksum, end of its life
-Member = tuple[str, str, float]  # list, member, score
 
 
 class StoreClock:
@@ -107,9 +104,8 @@ def check_header(path: Path) -> None:
         )
 
 
-def begin_file(path: Path, records: Iterable[Record], members: Iterable[Member]) -> None:
-    """Make a new file that holds these records. It appears under its name when it is whole and durable. Raises
-    sqlite3.Error, OSError."""
+def begin_file(path: Path) -> None:
+    """Make a new file. It appears under its name when it is whole and durable. Raises sqlite3.Error, OSError."""
     partial = path.with_name(path.name + ".partial")
     for old in (partial, partial.with_name(partial.name + "-journal")):
         old.unlink(missing_ok=True)
@@ -117,8 +113,6 @@ def begin_file(path: Path, records: Iterable[Record], members: Iterable[Member])
     with contextlib.closing(sqlite3.connect(partial, isolation_level=None)) as connection:
         connection.execute("PRAGMA synchronous = FULL")
         connection.executescript(f"BEGIN; {_TABLES}")
-        connection.executemany("INSERT INTO records VALUES (?, ?, ?, ?)", records)
-        connection.executemany("INSERT INTO members VALUES (?, ?, ?)", members)
         StoreClock().save(connection)
         connection.execute("COMMIT")
     partial.rename(path)
