@@ -4,7 +4,6 @@ generation is cancelled and its requests are aborted."""
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -78,13 +77,8 @@ class EventStreamResponse(Response):
         await while_connected(receive, self._stream(formatter, sender), sender.check)
 
     async def _stream(self, formatter: Formatter, sender: "EventSender") -> None:
-        async with self._generation as generation, aclosing(generation.deltas()) as deltas:
-            async for index, delta in deltas:
-                events = formatter.events(index, delta)
-                if not (events and sender.write_events(events)):
-                    await sender.start()
-                    if events:
-                        await sender.send_events(events)
+        async with self._generation as generation:
+            await GenerationWriter(generation, formatter, sender).write_all()
             closing = await self._closing_events(formatter)
         await sender.end(closing)
 
@@ -173,7 +167,7 @@ class EventSender(TimedSender):
 
     def write_events(self, events: bytes) -> bool:
         """Write events at once, which a stream that has begun to a client that keeps up allows; False: send them."""
-        if not self.has_started or self._body is None or not self._body.write(events):
+        if not (events and self.has_started and self._body is not None and self._body.write(events)):
             return False
         self._last_s = self._loop.time()
         if self._answered is not None:
@@ -201,6 +195,55 @@ class EventSender(TimedSender):
                     await self.send_events(_COMMENT)
             except TimeoutError as error:
                 raise ClientDisconnected("The client does not read its answer.") from error
+
+
+class GenerationWriter:
+    """Writes the events of a generation in the turn of the loop in which their tokens come.
+
+    Its task is woken only for what the connection does not take at once: the first events, those for a client that does
+    not keep up, and the end.
+    """
+
+    def __init__(self, generation: Generation, formatter: Formatter, sender: EventSender) -> None:
+        self._generation = generation
+        self._formatter = formatter
+        self._sender = sender
+        self._unwritten: asyncio.Future[bytes] | None = None  # None: the task does not wait for any
+
+    async def write_all(self) -> None:
+        """Return when every choice has ended. Raises GenerationError."""
+        self._generation.call_when_ready(self._write_new)
+        while not self._generation.is_complete:
+            events = await self._next_unwritten()
+            await self._sender.start()
+            if events:
+                await self._sender.send_events(events)
+
+    async def _next_unwritten(self) -> bytes:
+        self._unwritten = asyncio.get_running_loop().create_future()
+        self._write_new()
+        try:
+            return await self._unwritten
+        finally:
+            self._unwritten = None
+
+    def _write_new(self) -> None:
+        """Write what has come; what cannot be written, and errors, are for the task, which looks again after that."""
+        unwritten = self._unwritten
+        if unwritten is None or unwritten.done():
+            return
+        events, has_new = b"", False
+        try:
+            for index, delta in self._generation.read_new():
+                events += self._formatter.events(index, delta)
+                has_new = True
+        except Exception as error:  # noqa: BLE001  (the task raises it)
+            self._sender.write_events(events)
+            unwritten.set_exception(error)
+            return
+        is_written = self._sender.has_started and (not events or self._sender.write_events(events))
+        if self._generation.is_complete or (has_new and not is_written):
+            unwritten.set_result(b"" if is_written else events)
 
 
 async def while_connected(

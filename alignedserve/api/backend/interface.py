@@ -100,6 +100,8 @@ class RequestStream:
             return None
         self._pending = GeneratedTokens()
         self._is_exhausted = tokens.finish_reason is not None
+        if self._error is not None:  # it is for the next read
+            self._wake_reader()
         return tokens
 
     def call_when_ready(self, wake_reader: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from threading import Lock
 
 from alignedserve.api.backend.interface import CompletionBackend
+from alignedserve.api.backend.next_turn import NextTurn
 from alignedserve.api.backend.readiness_probe import ReadinessProbe
 from alignedserve.api.errors import Overloaded, ResourceUnavailable, Unavailable
 from alignedserve.api.metrics.gateway_metrics import ModelMetrics
@@ -130,6 +131,7 @@ class ModelServices:
     usage: UsageLedger  # likewise
     prefix_hasher: PrefixHasher | None = None  # None: the prefix cache is off
     uses: Uses = field(default_factory=Uses)
+    readers: NextTurn = field(default_factory=NextTurn)  # of streams, called when tokens have come
     adapters: AdapterDirectory | None = None  # that requests may name instead of the model; None: none
     adapter: LoraAdapter | None = None  # that these requests have
 

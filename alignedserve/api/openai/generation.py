@@ -3,7 +3,8 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -30,6 +31,7 @@ class Generation:
         self.has_started = False  # every choice was submitted
         self._services = services
         self._ready = asyncio.Event()
+        self._reader: Callable[[], None] = self._ready.set
         self._timeline: Timeline | None = None  # None: not submitted yet
         self._choices: list[_Choice] = []
         self._open: list[_Choice] = []
@@ -41,7 +43,7 @@ class Generation:
             for index, request in enumerate(self.request.requests):
                 await self._services.name_blocks(request)
                 stream = _submit(request, self._services)
-                stream.call_when_ready(self._ready.set)
+                stream.call_when_ready(self._call_reader)
                 self._choices.append(_Choice(index, request, stream, self.request, self._services))
         except BaseException as error:
             self._end_timeline(error)
@@ -98,14 +100,27 @@ class Generation:
         """Yield (choice, its new text) as it comes, until every choice has ended. Raises GenerationError."""
         while self._open:
             self._ready.clear()
-            is_idle = True
-            for choice in tuple(self._open):
-                new = choice.stream.read_new()
-                if new is not None:
-                    is_idle = False
-                    yield choice.index, self._decode(choice, new)
-            if is_idle:  # otherwise a failure may follow right behind the tokens that were read
+            for new in self.read_new():
+                yield new
+            if self._open:
                 await self._ready.wait()
+
+    def read_new(self) -> Iterator[tuple[int, ChoiceDelta]]:
+        """Yield (choice, its new text) of what has come since the last call. Raises GenerationError."""
+        for choice in tuple(self._open):
+            new = choice.stream.read_new()
+            if new is not None:
+                yield choice.index, self._decode(choice, new)
+
+    def call_when_ready(self, reader: Callable[[], None]) -> None:
+        """Call this, instead of waking `deltas`, in the turn of the loop after `read_new` has something.
+
+        It must not raise.
+        """
+        self._reader = partial(self._services.readers.call, reader)
+
+    def _call_reader(self) -> None:
+        self._reader()
 
     @property
     def is_complete(self) -> bool:

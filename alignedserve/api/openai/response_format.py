@@ -27,6 +27,10 @@ from alignedserve.core.request import FinishReason, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 
+# A choice that has nothing but text.
+_CHAT_CHOICE = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
+_COMPLETION_CHOICE = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}'
+
 
 def event(payload: bytes) -> bytes:
     """Return one server-sent event."""
@@ -87,6 +91,17 @@ class ResponseFormatter(ABC):
         self._tokenizer = tokenizer = generation.tokenizer
         self._names: TokenNames = TokenIdNames(tokenizer) if self._request.names_tokens_by_id else tokenizer
         self._has_begun = [False] * len(generation.request.requests)
+        request = self._request
+        self._is_plain = not (request.has_logprobs or request.has_token_ids or request.has_continuous_usage)
+        empty = orjson.dumps(self._envelope(self.chunk_kind, []))
+        self._head = b"data: " + empty[: -len(b"]}")]
+        self._plain_tail = b'],"usage":null}\n\n' if request.includes_usage else b"]}\n\n"
+
+    def _is_plain_text(self, index: int, delta: ChoiceDelta) -> bool:
+        """Return whether all that there is to show is text of a choice that has begun, as of nearly every token."""
+        if not (self._is_plain and self._has_begun[index] and delta.text) or delta.finish_reason is not None:
+            return False
+        return not (delta.reasoning or delta.tool_calls)
 
     @abstractmethod
     def events(self, index: int, delta: ChoiceDelta) -> bytes:
@@ -162,15 +177,11 @@ class ChatFormatter(ResponseFormatter):
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, generation: Generation) -> None:
-        super().__init__(generation)
-        empty = orjson.dumps(self._envelope(self.chunk_kind, []))
-        self._head = b"data: " + empty[: -len(b"]}")]
-        self._plain_tail = b'],"usage":null}\n\n' if self._request.includes_usage else b"]}\n\n"
-
     @override
     def events(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return the role once, then thought, text and tool calls, then the finish reason."""
+        if self._is_plain_text(index, delta):
+            return self._head + _CHAT_CHOICE % (index, orjson.dumps(delta.text)) + self._plain_tail
         events = b""
         if not self._has_begun[index]:
             self._has_begun[index] = True
@@ -249,6 +260,8 @@ class CompletionFormatter(ResponseFormatter):
     @override
     def events(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return one event per delta."""
+        if self._is_plain_text(index, delta):
+            return self._head + _COMPLETION_CHOICE % (index, orjson.dumps(delta.text)) + self._plain_tail
         is_first, self._has_begun[index] = not self._has_begun[index], True
         begins_with_prompt = is_first and self._request.echoes
         shows_tokens = self._request.has_token_ids and delta.token_ids

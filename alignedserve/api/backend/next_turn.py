@@ -1,0 +1,28 @@
+"""Calls functions in the next turn of the event loop, all by one callback of the loop.
+
+A token that wakes the task of its stream costs the loop a callback, a future and a step of the task, which together
+cost as much as all that is done for the token.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+
+class NextTurn:
+    """The functions that are due, of one loop."""
+
+    def __init__(self) -> None:
+        self._due: deque[Callable[[], None]] = deque()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call this in the next turn, as often as it was asked for."""
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._call_all)
+        self._due.append(function)
+
+    def _call_all(self) -> None:
+        """Call what is due now; what is asked for meanwhile is due in the turn after."""
+        due, self._due = self._due, deque()
+        while due:
+            due.popleft()()
