@@ -20,6 +20,7 @@ from alignedserve.api.models.model_services import ModelServices, Uses
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.api.services import ApiServices
 from alignedserve.core.errors import ModelError
+from alignedserve.core.request import RequestClass
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.background_tasks import start_background
 from alignedserve.runtime.lora.loaded_file import loaded_file
@@ -93,9 +94,15 @@ class Deployments:
         lines = self._waiting_lines() if self._waiting_lines is not None else ()
         sleeping = self._sleeping.get(deployment_id)
         if sleeping is not None:
-            name = sleeping.served.name
-            waited_s = self._services.line.waited_s(name)
-            return DeploymentState(deployment_id, None, 0, has_lines=name in lines, waited_s=waited_s)
+            name, waited_s = sleeping.served.name, self._services.line.waited_s
+            return DeploymentState(
+                deployment_id,
+                None,
+                0,
+                has_lines=name in lines,
+                waited_s=waited_s(name, RequestClass.REAL_TIME),
+                documents_waited_s=waited_s(name, RequestClass.BEST_EFFORT),
+            )
         one = self._deployments[deployment_id]
         state = replace(one.state(), has_lines=one.card.name in lines)
         return replace(state, num_documents=state.num_open) if self._waiting_lines is not None else state

@@ -18,11 +18,12 @@ from alignedserve.api.timelines.questions import TimelineQuestions
 from alignedserve.api.timelines.timeline import Timelines
 from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.config.sections import GatewayConfig, Observing
+from alignedserve.core.request import RequestClass
 from alignedserve.keys.ring import CurrentKeys
 from alignedserve.text.tokenizer import Tokenizer
 from alignedserve.usage.ledger import UsageLedger
 
-MOST_WAITING = 4096  # requests of one gateway, for models that sleep
+MOST_WAITING = 4096  # requests of one gateway and class, for models that sleep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +79,9 @@ class ApiServices:
         """Return what requests to the model of this name share; None: to the first one. Raises UnknownModel."""
         return self.models.find(name)
 
-    async def awake_model(self, name: str | None) -> ModelServices:
+    async def awake_model(self, name: str | None, request_class: RequestClass) -> ModelServices:
         """Return what `find_model` does, after the model has been loaded if it sleeps. Raises also Unavailable."""
-        return await self.models.awake(name, self.line, self.config.load_patience_s)
+        return await self.models.awake(name, request_class, self.line, self.config.load_patience_s)
 
     def add_model(
         self,

@@ -4,6 +4,7 @@ import logging
 import socket
 
 import ray
+from ray._private import services
 
 from alignedserve.cluster.signals import handlers_preserved
 from alignedserve.config.environment import SHORT_SPINS, SPIN_VARIABLE
@@ -32,6 +33,23 @@ RAY_ENVIRONMENT = {
     # Every worker sees every GPU of its host, so that it can map the memory of others.
     SEES_EVERY_GPU: "1",
 }
+
+
+def address_here() -> str:
+    """Return the address of the Ray that `ray start` runs on this host. Raises ResourceError when there is none.
+
+    Ray's own search (`auto`) would try an address that was noted before a restart of the host, and the Ray of a
+    `serve`, which is at a loopback address and admits nobody else: for minutes.
+    """
+    found = sorted(address for address in services.find_gcs_addresses() if not _is_loopback(address))
+    if not found:
+        raise ResourceError("no Ray cluster runs on this host; start one with `ray up`, or set RAY_ADDRESS")
+    noted = services.find_bootstrap_address(None)
+    return noted if noted in found else found[0]
+
+
+def _is_loopback(address: str) -> bool:
+    return address.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost")
 
 
 def join_ray(address: str, namespace: str) -> None:

@@ -6,7 +6,7 @@ import msgspec
 
 FLEX, DEFAULT, PRIORITY = "flex", "default", "priority"
 TIERS = (DEFAULT, PRIORITY, FLEX)
-_SAME_TIER = {"fast": PRIORITY}  # other words for a tier
+_SAME_TIER = {"fast": PRIORITY, "standard_only": DEFAULT}  # other words for a tier
 _AUTO = "auto"
 PRIORITY_LIMIT = 1000  # of a request, both ways
 MAX_KEYS_BYTES = 64 << 20  # of a file of keys

@@ -7,6 +7,7 @@ from alignedserve.api.errors import Unavailable, UnknownModel
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.models.waiting_line import WaitingLine
+from alignedserve.core.request import RequestClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +97,13 @@ class ModelRegistry:
         found = self._registered(name)
         return found.services is None and found.is_asleep
 
-    async def awake(self, name: str | None, line: WaitingLine, patience_s: float) -> ModelServices:
+    async def awake(
+        self, name: str | None, request_class: RequestClass, line: WaitingLine, patience_s: float
+    ) -> ModelServices:
         """Return the model of this name, once it has been loaded if it sleeps. Raises like `find`, and WaitingLine."""
         if self.is_asleep(name):
             asleep = self._registered(name).card.name
-            await line.wait(asleep, lambda: self._sleep_of(asleep), patience_s)
+            await line.wait(asleep, request_class, lambda: self._sleep_of(asleep), patience_s)
         return self.find(name)
 
     def _sleep_of(self, name: str) -> str | None:

@@ -161,10 +161,23 @@ class GenerationRequest:
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
 
+def class_of(asked: object, key: KeyEntry) -> RequestClass:
+    """Return the class of the requests that a body will become, whatever its API. Raises Forbidden.
+
+    A body that names no tier, such as one whose tokens are counted, is of its key's own.
+    """
+    if getattr(asked, "background", False):
+        return RequestClass.BEST_EFFORT
+    return _allowed_tier(getattr(asked, "service_tier", "auto"), key).request_class
+
+
 def _tier_of(asked: str, arrival: Arrival) -> ServiceTier:
     """Return the tier: a line's was allowed when its batch was created. Raises Forbidden."""
-    key = arrival.key
-    name = asked if arrival.is_line else key.tier_of(asked)
+    return SERVICE_TIERS[asked] if arrival.is_line else _allowed_tier(asked, arrival.key)
+
+
+def _allowed_tier(asked: str, key: KeyEntry) -> ServiceTier:
+    name = key.tier_of(asked)
     if name is None:
         allowed = ", ".join(sorted(key.tiers))
         message = f"The key {key.name} may not use service_tier {asked}; it may use: {allowed}."

@@ -64,7 +64,8 @@ class View:
     has_lines: bool = False  # lines of batches wait for its model
     idle_s: float | None = None  # since its last request; None: it had none
     keep_alive_s: float | None = None  # that this one asked for
-    waited_s: float | None = None  # how long a request has waited for it to be loaded; None: none waits
+    waited_s: float | None = None  # how long a real-time request has waited for it to be loaded; None: none waits
+    documents_waited_s: float | None = None  # the same of best effort, lines of batches apart
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from alignedserve.cluster.hosts.operations.orders import give_order
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, NodeRecord, read_record
 from alignedserve.cluster.hosts.supervisor import Ending, end_supervisor
-from alignedserve.cluster.ray_node import join_ray
+from alignedserve.cluster.ray_node import address_here, join_ray
 from alignedserve.cluster.ray_polls import answer_of
 from alignedserve.config.environment import ray_address
 from alignedserve.core.errors import PeerLost, ResourceError
@@ -26,7 +26,7 @@ _TASK_S = 30.0  # for Ray to start a process there on a busy host, and for what 
 @contextlib.contextmanager
 def connected() -> Iterator[None]:
     """Join Ray for as long as a command needs it. Raises ResourceError when none runs here."""
-    join_ray(ray_address() or "auto", NAMESPACE)
+    join_ray(ray_address() or address_here(), NAMESPACE)
     try:
         yield
     finally:

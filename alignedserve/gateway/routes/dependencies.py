@@ -1,7 +1,7 @@
 """Functions that routes call first: find the app's services and count the request against its key's quota."""
 
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import HTTPConnection, Request
 
@@ -9,12 +9,21 @@ from alignedserve.api.errors import NotFound, ResourceUnavailable
 from alignedserve.api.models.model_services import BEST_EFFORT_RETRY_S, ModelServices
 from alignedserve.api.models.usable_models import usable_model, usable_name
 from alignedserve.api.openai.generation import Generation
+from alignedserve.api.openai.generation_request import class_of
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.core.request import RequestClass
 from alignedserve.gateway.connections.limits import ConnectionPlace
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.services import Services
 from alignedserve.keys.entry import KeyEntry
+
+
+class AsksModel(Protocol):
+    """A body that may name a model."""
+
+    @property
+    def model(self) -> str | None:
+        """Return its name; None: the first one."""
 
 
 def services_of(connection: HTTPConnection) -> Services:
@@ -81,11 +90,15 @@ def model_of(http: Request, name: str | None) -> ModelServices:
     return model
 
 
-async def awake_model_of(http: Request, name: str | None) -> ModelServices:
+async def awake_model_of(http: Request, asked: AsksModel) -> ModelServices:
     """Return what `model_of` does, after the model has been loaded if it sleeps. Raises also Overloaded."""
-    services = services_of(http)
-    await services.awake_model(usable_name(services.models, name, key_of(http)))
-    return model_of(http, name)
+    services, key = services_of(http), key_of(http)
+    name = usable_name(services.models, asked.model, key)
+    if services.models.is_asleep(name):
+        request_class = class_of(asked, key)
+        hold_connection(http, request_class)
+        await services.awake_model(name, request_class)
+    return model_of(http, asked.model)
 
 
 async def files_api_of(http: Request) -> tuple[FilesApi, str]:

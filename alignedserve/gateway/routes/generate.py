@@ -11,7 +11,7 @@ from starlette.responses import Response
 from alignedserve.api.endpoints import ENDPOINTS, INPUT_TOKENS, RESPONSES, TOKEN_ENDPOINTS, Endpoint, TokenEndpoint
 from alignedserve.api.models.usable_models import usable_name
 from alignedserve.api.openai.generation import Generation
-from alignedserve.api.openai.generation_request import Arrival
+from alignedserve.api.openai.generation_request import Arrival, class_of
 from alignedserve.api.openai.prompt_encoding import Prompts
 from alignedserve.api.openai.response_format import MakeFormatter
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
@@ -42,8 +42,9 @@ async def _generate(endpoint: Endpoint[Any], http: Request) -> Response:
 
     name = usable_name(services.models, asked.model, arrival.key)
     if services.models.is_asleep(name):
-        is_streamed = getattr(asked, "stream", False)
-        return AwaitedResponse(lambda: services.awake_model(name), answer, is_streamed=is_streamed)
+        is_streamed, request_class = getattr(asked, "stream", False), class_of(asked, arrival.key)
+        hold_connection(http, request_class)
+        return AwaitedResponse(lambda: services.awake_model(name, request_class), answer, is_streamed=is_streamed)
     return await answer()
 
 
@@ -67,7 +68,7 @@ async def _count(endpoint: TokenEndpoint[Any], http: Request) -> Response:
     ignored = ignored_fields_of(http)
 
     async def answer(asked: Any) -> bytes:
-        return await endpoint.answer(asked, await awake_model_of(http, asked.model), ignored)
+        return await endpoint.answer(asked, await awake_model_of(http, asked), ignored)
 
     return JsonResponse(await read_and_answer(http, endpoint, services, ignored, answer))
 

@@ -50,7 +50,7 @@ async def create_response(http: Request) -> Response:
     arrival, raw = arrival_of(http, ignored), await receive(http, services)
     await read_if_long(raw, RESPONSES.path, services, ignored, arrival.key)  # what is refused there is not read here
     asked = await parsed(raw, services, partial(parse_response, ignored=ignored))
-    model = await awake_model_of(http, asked.model)
+    model = await awake_model_of(http, asked)
     api = ResponsesApi.of(services, arrival.tenant)
     turn = await api.begin(asked, ignored)
     request = await build_response_request(asked, turn.all_items, turn.response_id, arrival, model)
@@ -74,7 +74,7 @@ async def count_tokens(http: Request) -> Response:
     ignored = ignored_fields_of(http)
 
     async def answer(asked: InputTokensRequest) -> bytes:
-        model = await awake_model_of(http, asked.model)
+        model = await awake_model_of(http, asked)
         turn = await _api(http, services).begin(asked, ignored)
         return await input_tokens_answer(asked, turn.all_items, model)
 

@@ -41,4 +41,5 @@ class DeploymentState:
     has_lines: bool = False  # batches have lines for its model that wait
     idle_s: float | None = None  # since its last request here; None: there was none
     keep_alive_s: float | None = None  # that its last request asked for; None: it did not
-    waited_s: float | None = None  # how long a request has waited for it here; None: none waits
+    waited_s: float | None = None  # how long a real-time request has waited for it here; None: none waits
+    documents_waited_s: float | None = None  # the same of best effort

@@ -6,12 +6,14 @@ from typing import cast
 
 import pytest
 
-from alignedserve.api.errors import Overloaded, Unavailable, UnknownModel
+from alignedserve.api.errors import Overloaded, ResourceUnavailable, Unavailable, UnknownModel
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_registry import ModelRegistry, RegisteredModel
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.models.waiting_line import WaitingLine
+from alignedserve.core.request import RequestClass
 
+CHAT, DOCUMENTS = RequestClass.REAL_TIME, RequestClass.BEST_EFFORT
 CARD = ModelCard("b", Path("/b"), 64, aliases=("small",))
 
 
@@ -40,21 +42,21 @@ async def test_a_request_waits_until_its_model_is_there() -> None:
     registry, line = _registry(_asleep())
     assert registry.is_asleep("small")
     assert registry.missing() is None  # whoever asks gets an answer
-    waiting = asyncio.create_task(registry.awake("small", line, 60.0))
+    waiting = asyncio.create_task(registry.awake("small", CHAT, line, 60.0))
     await asyncio.sleep(0)
-    assert line.waited_s("b") is not None
+    assert line.waited_s("b", CHAT) is not None
     registry.replace_all([], ["b"])  # it serves, and its tokenizer is not loaded here yet
     registry.replace_all([RegisteredModel(CARD)], [])
     registry.replace_all([LOADED])
     line.changed()
     assert await waiting is LOADED.services
-    assert line.waited_s("b") is None
-    assert await registry.awake("b", line, 60.0) is LOADED.services  # no waiting for one that is there
+    assert line.waited_s("b", CHAT) is None
+    assert await registry.awake("b", CHAT, line, 60.0) is LOADED.services  # no waiting for one that is there
 
 
 async def test_one_that_cannot_be_loaded_says_why_at_once() -> None:
     registry, line = _registry(_asleep())
-    waiting = asyncio.create_task(registry.awake("b", line, 60.0))
+    waiting = asyncio.create_task(registry.awake("b", CHAT, line, 60.0))
     await asyncio.sleep(0)
     registry.replace_all([_asleep("it needs 9 MiB")])
     line.changed()
@@ -62,21 +64,36 @@ async def test_one_that_cannot_be_loaded_says_why_at_once() -> None:
         await waiting
     registry.replace_all([])
     with pytest.raises(UnknownModel):
-        await registry.awake("b", line, 60.0)
+        await registry.awake("b", CHAT, line, 60.0)
 
 
 async def test_patience_and_places_are_bounded() -> None:
     registry, line = _registry(_asleep())
     with pytest.raises(Unavailable, match="could not be loaded within"):
-        await registry.awake("b", line, 0.001)
-    waiting = [asyncio.create_task(registry.awake("b", line, 60.0)) for _ in range(2)]
+        await registry.awake("b", CHAT, line, 0.001)
+    waiting = [asyncio.create_task(registry.awake("b", CHAT, line, 60.0)) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
-        await registry.awake("b", line, 60.0)
+        await registry.awake("b", CHAT, line, 60.0)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    assert line.waited_s("b") is None
+    assert line.waited_s("b", CHAT) is None
+
+
+async def test_documents_take_no_place_of_chat() -> None:
+    registry, line = _registry(_asleep())
+    waiting = [asyncio.create_task(registry.awake("b", DOCUMENTS, line, 60.0)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(ResourceUnavailable):
+        await registry.awake("b", DOCUMENTS, line, 60.0)
+    assert line.waited_s("b", CHAT) is None
+    waiting.append(asyncio.create_task(registry.awake("b", CHAT, line, 60.0)))
+    await asyncio.sleep(0)
+    assert line.waited_s("b", CHAT) is not None
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def test_an_alias_is_another_name_of_its_model() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ray._private import services
 from rich.console import Console
 
 from alignedserve.cli.commands import hosts
@@ -23,6 +24,7 @@ from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.hosts import ray_directory
 from alignedserve.cluster.hosts.record import ActorRecord, ClusterRecord, NodeRecord, read_record, recorded_id
 from alignedserve.cluster.hosts.supervisor import Ending, end_supervisor, start_supervisor
+from alignedserve.cluster.ray_node import address_here
 from alignedserve.cluster.running_cluster import AskedToStop
 from alignedserve.config.model_settings import ModelSettings, load_models
 from alignedserve.core.errors import ConfigError, PeerLost, ProtocolError, ResourceError
@@ -236,6 +238,19 @@ def test_what_is_no_record_names_no_cluster(
 ) -> None:
     monkeypatch.setattr(ray_directory, "get", lambda key: found)
     assert recorded_id() == known
+
+
+def test_the_ray_of_a_host_is_the_one_that_ray_start_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself would try the one of another `serve`, which admits nobody, for minutes."""
+    running = {"127.0.0.1:64001", "10.0.0.7:6379", "10.0.0.3:6379"}
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: running)
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda folder: "10.0.0.7:6379")
+    assert address_here() == "10.0.0.7:6379"
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda folder: "10.0.0.9:6379")  # has ended
+    assert address_here() == "10.0.0.3:6379"
+    running -= {"10.0.0.7:6379", "10.0.0.3:6379"}
+    with pytest.raises(ResourceError, match="no Ray cluster runs on this host"):
+        address_here()
 
 
 @pytest.mark.parametrize(("settings", "num_nodes"), [({"gateway": {"host": "node"}}, None), ({}, 2)])

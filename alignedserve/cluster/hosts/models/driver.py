@@ -106,8 +106,13 @@ def _view(deployment_id: str, answers: Sequence[_Heard]) -> View:
         has_lines=any(state.has_lines for state in states),
         idle_s=last.idle_s if last is not None else None,
         keep_alive_s=last.keep_alive_s if last is not None else None,
-        waited_s=max((state.waited_s for state in states if state.waited_s is not None), default=None),
+        waited_s=_longest(state.waited_s for state in states),
+        documents_waited_s=_longest(state.documents_waited_s for state in states),
     )
+
+
+def _longest(waits_s: Iterable[float | None]) -> float | None:
+    return max((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
 
 logger = logging.getLogger(__name__)

@@ -104,9 +104,13 @@ class OnDemandModels:
     def _demands(self, asleep: Mapping[str, View | None], now: float) -> dict[str, Demand]:
         seen = {name: view for name, view in asleep.items() if view is not None}
         self._lines_since = {name: self._lines_since.get(name, now) for name, view in seen.items() if view.has_lines}
-        since = {name: now - since_s for name, since_s in self._lines_since.items()}
-        demands = {name: Demand(view.waited_s, since.get(name)) for name, view in seen.items()}
+        demands = {name: Demand(view.waited_s, self._documents_s(name, view, now)) for name, view in seen.items()}
         return {name: one for name, one in demands.items() if one != Demand()}
+
+    def _documents_s(self, name: str, view: View, now: float) -> float | None:
+        """Return how long best effort has waited: lines of batches, or requests of their own."""
+        waits_s = (view.documents_waited_s, now - self._lines_since[name] if name in self._lines_since else None)
+        return max((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
     def takes(self, order_id: str, answer: Answer, *, is_full: bool) -> bool:
         """Take the last answer to an order of its own; False: it is a user's."""
