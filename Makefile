@@ -60,7 +60,7 @@ records: install-dev  ## which experiments are of an older decision code; their 
 	@$(BIN)/python -m experiments.pages
 	@-$(BIN)/python -m experiments.validity
 
-check: install-dev  ## format, lint, types, import contracts, pins for NVIDIA GPUs, known vulnerabilities; types beside the others
+check: install-dev  ## format, lint, types, import contracts, pins for NVIDIA GPUs, hashes, known vulnerabilities; types beside the others
 	@$(MAKE) --no-print-directory -j 2 --output-sync=target check-types check-style check-wheels check-audit
 
 check-types:
@@ -76,6 +76,7 @@ check-wheels:
 
 check-audit:
 	@$(BIN)/python scripts/audit.py
+	@$(BIN)/python scripts/lock.py --check
 
 audit: install-dev  ## fetch the known vulnerabilities of all pins from OSV, which `make check` compares offline
 	@$(BIN)/python scripts/audit.py --fetch

@@ -7,6 +7,7 @@ Without a registry it says so and ends well.
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -18,6 +19,8 @@ ROOT = Path(__file__).parents[1]
 LIMIT_S = 600.0
 NEWEST_GLIBC = 40  # 2.x; a wheel names the oldest that it runs with
 OF_GPU = "gpu"  # the extra
+TORCH = re.compile(r"torch(?![\w.-])")  # a requirement of PyTorch itself
+PINNED = re.compile(r"^torch==(\S+)", re.MULTILINE)
 SHOWN = ("torch", "triton", "nvidia-nccl-cu13", "nvidia-cudnn-cu13", "flash-attn-4", "nvidia-cutlass-dsl")
 _SAID_LINES = 12
 
@@ -33,15 +36,16 @@ class Unresolved(Exception):
     """Requirements that no set of packages meets; the text is what pip said."""
 
 
-def requirements(project: dict[str, Any], *, has_all: bool) -> list[str]:
+def requirements(project: dict[str, Any], torch: str, *, has_all: bool) -> list[str]:
     """Return what is to be installed together, by pyproject.toml: PyTorch, Triton and the extra; or everything.
 
-    Three equal signs take PyPI's own build of PyTorch, which is CUDA's, where a mirror has the CPU's too.
+    `torch`: the version that is pinned. Three equal signs take PyPI's own build of it, which is CUDA's, where a mirror
+    has the CPU's too.
     """
     extras = project["optional-dependencies"]
     needed = [*project["dependencies"], *extras["dev"], *extras[OF_GPU]]
-    of_gpu = [one for one in needed if one.startswith(("torch==", "triton")) or one in extras[OF_GPU]]
-    return [one.replace("torch==", "torch===") for one in (needed if has_all else of_gpu)]
+    of_gpu = [one for one in needed if TORCH.match(one) or one.startswith("triton") or one in extras[OF_GPU]]
+    return [f"torch==={torch}" if TORCH.match(one) else one for one in (needed if has_all else of_gpu)]
 
 
 def resolve(needed: Sequence[str], constraints: Path, *options: str) -> dict[str, str]:
@@ -72,9 +76,11 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--constraints", type=Path, default=ROOT / "constraints.txt", help="another file of pins")
     arguments = parser.parse_args(given)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = requirements(project, has_all=arguments.all)
+    pinned = PINNED.search(arguments.constraints.read_text())
+    assert pinned is not None, "constraints that do not pin PyTorch"
+    needed = requirements(project, pinned[1], has_all=arguments.all)
     try:
-        resolve([one for one in needed if one.startswith("torch")], arguments.constraints, "--no-deps")
+        resolve([one for one in needed if TORCH.match(one)], arguments.constraints, "--no-deps")
     except Unresolved:
         print("wheels for NVIDIA GPUs: not checked, as no registry here has PyTorch's build for them")
         return 0

@@ -39,6 +39,7 @@ RUNNING: set[subprocess.Popen[bytes]] = set()  # what this process waits for
 # Whatever serves imports these, so that their compiled files are there before the first start.
 SERVING = ("alignedserve.cli.wiring", "decode_worker.start", "prefill_worker.start")
 NAME = re.compile(r"[\w.-]+?(?=-\d|[^\w.-]|$)")  # of a package, at the start of a requirement or a file's name
+TORCH = re.compile(r"torch(?![\w.-])")  # a requirement of PyTorch itself
 OF_CUDA = re.compile(r"(nvidia|cuda)-")  # the name of a package that only a build for NVIDIA GPUs needs
 NEEDS_CUDA = """
 import json, sys
@@ -231,7 +232,7 @@ def install_packages(environment: Environment, needed: list[str], kernels: Job, 
 
     No other package needs PyTorch, and two that are installed at the same time share no file.
     """
-    others = [requirement for requirement in needed if not requirement.startswith("torch==")]
+    others = [requirement for requirement in needed if not TORCH.match(requirement)]
     wait_for(
         [
             Job(partial(install_torch, environment), partial(pip_progress, LOGS / "torch.log")),

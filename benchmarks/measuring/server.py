@@ -67,10 +67,11 @@ def options_of(settings: Iterable[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def served(model: str | Path, settings: Sequence[str] = (), *options: str) -> Iterator[int]:
-    """Serve a model for as long as the context lasts, and return the port."""
+def served(model: str | Path | None, settings: Sequence[str] = (), *options: str) -> Iterator[int]:
+    """Serve a model for as long as the context lasts, and return the port. None: the models that the options name."""
     port = free_port()
-    command = [ALIGNEDSERVE, "serve", str(model), "--port", str(port), *options, *options_of(settings)]
+    models = [str(model)] if model is not None else []
+    command = [ALIGNEDSERVE, "serve", *models, "--port", str(port), *options, *options_of(settings)]
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"ALIGNEDSERVE_API_KEYS": ""})
         try:

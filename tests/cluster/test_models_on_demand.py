@@ -1,10 +1,9 @@
 """Models that do not fit at once share a served cluster's memory: chats and a batch are answered whole."""
 
 import json
-import os
-import subprocess
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,10 @@ import httpx
 import psutil
 import pytest
 
+from alignedserve.cluster.deployments.admin_api import SOCKET_NAME
+from alignedserve.cluster.deployments.client import ask, show
 from alignedserve.config.sections import MIB
-from tests.cluster.serving import COMMAND, serving
+from tests.cluster.serving import serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -21,10 +22,8 @@ _PATIENCE_S = 200.0
 
 
 def _states(run_dir: Path) -> dict[str, str]:
-    environment = {**os.environ, "ALIGNEDSERVE_RUN_DIR": str(run_dir)}
-    command = [str(COMMAND), "models", "status", "--json"]
-    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    return {one["name"]: one["phase"] for one in json.loads(shown.stdout)["deployments"]}
+    (door,) = run_dir.glob(f"*/{SOCKET_NAME}")
+    return {one.name: one.phase for one in show(partial(ask, door)).deployments}
 
 
 def _ask(url: str, model: str, **fields: Any) -> httpx.Response:
@@ -58,7 +57,7 @@ def _finished(url: str, batch_id: str) -> list[dict[str, Any]]:
     ends_s = time.monotonic() + _PATIENCE_S
     while (batch := httpx.get(f"{url}/v1/batches/{batch_id}", timeout=60).json())["status"] != "completed":
         assert time.monotonic() < ends_s, batch
-        time.sleep(0.5)
+        time.sleep(0.1)
     content = httpx.get(f"{url}/v1/files/{batch['output_file_id']}/content", timeout=60).text
     return [json.loads(line) for line in content.splitlines()]
 
@@ -78,7 +77,7 @@ def test_two_models_that_do_not_fit_at_once_answer_both(tmp_path: Path) -> None:
         served.wait_ready()
         url = f"http://127.0.0.1:{served.port}"
         ends_s = time.monotonic() + 60.0
-        while not list(run_dir.glob("*/admin.sock")):
+        while not list(run_dir.glob(f"*/{SOCKET_NAME}")):
             assert time.monotonic() < ends_s
             time.sleep(0.1)
         assert _states(run_dir) == {"a": "serving", "b": "asleep"}
@@ -93,8 +92,8 @@ def test_two_models_that_do_not_fit_at_once_answer_both(tmp_path: Path) -> None:
         assert streamed.text.endswith("data: [DONE]\n\n")
         assert _states(run_dir) == {"b": "serving", "a": "asleep"}
 
-        lines = _finished(url, _submit(url, ["a"] * 20))  # which has `a` loaded again
-        assert sorted(line["custom_id"] for line in lines) == sorted(f"line-{number}" for number in range(20))
+        lines = _finished(url, _submit(url, ["a"] * 4))  # which has `a` loaded again
+        assert sorted(line["custom_id"] for line in lines) == sorted(f"line-{number}" for number in range(4))
         answers = {line["response"]["body"]["choices"][0]["message"]["content"] for line in lines}
         assert answers == {"o t t e r"}
         code, _, err = served.stop()

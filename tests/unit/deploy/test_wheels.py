@@ -22,9 +22,9 @@ def test_kernels_are_tested_with_the_triton_that_is_pinned() -> None:
 
 
 def test_the_check_is_of_cudas_pytorch_its_triton_and_the_extra() -> None:
-    names = [re.split(r"[^\w.-]", one)[0] for one in requirements(PROJECT, has_all=False)]
+    names = [re.split(r"[^\w.-]", one)[0] for one in requirements(PROJECT, PINS["torch"], has_all=False)]
     assert names == ["torch", "triton", "flash-attn-4"]
-    assert f"torch==={PINS['torch']}" in requirements(PROJECT, has_all=True)
+    assert f"torch==={PINS['torch']}" in requirements(PROJECT, PINS["torch"], has_all=True)
 
 
 def test_everything_that_the_extra_names_is_pinned() -> None:
