@@ -15,6 +15,7 @@ from alignedserve.runtime.engine.swap_space import HostCaches
 
 _MAX_BLOCKS = 4096  # that are used; zeroed first, as attention reads them
 _LEAST_S = 1e-3  # enough for one point
+_MOST_ROUNDS = 4  # over all points: a small model is through with them long before its time is over
 
 
 def measure_iterations(
@@ -32,8 +33,8 @@ def measure_iterations(
 
     `turn`: entered for each, on a device that others use.
 
-    For about `duration_s`; 0: none. At least two are run, the first of which is slow and not counted. The content of
-    the blocks is lost.
+    For about `duration_s`, or four rounds over all points; 0: none. At least two are run, the first of which is slow
+    and not counted. The content of the blocks is lost.
     """
     if duration_s <= 0.0:
         return ()
@@ -58,7 +59,8 @@ def measure_iterations(
     started_s = clock()
     measure_in_turn(points[0])
     left_s = max(duration_s - (clock() - started_s), _LEAST_S)
-    samples = calibrate(points, measure_in_turn, clock=clock, duration_s=left_s)
+    most = _MOST_ROUNDS * len(points)
+    samples = calibrate(points, measure_in_turn, clock=clock, duration_s=left_s, max_samples=most)
     engine.storage.give_back()
     return samples
 
