@@ -1,8 +1,9 @@
 """The deployments that a gateway, or the batch worker, serves: as the cluster's driver lists them.
 
-The life of one here: 1. It is listed: its router is dialled and its tokenizer loaded, in a thread. 2. A probe's token
-comes through, and goes for others after every loss. 3. While its phase is SERVING, requests find it by its model's
-name. 4. DRAINING: no more do, those that hold it go on. 5. It is listed no more: its links are closed.
+The life of one here: 1. It is listed: its router is dialled and its tokenizer loaded, in a thread; by the batch worker
+once a line needs it. 2. A probe's token comes through, and goes for others after every loss. 3. While its phase is
+SERVING, requests find it by its model's name. 4. DRAINING: no more do, those that hold it go on. 5. It is listed no
+more: its links are closed.
 """
 
 import asyncio
@@ -25,6 +26,8 @@ from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.background_tasks import start_background
 from alignedserve.runtime.lora.loaded_file import loaded_file
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, DeploymentState, ServedDeployment
+from alignedserve.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer_on_use import TokenizerOnUse
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +87,8 @@ class Deployments:
         for deployment_id, deployed in listed.items():
             one = self._deployments.pop(deployment_id, None)
             if one is None:
-                one = _Deployment(deployed, self._services, self._connection, self._register)
+                runs_lines = self._waiting_lines is not None
+                one = _Deployment(deployed, self._services, self._connection, self._register, reads_late=runs_lines)
             one.phase = deployed.phase
             self._deployments[deployment_id] = one
         self._register()
@@ -163,13 +167,16 @@ class _Deployment:
         services: ApiServices,
         connection: ClusterConnection,
         on_change: Callable[[], None],
+        *,
+        reads_late: bool,
     ) -> None:
-        """`on_change` is called when `registered` has changed."""
+        """`on_change` is called when `registered` has changed. `reads_late`: its tokenizer is read once it is used."""
         self.phase = deployed.phase
         self.card = ModelCard.of(deployed.served)
         self._deployed = deployed
         self._services = services
         self._on_change = on_change
+        self._reads_late = reads_late
         self._hasher = PrefixHasher.of(deployed, key=connection.links.prefix_key)
         self.backend = ClusterBackend(connection, services.config, deployed.router, self._hasher)
         self._adapters = None
@@ -220,7 +227,10 @@ class _Deployment:
 
     async def _load(self) -> None:
         try:
-            tokenizer = await asyncio.to_thread(self.card.load_tokenizer)
+            if self._reads_late:
+                tokenizer: Tokenizer = TokenizerOnUse(self.card.load_tokenizer)
+            else:
+                tokenizer = await asyncio.to_thread(self.card.load_tokenizer)
         except ModelError as error:
             logger.error("the tokenizer of %s cannot be loaded: %s", self.card.name, error)
             self._error = error

@@ -21,6 +21,7 @@ from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.core.request import RequestClass
 from alignedserve.keys.ring import CurrentKeys
 from alignedserve.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer_on_use import TokenizerOnUse
 from alignedserve.usage.ledger import UsageLedger
 
 MOST_WAITING = 4096  # requests of one gateway and class, for models that sleep
@@ -105,7 +106,8 @@ class ApiServices:
         adapters: AdapterDirectory | None = None,
     ) -> ModelServices:
         """Make what requests to a model share; nothing finds it yet."""
-        probe_token_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else 0
+        is_read = not isinstance(tokenizer, TokenizerOnUse)  # else any token probes as well
+        begins = tokenizer.bos_token_id if is_read else None
         return ModelServices(
             model=model,
             backend=backend,
@@ -114,7 +116,7 @@ class ApiServices:
             metrics=self.metrics.add_model(
                 model.name, backend, deployment_id, partial(default_slo_at, self.config, backend)
             ),
-            readiness_probe=ReadinessProbe(backend, token_id=probe_token_id, reply_to=self.reply_to),
+            readiness_probe=ReadinessProbe(backend, token_id=begins or 0, reply_to=self.reply_to),
             config=self.config,
             limiter=self.limiter,
             lanes=self.lanes,

@@ -53,6 +53,7 @@ async def build_job(line: LineRequest, services: ApiServices, held: ExitStack) -
     asked = _at_best_effort(endpoint.parse(line.body, arrival.ignored))
     model = usable_model(services.models, asked.model, key)
     held.enter_context(model.in_use())
+    await model.read_tokenizer()
     job = LineJob(model, await endpoint.build(asked, arrival, model, None), endpoint.formatter(asked, model))
     if streamed is None:
         return job

@@ -20,12 +20,13 @@ from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.api.timelines.timeline import Timelines
 from alignedserve.api.work_lanes import SHORT_LEN, WorkLanes
 from alignedserve.config.sections import GatewayConfig
-from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.errors import InvalidRequest, ModelError
 from alignedserve.core.request import LoraAdapter, Request, RequestClass, Slo
 from alignedserve.runtime.grammar.compiler import GrammarError
 from alignedserve.runtime.grammar.trials import GrammarTrials
 from alignedserve.runtime.grammar.vocabulary import token_table
 from alignedserve.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer_on_use import TokenizerOnUse
 from alignedserve.usage.ledger import UsageLedger
 
 _CLOSED = "The model is served no more."
@@ -35,7 +36,7 @@ class GrammarChecker:
     """Starts its process when the first grammar comes, and remembers the grammars that were used last."""
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> None:
-        self._load = partial(token_table, tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=eos_token_ids)
+        self._load = lambda: token_table(tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=eos_token_ids)
         self._trials: GrammarTrials | None = None
         self._is_closed = False
         self._lock = Lock()
@@ -157,6 +158,14 @@ class ModelServices:
         hasher, length = self.prefix_hasher, request.prompt_len
         if hasher is not None and request.prefix_root and length > SHORT_LEN:
             await self.lanes.run(length, partial(hasher.prompt_names, request.prefix_root, request.prompt_token_ids))
+
+    async def read_tokenizer(self) -> None:
+        """Return once the tokenizer has been read, beside the loop. Raises Unavailable."""
+        if isinstance(self.tokenizer, TokenizerOnUse):
+            try:
+                await asyncio.to_thread(self.tokenizer.read)
+            except ModelError as error:
+                raise Unavailable(f"The model's tokenizer cannot be read: {error}") from error
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
