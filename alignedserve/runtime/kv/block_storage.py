@@ -38,7 +38,7 @@ class Stripe(NamedTuple):
 
 
 _COPIED_AT_ONCE = 32  # blocks, of one megabyte or two mostly
-_READY_BYTES = 64 << 20  # of the first blocks, which are also the first to be used
+_READY_BYTES = 16 << 20  # of the first blocks, which are also the first to be used
 
 
 class BlockStorage:
