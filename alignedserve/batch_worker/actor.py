@@ -1,5 +1,6 @@
 """The batch worker as a Ray actor. All that it runs is loaded where it runs."""
 
+import asyncio
 from typing import TYPE_CHECKING, cast
 
 import ray
@@ -8,6 +9,7 @@ from alignedserve.batches.location import BatchLocation
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.process.actor_host import ActorHost
 from alignedserve.process.process_spec import ProcessSpec
+from alignedserve.process.worker_threads import run_quietly
 from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
 
 if TYPE_CHECKING:
@@ -40,7 +42,14 @@ class BatchActor(ActorHost):
     ) -> None:
         """`deployments`: the first list; see `serve_models`. `gateways`, `state_spec`: see StateServing."""
 
+        def load() -> None:
+            """Load all that it runs: a second of a processor, which chat's processes need more while they start."""
+            import alignedserve.batch_worker.service  # noqa: F401
+
         async def build() -> "BatchService":
+            is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
+            if not is_restarted:
+                await asyncio.to_thread(run_quietly, load)
             from alignedserve.api.backend.connection import ClusterLinks
             from alignedserve.batch_worker.service import BatchService, StateServing
 
@@ -52,7 +61,7 @@ class BatchActor(ActorHost):
                 state=StateServing(state_spec, gateways),
                 api_keys=keys,
                 observing=observing,
-                is_restarted=ray.get_runtime_context().was_current_actor_reconstructed,
+                is_restarted=is_restarted,
             )
             await service.start()
             return service
