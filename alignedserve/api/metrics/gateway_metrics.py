@@ -12,13 +12,13 @@ from typing_extensions import override
 
 from alignedserve.api.backend.interface import CompletionBackend
 from alignedserve.api.metrics.deployment_metrics import DeploymentCollector
+from alignedserve.api.metrics.token_gaps import EDGES_S, TokenGapsCollector
 from alignedserve.api.metrics.usage_metrics import UsageCollector
 from alignedserve.api.timelines.exporter import TraceExporter
 from alignedserve.core.request import Request, RequestClass, Slo
 from alignedserve.usage.ledger import UsageLedger
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-_GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _TOKEN_BUCKETS = tuple(digit * 10**exponent for exponent in range(6) for digit in (1, 2, 5))
 _CHOICE_BUCKETS = (1, 2, 5, 10, 20)
@@ -36,8 +36,9 @@ class ModelMetricFamilies:
             return Counter(name, help_text, ["model_name", *labels], registry=registry)
 
         self.ttft_s = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS)
-        self.tbt_s = histogram("vllm:inter_token_latency_seconds", "Gap between tokens.", _GAP_BUCKETS)
-        self.tpot_s = histogram("vllm:request_time_per_output_token_seconds", "Mean gap per request.", _GAP_BUCKETS)
+        self.tbt_s = TokenGapsCollector()
+        registry.register(self.tbt_s)
+        self.tpot_s = histogram("vllm:request_time_per_output_token_seconds", "Mean gap per request.", EDGES_S)
         self.e2e_s = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E_BUCKETS)
         self.decode_s = histogram("vllm:request_decode_time_seconds", "First token to last token.", _E2E_BUCKETS)
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that began to answer.")

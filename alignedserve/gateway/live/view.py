@@ -12,6 +12,7 @@ import msgspec
 from prometheus_client import Histogram
 
 from alignedserve.api.metrics.gateway_metrics import ModelMetrics
+from alignedserve.api.metrics.token_gaps import EDGES_S
 from alignedserve.api.models.model_registry import RegisteredModel
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.batches.records import BatchTotals
@@ -64,7 +65,7 @@ def _of_gateway(services: ModelServices) -> dict[str, Any]:
         "num_open": services.uses.num_open,
         "objectives": _objectives(metrics),
         "ttft": _histogram(metrics.ttft_s),
-        "gap": _histogram(metrics.tbt_s),
+        "gap": {"edges": EDGES_S, "counts": metrics.tbt_s.counts()},
     }
 
 
