@@ -2,12 +2,13 @@
 
 The lock has what constraints.txt pins of the dependencies of AlignedServe and of theirs, as they are installed here,
 each with the hashes of its files on PyPI. `--check` compares it offline, as `make check` does. Without it the lock is
-written anew by uv, which asks the registry for hashes. `--torch FILE`: a wheel of PyTorch's CPU build, which PyPI does
-not have for x86-64; those in the lock stay as long as the version does.
+written anew by uv, which asks the registry for hashes. Of PyTorch it has the CPU builds alone: those of PyPI for ARM,
+and the wheels for x86-64 that `--torch FILE` names, which PyPI lacks; hashes stay as long as the version does.
 """
 
 import argparse
 import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ LOCK = ROOT / "requirements.lock"
 PINS = ROOT / "constraints.txt"
 TOOLS = ROOT / "build" / "lock"
 UV = "uv==0.13.8"
+PYTHONS = ("3.11", "3.12", "3.13")
 HEAD = """\
 # What AlignedServe serves with on a CPU, for pip's hash-checking mode. By scripts/lock.py from constraints.txt:
 #   pip install --require-hashes --no-deps -r requirements.lock --extra-index-url https://download.pytorch.org/whl/cpu
@@ -109,13 +111,26 @@ def written(lock: Hashes) -> str:
     return HEAD + "".join(lines)
 
 
+def torch_on_arm(version: str) -> set[str]:
+    """Return the hashes of PyPI's PyTorch for Linux on ARM, by its metadata. Raises CalledProcessError."""
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
+    where = ["--no-deps", "--only-binary", ":all:", "--target", "/nowhere", "--platform", "manylinux_2_28_aarch64"]
+    found = set()
+    for python in PYTHONS:
+        asked = [*pip, *where, "--python-version", python, f"torch==={version}"]
+        said = subprocess.run(asked, capture_output=True, text=True, check=True)
+        (item,) = json.loads(said.stdout)["install"]
+        found.add(item["download_info"]["archive_info"]["hashes"]["sha256"])
+    return found
+
+
 def renewed(pins: Mapping[str, str], former: Hashes, torch_wheels: Sequence[Path]) -> Hashes:
     """Return the lock of these pins. The former one's hashes of PyTorch stay if its version does."""
-    lock = hashes_of(pins)
-    version, hashes = lock["torch"]
+    version = pins["torch"]
+    lock = hashes_of({name: pin for name, pin in pins.items() if name != "torch"})
     kept = former["torch"][1] if "torch" in former and former["torch"][0] == version else []
-    own = [hashlib.sha256(path.read_bytes()).hexdigest() for path in torch_wheels]
-    lock["torch"] = version, sorted({*hashes, *kept, *own})
+    own = {hashlib.sha256(path.read_bytes()).hexdigest() for path in torch_wheels}
+    lock["torch"] = version, sorted({*torch_on_arm(version), *kept, *own})
     return lock
 
 

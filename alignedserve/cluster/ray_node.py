@@ -41,10 +41,11 @@ def address_here() -> str:
     Ray's own search (`auto`) would try an address that was noted before a restart of the host, and the Ray of a
     `serve`, which is at a loopback address and admits nobody else: for minutes.
     """
-    found = sorted(address for address in services.find_gcs_addresses() if not _is_loopback(address))
+    running: frozenset[str] = services.find_gcs_addresses()  # type: ignore[no-untyped-call]
+    found = sorted(address for address in running if not _is_loopback(address))
     if not found:
         raise ResourceError("no Ray cluster runs on this host; start one with `ray up`, or set RAY_ADDRESS")
-    noted = services.find_bootstrap_address(None)
+    noted: str | None = services.find_bootstrap_address(None)
     return noted if noted in found else found[0]
 
 

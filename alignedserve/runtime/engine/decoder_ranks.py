@@ -5,6 +5,7 @@ from torch import Tensor
 
 from alignedserve.runtime.device.collectives import Collectives
 from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.row_lookup import RowLookup
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from kernels.cpu.decode_pass import HighestLogits
 from kernels.cpu.rank_exchange import RankExchange
@@ -34,7 +35,7 @@ class DecoderRanks:
         """Return the shared memory that a native pass adds up through; None: it cannot."""
         return self._collectives.exchange
 
-    def embed(self, embedding: Tensor, token_ids: Tensor) -> Tensor:
+    def embed(self, embedding: RowLookup, token_ids: Tensor) -> Tensor:
         """Look up token_ids [tokens] among all ranks' rows -> [tokens, width]; `embedding`: this rank's."""
         places = token_ids - self._own.start
         is_own = (places >= 0) & (places < self._own.size)

@@ -43,6 +43,7 @@ def test_a_lock_that_does_not_fit_is_named(text: str, said: str) -> None:
 
 
 def test_hashes_of_a_cpu_build_stay_while_its_version_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "hashes_of", lambda pins: {"torch": (pins["torch"], [ONE])})
+    monkeypatch.setattr(lock, "hashes_of", lambda pins: {})
+    monkeypatch.setattr(lock, "torch_on_arm", lambda version: {ONE})
     assert lock.renewed({"torch": "2.13.0"}, {"torch": ("2.13.0", [OTHER])}, []) == {"torch": ("2.13.0", [ONE, OTHER])}
     assert lock.renewed({"torch": "2.14.1"}, {"torch": ("2.13.0", [OTHER])}, []) == {"torch": ("2.14.1", [ONE])}
