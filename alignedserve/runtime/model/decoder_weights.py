@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.row_lookup import RowLookup
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import AdaptableProjection, Projection
 from kernels.narrow.float8_linear import Float8Linear
@@ -32,7 +33,7 @@ class LayerWeights:
 class DecoderWeights:
     """A whole model, on one device and in one dtype."""
 
-    embedding: Tensor  # [vocab_size, embedding_size]
+    embedding: RowLookup  # [vocab_size, embedding_size]
     positions: Tensor | None  # [position_offset + max_position_embeddings, hidden_size]
     project_in: Projection | None
     layers: tuple[LayerWeights, ...]

@@ -15,6 +15,7 @@ from alignedserve.runtime.model.head_order import heads_to_qkv, pairs_apart
 from alignedserve.runtime.model.model_config import ExpertConfig, HeadNormKind, ModelConfig, NormKind, Scoring
 from alignedserve.runtime.model.packed_experts import grouped_experts
 from alignedserve.runtime.model.packed_products import PlainRows, Rows, packed_product
+from alignedserve.runtime.model.row_lookup import LookupSource, RowLookup
 from alignedserve.runtime.model.weight_names import ParameterNames, find_head, find_prefix
 from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
 from kernels.feed_forward import (
@@ -117,7 +118,7 @@ class _WeightAssembler:
 
     def weights(self) -> DecoderWeights:
         config, names = self._config, self._names
-        embedding = self._tensor(f"{self._prefix}{names.embedding}.weight", config.vocab_size, config.embedding_size)
+        embedding = self._embedding(f"{self._prefix}{names.embedding}.weight", config.vocab_size, config.embedding_size)
         self._dtype, self._device = embedding.dtype, embedding.device
         positions = None
         if config.rope is None:
@@ -324,7 +325,16 @@ class _WeightAssembler:
         columns = self._config.embedding_size + self._config.hidden_size - rows
         return self._linear([self._prefix + name], [rows], columns, has_bias=False)
 
-    def _head(self, embedding: Tensor) -> Projection:
+    def _embedding(self, name: str, vocab_size: int, width: int) -> RowLookup:
+        looked_up = None
+        if isinstance(self._packed, LookupSource):
+            looked_up = self._packed.looked_up(name, (vocab_size, width))
+        if looked_up is None:
+            return self._tensor(name, vocab_size, width)
+        self._count(vocab_size * width, looked_up.dtype)  # as unpacked, by which the whole is known
+        return looked_up
+
+    def _head(self, embedding: RowLookup) -> Projection:
         config = self._config
         found = find_head(self._names, self._source.has)
         stored = self._prefix + self._names.embedding if config.ties_embeddings else found
@@ -332,6 +342,7 @@ class _WeightAssembler:
         if packed is not None:
             return self._product([stored], [packed], None)
         if config.ties_embeddings:
+            assert isinstance(embedding, Tensor), "rows that are packed for looking them up alone"
             return self._projected("lm_head", embedding)
         from_files = self._file_product([found], [config.vocab_size], config.embedding_size, None, _NONE)
         if from_files is not None:

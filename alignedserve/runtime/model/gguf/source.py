@@ -9,6 +9,7 @@ from alignedserve.gguf.tensor_types import computed_as
 from alignedserve.runtime.model.gguf.names import find_tensor, tensor_names
 from alignedserve.runtime.model.model_config import ModelConfig, NormKind
 from alignedserve.runtime.model.packed_products import BLOCK_DTYPES, BlockRows
+from alignedserve.runtime.model.row_lookup import BlockLookup
 from kernels.block_values import unpack_rows, wider_blocks
 from kernels.cpu.block_quantized_linear import block_obstacle
 from kernels.cpu.packed_linear import FileRows
@@ -71,6 +72,14 @@ class GgufSource:
         if obstacle is not None:
             raise ModelError(f"{stored.path}: tensor {name} cannot be used: {obstacle}.")
         return BlockRows(rows, type_name, shape[1])
+
+    def looked_up(self, name: str, shape: tuple[int, int]) -> BlockLookup | None:
+        """Return the matrix for looking up its rows, which stay in their blocks; None when it is to be unpacked.
+
+        Raises ModelError naming tensor and file.
+        """
+        packed = self.packed(name, shape)
+        return None if packed is None else BlockLookup(packed.rows, packed.type_name, shape[1], self.dtype)
 
     def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows | None:
         """Return where a matrix of plain floats lies; None when it is in blocks, its rows come in another order, or the

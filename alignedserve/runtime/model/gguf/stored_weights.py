@@ -35,7 +35,7 @@ def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | 
             matrices[tensor.type.name] += 1
             if tensor.type.name not in FLOAT_TYPES:
                 (unpacked if in_blocks_bytes is None else in_blocks)[tensor.type.name] += 1
-    num_bytes += _num_values(file.tensors[EMBEDDING]) * DTYPE_BYTES[dtype]  # its rows are looked up unpacked
+    num_bytes += _looked_up_bytes(file.tensors[EMBEDDING], dtype, is_in_blocks=is_in_blocks)
     described = "matrices " + ", ".join(f"{name} ({count})" for name, count in matrices.most_common())
     if in_blocks:
         described += f"; {', '.join(in_blocks)} multiplied in blocks"
@@ -54,5 +54,8 @@ def _step_bytes(file: GgufFile, tensor: GgufTensor, loaded_bytes: int) -> int:
     return loaded_bytes * num_chosen // tensor.shape[0]
 
 
-def _num_values(tensor: GgufTensor) -> int:
-    return tensor.num_rows * tensor.shape[-1]
+def _looked_up_bytes(embedding: GgufTensor, dtype: str, *, is_in_blocks: bool) -> int:
+    """Return the bytes of the rows that are looked up, beside those of a product with the same matrix."""
+    width = embedding.shape[-1]
+    row_bytes = packed_row_bytes(embedding.type.name, width) if is_in_blocks else None
+    return embedding.num_rows * (width * DTYPE_BYTES[dtype] if row_bytes is None else row_bytes)

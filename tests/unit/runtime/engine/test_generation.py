@@ -77,7 +77,9 @@ def test_prompt_logprobs_over_chunks(decoder: Decoder, reference: Any) -> None:
 
 def test_rows_that_are_not_numbers_fail_alone(folder: Path, reference: Any) -> None:
     decoder = tiny_decoder(folder)
-    decoder._weights.embedding[7] = float("nan")
+    embedding = decoder._weights.embedding
+    assert isinstance(embedding, torch.Tensor)
+    embedding[7] = float("nan")
     tiny = TinyEngine(decoder)
     for name, tokens in {"a": [3, 4, 5], "b": [3, 7, 5], "c": [9, 8]}.items():
         tiny.add(name, tokens, SEEDED)
