@@ -1,7 +1,9 @@
 """Batches as text: for a status line, a progress bar, a table."""
 
+import re
 import time
 from collections import deque
+from datetime import datetime
 from typing import Any
 
 from rich.table import Table
@@ -10,6 +12,7 @@ from alignedserve.cli.console import printable
 
 OVER = frozenset({"completed", "failed", "expired", "cancelled"})
 _RATE_WINDOW_S = 30.0
+_MOMENT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)  # as a server tells until when a batch waits
 _VERDICTS = {"fits": "fits", "at_risk": "at risk", "cannot_fit": "cannot fit"}
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
@@ -48,7 +51,7 @@ def outlook(batch: dict[str, Any], now: float) -> str:
     """Format expected end and slack, or the reason of a pause; empty for a server that does not report them."""
     extension = batch.get("alignedserve") or {}
     if extension.get("paused"):
-        reason = printable(str(extension["paused"]))
+        reason = _MOMENT.sub(_as_clock, printable(str(extension["paused"])))
         return reason if reason.startswith(("paused", "waits")) else f"paused: {reason}"
     quote = extension.get("quote")
     if not quote or batch["status"] in OVER:
@@ -136,6 +139,13 @@ def clock(unix_s: float) -> str:
     then, today = time.localtime(unix_s), time.localtime()
     shape = "%H:%M:%S" if then[:3] == today[:3] else "%Y-%m-%d %H:%M"
     return time.strftime(shape, then)
+
+
+def _as_clock(found: re.Match[str]) -> str:
+    try:
+        return clock(datetime.fromisoformat(found[0]).timestamp())
+    except ValueError:  # no such day
+        return found[0]
 
 
 def duration(seconds: float) -> str:

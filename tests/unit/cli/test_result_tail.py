@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cli.batch.formatting import Rate, duration, outlook
+from alignedserve.cli.batch.formatting import Rate, clock, duration, outlook
 from alignedserve.cli.batch.result_tail import NotWritten, ResultsChanged, ResultTail, open_tail
 from alignedserve.core.errors import ConfigError
 from tests.support.marks import each
@@ -88,5 +88,9 @@ def test_an_outlook() -> None:
     assert outlook(batch, 1000.0).startswith("at risk, ends ")
     assert outlook(batch, 1000.0).endswith("(in 1 min 0 s), 30 s too late")
     assert outlook({"status": "in_progress"}, 1000.0) == ""
+    batch["alignedserve"] = {"paused": "waits for its hours until 2026-11-25T21:00:00Z"}
+    assert outlook(batch, 1000.0) == f"waits for its hours until {clock(1_795_640_400.0)}"
+    batch["alignedserve"] = {"paused": "waits until 2026-13-25T21:00:00Z"}
+    assert outlook(batch, 1000.0) == "waits until 2026-13-25T21:00:00Z"
     batch["alignedserve"] = {"paused": "no room is left\x1b[2J"}
     assert outlook(batch, 1000.0) == "paused: no room is left[2J"
