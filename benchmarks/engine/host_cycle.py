@@ -4,7 +4,8 @@ The engine's own code with the planner of the GPU kernels, recorded steps and st
 graph would replay and the sampling kernel are stand-ins that compute nothing. So the figures are of Python, NumPy and
 PyTorch's calls on a CPU, in the thread's own time on a core; what a driver takes for a copy, a launch and an event
 comes on top and cannot be known here. With the worker's own loop: its decisions, commands to the engine and results
-back. Left out are the hop between two threads and the link to the gateway.
+back. Left out are the hop between two threads and the link to the gateway. The calls of a step, of Python's functions
+and of C's from there, are counted as well: on a busy machine they tell more.
 
     python -m benchmarks.engine.host_cycle  # target: at most 0.8 ms of 64 x 2 048 and 256 x 1 024
     python -m benchmarks.engine.host_cycle --against ../before  # in turns with the tree of another commit
@@ -18,7 +19,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ from decode_worker.factory import colocated_registration, make_colocated_logic, 
 CASES = ((64, 2048), (256, 1024))
 BLOCK_SIZE = 16
 PROGRAMS = 264  # two on each of an H100's 132 multiprocessors
-WARM_UPS = 8
+WARM_UPS, COUNTED_STEPS = 8, 31
 _SPARE_BLOCKS = 24  # of each request: for 384 steps
 GREEDY, RANDOM = "greedy", "temperature, top-p"
 SHAPE = {  # the heads of an 8B Llama, but for their sizes
@@ -140,6 +141,29 @@ class Parts:
         return run
 
 
+class Calls:
+    """Calls of functions, Python's and those of C that Python calls."""
+
+    def __init__(self) -> None:
+        self.of_steps: list[int] = []
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count those of a step within the body."""
+        number = 0
+
+        def note(_frame: Any, event: str, _argument: Any) -> None:
+            nonlocal number
+            number += event in ("call", "c_call")
+
+        sys.setprofile(note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            self.of_steps.append(number)
+
+
 class Setup(NamedTuple):
     """A worker's engine and its logic, for so many requests."""
 
@@ -198,31 +222,10 @@ def made(num_rows: int, context_len: int, sampling: SamplingParams) -> Setup:
 
 
 def measure(num_rows: int, context_len: int, kind: str, num_steps: int) -> dict[str, Any]:
-    """Return the medians of steps in which all requests decode, in milliseconds."""
-    filters = {"temperature": 0.7, "top_p": 0.9, "seed": 1} if kind == RANDOM else {"temperature": 0.0}
-    sampling = SamplingParams(max_tokens=1000, ignore_eos=True, **filters)  # type: ignore[arg-type]
-    with stand_ins(num_rows), torch.inference_mode():
-        setup, parts = made(num_rows, context_len, sampling), Parts()
-        _time_parts(setup.engine, parts)
-        on_event = parts.timed("decisions", setup.logic.on_event)
-        perform = parts.timed("engine and commands", partial(ModelExecutor._run, setup.executor))
-        commands = list(on_event(PeerConnected(Role.ROUTER, "router"), 0.0))
-        for attempt, request in enumerate(setup.requests):
-            commands += on_event(Received("router", PrefillRequest(request, attempt + 1)), 0.0)
-        totals: list[float] = []
-        while len(totals) < num_steps + WARM_UPS:
-            (command,) = (one for one in commands if isinstance(one, RunIteration))
-            is_decode = len(command.slices) == num_rows and all(count == 1 for _, count in command.slices)
-            parts.end_step()
-            started = time.thread_time()
-            completed = perform(command)
-            commands = on_event(completed, time.monotonic())
-            if is_decode:
-                totals.append(time.thread_time() - started)
-                if completed.times is not None and len(totals) > WARM_UPS:
-                    assert completed.times.is_ahead, "a step that was not launched ahead"
-        parts.end_step()
-        setup.engine.settle()
+    """Return the medians of steps in which all requests decode, in milliseconds, and their calls."""
+    counted = calls_of(num_rows, context_len, kind)
+    parts = Parts()
+    totals = _run(num_rows, context_len, kind, num_steps, parts=parts)
     steps = parts.steps[-num_steps:]
     names = sorted({name for step in steps for name in step})
     medians = {name: _ms([step.get(name, 0.0) for step in steps]) for name in names}
@@ -231,7 +234,57 @@ def measure(num_rows: int, context_len: int, kind: str, num_steps: int) -> dict[
         "context": context_len,
         "sampling": kind,
         "cycle_ms": _ms(totals[WARM_UPS:]),
+        "calls": counted,
     } | medians
+
+
+def calls_of(num_rows: int, context_len: int, kind: str) -> int:
+    """Return the median of calls in such a step."""
+    calls = Calls()
+    _run(num_rows, context_len, kind, COUNTED_STEPS, calls=calls)
+    return round(statistics.median(calls.of_steps[-COUNTED_STEPS:]))
+
+
+def _run(
+    num_rows: int,
+    context_len: int,
+    kind: str,
+    num_steps: int,
+    *,
+    parts: Parts | None = None,
+    calls: Calls | None = None,
+) -> list[float]:
+    """Run steps, after some to warm up, and return their seconds; note their parts, or count their calls."""
+    filters = {"temperature": 0.7, "top_p": 0.9, "seed": 1} if kind == RANDOM else {"temperature": 0.0}
+    sampling = SamplingParams(max_tokens=1000, ignore_eos=True, **filters)  # type: ignore[arg-type]
+    with stand_ins(num_rows), torch.inference_mode():
+        setup = made(num_rows, context_len, sampling)
+        on_event: Callable[..., Any] = setup.logic.on_event
+        perform: Callable[..., Any] = partial(ModelExecutor._run, setup.executor)
+        if parts is not None:
+            _time_parts(setup.engine, parts)
+            on_event, perform = parts.timed("decisions", on_event), parts.timed("engine and commands", perform)
+        commands = list(on_event(PeerConnected(Role.ROUTER, "router"), 0.0))
+        for attempt, request in enumerate(setup.requests):
+            commands += on_event(Received("router", PrefillRequest(request, attempt + 1)), 0.0)
+        totals: list[float] = []
+        while len(totals) < num_steps + WARM_UPS:
+            (command,) = (one for one in commands if isinstance(one, RunIteration))
+            is_decode = len(command.slices) == num_rows and all(count == 1 for _, count in command.slices)
+            if parts is not None:
+                parts.end_step()
+            started = time.thread_time()
+            with nullcontext() if calls is None else calls.counted():
+                completed = perform(command)
+                commands = on_event(completed, time.monotonic())
+            if is_decode:
+                totals.append(time.thread_time() - started)
+                if completed.times is not None and len(totals) > WARM_UPS:
+                    assert completed.times.is_ahead, "a step that was not launched ahead"
+        if parts is not None:
+            parts.end_step()
+        setup.engine.settle()
+    return totals
 
 
 def _time_parts(engine: Any, parts: Parts) -> None:

@@ -76,6 +76,16 @@ class _Worker(Place):
         torch.cuda.set_device(self.storage.device)
         super().iterate()
 
+    def end(self, fake: FakeCuda) -> None:
+        """End its process: what it has enqueued is not done, and the driver forgets the memory that it knows of it.
+
+        Else the next worker's memory may lie where a former one's did, in two registrations.
+        """
+        fake.machine.kill(self.storage.device.index)
+        rows = self.swap_space._host_rows
+        if rows is not None:
+            rows._registered.close()
+
 
 class CudaSchedule(EngineHistory):
     """One history. The same seed gives the same one."""
@@ -99,6 +109,12 @@ class CudaSchedule(EngineHistory):
     def _actions(self) -> dict[Callable[[Place], None], int]:
         own = {self._on_device(action): weight for action, weight in super()._actions().items()}
         return {**own, self._on_device(self._copy_prefix): 4, self._on_device(self._kill): 1}
+
+    def end(self) -> None:
+        """End the workers' processes."""
+        for place in self._places:
+            assert isinstance(place, _Worker), "a place without a GPU"
+            place.end(self._fake)
 
     def _on_device(self, action: Callable[[Place], None]) -> Callable[[Place], None]:
         """Make a place's device the current one first, as it always is in a worker's process."""
@@ -140,8 +156,9 @@ class CudaSchedule(EngineHistory):
         """End a worker's process as it is, and start another in its place."""
         if self._random.random() < 0.7:
             return
+        assert isinstance(place, _Worker), "a place without a GPU"
         number = self._places.index(place)
-        self._fake.machine.kill(number)
+        place.end(self._fake)
         self._lost += [*place.running, *place.swapped]
         self._places[number] = self._make_place(number)
         self.seen["kills"] += 1
@@ -205,8 +222,7 @@ def _holds(fake: FakeCuda, decoders: list[Decoder], seed: int, alone: _Alone, se
             return False
         finally:
             schedule.close()
-            for decoder in decoders:  # the workers' processes end before their memory is another's
-                fake.machine.kill(decoder.device.index)
+            schedule.end()  # the workers' processes, before their memory is another's
     seen.update(schedule.seen)
     seen["tokens"] += sum(len(request.tokens) - request.prompt_len for request in schedule.requests)
     return undisturbed(schedule.requests, alone)
