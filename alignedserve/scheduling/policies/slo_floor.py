@@ -55,14 +55,14 @@ class Floor:
 
         One that had lost its cache would lose it again after a few tokens, and all that was computed for it.
         """
-        table, due_s = view.table, view.table.next_token_due_s
-        is_behind = (
-            (rows.claim == LATE) & rows.is_ready & (table.num_generated > 0) & (due_s + self._return_s < view.now)
-        )
-        behind = np.flatnonzero(is_behind)
+        late = np.flatnonzero((rows.claim == LATE) & rows.is_ready)
+        if not len(late):
+            return rows.rank  # as nearly always; when each token is due costs more to know
+        table, due_s = view.table, view.table.next_token_due_s[late]
+        is_behind = (table.num_generated[late] > 0) & (due_s + self._return_s < view.now)
+        behind = late[is_behind][np.argsort(due_s[is_behind], kind="stable")]
         if not len(behind):
             return rows.rank
-        behind = behind[np.argsort(due_s[behind], kind="stable")]
         room = self._share * view.memory.num_blocks
         num_kept = max(int(np.searchsorted(np.cumsum(table.num_blocks[behind]), room, side="right")), 1)
         hold = rows.rank.copy()
