@@ -1,0 +1,130 @@
+"""The certificate of each topology: chat beside documents, live, with one worker and with two of each.
+
+    python -m benchmarks.certificates                            # ten minutes each; those of other shapes are kept
+    python -m benchmarks.certificates --shapes elastic-2 --whole # the whole protocol of one: 40 minutes
+    python -m benchmarks.certificates --take FOLDER ...          # those that `alignedserve certify` has written there
+    python -m benchmarks.certificates --page                     # only the table of the page
+
+The pocket model on this machine, client included, so nothing else may run. The table stands in docs/certify.md;
+tests/unit/docs/test_certificates.py holds page and record together.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from alignedserve.config.sections import Topology
+from benchmarks.measuring.arguments import parser_of
+from benchmarks.measuring.recording import read_figures, write_result
+
+RECORD = "serving/certificates"
+PAGE = Path(__file__).parent.parent / "docs" / "certify.md"
+SHAPES = [f"{topology.value}-{count}" for topology in Topology for count in (1, 2)]
+_SHORTENED = ("--burst", "45", "--idle", "45", "--bursts", "2")
+_KEPT = ("holds", "about", "checks", "chat", "documents_share", "protocol", "speed", "notes")
+_PLACE = re.compile(r"(?<=^<!-- table: certificates -->\n\n)(?:\|.*\n)*", re.MULTILINE)
+_HEAD = (
+    "| topology, workers | bursts | chats, a second | attained off, on | latest first token | TTFT p90, p99 off, ms "
+    "| on | TPOT p90, p99 off, ms | on | longest gap off, on, s | documents | lines | |"
+)
+Row = dict[str, Any]
+
+
+def certify(shape: str, *, is_whole: bool) -> Row:
+    """Run `alignedserve certify` in this topology with so many workers; return what the record keeps."""
+    topology, _, count = shape.rpartition("-")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "alignedserve", "certify", "--topology", topology, "--workers", count]
+        command += ["--output", folder, *(() if is_whole else _SHORTENED)]
+        subprocess.run(command, check=False)  # 1: a bound does not hold, which is a result
+        return row_of(json.loads(Path(folder, "certificate.json").read_text()))
+
+
+def row_of(certificate: Mapping[str, Any]) -> Row:
+    """Return what the record keeps of a certificate: all but single chats, and addresses of the moment."""
+    row = {name: certificate[name] for name in _KEPT}
+    row["about"] = {name: text for name, text in row["about"].items() if name not in ("server", "command")}
+    figures = certificate["figures"]
+    kept = ("num_sent", "num_answered", "failures", "attainment", "attainment_interval")
+    row["chats"] = {phase: {name: figures[phase][name] for name in kept} for phase in ("alone", "beside")}
+    row["lines"] = figures["lines"]
+    return row
+
+
+# --- the table
+
+
+def table(figures: Mapping[str, Row]) -> str:
+    """Return the table, a row for each certificate."""
+    rows = [_HEAD, "|---" * (_HEAD.count("|") - 1) + "|"]
+    rows += [_cells(shape, figures[shape]) for shape in SHAPES if shape in figures]
+    return "\n".join(rows) + "\n"
+
+
+def _cells(shape: str, row: Row) -> str:
+    topology, _, count = shape.rpartition("-")
+    protocol, chats, chat = row["protocol"], row["chats"], row["chat"]
+    lines = row["lines"].values()
+    bad = sum(phase[f"num_{kind}"] for phase in lines for kind in ("lost", "doubled", "wrong", "failed"))
+    latest = next(one["measured"] for one in row["checks"] if one["name"].startswith("latest first token"))
+    gap = chat["gap"]["max"]
+    missed = [one["name"] for one in row["checks"] if not one["holds"]]
+    cells = [
+        f"{topology}, {count if topology != 'disaggregated' else f'{count} + {count}'}",
+        f"{protocol['num_bursts']} of {protocol['burst_s']:.0f} s",
+        f"{chats['beside']['num_sent']}, {protocol['rate']:.3g}",
+        f"{_percent(chats['alone']['attainment'])}, {_percent(chats['beside']['attainment'])}",
+        f"{latest:.2f} x",
+        *(_times(chat[measure], when) for measure in ("TTFT", "TPOT") for when in ("off", "on")),
+        f"{gap['off']:.2f}, {gap['on']:.2f}",
+        f"{row['documents_share']:.0%}" if row["documents_share"] is not None else "-",
+        f"{sum(phase['num_lines'] for phase in lines)}, {bad} bad",
+        "holds" if row["holds"] else f"**does not hold**: {', '.join(missed)}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.4g} %"
+
+
+def _times(measure: Mapping[str, Mapping[str, float]], when: str) -> str:
+    return ", ".join(f"{1e3 * measure[percentile][when]:.0f}" for percentile in ("p90", "p99"))
+
+
+def with_table(page: str) -> str:
+    """Return the page with the table as the record has it now."""
+    figures = read_figures(RECORD)
+    return page if figures is None else _PLACE.sub(lambda _: table(figures), page)
+
+
+# --- all of it
+
+
+def main() -> None:
+    """Certify, record, and write the table into its page."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES)
+    parser.add_argument("--whole", action="store_true", help="the whole protocol: four bursts of 90 s")
+    parser.add_argument("--take", nargs="+", type=Path, default=[], help="folders of certificates, named by shape")
+    parser.add_argument("--page", action="store_true", help="measure nothing, write the table of the page")
+    arguments = parser.parse_args()
+    figures = read_figures(RECORD) or {}
+    if not arguments.page:
+        taken = {folder.name: folder for folder in arguments.take}
+        for shape in taken or arguments.shapes:
+            if taken:
+                figures[shape] = row_of(json.loads((taken[shape] / "certificate.json").read_text()))
+            else:
+                figures[shape] = certify(shape, is_whole=arguments.whole)
+            write_result(RECORD, figures, command="python -m benchmarks.certificates")
+    PAGE.write_text(with_table(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
