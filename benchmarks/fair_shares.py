@@ -3,10 +3,11 @@
     python -m benchmarks.fair_shares                       # some ten minutes: elastic and disaggregated
     python -m benchmarks.fair_shares --topology elastic --tier flex
 
-The pocket model, 16 places. Keys `heavy` and `light` of weights 2 and 1 flood it; a third key sends a chat a second, of
-48 tokens at most. First the chats alone; then beside so many streams as run at once, none of which waits; then beside a
-backlog, for two minutes: 48 streams of each key are open, of 30 to 90 tokens. The second tells what the machine's own
-time makes of a first token, and the third what the backlog adds. `--tier flex`: the floods are best effort.
+The pocket model, one worker that decodes, 16 places. Keys `heavy` and `light` of weights 2 and 1 flood it; a third key
+sends a chat a second, of 48 tokens at most. First the chats alone; then beside as many streams as run at once, none of
+which waits; then beside a backlog, for two minutes: 48 streams of each key are open, of 30 to 90 tokens. The second
+tells what the machine's own time makes of a first token, and the third what the backlog adds. `--tier flex`: the floods
+are best effort.
 Targets: heavy by light 1.9 to 2.1 in any ten seconds; the chat's TTFT p99 within 1.1 times of alone.
 """
 
@@ -68,7 +69,8 @@ def measure(topology: str, tier: str, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.yaml"
         write_keys(keys, WEIGHTS)
-        settings = [f"topology={topology}", f"gateway.keys_file={keys}", f"decode.max_running_requests={NUM_PLACES}"]
+        sizes = ["decode.count=1", f"decode.max_running_requests={NUM_PLACES}"]
+        settings = [f"topology={topology}", f"gateway.keys_file={keys}", *sizes]
         with served(POCKET, settings) as port:
             phases = {
                 name: asyncio.run(phase(port, num_open, share * seconds, tier))
