@@ -14,6 +14,7 @@ import os
 import subprocess
 import tempfile
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from alignedserve.core.metrics import percentile
@@ -46,7 +47,8 @@ def submit(port: int, folder: Path, night_s: float) -> str:
             for number in range(NUM_LINES)
         )
     )
-    said = client(port, "batch", "submit", str(lines), "--not-before", str(int(night_s)), "--window", "1h")
+    begins = datetime.fromtimestamp(night_s, UTC).isoformat(timespec="seconds")
+    said = client(port, "batch", "submit", str(lines), "--not-before", begins, "--window", "1h")
     print(said)
     return next(word for word in said.split() if word.startswith("batch_")).strip(".,:")
 
