@@ -29,8 +29,8 @@ _SHORTENED = ("--burst", "45", "--idle", "45", "--bursts", "2")
 _KEPT = ("holds", "about", "checks", "chat", "documents_share", "protocol", "speed", "notes")
 _PLACE = re.compile(r"(?<=^<!-- table: certificates -->\n\n)(?:\|.*\n)*", re.MULTILINE)
 _HEAD = (
-    "| topology, workers | bursts | chats, a second | attained off, on | latest first token | TTFT p90, p99 off, ms "
-    "| on | TPOT p90, p99 off, ms | on | longest gap off, on, s | documents | lines | |"
+    "| topology, workers | bursts, chats | attained | latest first token | TTFT p99, ms | TPOT p99, ms "
+    "| longest gap, s | documents | lines | |"
 )
 Row = dict[str, Any]
 
@@ -72,19 +72,18 @@ def _cells(shape: str, row: Row) -> str:
     lines = row["lines"].values()
     bad = sum(phase[f"num_{kind}"] for phase in lines for kind in ("lost", "doubled", "wrong", "failed"))
     latest = next(one["measured"] for one in row["checks"] if one["name"].startswith("latest first token"))
-    gap = chat["gap"]["max"]
     missed = [one["name"] for one in row["checks"] if not one["holds"]]
     cells = [
         f"{topology}, {count if topology != 'disaggregated' else f'{count} + {count}'}",
-        f"{protocol['num_bursts']} of {protocol['burst_s']:.0f} s",
-        f"{chats['beside']['num_sent']}, {protocol['rate']:.3g}",
+        f"{protocol['num_bursts']} of {protocol['burst_s']:.0f} s, {chats['beside']['num_sent']}",
         f"{_percent(chats['alone']['attainment'])}, {_percent(chats['beside']['attainment'])}",
         f"{latest:.2f} x",
-        *(_times(chat[measure], when) for measure in ("TTFT", "TPOT") for when in ("off", "on")),
-        f"{gap['off']:.2f}, {gap['on']:.2f}",
-        f"{row['documents_share']:.0%}" if row["documents_share"] is not None else "-",
+        _off_on(chat["TTFT"]["p99"], 1e3, 0),
+        _off_on(chat["TPOT"]["p99"], 1e3, 0),
+        _off_on(chat["gap"]["max"], 1.0, 2),
+        "-" if row["documents_share"] is None else f"{row['documents_share']:.0%}",
         f"{sum(phase['num_lines'] for phase in lines)}, {bad} bad",
-        "holds" if row["holds"] else f"**does not hold**: {', '.join(missed)}",
+        "holds" if row["holds"] else f"**not**: {', '.join(name.partition(',')[0] for name in missed)}",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -93,8 +92,8 @@ def _percent(share: float) -> str:
     return f"{100 * share:.4g} %"
 
 
-def _times(measure: Mapping[str, Mapping[str, float]], when: str) -> str:
-    return ", ".join(f"{1e3 * measure[percentile][when]:.0f}" for percentile in ("p90", "p99"))
+def _off_on(times: Mapping[str, float], factor: float, digits: int) -> str:
+    return ", ".join(f"{factor * times[when]:.{digits}f}" for when in ("off", "on"))
 
 
 def with_table(page: str) -> str:
