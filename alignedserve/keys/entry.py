@@ -9,6 +9,7 @@ TIERS = (DEFAULT, PRIORITY, FLEX)
 _SAME_TIER = {"fast": PRIORITY, "standard_only": DEFAULT}  # other words for a tier
 _AUTO = "auto"
 PRIORITY_LIMIT = 1000  # of a request, both ways
+NAMED = "key."  # begins the owner of an entry of the file, which a plain key's digest never does
 MAX_KEYS_BYTES = 64 << 20  # of a file of keys
 
 
@@ -36,8 +37,13 @@ class KeyEntry(msgspec.Struct, frozen=True, gc=False):
     tokens_per_minute: int | None = None  # of prompts and of the answers that are asked for
     open_requests: int | None = None  # at any time
     enqueued_batch_tokens: int | None = None  # of batches that have not ended
-    may_see_usage: bool = False  # of all keys; each sees its own
+    may_see_usage: bool = False  # of all keys, and what tells of all: metrics and the live page
     is_revoked: bool = False  # neither secrets nor tokens let it in
+
+    @property
+    def sees_all(self) -> bool:
+        """Return whether it may read what tells of all keys; one without rights of its own, outside the file, may."""
+        return self.may_see_usage or not self.owner.startswith(NAMED)
 
     @property
     def is_real_time(self) -> bool:

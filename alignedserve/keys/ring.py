@@ -5,9 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from alignedserve.keys.entry import ANYONE, KeyEntry
-
-_NAMED = "key."  # begins the owner of an entry of the file, which a plain key's digest never does
+from alignedserve.keys.entry import ANYONE, NAMED, KeyEntry
 
 
 class KeySecret(msgspec.Struct, frozen=True, gc=False):
@@ -69,7 +67,7 @@ class KeyRing:
         known = self._by_owner.get(owner)
         if known is not None or owner == ANYONE.owner:
             return known or ANYONE
-        return KeyEntry(owner.removeprefix(_NAMED) if owner.startswith(_NAMED) else f"key-{owner[:8]}", owner)
+        return KeyEntry(owner.removeprefix(NAMED) if owner.startswith(NAMED) else f"key-{owner[:8]}", owner)
 
 
 class CurrentKeys:
@@ -86,7 +84,7 @@ def digest_of(secret: str) -> bytes:
 
 def owner_of(name: str) -> str:
     """Return the owner of what is stored for the entry of this name: it stays when its secrets change."""
-    return _NAMED + name
+    return NAMED + name
 
 
 def plain_entry(digest: bytes) -> KeyEntry:

@@ -20,6 +20,7 @@ ROWS: list[dict[str, Any]] = [
     {"name": "documents", "tiers": ["flex"]},
     {"name": "urgent", "tiers": ["priority", "flex"], "default_tier": "flex", "priorities": [-5, 5]},
     {"name": "elsewhere", "models": ["other", "fine-*"]},
+    {"name": "operator", "may_see_usage": True},
 ]
 
 
@@ -120,3 +121,11 @@ async def test_openais_client_sees_what_is_refused() -> None:
         with pytest.raises(openai.PermissionDeniedError) as refused:
             await client.chat.completions.create(**CHAT, service_tier="priority")  # type: ignore[call-overload]
         assert (refused.value.param, refused.value.code) == ("service_tier", "service_tier_not_allowed")
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/alignedserve/live"])
+async def test_what_tells_of_all_keys_is_for_those_that_may_see_it(path: str) -> None:
+    async with served() as running:
+        error = error_of(await running.client.get(path, headers={"authorization": "Bearer chat"}), 403)
+        assert error["code"] == "usage_not_allowed"
+        assert (await running.client.get(path, headers={"authorization": "Bearer operator"})).status_code == 200

@@ -4,6 +4,7 @@ Exit codes: 0; 1 if a batch failed, expired or was cancelled, or the server refu
 """
 
 import asyncio
+import re
 import sys
 import time
 import uuid
@@ -121,10 +122,15 @@ def show_list(url: str, limit: int, json_output: bool) -> int:
 # --- submit
 
 
+def _time(given: str | None) -> float | str | None:
+    """Return Unix seconds as a number, anything else as it is given."""
+    return float(given) if given is not None and re.fullmatch(r"\d{1,12}(\.\d{1,6})?", given, re.ASCII) else given
+
+
 def _body(options: SubmitOptions) -> dict[str, Any]:
     """Build the request that creates the batch, checked as the gateway checks it. Raises ConfigError."""
     body: dict[str, Any] = {"endpoint": _endpoint(options).value, "completion_window": options.window}
-    given = {"not_before": options.not_before, "hours": options.hours, "priority": options.priority}
+    given = {"not_before": _time(options.not_before), "hours": options.hours, "priority": options.priority}
     body |= {name: value for name, value in given.items() if value is not None}
     if options.metadata:
         body["metadata"] = dict(_pair(text) for text in options.metadata)

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from starlette.requests import HTTPConnection, Request
 
-from alignedserve.api.errors import NotFound, ResourceUnavailable
+from alignedserve.api.errors import Forbidden, NotFound, ResourceUnavailable
 from alignedserve.api.models.model_services import BEST_EFFORT_RETRY_S, ModelServices
 from alignedserve.api.models.usable_models import usable_model, usable_name
 from alignedserve.api.openai.generation import Generation
@@ -39,6 +39,13 @@ def key_of(http: HTTPConnection) -> KeyEntry:
     key = http.state.key
     assert isinstance(key, KeyEntry), "a request that came past the middleware"
     return key
+
+
+def overseen_services(http: HTTPConnection) -> Services:
+    """Return the app's services, to tell of all keys. Raises Forbidden."""
+    if not key_of(http).sees_all:
+        raise Forbidden("This key may not see what others use (may_see_usage).", code="usage_not_allowed")
+    return services_of(http)
 
 
 async def rate_limited_services(http: Request) -> Services:

@@ -11,7 +11,7 @@ from alignedserve.api.errors import error_json
 from alignedserve.core.errors import StorageError
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.json_response import JsonResponse
-from alignedserve.gateway.routes.dependencies import services_of
+from alignedserve.gateway.routes.dependencies import overseen_services, services_of
 from alignedserve.gateway.storage_metrics import batch_metrics
 
 router = APIRouter()
@@ -35,8 +35,8 @@ async def ready(http: Request) -> Response:
 
 @router.get("/metrics", response_model=None)
 async def metrics(http: Request) -> Response:
-    """Return the metrics that Prometheus scrapes."""
-    services = services_of(http)
+    """Return the metrics that Prometheus scrapes, to a key that may see what all keys use."""
+    services = overseen_services(http)
     text = services.metrics.render() + await services.disks.metrics()
     if services.files_api is not None:
         text += await _batch_metrics(services.files_api)

@@ -17,7 +17,7 @@ from alignedserve.batches.records import BatchTotals
 from alignedserve.core.errors import StorageError
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.live.view import live_view
-from alignedserve.gateway.routes.dependencies import key_of, rate_limited_services, services_of
+from alignedserve.gateway.routes.dependencies import key_of, overseen_services, rate_limited_services
 from alignedserve.gateway.services import Services
 
 router = APIRouter()
@@ -63,8 +63,8 @@ async def dashboard() -> Response:
 
 @router.get("/v1/alignedserve/live", response_model=None)
 async def live(http: Request) -> Response:
-    """Return what the cluster does at this moment."""
-    services = services_of(http)
+    """Return what the cluster does at this moment, to a key that may see what all keys use."""
+    services = overseen_services(http)
     document = live_view(services, await _batch_totals(services), time.monotonic())
     return JsonResponse(document, headers={"Cache-Control": "no-store"})
 
