@@ -37,7 +37,10 @@ from tests.gateway.token_support import (
     token,
 )
 
-NOW = int(time.time())
+
+def now(after_s: int = 0) -> int:
+    """Return the Unix time of a moment from now: of the test, which may run minutes after it was read."""
+    return int(time.time()) + after_s
 
 
 class Clock:
@@ -116,9 +119,9 @@ async def test_without_issuers_a_token_is_no_key() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: token(exp=NOW - 60), "has expired"),
-        (lambda: token(nbf=NOW + 600), "is not valid yet"),
-        (lambda: token(iat=NOW + 600), "is not valid yet"),
+        (lambda: token(exp=now(-60)), "has expired"),
+        (lambda: token(nbf=now(600)), "is not valid yet"),
+        (lambda: token(iat=now(600)), "is not valid yet"),
         (lambda: token(aud="SECRET"), "is for another audience"),
         (lambda: token(aud=None), "lacks the claim aud"),
         (lambda: token(exp=None), "lacks the claim exp"),
@@ -151,7 +154,7 @@ async def test_what_is_no_good_token_is_named_and_not_repeated(jwks: str, make: 
 
 
 async def test_clocks_may_differ_by_the_leeway(jwks: str) -> None:
-    for presented in (token(exp=NOW - 60), token(nbf=NOW + 60)):
+    for presented in (token(exp=now(-60)), token(nbf=now(60))):
         assert await verifying(jwks, leeway_s=120.0).key_name(presented) == "team-a"
 
 
@@ -201,7 +204,7 @@ def test_of_a_key_set_only_public_keys_for_signatures_count() -> None:
 
 
 async def test_a_token_is_verified_once_until_it_expires(jwks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(float(NOW))
+    clock = Clock(float(now()))
     tokens = TokenVerifier([issuer(jwks)], clock=clock)
     verified, decode = [], jwt.decode
 
@@ -210,7 +213,7 @@ async def test_a_token_is_verified_once_until_it_expires(jwks: str, monkeypatch:
         return decode(token, *arguments, **fields)
 
     monkeypatch.setattr(jwt, "decode", counted)
-    first, second = token(exp=NOW + 60), token("ec", "ES256")
+    first, second = token(exp=now(60)), token("ec", "ES256")
     for presented in (first, second, first, second):
         assert await tokens.key_name(presented) == "team-a"
     assert len(verified) == 2

@@ -6,7 +6,7 @@ then shows it.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -59,9 +59,11 @@ class EagerPlacement(Placement):
                     worker.note_late(request_id, prefill.attempt)
 
     @override
-    def batches_to_form(self, now: float) -> list[tuple[str, FormBatch]]:
+    def batches_to_form(
+        self, now: float, is_shared: Callable[[float], bool] = lambda _: False
+    ) -> list[tuple[str, FormBatch]]:
         self._look_at_all()
-        return super().batches_to_form(now)
+        return super().batches_to_form(now, is_shared)
 
     def _look_at_all(self) -> None:
         for worker in self.workers.values():
