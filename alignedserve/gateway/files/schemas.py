@@ -76,7 +76,7 @@ def _unix_s(given: float | str) -> float:
         except ValueError:
             moment = None
         if moment is None or moment.tzinfo is None:
-            raise _refused_time("not_before is no time with its zone.")
+            raise _refused_time(f"not_before is no time with its zone: {given!r}.")
         unix_s = moment.timestamp()
     if not 0.0 <= unix_s <= _LAST_S:
         raise _refused_time("not_before lies too far away.")
