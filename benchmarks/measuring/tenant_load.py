@@ -77,17 +77,18 @@ class Tenant:
             *(f"Authorization: Bearer {self.name}", f"Content-Length: {len(body)}"),
         )
         writer.write("\r\n".join([*head, "", ""]).encode() + body)
-        first_s, is_whole, line = None, False, b""
+        first_s, is_whole, said = None, False, b""
         try:
             async for line in reader:
                 is_whole |= line.startswith(b"data: [DONE]")
+                said = line if line.startswith((b"data: {", b"HTTP/", b"{")) else said
                 if line.startswith(b"data: {") and _has_token(line):
                     self.token_times_s.append(time.perf_counter())
                     first_s = first_s or time.perf_counter() - began_s
         finally:
             writer.close()
         if first_s is None or not is_whole:
-            raise RuntimeError(f"{self.name}: no whole answer came: {line[:300]!r}")
+            raise RuntimeError(f"{self.name}: no whole answer came, the last words were {said[:300]!r}")
         self.num_answered += 1
         return first_s
 
