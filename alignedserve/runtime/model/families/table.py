@@ -42,7 +42,6 @@ _QWEN2 = replace(
     num_kv_heads=32,
     windows=WindowRule(from_max_window_layer(28), DEFAULT_WINDOW, is_on=False),
     qkv_bias=True,
-    output_bias=Flag("attention_bias"),
 )
 _QWEN3 = replace(_QWEN2, title="Qwen3", head_dim=128, head_norm=HeadNormKind.HEADS, qkv_bias=Flag("attention_bias"))
 _QWEN3_MOE = replace(
@@ -123,6 +122,9 @@ _GLM = replace(
     mlp_bias=False,
     norm_eps=Named("rms_norm_eps", 1.5625e-7),
 )
+_GRANITE_MOE = replace(
+    _LLAMA, title="Granite 3 with experts", names=names.GRANITE_MOE, experts=experts.granite, adapt=granite
+)
 _BIASED = Flag("use_bias", default=True)
 
 FAMILIES: dict[str, FamilyForm] = {
@@ -171,20 +173,8 @@ FAMILIES: dict[str, FamilyForm] = {
         names=names.PHI3,
         windows=WindowRule(every_layer),
     ),
-    "granitemoe": replace(
-        _LLAMA,
-        title="Granite 3 with experts",
-        names=names.GRANITE_MOE,
-        experts=experts.granite,
-        adapt=granite,
-    ),
-    "granitemoeshared": replace(
-        _LLAMA,
-        title="Granite 3 with experts",
-        names=names.GRANITE_MOE,
-        experts=experts.granite,
-        adapt=granite,
-    ),
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": _GRANITE_MOE,
     "minimax_m2": replace(
         _LLAMA,
         title="MiniMax-M2",
