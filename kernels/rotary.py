@@ -124,16 +124,18 @@ class HeadPlacement:
         keys       [slots, kv_heads * head_dim] contiguous, or rows of FP8 (`kernels.float8_rows`), or on a CPU of int8
                    (`kernels.int8_rows`); values alike
         """
+        if self._fused is not None and (norms is None or norms.is_by_head):
+            self._fused(fused, norms, rotation, slots, keys, values)
+            return
         heads = fused.view(fused.shape[0], self._num_heads + 2 * self._kv_heads, self._head_dim)
         first_value = self._num_heads + self._kv_heads
-        if norms is not None and (self._fused is None or not norms.is_by_head):
+        if norms is not None:
             if norms.is_after_rotation and rotation is not None:
                 rotate_(heads[:, :first_value], *rotation)
                 rotation = None
             norms.normalise_(heads[:, : self._num_heads], heads[:, self._num_heads : first_value])
-            norms = None
         if self._fused is not None:
-            self._fused(fused, norms, rotation, slots, keys, values)
+            self._fused(fused, None, rotation, slots, keys, values)
             return
         is_float8 = keys.dtype == torch.uint8
         if self._rows is not None and not is_float8:
