@@ -13,6 +13,7 @@ from pathlib import Path
 from alignedserve.api.errors import NotFound
 from alignedserve.core.errors import AdapterError, InvalidRequest
 from alignedserve.core.request import LoraAdapter
+from alignedserve.disk.last_seen import LastSeen
 from alignedserve.runtime.lora.adapter_folders import find_adapter
 from alignedserve.runtime.lora.loaded_file import (
     Changes,
@@ -40,7 +41,7 @@ class AdapterDirectory:
         self._configured = {adapter.name: adapter for adapter in served.adapters}
         self._changes: Changes = {}
         self._loaded: dict[str, LoraAdapter] = {}  # by these
-        self._stamp: tuple[int, int] | None = None
+        self._file = LastSeen(path)
         self._lock = threading.RLock()  # of both, which belong together
 
     @property
@@ -94,22 +95,13 @@ class AdapterDirectory:
             yield
             write_changes(self._path, self._changes)
             self._loaded = loaded_of(self._changes)
-            self._stamp = self._current_stamp()
-
-    def _current_stamp(self) -> tuple[int, int] | None:
-        try:
-            found = self._path.stat()
-        except FileNotFoundError:
-            return None
-        return found.st_mtime_ns, found.st_ino
+            self._file.has_changed()  # as this process knows
 
     def _refresh(self) -> None:
         """Read the file if it has changed."""
         with self._lock:
-            stamp = self._current_stamp()
-            if stamp == self._stamp:
+            if not self._file.has_changed():
                 return
-            self._stamp = stamp
             try:
                 self._changes = read_changes(self._path)
                 self._loaded = loaded_of(self._changes)
