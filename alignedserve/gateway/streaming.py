@@ -209,6 +209,7 @@ class GenerationWriter:
         self._formatter = formatter
         self._sender = sender
         self._unwritten: asyncio.Future[bytes] | None = None  # None: the task does not wait for any
+        self._failure: Exception | None = None  # to be raised once what came before it is sent
 
     async def write_all(self) -> None:
         """Return when every choice has ended. Raises GenerationError."""
@@ -218,6 +219,8 @@ class GenerationWriter:
             await self._sender.start()
             if events:
                 await self._sender.send_events(events)
+            if self._failure is not None:
+                raise self._failure
 
     async def _next_unwritten(self) -> bytes:
         self._unwritten = asyncio.get_running_loop().create_future()
@@ -238,8 +241,11 @@ class GenerationWriter:
                 events += self._formatter.events(index, delta)
                 has_new = True
         except Exception as error:  # noqa: BLE001  (the task raises it)
-            self._sender.write_events(events)
-            unwritten.set_exception(error)
+            if not events or self._sender.write_events(events):
+                unwritten.set_exception(error)
+            else:
+                self._failure = error
+                unwritten.set_result(events)
             return
         is_written = self._sender.has_started and (not events or self._sender.write_events(events))
         if self._generation.is_complete or (has_new and not is_written):
