@@ -10,7 +10,6 @@ tests/unit/docs/test_certificates.py holds page and record together.
 """
 
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 
 from alignedserve.config.sections import Topology
 from benchmarks.measuring.arguments import parser_of
+from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recording import read_figures, write_result
 
 RECORD = "serving/certificates"
@@ -27,7 +27,6 @@ PAGE = Path(__file__).parent.parent / "docs" / "certify.md"
 SHAPES = [f"{topology.value}-{count}" for topology in Topology for count in (1, 2)]
 _SHORTENED = ("--burst", "45", "--idle", "45", "--bursts", "2")
 _KEPT = ("holds", "about", "checks", "chat", "documents_share", "protocol", "speed", "notes")
-_PLACE = re.compile(r"(?<=^<!-- table: certificates -->\n\n)(?:\|.*\n)*", re.MULTILINE)
 _HEAD = (
     "| topology, workers | bursts, chats | attained | latest first token | TTFT p99, ms | TPOT p99, ms "
     "| longest gap, s | documents | lines | |"
@@ -99,7 +98,7 @@ def _off_on(times: Mapping[str, float], factor: float, digits: int) -> str:
 def with_table(page: str) -> str:
     """Return the page with the table as the record has it now."""
     figures = read_figures(RECORD)
-    return page if figures is None else _PLACE.sub(lambda _: table(figures), page)
+    return page if figures is None else put_table(page, "certificates", table(figures))
 
 
 # --- all of it

@@ -14,7 +14,6 @@ makes of the same traffic (other draws from the same distributions), with costs 
 The table stands in docs/benchmarks.md; tests/unit/docs/test_live_policies.py holds page and record together.
 """
 
-import re
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from alignedserve.workload.build import build_workload
 from alignedserve.workload.catalogue import Library
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_opt_125m
+from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recording import read_figures, write_result
 from benchmarks.measuring.server import TOPOLOGIES, served, settings_of, traffic_report
 
@@ -49,7 +49,6 @@ _REAL_TIME = "rt: prompt=lognormal(100,300), output=lognormal(60,120), rate={rat
 _BEST_EFFORT = "be: prompt=uniform(512,1024), output=uniform(32,128), outstanding=64, tier=flex"
 # What a policy has here beside its own: the paper's form of it.
 _SETTINGS_OF = {"alise": ("decode.swap_format=int8",)}
-_PLACE = re.compile(r"(?<=^<!-- table: chat beside documents, live -->\n\n)(?:\|.*\n)*", re.MULTILINE)
 _HEAD = (
     "| topology, load | policy | both held | simulated | TTFT p50, p90, longest, s | TPOT p50, p90, s | longest gap, s "
     "| documents, tokens/s | simulated |"
@@ -215,7 +214,7 @@ def _seconds(value: float | None, digits: int = 2) -> str:
 def with_table(page: str) -> str:
     """Return the page with the table as the record has it now."""
     figures = read_figures(RECORD)
-    return page if figures is None else _PLACE.sub(lambda _: table(figures), page)
+    return page if figures is None else put_table(page, "chat beside documents, live", table(figures))
 
 
 # --- all of it

@@ -6,17 +6,16 @@ It stands behind a line `<!-- table: simulated against live -->`; tests/unit/doc
 records together.
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recorded_loads import FITTED, JUDGED, LOADS
 from benchmarks.measuring.recording import read_figures
 
 PAGE = Path(__file__).parent.parent / "docs" / "replay.md"
 SHAPES = [(model, topology) for model in ("pocket", "opt-125m", "smollm2") for topology in ("elastic", "colocated")]
-_PLACE = re.compile(r"(?<=^<!-- table: simulated against live -->\n\n)(?:\|.*\n)*", re.MULTILINE)
 _THROUGHPUT = JUDGED[0]
 _HEAD = "| shape | load | requests | throughput | TTFT p50, p90 | TBT p50, p90 | the live system by itself |"
 
@@ -51,7 +50,7 @@ def range_of(*measures: str) -> tuple[float, float]:
 
 def with_table(page: str) -> str:
     """Return the page with the table as the records have it now."""
-    return _PLACE.sub(lambda _: table(), page)
+    return put_table(page, "simulated against live", table())
 
 
 def _cells(run: Mapping[str, Any]) -> str:

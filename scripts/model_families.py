@@ -1,15 +1,14 @@
 """Writes the table of families in docs/models.md from the table in the code: python -m scripts.model_families."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from alignedserve.runtime.model.families.form import FamilyForm
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_config import HeadNormKind, NormKind
+from benchmarks.measuring.page_tables import put_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
-_PLACE = re.compile(r"(?<=^<!-- table: families -->\n\n)(?:\|.*\n)*", re.MULTILINE)
 _HEAD_NORMS = {
     HeadNormKind.HEADS: "QK norm by head",
     HeadNormKind.ROTATED_HEADS: "QK norm after RoPE",
@@ -65,7 +64,7 @@ def beyond_llama(form: FamilyForm) -> Iterator[str]:
 
 def with_table(page: str) -> str:
     """Return the page with the table as the code has it now."""
-    return _PLACE.sub(lambda _: table(), page)
+    return put_table(page, "families", table())
 
 
 if __name__ == "__main__":
