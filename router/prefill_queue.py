@@ -3,13 +3,13 @@
 Where the policy knows classes, real-time requests that can still hold their first-token objective go first, then late
 real-time ones, then best-effort ones; within a class the policy's key decides. While real-time requests wait, best
 effort has a share of the tokens that leave the queue, the floor, so that it never starves. Nothing else lets a
-best-effort request pass a real-time one.
+best-effort request pass a real-time one. A late one that is overdue has such a share beside those on time.
 
 Where several tenants wait in a class, the one with the lowest virtual token counter goes (core/fair_shares.py), and of
 its requests the first by class and key. A real-time request that can still hold its objective passes late ones of other
 tenants as long as its tenant is at most DEADLINE_LEAD beyond them: deadlines are kept inside a fair share.
 
-The floor, and what a real-time request waits for by it, is in alignedserve/core/class_floor.py.
+The floors, and what a real-time request waits for by them, are in alignedserve/core/class_floor.py.
 """
 
 import heapq
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from alignedserve.core.class_floor import ClassFloor
+from alignedserve.core.class_floor import OVERDUE_FLOOR, OVERDUE_S, ClassFloor
 from alignedserve.core.fair_shares import FairShares, cost_of
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass
@@ -111,7 +111,7 @@ class PrefillQueue:
     def __init__(self, order: PrefillOrder, *, floor: float = 0.0) -> None:
         """`floor`: the share of the tokens that best effort has while real time waits, at least 0 and below 1."""
         self.order = order
-        self._floor = ClassFloor(floor)
+        self._floor, self._late_floor = ClassFloor(floor), ClassFloor(OVERDUE_FLOOR)
         real_time, best_effort = FairShares(), FairShares()
         self._shares = {True: real_time, False: best_effort}  # by whether real time; of the first, where none is known
         self._lines = {
@@ -194,18 +194,20 @@ class PrefillQueue:
         return iter(self._waiting)
 
     def turns(self, now: float) -> tuple[Turn, ...]:
-        """Return whose turn it is: one request, and after a best-effort one that the floor lets go, a real-time one.
+        """Return whose turn it is: one request, and after those that a floor lets go, the one that they pass.
 
-        No later request overtakes these. The second goes if no worker has room for the first: a best-effort request
-        never holds up a real-time one.
+        No later request overtakes these. Each goes if no worker has room for those before it: what a floor lets go
+        never holds up what it passes.
         """
+        turns: list[Turn] = []
         real_time, best_effort = self._first_real_time(now), self._first(QueueClass.BEST_EFFORT)
-        if real_time is None or best_effort is None:
-            first = real_time or best_effort
-            return () if first is None else (Turn(first, False),)
-        if not self._floor.is_due(self._waiting[best_effort].queued.num_tokens):
-            return (Turn(real_time, False),)
-        return (Turn(best_effort, True), Turn(real_time, False))
+        if (overdue := self._overdue(now)) is not None and overdue != real_time:
+            turns.append(Turn(overdue, False))
+        if best_effort is not None and self._floor.is_due(self._waiting[best_effort].queued.num_tokens):
+            turns.append(Turn(best_effort, real_time is not None))
+        if (last := real_time or best_effort) is not None and (not turns or turns[-1].request_id != last):
+            turns.append(Turn(last, False))
+        return tuple(turns)
 
     def is_shared(self, now: float) -> bool:
         """Return whether several tenants ask for what one of the classes has."""
@@ -241,9 +243,13 @@ class PrefillQueue:
         self._remove(request_id)
         self.num_taken_tokens += waiting.queued.num_tokens
         if waiting.queue_class is QueueClass.BEST_EFFORT:
-            self._floor.note_best_effort(waiting.queued.num_tokens)
-        elif (best_effort := self._first(QueueClass.BEST_EFFORT)) is not None:
-            self._floor.note_real_time(waiting.queued.num_tokens, self._waiting[best_effort].queued.num_tokens)
+            self._floor.note_own(waiting.queued.num_tokens)
+            return
+        self._note_passed(self._floor, waiting, QueueClass.BEST_EFFORT)
+        if waiting.queue_class is QueueClass.LATE:
+            self._late_floor.note_own(waiting.queued.num_tokens)
+        else:
+            self._note_passed(self._late_floor, waiting, QueueClass.LATE)
 
     def discard(self, request_id: RequestId) -> None:
         """Remove a request if it is queued."""
@@ -312,6 +318,18 @@ class PrefillQueue:
             else:
                 break
         return self._first(QueueClass.LATE)
+
+    def _overdue(self, now: float) -> RequestId | None:
+        """Return the late request that its floor lets go before those on time, if there is one."""
+        late = self._first(QueueClass.LATE)
+        if late is None or self._waiting[late].due_s + OVERDUE_S > now:
+            return None
+        return late if self._late_floor.is_due(self._waiting[late].queued.num_tokens) else None
+
+    def _note_passed(self, floor: ClassFloor, taken: _Waiting, queue_class: QueueClass) -> None:
+        """Note for the floor of a class that a request of an earlier one goes."""
+        if (following := self._first(queue_class)) is not None:
+            floor.note_earlier(taken.queued.num_tokens, self._waiting[following].queued.num_tokens)
 
     def _first(self, queue_class: QueueClass) -> RequestId | None:
         tenant = self._first_tenant(queue_class)

@@ -1,31 +1,37 @@
-"""The floor of best-effort work: its share of the tokens while real-time requests wait, and nothing beyond.
+"""The floor of a class: its share of the tokens while requests of earlier classes wait, and nothing beyond.
+
+Best-effort requests have one beside real-time ones; and overdue real-time ones have one beside
+those that can still be in time, or a lasting overload would keep them waiting until their clients have gone.
 
 Example: the share is 5 %. A document of 1 000 tokens waits while chat keeps a queue filled. Each token of chat that
 goes owes the document 0.05 / 0.95 tokens: it is due after 19 000 tokens of chat.
-So the tokens that go before a real-time request are at most those of the real-time requests before it, `r`, of the
-floor, `r * share / (1 - share)`, and of one best-effort request.
+So the tokens that go before a real-time request are at most those of the real-time requests before it, `r`, and for
+each floor `r * share / (1 - share)` and one request of its class.
 """
+
+# A real-time request is overdue when its next token has been due for so long, and then has this share.
+OVERDUE_S, OVERDUE_FLOOR = 30.0, 0.05
 
 
 class ClassFloor:
-    """Counts the tokens that best effort may have before the real-time requests that wait."""
+    """Counts the tokens that a class may have before the requests of earlier classes that wait."""
 
     def __init__(self, share: float) -> None:
         """`share`: at least 0 and below 1."""
-        self.owed_share = share / (1.0 - share)  # for each token of a real-time request
+        self.owed_share = share / (1.0 - share)  # for each token of an earlier class
         self.owed = 0.0  # tokens
 
     def is_due(self, num_tokens: int) -> bool:
-        """Return whether a best-effort request of so many tokens may go before real-time ones."""
+        """Return whether a request of the class, of so many tokens, may go before earlier classes."""
         return self.owed >= num_tokens
 
-    def note_real_time(self, num_tokens: int, next_tokens: int) -> None:
-        """Note a real-time request that goes while the next best-effort one, of `next_tokens`, waits.
+    def note_earlier(self, num_tokens: int, next_tokens: int) -> None:
+        """Note a request of an earlier class that goes while the next of this one, of `next_tokens`, waits.
 
         Never more than one request's worth is owed: what could not go meanwhile does not come in a burst.
         """
         self.owed = min(self.owed + self.owed_share * num_tokens, next_tokens)
 
-    def note_best_effort(self, num_tokens: int) -> None:
-        """Note a best-effort request that goes."""
+    def note_own(self, num_tokens: int) -> None:
+        """Note a request of the class that goes."""
         self.owed = max(self.owed - num_tokens, 0.0)

@@ -5,6 +5,7 @@ its memory, its limits and the time, and plans which requests compute how many t
 """
 
 import enum
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -152,6 +153,10 @@ class IterationLimits:
     max_tokens: int  # tokens in one iteration; a decode is one
 
 
+_STRETCH_STEP = 0.02  # fifty iterations
+_MOST_STRETCH = 3.0  # of a single iteration: one long rest of the machine tells little of the next
+
+
 @dataclass(slots=True)
 class IterationHistory:
     """Durations of past iterations. Updated by the worker, read by policies."""
@@ -161,9 +166,20 @@ class IterationHistory:
     mean_s: float = 0.0  # moving average, BROS's T_avg: a tenth of the latest
     usual_s: float = 0.0  # the same over some hundred iterations
     max_s: float = 0.0  # AccelGen's T_max: of the last 64 to 128
+    stretch: float = 1.0  # how long gaps between ends are, as multiples of the time predicted: a moving average
 
+    _ended_s: float = -math.inf
     _earlier_max_s: float = 0.0
     _current_max_s: float = 0.0
+
+    def note_error(self, predicted_s: float, duration_s: float, now: float) -> None:
+        """Note how long the iteration that ends now was predicted to take, and took.
+
+        What lies between two that follow each other counts, as it does for the next token; a rest does not.
+        """
+        gap_s, self._ended_s = now - self._ended_s, now
+        took_s = gap_s if duration_s <= gap_s <= 2 * duration_s else duration_s
+        self.stretch += _STRETCH_STEP * (min(took_s / predicted_s, _MOST_STRETCH) - self.stretch)
 
     def note(self, duration_s: float) -> None:
         """Note the duration of an iteration that has ended."""

@@ -341,6 +341,8 @@ class Scheduler:
         """
         state.completed(now=now, duration_s=duration_s)
         if self.learner is not None and duration_s > 0.0:
+            if (predicted_s := self.learner.iteration_s(state.work)) > 0.0:
+                state.history.note_error(predicted_s, duration_s, now)
             self.learner.observe(state.work, duration_s, grammar_s)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from alignedserve.core.class_floor import OVERDUE_S
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass
 from alignedserve.costmodel.model import CostModel
@@ -111,4 +112,6 @@ def _rank_of(candidate: Candidate, now: float, *, least_s: float) -> int:
     expected = candidate.predicted_output_len or request.sampling.max_tokens
     num_left = max(expected - num_generated, 1.0)
     due_s = candidate.first_token_s + (num_generated + num_left - 1) * tpot_s
-    return _ON_TIME if due_s - now >= num_left * least_s else _LATE
+    # One that is late waits no longer than the pool lets it, or those on time would keep it from ever entering.
+    is_overdue = now - candidate.granted_s >= OVERDUE_S
+    return _ON_TIME if is_overdue or due_s - now >= num_left * least_s else _LATE

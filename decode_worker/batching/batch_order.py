@@ -155,9 +155,9 @@ class BatchOrder:
         if self._floor is None:
             return
         if is_best_effort(candidate):
-            self._floor.note_best_effort(candidate.context_len)
+            self._floor.note_own(candidate.context_len)
         elif self._next_tokens is not None:
-            self._floor.note_real_time(candidate.context_len, self._next_tokens)
+            self._floor.note_earlier(candidate.context_len, self._next_tokens)
 
     # --- inside
 

@@ -228,12 +228,12 @@ struct Curve {
 // What a forecast depends on beside the table; seconds.
 struct Situation {
     double now, horizon_s, prefill_token_s, decode_context_s, decode_s, starvation_s, patience, given_back, usual_gap_s,
-        pause_s, return_s, loan_s;
+        pause_s, return_s, loan_s, overdue_s;
 
     explicit Situation(nb::sequence values) {
         double* const fields[] = {&now,      &horizon_s,  &prefill_token_s, &decode_context_s, &decode_s, &starvation_s,
                                   &patience, &given_back, &usual_gap_s,     &pause_s,          &return_s,
-                                  &loan_s};
+                                  &loan_s,   &overdue_s};
         if (nb::len(values) != std::size(fields)) throw std::invalid_argument("a situation of other values");
         for (size_t i = 0; i < std::size(fields); ++i) *fields[i] = nb::cast<double>(values[i]);
     }
@@ -280,8 +280,9 @@ struct RowForecast {
         const bool is_late_chat = is_real_time && !has_no_slo && is_late;
         const double paused_s = at.now - table[kLastToken][row];
         const bool must_return = has_begun && !is_ready && paused_s > at.return_s;
+        const bool must_begin = !has_begun && first_s + at.overdue_s < at.now;
         const bool must_go_on = has_begun && is_ready && paused_s > at.pause_s;
-        const bool is_starving = is_late_chat ? must_return : has_waited && (!is_on_time || std::isinf(slack_s));
+        const bool is_starving = is_late_chat ? must_return || must_begin : has_waited && (!is_on_time || std::isinf(slack_s));
         rank = is_starving ? kStarving : is_late_chat && must_go_on ? kOnTime : claim;
         is_free = has_no_slo && std::isinf(table[kDeadline][row]);
         if (is_on_time && !has_begun && !std::isinf(first_s)) left_s = alone_s;

@@ -4,16 +4,17 @@ Each class has a batch former of its own: real-time requests whose first token w
 late, and best effort. A batch comes from the former of the first class that has any. What is left of its limits goes to
 later classes, while nobody of an earlier one is left behind, and only within the lengths of the batch: so it is as
 aligned as without classes. While real-time requests wait, best effort has its floor
-(alignedserve/core/class_floor.py), as a batch of a single request.
+(alignedserve/core/class_floor.py), as a batch of a single request; so have late ones that are overdue here.
 
 Example: chats of 40 and 44 tokens wait beside documents of 42, 43 and 900. A batch of five is {40, 44}, the chats, then
 {42, 43}, which join their lengths; the document of 900 waits for a batch of its own.
 """
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from alignedserve.core.class_floor import ClassFloor
+from alignedserve.core.class_floor import OVERDUE_FLOOR, OVERDUE_S, ClassFloor
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.cluster_view import LengthTree, tree_of
 from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits, LengthRange, batch_of
@@ -30,23 +31,27 @@ class ClassedBatchFormer:
         self._formers = {one: make() for one in BatchClass}
         self.is_aligned = self._formers[BatchClass.BEST_EFFORT].is_aligned
         self._waiting: dict[BatchClass, dict[RequestId, PooledRequest]] = {one: {} for one in BatchClass}
-        self._floor = ClassFloor(floor)
+        self._since_s: dict[RequestId, float] = {}  # when late ones came
+        self._floors = {BatchClass.LATE: ClassFloor(OVERDUE_FLOOR), BatchClass.BEST_EFFORT: ClassFloor(floor)}
 
     def insert(self, pooled: PooledRequest, now: float) -> None:
         """See BatchFormer."""
         self._waiting[pooled.batch_class][pooled.request_id] = pooled
         self._formers[pooled.batch_class].insert(pooled, now)
+        if pooled.batch_class is BatchClass.LATE:
+            self._since_s[pooled.request_id] = now
 
     def remove(self, request_id: RequestId) -> None:
         """See BatchFormer."""
         batch_class = self._class_of(request_id)
         del self._waiting[batch_class][request_id]
         self._formers[batch_class].remove(request_id)
+        self._since_s.pop(request_id, None)
 
     def form(self, limits: BatchLimits, now: float) -> AlignedBatch | None:
         """See BatchFormer."""
-        if self._is_floor_due() and limits.max_requests > 0:
-            lone = self._formers[BatchClass.BEST_EFFORT].form(replace(limits, max_requests=1, min_requests=1), now)
+        for by_floor in self._due_by_floor(now) if limits.max_requests > 0 else ():
+            lone = self._formers[by_floor].form(replace(limits, max_requests=1, min_requests=1), now)
             if lone is not None:
                 return self._noted(lone)
         for batch_class in self._classes(limits):
@@ -56,11 +61,12 @@ class ClassedBatchFormer:
         return None
 
     def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
-        """See BatchFormer. Best effort joins while no real-time request of any lengths waits, or by its floor."""
+        """See BatchFormer. A class joins while no request of an earlier one waits, of any lengths, or by its floor."""
         joining = self._join(lengths, limits, self._classes(limits), now, ())
-        if not joining and self._is_floor_due():
-            lone = self._formers[BatchClass.BEST_EFFORT].join(lengths, replace(limits, max_requests=1), now)
-            joining = self._members(lone)
+        for by_floor in self._due_by_floor(now) if not joining else ():
+            joining = self._members(self._formers[by_floor].join(lengths, replace(limits, max_requests=1), now))
+            if joining:
+                break
         return self._noted(batch_of(joining, by_turn=limits.by_turn)) if joining else None
 
     def seen(self) -> LengthTree:
@@ -75,11 +81,15 @@ class ClassedBatchFormer:
     def _classes(self, limits: BatchLimits) -> list[BatchClass]:
         return [one for one in BatchClass if one is not BatchClass.BEST_EFFORT or not limits.is_for_real_time]
 
-    def _is_floor_due(self) -> bool:
-        """Return whether best effort goes before real-time requests that wait."""
-        oldest = next(iter(self._waiting[BatchClass.BEST_EFFORT].values()), None)
-        has_real_time = self._waiting[BatchClass.ON_TIME] or self._waiting[BatchClass.LATE]
-        return oldest is not None and bool(has_real_time) and self._floor.is_due(oldest.context_len)
+    def _due_by_floor(self, now: float) -> Iterator[BatchClass]:
+        """Yield the classes of which a request goes before earlier ones that wait."""
+        for one, floor in self._floors.items():
+            oldest = next(iter(self._waiting[one].values()), None)
+            if oldest is None or not any(self._waiting[earlier] for earlier in BatchClass if earlier < one):
+                continue
+            is_overdue = now - self._since_s.get(oldest.request_id, -math.inf) >= OVERDUE_S
+            if is_overdue and floor.is_due(oldest.context_len):
+                yield one
 
     def _filled(self, first: AlignedBatch, limits: BatchLimits, now: float) -> AlignedBatch:
         chosen = self._members(first)
@@ -129,13 +139,14 @@ class ClassedBatchFormer:
         """Note what leaves with this batch."""
         members = self._members(batch)
         leaving = set(batch.request_ids)
-        staying = (one for one in self._waiting[BatchClass.BEST_EFFORT].values() if one.request_id not in leaving)
-        following = next(staying, None)
-        for one in members:
-            if one.batch_class is BatchClass.BEST_EFFORT:
-                self._floor.note_best_effort(one.context_len)
-            elif following is not None:
-                self._floor.note_real_time(one.context_len, following.context_len)
+        for batch_class, floor in self._floors.items():
+            staying = (one for one in self._waiting[batch_class].values() if one.request_id not in leaving)
+            following = next(staying, None)
+            for one in members:
+                if one.batch_class is batch_class:
+                    floor.note_own(one.context_len)
+                elif one.batch_class < batch_class and following is not None:
+                    floor.note_earlier(one.context_len, following.context_len)
         return batch
 
 

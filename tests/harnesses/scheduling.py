@@ -124,6 +124,7 @@ def view_of(
     max_tokens: int = 512,
     costs: CostModel | None = None,
     history: Iterable[float] = (),
+    stretch: float = 1.0,
     can_evict: bool = True,
     **memory: Any,
 ) -> WorkerView:
@@ -132,6 +133,7 @@ def view_of(
     past = IterationHistory()
     for duration_s in history:
         past.note(duration_s)
+    past.stretch = stretch
     num_free = num_blocks - int(table.num_blocks.sum())
     has_shared_blocks = memory.get("has_shared_blocks", False)
     return WorkerView(

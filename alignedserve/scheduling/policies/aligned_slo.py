@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from alignedserve.config.sections.scheduling import MAX_INTERFERENCE
+from alignedserve.core.class_floor import OVERDUE_S
 from alignedserve.scheduling.policies.slo_floor import Floor, behind_real_time
 from alignedserve.scheduling.policies.slo_forecast import (
     BEST_EFFORT,
@@ -45,11 +46,14 @@ class AlignedSloConfig:
 
     response_share: float = 0.2  # of the tightest first-token objective: longest iteration while such prompts come
     slack_share: float = 0.9  # of the least slack: the rest is for errors of the cost model
+    usual_stretch: float = 1.05  # errors that the rest is for: where iterations take longer, as beside others on the
+    # same cores, the share is less
     memory_s: float = 30.0  # for so long after its last request an objective still bounds iterations
     starvation_s: float = 60.0  # a request that waits longer, and `patience` times as long as it needs alone,
     patience: float = 10.0  # has a share of every iteration, and freed blocks are kept for it
     loan_s: float = 60.0  # so long after its last token a chat on time that has lent its memory is due at the latest
     return_s: float = 10.0  # so long after its last token a late chat that has lost its cache has that share
+    overdue_s: float = OVERDUE_S  # so long after its first token was due a chat that has none has it
     pause_s: float = 1.0  # so long a late chat that has begun pauses with its cache
     starving_share: float = 0.1  # the share, of the time that the iteration may take and of the memory
     growth_tokens: int = 16  # newcomers leave blocks for this many more tokens of each request with objectives
@@ -68,7 +72,7 @@ class AlignedSlo:
 
     def __init__(self, config: AlignedSloConfig) -> None:
         self._config = config
-        self._floor = Floor(config.starving_share, config.return_s)
+        self._floor = Floor(config.starving_share, config.return_s, config.overdue_s)
         bound = config.interference
         self._interference = None if bound is None else Interference(bound, config.best_effort_floor)
         self._runtime = RefreshedEstimate(fit_request_runtime)
@@ -146,9 +150,10 @@ class AlignedSlo:
             pause_s=config.pause_s,
             return_s=config.return_s,
             loan_s=config.loan_s,
+            overdue_s=config.overdue_s,
         )
         rows = behind_real_time(view.table, forecast_rows(view.table, situation, prompts))
-        allowed_s = copies_s = config.slack_share * rows.allowed_s
+        allowed_s = copies_s = self._slack_share(view) * rows.allowed_s
         if interference is not None:
             rows = without_starving_chat(view.table, rows)
             copies_s = min(copies_s, interference.copies_s(view, real_time_work(view.table).decodes))
@@ -160,8 +165,8 @@ class AlignedSlo:
             allowed_s=allowed_s,
             copies_s=copies_s,
             is_bound=interference is not None,
-            banked_s=self._stretched_s(rows.banked_until_s, now),
-            stretched_s=self._stretched_s(rows.stretched_until_s, now),
+            banked_s=self._stretched_s(rows.banked_until_s, view),
+            stretched_s=self._stretched_s(rows.stretched_until_s, view),
             kept_blocks=self._kept_blocks(rows.held_blocks, now),
             prefill_token_s=runtime.prefill_token_s,
             loans_s=config.starving_share * config.loan_s,
@@ -173,11 +178,16 @@ class AlignedSlo:
             self._most_blocks, self._most_s = held, now
         return self._most_blocks - held
 
-    def _stretched_s(self, until_s: float, now: float) -> float:
+    def _slack_share(self, view: WorkerView) -> float:
+        """Return the share of slack that an iteration may take, by what iterations took of late beyond predictions."""
+        config = self._config
+        return config.slack_share * min(config.usual_stretch / view.history.stretch, 1.0)
+
+    def _stretched_s(self, until_s: float, view: WorkerView) -> float:
         """Return the longest iteration after which all requests that have begun can still hold their mean gap.
 
         `until_s`: the time to which they are ahead of it. A prompt that arrives as the iteration begins still has time
         for a usual one.
         """
-        mean_s = until_s - now
-        return min(self._config.slack_share * mean_s, (1.0 - self._config.response_share) * self._tightest_s)
+        mean_s = until_s - view.now
+        return min(self._slack_share(view) * mean_s, (1.0 - self._config.response_share) * self._tightest_s)

@@ -2,9 +2,10 @@
 
 Those of a class are served by priority and arrival, within a share of every iteration's time, and hold a share of the
 memory that no other request takes from them: as many of the first ones as fit it, at least one. Documents are served so
-to their end, and late chats until their cache is back; those furthest behind then keep it, in a share like that. The
-rest go first among their own class (but for late chat, which keeps its place), and are evicted for others as they would
-be without having waited. So however many have waited too long, chat on time has the rest of the time and of the memory.
+to their end, and late chats until their cache is back; those furthest behind then keep it, in a share like that. Chats
+whose first token is overdue begin so, and those that have begun so hold at most that share of the places. The rest go
+first among their own class (but for late chat, which keeps its place), and are evicted for others as they would be
+without having waited. So however many have waited too long, chat on time has the rest of the time and of the memory.
 
 A first one that needs more memory than the share has it all the same, once it has been first for so long that the
 memory it holds is the share on average:
@@ -37,18 +38,35 @@ class FlooredRows(NamedTuple):
 class Floor:
     """Gives chat its share, and documents theirs: neither waits for the other to end."""
 
-    def __init__(self, share: float, return_s: float) -> None:
-        """`share`: of the memory. `return_s`: as in AlignedSloConfig."""
-        self._share, self._return_s = share, return_s
+    def __init__(self, share: float, return_s: float, overdue_s: float) -> None:
+        """`share`: of the memory. `return_s`, `overdue_s`: as in AlignedSloConfig."""
+        self._share, self._return_s, self._overdue_s = share, return_s, overdue_s
         self._of_chat, self._of_documents = _ClassShare(share), _ClassShare(share)
 
     def apply(self, view: WorkerView, rows: RowForecasts) -> FlooredRows:
         """Return the forecasts with the requests behind the floor in the ranks of their objectives."""
+        rows = self._few_beginning(view, rows)
         starving = np.flatnonzero(rows.rank == STARVING)
         is_chat = view.table.is_real_time[starving]
         floored = FlooredRows(rows, self._sheltered(view, rows), is_first_held=True)
         floored = self._of_chat.apply(view, floored, starving[is_chat])
         return self._of_documents.apply(view, floored, starving[~is_chat])
+
+    def _few_beginning(self, view: WorkerView, rows: RowForecasts) -> RowForecasts:
+        """Return the forecasts with chats overdue to begin behind the floor, but for a share of the places.
+
+        Those that have come so late already are counted, to the end of their answers.
+        """
+        table = view.table
+        beginning = np.flatnonzero((rows.rank == STARVING) & table.is_real_time & (table.num_generated == 0))
+        beginning = beginning[np.isfinite(table.ttft_s[beginning])]
+        if not len(beginning):
+            return rows
+        due_s = table.arrival_s + table.ttft_s + self._overdue_s
+        num_begun = int(np.count_nonzero(table.is_real_time & (table.first_token_s > due_s)))
+        room = max(int(self._share * view.limits.max_running_requests), 1) - num_begun
+        beyond = in_order(beginning, table, rows)[max(room, 0) :]
+        return behind(rows, beyond, first=beyond[:0]) if len(beyond) else rows
 
     def _sheltered(self, view: WorkerView, rows: RowForecasts) -> Ints:
         """Return the ranks, by which memory is kept, with late chats that are furthest behind sheltered by a share.

@@ -52,6 +52,7 @@ class Situation(NamedTuple):
     pause_s: float  # as in AlignedSloConfig
     return_s: float
     loan_s: float
+    overdue_s: float
 
 
 class SloForecast(NamedTuple):
@@ -159,8 +160,9 @@ def _plain_forecast(table: RequestTable, situation: Situation, prompts: PrefillT
     is_ready, is_free = is_decoding & (table.num_swapped == 0), has_no_slo & np.isinf(table.deadline_s)
     is_late_chat, paused_s = table.is_real_time & ~has_no_slo & is_late, now - table.last_token_s
     must_return = dues.has_begun & ~is_ready & (paused_s > situation.return_s)
+    must_begin = ~dues.has_begun & (dues.first_s + situation.overdue_s < now)
     must_go_on = is_late_chat & dues.has_begun & is_ready & (paused_s > situation.pause_s)
-    is_starving = np.where(is_late_chat, must_return, has_waited & (~is_on_time | np.isinf(slack_s)))
+    is_starving = np.where(is_late_chat, must_return | must_begin, has_waited & (~is_on_time | np.isinf(slack_s)))
     rank = np.where(is_starving, STARVING, np.where(must_go_on, ON_TIME, claim))
     is_overtakable = is_free & ~has_waited & (rank >= LATE) & (table.num_blocks > 0)
     # With its cache away a request needs the time to compute it again.

@@ -76,6 +76,14 @@ def test_a_document_goes_when_its_floor_has_made_up_its_tokens() -> None:
     assert [take(former, one_each) for _ in range(6)] == ["c0", "c1", "d1", "c2", "c3", "d2"]
 
 
+def test_late_chat_that_waits_for_half_a_minute_goes_by_a_floor_of_its_own() -> None:
+    """At a twentieth each token of those on time owes a nineteenth: it goes after nineteen like it."""
+    former = former_with(("l1", 40), *[(f"c{number:02}", 40) for number in range(30)])
+    one_each = BatchLimits(1000, 1)
+    assert [take(former, one_each, now=29.0) for _ in range(20)][-1] == "c19"
+    assert take(former, one_each, now=30.0) == "l1"
+
+
 def test_those_of_running_lengths_join_by_class() -> None:
     former = former_with(("d1", 40), ("c1", 42), ("c2", 900))
     lengths = LengthRange(32, 48)

@@ -79,6 +79,17 @@ def test_chat_that_is_late_goes_after_chat_that_is_not_and_before_documents() ->
     assert drained(queue, 102.0) == order
 
 
+@pytest.mark.parametrize(("late_s", "place"), [(29.0, 30), (31.0, 19)])
+def test_overdue_chat_has_a_floor_while_chat_on_time_waits(late_s: float, place: int) -> None:
+    queue = PrefillQueue(LeastSlackOrder())
+    late = chat("late", 100.0)
+    queue.push(late, 10, due_s=101.0)
+    for number in range(30):
+        queue.push(chat(f"chat{number:02}", 130.0), 10, due_s=500.0)
+    order = drained(queue, 101.0 + late_s)
+    assert order.index(late.request_id) == place  # 190 tokens of others owe it 190 * 0.05 / 0.95
+
+
 def test_documents_have_the_floor_while_chat_waits() -> None:
     queue = PrefillQueue(LeastSlackOrder(), floor=0.2)
     queue.push(DOCUMENT, 20)

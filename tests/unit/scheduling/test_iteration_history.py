@@ -42,6 +42,17 @@ def test_a_maximum_is_forgotten_after_two_windows(num_after: int, max_s: float) 
     assert _history(9.0, *[1.0] * num_after).max_s == max_s
 
 
+def test_the_stretch_is_what_gaps_take_beyond_predictions() -> None:
+    history = IterationHistory()
+    for number in range(300):
+        history.note_error(0.1, 0.12, now=0.15 * number)  # with 30 ms between two
+    assert history.stretch == pytest.approx(1.5, abs=0.01)
+    history.note_error(0.1, 0.15, now=100.0)  # after a rest
+    assert history.stretch == pytest.approx(1.5, abs=0.01)
+    history.note_error(0.1, 9.0, now=110.0)
+    assert history.stretch < 1.54
+
+
 def test_the_maximum_covers_64_iterations_at_least() -> None:
     durations = [1.0] * 63 + [9.0]  # the last of a window
     assert _history(*durations, *[1.0] * 64).max_s == 9.0

@@ -17,10 +17,10 @@ _AHEAD = {
 }
 
 
-def _tokens_of_question(answer: dict[str, Any], due_in_s: float, history: Sequence[float] = ()) -> int:
+def _tokens_of_question(answer: dict[str, Any], due_in_s: float, history: Sequence[float] = (), **view_as: Any) -> int:
     """Return tokens of 120, which take 132 ms with the answer's next token."""
     question = {"prompt_len": 120, "ttft_s": 0.4, "arrival_s": 0.6 + due_in_s}
-    view = view_of({"answer": answer, "question": question}, now=1.0, history=history)
+    view = view_of({"answer": answer, "question": question}, now=1.0, history=history, **view_as)
     plan = make_policy("aligned_slo").plan(view)
     assert_sound(view, plan)
     return scheduled_of(view, plan)["question"]
@@ -28,6 +28,12 @@ def _tokens_of_question(answer: dict[str, Any], due_in_s: float, history: Sequen
 
 def test_a_prompt_is_cut_where_that_leaves_it_in_time() -> None:
     assert _tokens_of_question(_AHEAD, due_in_s=0.2) == 69
+
+
+def test_gaps_are_planned_shorter_where_iterations_take_longer_than_predicted() -> None:
+    """81 ms of the 90, as long as errors are usual ones; half as much where they take twice 1.05 times as long."""
+    assert _tokens_of_question(_AHEAD, due_in_s=0.2, stretch=1.05) == 69
+    assert _tokens_of_question(_AHEAD, due_in_s=0.2, stretch=2.1) == 28
 
 
 def test_a_prompt_that_would_be_late_in_parts_is_computed_in_one() -> None:

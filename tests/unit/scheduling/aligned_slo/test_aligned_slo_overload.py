@@ -100,10 +100,10 @@ def beside_chat(**row: Any) -> dict[str, int]:
     return beside_chat_all(row=row)
 
 
-def beside_chat_all(**rows: dict[str, Any]) -> dict[str, int]:
+def beside_chat_all(*, max_running_requests: int = 64, **rows: dict[str, Any]) -> dict[str, int]:
     chat = {"prompt_len": 40, "num_generated": 1, "ttft_s": 1.0, "tpot_s": 0.0125}
     chat |= {"arrival_s": 19.99, "first_token_s": 20.0, "last_token_s": 20.0}
-    return planned({"chat": chat, **rows}, now=20.0)[0]
+    return planned({"chat": chat, **rows}, now=20.0, max_running_requests=max_running_requests)[0]
 
 
 def test_an_answer_that_has_begun_late_pauses_no_longer_than_a_second() -> None:
@@ -133,8 +133,18 @@ def test_the_late_chat_furthest_behind_keeps_the_cache_that_was_computed_again()
     assert planned(rows, now=100.0, num_blocks=19) == ({"new": 64, "behind": 1}, ["less"])
 
 
-def test_a_chat_that_is_late_before_it_has_begun_takes_no_share_from_those_on_time() -> None:
-    waiting = {"prompt_len": 90, "arrival_s": -200.0, "predicted_len": 10}
-    assert beside_chat(**waiting, ttft_s=1.0) == {"chat": 1}
-    assert beside_chat(**waiting) == {"chat": 1, "row": 1}  # without an objective it is not late, but waits as long
-    assert beside_chat(**waiting, be=True) == {"chat": 1, "row": 1}
+def test_a_chat_overdue_to_begin_has_a_share_of_the_time_of_those_on_time() -> None:
+    waiting = {"prompt_len": 90, "predicted_len": 10, "ttft_s": 1.0}
+    assert beside_chat(**waiting, arrival_s=-10.9) == {"chat": 1}
+    assert beside_chat(**waiting, arrival_s=-11.1) == {"chat": 1, "row": 1}
+    # Without an objective it is not late: it waits as long as a document.
+    has_waited = {"prompt_len": 90, "predicted_len": 10, "arrival_s": -200.0}
+    assert beside_chat(**has_waited) == beside_chat(**has_waited, be=True) == {"chat": 1, "row": 1}
+
+
+def test_those_that_have_begun_so_hold_no_more_than_a_share_of_the_places() -> None:
+    waiting = {"prompt_len": 90, "predicted_len": 10, "ttft_s": 1.0}
+    begun = {**LATE, "arrival_s": -50.0, "first_token_s": 19.0, "last_token_s": 19.9}
+    rows: Rows = {"first": {**waiting, "arrival_s": -20.0}, "second": {**waiting, "arrival_s": -19.0}}
+    assert beside_chat_all(**rows, max_running_requests=10) == {"chat": 1, "first": 1}
+    assert beside_chat_all(begun=begun, **rows, max_running_requests=10) == {"chat": 1}
