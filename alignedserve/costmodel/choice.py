@@ -1,11 +1,12 @@
 """The one place where a cost model is chosen by name."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.hardware import hardware
+from alignedserve.costmodel.list_schedule import DIVISIONS, ListScheduledModel, accelerator_of
 from alignedserve.costmodel.model import AttentionKernel, CostModel
 from alignedserve.costmodel.model_shapes import ModelShape, model_shape
 from alignedserve.costmodel.profile_file import read_profile
@@ -36,6 +37,14 @@ class WorkerSpec:
         return model_shape(self.model) if isinstance(self.model, str) else self.model
 
 
+def attention_kernel(name: str) -> AttentionKernel:
+    """Return the kernel of that name. Raises ConfigError listing the names."""
+    try:
+        return AttentionKernel(name)
+    except ValueError:
+        raise ConfigError(f"kernel {name!r} is none of {', '.join(one.value for one in AttentionKernel)}.") from None
+
+
 def make_cost_model(source: str, worker: WorkerSpec | None = None) -> CostModel:
     """Make the cost model named by a key of COST_MODELS for this worker, or by `fitted:FILE`, which names its own
     worker.
@@ -48,7 +57,13 @@ def make_cost_model(source: str, worker: WorkerSpec | None = None) -> CostModel:
         return read_profile(Path(source.removeprefix(FITTED))).cost_model()
     if source not in COST_MODELS:
         raise ConfigError(f"cost model {source!r} is none of {', '.join(COST_MODELS)}, {FITTED}FILE.")
-    return COST_MODELS[source](worker or WorkerSpec())
+    worker = worker or WorkerSpec()
+    if worker.kernel not in DIVISIONS:
+        return COST_MODELS[source](worker)
+    balanced = COST_MODELS[source](replace(worker, kernel=AttentionKernel.LOAD_BALANCED))
+    num_multiprocessors = hardware(worker.hardware).num_multiprocessors
+    on = accelerator_of(worker.shape, num_multiprocessors, worker.tensor_parallel)
+    return ListScheduledModel(balanced, worker.kernel, on)
 
 
 def _roofline(worker: WorkerSpec) -> CostModel:

@@ -11,11 +11,17 @@ _INTERPOLATIONS = 4
 class AttentionKernel(enum.Enum):
     """Ways to spread the work of decode attention over a device."""
 
-    LOAD_BALANCED = "load_balanced"  # contexts are split into even parts: time follows their sum
-    ONE_BLOCK_PER_SEQUENCE = "one_block_per_sequence"  # the longest is the straggler: time follows number * maximum
+    LOAD_BALANCED = "load_balanced"  # contexts are split into even parts, as ours on GPUs: time follows their sum
+    # Blocks in waves, each as long as the longest context of all: time follows number * maximum. No device is so slow.
+    ONE_BLOCK_PER_SEQUENCE = "one_block_per_sequence"
+    # Blocks that free multiprocessors take in turn (list_schedule.py)
+    PAGED_V1 = "paged_v1"
+    FLASH_ATTENTION_2 = "flash_attention_2"
+    FLASHINFER = "flashinfer"
+    SECTIONS = "sections"
 
     def num_charged_keys(self, work: IterationWork) -> int:
-        """Count the keys that the decodes are charged for."""
+        """Count the keys that the decodes are charged for, where that is the sum of the contexts or a bound of it."""
         if self is AttentionKernel.LOAD_BALANCED:
             return work.decode_context_len
         return work.num_decodes * work.max_decode_context_len

@@ -27,7 +27,7 @@ class IterationLogTotals(msgspec.Struct, frozen=True, array_like=True):
     prepare_s: TotalSeconds = 0.0  # fifth
     forward_s: TotalSeconds = 0.0  # sixth
     sampling_s: TotalSeconds = 0.0  # seventh
-    misaligned_s: TotalSeconds = 0.0  # of forward_s: attention over padding
+    misaligned_s: TotalSeconds = 0.0  # of forward_s: attention that stragglers cost
     sum_of_spreads: TotalSeconds = 0.0
     spread_counts: SpreadCounts = (0,) * _NUM_BUCKETS  # iterations by spread, one bucket for each edge and the last
     num_ahead_iterations: Total = 0  # that were launched before the tokens of the one before were known
@@ -35,6 +35,12 @@ class IterationLogTotals(msgspec.Struct, frozen=True, array_like=True):
     # and as they were.
     real_time_alone_s: TotalSeconds = 0.0
     real_time_beside_s: TotalSeconds = 0.0
+    sum_of_straggler_shares: TotalSeconds = 0.0  # of each iteration's decode attention, from 0 to 1
+
+    @property
+    def straggler_share(self) -> float:
+        """Return the share of decode attention that stragglers cost, in the mean of iterations."""
+        return self.sum_of_straggler_shares / max(self.num_iterations, 1)
 
     def plus(self, other: "IterationLogTotals") -> "IterationLogTotals":
         """Add both totals."""

@@ -94,7 +94,7 @@ class IterationTimes(msgspec.Struct, frozen=True):
     forward_s: float  # the pass and its logits
     sampling_s: float
     attention_s: float = 0.0  # of the pass: attention of decoding sequences, where that can be measured
-    padded_share: float = 0.0  # of that time: on slots read only because another sequence is longer
+    straggler_share: float = 0.0  # of that time: there only because one sequence is longer than the others
     grammar_s: float | None = None  # waiting for the masks of rows under a grammar; None: not measured
     is_ahead: bool = False  # its decodes were launched before the tokens of the iteration before were known
 

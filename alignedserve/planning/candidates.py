@@ -60,8 +60,8 @@ class Candidate:
 
     @property
     def can_be_served(self) -> bool:
-        """Return whether `serve` can start it: its workers have one accelerator each so far."""
-        return self.tensor_parallel == 1 and self.policy.can_be_served
+        """Return whether `serve` can start it."""
+        return self.policy.can_be_served
 
     @property
     def shape(self) -> str:

@@ -88,6 +88,14 @@ def cautions(num_requests: int, share: float, span_s: float, costs: str) -> list
     return sentences
 
 
+def straggler_words(outcome: Outcome, machines: Machines) -> str:
+    """Return which share of decode attention stragglers cost in what was simulated, and why."""
+    kernel = "as measured" if machines.model is None else f"kernel {machines.kernel.value}"
+    if outcome.result is None:
+        return kernel
+    return f"{outcome.result.iteration_log.straggler_share:.1%} of decode attention is assumed for stragglers, {kernel}"
+
+
 def caution_of_costs(candidate: Candidate, machines: Machines) -> str:
     """Return a caution about the costs of a plan's workers; empty where they are known well."""
     offer, num_workers = candidate.offer, candidate.num_accelerators

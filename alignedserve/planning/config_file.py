@@ -66,7 +66,10 @@ def _model_and_engine(candidate: Candidate, machines: Machines) -> dict[str, Any
     profile = machines.profiles.get(candidate.offer.name)
     if profile is None:
         assert machines.model is not None, "named accelerators have no model of their own"
-        return {"model": {"path": _model_path(machines.model)}, "engine": {"device": "cuda"}}
+        engine: dict[str, Any] = {"device": "cuda"}
+        if candidate.tensor_parallel > 1:
+            engine["tensor_parallel"] = candidate.tensor_parallel
+        return {"model": {"path": _model_path(machines.model)}, "engine": engine}
     found: dict[str, Any] = {"model": {"path": _model_path(profile.shape.name), "dtype": profile.shape.dtype}}
     if profile.num_threads is not None:
         found["engine"] = {"threads_per_worker": profile.num_threads}

@@ -103,8 +103,8 @@ def summary(plan: Plan) -> list[str]:
     if plan.simulated_only is not None:
         candidate = plan.simulated_only.candidate
         lines.append(
-            f"{candidate.label} would hold for {priced(candidate)}, but can only be simulated: workers of a live "
-            "system have one accelerator each so far."
+            f"{candidate.label} would hold for {priced(candidate)}, but can only be simulated: no server knows how long "
+            "answers will be."
         )
     return lines
 
@@ -334,6 +334,7 @@ def _values(plan: Plan, one: Tried) -> dict[str, Any]:
         "holds": outcome.holds,
         "keeps_up": outcome.keeps_up,
         "error": outcome.error,
+        "straggler_share": None if outcome.result is None else outcome.result.iteration_log.straggler_share,
         "classes": {
             name: {
                 "attained": found.attainment,

@@ -12,7 +12,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo
 from alignedserve.costmodel.choice import WorkerSpec
 from alignedserve.costmodel.gpu_limits import running_requests
-from alignedserve.costmodel.model import CostModel
+from alignedserve.costmodel.model import AttentionKernel, CostModel
 from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.planning.candidates import Candidate
@@ -36,6 +36,7 @@ class Machines:
     cluster: ClusterConfig  # plans change its topology, policy and counts
     model: str | None  # of named accelerators
     costs: str = "roofline"
+    kernel: AttentionKernel = AttentionKernel.LOAD_BALANCED  # of named accelerators
     profiles: Mapping[str, MachineProfile] = field(default_factory=dict)
     slowdowns: Slowdowns = NO_SLOWDOWNS  # of measured machines, as in SimConfig
     seed: int = 0
@@ -55,7 +56,7 @@ class Machines:
             config = replace(simulated_policy(profile, cluster), slowdowns=self.slowdowns)
         else:
             assert self.model is not None, "named accelerators have no model of their own"
-            worker = WorkerSpec(self.model, candidate.offer.name, candidate.tensor_parallel)
+            worker = WorkerSpec(self.model, candidate.offer.name, candidate.tensor_parallel, self.kernel)
             config = simulated_policy(ClusterHardware(worker, source=self.costs), cluster)
             if self.runs_what_fits:
                 config = _running_what_fits(config, worker)

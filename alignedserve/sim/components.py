@@ -227,15 +227,20 @@ class SimulatedWorker:
             self._memory.cores.begin(duration_s, self.engine.latest_work.num_chunks > 0, partial(ended, None))
             return
         ends_s = now + duration_s
-        event = IterationCompleted(sampled, times=_times(now, duration_s * measured))
+        event = IterationCompleted(sampled, times=self._times(now, duration_s * measured))
         self._event_queue.at(ends_s, self._unless_lost(self.component.dispatch), event)
 
     def _ended(self, started_s: float, duration_s: float, sampled: tuple[SampledToken, ...], measured: float) -> None:
         """End an iteration on shared cores, where it may have taken longer than by itself."""
         taken_s = self._event_queue.now - started_s
         self.engine.prolong(taken_s - duration_s)
-        times = _times(started_s, measured * taken_s)
+        times = self._times(started_s, measured * taken_s)
         self.component.dispatch(IterationCompleted(sampled, times=times))
+
+    def _times(self, started_s: float, duration_s: float) -> IterationTimes:
+        """Return what the engine measures of its latest iteration."""
+        share = self.engine.latest_straggler_share
+        return IterationTimes(started_s, started_s + duration_s, 0.0, duration_s, 0.0, straggler_share=share)
 
     def _copy(self, ends_s: Callable[[Any], float], outcome: Callable[[Any], Any], command: object) -> None:
         """Schedule the outcome of a copy for the time when it ends."""
@@ -253,11 +258,6 @@ class SimulatedWorker:
         if offered is not None:
             self._copier.arenas[command.peer] = self._memory.arenas[offered.path]
         self._event_queue.after(0.0, self.component.dispatch, BufferOpened(command.peer, command.link_epoch, offered))
-
-
-def _times(started_s: float, duration_s: float) -> IterationTimes:
-    """Return what an engine measures of an iteration."""
-    return IterationTimes(started_s, started_s + duration_s, 0.0, duration_s, 0.0)
 
 
 class SharedMemory:

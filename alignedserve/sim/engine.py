@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken
+from alignedserve.costmodel.list_schedule import straggler_share
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.iterations import Addition, RunIteration, Swap, Swaps
@@ -148,6 +149,11 @@ class SimulatedEngine:
         self.busy_s += seconds
         if self._timeline is not None:
             self._timeline.prolong(seconds)
+
+    @property
+    def latest_straggler_share(self) -> float:
+        """Return the share of the latest iteration's decode attention that a straggler costs."""
+        return straggler_share(self._costs, self._latest.work)
 
     @property
     def latest_work(self) -> IterationWork:

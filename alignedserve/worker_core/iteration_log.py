@@ -60,9 +60,10 @@ class IterationRecord(NamedTuple):
     forward_s: float
     sampling_s: float
     attention_s: float  # of forward_s: attention of decoding sequences
-    misaligned_s: float  # of attention_s: over padding
+    misaligned_s: float  # of attention_s: what stragglers cost
     is_ahead: bool  # its decodes were launched before the tokens of the one before were known
     alone_s: float = 0.0  # predicted of its real-time part, where interference is bounded and its gaps run
+    straggler_share: float = 0.0  # of decode attention's time: there only because one context is longer than the others
 
     @property
     def parts_s(self) -> float:
@@ -147,9 +148,10 @@ class IterationLog:
             times.forward_s,
             times.sampling_s,
             times.attention_s,
-            times.attention_s * times.padded_share,
+            times.attention_s * times.straggler_share,
             times.is_ahead,
             self._alone_s,
+            times.straggler_share,
         )
         self._records.append(record)
         self._num_tokens += len(event.sampled)
@@ -235,6 +237,7 @@ def totals_of(records: Sequence[IterationRecord]) -> IterationLogTotals:
         num_ahead_iterations=sum(record.is_ahead for record in records),
         real_time_alone_s=sum(record.alone_s for record in records),
         real_time_beside_s=sum(record.beside_s for record in records),
+        sum_of_straggler_shares=sum(record.straggler_share for record in records),
     )
 
 

@@ -40,6 +40,7 @@ async def test_how_many_iterations_of_which_batches() -> None:
         'alignedserve_iterations_total{model_name="tiny"} 10.0',
         'alignedserve_switch_iterations_total{model_name="tiny"} 2.0',
         'alignedserve_ahead_iterations_total{model_name="tiny"} 7.0',
+        'alignedserve_straggler_share_total{model_name="tiny"} 2.5',
         'alignedserve_iteration_requests_total{model_name="tiny"} 320.0',
         "# TYPE alignedserve_batch_spread histogram",
         'alignedserve_batch_spread_count{model_name="tiny"} 10.0',

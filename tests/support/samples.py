@@ -191,6 +191,7 @@ TOTALS = IterationLogTotals(
     sum_of_spreads=13.5,
     spread_counts=(1, 0, 2, 0, 0, 0, 3, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0),
     num_ahead_iterations=7,
+    sum_of_straggler_shares=2.5,
 )
 _FULL = Request(
     request_id=R1,

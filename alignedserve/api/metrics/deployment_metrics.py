@@ -206,6 +206,8 @@ def iteration_log_metrics(totals: IterationLogTotals) -> Iterator[Metric]:
     yield _counter("real_time_alone_seconds", alone, totals.real_time_alone_s)
     beside = "The same iterations, as they were with best-effort work."
     yield _counter("real_time_beside_seconds", beside, totals.real_time_beside_s)
+    stragglers = "Share of decode attention that is there only because one context is longer, summed over iterations."
+    yield _counter("straggler_share", stragglers, totals.sum_of_straggler_shares)
     yield _counter("iteration_requests", "Running requests, counted in every iteration.", totals.num_requests)
     yield _spread(totals)
 

@@ -13,6 +13,7 @@ from alignedserve.cli.commands.simulation_options import PlanOptions
 from alignedserve.cli.console import FAILURE, notes, printable, progress, results, write_json
 from alignedserve.cli.machine import describe_machine
 from alignedserve.loadgen.prompts import to_json
+from alignedserve.planning.confidence import straggler_words
 from alignedserve.planning.config_file import config_file
 from alignedserve.planning.plan import Plan, make_plan
 from alignedserve.planning.report import (
@@ -26,7 +27,7 @@ from alignedserve.planning.report import (
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.sim.sweep import CasePool, CaseProgress
 
-_RUNNING = "requests at a time"
+_RUNNING, _ATTENTION = "requests at a time", "attention"
 _MAX_ROWS = 12  # of the table on the terminal; the report has all
 
 
@@ -89,6 +90,7 @@ def _report(options: PlanOptions, asked: Asked, found: Plan) -> PlanReport:
     about = {
         **asked.about,
         _RUNNING: running,
+        _ATTENTION: straggler_words(found.nearest.outcome, asked.request.machines),
         "searched": searched,
         "command": command_line(),
         "version": version("alignedserve"),
@@ -106,7 +108,8 @@ def _print(report: PlanReport) -> None:
     results().print(table)
     for line in summary(report.plan):
         results().print(line, markup=False, soft_wrap=True)
-    results().print(f"{_RUNNING.capitalize()}: {dict(report.about)[_RUNNING]}.", markup=False, soft_wrap=True)
+    for name in (_RUNNING, _ATTENTION):
+        results().print(f"{name.capitalize()}: {dict(report.about)[name]}.", markup=False, soft_wrap=True)
     for one in report.plan.variations:
         verdict = "holds" if one.holds else "does not hold"
         results().print(f"  with {one.words}: {verdict}", markup=False, soft_wrap=True)

@@ -14,7 +14,8 @@ from alignedserve.config.unset_sizes import DefaultSize, with_fixed_sizes
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.costmodel.choice import COST_MODELS, FITTED
+from alignedserve.costmodel.choice import COST_MODELS, FITTED, attention_kernel
+from alignedserve.costmodel.model import AttentionKernel
 from alignedserve.costmodel.model_shapes import MODEL_SHAPES, ModelShape, model_shape
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
 from alignedserve.planning.candidates import Choices, PolicyChoice
@@ -191,7 +192,9 @@ def _machines(options: PlanOptions, offers: tuple[Offer, ...], run: _Recorded | 
     }
     if run is not None:
         profiles[RECORDED] = run.profile
-    named = [offer for offer in offers if not offer.is_profiled]
+    named, kernel = [offer for offer in offers if not offer.is_profiled], attention_kernel(options.kernel)
+    if not named and kernel is not AttentionKernel.LOAD_BALANCED:
+        raise ConfigError(f"--kernel {options.kernel}: a measured machine was measured with its own")
     if options.model is not None:
         model_shape(options.model)
     if named and len(named) < len(offers):
@@ -209,6 +212,7 @@ def _machines(options: PlanOptions, offers: tuple[Offer, ...], run: _Recorded | 
         cluster=with_fixed_sizes(cluster),
         model=(options.model or DEFAULT_MODEL) if named else None,
         costs=options.costs,
+        kernel=kernel,
         profiles=profiles,
         slowdowns=run.slowdowns if run is not None and is_as_recorded else NO_SLOWDOWNS,
         seed=options.seed,

@@ -109,7 +109,7 @@ def _about(options: SimulateOptions) -> dict[str, str]:
     return {
         "workload": f"{options.workload or DEFAULT_WORKLOAD} ({duration}, seed {options.seed})",
         "model": model if options.costs.startswith(FITTED) else f"{model}, {hardware}",
-        "costs": options.costs,
+        "costs": options.costs if options.costs.startswith(FITTED) else f"{options.costs}, {options.kernel} attention",
         "command": command_line(),
         "version": f"alignedserve {version('alignedserve')}, Python {machine['python']}",
     }

@@ -15,7 +15,8 @@ from alignedserve.config.loading import current_field_name, load_config
 from alignedserve.config.sections import ClusterConfig, ScalingConfig, Topology
 from alignedserve.config.unset_sizes import with_fixed_sizes
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.choice import FITTED, WorkerSpec
+from alignedserve.costmodel.choice import FITTED, WorkerSpec, attention_kernel
+from alignedserve.costmodel.model import AttentionKernel
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
 from alignedserve.scheduling.policies import PolicyEntry, policy_entry
 from alignedserve.scheduling.topology import require_effect, topology_of
@@ -206,11 +207,15 @@ def _sized(options: SimulateOptions, cluster: ClusterConfig, given: Topology | N
 
 def _machines(options: SimulateOptions) -> ClusterHardware | MachineProfile:
     if options.costs.startswith(FITTED):
-        if (options.model, options.hardware, options.tensor_parallel) != (None, None, None):
+        given = (options.model, options.hardware, options.tensor_parallel, options.kernel)
+        if given != (None, None, None, AttentionKernel.LOAD_BALANCED.value):
             raise ConfigError(f"--costs {options.costs} says itself which model on which machine")
         return read_profile(Path(options.costs.removeprefix(FITTED)))
     worker = WorkerSpec(
-        options.model or DEFAULT_MODEL, options.hardware or DEFAULT_HARDWARE, options.tensor_parallel or 1
+        options.model or DEFAULT_MODEL,
+        options.hardware or DEFAULT_HARDWARE,
+        options.tensor_parallel or 1,
+        attention_kernel(options.kernel),
     )
     return ClusterHardware(worker, source=options.costs)
 

@@ -106,6 +106,12 @@ class SimulateOptions:
             help="What iterations cost: roofline, a published measurement, or a profile of `alignedserve profile`.",
         ),
     ] = "roofline"
+    kernel: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="How decode attention is divided: load_balanced, flashinfer, flash_attention_2, ..."
+        ),
+    ] = "load_balanced"
     duration_s: Annotated[
         float | None,
         typer.Option(
@@ -185,6 +191,12 @@ class PlanOptions:
         ),
     ] = None
     costs: Annotated[str, typer.Option(metavar="NAME", help="Cost model of named accelerators.")] = "roofline"
+    kernel: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="How decode attention is divided: load_balanced, flashinfer, flash_attention_2, ..."
+        ),
+    ] = "load_balanced"
     duration_s: Annotated[
         float | None,
         typer.Option(

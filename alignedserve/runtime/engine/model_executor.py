@@ -270,7 +270,7 @@ def _times_of(step: StepTimes, started: float, changed: float) -> IterationTimes
         forward_s=step.forward_s,
         sampling_s=step.sampling_s,
         attention_s=step.attention_s,
-        padded_share=step.padded_share,
+        straggler_share=step.padded_share,
         grammar_s=step.grammar_s,
         is_ahead=step.is_ahead,
     )

@@ -49,6 +49,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> t
         (("--workload", LINE, "--hardware", "fitted:no.json"), "profile no.json cannot be read"),
         (("--workload", LINE, *H100, "--model", "gpt"), "model 'gpt' is none of opt-125m"),
         (("--workload", LINE, *H100, "--costs", "guess"), "cost model 'guess' is none of"),
+        (("--workload", LINE, *H100, "--kernel", "guess"), "kernel 'guess' is none of load_balanced"),
         (("--workload", LINE, *H100, "--policy", "nonesuch"), "unknown policy 'nonesuch'"),
         (("--workload", LINE, *H100, "--policy", "fcfs", "--policy", "fcfs"), "named twice"),
         (("--workload", LINE, *H100, "--topology", "star"), "'star' is none of elastic, colocated, disaggregated"),
@@ -79,7 +80,9 @@ def test_what_cannot_be_planned_is_said_in_one_line(
 def test_a_plan_that_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, document = planned(monkeypatch, tmp_path, "--workload", LINE, *H100, "--model", "opt-125m", *QUICK)
     assert code == 0
-    assert "Plan: 1 x h100, 1 elastic, fcfs, 2.50 per hour." in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "Plan: 1 x h100, 1 elastic, fcfs, 2.50 per hour." in output
+    assert "Attention: 0.0% of decode attention is assumed for stragglers, kernel load_balanced." in output
     assert document["is_held"] is True
     page = (tmp_path / "report.html").read_text()
     assert "attained against cost" in page
@@ -88,6 +91,17 @@ def test_a_plan_that_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert (config.topology, config.decode.count, config.scheduling.policy) == (Topology.ELASTIC, 1, "fcfs")
     assert (config.model.path, config.engine.device) == ("facebook/opt-125m", "cuda")
     assert config.decode.max_num_batched_tokens == 2048
+
+
+def test_a_plan_of_tensor_parallel_workers_can_be_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = ("--model", "llama-3-8b", "--tensor-parallel", "2", "--kernel", "flash_attention_2", *QUICK)
+    _, document = planned(monkeypatch, tmp_path, "--workload", LINE, *H100, *options)
+    config = load_config(tmp_path / "plan.yaml")
+    assert (config.decode.count, config.engine.tensor_parallel) == (1, 2)
+    plan = document["plan"]
+    assert isinstance(plan, dict)
+    assert plan["can_be_served"]
+    assert 0.0 < plan["straggler_share"] < 1.0
 
 
 def test_a_plan_is_the_same_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

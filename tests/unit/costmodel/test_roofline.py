@@ -102,9 +102,10 @@ def test_a_token_of_a_large_prompt_is_far_cheaper_than_a_decode_alone() -> None:
     assert 80 < costs.iteration_s(decodes(1, 1024)) / token_s < 250
 
 
-def test_two_kernels_agree_on_equal_lengths_and_differ_on_mixed_ones() -> None:
+def test_balanced_attention_and_waves_agree_on_equal_lengths_and_differ_on_mixed_ones() -> None:
     shape = model_shape("opt-13b")
-    balanced, straggling = (RooflineModel(shape, A100, kernel=kernel) for kernel in AttentionKernel)
+    kernels = AttentionKernel.LOAD_BALANCED, AttentionKernel.ONE_BLOCK_PER_SEQUENCE
+    balanced, straggling = (RooflineModel(shape, A100, kernel=kernel) for kernel in kernels)
     equal = decodes(108, 1000)  # 108 * 40 heads fill 108 multiprocessors evenly
     assert straggling.iteration_s(equal) == pytest.approx(balanced.iteration_s(equal))
     mixed = decodes(107, 100)

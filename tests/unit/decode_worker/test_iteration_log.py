@@ -76,7 +76,7 @@ def one_second(started: float) -> IterationTimes:
         forward_s=0.5,
         sampling_s=0.125,
         attention_s=0.25,
-        padded_share=0.25,
+        straggler_share=0.25,
         is_ahead=True,
     )
 
@@ -117,6 +117,7 @@ def test_one_iteration_in_all_its_parts() -> None:
         attention_s=0.25,
         misaligned_s=0.0625,
         is_ahead=True,
+        straggler_share=0.25,
     )
     assert record.parts_s == record.wall_s
 
@@ -227,6 +228,7 @@ def test_the_sums_of_two_iterations() -> None:
         sum_of_spreads=3.5,
         spread_counts=(2, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0),
         num_ahead_iterations=3,
+        sum_of_straggler_shares=0.75,
     )
 
 

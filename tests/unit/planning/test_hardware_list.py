@@ -61,8 +61,11 @@ def test_a_worker_has_at_most_the_accelerators_that_there_are() -> None:
         "4 x h100, 2 elastic of 2 each, aligned_slo",
         "4 x h100, 1 elastic of 4 each, aligned_slo",
     ]
-    one_each = families_of(Choices((Offer("h100", 5),), (UNION,), degrees=(1, 2)))
-    assert [family.can_be_served for family in one_each] == [True] * 6 + [False] * 3
+    both = families_of(Choices((Offer("h100", 5),), (UNION, PolicyChoice("oracle", "oracle", {})), degrees=(1, 2)))
+    assert {(family.can_be_served, family.members[0].policy.name) for family in both} == {
+        (True, "aligned_slo"),
+        (False, "oracle"),
+    }
 
 
 def test_costs_are_prices_and_limit_the_plans() -> None:
