@@ -103,8 +103,8 @@ def summary(plan: Plan) -> list[str]:
     if plan.simulated_only is not None:
         candidate = plan.simulated_only.candidate
         lines.append(
-            f"{candidate.label} would hold for {priced(candidate)}, but can only be simulated: no server knows how long "
-            "answers will be."
+            f"{candidate.label} would hold for {priced(candidate)}, but can only be simulated: no server knows how "
+            "long answers will be."
         )
     return lines
 
