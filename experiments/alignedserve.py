@@ -1,10 +1,10 @@
 """AlignedServe (2026), Figures 7 to 10, 13 and 14: decode batches of similar context length, and what they gain.
 
-    python -m experiments.alignedserve [--quick] [--processes 2]
+    python -m experiments.alignedserve [--quick] [--processes 2] [--parts steady ...]
 
-Decoding throughput and P99 TBT against vLLM, DistServe and FastGen, for both kinds of decode attention: one block of
-threads per sequence, where the longest is a straggler, and load-balanced. docs/experiments/alignedserve.md has the
-paper's numbers, ours, and why they differ.
+Decoding throughput and P99 TBT against vLLM, DistServe and FastGen. In steady state with decode attention as kernels
+divide it, a list schedule; in bursts with both bounds of it, waves as long as the longest context and load-balanced.
+docs/experiments/alignedserve.md has the paper's numbers, ours, and why they differ.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,9 +46,13 @@ from experiments.common import (
     with_recorded,
     write_record,
 )
+from experiments.steady import LEAST_S, LEAST_SEEDS
 
 KERNELS = STRAGGLER, BALANCED = AttentionKernel.ONE_BLOCK_PER_SEQUENCE, AttentionKernel.LOAD_BALANCED
+SCHEDULED = AttentionKernel.PAGED_V1  # vLLM's kernel at the time of the paper, as a device schedules it
+OTHER_KERNELS = (BALANCED, AttentionKernel.FLASH_ATTENTION_2, AttentionKernel.FLASHINFER)
 DEGREE: Mapping[str, int] = {"opt-2.7b": 1, "opt-6.7b": 1, "opt-13b": 1, "opt-30b": 2}  # H100s of a worker
+GROUPED = "llama-3-8b"  # four queries to a head of keys, so a fourth of the blocks where those are of key heads
 SHORT_SHARES = (0.70, 0.95)  # of the paper's six; 0.95 is the one that its text has numbers for
 STARVATION_S = 30.0  # the paper gives no threshold; its longest wait without any was about this (section 4.4, TTFT)
 
@@ -64,6 +68,8 @@ SYSTEMS: Mapping[str, tuple[str, Topology]] = {
 }
 COMPARED = ("aligned", "aligned_slo", "distserve", "vllm", "fastgen")
 BASELINES = ("vllm", "distserve", "fastgen")
+CORE = ("aligned", "distserve", "vllm")
+STEADY = "steady"  # ten minutes: rates; all other parts are bursts
 WITHOUT_PREFETCH, WITHOUT_BOTH = "aligned w/o P", "aligned w/o P&B"
 FCFS_BATCHES = "aligned w/o B"
 
@@ -74,6 +80,8 @@ COLUMNS: Mapping[str, str] = {
     "workers": "workers",
     "system": "system",
     "all.tokens_per_s": "tokens/s",
+    "all.loaded_tokens_per_s": "of ten minutes",
+    "straggler_share": "stragglers",
     "all.tbt_s.p50": "p50 TBT",
     "all.tbt_s.p99": "p99 TBT",
     "all.tpot_s.p99": "p99 TPOT",
@@ -136,6 +144,7 @@ def applications() -> dict[str, str]:
 
 _RATE = 100  # requests/s, more than any of these systems serves: what is measured is how fast they work it off
 _MAX_PROMPT = 16000
+OUTSTANDING = 512  # in steady state: twice what a decode worker may run
 
 
 # --- on what
@@ -190,6 +199,7 @@ class AlignedServeLoad:
     model: str = "opt-2.7b"
     kernel: AttentionKernel = STRAGGLER
     cell: PaperCell = PAIR
+    is_steady: bool = False  # ten minutes with as many requests in the air as the pool needs to choose from
 
     def case(self, part: str, system: str, seed: int) -> LabelledCase:
         """Return the case of one of SYSTEMS."""
@@ -216,11 +226,14 @@ class AlignedServeLoad:
             "workers": f"{self.cell.num_prefill}+{self.cell.num_decode}",
             "system": system,
             "topology": cluster.chosen_topology.value,
-            "num_requests": self.num_requests,
+            "num_requests": OUTSTANDING if self.is_steady else self.num_requests,
         }
-        worker = WorkerSpec(self.model, "h100", DEGREE[self.model], self.kernel)
+        worker = WorkerSpec(self.model, "h100", DEGREE.get(self.model, 1), self.kernel)
         machines = ClusterHardware(worker, buffer_share=buffer_share)
         workload = line(self.line, seed, num_requests=self.num_requests)
+        if self.is_steady:
+            closed = self.line.replace(f"rate={_RATE}", f"outstanding={OUTSTANDING}")
+            workload = line(closed, seed, duration_s=LEAST_S)
         labelled = cluster_case(labels, machines, cluster, workload)
         config = replace(labelled.case.config, timeline_of=labelled.case.config.decode_name(0))
         return labelled._replace(case=replace(labelled.case, config=config))
@@ -237,6 +250,7 @@ def further_figures(result: SimulationResult) -> Row:
         "ledger.switch_share": log.num_switch_iterations / num,
         "ledger.prefetch_not_ready_s": log.prefetch_not_ready_s,
         "ledger.waiting_for_prefill_s": log.waiting_for_prefill_s,
+        "straggler_share": log.straggler_share,
     }
 
 
@@ -288,6 +302,26 @@ def figures_13_and_14(num_requests: int, seeds: Sequence[int]) -> list[LabelledC
     return cases + [load.ablated("figure 13", FCFS_BATCHES, 1) for load in others]
 
 
+def steady_state() -> list[list[LabelledCase]]:
+    """Return all figures as rates of ten minutes, part by part: five seeds of the headline, one of everything else."""
+    texts, seeds = applications(), range(1, LEAST_SEEDS + 1)
+    point = AlignedServeLoad("95% short", synthetic(0.95), 0, "opt-13b", SCHEDULED, is_steady=True)
+    recorded = [replace(point, lengths=name, line=text) for name, text in texts.items()]
+    kernels = [replace(point, kernel=kernel) for kernel in (STRAGGLER, *OTHER_KERNELS)]
+    kernels += [replace(point, kernel=kernel, model=GROUPED) for kernel in OTHER_KERNELS]
+    models = [replace(point, model=model) for model in DEGREE if model != point.model]
+    models.append(replace(point, lengths="70% short", line=synthetic(0.7)))
+    azure, ablations = replace(point, lengths="azure", line=texts["azure"]), (WITHOUT_PREFETCH, WITHOUT_BOTH)
+    return [
+        *([point.case(STEADY, system, seed) for system in COMPARED] for seed in seeds),
+        *([load.case(f"{STEADY}, recordings", system, 1) for system in COMPARED] for load in recorded),
+        [azure.ablated(f"{STEADY}, parts", name, 1) for name in (FCFS_BATCHES, *ablations)],
+        *([load.case(f"{STEADY}, kernels", system, 1) for system in CORE] for load in kernels),
+        *([load.case(f"{STEADY}, models", system, 1) for system in CORE] for load in models),
+        [replace(point, cell=EIGHT).case(f"{STEADY}, eight accelerators", system, 1) for system in CORE],
+    ]
+
+
 # --- what comes of it
 
 
@@ -334,6 +368,7 @@ def parts_of(*, is_quick: bool) -> list[list[LabelledCase]]:
         figures_7_and_9(400),
         figures_8_and_10(400),
         eight_accelerators(1600),
+        *steady_state(),
     ]
 
 

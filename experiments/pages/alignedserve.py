@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from benchmarks.measuring.intervals import interval
 from experiments.pages.record import Record, change, count, milliseconds, runs, share, table
 
 _SYSTEMS = {
@@ -148,7 +149,106 @@ def within_30_ms() -> str:
     return table(["iterations within 30 ms", "aligned (paper: 90 %)", "fcfs (paper: under 10 %)"], rows)
 
 
+# --- rates: ten minutes, decode attention as a list schedule
+
+_LOADED, _LOST = "all.loaded_tokens_per_s", "straggler_share"
+_SCHEDULED = "paged_v1"
+_BY_KERNEL = (
+    ("opt-13b", _SCHEDULED),
+    ("opt-13b", "flash_attention_2"),
+    ("opt-13b", "flashinfer"),
+    ("opt-13b", _BALANCED),
+    ("opt-13b", _STRAGGLER),
+    ("llama-3-8b", "flash_attention_2"),
+    ("llama-3-8b", "flashinfer"),
+    ("llama-3-8b", _BALANCED),
+)
+_NAMES = {"opt": "OPT", "llama": "Llama"}
+
+
+def steady() -> str:
+    """Return the headline as a rate, with 95 % intervals over its seeds."""
+    ours = _of("steady", system="aligned").mean(_LOADED)
+    rows = []
+    for system in _COMPARED:
+        of = _of("steady", system=system)
+        tokens = interval(of.values(_LOADED))
+        rows.append(
+            [
+                _SYSTEMS[system],
+                f"{count(tokens.mean)} ± {count(tokens.half)}" if tokens.half else count(tokens.mean),
+                "" if system == "aligned" else f"{ours / tokens.mean:.2f}",
+                milliseconds(of.mean(_TBT)),
+                milliseconds(of.mean(_TPOT)),
+                count(of.mean("ledger.batch")),
+                f"{of.mean('ledger.spread'):.1f}",
+                share(of.mean(_LOST)),
+            ]
+        )
+    heads = ["", "tokens/s", "of aligned by its", "p99 TBT", "p99 TPOT of a request", "batch", "longest by mean"]
+    return table([*heads, "attention lost to stragglers"], rows)
+
+
+def _gains(points: Mapping[str, Mapping[str, object]]) -> str:
+    """Return what aligned serves at each point, by what the others do, as far as they were simulated."""
+    rows = []
+    for name, labels in points.items():
+        of = {system: _of(**labels, seed=1, system=system) for system in _COMPARED}
+        cells = [count(one.mean(_LOADED)) if one else "-" for one in of.values()]
+        lost = ", ".join(share(of[system].mean(_LOST)) for system in ("aligned", "vllm"))
+        ratios = (f"{of['aligned'].mean(_LOADED) / of[one].mean(_LOADED):.2f}" for one in ("vllm", "distserve"))
+        rows.append([name, *cells, *ratios, lost])
+    return table(["tokens/s", *_COMPARED, "by vLLM's", "by DistServe's", "lost to stragglers: aligned, vLLM"], rows)
+
+
+def steady_kernels() -> str:
+    """Return the headline by kernel, for queries with a head of keys each and for four to one."""
+    points = {
+        f"{_model_name(model)}, `{kernel}`": {
+            "part": "steady" if (model, kernel) == _BY_KERNEL[0] else "steady, kernels",
+            "model": model,
+            "kernel": kernel,
+        }
+        for model, kernel in _BY_KERNEL
+    }
+    return _gains(points)
+
+
+def steady_others() -> str:
+    """Return the other figures: recordings, models, shares of short prompts, eight accelerators."""
+    points: dict[str, Mapping[str, object]] = {
+        f"{name}, OPT-13B": {"part": "steady, recordings", "lengths": name.lower()}
+        for name in ("ShareGPT", "LongBench", "Azure")
+    }
+    for row in runs("alignedserve").of(part="steady, models", system="aligned").rows:
+        name = f"{_model_name(row['model'])}, {row['lengths'].replace('%', ' %')}"
+        points[name] = {"part": "steady, models", "model": row["model"], "lengths": row["lengths"]}
+    if _of("steady, eight accelerators"):
+        points["OPT-13B, 2 + 6 workers"] = {"part": "steady, eight accelerators"}
+    return _gains(points)
+
+
+def _model_name(model: str) -> str:
+    family, _, rest = model.partition("-")
+    return f"{_NAMES[family]}-{rest.upper()}"
+
+
+def steady_parts() -> str:
+    """Return AlignedServe without its parts, as rates."""
+    ours = _of("steady, recordings", lengths="azure", system="aligned").mean(_LOADED)
+    rows = [["aligned", "", count(ours), ""]]
+    paper = {"aligned w/o P": "-14.7 %", "aligned w/o P&B": "-39.0 %", "aligned w/o B": ""}
+    for name, said in _ABLATED.items():
+        tokens = _of("steady, parts", system=name).mean(_LOADED)
+        rows.append([said, paper[name], count(tokens), change(tokens / ours)])
+    return table(["Azure, OPT-13B, `paged_v1`", "paper", "tokens/s", "change"], rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
+    "steady": steady,
+    "steady, kernels": steady_kernels,
+    "steady, others": steady_others,
+    "steady, parts": steady_parts,
     "headline, one block": lambda: headline(_STRAGGLER),
     "headline, balanced": lambda: headline(_BALANCED),
     "claims": claims,
