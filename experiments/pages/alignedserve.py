@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.measuring.intervals import interval
-from experiments.pages.record import Record, change, count, milliseconds, runs, share, table
+from experiments.pages.record import Record, bullets, change, count, milliseconds, runs, share, table
 
 _SYSTEMS = {
     "aligned": "aligned",
@@ -164,14 +164,16 @@ _BY_KERNEL = (
     ("llama-3-8b", _BALANCED),
 )
 _NAMES = {"opt": "OPT", "llama": "Llama"}
+_NOT_YET = bullets(["Not simulated yet"])
 
 
 def steady() -> str:
     """Return the headline as a rate, with 95 % intervals over its seeds."""
-    ours = _of("steady", system="aligned").mean(_LOADED)
-    rows = []
-    for system in _COMPARED:
-        of = _of("steady", system=system)
+    found = {system: _of("steady", system=system) for system in _COMPARED}
+    if not all(found.values()):
+        return _NOT_YET
+    ours, rows = found["aligned"].mean(_LOADED), []
+    for system, of in found.items():
         tokens = interval(of.values(_LOADED))
         rows.append(
             [
@@ -193,11 +195,15 @@ def _gains(points: Mapping[str, Mapping[str, object]]) -> str:
     """Return what aligned serves at each point, by what the others do, as far as they were simulated."""
     rows = []
     for name, labels in points.items():
-        of = {system: _of(**labels, seed=1, system=system) for system in _COMPARED}
+        of = {system: runs("alignedserve").of(**labels, seed=1, system=system) for system in _COMPARED}
+        if not all(of[system] for system in ("aligned", "distserve", "vllm")):
+            continue
         cells = [count(one.mean(_LOADED)) if one else "-" for one in of.values()]
         lost = ", ".join(share(of[system].mean(_LOST)) for system in ("aligned", "vllm"))
         ratios = (f"{of['aligned'].mean(_LOADED) / of[one].mean(_LOADED):.2f}" for one in ("vllm", "distserve"))
         rows.append([name, *cells, *ratios, lost])
+    if not rows:
+        return _NOT_YET
     return table(["tokens/s", *_COMPARED, "by vLLM's", "by DistServe's", "lost to stragglers: aligned, vLLM"], rows)
 
 
@@ -235,9 +241,11 @@ def _model_name(model: str) -> str:
 
 def steady_parts() -> str:
     """Return AlignedServe without its parts, as rates."""
-    ours = _of("steady, recordings", lengths="azure", system="aligned").mean(_LOADED)
+    whole = _of("steady, recordings", lengths="azure", system="aligned")
+    if not (whole and _of("steady, parts")):
+        return _NOT_YET
+    ours, paper = whole.mean(_LOADED), {"aligned w/o P": "-14.7 %", "aligned w/o P&B": "-39.0 %", "aligned w/o B": ""}
     rows = [["aligned", "", count(ours), ""]]
-    paper = {"aligned w/o P": "-14.7 %", "aligned w/o P&B": "-39.0 %", "aligned w/o B": ""}
     for name, said in _ABLATED.items():
         tokens = _of("steady, parts", system=name).mean(_LOADED)
         rows.append([said, paper[name], count(tokens), change(tokens / ours)])
