@@ -4,7 +4,9 @@
 
 A block of threads reads a part of one context for one head, at the rate of one of the accelerator's multiprocessors,
 which share the memory's rate evenly. So a straggler costs nothing as long as the others keep all multiprocessors busy
-beside it. docs/costmodels.md has an example, the sources, and how far measurements bear this out.
+beside it. That is the least that a schedule takes; where a kernel's blocks come in the worst order, the longest last,
+it takes at most the sum and the longest block together. docs/costmodels.md has an example, the sources, and how far
+measurements bear this out.
 """
 
 import heapq
@@ -66,6 +68,7 @@ class Division:
     source: str  # of the rule
     is_measured: bool  # with a straggler, by us
     per_query_head: bool = False  # else a block is of a head of keys, with all queries that read it
+    is_worst_order: bool = False  # Graham's bound: the longest block is the last to begin
     block_tokens: float = 0.0  # that could be read in the time which a block costs beside its reading
 
 
@@ -76,6 +79,13 @@ DIVISIONS: Mapping[AttentionKernel, Division] = {
         " blocks (attention/ops/paged_attn.py)",
         is_measured=False,
         per_query_head=True,
+    ),
+    AttentionKernel.PAGED_V1_WORST_ORDER: Division(
+        _whole,
+        "Graham, Bounds on multiprocessing timing anomalies (1969): what no order of these blocks exceeds",
+        is_measured=False,
+        per_query_head=True,
+        is_worst_order=True,
     ),
     AttentionKernel.FLASH_ATTENTION_2: Division(
         _equal_numbers,
@@ -104,7 +114,8 @@ def charged_keys(division: Division, work: IterationWork, on: Accelerator) -> fl
     if longest < work.max_decode_context_len:
         num_parts += work.decode_context_len / longest
     num_heads = on.num_query_heads if division.per_query_head else on.num_heads
-    scheduled = max(float(work.decode_context_len), longest * on.num_multiprocessors / num_heads)
+    total, last = float(work.decode_context_len), longest * on.num_multiprocessors / num_heads
+    scheduled = total + last - longest / num_heads if division.is_worst_order else max(total, last)
     return scheduled + division.block_tokens * num_parts
 
 

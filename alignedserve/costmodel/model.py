@@ -16,6 +16,7 @@ class AttentionKernel(enum.Enum):
     ONE_BLOCK_PER_SEQUENCE = "one_block_per_sequence"
     # Blocks that free multiprocessors take in turn (list_schedule.py)
     PAGED_V1 = "paged_v1"
+    PAGED_V1_WORST_ORDER = "paged_v1_worst_order"
     FLASH_ATTENTION_2 = "flash_attention_2"
     FLASHINFER = "flashinfer"
     SECTIONS = "sections"

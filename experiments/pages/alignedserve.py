@@ -155,12 +155,10 @@ _LOADED, _LOST = "all.loaded_tokens_per_s", "straggler_share"
 _SCHEDULED = "paged_v1"
 _BY_KERNEL = (
     ("opt-13b", _SCHEDULED),
-    ("opt-13b", "flash_attention_2"),
-    ("opt-13b", "flashinfer"),
+    ("opt-13b", "paged_v1_worst_order"),
     ("opt-13b", _BALANCED),
     ("opt-13b", _STRAGGLER),
     ("llama-3-8b", "flash_attention_2"),
-    ("llama-3-8b", "flashinfer"),
     ("llama-3-8b", _BALANCED),
 )
 _NAMES = {"opt": "OPT", "llama": "Llama"}
