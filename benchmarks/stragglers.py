@@ -10,9 +10,9 @@ them, or the last. Beside each measured ratio is that of the list schedule (alig
 
 import os
 import statistics
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from kernels.cpu.native import supported_levels
 from kernels.cpu.paged_attention import PagedAttention
 
 BLOCK_SIZE, HEAD_DIM = 16, 64
-SHORT, NUM_SEQUENCES = 1024, 8  # tokens of a context that is no straggler; sequences of a batch
+SHORT, NUM_SEQUENCES = 512, 8  # tokens of a context that is no straggler; sequences of a batch
 FACTORS = (2, 8, 32)
 HEADS = (1, 4)
 PIECES = ((1, 32768), (64, 512), (512, 64))  # contexts and their tokens, all of one sum: what does a piece cost?
@@ -47,7 +47,7 @@ class Batch(NamedTuple):
         out = torch.empty_like(queries)
         return lambda: attention.run(plan, queries, out, 0, False)
 
-    def undivided(self, num_threads: int) -> Callable[[], None]:
+    def undivided(self, helpers: ThreadPoolExecutor, num_threads: int) -> Callable[[], None]:
         """Return a pass of one task for each sequence and head, taken by threads in that order."""
         tasks = []
         storages = [self._storage(1) for _ in range(self.num_heads)]
@@ -56,7 +56,7 @@ class Batch(NamedTuple):
                 plan = attention.plan_decode(tables, np.array([row]), np.array([length]), None, 1)
                 queries = torch.rand(1, 1, 1, HEAD_DIM)
                 tasks.append((attention, plan, queries, torch.empty_like(queries), tables))
-        return _Crew(tasks, num_threads).work
+        return _Crew(tasks, helpers, num_threads).work
 
     def tasks(self, *, is_divided: bool) -> list[int]:
         """Return the tokens of every task, as a list schedule takes them."""
@@ -75,30 +75,21 @@ class Batch(NamedTuple):
 
 
 class _Crew:
-    """Threads that wait for a pass, and take its tasks one after another."""
+    """Threads that take the tasks of a pass one after another."""
 
-    def __init__(self, tasks: Sequence[Any], num_threads: int) -> None:
-        self._tasks = tasks
-        self._begin, self._end = threading.Barrier(num_threads), threading.Barrier(num_threads)
-        self._taken = count()
-        for _ in range(num_threads - 1):
-            threading.Thread(target=self._serve, daemon=True).start()
+    def __init__(self, tasks: Sequence[Any], helpers: ThreadPoolExecutor, num_threads: int) -> None:
+        self._tasks, self._helpers, self._num_threads = tasks, helpers, num_threads
 
     def work(self) -> None:
         """Do all tasks."""
-        self._taken = count()
-        self._begin.wait()
-        self._take()
-        self._end.wait()
+        taken = count()
+        helping = [self._helpers.submit(self._take, taken) for _ in range(self._num_threads - 1)]
+        self._take(taken)
+        for one in helping:
+            one.result()
 
-    def _serve(self) -> None:
-        while True:
-            self._begin.wait()
-            self._take()
-            self._end.wait()
-
-    def _take(self) -> None:
-        while (number := next(self._taken)) < len(self._tasks):
+    def _take(self, taken: Iterator[int]) -> None:
+        while (number := next(taken)) < len(self._tasks):
             attention, plan, queries, out, _ = self._tasks[number]
             attention.run(plan, queries, out, 0, False)
 
@@ -120,8 +111,11 @@ def straggler(factor: int, num_heads: int, *, is_divided: bool, num_threads: int
     total = sum(others) + factor * SHORT
     equal = Batch((total // NUM_SEQUENCES,) * NUM_SEQUENCES, num_heads)
     orders = Batch((factor * SHORT, *others), num_heads), Batch((*others, factor * SHORT), num_heads)
-    made = [one.divided(num_threads) if is_divided else one.undivided(num_threads) for one in (equal, *orders)]
-    equal_s, first_s, last_s = seconds_of(made, rounds)
+    with ThreadPoolExecutor(num_threads) as helpers:
+        made = [
+            one.divided(num_threads) if is_divided else one.undivided(helpers, num_threads) for one in (equal, *orders)
+        ]
+        equal_s, first_s, last_s = seconds_of(made, rounds)
     expected = [list_schedule(one.tasks(is_divided=is_divided), num_threads) for one in (equal, *orders)]
     return {
         "schedule": "sections" if is_divided else "one task per sequence and head",
@@ -148,7 +142,7 @@ def piece_tokens(rounds: int) -> float:
 
 def main() -> None:
     """Measure, print and record."""
-    parser = parser_of(__doc__, rounds=60, name="kernels/stragglers")
+    parser = parser_of(__doc__, rounds=400, name="kernels/stragglers")
     options = parser.parse_args()
     num_threads = min(os.cpu_count() or 1, 2)
     load = os.getloadavg()[0]
