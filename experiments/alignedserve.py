@@ -304,20 +304,22 @@ def figures_13_and_14(num_requests: int, seeds: Sequence[int]) -> list[LabelledC
 
 def steady_state() -> list[list[LabelledCase]]:
     """Return all figures as rates of ten minutes, part by part: five seeds of the headline, one of everything else."""
-    texts, seeds = applications(), range(1, LEAST_SEEDS + 1)
+    texts = applications()
     point = AlignedServeLoad("95% short", synthetic(0.95), 0, "opt-13b", SCHEDULED, is_steady=True)
     recorded = [replace(point, lengths=name, line=text) for name, text in texts.items()]
     bounds = (BALANCED, AttentionKernel.PAGED_V1_WORST_ORDER, STRAGGLER)
     kernels = [replace(point, kernel=kernel) for kernel in bounds]
-    kernels += [replace(point, kernel=kernel, model=GROUPED) for kernel in OTHER_KERNELS]
+    grouped = [replace(point, kernel=kernel, model=GROUPED) for kernel in OTHER_KERNELS]
     models = [replace(point, model=model) for model in DEGREE if model != point.model]
     models.append(replace(point, lengths="70% short", line=synthetic(0.7)))
     azure, ablations = replace(point, lengths="azure", line=texts["azure"]), (WITHOUT_PREFETCH, WITHOUT_BOTH)
     return [
-        *([point.case(STEADY, system, seed) for system in COMPARED] for seed in seeds),
+        [point.case(STEADY, system, 1) for system in COMPARED],
+        *([load.case(f"{STEADY}, kernels", system, 1) for system in CORE] for load in kernels),
         *([load.case(f"{STEADY}, recordings", system, 1) for system in COMPARED] for load in recorded),
         [azure.ablated(f"{STEADY}, parts", name, 1) for name in (FCFS_BATCHES, *ablations)],
-        *([load.case(f"{STEADY}, kernels", system, 1) for system in CORE] for load in kernels),
+        *([point.case(STEADY, system, seed) for system in COMPARED] for seed in range(2, LEAST_SEEDS + 1)),
+        *([load.case(f"{STEADY}, grouped heads", system, 1) for system in CORE] for load in grouped),
         *([load.case(f"{STEADY}, models", system, 1) for system in CORE] for load in models),
         [replace(point, cell=EIGHT).case(f"{STEADY}, eight accelerators", system, 1) for system in CORE],
     ]

@@ -209,13 +209,19 @@ def steady_kernels() -> str:
     """Return the headline by kernel, for queries with a head of keys each and for four to one."""
     points = {
         f"{_model_name(model)}, `{kernel}`": {
-            "part": "steady" if (model, kernel) == _BY_KERNEL[0] else "steady, kernels",
+            "part": _part_of(model, kernel),
             "model": model,
             "kernel": kernel,
         }
         for model, kernel in _BY_KERNEL
     }
     return _gains(points)
+
+
+def _part_of(model: str, kernel: str) -> str:
+    if model != _BY_KERNEL[0][0]:
+        return "steady, grouped heads"
+    return "steady" if kernel == _SCHEDULED else "steady, kernels"
 
 
 def steady_others() -> str:
