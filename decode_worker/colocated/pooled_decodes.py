@@ -9,7 +9,7 @@ The life of such a request:
 Whatever fails on the way there, it is decoded on; on the way back, or with the pool itself, it is computed again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from typing_extensions import override
@@ -69,8 +69,10 @@ class _Away:
 class PooledDecodes(Handoffs):
     """The requests on their way to the pool of the node, those there, and those on their way back."""
 
-    def __init__(self, held: HeldRequests, block_size: int, pool: str) -> None:
+    def __init__(self, held: HeldRequests, block_size: int, pool: str, *, swap_s: Callable[[float], float]) -> None:
+        """`swap_s`: by the cost model, for tokens: what copies take while none has been seen."""
         super().__init__(held, block_size)
+        self._swap_s = swap_s
         self._pool = pool
         self._is_linked = False
         self._block_s = 0.0  # that a copy of a block takes; learned
@@ -146,7 +148,8 @@ class PooledDecodes(Handoffs):
         match event:
             case Received(_, ArenaOffered(block_bytes=block_bytes) as offered):
                 self._is_linked = True
-                self._block_s = self._block_s or block_bytes / _FIRST_BYTES_PER_S
+                if not self._is_learned:
+                    self._block_s = self._swap_s(self._block_size) or block_bytes / _FIRST_BYTES_PER_S
                 return [MapArena(self._pool, offered)]
             case PeerDisconnected():
                 return [UnmapArena(self._pool), *self._disconnected(now)]

@@ -2,12 +2,12 @@
 
 A victim that leaves to the pool is copied while others compute, and so is its way back: it costs the device nothing,
 but its blocks are free later only. One that is swapped costs both copies, one that is dropped all of its tokens again;
-their blocks are free at once. So the pool it is wherever what wants the blocks can wait:
+their blocks are free at once. The cost is the delay, added up over the requests that it meets:
 
-    leaving = messages + (blocks on their way + its own) * a block's copy
-    pool      if slack of the newcomer >= leaving + an iteration, and the pool has room
-    swap      if 2 * copy < computing again, within what the copies of an iteration may take
-    drop      else
+    leaving = messages + half an iteration + (blocks on their way + its own) * a block's copy
+    pool      leaving + an iteration - slack of the newcomer, 0 at least; a first token must not be late by it
+    swap      2 * copy * requests that run, where the copies of an iteration may take as long
+    drop      computing again * requests that run
 
 Growth does not wait, as a decode without its next block pauses. So before the blocks run out, decodes leave ahead:
 
@@ -19,7 +19,7 @@ iteration, two iterations ahead at most, and decode in the one after.
 """
 
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 
 import numpy as np
 from typing_extensions import override
@@ -101,24 +101,35 @@ class PooledPacking(SloPacking):
 
     def _coming_to(self, row: int) -> int:
         """Return the blocks on their way out that this newcomer can wait for."""
-        return self._coming if self._can_wait(row, 0) else 0
+        return self._coming if self._late_s(row, 0) < inf else 0
 
-    def _can_wait(self, row: int, num_blocks: int) -> bool:
-        """Return whether a newcomer is in time if it begins once so many more blocks have left."""
-        needed_s = 0.0 if self._table.num_generated[row] else float(self._rows.left_s[row])
-        more = self._leaving - self._pool.num_coming + num_blocks
-        ready_s = self._pool.leaving_s(more) + self._iteration_s + needed_s
-        return self._rows.claim[row] > ON_TIME or ready_s <= float(self._rows.slack_s[row])
+    def _late_s(self, row: int, num_blocks: int) -> float:
+        """Return how much later than it could be a newcomer's next token is, if so many more blocks leave first."""
+        if self._rows.claim[row] > ON_TIME:
+            return 0.0
+        has_begun = bool(self._table.num_generated[row])
+        ready_s = self._pool.leaving_s(self._leaving - self._pool.num_coming + num_blocks) + self._iteration_s
+        slack_s = float(self._rows.slack_s[row])
+        if has_begun:
+            return max(ready_s - max(slack_s, 0.0), 0.0)
+        # A first token has no mean that could still be held.
+        return 0.0 if ready_s + float(self._rows.left_s[row]) <= slack_s else inf
 
     # --- who leaves, and how
 
     @override
     def _evict(self, row: int) -> None:
         num_blocks = self._own_blocks(row)
-        if self._waiter is None or not (self._can_leave(row, num_blocks) and self._can_wait(self._waiter, num_blocks)):
+        can_leave = self._waiter is not None and self._can_leave(row, num_blocks)
+        if can_leave and self._waiter is not None and self._late_s(self._waiter, num_blocks) <= self._delay_s(row):
+            self._leave(row, num_blocks)
+        else:
             super()._evict(row)
-            return
-        self._leave(row, num_blocks)
+
+    def _delay_s(self, row: int) -> float:
+        """Return by how much swapping or dropping this victim would delay all that run, added up."""
+        device_s = min(2 * self._copying_s(row), self._recomputing_s(row))
+        return device_s * max(sum(self._rows.num_ready), 1)
 
     def _own_blocks(self, row: int) -> int:
         return int(self._view.own_blocks(np.array([row]))[0])
