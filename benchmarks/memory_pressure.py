@@ -12,7 +12,6 @@ dropped request would find blocks of its own again. Computed again are the promp
 Targets: `pool` computes 90 % fewer tokens again than `recompute`, attains 10 points more, and nowhere less than `swap`.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
