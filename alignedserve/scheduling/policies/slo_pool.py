@@ -9,7 +9,7 @@ their blocks are free at once. The cost is the delay, added up over the requests
     swap      2 * copy * requests that run, where the copies of an iteration may take as long
     drop      computing again * requests that run
 
-Growth does not wait, as a decode without its next block pauses. So before the blocks run out, decodes leave ahead:
+A decode that has to wait for its next block pauses. So before the blocks run out, others leave ahead:
 
     steps     = leaving / iteration + 1
     they leave while  growth of what runs within `steps` > free + on their way + what ends by then
@@ -116,6 +116,19 @@ class PooledPacking(SloPacking):
         return 0.0 if ready_s + float(self._rows.left_s[row]) <= slack_s else inf
 
     # --- who leaves, and how
+
+    @override
+    def _evict_for(self, row: int, *, is_growth: bool) -> bool:
+        """Evict one victim for this row; one that grows pauses in this iteration if a block is on its way to it."""
+        if not is_growth:
+            return super()._evict_for(row, is_growth=False)
+        self._waiter = row
+        has_evicted = self._coming_to(row) > 0 or super()._evict_for(row, is_growth=True)
+        self._waiter = None
+        if has_evicted and self._packer.num_free < 1:
+            self._coming -= 1
+            self._evicted.add(row)
+        return has_evicted
 
     @override
     def _evict(self, row: int) -> None:

@@ -89,11 +89,11 @@ def test_free_blocks_are_kept_for_one_that_waits_for_more() -> None:
 def test_before_growth_takes_the_last_blocks_the_worst_leaves() -> None:
     rows = {"answer": _ANSWER | {"num_generated": 7}, "document": _DOCUMENT | {"num_generated": 5}}
     view = view_of(rows, now=1.0, num_blocks=7 + 45, history=[0.02])
-    plan = plan_of(view, pool_of(block_s=0.009))
+    plan = plan_of(view, pool_of(block_s=0.015))
     assert (left(view, plan), evicted_of(view, plan)) == (["document"], [])
     assert scheduled_of(view, plan)["answer"] == 1
     view = view_of(rows, now=1.0, num_blocks=100, history=[0.02])
-    assert left(view, plan_of(view, pool_of(block_s=0.009))) == []
+    assert left(view, plan_of(view, pool_of(block_s=0.015))) == []
 
 
 def test_what_is_away_comes_back_beside_the_iteration_and_takes_none_of_its_time() -> None:
