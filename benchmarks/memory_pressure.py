@@ -3,13 +3,14 @@
     python -m benchmarks.memory_pressure
     python -m benchmarks.memory_pressure --traces arxiv --loads 0.8 --seeds 1 --duration 60
 
-Llama-2-13B on two simulated A100 with 80 GB, elastic workers; lengths of Mooncake's conversations and of arXiv's papers
-(max_total=16000) as chat with objectives, documents beside it or none. First with all the memory there is: what a worker
-holds at most is the demand, and a third of it is the memory of a worker in the other runs. What has to leave there is
-dropped and computed again (`recompute`), swapped to the host within iterations where that is cheaper (`swap`, the
-default), or may leave to the pool of the node as well (`pool`, decode.pool_bytes). There is no prefix cache, in which a
-dropped request would find blocks of its own again. Computed again are the prompt tokens beyond those that were sent.
-Targets: `pool` computes 90 % fewer tokens again than `recompute`, attains 10 points more, and nowhere less than `swap`.
+Llama-2-13B on two simulated A100 with 80 GB, elastic workers; lengths of Mooncake's conversations and of arXiv's
+papers (max_total=16000) as chat with objectives, documents beside it or none. First with all the memory there is: what
+a worker holds at most is the demand, and a third of it is the memory of a worker in the other runs. What has to leave
+there is dropped and computed again (`recompute`), swapped to the host within iterations where that is cheaper (`swap`,
+the default), or may leave to the pool of the node as well (`pool`, decode.pool_bytes). There is no prefix cache, in
+which a dropped request would find blocks of its own again. Computed again are the prompt tokens beyond those that were
+sent. Targets: `pool` computes 90 % fewer tokens again than `recompute`, attains 10 points more, and nowhere less than
+`swap`.
 """
 
 from dataclasses import replace

@@ -51,8 +51,8 @@ class Departures(Handoffs):
         """Ask the receiver for blocks, if the request can leave."""
         request_id, attempt, target = message.request_id, message.attempt, str(message.to)
         tracked = self._held.get(request_id)
-        is_current = tracked is not None and tracked.attempt == attempt and not tracked.is_leaving
-        if tracked is None or not is_current or target not in self._lent or not self.can_leave(tracked):
+        is_current = tracked is not None and tracked.attempt == attempt
+        if tracked is None or not is_current or target not in self._lent or not self.can_ask(tracked):
             return [*self._router.stayed(request_id, attempt)]
         return [*self.ask(tracked, target)]
 

@@ -201,6 +201,11 @@ class Handoffs:
         """Return the requests that are leaving."""
         return list(self._entries)
 
+    def can_ask(self, tracked: HeldRequest) -> bool:
+        """Return whether it can leave, and neither does already nor follows an attempt that still does."""
+        is_free = not tracked.is_leaving and tracked.request.request_id not in self._entries
+        return is_free and self.can_leave(tracked)
+
     def can_leave(self, tracked: HeldRequest) -> bool:
         """Return whether it decodes, can be copied, and leaves room for the others while its blocks are held."""
         if tracked.is_aborted or tracked.is_finished or not tracked.is_prefilled:

@@ -271,6 +271,9 @@ class ColocatedLogic:
         assert iteration or not plan.evictions, "evictions without a scheduled request"
         if self._decodes is not None:
             commands += [*self._decodes.depart(departing), *self._decodes.fetch(returning)]
+            if departing and not iteration and not self._decodes.has_copies:  # what was to leave cannot
+                self._decodes.rest(now)
+                commands += self._start_iteration(now)
         return [*iteration, *commands]
 
     def _begin(self, plan: IterationPlan, now: float) -> list[ColocatedCommand]:

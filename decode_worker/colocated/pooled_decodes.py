@@ -104,13 +104,22 @@ class PooledDecodes(Handoffs):
     def _is_here(self, tracked: HeldRequest) -> bool:
         return self._held.get(tracked.request.request_id) is tracked
 
+    def rest(self, now: float) -> None:
+        """Let nothing leave for a while."""
+        self._rests_until_s = now + _REFUSED_REST_S
+
+    @property
+    def has_copies(self) -> bool:
+        """Return whether anything is on its way, or is asked for: an event follows."""
+        return bool(self._entries) or any(entry.block_ids for entry in self._away.values())
+
     # --- what it decides
 
     def depart(self, departing: Iterable[HeldRequest]) -> list[PooledCommand]:
         """Let these requests leave, as far as they can."""
         commands: list[PooledCommand] = []
         for tracked in departing:
-            if not tracked.is_leaving and self.can_leave(tracked):
+            if self.can_ask(tracked):
                 is_best_effort = tracked.request.request_class is RequestClass.BEST_EFFORT
                 commands += self.ask(tracked, self._pool, is_best_effort=is_best_effort)
         return commands
@@ -155,7 +164,7 @@ class PooledDecodes(Handoffs):
                 return [UnmapArena(self._pool), *self._disconnected(now)]
             case Received(peer, BlocksReserved() | ReservationRefused() as answer):
                 if isinstance(answer, ReservationRefused):
-                    self._rests_until_s = now + _REFUSED_REST_S
+                    self.rest(now)
                 return [*self.answered(peer, answer, now)]
             case Received(peer, BlocksTaken() as taken):
                 return [*self.taken(peer, taken, now)]

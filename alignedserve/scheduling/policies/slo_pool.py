@@ -133,10 +133,11 @@ class PooledPacking(SloPacking):
     @override
     def _evict(self, row: int) -> None:
         num_blocks = self._own_blocks(row)
-        can_leave = self._waiter is not None and self._can_leave(row, num_blocks)
-        if can_leave and self._waiter is not None and self._late_s(self._waiter, num_blocks) <= self._delay_s(row):
+        waiter = self._waiter
+        can_leave = waiter is not None and self._can_leave(row, num_blocks)
+        if waiter is not None and can_leave and self._late_s(waiter, num_blocks) <= self._delay_s(row):
             self._leave(row, num_blocks)
-        else:
+        elif waiter not in self._away:  # nothing is swapped or dropped for one that has a copy ahead of it anyway
             super()._evict(row)
 
     def _delay_s(self, row: int) -> float:
