@@ -109,7 +109,7 @@ def figures_of(simulation: Simulation, result: SimulationResult) -> dict[str, An
         "attainment": chat.attainment,
         "ttft_attainment": chat.ttft_attainment,
         "tpot_attainment": chat.tpot_attainment,
-        "ttft_p99_s": chat.ttft_s.distribution.p99,
+        "ttft_p99_s": chat.ttft_s.distribution.p99 if chat.ttft_s is not None else None,
         "tokens_per_s": chat.tokens_per_s,
         "document_tokens_per_s": documents.tokens_per_s if documents is not None else None,
         "num_evictions": result.num_evictions,

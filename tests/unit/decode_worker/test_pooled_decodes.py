@@ -25,7 +25,14 @@ from alignedserve.messages.caches import (
 from alignedserve.messages.events import PeerConnected, PeerDisconnected, Received, Send
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import BlocksLoaded, BlocksOffloaded, LoadBlocks, MapArena, UnmapArena
+from alignedserve.messages.iterations import (
+    BlocksLoaded,
+    BlocksOffloaded,
+    LoadBlocks,
+    MapArena,
+    OffloadBlocks,
+    UnmapArena,
+)
 from alignedserve.messages.pools import DropRequest
 from alignedserve.messages.wire import Message
 from decode_worker.colocated.logic import ColocatedCommand
@@ -110,7 +117,7 @@ def test_others_compute_meanwhile_and_it_decodes_until_the_copy_begins(worker: W
     assert worker.hear_pool(BlocksReserved(R1, 1, LEASE, 9, (BlockId(40), BlockId(41)))) == []
     worker.script.steps.append(Step(r2=1))
     commands = worker.sampled(r1=8, r2=8)
-    (leaving,) = [one for one in commands if not isinstance(one, Send) and hasattr(one, "target_block_ids")]
+    (leaving,) = [one for one in commands if isinstance(one, OffloadBlocks)]
     assert leaving.block_ids == blocks(0, 3)
     assert runs(commands) == [run(removals=("r1",), grown=[("r2", 4)], r2=1)]
 
