@@ -51,6 +51,7 @@ SOURCES = (
     "length_prediction",
     "request_table",
     "iteration_costs",
+    "decode_plan",
     "token_masks",
     "nanobind",
 )

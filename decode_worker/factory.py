@@ -145,10 +145,9 @@ def make_colocated_logic(
     measured: tuple[Sample, ...] = (),
     prefix_cache: PrefixCacheConfig | None = None,
     prefix_pool: str | None = None,
-    decode_pool: str | None = None,
 ) -> ColocatedLogic:
     """Build the logic of one colocated worker; the rest as for `make_logic`. `prefix_cache`: None: it has none.
-    `prefix_pool`: the pool of its node, if that keeps prefix blocks; `decode_pool`: the same, if it keeps decodes.
+    `prefix_pool`: the pool of its node, if that keeps prefix blocks.
 
     Blocks that hold layer inputs, or tokens of two requests, are not cached: a worker that may have such has no cache.
     """
@@ -161,7 +160,6 @@ def make_colocated_logic(
         eos_token_ids=eos_token_ids,
         prefixes=PrefixCache(memory.block_size) if has_cache else None,
         prefix_pool=prefix_pool if has_cache else None,
-        decode_pool=decode_pool,
     )
 
 

@@ -12,7 +12,6 @@ from alignedserve.core.request import SampledToken
 from alignedserve.messages.caches import BlockCopy, Handoff
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.gateways import TokenDelta
-from alignedserve.messages.iterations import delta_of
 from alignedserve.messages.workers import SetPredictedLength
 from alignedserve.worker_core.request import WorkerRequest
 
@@ -46,11 +45,8 @@ class RunningRequest(WorkerRequest):
     @override
     def append(self, token: SampledToken, eos_token_ids: frozenset[int]) -> TokenDelta:
         """Add the next token: the cache of all tokens before it lies in the blocks."""
-        index = len(self.generated_token_ids)  # not by super(): this runs for every request in every iteration
-        self.generated_token_ids.append(token.token_id)
         self.num_computed = self.context_len
-        self.context_len += 1
-        return delta_of(self.request, token, index, eos_token_ids)
+        return WorkerRequest.append(self, token, eos_token_ids)
 
     @property
     def num_remaining(self) -> int:

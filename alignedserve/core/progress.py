@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import FinishReason, Request
+from alignedserve.core.request import Request
 
 
 def plan_chunks(remaining: Iterable[tuple[RequestId, int]], budget: int) -> tuple[tuple[RequestId, int], ...]:
@@ -22,15 +22,11 @@ def plan_chunks(remaining: Iterable[tuple[RequestId, int]], budget: int) -> tupl
     return tuple(chunks)
 
 
-def finish_reason(
-    request: Request, token_id: int, num_generated: int, eos_token_ids: frozenset[int]
-) -> FinishReason | None:
-    """Return why the answer ends with this token, its `num_generated`-th; None: it continues.
+def end_token_ids(request: Request, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """Return the tokens that end the answer; any other does only as the last that its limit allows.
 
     Under a grammar an end token that is to be ignored comes only where nothing else may follow.
     """
     sampling = request.sampling
-    is_eos = token_id in eos_token_ids and (not sampling.ignore_eos or bool(sampling.grammar))
-    if is_eos or token_id in sampling.stop_token_ids:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if num_generated >= sampling.max_tokens else None
+    ignores_eos = sampling.ignore_eos and not sampling.grammar
+    return frozenset(sampling.stop_token_ids) if ignores_eos else eos_token_ids.union(sampling.stop_token_ids)

@@ -163,7 +163,7 @@ class ClusterStatus(Message, frozen=True):
     adapters: AdapterLoads = AdapterLoads()
 
 
-class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one request. By `first_index` the gateway orders deltas of two workers and drops repeats."""
 
     request_id: RequestId

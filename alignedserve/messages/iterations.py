@@ -9,8 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from alignedserve.core.ids import BlockId, LeaseId, RequestId
-from alignedserve.core.progress import finish_reason
-from alignedserve.core.request import FinishReason, Request, SampledToken, TokenLogprob
+from alignedserve.core.request import Request, SampledToken, TokenLogprob
 from alignedserve.messages.caches import ArenaOffered, BlockCopy, BlockRun
 from alignedserve.messages.gateways import TokenDelta
 
@@ -235,17 +234,6 @@ class BufferOpened:
     peer: str
     link_epoch: int
     offered: ArenaOffered | None
-
-
-def delta_of(
-    request: Request, token: SampledToken, index: int, eos_token_ids: frozenset[int], num_cached_tokens: int = 0
-) -> TokenDelta:
-    """Build the delta for an answer's token number `index`; without a token if only the prompt was asked about."""
-    if request.sampling.max_tokens == 0:
-        return TokenDelta(request.request_id, index, (), (), FinishReason.LENGTH, num_cached_tokens, token.embedding)
-    finished = finish_reason(request, token.token_id, index + 1, eos_token_ids)
-    logprobs = (token.logprob,) if token.logprob is not None else ()
-    return TokenDelta(request.request_id, index, (token.token_id,), logprobs, finished, num_cached_tokens)
 
 
 def joined(deltas: list[TokenDelta]) -> list[TokenDelta]:

@@ -173,8 +173,6 @@ DecodeWorkerInbound = (
     | BlocksReserved
     | ReservationRefused
     | BlocksTaken
-    | CopyGranted
-    | CopyMissing
     | MoveRequest
     | PrefixBlocksReserved
     | PrefixFound

@@ -22,7 +22,6 @@ from alignedserve.scheduling.policy import (
     IterationPolicy,
     PlannedEviction,
     PlannedShare,
-    PoolView,
     ScheduledRequest,
     WorkerView,
 )
@@ -74,7 +73,6 @@ class SchedulerState:
         self.shared = SharedBlocks(self.table, memory.block_size)
         self.history = IterationHistory()
         self.held_blocks: HeldBlocks | None = None  # where requests may share some
-        self.pool: PoolView | None = None  # where a pool keeps decodes
         self._memory = self._seen = memory
         self.num_free = memory.num_free
         self.num_free_host = memory.num_free_host
@@ -93,10 +91,7 @@ class SchedulerState:
             self._seen = memory = memory.with_free(self.num_free, self.num_free_host)
         shared = self.shared if memory.has_shared_blocks else None
         return WorkerView(
-            *(self.table, memory, limits, self.history, costs, now),
-            shared_blocks=shared,
-            held_blocks=self.held_blocks,
-            pool=self.pool,
+            *(self.table, memory, limits, self.history, costs, now), shared_blocks=shared, held_blocks=self.held_blocks
         )
 
     def add(self, request: Request, now: float, *, predicted_len: float | None = None, num_generated: int = 0) -> None:
@@ -186,14 +181,6 @@ class SchedulerState:
         """Remove such a request."""
         self.table.remove(request_id)
 
-    def bring_back(self, request_id: RequestId, num_blocks: int) -> None:
-        """Note that the cache of such a request is here, in blocks that were held; without any: that it is lost."""
-        table, row = self.table, self.table.row(request_id)
-        assert table.num_swapped[row] == table.num_cached[row], "part of it was here"
-        table.num_swapped[row], table.num_blocks[row] = 0, num_blocks
-        if not num_blocks:
-            table.num_cached[row] = 0
-
     # --- a plan, part by part, evictions first
 
     def evict(self, part: PlannedEviction, now: float) -> EvictionResult:
@@ -242,7 +229,7 @@ class SchedulerState:
     def enter(self, part: ScheduledRequest) -> AllocationResult:
         """Allocate blocks for the tokens that the request computes and for its cache on the host."""
         table, row = self.table, part.row
-        assert 0 < part.num_tokens <= table.num_remaining[row], "computes tokens that are not known yet"
+        assert 0 < part.num_tokens <= table.remaining(row), "computes tokens that are not known yet"
         assert not part.is_hidden or not table.num_cached[row], "a cache changes its kind without being dropped"
         table.is_hidden[row] |= part.is_hidden
         wanted = self._blocks_for(row, int(table.num_cached[row]) + part.num_tokens)

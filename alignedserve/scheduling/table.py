@@ -173,6 +173,10 @@ class RequestTable:
         """Tokens to compute before the next one can be sampled: 1 while decoding, more while a prompt is prefilled."""
         return self.prompt_len + self.num_generated - self.num_cached
 
+    def remaining(self, row: int) -> int:
+        """Return `num_remaining` of one row."""
+        return int(self.prompt_len[row] + self.num_generated[row] - self.num_cached[row])
+
     @property
     def is_decoding(self) -> Bools:
         """True where the next iteration computes one token after a first one (the cache may lie on the host)."""

@@ -223,7 +223,6 @@ class Simulation:
                 measured=measured,
                 prefix_cache=cluster.prefix_cache,
                 prefix_pool=_pool(node) if cluster.prefix_cache.pool_bytes else None,
-                decode_pool=_pool(node) if config.pool_bytes else None,
             )
         else:
             make = partial(

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from alignedserve.core.request import Request, SampledToken
+from alignedserve.core.progress import end_token_ids
+from alignedserve.core.request import FinishReason, Request, SampledToken
 from alignedserve.messages.gateways import TokenDelta
-from alignedserve.messages.iterations import delta_of
 from alignedserve.messages.workers import PrefillRequest, RequestPreempted, SetPredictedLength
 
 
@@ -26,6 +26,7 @@ class WorkerRequest:
     num_received: int = field(init=False)  # generated tokens that it came with
     context_len: int = field(init=False)  # prompt and generated tokens; the next iteration reads or computes all
     max_context_len: int = field(init=False)
+    _end_token_ids: frozenset[int] | None = field(init=False, default=None)  # None: not asked for yet
 
     def __post_init__(self) -> None:
         # Kept, not worked out: they are read for every request in every iteration.
@@ -34,13 +35,26 @@ class WorkerRequest:
         self.max_context_len = self.request.max_context_len
 
     def append(self, token: SampledToken, eos_token_ids: frozenset[int]) -> TokenDelta:
-        """Add the token sampled from its whole context, and return the message part for its gateway."""
+        """Add the token sampled from its whole context, and return the message part for its gateway.
+
+        That has no token if only the prompt was asked about. One function: it is called for every token.
+        """
+        request_id, token_id, logprob, embedding = token
         index = len(self.generated_token_ids)
         num_cached_tokens = 0 if index else self.num_hit_tokens
-        delta = delta_of(self.request, token, index, eos_token_ids, num_cached_tokens)
-        self.generated_token_ids += delta.token_ids
-        self.context_len += len(delta.token_ids)
-        return delta
+        if not index and self.context_len == self.max_context_len:
+            return TokenDelta(request_id, 0, (), (), FinishReason.LENGTH, num_cached_tokens, embedding)
+        if self._end_token_ids is None:
+            self._end_token_ids = end_token_ids(self.request, eos_token_ids)
+        self.generated_token_ids.append(token_id)
+        self.context_len += 1
+        finished = None
+        if token_id in self._end_token_ids:
+            finished = FinishReason.STOP
+        elif self.context_len >= self.max_context_len:
+            finished = FinishReason.LENGTH
+        logprobs = () if logprob is None else (logprob,)
+        return TokenDelta(request_id, index, (token_id,), logprobs, finished, num_cached_tokens)
 
     def tokens_between(self, start: int, stop: int) -> tuple[int, ...]:
         """Return known tokens of its context."""

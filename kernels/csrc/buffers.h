@@ -36,6 +36,7 @@ class Array {
     static bool is_of_kind(const char* format) {
         if (std::is_same<T, double>::value) return format[0] == 'd';
         if (std::is_same<T, bool>::value) return format[0] == '?';
+        if (std::is_same<T, int32_t>::value) return format[0] == 'i';
         return format[0] == 'l' || format[0] == 'q';
     }
     Py_buffer view_;

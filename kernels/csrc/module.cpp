@@ -46,6 +46,12 @@ void bind(nb::module_& module);  // of what workers learn, see iteration_costs.c
 
 }  // namespace iteration_costs
 
+namespace decode_plan {
+
+void bind(nb::module_& module);  // of a GPU's decodes, see decode_plan.cpp
+
+}  // namespace decode_plan
+
 namespace lora {
 
 void bind(nb::module_& module);  // what adapters add to products, see lora/module.cpp
@@ -82,6 +88,7 @@ NB_MODULE(_native, module) {
     length_prediction::bind(module);
     request_table::bind(module);
     iteration_costs::bind(module);
+    decode_plan::bind(module);
     lora::bind(module);
     token_masks::bind(module);
     paged::bind(module);

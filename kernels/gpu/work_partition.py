@@ -11,13 +11,17 @@ Worked example: contexts of 5, 1 and 2 tiles and 4 programs: runs of 2 tiles; pa
 The arrays have the same shapes for every batch of so many rows, so that a captured graph can be replayed with new ones.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kernels.cpu.native import load_native
+
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+
+_native: Any = load_native("partition_work")
 
 
 class WorkPartition(NamedTuple):
@@ -37,8 +41,20 @@ class WorkPartition(NamedTuple):
 
 def partition(lengths: Int64Array, *, tile: int, num_programs: int, window: int | None = None) -> WorkPartition:
     """Partition contexts of lengths [rows] tokens, each at least 1; the last `window` are read, in whole tiles."""
+    assert len(lengths), "nothing to divide"
+    if _native is None:
+        return plain_partition(lengths, tile=tile, num_programs=num_programs, window=window)
     num_rows = len(lengths)
-    assert num_rows, "nothing to divide"
+    parts = np.zeros((3, num_programs + num_rows), np.int32)
+    part_rows, part_firsts, part_lasts = parts
+    program_parts, row_parts = np.empty(num_programs + 1, np.int32), np.empty(num_rows + 1, np.int32)
+    _native.partition_work(lengths, tile, window or 0, parts, program_parts, row_parts)
+    return WorkPartition(part_rows, part_firsts, part_lasts, program_parts, row_parts)
+
+
+def plain_partition(lengths: Int64Array, *, tile: int, num_programs: int, window: int | None = None) -> WorkPartition:
+    """Return the same, without the native kernel."""
+    num_rows = len(lengths)
     assert lengths.min() >= 1, "an empty context"
     tiles = -(-lengths // tile)
     begins = None if window is None else np.maximum(lengths - window, 0) // tile

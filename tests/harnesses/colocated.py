@@ -35,7 +35,6 @@ class ColocatedHarness:
         can_move: bool = False,
         has_prefix_cache: bool = False,
         prefix_pool: str | None = None,
-        decode_pool: str | None = None,
         **memory: Any,
     ) -> None:
         self.now = 0.0
@@ -50,7 +49,6 @@ class ColocatedHarness:
             eos_token_ids=frozenset({EOS}),
             prefixes=PrefixCache(4) if has_prefix_cache else None,
             prefix_pool=prefix_pool,
-            decode_pool=decode_pool,
         )
         self.do(PeerConnected(Role.ROUTER, ROUTER))
 

@@ -64,18 +64,14 @@ def colocated(
     max_running_requests: int = 32,
     policy: str = "fcfs",
     topology: Topology = Topology.COLOCATED,
-    pool_blocks: int = 0,
     **changes: Any,
 ) -> SimConfig:
-    """Configure colocated workers of so many blocks each, or elastic ones. `pool_blocks`: for decodes of a node."""
+    """Configure colocated workers of so many blocks each, or elastic ones."""
     cluster = ClusterConfig(
         topology=topology,
         scheduling=SchedulingConfig(policy=policy),
         decode=DecodeWorkerConfig(
-            count=num_workers,
-            kv_cache_bytes=worker_blocks * BLOCK_BYTES,
-            max_running_requests=max_running_requests,
-            pool_bytes=pool_blocks * BLOCK_BYTES,
+            count=num_workers, kv_cache_bytes=worker_blocks * BLOCK_BYTES, max_running_requests=max_running_requests
         ),
     )
     return SimConfig(cluster, LAYOUT, LINKS, EasyCosts(), **changes)

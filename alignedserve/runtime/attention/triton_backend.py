@@ -17,7 +17,6 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.backend import Contexts
-from alignedserve.runtime.attention.block_entries import DecodeEntries, all_entries
 from alignedserve.runtime.attention.libraries import AttentionLibrary, installed_libraries
 from alignedserve.runtime.attention.library_steps import (
     Chunks,
@@ -31,6 +30,7 @@ from alignedserve.runtime.attention.prompt_choice import PromptChoice, PromptSet
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
 from alignedserve.runtime.device.arrays import Array, to_device
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from kernels.gpu.block_entries import block_entries
 from kernels.gpu.blocks import BlockTables, BlockView
 from kernels.gpu.decode_attention import TILE, DecodeBatch, decode_batch, paged_decode
 from kernels.gpu.launching import CompiledKernel, multiprocessor_of, program_shared_bytes, programs_at_once
@@ -114,7 +114,6 @@ class GpuPlanner:
         self._whole: AttentionLibrary | None = None
         self._paged: AttentionLibrary | None = None
         self._clears_tails = False
-        self._decode_entries = DecodeEntries(table)
         self.on_failure: OnFailure = self._drop  # of a library
 
     def use_library(
@@ -172,19 +171,8 @@ class GpuPlanner:
 
     def block_tables(self, rows: IntArray, lengths: IntArray) -> list[Array]:
         """Return the arrays of a BlockTables, its entries last; lengths beyond `rows` are padding."""
-        widths = self._widths(lengths)
-        return self._tables(rows, widths, all_entries(self.table.block_tables, rows, widths[: len(rows)]))
-
-    def decode_tables(self, rows: IntArray, lengths: IntArray) -> list[Array]:
-        """Return the same for rows that decode, mostly from what was returned last."""
-        widths = self._widths(lengths)
-        return self._tables(rows, widths, self._decode_entries.of(rows, widths[: len(rows)]))
-
-    def _widths(self, lengths: IntArray) -> IntArray:
         widths: IntArray = -(-lengths // self.table.block_size)
-        return widths
-
-    def _tables(self, rows: IntArray, widths: IntArray, entries: Array) -> list[Array]:
+        entries = block_entries(self.table.block_tables, rows, widths[: len(rows)])
         if len(widths) > len(rows):
             padding = np.full(len(widths) - len(rows), self.storage.scratch_block, np.int32)
             entries = np.concatenate((entries, padding))
@@ -204,7 +192,7 @@ class _Decodes:
         ]
         arrays = [array for part in partitions for array in part]
         self.num_rows = len(lengths)
-        self.host_arrays: list[Array] = [*arrays, lengths.astype(np.int32), *planner.decode_tables(rows, lengths)]
+        self.host_arrays: list[Array] = [*arrays, lengths.astype(np.int32), *planner.block_tables(rows, lengths)]
         self._planner = planner
         self._num_own = len(rows)
         self._batches: list[DecodeBatch] = []

@@ -252,8 +252,10 @@ class Engine:
         if step is not None:
             launches.append(self._launch(step, rest, forced, first_place=0 if ahead is None else ahead.end_place))
         self._go_on(launches, may_launch=may_go_on)
-        collected = [self._collect(launch) for launch in launches]
-        sampled, failed = ([one for part in parts for one in part] for parts in zip(*collected, strict=True))
+        sampled, failed = self._collect(launches[0])
+        for launch in launches[1:]:
+            more, more_failed = self._collect(launch)
+            sampled, failed = sampled + more, failed + more_failed
         times = launches[-1].times(self.model, started, prepared, is_ahead=ahead is not None)
         sampled, counts = with_forced(forced, sampled), forced_counts(forced, failed)
         prompt_logprobs = [part for one in launches for part in one.prompt_logprobs]

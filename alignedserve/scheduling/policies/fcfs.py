@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from msgspec import Meta
@@ -19,6 +19,14 @@ class FcfsConfig:
 
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01  # share of the blocks that newcomers leave free
     preemption: EvictionMode = EvictionMode.DROP  # vLLM recomputes a single sequence
+
+
+class _Marks(NamedTuple):
+    """Rows of the table, as a plan begins."""
+
+    able: Bools  # whose prompts may be computed
+    is_decoding: Bools
+    is_swapped: Bools
 
 
 class Fcfs:
@@ -37,11 +45,16 @@ class Fcfs:
 
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""
-        packer = Packer(view)
-        self._add_prompts(packer, view, self._first_class(view))
-        if not packer.rows:
-            self._add_decodes(packer, view)
+        packer, marks = Packer(view), self._marks(view)
+        prompts = self._prompts(view, marks)
+        if prompts:
+            self._add_prompts(packer, view, marks, prompts)
+        if not packer.num_scheduled:
+            self._add_decodes(packer, view, marks)
         return packer.plan()
+
+    def _marks(self, view: WorkerView) -> _Marks:
+        return _Marks(self._first_class(view), view.table.is_decoding, view.table.num_swapped > 0)
 
     def _first_class(self, view: WorkerView) -> Bools:
         """Return the rows whose prompts may be computed: of real-time requests where there are any."""
@@ -50,39 +63,42 @@ class Fcfs:
         real_time: Bools = able & table.is_real_time
         return real_time if self._is_classed and real_time.any() else able
 
-    def _in_order(self, view: WorkerView, rows: Ints, at_most: int | None = None) -> list[int]:
+    def _in_order(self, view: WorkerView, rows: Ints, at_most: int | None = None) -> Ints:
         """Return these rows, or the first `at_most`, by class where that counts, then by arrival."""
+        table = view.table
         if not self._is_classed:
-            return by_arrival(view, rows, at_most)
-        is_real_time = view.table.is_real_time[rows]
-        ordered = by_arrival(view, rows[is_real_time], at_most) + by_arrival(view, rows[~is_real_time], at_most)
-        return ordered[:at_most]
+            return table.by_arrival(rows, at_most)
+        is_real_time = table.is_real_time[rows]
+        classes = rows[is_real_time], rows[~is_real_time]
+        return np.concatenate([table.by_arrival(one, at_most) for one in classes])[:at_most]
 
-    def _add_prompts(self, packer: Packer, view: WorkerView, able: Bools) -> None:
+    def _add_prompts(self, packer: Packer, view: WorkerView, marks: _Marks, prompts: list[int]) -> None:
         """Add prompts up to the first that does not fit; the first one is chunked if it is longer than an iteration."""
-        is_decoding, is_swapped = view.table.is_decoding, view.table.num_swapped > 0
-        num_places = packer.num_places_left - int(np.count_nonzero(able & is_decoding & ~is_swapped))
-        for row in self._prompts(view, able):
+        num_decodes = int(np.count_nonzero(marks.able & marks.is_decoding & ~marks.is_swapped))
+        num_places = packer.num_places_left - num_decodes
+        for row in prompts:
             num_tokens = packer.remaining(row)
-            if not packer.rows:
+            if not packer.num_scheduled:
                 num_tokens = min(num_tokens, packer.num_tokens_left)
-            if len(packer.rows) >= num_places or not self._is_admitted(packer, view, row):
+            if packer.num_scheduled >= num_places or not self._is_admitted(packer, view, row):
                 return
             if not packer.add(row, num_tokens):
                 return
 
-    def _prompts(self, view: WorkerView, able: Bools) -> list[int]:
+    def _prompts(self, view: WorkerView, marks: _Marks) -> list[int]:
         """Return prompts that hold blocks already, then new ones if no request of theirs is swapped out.
 
         A prompt that the whole memory cannot hold is skipped.
         """
-        table = view.table
-        is_prompt, has_blocks = able & ~table.is_decoding, table.num_blocks > 0
-        admitted = self._in_order(view, np.flatnonzero(is_prompt & has_blocks))
-        if np.any(able & (table.num_swapped > 0)):
+        prompts = np.flatnonzero(marks.able & ~marks.is_decoding)
+        if not len(prompts):
+            return []
+        has_blocks = view.table.num_blocks[prompts] > 0
+        admitted: list[int] = self._in_order(view, prompts[has_blocks]).tolist()
+        if np.any(marks.able & marks.is_swapped):
             return admitted
-        new = np.flatnonzero(is_prompt & ~has_blocks)
-        return admitted + self._in_order(view, new, view.limits.max_running_requests)
+        new: list[int] = self._in_order(view, prompts[~has_blocks], view.limits.max_running_requests).tolist()
+        return admitted + new
 
     def _is_admitted(self, packer: Packer, view: WorkerView, row: int) -> bool:
         """Return whether the whole prompt fits and leaves the watermark free; alone it may take all memory."""
@@ -113,12 +129,11 @@ class Fcfs:
         """Evict a decode as it is configured; a prompt in parts is dropped."""
         packer.evict(row, self._config.preemption if view.table.is_decoding[row] else EvictionMode.DROP)
 
-    def _add_decodes(self, packer: Packer, view: WorkerView) -> None:
+    def _add_decodes(self, packer: Packer, view: WorkerView, marks: _Marks) -> None:
         """Add one token of each request on the device, then swap others in if that preempted none."""
-        is_decoding, is_swapped = view.table.is_decoding, view.table.num_swapped > 0
-        ordered = self._in_order(view, np.flatnonzero(is_decoding & ~is_swapped))
-        running = deque(ordered[packer.add_decodes(np.array(ordered, np.int64)) :])  # but those that fit, at once
-        holders = self._in_order(view, np.flatnonzero(view.table.num_blocks > 0)) if running else []
+        ordered = self._in_order(view, np.flatnonzero(marks.is_decoding & ~marks.is_swapped))
+        running: deque[int] = deque(ordered[packer.add_decodes(ordered) :].tolist())  # but those that fit, at once
+        holders = self._in_order(view, np.flatnonzero(view.table.num_blocks > 0)).tolist() if running else []
         has_left: set[int] = set()
         while running and packer.num_places_left and packer.num_tokens_left:
             row = running.popleft()
@@ -131,8 +146,8 @@ class Fcfs:
                 if victim == row:
                     break
         if not has_left:
-            swapped = np.flatnonzero(is_decoding & is_swapped)
-            self._bring_back(packer, view, self._in_order(view, swapped, packer.num_places_left))
+            swapped = np.flatnonzero(marks.is_decoding & marks.is_swapped)
+            self._bring_back(packer, view, self._in_order(view, swapped, packer.num_places_left).tolist())
 
     def _bring_back(self, packer: Packer, view: WorkerView, swapped: list[int]) -> None:
         for row in swapped:

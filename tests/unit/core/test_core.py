@@ -1,4 +1,4 @@
-"""Records that all components share: blocks, the lifecycle, chunks, ends of answers, bounds of sampling."""
+"""Records that all components share: blocks, the lifecycle, chunks, bounds of sampling."""
 
 import math
 from typing import Any
@@ -9,13 +9,10 @@ from alignedserve.core.block_allocator import BlockAllocator, blocks_for
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError, InvalidRequest
 from alignedserve.core.lifecycle import TRANSITIONS, Stage, advance, is_terminal
-from alignedserve.core.progress import finish_reason, plan_chunks
-from alignedserve.core.request import MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS, FinishReason, SamplingParams
+from alignedserve.core.progress import plan_chunks
+from alignedserve.core.request import MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS, SamplingParams
 from tests.support.marks import each
 from tests.support.samples import R1, R2, R3, blocks, request
-
-EOS = frozenset({2})
-
 
 # --- blocks
 
@@ -134,26 +131,6 @@ def test_what_one_chunk_leaves_goes_to_the_next() -> None:
 @pytest.mark.parametrize("budget", [0, -1])
 def test_no_budget_no_chunks(budget: int) -> None:
     assert plan_chunks(((R1, 5),), budget) == ()
-
-
-@each(
-    ("token_id", "num_generated", "changes", "expected"),
-    [
-        (9, 1, {}, None),
-        (2, 1, {}, FinishReason.STOP),
-        (2, 1, {"ignore_eos": True}, None),
-        (5, 1, {"stop_token_ids": (5, 6)}, FinishReason.STOP),
-        (2, 1, {"ignore_eos": True, "stop_token_ids": (2,)}, FinishReason.STOP),
-        (9, 4, {}, FinishReason.LENGTH),
-        (2, 4, {}, FinishReason.STOP),
-        (9, 3, {}, None),
-    ],
-)
-def test_when_an_answer_is_over(
-    token_id: int, num_generated: int, changes: dict[str, Any], expected: FinishReason | None
-) -> None:
-    sampling = SamplingParams(max_tokens=4, **changes)
-    assert finish_reason(request(sampling=sampling), token_id, num_generated, EOS) is expected
 
 
 # --- requests

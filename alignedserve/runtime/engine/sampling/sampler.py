@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.request import TokenLogprob
-from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
+from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, are_same
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.engine.sampling.logits_processors import LogitsChanges, LogitsProcessor
 from alignedserve.runtime.grammar.token_masks import StepMasks, TokenMasks
@@ -223,7 +223,7 @@ class Sampler:
 
     def _parameters(self, rows: IntArray, num_tokens: IntArray, device: torch.device) -> RowParameters:
         known = self._known
-        if known is None or known.version != self._version or not np.array_equal(rows, known.rows):
+        if known is None or known.version != self._version or not are_same(rows, known.rows):
             columns = (self._temperatures, self._top_ks, self._top_ps, self._min_ps)
             on_device = to_device([*(column[rows] for column in columns), np.zeros(len(rows))], device)
             is_random = bool(self._temperatures[rows].any())

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.attention.sequence_table import IntArray
+from alignedserve.runtime.attention.sequence_table import IntArray, are_same
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.engine.sampling.sampler import Draw
@@ -39,7 +39,7 @@ class ChosenTokens:
         """Return the tokens at these places, for the next step; None: it has its own. For the compute stream."""
         if places is None:
             return None
-        if np.array_equal(places, self._ascending[: len(places)]):  # as in most steps
+        if are_same(places, self._ascending[: len(places)]):  # as in most steps
             return self._tokens[: len(places)].clamp(min=0)
         (at,) = to_device([places], self._tokens.device)
         return self._tokens.index_select(0, at).clamp_(min=0)  # a sequence without a token ends

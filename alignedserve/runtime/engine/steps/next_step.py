@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable
+from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, are_same
 from alignedserve.runtime.engine.sampling.sampler import Sampler
 from alignedserve.runtime.engine.steps.block_loans import BlockLoans
 from alignedserve.runtime.engine.steps.chunk_guess import ChunkGuess, Chunks
@@ -84,7 +84,7 @@ class NextStep:
         if any(part[1] != 1 for part in slices):
             return None
         rows = table.rows([part[0] for part in slices])
-        if not np.array_equal(np.sort(rows), np.sort(step.rows)):
+        if not are_same(np.sort(rows), np.sort(step.rows)):
             return None
         self._builder.complete(step)
         return step
@@ -112,7 +112,7 @@ class NextStep:
             return None
         step = self._builder.build_ahead(rows, *chunks)
         decoding = step.rows[: len(rows)]
-        assert np.array_equal(decoding, step.sampled_rows[: len(rows)]), "inputs in another order than results"
+        assert are_same(decoding, step.sampled_rows[: len(rows)]), "inputs in another order than results"
         for launch in launches:
             self._place_of[launch.step.sampled_rows] = self._ascending[launch.first_place : launch.end_place]
         inputs_at = self._place_of[decoding] if len(rows) else None
@@ -140,7 +140,7 @@ class NextStep:
         taken, sampled = self._taken(launched, rows, counts)
         if not taken.any():
             return None, slices
-        is_whole = np.array_equal(sampled, self._ascending[: len(launched.step.sampled_rows)])
+        is_whole = are_same(sampled, self._ascending[: len(launched.step.sampled_rows)])
         launched.kept = None if is_whole else sampled[sampled != _NOWHERE]
         self._table.num_computed[rows] += taken
         self._table.num_tokens[launched.rows] = launched.num_tokens_before + 1
@@ -175,7 +175,7 @@ class NextStep:
     def _places_of(self, rows: IntArray, others: IntArray) -> IntArray:
         """Return the place of each row among others."""
         ascending, place_of = self._ascending[: len(others)], self._place_of
-        if np.array_equal(rows, others):  # as in most steps
+        if are_same(rows, others):  # as in most steps
             return ascending
         place_of[:] = _NOWHERE
         place_of[others] = ascending

@@ -1,5 +1,6 @@
 """Builds the forward batch of one step from the sequence table: on the host, then brought to the device."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -176,7 +177,7 @@ class BatchBuilder:
         )
 
     def _num_padding(self, num_decodes: int) -> int:
-        at = int(np.searchsorted(self._decode_sizes, num_decodes))
+        at = bisect_left(self._decode_sizes, num_decodes)
         return self._decode_sizes[at] - num_decodes if at < len(self._decode_sizes) else 0
 
     def _build(
