@@ -15,6 +15,7 @@ from alignedserve.scheduling.factory import (
     limits_of,
     make_decode_scheduler,
     make_scheduler,
+    make_yielding,
     measured_speed,
 )
 from alignedserve.scheduling.policies import policy_entry
@@ -145,9 +146,10 @@ def make_colocated_logic(
     measured: tuple[Sample, ...] = (),
     prefix_cache: PrefixCacheConfig | None = None,
     prefix_pool: str | None = None,
+    num_layers: int | None = None,
 ) -> ColocatedLogic:
     """Build the logic of one colocated worker; the rest as for `make_logic`. `prefix_cache`: None: it has none.
-    `prefix_pool`: the pool of its node, if that keeps prefix blocks.
+    `prefix_pool`: the pool of its node, if that keeps prefix blocks. `num_layers`: between which a pass may stop.
 
     Blocks that hold layer inputs, or tokens of two requests, are not cached: a worker that may have such has no cache.
     """
@@ -160,6 +162,7 @@ def make_colocated_logic(
         eos_token_ids=eos_token_ids,
         prefixes=PrefixCache(memory.block_size) if has_cache else None,
         prefix_pool=prefix_pool if has_cache else None,
+        yielding=make_yielding(scheduling, num_layers),
     )
 
 

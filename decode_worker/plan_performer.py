@@ -58,7 +58,7 @@ class PlanPerformer:
         removals, forgotten = self._held.take_removals(), self._held.take_forgotten()
         moves = Swaps(forgotten, tuple(swaps.outs), tuple(swaps.ins)) if forgotten or swaps.outs or swaps.ins else None
         slices, copies = self._slices(plan.scheduled, members), self._held.begin_copies()
-        self._held.is_copying_out = bool(swaps.outs or copies)
+        self._held.is_copying_out |= bool(swaps.outs or copies)
         return RunIteration(removals, *entered, slices, moves, self._held.take_replacements(), copies)
 
     def completed(self) -> None:

@@ -125,6 +125,7 @@ async def start_colocated_worker(
         max_running=config.max_running_requests,
         loads_quietly=process_spec.joins_others,
         candidate_buffer_bytes=lending.buffer_bytes if lending is not None else 0,
+        yields_between_layers=scheduling.yield_between_layers,
     )
 
     device = shared_device_of(process_spec, engine_config)
@@ -155,6 +156,7 @@ async def start_colocated_worker(
         measured=executor.measure_iterations(engine_config.calibration_s, config.max_num_batched_tokens),
         prefix_cache=prefix_cache,
         prefix_pool=pool_at,
+        num_layers=layout.num_layers,
     )
     memory = None
     if lending is not None:

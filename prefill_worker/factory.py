@@ -25,17 +25,19 @@ def make_logic(
     costs: CostModel | None = None,
     measured: tuple[Sample, ...] = (),
     prefix_cache: PrefixCacheConfig | None = None,
+    num_layers: int | None = None,
 ) -> PrefillLogic:
     """Build the logic of one prefill worker. Without `costs` it learns them, beginning with `measured` iterations.
 
-    `prefix_cache`: None: it has none. Raises ConfigError naming what is unknown.
+    `prefix_cache`: None: it has none. `num_layers`: of the model, between which a pass may stop. Raises ConfigError
+    naming what is unknown.
     """
     max_context_len = registered.num_blocks * registered.block_size
     speed = measured_speed(limits_of(config), costs, measured, max_context_len=max_context_len)
     return PrefillLogic(
         registered=with_speed(registered, speed),
         max_running_requests=config.max_running_requests,
-        scheduler=make_iteration_scheduler(scheduling, limits_of(config), costs, measured),
+        scheduler=make_iteration_scheduler(scheduling, limits_of(config), costs, measured, num_layers),
         eos_token_ids=eos_token_ids,
         prefixes=PrefixCache(registered.block_size) if prefix_cache is not None and prefix_cache.enabled else None,
     )

@@ -1,10 +1,14 @@
 """Blocks of a prefill worker's jobs: the first blocks of a prompt may be cached from earlier prompts."""
 
+from collections.abc import Iterable
+
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.prefix_cache.cached_blocks import CachingAllocator
 from alignedserve.prefix_cache.contexts import CachedContext, PrefixCache
 from prefill_worker.state import PrefillJob
+
+_KEPT_SHARE = 0.25  # of blocks and places, from best effort
 
 
 class JobBlocks:
@@ -34,6 +38,17 @@ class JobBlocks:
     def count_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold this many tokens."""
         return blocks_for(num_tokens, self._block_size)
+
+    def leave_room(self, job: PrefillJob, jobs: Iterable[PrefillJob], max_jobs: int) -> bool:
+        """Return whether real-time jobs keep their share of blocks and places beside this best-effort one.
+
+        Best effort waits here for room in the pool, with the blocks that it has computed: it would keep chat out.
+        """
+        beside = [other for other in jobs if other.block_ids and not other.is_real_time]
+        num_blocks = sum(len(other.block_ids) for other in beside) + self.count_for(job.context_len)
+        num_jobs, share = len(beside) + 1, 1.0 - _KEPT_SHARE
+        fits = num_blocks <= share * self._allocator.num_blocks and num_jobs <= share * max_jobs
+        return fits or not beside
 
     def allocate(self, job: PrefillJob) -> bool:
         """Give a job all its blocks, cached ones first; return False if too few are free."""

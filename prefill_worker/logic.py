@@ -61,13 +61,12 @@ from prefill_worker.candidate_buffers import CandidateBuffers
 from prefill_worker.departure import Departure, DepartureStep, JobEnd
 from prefill_worker.job_blocks import JobBlocks
 from prefill_worker.state import JobStage, PrefillJob, waiting_cause, waiting_jobs
+from prefill_worker.urgent_jobs import UrgentJobs
 
 CopyEvent = BlocksLoaded | BlocksOffloaded | BlocksRelayed
 PrefillEvent = CommonEvent | IterationCompleted | CopyEvent | BufferOpened
 WorkCommand = RunIteration | LoadBlocks | OffloadBlocks | RelayBlocks | MapArena | OpenBuffer | CloseBuffer
 PrefillCommand = Send | SendTo | WorkCommand
-
-_KEPT_SHARE = 0.25  # of blocks and places, from best effort
 
 
 class PrefillLogic:
@@ -94,6 +93,7 @@ class PrefillLogic:
         self._removals: list[RequestId] = []
         self._num_reused_tokens = self._num_recomputed_tokens = 0  # of retried requests
         self._departure = Departure(self._buffers)
+        self._urgent = UrgentJobs(scheduler)
         self._pool: str | None = None
         self._router = RouterLink(registered)
         self._iterations: IterationCycle[PrefillJob, PrefillCommand] = IterationCycle(
@@ -104,8 +104,7 @@ class PrefillLogic:
         """Return the commands that follow; the same state, event and now always give the same. Touches only self."""
         commands = self._handle(event, now)
         # The next iteration first: it computes while the messages about the last one are sent.
-        started = [] if self._iterations.is_running else self._start_iteration(now)
-        return [*started, *commands, *self._report(is_tick=isinstance(event, Ticked))]
+        return [*self._start_iteration(now), *commands, *self._report(is_tick=isinstance(event, Ticked))]
 
     def _handle(self, event: PrefillEvent, now: float) -> list[PrefillCommand]:
         match event:
@@ -197,6 +196,7 @@ class PrefillLogic:
             earlier.successor = message
             return commands
         self._jobs[request.request_id] = job
+        self._urgent.came(job)
         return commands
 
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[PrefillCommand]:
@@ -258,14 +258,18 @@ class PrefillLogic:
     # --- iterations
 
     def _start_iteration(self, now: float) -> list[PrefillCommand]:
+        """Start the next one; or one within that in flight, of prompts that have come meanwhile, if that pays."""
+        is_urgent = self._iterations.is_running
+        if is_urgent and not self._urgent.may_begin:
+            return []
         requests = self._admit(now)
-        slices = self._scheduler.choose(now)
+        slices = self._urgent.choose_urgent(self._jobs, now) if is_urgent else self._urgent.choose(now)
         if not slices:
             return requests
         additions, self._additions = tuple(self._additions.values()), {}
         removals, self._removals = tuple(self._removals), []
         self._iterations.start(now, [self._jobs[request_id] for request_id, _ in slices], has_changed=True)
-        return [RunIteration(removals, additions, (), slices), *requests]
+        return [RunIteration(removals, additions, (), slices, is_urgent=is_urgent), *requests]
 
     def _admit(self, now: float) -> list[PrefillCommand]:
         """Allocate blocks for the next jobs, in order, up to the first that does not fit yet.
@@ -275,7 +279,10 @@ class PrefillLogic:
         requests: list[PrefillCommand] = []
         num_holding = sum(bool(job.block_ids) for job in self._jobs.values())
         for job in waiting_jobs(self._jobs.values(), real_time_first=self._scheduler.prioritizes_real_time):
-            is_full = num_holding >= self._max_running_requests or not self._leaves_room(job)
+            # Real-time jobs keep their share beside best effort, where they go first.
+            is_bound = self._scheduler.prioritizes_real_time and not job.is_real_time
+            leaves_room = not is_bound or self._blocks.leave_room(job, self._jobs.values(), self._max_running_requests)
+            is_full = num_holding >= self._max_running_requests or not leaves_room
             if is_full or not self._blocks.allocate(job):
                 break
             num_holding += 1
@@ -286,21 +293,9 @@ class PrefillLogic:
                 self._enter(job, job.num_hit_tokens, now)
         return requests
 
-    def _leaves_room(self, job: PrefillJob) -> bool:
-        """Return whether real-time jobs keep their share of blocks and places beside this one, where they go first.
-
-        Best effort waits here for room in the pool, with the blocks that it has computed: it would keep chat out.
-        """
-        if job.is_real_time or not self._scheduler.prioritizes_real_time:
-            return True
-        beside = [other for other in self._jobs.values() if other.block_ids and not other.is_real_time]
-        num_blocks = sum(len(other.block_ids) for other in beside) + self._blocks.count_for(job.context_len)
-        num_jobs, share = len(beside) + 1, 1.0 - _KEPT_SHARE
-        fits = num_blocks <= share * self._registered.num_blocks and num_jobs <= share * self._max_running_requests
-        return fits or not beside
-
     def _enter(self, job: PrefillJob, num_cached: int, now: float) -> None:
         job.stage = JobStage.COMPUTING
+        self._urgent.came(job)
         generated, predicted = len(job.generated_token_ids), job.predicted_output_len
         self._scheduler.enter(job.request, now, num_cached=num_cached, num_generated=generated, predicted_len=predicted)
         if job.is_retry:
@@ -310,7 +305,10 @@ class PrefillLogic:
         self._additions[job.request.request_id] = addition
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[PrefillCommand]:
-        self._scheduler.completed(now, self._iterations.end(event, now), event.grammar_s)
+        if self._urgent.keeps(event):
+            return []
+        duration_s = self._iterations.end(event, now)
+        self._scheduler.completed(now, duration_s, event.grammar_s, is_urgent=event.is_urgent)
         for token in event.sampled:
             job = self._jobs[token.request_id]
             self._blocks.store(job)
@@ -319,6 +317,9 @@ class PrefillLogic:
         changed = self._blocks.changes()
         told = self._router.send(changed) if changed is not None else []
         commands = [*told, *self._iterations.outcome(event, self._jobs)]
+        if event.is_urgent:
+            kept = self._urgent.end()
+            return commands if kept is None else [*commands, *self._iteration_completed(kept, now)]
         for job in [job for job in self._jobs.values() if job.is_aborted and not job.is_copying]:
             commands += self._end(job)
         return commands

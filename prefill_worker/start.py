@@ -37,6 +37,7 @@ async def start_prefill_worker(
         config.max_running_requests,
         loads_quietly=process_spec.joins_others,
         candidate_buffer_bytes=config.candidate_buffer_bytes,
+        yields_between_layers=scheduling.yield_between_layers,
     )
     layout = served.block_layout(engine_config.block_size)
     pool_name = process_spec.pool_name
@@ -66,6 +67,7 @@ async def start_prefill_worker(
         eos_token_ids=executor.eos_token_ids,
         measured=executor.measure_iterations(calibration_s(engine_config, scheduling), config.max_num_batched_tokens),
         prefix_cache=prefix_cache,
+        num_layers=layout.num_layers,
     )
     worker = PrefillWorker(
         make=make,

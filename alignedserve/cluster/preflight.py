@@ -17,7 +17,7 @@ from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.transfers.transports import check_transport
 from alignedserve.runtime.model.model_files import check_weight_files
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
-from alignedserve.scheduling.factory import resolve_policy
+from alignedserve.scheduling.factory import check_yielding, resolve_policy
 from alignedserve.scheduling.policies import policy_entry, require_policy, wanted_mechanisms, wants_shared_blocks
 from alignedserve.scheduling.policy import Mechanism
 from kvpool.policies import make_batch_former
@@ -46,6 +46,7 @@ def check_configuration(config: ClusterConfig, served: ServedModel) -> None:
     )
     block_tokens = hidden_block_tokens(served, config.scheduling, config.engine.block_size)
     _check_policy(config, block_tokens)
+    _check_yielding(config, served)
     if config.lora.is_enabled and block_tokens is not None:
         raise ConfigError(
             f"lora: policy {config.scheduling.policy!r} recomputes keys and values from layer inputs, which is not "
@@ -100,6 +101,19 @@ def _check_policy(config: ClusterConfig, block_tokens: int | None) -> None:
         has_shared_blocks=wants_shared_blocks(config.scheduling, can_move=can_move, has_int8_swaps=has_int8_swaps),
     )
     require_policy(config.scheduling, config.chosen_topology, mechanisms)
+    check_yielding(config.scheduling, config.chosen_topology, mechanisms)
+
+
+def _check_yielding(config: ClusterConfig, served: ServedModel) -> None:
+    """Check that the engine can stop passes between layers."""
+    obstacles = {
+        "an encoder's passes are short, and stop nowhere": served.encoder is not None,
+        "ranks go through the layers of a pass together": served.tensor_parallel > 1,
+        "a GPU runs what is queued on it to its end": config.engine.device.startswith(CUDA),
+    }
+    for obstacle, is_there in obstacles.items():
+        if is_there and config.scheduling.yield_between_layers:
+            raise ConfigError(f"scheduling.yield_between_layers cannot be had: {obstacle}; leave it out")
 
 
 def _check_rounded_cache(config: ClusterConfig) -> None:

@@ -36,6 +36,10 @@ class IterationLogTotals(msgspec.Struct, frozen=True, array_like=True):
     real_time_alone_s: TotalSeconds = 0.0
     real_time_beside_s: TotalSeconds = 0.0
     sum_of_straggler_shares: TotalSeconds = 0.0  # of each iteration's decode attention, from 0 to 1
+    # Iterations that ran within another, whose pass stood still meanwhile; and until it did, added up.
+    num_yields: Total = 0
+    yielded_s: TotalSeconds = 0.0
+    stopping_s: TotalSeconds = 0.0
 
     @property
     def straggler_share(self) -> float:

@@ -64,7 +64,11 @@ class BlockCopied(NamedTuple):
 
 class RunIteration(msgspec.Struct, frozen=True):
     """Command: one iteration: copies are read, then swaps, copies written, replacements, removals, additions,
-    extensions, in this order, then one forward pass."""
+    extensions, in this order, then one forward pass.
+
+    An urgent one runs within the one in flight, whose pass stops between two layers for it and goes on after it; or
+    alone, where that has ended meanwhile. They have no request in common.
+    """
 
     removals: tuple[RequestId, ...]
     additions: tuple[Addition, ...]
@@ -73,6 +77,7 @@ class RunIteration(msgspec.Struct, frozen=True):
     swaps: Swaps | None = None
     replacements: tuple[BlockReplacement, ...] = ()
     copies: tuple[BlockCopied, ...] = ()
+    is_urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,12 @@ class IterationTimes(msgspec.Struct, frozen=True):
     straggler_share: float = 0.0  # of that time: there only because one sequence is longer than the others
     grammar_s: float | None = None  # waiting for the masks of rows under a grammar; None: not measured
     is_ahead: bool = False  # its decodes were launched before the tokens of the iteration before were known
+    yielded_s: float = 0.0  # that its pass stood still for urgent iterations, in none of its parts
+
+    @property
+    def computed_s(self) -> float:
+        """Seconds from its start to its end, but those in which it stood still."""
+        return self.finished_s - self.started_s - self.yielded_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +122,7 @@ class IterationCompleted:
     forced: tuple[tuple[RequestId, int], ...] = ()
     # None from a stand-in that has no engine. Two iterations with the same outcome are equal, however long they took.
     times: IterationTimes | None = field(default=None, compare=False)
+    is_urgent: bool = False  # as its command
 
     @property
     def grammar_s(self) -> float | None:
@@ -119,7 +131,7 @@ class IterationCompleted:
 
     def duration_s(self, started_s: float, now: float) -> float:
         """Return the time measured by the engine, else the time since the logic started the iteration."""
-        return self.times.finished_s - self.times.started_s if self.times is not None else now - started_s
+        return self.times.computed_s if self.times is not None else now - started_s
 
 
 # --- copies, concurrent with iterations; an arena is named by the peer that offered it, or that it is offered to ---

@@ -26,16 +26,21 @@ class WorkerThreads:
 
         Exceptions of the work are raised on the loop, where they end a hosted process.
         """
+        perform = self.performer(work, on_completed)
+        executor = self._executors.get(name)
+        if executor is None:
+            executor = self._executors[name] = ThreadPoolExecutor(1, name, self._initialize)
+        executor.submit(perform)
+
+    def performer(self, work: Callable[[], T], on_completed: Callable[[T], None]) -> Callable[[], object]:
+        """Return what does the work on the thread that calls it, and reports as `submit` does."""
         loop = asyncio.get_running_loop()
 
         def deliver(outcome: Callable[[], T]) -> None:
             if not self._is_closed:
                 on_completed(outcome())
 
-        executor = self._executors.get(name)
-        if executor is None:
-            executor = self._executors[name] = ThreadPoolExecutor(1, name, self._initialize)
-        executor.submit(lambda: loop.call_soon_threadsafe(deliver, _outcome_of(work)))
+        return lambda: loop.call_soon_threadsafe(deliver, _outcome_of(work))
 
     def close(self) -> None:
         """Wait for the threads to end; pending work is cancelled without a callback."""

@@ -172,7 +172,7 @@ class ComponentObserver:
         self._pool = pool
         self._recording_costs = _RecordingCosts()
         self._engine = SimulatedEngine(self._recording_costs, _UnknownAnswers(), _ANY_MEMORY, keeps_timeline=False)
-        self._started_s = 0.0
+        self._running: dict[bool, tuple[float, IterationWork]] = {}  # start and work, by whether it is urgent
         self._begun_s: dict[object, float] = {}  # copies under way
 
     def take(self, decided: Decided) -> None:
@@ -181,7 +181,7 @@ class ComponentObserver:
         if isinstance(event, Received):
             self._run.record_received(event.message, now)
         elif isinstance(event, IterationCompleted):
-            started_s, work = self._started_s, self._recording_costs.latest
+            started_s, work = self._running[event.is_urgent]
             engine_s = event.duration_s(started_s, now)
             self._run.iterations.append(ObservedIteration(self._name, started_s, now, work, engine_s))
         elif isinstance(event, LengthPredicted):
@@ -198,8 +198,8 @@ class ComponentObserver:
             case SendTo(_, TokensEmitted() as message):
                 self._run.record_emitted(message, now)
             case RunIteration():
-                self._started_s = now
                 self._engine.begin(command, now)
+                self._running[command.is_urgent] = (now, self._recording_costs.latest)
             case LoadBlocks(_, loads):
                 self._begun_s[loads] = now
             case OffloadBlocks() | RelayBlocks():

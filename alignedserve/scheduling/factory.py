@@ -12,6 +12,7 @@ from alignedserve.config.sections import (
     EngineConfig,
     PrefillWorkerConfig,
     SchedulingConfig,
+    Topology,
 )
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.linear import Sample
@@ -23,12 +24,14 @@ from alignedserve.scheduling.iteration_scheduler import (
     IterationScheduler,
     PolicyIterationScheduler,
 )
-from alignedserve.scheduling.policies import make_policy, policy_config, policy_entry
-from alignedserve.scheduling.policy import IterationLimits
+from alignedserve.scheduling.policies import make_policy, policy_config, policy_entry, wanted_mechanisms
+from alignedserve.scheduling.policy import IterationLimits, Mechanism
 from alignedserve.scheduling.scheduler_state import Scheduler
 from alignedserve.scheduling.topology import topology_of
+from alignedserve.scheduling.yielding import YieldConfig, Yielding
 
 _INTERFERENCE = "interference"
+_NOT_YIELDING = frozenset({Mechanism.SHARED_BLOCKS, Mechanism.HIDDEN_CACHE})  # what passes do not stop with
 _CLASSLESS_ORDERS = ("fcfs",)  # of prompts, in the router
 
 
@@ -97,11 +100,41 @@ def make_iteration_scheduler(
     limits: IterationLimits,
     costs: CostModel | None = None,
     measured: Sequence[Sample] = (),
+    num_layers: int | None = None,
 ) -> IterationScheduler:
-    """Build the iteration scheduler of a prefill worker."""
+    """Build the iteration scheduler of a prefill worker. `num_layers`: of the model, between which a pass may stop."""
     if policy_entry(scheduling.policy).schedules_prompts:
-        return PolicyIterationScheduler(make_scheduler(scheduling, limits, costs, measured))
+        scheduler = make_scheduler(scheduling, limits, costs, measured)
+        return PolicyIterationScheduler(scheduler, make_yielding(scheduling, num_layers))
     return FcfsIterationScheduler(limits.max_tokens)
+
+
+def check_yielding(scheduling: SchedulingConfig, topology: Topology, available: frozenset[Mechanism]) -> None:
+    """Raise ConfigError if passes are to stop between layers and the policy excludes it with these workers."""
+    if not scheduling.yield_between_layers:
+        if scheduling.best_effort_floor is not None:
+            raise ConfigError("scheduling.best_effort_floor has no effect without scheduling.yield_between_layers")
+        return
+    used = wanted_mechanisms(scheduling) & available & _NOT_YIELDING
+    if used:
+        what = " and ".join(sorted(one.value for one in used))
+        raise ConfigError(
+            f"scheduling.yield_between_layers cannot be had with policy {scheduling.policy!r}, which uses {what}; "
+            "leave it out, or set scheduling.policy=aligned_slo"
+        )
+    if topology.is_separate and not policy_entry(scheduling.policy).schedules_prompts:
+        raise ConfigError(
+            f"scheduling.yield_between_layers has no effect with policy {scheduling.policy!r} on separate workers, "
+            "which compute prompts in the order in which they come; leave it out, or set scheduling.policy=aligned_slo"
+        )
+
+
+def make_yielding(scheduling: SchedulingConfig, num_layers: int | None) -> Yielding | None:
+    """Build the rule by which passes stop between layers; None: they do not. `num_layers`: of the model."""
+    if not scheduling.yield_between_layers or num_layers is None:
+        return None
+    floor = scheduling.best_effort_floor
+    return Yielding(YieldConfig(num_layers) if floor is None else YieldConfig(num_layers, floor))
 
 
 def make_decode_scheduler(
@@ -135,6 +168,8 @@ def resolve_policy(config: ClusterConfig) -> ClusterConfig:
     if scheduling.interference is not None:
         params = {"best_effort_floor": config.router.best_effort_floor, **scheduling.policy_params}
         scheduling = msgspec.structs.replace(scheduling, policy_params=params)
+    if scheduling.yield_between_layers and scheduling.best_effort_floor is None:
+        scheduling = msgspec.structs.replace(scheduling, best_effort_floor=config.router.best_effort_floor)
     policy_config(scheduling.policy, params_of(scheduling))
     router: dict[str, Any] = {}
     if config.router.prefill_order is None:

@@ -1,12 +1,15 @@
 """Schedulers of iterations on prefill workers, where each prompt holds its blocks and none is evicted."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.progress import plan_chunks
 from alignedserve.core.request import Request
-from alignedserve.scheduling.policy import DeviceMemory
+from alignedserve.scheduling.policy import DeviceMemory, IterationPlan, WorkerView
 from alignedserve.scheduling.scheduler_state import Scheduler, SchedulerState
+from alignedserve.scheduling.urgent_plans import UrgentPlans
+from alignedserve.scheduling.yielding import Yielding
 
 # The worker manages its blocks itself: the policy sees a memory of one block per request, all of them held and none
 # free, so that memory is nothing to choose by.
@@ -19,6 +22,7 @@ class FcfsIterationScheduler:
     """First come, first served: each request computes as many tokens as the iteration has left."""
 
     prioritizes_real_time = False  # when blocks are allocated
+    may_yield = False  # urgent iterations may begin within one in flight
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -44,7 +48,13 @@ class FcfsIterationScheduler:
             self._remaining[request_id] -= num_tokens
         return slices
 
-    def completed(self, now: float, duration_s: float, grammar_s: float | None = None) -> None:
+    def choose_urgent(self, request_ids: Sequence[RequestId], now: float) -> Slices:
+        """See PolicyIterationScheduler: none, as it knows no urgent ones."""
+        return ()
+
+    def completed(
+        self, now: float, duration_s: float, grammar_s: float | None = None, *, is_urgent: bool = False
+    ) -> None:
         """See PolicyIterationScheduler."""
 
 
@@ -53,9 +63,16 @@ class PolicyIterationScheduler:
 
     prioritizes_real_time = True
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, yielding: Yielding | None = None) -> None:
+        """`yielding`: whether a pass stops between two layers; None: never."""
         self._scheduler = scheduler
         self._state = SchedulerState(DeviceMemory(num_blocks=0, num_free=0, block_size=_BLOCK_TOKENS))
+        self._urgent = None if yielding is None else UrgentPlans(self._state, scheduler, yielding)
+
+    @property
+    def may_yield(self) -> bool:
+        """Return whether urgent iterations may begin within one in flight."""
+        return self._urgent is not None
 
     def enter(
         self, request: Request, now: float, *, num_cached: int, num_generated: int, predicted_len: float | None
@@ -67,9 +84,9 @@ class PolicyIterationScheduler:
         self._state.table.num_blocks[row] = 1
 
     def leave(self, request_id: RequestId) -> None:
-        """Remove a request, between two iterations. It may be gone already."""
+        """Remove a request that is in no iteration in flight. It may be gone already."""
         if request_id in self._state.table:
-            num_blocks = self._state.remove(request_id)
+            num_blocks = self._state.remove_beside(request_id)
             self._state.num_free -= num_blocks  # they go with it
 
     def set_predicted_length(self, request_id: RequestId, predicted_len: float) -> None:
@@ -79,17 +96,35 @@ class PolicyIterationScheduler:
 
     def choose(self, now: float) -> Slices:
         """Choose how many tokens each request computes in the iteration that begins now."""
-        view = self._state.view(limits=self._scheduler.limits, costs=self._scheduler.costs, now=now)
-        view = replace(view, memory=replace(view.memory, num_blocks=len(view.table)), can_evict=False)
-        plan = self._scheduler.policy.plan(view)
+        plan = self._scheduler.policy.plan(self._view(now))
         assert not plan.evictions, "evictions on a worker that cannot evict"
-        request_ids = self._state.table.request_ids
         self._state.begin(plan)
-        return tuple((request_ids[part.row], part.num_tokens) for part in plan.scheduled)
+        if self._urgent is not None:
+            self._urgent.pass_began(now)
+        return self._slices_of(plan)
 
-    def completed(self, now: float, duration_s: float, grammar_s: float | None = None) -> None:
-        """Note the end of the iteration, before any request leaves because of it."""
+    def choose_urgent(self, request_ids: Sequence[RequestId], now: float) -> Slices:
+        """Choose how many tokens each of these computes within the iteration in flight; none: they wait for its end."""
+        if self._urgent is None or not request_ids:
+            return ()
+        plan = self._urgent.begin(self._view(now), [self._state.table.row(request_id) for request_id in request_ids])
+        return () if plan is None else self._slices_of(plan)
+
+    def completed(
+        self, now: float, duration_s: float, grammar_s: float | None = None, *, is_urgent: bool = False
+    ) -> None:
+        """Note the end of the iteration, before any request leaves because of it. An urgent one ends first."""
         self._scheduler.completed(self._state, now=now, duration_s=duration_s, grammar_s=grammar_s)
+        if is_urgent and self._urgent is not None:
+            self._urgent.end(duration_s)
+
+    def _view(self, now: float) -> WorkerView:
+        view = self._state.view(limits=self._scheduler.limits, costs=self._scheduler.costs, now=now)
+        return replace(view, memory=replace(view.memory, num_blocks=len(view.table)), can_evict=False)
+
+    def _slices_of(self, plan: IterationPlan) -> Slices:
+        request_ids = self._state.table.request_ids
+        return tuple((request_ids[part.row], part.num_tokens) for part in plan.scheduled)
 
 
 IterationScheduler = FcfsIterationScheduler | PolicyIterationScheduler

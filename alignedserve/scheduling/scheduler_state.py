@@ -47,6 +47,16 @@ class AllocationResult(NamedTuple):
     num_moved: int = 0  # tokens in the block that it shared, which is the other's now: the first allocated replaces it
 
 
+class Flight(NamedTuple):
+    """An iteration in flight. No row is removed meanwhile."""
+
+    rows: Ints
+    num_tokens: Ints
+    scheduled: tuple[ScheduledRequest, ...] | None  # that they are of
+    work: IterationWork
+    alone_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """The columns of a request that moves on with its cache."""
@@ -145,6 +155,21 @@ class SchedulerState:
         if self._memory.has_shared_blocks:
             self._tokens_of = {part.row: part.num_tokens for part in plan.scheduled}
             self._joins = {part.row: self.table.request_ids[part.partner] for part in plan.shares}
+
+    def set_aside(self) -> Flight:
+        """Return the iteration in flight, so that another one may begin and end within it; blocks are not shared."""
+        return Flight(self._rows, self._num_tokens, self._scheduled, self.work, self.alone_s)
+
+    def take_up(self, flight: Flight) -> None:
+        """Go on with an iteration that was set aside."""
+        self._rows, self._num_tokens, self._scheduled, self.work, self.alone_s = flight
+
+    def remove_beside(self, request_id: RequestId) -> int:
+        """Remove a request, as `remove`, that is in no iteration in flight while there may be one."""
+        row, last = self.table.row(request_id), len(self.table) - 1
+        num_blocks = self.remove(request_id)
+        self._rows, self._scheduled = np.where(self._rows == last, row, self._rows), None
+        return num_blocks
 
     # --- requests that move between workers
 

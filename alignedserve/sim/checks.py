@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from itertools import chain
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.scheduling.factory import check_yielding
 from alignedserve.scheduling.policies import require_policy
 from alignedserve.scheduling.policy import Mechanism
 from alignedserve.sim.config import SimConfig, SimWorkerLoss
@@ -40,4 +41,6 @@ def check_policy(config: SimConfig, workload: Workload) -> None:
     turns = chain.from_iterable(map(turns_of, workload.requests))
     are_known = all(timed.predicted_len == timed.output_len for timed in turns)
     known = frozenset({Mechanism.KNOWN_LENGTHS}) if are_known else frozenset()
-    require_policy(config.cluster.scheduling, config.cluster.chosen_topology, config.available | known)
+    scheduling, topology = config.cluster.scheduling, config.cluster.chosen_topology
+    require_policy(scheduling, topology, config.available | known)
+    check_yielding(scheduling, topology, config.available)

@@ -41,7 +41,7 @@ from alignedserve.sim.config import SimLinks
 from alignedserve.sim.copies import SimulatedArena, SimulatedCopier
 from alignedserve.sim.engine import SimulatedEngine
 from alignedserve.sim.event_queue import EventQueue
-from alignedserve.sim.shared_cores import SharedCores
+from alignedserve.sim.shared_cores import Job, SharedCores
 
 Performers = Mapping[type, Callable[[Any], None]]
 _TICK = Ticked()
@@ -160,6 +160,40 @@ class SimulatedComponent:
         self.dispatch(tick)
 
 
+class _Flight:
+    """The iteration in flight on a worker."""
+
+    __slots__ = ("duration_s", "ends_s", "job", "measured", "sampled", "started_s", "straggler_share", "yielded_s")
+
+    def __init__(
+        self,
+        started_s: float,
+        duration_s: float,
+        sampled: tuple[SampledToken, ...],
+        measured: float,
+        straggler_share: float,
+    ) -> None:
+        self.started_s = started_s
+        self.duration_s = duration_s  # by itself
+        self.sampled = sampled
+        self.measured = measured  # share of its time, by its engine
+        self.straggler_share = straggler_share
+        self.ends_s = started_s + duration_s
+        self.yielded_s = 0.0
+        self.job: Job | None = None  # on shared cores
+
+    def stop(self, now: float, part_s: float, urgent_s: float) -> tuple[float, float]:
+        """Stand still from the end of the part of `part_s` that it is in; return when an urgent one begins and ends."""
+        begins_s = now + max(self.ends_s - now, 0.0) % part_s
+        self.ends_s += urgent_s
+        return begins_s, begins_s + urgent_s
+
+    def times(self, started_s: float, duration_s: float, yielded_s: float = 0.0) -> IterationTimes:
+        """Return what an engine measures of it."""
+        share, finished_s = self.straggler_share, started_s + duration_s + yielded_s
+        return IterationTimes(started_s, finished_s, 0.0, duration_s, 0.0, straggler_share=share, yielded_s=yielded_s)
+
+
 class SimulatedWorker:
     """Performs a worker's commands other than messages: iterations and, concurrently, copies."""
 
@@ -172,10 +206,14 @@ class SimulatedWorker:
         event_queue: EventQueue,
         *,
         make_logic: Callable[[], AnyLogic],
+        num_layers: int,
         unmeasured_costs: CostModel | None = None,
     ) -> None:
-        """`make_logic`: makes the logic of the same worker started again. `unmeasured_costs`: see SimConfig."""
+        """`make_logic`: makes the logic of the same worker started again. `num_layers`: of the model, between which a
+        pass may stop. `unmeasured_costs`: see SimConfig."""
         self._make_logic = make_logic
+        self._num_layers = num_layers
+        self._flight: _Flight | None = None
         self._unmeasured_costs = unmeasured_costs
         self._num_losses = 0
         self.component = component
@@ -222,25 +260,44 @@ class SimulatedWorker:
         if self._unmeasured_costs is not None and duration_s > 0.0:
             unmeasured_s = self._unmeasured_costs.iteration_s(self.engine.latest_work)
             measured = max(1.0 - unmeasured_s / duration_s, _LEAST_MEASURED)
-        if self._memory.cores is not None:
-            ended = self._unless_lost(lambda _: self._ended(now, duration_s, sampled, measured))
-            self._memory.cores.begin(duration_s, self.engine.latest_work.num_chunks > 0, partial(ended, None))
+        flight = _Flight(now, duration_s, sampled, measured, self.engine.latest_straggler_share)
+        if command.is_urgent:
+            self._run_within(flight)
             return
-        ends_s = now + duration_s
-        event = IterationCompleted(sampled, times=self._times(now, duration_s * measured))
+        self._flight = flight
+        if self._memory.cores is not None:
+            ended = self._unless_lost(lambda _: self._end(flight))
+            has_prompt = self.engine.latest_work.num_chunks > 0
+            flight.job = self._memory.cores.begin(duration_s, has_prompt, partial(ended, None))
+            return
+        self._event_queue.at(flight.ends_s, self._unless_lost(self._end), flight)
+
+    def _run_within(self, urgent: _Flight) -> None:
+        """Run an urgent iteration, while the one in flight stands still at the end of a layer."""
+        flight, cores, urgent_s = self._flight, self._memory.cores, urgent.duration_s
+        assert flight is not None, "an urgent iteration within none"
+        part_s = flight.duration_s / self._num_layers
+        if cores is not None and flight.job is not None:
+            begins_s, ends_s = cores.stop(flight.job, part_s=part_s, urgent_s=urgent_s)
+        else:
+            begins_s, ends_s = flight.stop(urgent.started_s, part_s, urgent_s)
+        flight.yielded_s += ends_s - begins_s
+        self.engine.ran_within(begins_s, ends_s)
+        times = urgent.times(begins_s, (ends_s - begins_s) * urgent.measured)
+        event = IterationCompleted(urgent.sampled, times=times, is_urgent=True)
         self._event_queue.at(ends_s, self._unless_lost(self.component.dispatch), event)
 
-    def _ended(self, started_s: float, duration_s: float, sampled: tuple[SampledToken, ...], measured: float) -> None:
-        """End an iteration on shared cores, where it may have taken longer than by itself."""
-        taken_s = self._event_queue.now - started_s
-        self.engine.prolong(taken_s - duration_s)
-        times = self._times(started_s, measured * taken_s)
-        self.component.dispatch(IterationCompleted(sampled, times=times))
-
-    def _times(self, started_s: float, duration_s: float) -> IterationTimes:
-        """Return what the engine measures of its latest iteration."""
-        share = self.engine.latest_straggler_share
-        return IterationTimes(started_s, started_s + duration_s, 0.0, duration_s, 0.0, straggler_share=share)
+    def _end(self, flight: _Flight) -> None:
+        """End an iteration; on shared cores it may have taken longer than by itself."""
+        if flight.job is None and self._event_queue.now < flight.ends_s:  # it has stood still
+            self._event_queue.at(flight.ends_s, self._unless_lost(self._end), flight)
+            return
+        taken_s = flight.duration_s
+        if flight.job is not None:
+            taken_s = self._event_queue.now - flight.started_s - flight.yielded_s
+            self.engine.prolong(taken_s - flight.duration_s)
+        times = flight.times(flight.started_s, flight.measured * taken_s, flight.yielded_s)
+        self.component.dispatch(IterationCompleted(flight.sampled, times=times))
 
     def _copy(self, ends_s: Callable[[Any], float], outcome: Callable[[Any], Any], command: object) -> None:
         """Schedule the outcome of a copy for the time when it ends."""

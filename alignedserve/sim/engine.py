@@ -124,7 +124,7 @@ class SimulatedEngine:
         self.busy_s = 0.0
 
     def begin(self, command: RunIteration, now: float) -> SimulatedIteration:
-        """Begin an iteration; the previous one must have ended."""
+        """Begin an iteration; the previous one must have ended, unless this one is urgent."""
         if not self._latest.repeat(command):
             self._catch_up()
             swapped = self._swap(command.swaps) if command.swaps is not None else (0.0, 0.0)
@@ -140,7 +140,7 @@ class SimulatedEngine:
         self.num_prompt_tokens += work.num_prompt_tokens
         self.num_block_iterations += self._num_blocks
         self.busy_s += duration_s
-        if self._timeline is not None:
+        if self._timeline is not None and not command.is_urgent:
             self._timeline.add(now, duration_s, work, self._num_blocks)
         return SimulatedIteration(duration_s, self._latest.sampled)
 
@@ -149,6 +149,11 @@ class SimulatedEngine:
         self.busy_s += seconds
         if self._timeline is not None:
             self._timeline.prolong(seconds)
+
+    def ran_within(self, begins_s: float, ends_s: float) -> None:
+        """Note when the urgent iteration that has just begun runs; the one before it stands still meanwhile."""
+        if self._timeline is not None:
+            self._timeline.add_within(begins_s, ends_s, self._latest.work, self._num_blocks)
 
     @property
     def latest_straggler_share(self) -> float:
@@ -238,17 +243,27 @@ class _Timeline:
     def __init__(self) -> None:
         self._times = (array("d"), array("d"))
         self._counts = (array("q"), array("q"), array("q"))
+        self._latest = -1  # the line of the latest one that ran within no other
 
     def add(self, now: float, duration_s: float, work: IterationWork, num_blocks: int) -> None:
         """Add an iteration that begins now."""
-        for times, moment in zip(self._times, (now, now + duration_s), strict=True):
-            times.append(moment)
-        for counts, count in zip(self._counts, (work.num_decodes, work.num_prompt_tokens, num_blocks), strict=True):
-            counts.append(count)
+        self._latest = len(self._times[0])
+        self._add(now, now + duration_s, work, num_blocks)
+
+    def add_within(self, begins_s: float, ends_s: float, work: IterationWork, num_blocks: int) -> None:
+        """Add one that runs within the latest, which ends so much later."""
+        self._add(begins_s, ends_s, work, num_blocks)
+        self.prolong(ends_s - begins_s)
 
     def prolong(self, seconds: float) -> None:
         """Let the latest iteration end `seconds` later."""
-        self._times[1][-1] += seconds
+        self._times[1][self._latest] += seconds
+
+    def _add(self, begins_s: float, ends_s: float, work: IterationWork, num_blocks: int) -> None:
+        for times, moment in zip(self._times, (begins_s, ends_s), strict=True):
+            times.append(moment)
+        for counts, count in zip(self._counts, (work.num_decodes, work.num_prompt_tokens, num_blocks), strict=True):
+            counts.append(count)
 
     def lines(self) -> list[IterationLine]:
         """Return the iterations in order."""

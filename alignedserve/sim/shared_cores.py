@@ -11,7 +11,7 @@ from alignedserve.sim.config import Slowdowns
 from alignedserve.sim.event_queue import EventQueue
 
 
-class _Job:
+class Job:
     """A running iteration."""
 
     __slots__ = ("has_prompt", "left_s", "on_done", "speed")
@@ -29,15 +29,28 @@ class SharedCores:
     def __init__(self, event_queue: EventQueue, slowdowns: Slowdowns) -> None:
         self._event_queue = event_queue
         self._slowdowns = slowdowns
-        self._jobs: list[_Job] = []
+        self._jobs: list[Job] = []
         self._settled_s = 0.0  # the time at which `left_s` was settled
         self._version = 0  # of the schedule; the end of an earlier one is void
 
-    def begin(self, duration_s: float, has_prompt: bool, on_done: Callable[[], None]) -> None:
+    def begin(self, duration_s: float, has_prompt: bool, on_done: Callable[[], None]) -> Job:
         """Begin an iteration that takes `duration_s` by itself; `on_done` is called at its end."""
         self._settle()
-        self._jobs.append(_Job(duration_s, has_prompt, on_done))
+        job = Job(duration_s, has_prompt, on_done)
+        self._jobs.append(job)
         self._plan()
+        return job
+
+    def stop(self, job: Job, *, part_s: float, urgent_s: float) -> tuple[float, float]:
+        """Let a running iteration stand still, from the end of the part of `part_s` that it is in, for another one.
+
+        Return when that begins and ends, at the present speed.
+        """
+        self._settle()
+        begins_s = self._settled_s + max(job.left_s, 0.0) % part_s / job.speed
+        job.left_s += urgent_s
+        self._plan()
+        return begins_s, begins_s + urgent_s / job.speed
 
     def _settle(self) -> None:
         """Take what has been done since then off what is left."""

@@ -198,6 +198,7 @@ class Simulation:
             costs=self._known(costs),
             measured=self._measured(name, costs, num_blocks, limits_of(config)),
             prefix_cache=self._config.cluster.prefix_cache,
+            num_layers=self._config.layout.num_layers,
         )
         return self._add_worker(name, Role.PREFILL_WORKER, make, _pool(node), costs)
 
@@ -223,6 +224,7 @@ class Simulation:
                 measured=measured,
                 prefix_cache=cluster.prefix_cache,
                 prefix_pool=_pool(node) if cluster.prefix_cache.pool_bytes else None,
+                num_layers=layout.num_layers,
             )
         else:
             make = partial(
@@ -269,6 +271,7 @@ class Simulation:
             self._memory,
             self._event_queue,
             make_logic=make,
+            num_layers=self._config.layout.num_layers,
             unmeasured_costs=self._config.unmeasured_costs,
         )
         return name

@@ -22,7 +22,8 @@ class ComputeMeter:
     """
 
     def __init__(self) -> None:
-        self._slices: Sequence[tuple[RequestId, int]] = ()  # tokens by request, of the latest iteration
+        # Tokens by request, of the latest iteration and of the latest urgent one.
+        self._slices: dict[bool, Sequence[tuple[RequestId, int]]] = {}
         self._ended: tuple[Sequence[tuple[RequestId, int]], IterationCompleted] | None = None  # and is not split yet
         self._untold: dict[RequestId, float] = {}
         self._gateways: dict[RequestId, str] = {}  # of the requests in the engine
@@ -32,7 +33,7 @@ class ComputeMeter:
         """Note an event, before the logic gets it."""
         if isinstance(event, IterationCompleted):
             self._split()
-            self._ended = (self._slices, event)
+            self._ended = (self._slices.get(event.is_urgent, ()), event)
 
     def commanded(self, command: object) -> None:
         """Note a command that has been performed."""
@@ -43,7 +44,7 @@ class ComputeMeter:
                 self._left.append((request_id, gateway))
         for addition in command.additions:
             self._gateways[addition.request.request_id] = addition.request.reply_to
-        self._slices = command.slices
+        self._slices[command.is_urgent] = command.slices
 
     def told(self, message: Message) -> Message:
         """Return a message to a gateway with the seconds that are new to it."""
@@ -74,7 +75,7 @@ class ComputeMeter:
         num_tokens = sum([computed for _, computed in slices]) + sum([more for _, more in event.forced])
         if not num_tokens or event.times is None:
             return
-        token_s = (event.times.finished_s - event.times.started_s) / num_tokens
+        token_s = event.times.computed_s / num_tokens
         untold = self._untold
         for request_id, computed in (*slices, *event.forced):
             untold[request_id] = untold.get(request_id, 0.0) + token_s * computed

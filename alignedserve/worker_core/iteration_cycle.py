@@ -23,7 +23,7 @@ class _Requests(Protocol[RequestT_co]):
 
 
 class IterationCycle(Generic[RequestT, CommandT]):
-    """Starts and ends one iteration at a time.
+    """Starts and ends one iteration at a time, and urgent ones within it.
 
     A phase differs in two functions: `release` drops a request that has ended, `proceed` takes one on that has sampled
     a token and continues. Both return the commands that this takes. A worker that changes its role changes `proceed`.
@@ -43,13 +43,12 @@ class IterationCycle(Generic[RequestT, CommandT]):
         self._release = release
         self._proceed = proceed
         self._iteration_log = iteration_log
-        self._started_s: float | None = None
-        self._is_logged = False  # the one in flight
+        self._started: list[tuple[float, bool]] = []  # of those in flight, and whether it is logged; an urgent one last
 
     @property
     def is_running(self) -> bool:
         """True while an iteration is in flight."""
-        return self._started_s is not None
+        return bool(self._started)
 
     def start(
         self,
@@ -63,20 +62,21 @@ class IterationCycle(Generic[RequestT, CommandT]):
         """Begin an iteration of these requests; `has_changed`: others than in the last one. `alone_s`: of its real-time
         part, as in the plan.
 
-        One without requests makes copies alone, and is not in the log.
+        One without requests makes copies alone, and is not in the log. One that begins while another is in flight is
+        urgent, and ends before it.
         """
-        self._started_s = now
-        self._is_logged = bool(members)
-        if self._iteration_log is not None and self._is_logged:
+        is_logged = self._iteration_log is not None and bool(members)
+        self._started.append((now, is_logged))
+        if self._iteration_log is not None and is_logged:
             self._iteration_log.iteration_started(
                 now, members, has_changed=has_changed, is_switching=is_switching, alone_s=alone_s
             )
 
     def end(self, event: IterationCompleted, now: float) -> float:
-        """End the iteration in flight and return the seconds that it took."""
-        started_s, self._started_s = self._started_s, None
-        assert started_s is not None, "an iteration ended that was not started"
-        if self._iteration_log is not None and self._is_logged:
+        """End the iteration that began last and return the seconds that it took."""
+        assert self._started, "an iteration ended that was not started"
+        started_s, is_logged = self._started.pop()
+        if self._iteration_log is not None and is_logged:
             self._iteration_log.iteration_completed(now, event)
         return event.duration_s(started_s, now)
 

@@ -64,6 +64,10 @@ class IterationRecord(NamedTuple):
     is_ahead: bool  # its decodes were launched before the tokens of the one before were known
     alone_s: float = 0.0  # predicted of its real-time part, where interference is bounded and its gaps run
     straggler_share: float = 0.0  # of decode attention's time: there only because one context is longer than the others
+    num_yields: int = 0  # urgent iterations that ran within this one
+    yielded_s: float = 0.0  # that its pass stood still for them; not in `wall_s`, which is theirs then
+    is_urgent: bool = False  # it ran within another, whose entry follows
+    stopping_s: float = 0.0  # of an urgent one, until the other stood still; in the other's time
 
     @property
     def parts_s(self) -> float:
@@ -88,6 +92,23 @@ class WaitingTimes(NamedTuple):
 _NO_WAITS = WaitingTimes(0.0, 0.0, 0.0)
 
 
+class _Begun:
+    """An iteration in flight."""
+
+    __slots__ = ("alone_s", "is_switching", "num_yields", "shape", "started_s", "waits", "within_s")
+
+    def __init__(
+        self, started_s: float, shape: "_BatchShape", waits: WaitingTimes, *, is_switching: bool, alone_s: float
+    ) -> None:
+        self.started_s = started_s
+        self.shape = shape
+        self.waits = waits
+        self.is_switching = is_switching
+        self.alone_s = alone_s
+        self.num_yields = 0
+        self.within_s = 0.0  # of urgent iterations, whose entries have it
+
+
 class IterationLog:
     """The latest iterations and the sums over all. Called twice per iteration, at a few microseconds each."""
 
@@ -98,10 +119,7 @@ class IterationLog:
         self._num_reported = 0
         self._num_tokens = 0  # generated since they were last taken
         self.latest_batch = BatchShape()
-        self._is_switching = False
-        self._alone_s = 0.0
-        self._waits = _NO_WAITS
-        self._started_s: float | None = None  # of the iteration that runs
+        self._begun: list[_Begun] = []  # an urgent one last
         self._completed_s: float | None = None  # the end of the last iteration, or the first time known
         self._reported_s: float | None = None
 
@@ -116,48 +134,66 @@ class IterationLog:
     ) -> None:
         """Begin a record. `running`: the members of this iteration; `has_changed`: not those of the last one.
 
-        `alone_s`: see IterationRecord.
+        `alone_s`: see IterationRecord. One that begins within another is urgent.
         """
         if self._completed_s is None:
             self._completed_s = now
-        self._waits = _split_wait(self._completed_s, now, running) if now > self._completed_s else _NO_WAITS
-        self._shape.update(running, has_changed=has_changed)
-        self._started_s = now
-        self._is_switching, self._alone_s = is_switching, alone_s
+        waits, shape = _NO_WAITS, self._shape
+        if self._begun:
+            shape, has_changed = _BatchShape(), True
+        elif now > self._completed_s:
+            waits = _split_wait(self._completed_s, now, running)
+        shape.update(running, has_changed=has_changed)
+        self._begun.append(_Begun(now, shape, waits, is_switching=is_switching, alone_s=alone_s))
 
     def iteration_completed(self, now: float, event: IterationCompleted) -> None:
-        """Finish the record; must follow `iteration_started`. Lengths and members may change only after it."""
-        started, shape, waits = self._started_s, self._shape, self._waits
-        assert started is not None, "an iteration ended that was not started"
+        """Finish the record begun last. Lengths and members may change only after it."""
+        assert self._begun, "an iteration ended that was not started"
         assert self._completed_s is not None, "an iteration without anything before it"
+        begun = self._begun.pop()
+        started, shape = begun.started_s, begun.shape
         times = event.times or IterationTimes(started, now, 0.0, now - started, 0.0)
         began = min(max(times.started_s, started), now)
         ended = min(max(times.finished_s, began), now)
+        is_urgent = bool(self._begun)
+        if is_urgent:
+            wall_s, turnaround_s = ended - began, 0.0
+            self._begun[-1].num_yields += 1
+            self._begun[-1].within_s += wall_s
+        else:
+            wall_s = now - self._completed_s - begun.within_s
+            # An urgent one that began when this pass had ended is in its way back.
+            turnaround_s = max(began - started + now - ended - (begun.within_s - times.yielded_s), 0.0)
         record = IterationRecord(
             self._num_iterations,
             started,
             shape.size,
-            self._is_switching,
+            begun.is_switching,
             shape.shortest,
             shape.sum / shape.size,
             shape.longest,
-            now - self._completed_s,
-            *waits,
-            began - started + now - ended,
+            wall_s,
+            *begun.waits,
+            turnaround_s,
             times.prepare_s,
             times.forward_s,
             times.sampling_s,
             times.attention_s,
             times.attention_s * times.straggler_share,
             times.is_ahead,
-            self._alone_s,
+            begun.alone_s,
             times.straggler_share,
+            begun.num_yields,
+            times.yielded_s,
+            is_urgent,
+            began - started if is_urgent else 0.0,
         )
         self._records.append(record)
         self._num_tokens += len(event.sampled)
         shape.note_tokens(event)
         self._num_iterations += 1
-        self._started_s, self._completed_s = None, now
+        if not is_urgent:
+            self._completed_s = now
 
     def take_totals(self, now: float) -> IterationLogTotals | None:
         """Return the sums since it last returned some, for the router; None if there are none, or within a second.
@@ -238,6 +274,9 @@ def totals_of(records: Sequence[IterationRecord]) -> IterationLogTotals:
         real_time_alone_s=sum(record.alone_s for record in records),
         real_time_beside_s=sum(record.beside_s for record in records),
         sum_of_straggler_shares=sum(record.straggler_share for record in records),
+        num_yields=sum(record.is_urgent for record in records),
+        yielded_s=sum(record.yielded_s for record in records),
+        stopping_s=sum(record.stopping_s for record in records),
     )
 
 

@@ -36,12 +36,14 @@ from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, Wo
 from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.scheduling.scheduler_state import Scheduler
+from alignedserve.scheduling.yielding import Yielding
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.iteration_log import IterationLog
 from alignedserve.worker_core.request_notes import WaitingRequest
 from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.colocated.moves import MoveCommand, RequestMoves
 from decode_worker.colocated.pooled_prefixes import PooledPrefixes, PoolEvent
+from decode_worker.colocated.urgent_prompts import UrgentPrompts
 from decode_worker.held_requests import HeldRequest, HeldRequests
 from decode_worker.plan_performer import PlanPerformer
 
@@ -63,9 +65,11 @@ class ColocatedLogic:
         eos_token_ids: frozenset[int],
         prefixes: PrefixCache | None = None,
         prefix_pool: str | None = None,
+        yielding: Yielding | None = None,
     ) -> None:
         """`memory`: empty, with as many blocks as the worker has registered. `prefixes`: the prefix cache in it, empty;
-        None: there is none. `prefix_pool`: the pool of its node that keeps prefix blocks, if there is one."""
+        None: there is none. `prefix_pool`: the pool of its node that keeps prefix blocks, if there is one.
+        `yielding`: whether a pass stops between two layers; None: never."""
         assert memory.num_blocks == memory.num_free == registered.num_blocks, "memory that is not the worker's"
         self._registered = registered
         self._scheduler = scheduler
@@ -90,6 +94,9 @@ class ColocatedLogic:
             release=self._finish,
             iteration_log=self.iteration_log,
         )
+        self._urgent = None
+        if yielding is not None:
+            self._urgent = UrgentPrompts(self._requests, scheduler, self._performer, yielding)
 
     def on_event(self, event: ColocatedEvent, now: float) -> list[ColocatedCommand]:
         """Return the commands that follow; the same state, event and now always give the same. Touches only self."""
@@ -182,6 +189,8 @@ class ColocatedLogic:
         context_len = request.prompt_len + len(message.generated_token_ids)
         if self._requests.has_room_for(request, context_len):
             self._requests.add(message, now)
+            if self._urgent is not None:
+                self._urgent.came(request)
         else:
             self._postponed[request.request_id] = message
 
@@ -220,7 +229,7 @@ class ColocatedLogic:
 
     def _start_iteration(self, now: float) -> list[ColocatedCommand]:
         if self._iterations.is_running:
-            return []
+            return self._start_urgent(now)
         commands: list[ColocatedCommand] = [*self._moves.leave(now)] if self._moves is not None else []
         if self._postponed:
             commands += self._admit_postponed(now)
@@ -239,11 +248,32 @@ class ColocatedLogic:
             self._are_prefilled = all(tracked.is_prefilled for tracked in members)
         self._iterations.start(now, members, has_changed=has_changed, alone_s=plan.alone_s)
         self._members = members
+        if self._urgent is not None:
+            self._urgent.pass_began(now)
         return [iteration, *commands]
+
+    def _start_urgent(self, now: float) -> list[ColocatedCommand]:
+        """Start an iteration within the one in flight, for prompts that have come meanwhile, if that pays."""
+        iteration = self._urgent.begin(now) if self._urgent is not None else None
+        if self._urgent is None or iteration is None:
+            return []
+        self._iterations.start(now, self._urgent.members, has_changed=True)
+        return [iteration]
 
     # --- ending an iteration
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[ColocatedCommand]:
+        if self._urgent is not None and self._urgent.keeps(event):
+            return []
+        commands = self._completed(event, now)
+        if not event.is_urgent:
+            self._drop_ended(now)
+            return commands
+        assert self._urgent is not None, "an urgent iteration of a worker that has none"
+        kept = self._urgent.end(event, now)
+        return commands if kept is None else [*commands, *self._iteration_completed(kept, now)]
+
+    def _completed(self, event: IterationCompleted, now: float) -> list[ColocatedCommand]:
         self._performer.completed()
         for request_id, num_tokens in event.forced:
             self._state.note_forced(request_id, num_tokens)
@@ -255,12 +285,14 @@ class ColocatedLogic:
         self._requests.store_filled({*event.failed, *self._aborted_jumps(event)})
         # The router hears of blocks before it hears that a prompt is complete, as it ceases to expect them then. What
         # decodes fill is told with the next tick: thousands of workers tell a router at most so often.
-        commands = [*(self._tell_blocks() if has_prompts else ()), *outcome]
+        return [*(self._tell_blocks() if has_prompts else ()), *outcome]
+
+    def _drop_ended(self, now: float) -> None:
+        """Drop requests that have ended, now that no iteration is in flight."""
         for tracked in [tracked for tracked in self._requests if tracked.is_aborted or tracked.is_finished]:
             self._requests.drop(tracked)
             if tracked.successor is not None:
                 self._admit(tracked.successor, now)
-        return commands
 
     def _aborted_jumps(self, event: IterationCompleted) -> list[RequestId]:
         return [request_id for request_id, _ in event.forced if self._requests[request_id].is_aborted]
@@ -277,10 +309,15 @@ class ColocatedLogic:
         if self._pooled is not None:
             held_back += [WaitingRequest(request_id, Cause.PREFIX) for request_id in self._pooled.waiting()]
         max_running = self._registered.num_places or self._registered.max_running_requests
-        return held_back + causes_of(self._requests, self._members, max_running)
+        return held_back + causes_of(self._requests, self._computing, max_running)
+
+    @property
+    def _computing(self) -> tuple[HeldRequest, ...]:
+        """The requests of the latest iteration, and of one within it."""
+        return self._members if self._urgent is None else self._members + self._urgent.members
 
     def _report(self) -> list[Send]:
-        num_running = len(self._members) if self._iterations.is_running else 0
+        num_running = len(self._computing) if self._iterations.is_running else 0
         num_held_back = len(self._postponed) + (len(self._pooled) if self._pooled is not None else 0)
         prefixes = self._prefixes
         load = WorkerLoad(
@@ -301,7 +338,8 @@ class ColocatedLogic:
     def _completes_prompts(self, event: IterationCompleted) -> bool:
         """Return whether the router does not know yet of a prompt that is complete."""
         by_id = self._requests.by_id
-        return not self._are_prefilled and any(not by_id[token.request_id].is_prefilled for token in event.sampled)
+        may_be_new = event.is_urgent or not self._are_prefilled
+        return may_be_new and any(not by_id[token.request_id].is_prefilled for token in event.sampled)
 
     def _tell_blocks(self, *, is_new: bool = False) -> list[ColocatedCommand]:
         """Tell the router which blocks have come and gone; all of them if it is new."""

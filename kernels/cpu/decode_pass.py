@@ -5,7 +5,7 @@ cost. Here threads are woken once per step. Every row runs through the same kern
 are the same, bit by bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -95,6 +95,16 @@ class PassTimes(NamedTuple):
     products_s: float
 
 
+class Pause(NamedTuple):
+    """What is called between parts of a pass."""
+
+    call: Callable[[], object]
+    num_layers: int  # of a part
+
+
+_NO_HEAD = (0, (0, 0), (0, 0, 0))  # addresses of nothing
+
+
 def decode_pass_available() -> bool:
     """Return whether the kernels are built."""
     return _native is not None
@@ -152,6 +162,7 @@ class DecodePass:
         highest: HighestLogits | None = None,
         allowed: AllowedTokens | None = None,
         adapters: PassAdapters | None = None,
+        pause: Pause | None = None,
     ) -> tuple[Tensor, PassTimes]:
         """Run residual [rows, hidden_size] contiguous, updated in place, through all layers.
 
@@ -162,6 +173,7 @@ class DecodePass:
         highest    to be written instead of all logits; with neither the head does not run
         allowed    of `highest`; None: any token. A row that may choose none has minus infinity
         adapters   of some rows
+        pause      to be called between parts of the pass, in which another run may come and go; None: there is one part
         returns    what the last layer adds to the residual [rows, hidden_size], already added for logits; the times
 
         Raises ExchangeBroken.
@@ -184,12 +196,7 @@ class DecodePass:
             found = (_numbers(highest.token_ids, count, torch.int64), _numbers(highest.values, count, torch.float32))
         bits = (0, 0, 0) if allowed is None else self._bits(allowed, count)
         pending = torch.empty_like(residual)
-        times = self._kernel.run(
-            residual.data_ptr(),
-            pending.data_ptr(),
-            0 if logits is None else logits.data_ptr(),
-            found,
-            bits,
+        rest = (
             count,
             attention,
             [self._place.angles(rotation, count) for rotation in rotations],
@@ -198,9 +205,33 @@ class DecodePass:
             _adapter_numbers(adapters, count),
             torch.get_num_threads(),
         )
+        rows = (residual.data_ptr(), pending.data_ptr())
+        head = (0 if logits is None else logits.data_ptr(), found, bits)
+        if pause is None:
+            times = PassTimes(*self._kernel.run(*rows, *head, *rest))
+        else:
+            times = self._run_parts(rows, head, rest, pause)
         if self._exchange is not None:
             self._exchange.check()
-        return pending, PassTimes(*times)
+        return pending, times
+
+    def _run_parts(
+        self, rows: tuple[int, int], head: tuple[Any, ...], rest: tuple[Any, ...], pause: Pause
+    ) -> PassTimes:
+        """Run all layers, some at a time."""
+        end, attention_s, products_s = self._num_layers, 0.0, 0.0
+        for first in range(0, end, pause.num_layers):
+            until = min(first + pause.num_layers, end)
+            self._kernel.set_range(first, until)
+            own = head if until == end else _NO_HEAD
+            try:
+                took = self._kernel.run(*rows, *own, *rest)
+            finally:
+                self._kernel.set_range(0, end)
+            attention_s, products_s = attention_s + took[0], products_s + took[1]
+            if until < end:
+                pause.call()
+        return PassTimes(attention_s, products_s)
 
     def _bits(self, allowed: AllowedTokens, count: int) -> tuple[int, int, int]:
         """Return the addresses of places and bits, and the words of a place."""

@@ -16,6 +16,7 @@ from alignedserve.messages.workers import PrefillRequest, WorkerLoad
 from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPolicy, WorkerView
 from alignedserve.scheduling.scheduler_state import Scheduler
+from alignedserve.scheduling.yielding import Yielding
 from decode_worker.colocated.logic import ColocatedCommand, ColocatedLogic
 from tests.harnesses.scheduling import EasyCosts, Script, Step
 from tests.support.samples import REPLY_TO, ROUTER, blocks, request, worker
@@ -35,6 +36,7 @@ class ColocatedHarness:
         can_move: bool = False,
         has_prefix_cache: bool = False,
         prefix_pool: str | None = None,
+        yielding: Yielding | None = None,
         **memory: Any,
     ) -> None:
         self.now = 0.0
@@ -49,6 +51,7 @@ class ColocatedHarness:
             eos_token_ids=frozenset({EOS}),
             prefixes=PrefixCache(4) if has_prefix_cache else None,
             prefix_pool=prefix_pool,
+            yielding=yielding,
         )
         self.do(PeerConnected(Role.ROUTER, ROUTER))
 

@@ -91,8 +91,20 @@ class FakeEngine:
     refuse: float = 0.0
     hidden_ratio: float = 1.0  # bytes of a hidden cache by bytes of keys and values
     hidden: set[RequestId] = field(default_factory=set)  # with such a cache: what lies in its blocks is not checked
+    begun: RunIteration | None = None  # whose changes are made
 
     def run(self, command: RunIteration) -> IterationCompleted:
+        """Run an iteration; an urgent one ends within the one that has begun, which is to be run then."""
+        if command is not self.begun:
+            self.begin(command)
+        sampled = [self._step(*part) for part in command.slices]
+        tokens = tuple(token for token in sampled if token is not None)
+        return IterationCompleted(tokens, is_urgent=command.is_urgent)
+
+    def begin(self, command: RunIteration) -> None:
+        """Make the changes of an iteration, before it computes."""
+        if not command.is_urgent:
+            self.begun = command
         copied = [self.storage[copy.source] for copy in command.copies]
         if command.swaps is not None:
             self._swap(command.swaps)
@@ -115,8 +127,6 @@ class FakeEngine:
         for request_id, block_ids in command.extensions:
             self.blocks[request_id] += block_ids
         self._check_owners()
-        sampled = [self._step(*part) for part in command.slices]
-        return IterationCompleted(tuple(token for token in sampled if token is not None))
 
     def _check_owners(self) -> None:
         """Check that sequences share full blocks of the same contexts alone."""

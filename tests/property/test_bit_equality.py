@@ -3,7 +3,7 @@ batches, prompts in any chunks, preemption, swaps, blocks of another sequence or
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.attention.backend import AUTO
+from alignedserve.runtime.engine import native_pass
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -164,8 +165,12 @@ class Worker:
 
     def iterate(self) -> None:
         """Compute one step over some of the sequences, the prompts in chunks."""
+        self.compute(self.running)
+
+    def compute(self, requests: Sequence[Request]) -> None:
+        """Compute one step over some of these."""
         slices = []
-        for request in self.running:
+        for request in requests:
             left = self._engine.num_tokens(request.request_id) - self._engine.num_computed(request.request_id)
             if self._random.random() < 0.8:
                 slices.append((request.request_id, 1 if self._random.random() < 0.2 else self._random.randint(1, left)))
@@ -180,6 +185,31 @@ class Worker:
             request.tokens.append(token.token_id)
             if request.is_done:
                 self.leave(request, keeps_cache=False)
+
+
+class StoppingWorker(Worker):
+    """An engine whose passes stop between layers, for steps of other requests, some of which have just come."""
+
+    def __init__(self, decoder: Decoder, form: Form, rng: random.Random) -> None:
+        super().__init__(decoder, form, rng)
+        self._computing: list[Request] | None = None  # by the pass that may stop
+        self.num_stops = 0
+        decoder.stop_for(self._between_layers)
+
+    @override
+    def iterate(self) -> None:
+        self._computing = [request for request in self.running if self._random.random() < 0.6]
+        self.compute(self._computing)
+        self._computing = None
+
+    def _between_layers(self) -> None:
+        computing, self._computing = self._computing, None
+        if computing is not None and self._random.random() < 0.5:
+            if self.waiting and len(self.running) < 6:
+                self.start(self.waiting.pop())
+            self.num_stops += 1
+            self.compute([request for request in self.running if request not in computing])
+        self._computing = computing
 
 
 def run_history(worker: Worker, rng: random.Random) -> list[Request]:
@@ -248,6 +278,18 @@ def check(decoder: Decoder, form: Form, seeds: range) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_whatever_happens_every_bit_is_the_same(form: Form, tmp_path: Path) -> None:
     check(decoder_of(form, tmp_path), form, range(1, 2))
+
+
+@pytest.mark.parametrize("form", FORMS[:3], ids=str)
+def test_passes_that_stop_between_layers(form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_pass, "_PART_S", 0.0)  # after every layer
+    decoder = decoder_of(form, tmp_path)
+    expected = [alone(decoder, form, kind) for kind in range(len(PROMPT_LENS))]
+    rng = random.Random(1)
+    worker = StoppingWorker(decoder, form, rng)
+    for request in run_history(worker, rng):
+        assert generated(request) == expected[request.kind], f"{form}, {request.request_id}"
+    assert worker.num_stops > 20
 
 
 @pytest.mark.parametrize("form", slow(*SLOW_FORMS), ids=str)

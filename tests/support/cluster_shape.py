@@ -29,6 +29,7 @@ class Shape:
     direct_handoff: bool | None = None
     has_prefix_cache: bool = False
     prefix_pool_blocks: int = 0  # of each node's pool, under colocated workers
+    yields: bool = False  # passes of colocated workers stop between layers, and begin at little cost
     gateway_beside: str = ""  # the pool of its node; empty: it is on no node of a worker
 
     @property

@@ -84,7 +84,9 @@ class LogicCluster:
         self.engines: dict[str, FakeEngine] = {}
         self.links: dict[tuple[str, str], deque[Message]] = {}
         self.pending: list[tuple[str, Callable[[], WorkDone]]] = []
-        self.computing: set[str] = set()
+        self.computing: dict[str, RunIteration] = {}
+        self.urgent: set[str] = set()  # workers that compute an urgent iteration as well
+        self.num_urgent = 0
         self.dialled: dict[tuple[str, str], None] = {}  # (decode worker, prefill worker that it wants a link to)
         self.offered: dict[str, FakeArena] = {}  # by path
         self.pool_arenas: dict[str, FakeArena] = {}
@@ -153,7 +155,8 @@ class LogicCluster:
         """Kill a process: what it was computing and sending is gone; its peers notice."""
         del self.logics[name]
         self.pending = [entry for entry in self.pending if entry[0] != name]
-        self.computing.discard(name)
+        self.computing.pop(name, None)
+        self.urgent.discard(name)
         self.dialled = {key: None for key in self.dialled if key[0] != name}
         linked = [target for source, target in self.links if source == name]
         for source, target in [key for key in self.links if name in key]:
@@ -188,7 +191,10 @@ class LogicCluster:
             name, perform = self.pending.pop(choice - len(ready))
             done = perform()
             if isinstance(done, IterationCompleted):
-                self.computing.discard(name)
+                if done.is_urgent:
+                    self.urgent.remove(name)
+                else:
+                    del self.computing[name]
             self._deliver(name, done)
         return True
 
@@ -246,8 +252,9 @@ class LogicCluster:
             config=PrefillWorkerConfig(max_running_requests=4, max_num_batched_tokens=10),
             scheduling=self.shape.disaggregated_scheduling,
             eos_token_ids=frozenset({EOS}),
-            costs=EasyCosts(),
+            costs=EasyCosts(base_s=0.001) if self.shape.yields else EasyCosts(),
             prefix_cache=PrefixCacheConfig(enabled=self.shape.has_prefix_cache),
+            num_layers=12,
         )
 
     def _make_decode(self, name: str) -> DecodeLogic:
@@ -272,11 +279,14 @@ class LogicCluster:
             registered=self._registered(name, decode_factory.max_held(config), can_prefill=True, can_decode=True),
             memory=self._memory(),
             config=config,
-            scheduling=SchedulingConfig(policy=shape.scheduling, policy_params=dict(shape.settings)),
+            scheduling=SchedulingConfig(
+                policy=shape.scheduling, policy_params=dict(shape.settings), yield_between_layers=shape.yields
+            ),
             eos_token_ids=frozenset({EOS}),
-            costs=EasyCosts(),
+            costs=EasyCosts(base_s=0.001) if shape.yields else EasyCosts(),
             prefix_cache=PrefixCacheConfig(enabled=shape.has_prefix_cache),
             prefix_pool=self.pool_of(name) if shape.prefix_pool_blocks else None,
+            num_layers=12,
         )
 
     def _registered(
@@ -335,12 +345,28 @@ class LogicCluster:
                 if (name, peer) in self.links:
                     self.cut(name, peer)
             case RunIteration():
-                assert name not in self.computing, "two iterations at a time"
-                self.computing.add(name)
-                engine = self.engines[name]
-                self.pending.append((name, lambda: engine.run(command)))
+                self.pending.append((name, self._iteration(name, command)))
             case _:
                 self._perform_copy(name, self.engines[name], command)
+
+    def _iteration(self, name: str, command: RunIteration) -> Callable[[], WorkDone]:
+        engine = self.engines[name]
+        if not command.is_urgent:
+            assert name not in self.computing, "two iterations at a time"
+            self.computing[name] = command
+            return lambda: engine.run(command)
+        assert name in self.computing, "an urgent iteration within none"
+        assert name not in self.urgent, "two urgent iterations at a time"
+        self.urgent.add(name)
+        self.num_urgent += 1
+        within = self.computing[name]
+
+        def run() -> WorkDone:
+            if engine.begun is not within:
+                engine.begin(within)
+            return engine.run(command)
+
+        return run
 
     def _perform_copy(self, name: str, engine: FakeEngine, command: object) -> None:
         match command:

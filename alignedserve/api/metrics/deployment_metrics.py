@@ -208,6 +208,10 @@ def iteration_log_metrics(totals: IterationLogTotals) -> Iterator[Metric]:
     yield _counter("real_time_beside_seconds", beside, totals.real_time_beside_s)
     stragglers = "Share of decode attention that is there only because one context is longer, summed over iterations."
     yield _counter("straggler_share", stragglers, totals.sum_of_straggler_shares)
+    yield _counter("yields", "Iterations that ran within another, between two of its layers.", totals.num_yields)
+    stood_still = "Time that passes stood still meanwhile; nothing that they had computed is thrown away."
+    yield _counter("yielded_seconds", stood_still, totals.yielded_s)
+    yield _counter("stopping_seconds", "Time until those passes stood still, in all.", totals.stopping_s)
     yield _counter("iteration_requests", "Running requests, counted in every iteration.", totals.num_requests)
     yield _spread(totals)
 

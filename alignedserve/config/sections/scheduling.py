@@ -43,9 +43,19 @@ class SchedulingConfig(Section, frozen=True):
     # Best-effort work prolongs gaps between tokens of real-time requests by at most this factor, by the cost model;
     # unset: as far as objectives allow.
     interference: float | None = None
+    # A pass of best-effort work stops between two of its layers for real-time prompts that come meanwhile, and goes on
+    # after them (scheduling/yielding.py).
+    yield_between_layers: bool = False
+    # Share of the time that best effort has all the same where passes stop; unset: that of the router.
+    best_effort_floor: float | None = None
 
     def __post_init__(self) -> None:
         self._require(bool(self.policy), "policy", "must name a policy")
+        self._require(
+            self.best_effort_floor is None or 0.0 <= self.best_effort_floor <= 0.5,
+            "best_effort_floor",
+            "must be at least 0 and at most 0.5",
+        )
         is_within = self.interference is None or 1.0 <= self.interference <= MAX_INTERFERENCE
         limits = f"must be at least 1 and at most {MAX_INTERFERENCE:g}, or unset for no bound"
         self._require(is_within, "interference", limits)

@@ -38,6 +38,7 @@ class Decoder:
         self._weights = weights
         self._place = HeadPlacement(config.num_heads, config.num_kv_heads, config.head_dim, self.dtype, self.device)
         self._windowed = frozenset(config.windowed_layers)
+        self._between_layers: Callable[[], object] | None = None
         # Seconds that the latest pass spent in attention, of decoding sequences and of chunks; 0 where work is only
         # queued (a GPU).
         self.attention_s = 0.0
@@ -62,6 +63,12 @@ class Decoder:
     def logits_width(self) -> int:
         """The columns of `logits`: the vocabulary, but on ranks other than the first none."""
         return self.config.vocab_size if self._ranks is None or self._ranks.rank == 0 else 0
+
+    def stop_for(self, between_layers: Callable[[], object]) -> None:
+        """Call this between the layers of passes, which stand still meanwhile: another pass may begin and end there."""
+        self._between_layers = between_layers
+        if self._native_pass is not None:
+            self._native_pass.between_layers = between_layers
 
     @property
     def has_native_head(self) -> bool:
@@ -96,6 +103,8 @@ class Decoder:
                 hidden, pending = hidden[:0], None
                 break
             hidden, pending = self._run_layer(hidden, pending, layer, weights, run)
+            if self._between_layers is not None:
+                self._between_layers()
         if self.device.type == "cpu":
             self.attention_s, self.chunk_attention_s = run.attention_s, run.chunk_attention_s
             self.products_s, self.had_head = 0.0, False

@@ -32,16 +32,20 @@ class DeviceTurns:
         if self._device is None:
             yield
             return
-        self._real_time.difference_update(command.removals)  # first: a later attempt may be added with the same id
-        for addition in command.additions:
-            if _is_real_time(addition.request):
-                self._real_time.add(addition.request.request_id)
+        self.note(command)
         is_real_time = any(request_id in self._real_time for request_id, _ in command.slices)
         self._device.begin(is_real_time=is_real_time)
         try:
             yield
         finally:
             self._device.end(is_real_time=is_real_time)
+
+    def note(self, command: RunIteration) -> None:
+        """Note which sequences leave and enter with an iteration."""
+        self._real_time.difference_update(command.removals)  # first: a later attempt may be added with the same id
+        for addition in command.additions:
+            if _is_real_time(addition.request):
+                self._real_time.add(addition.request.request_id)
 
     def is_alone(self) -> bool:
         """Return whether no other model asks for the device: what is launched now may run on behind the turn."""

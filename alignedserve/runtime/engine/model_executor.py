@@ -44,6 +44,7 @@ from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec, RankEngineSpe
 from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
 from alignedserve.runtime.engine.steps.block_loans import num_lent_blocks
 from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
+from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
 from alignedserve.runtime.grammar.compiler import GrammarCompiler
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_copier import BlockCopier
@@ -141,6 +142,9 @@ class ModelExecutor:
             self._swap_space = SwapSpace(self._storage, streams, is_int8=sizes.has_int8_swaps, host_bytes=swap_bytes)
         self._engine.record_graphs(has_adapters=served.lora.is_enabled)
         self._threads = WorkerThreads(partial(use_device, device))
+        self._urgent = UrgentIterations()
+        if sizes.yields_between_layers:
+            decoder.stop_for(self._urgent.between_layers)
         self._sizes, self._max_context_len = sizes, served.max_context_len
 
     @property
@@ -177,8 +181,12 @@ class ModelExecutor:
             self._grammars.check(grammar)
 
     def start_iteration(self, command: RunIteration, on_completed: Callable[[IterationCompleted], None]) -> None:
-        """Perform one iteration on the compute thread."""
-        self._threads.submit(_COMPUTE, lambda: self.run_iteration(command), on_completed)
+        """Perform one iteration on the compute thread; an urgent one within that in flight, if it still is."""
+        if not command.is_urgent:
+            self._threads.submit(_COMPUTE, lambda: self.run_iteration(command), on_completed)
+            return
+        self._urgent.add(self._threads.performer(lambda: self._run_urgent(command), on_completed))
+        self._threads.submit(_COMPUTE, self._urgent.perform_left, lambda _: None)
 
     def close(self) -> None:
         """Wait for the threads to end; pending work is cancelled without a callback."""
@@ -202,6 +210,12 @@ class ModelExecutor:
                     self._ranks.kill()
                 raise
 
+    def _run_urgent(self, command: RunIteration) -> IterationCompleted:
+        if not self._urgent.is_within:
+            return self.run_iteration(command)
+        self._turns.note(command)  # it has the turn of the other
+        return self._run(command)
+
     def _run(self, command: RunIteration) -> IterationCompleted:
         started = time.monotonic()
         self._change_sequences(command)
@@ -223,7 +237,9 @@ class ModelExecutor:
         failed = (*(request_id for request_id in output.failed if request_id not in lacking), *lacking)
         reasons = tuple((output.reasons | lacking).items())
         forced = tuple(count for count in output.forced if count[0] not in lacking)
-        return IterationCompleted(sampled, scores, failed, reasons, forced, _times_of(output.times, started, changed))
+        yielded_s = 0.0 if command.is_urgent else self._urgent.take_stopped_s()
+        times = _times_of(output.times, started, changed, yielded_s)
+        return IterationCompleted(sampled, scores, failed, reasons, forced, times, command.is_urgent)
 
     def _change_sequences(self, command: RunIteration) -> None:
         """Apply the command's changes to the engine's sequences."""
@@ -261,18 +277,20 @@ def _sequence_of(addition: Addition, adapter: AdapterMatrices | None) -> NewSequ
     )
 
 
-def _times_of(step: StepTimes, started: float, changed: float) -> IterationTimes:
-    """Return the times of an iteration that ends now and whose sequences were changed until `changed`."""
+def _times_of(step: StepTimes, started: float, changed: float, yielded_s: float) -> IterationTimes:
+    """Return the times of an iteration that ends now, whose sequences were changed until `changed` and whose pass stood
+    still for `yielded_s`."""
     return IterationTimes(
         started_s=started,
         finished_s=time.monotonic(),
         prepare_s=changed - started + step.prepare_s,
-        forward_s=step.forward_s,
+        forward_s=step.forward_s - yielded_s,
         sampling_s=step.sampling_s,
         attention_s=step.attention_s,
         straggler_share=step.padded_share,
         grammar_s=step.grammar_s,
         is_ahead=step.is_ahead,
+        yielded_s=yielded_s,
     )
 
 

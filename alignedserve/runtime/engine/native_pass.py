@@ -1,6 +1,9 @@
 """Steps of decodes through all layers by one call of the native kernels, for models and steps that they cover."""
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +25,7 @@ from kernels.cpu.decode_pass import (
     NativeParts,
     NativeProduct,
     PassTimes,
+    Pause,
     decode_pass_available,
 )
 from kernels.cpu.paged_attention import PagedPlan
@@ -31,6 +35,22 @@ from kernels.linear import Projection
 from kernels.lora import AdapterRows
 from kernels.norm import LayerNorm, Norm, RmsNorm
 from kernels.rotary import HeadPlacement
+
+_PART_S = 0.002  # of a pass that may stand still: shorter parts would cost more than they bring
+_LEAST_S = 1e-6
+
+
+class _Stopped:
+    """Counts the time that a pass stood still."""
+
+    def __init__(self, between_layers: Callable[[], object]) -> None:
+        self._between_layers = between_layers
+        self.seconds = 0.0
+
+    def call(self) -> None:
+        began = time.perf_counter()
+        self._between_layers()
+        self.seconds += time.perf_counter() - began
 
 
 class NativePass:
@@ -53,6 +73,8 @@ class NativePass:
         row_bytes = config.hidden_size * norm.dtype.itemsize
         self._most_rows = None if exchange is None else exchange.slot_bytes // row_bytes
         self.has_head = head is not None
+        self.between_layers: Callable[[], object] | None = None  # as of the decoder
+        self._layer_s = math.inf  # of the latest pass; this long, or longer, its parts take between two calls of that
         self._storage: BlockStorage | None = None
         self._slots = CacheSlots(0, 0, 0, 0, False)
 
@@ -109,7 +131,14 @@ class NativePass:
         assert plan is not None, "see suits"
         adapters = batch.adapters.pass_adapters if isinstance(batch.adapters, AdapterRows) else None
         slots = self._slots_of(storage)
-        return self._pass.run(hidden, plan, rotations, batch.slots, slots, logits, highest, allowed, adapters)
+        run = partial(self._pass.run, hidden, plan, rotations, batch.slots, slots, logits, highest, allowed, adapters)
+        if self.between_layers is None:
+            return run()
+        stopped = _Stopped(self.between_layers)
+        began = time.perf_counter()
+        pending, times = run(Pause(stopped.call, max(int(_PART_S / self._layer_s), 1)))
+        self._layer_s = max(time.perf_counter() - began - stopped.seconds, _LEAST_S) / self._num_layers
+        return pending, times
 
     def _slots_of(self, storage: BlockStorage) -> CacheSlots:
         """Return where the storage's slots lie; an engine has one storage, so the latest is kept."""

@@ -56,7 +56,7 @@ StepAdapters adapters_of(const AdapterNumbers& numbers) {
 class DecodePass {
    public:
     DecodePass(const Placement& placement, int64_t hidden_size)
-        : model_{placement, hidden_size, placement.is_bfloat16() ? 2 : 4, {}, nullptr, {}, nullptr} {}
+        : model_{placement, hidden_size, placement.is_bfloat16() ? 2 : 4, {}, 0, 0, nullptr, {}, nullptr} {}
 
     // `norms`: before attention and before the second half; then of what these add, or null. `head_norms`: of each query
     // and of each key head, or none.
@@ -86,6 +86,16 @@ class DecodePass {
         if (layer.gate_up.out_width() != layer.down.in_width())
             throw std::invalid_argument("products that do not follow one another");
         model_.layers.push_back(layer);
+        model_.end_layer = int64_t(model_.layers.size());
+    }
+
+    // The layers that the next runs go through: what a run from a later one than the first takes, that before it has
+    // left in residual and pending.
+    void set_range(int64_t first, int64_t end) {
+        if (first < 0 || end <= first || end > int64_t(model_.layers.size()))
+            throw std::invalid_argument("not layers of this model");
+        model_.first_layer = first;
+        model_.end_layer = end;
     }
 
     void set_head(const RowNorm& norm, const std::vector<const Product*>& head) {
@@ -130,7 +140,8 @@ class DecodePass {
     void check(const Step& step, int64_t num_slots, int num_threads) const {
         if (model_.layers.empty() || num_threads < 1 || step.num_rows < 1)
             throw std::invalid_argument("nothing to run");
-        if ((step.logits || step.highest) && !model_.head_norm) throw std::invalid_argument("no head");
+        if ((step.logits || step.highest) && (!model_.head_norm || model_.end_layer != int64_t(model_.layers.size())))
+            throw std::invalid_argument("no head");
         if (model_.exchange && step.num_rows * model_.hidden_size * model_.element_bytes > model_.exchange->slot_bytes())
             throw std::invalid_argument("more rows than a slot of the exchange holds");
         const Attention& attention = *step.attention;
@@ -244,6 +255,7 @@ void bind(nb::module_& module) {
     nb::class_<DecodePass>(module, "DecodePass")
         .def(nb::init<const Placement&, int64_t>(), nb::keep_alive<1, 2>())
         .def("add_layer", &DecodePass::add_layer)
+        .def("set_range", &DecodePass::set_range)
         .def("set_head", &DecodePass::set_head)
         .def("set_exchange", &DecodePass::set_exchange, nb::keep_alive<1, 2>())
         .def("run", &DecodePass::run);

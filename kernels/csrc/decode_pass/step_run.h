@@ -43,9 +43,9 @@ class StepRun {
           step_(step),
           num_row_parts_(step.num_rows <= kRowsTogether ? 1 : std::min<int64_t>(step.num_rows, num_threads)),
           head_(int64_t(model.layers.size()) * kStages),
-          end_(head_ + (step.logits || step.highest ? kHeadStages : 0)),
+          end_(model.end_layer * kStages + (step.logits || step.highest ? kHeadStages : 0)),
           parts_(num_threads) {
-        go_on(-1, 0);
+        go_on(model.first_layer * kStages - 1, 0);
     }
 
     // By every thread.

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from alignedserve.core.request import SampledToken, SamplingParams
+from alignedserve.runtime.engine import native_pass
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.native_pass import NativePass
@@ -87,6 +88,22 @@ def test_same_bits_as_layer_by_layer(
         torch.set_num_threads(1)
     assert fused.isfinite().all()
     assert torch.equal(fused, separate)
+
+
+@pytest.mark.parametrize(("family", "part_s"), [("opt", 0.0), ("gemma3_text", 0.0), ("qwen3", 1.0)])
+def test_a_pass_in_parts(
+    family: str, part_s: float, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer at a time, or as many as take a second: all."""
+    whole = logits_of(tiny_decoder(folder_of(family), "bfloat16"))
+    monkeypatch.setattr(native_pass, "_PART_S", part_s)
+    stopping, stops = tiny_decoder(folder_of(family), "bfloat16"), list[None]()
+    stopping.stop_for(lambda: stops.append(None))
+    assert torch.equal(logits_of(stopping), whole)
+    num_layers = stopping.config.num_layers
+    num_parts = 1 if part_s else num_layers
+    # The prompt goes layer by layer, and the first pass of all does not know yet how long a layer takes.
+    assert num_layers + 36 * (num_parts - 1) <= len(stops) <= 2 * num_layers + 36 * (num_parts - 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

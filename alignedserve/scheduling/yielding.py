@@ -1,0 +1,132 @@
+"""Decides whether the pass in flight stops between two layers for prompts that somebody waits for (ConServe, 2024).
+
+The prompts are computed by an iteration of their own, while the other stands still; nothing of that is thrown away. It
+costs that the work is in two passes instead of one: weights are read twice. It saves the wait for the end of the pass,
+and the best-effort work that the next iteration would have beside the prompts:
+
+    cost = pass + prompts - both in one pass
+    gain = what is left of the pass + share * (both in one pass - prompts) - one layer
+
+`share`: of best-effort tokens in the pass, as the next is likely to have as many. Example: a pass of documents, of 82 ms
+of which 40 are left, prompts of 35 ms, both in one pass 105 ms, twelve layers: it costs 12 ms and brings the first token
+forward by 40 + 105 - 35 - 7 = 103 ms.
+
+It is done where the gain is more than the cost and, for all who come together, more than what it delays the chats
+whose first token the pass brings. And it must not hurt:
+- Documents lose at most `most_cost` of their time to it: each pass earns that share of its best-effort part as credit,
+  and each stop spends what it costs.
+- A pass stops `most_stops` times at most, and stands still for no longer than leaves best-effort work its floor.
+- Chats in the pass still have their next token in time, and documents with a deadline still end in time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from alignedserve.scheduling.packer import Packer
+from alignedserve.scheduling.policy import IterationPlan, WorkerView
+from alignedserve.scheduling.runtime_estimate import RefreshedEstimate, fit_request_runtime, remaining_output_len
+from alignedserve.scheduling.scheduler_state import Flight
+from alignedserve.scheduling.table import Ints, RequestTable
+
+
+@dataclass(frozen=True, slots=True)
+class YieldConfig:
+    """Parameters; one configuration for every workload."""
+
+    num_layers: int  # of the model
+    best_effort_floor: float = 0.05  # share of the time that best-effort work has all the same
+    least_gain_s: float = 0.005
+    most_cost: float = 0.05  # share of the time of best-effort work
+    credit_s: float = 0.5  # of it that may be spent at once
+    most_stops: int = 4  # of one pass
+    least_share: float = 0.25  # of best-effort tokens in it
+
+
+@dataclass(slots=True)
+class StoppablePass:
+    """The pass in flight, as it was forecast, and what has run within it."""
+
+    started_s: float
+    predicted_s: float
+    num_stops: int = 0
+    stopped_s: float = 0.0  # so far
+
+    def left_s(self, now: float) -> float:
+        """Return how long it will still compute."""
+        return max(self.predicted_s + self.stopped_s - (now - self.started_s), 0.0)
+
+
+class Yielding:
+    """The rule, and the credit that it has left."""
+
+    def __init__(self, config: YieldConfig) -> None:
+        self._config = config
+        self._runtime = RefreshedEstimate(fit_request_runtime)
+        self._credit_s = config.credit_s
+
+    def pass_began(self, table: RequestTable, flight: Flight, predicted_s: float) -> None:
+        """Earn credit for a pass that has begun."""
+        earned_s = self._config.most_cost * _best_effort_share(table, flight) * predicted_s
+        self._credit_s = min(self._credit_s + earned_s, self._config.credit_s)
+
+    def plan(
+        self, view: WorkerView, stopped: StoppablePass, flight: Flight, prompts: Sequence[int]
+    ) -> IterationPlan | None:
+        """Plan the iteration of these prompts, rows of the table, to run within the pass; None: they wait for its end.
+
+        It takes free blocks alone. `stopped` has the stop then, and is to be told how long it was.
+        """
+        config, share = self._config, _best_effort_share(view.table, flight)
+        if stopped.num_stops >= config.most_stops or share < config.least_share:
+            return None
+        packer, together = Packer(view), flight.work.copy()
+        for row in prompts:
+            num_tokens = min(packer.remaining(row), packer.num_tokens_left)
+            if num_tokens and packer.add(row, num_tokens):
+                packer.note_work(together, row, num_tokens)
+        if not packer.num_scheduled:
+            return None
+        pass_s, urgent_s = view.costs.iteration_s(flight.work), packer.predicted_s()
+        together_s, left_s = view.costs.iteration_s(together), stopped.left_s(view.now)
+        cost_s = max(pass_s + urgent_s - together_s, 0.0)
+        gain_s = left_s + share * (together_s - urgent_s) - pass_s / config.num_layers
+        num_behind = _num_first_tokens(view.table, flight)
+        least_s = max(config.least_gain_s, cost_s, num_behind * urgent_s / packer.num_scheduled)
+        if gain_s < least_s or not self._is_within_floor(stopped, pass_s, urgent_s):
+            return None
+        if cost_s > self._credit_s or not self._is_in_time(view, flight.rows, left_s, urgent_s):
+            return None
+        self._credit_s -= cost_s
+        stopped.num_stops += 1
+        return packer.plan()
+
+    def _is_within_floor(self, stopped: StoppablePass, pass_s: float, urgent_s: float) -> bool:
+        """Return whether the pass still has its share of the time from its start to its end."""
+        floor = self._config.best_effort_floor
+        return floor * (stopped.stopped_s + urgent_s) <= (1.0 - floor) * pass_s
+
+    def _is_in_time(self, view: WorkerView, rows: Ints, left_s: float, urgent_s: float) -> bool:
+        """Return whether nobody in the pass becomes late by waiting for so long; who is late anyway does not count."""
+        table = view.table
+        chats = rows[table.is_real_time[rows]]
+        slack_s = table.next_token_due_s[chats] - (view.now + left_s)
+        bound = rows[np.isfinite(table.deadline_s[rows]) & ~table.is_real_time[rows]]
+        if len(bound):
+            num_left, _ = remaining_output_len(table)
+            ends_s = view.now + self._runtime.of(view.costs).remaining_s(table, num_left)[bound]
+            slack_s = np.concatenate((slack_s, table.arrival_s[bound] + table.deadline_s[bound] - ends_s))
+        return not ((slack_s >= 0.0) & (slack_s < urgent_s)).any()
+
+
+def _best_effort_share(table: RequestTable, flight: Flight) -> float:
+    """Return the share of the pass's tokens that are best-effort ones."""
+    return float(flight.num_tokens @ ~table.is_real_time[flight.rows]) / max(int(flight.num_tokens.sum()), 1)
+
+
+def _num_first_tokens(table: RequestTable, flight: Flight) -> int:
+    """Return how many chats get their first token with the pass."""
+    rows = flight.rows
+    begin = table.is_real_time[rows] & (table.num_generated[rows] == 0)
+    return int(np.count_nonzero(begin & (table.num_remaining[rows] == flight.num_tokens)))

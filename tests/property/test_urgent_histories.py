@@ -1,0 +1,64 @@
+"""Random histories of workers whose passes stop between layers: right answers, and nothing lost or held."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alignedserve.config.sections import SchedulingConfig
+from alignedserve.core.request import RequestClass
+from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, some_steps
+from tests.property.test_prefix_cache_histories import check_caches, conversations
+from tests.support.cluster_shape import Shape
+from tests.support.logic_cluster import LogicCluster
+
+pytestmark = pytest.mark.slow
+
+ELASTIC: dict[str, Any] = {"is_colocated": True, "yields": True, "scheduling": "aligned_slo", "host_tokens": 60}
+SEPARATE: dict[str, Any] = {
+    "yields": True,
+    "disaggregated_scheduling": SchedulingConfig(policy="aligned_slo", yield_between_layers=True),
+}
+SHAPES = (
+    Shape(worker_blocks=24, **ELASTIC),
+    Shape(worker_blocks=24, has_prefix_cache=True, **ELASTIC),
+    Shape(worker_blocks=24, num_decode=2, has_prefix_cache=True, prefix_pool_blocks=30, **ELASTIC),
+    Shape(worker_blocks=24, num_decode=3, is_elastic=True, has_prefix_cache=True, **ELASTIC),
+    Shape(worker_blocks=20, pool_blocks=60, num_prefill=2, has_prefix_cache=True, **SEPARATE),
+)
+
+
+def play(seed: int, shape: Shape) -> int:
+    """Return how many urgent iterations there were."""
+    rng, cluster = random.Random(seed), LogicCluster(shape, seed)
+    for request in conversations(rng, 20):
+        is_chat = rng.random() < 0.4
+        cluster.submit(replace(request, request_class=RequestClass.REAL_TIME if is_chat else RequestClass.BEST_EFFORT))
+        some_steps(cluster, rng, 12)
+        if rng.random() < 0.1:
+            cluster.abort(rng.choice(list(cluster.client.requests)))
+        if rng.random() < 0.05:
+            name = rng.choice([name for name in cluster.logics if name != "router"])
+            cluster.kill(name)
+            some_steps(cluster, rng, 30)
+            cluster.start(name)
+    cluster.run()
+    check_answers(cluster)
+    check_nothing_is_held(cluster)
+    if shape.has_prefix_cache:
+        check_caches(cluster)
+    return cluster.num_urgent
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_passes_that_stop_lose_nothing(shape: Shape) -> None:
+    assert sum(play(seed, shape) for seed in range(6)) > 6
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 10**9), shape=st.sampled_from(SHAPES))
+def test_more_of_them(seed: int, shape: Shape) -> None:
+    play(seed, shape)

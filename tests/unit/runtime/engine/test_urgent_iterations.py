@@ -1,0 +1,96 @@
+"""An urgent iteration runs within the pass in flight, between two layers; and alone where that has ended."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.request import SamplingParams
+from alignedserve.messages.iterations import Addition, IterationCompleted, RunIteration
+from alignedserve.runtime.engine.engine_sizes import EngineSizes
+from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
+from alignedserve.runtime.model.served_model import resolve_model
+from tests.support.samples import request
+
+SIZES = EngineSizes(4 << 20, 4, 16, 1, yields_between_layers=True)
+LONG, SHORT = 400, 20
+
+
+def test_it_runs_within_the_pass_and_no_other_within_it() -> None:
+    urgent, happened = UrgentIterations(), list[str]()
+
+    def perform() -> None:
+        happened.append(f"began, within {urgent.is_within}")
+        urgent.add(lambda: happened.append("the next"))
+        urgent.between_layers()  # of its own pass
+        happened.append("ended")
+
+    urgent.between_layers()
+    urgent.add(perform)
+    urgent.between_layers()
+    assert happened == ["began, within True", "ended", "the next"]
+    assert urgent.take_stopped_s() > 0.0
+    assert urgent.take_stopped_s() == 0.0
+
+
+def test_one_that_comes_too_late_runs_alone() -> None:
+    urgent, happened = UrgentIterations(), list[bool]()
+    urgent.add(lambda: happened.append(urgent.is_within))
+    urgent.perform_left()
+    urgent.between_layers()
+    assert happened == [False]
+    assert urgent.take_stopped_s() == 0.0
+
+
+@pytest.fixture
+async def executor() -> AsyncIterator[ModelExecutor]:
+    made = ModelExecutor(resolve_model(ModelSectionConfig()), SIZES)
+    yield made
+    made.close()
+
+
+def prompt(name: str, num_tokens: int, first_block: int, *, is_urgent: bool = False) -> RunIteration:
+    """Return the iteration that computes a whole prompt."""
+    tokens = tuple(random.Random(name).randrange(1, 60) for _ in range(num_tokens))
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, num_logprobs=2)
+    made = replace(request(name), prompt_token_ids=tokens, sampling=sampling)
+    block_ids = tuple(BlockId(first_block + index) for index in range(-(-num_tokens // 16)))
+    addition = Addition(made, (), block_ids, 0)
+    return RunIteration((), (addition,), (), ((RequestId(name), num_tokens),), is_urgent=is_urgent)
+
+
+async def test_the_tokens_are_the_same_bit_for_bit(executor: ModelExecutor) -> None:
+    document, chat = prompt("document", LONG, 0), prompt("chat", SHORT, 40, is_urgent=True)
+    removal = RunIteration((RequestId("document"), RequestId("chat")), (), (), ())
+    expected = [executor.run_iteration(replace_urgent(one)).sampled for one in (document, chat)]
+    executor.run_iteration(removal)
+    loop, done = asyncio.get_running_loop(), list[IterationCompleted]()
+    ended = loop.create_future()
+
+    def completed(event: IterationCompleted) -> None:
+        done.append(event)
+        if len(done) == 2:
+            ended.set_result(None)
+
+    executor.start_iteration(document, completed)
+    executor.start_iteration(chat, completed)
+    await ended
+    by_urgency = {event.is_urgent: event for event in done}
+    assert [by_urgency[False].sampled, by_urgency[True].sampled] == expected
+    long, short = by_urgency[False].times, by_urgency[True].times
+    assert long is not None
+    assert short is not None
+    assert done[0].is_urgent
+    assert long.started_s < short.started_s < short.finished_s < long.finished_s
+    assert short.computed_s <= long.yielded_s < long.finished_s - long.started_s
+    assert long.prepare_s + long.forward_s + long.sampling_s == pytest.approx(long.computed_s, abs=0.005)
+
+
+def replace_urgent(command: RunIteration) -> RunIteration:
+    """Return the same iteration, to be run by itself."""
+    return RunIteration(command.removals, command.additions, command.extensions, command.slices)
