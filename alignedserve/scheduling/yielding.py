@@ -7,9 +7,9 @@ and the best-effort work that the next iteration would have beside the prompts:
     cost = pass + prompts - both in one pass
     gain = what is left of the pass + share * (both in one pass - prompts) - one layer
 
-`share`: of best-effort tokens in the pass, as the next is likely to have as many. Example: a pass of documents, of 82 ms
-of which 40 are left, prompts of 35 ms, both in one pass 105 ms, twelve layers: it costs 12 ms and brings the first token
-forward by 40 + 105 - 35 - 7 = 103 ms.
+`share`: of best-effort tokens in the pass, as the next is likely to have as many. Example: a pass of documents, of
+82 ms of which 40 are left, prompts of 35 ms, both in one pass 105 ms, twelve layers: it costs 12 ms and brings the
+first token forward by 40 + 105 - 35 - 7 = 103 ms.
 
 It is done where the gain is more than the cost and, for all who come together, more than what it delays the chats
 whose first token the pass brings. And it must not hurt:

@@ -16,6 +16,7 @@ from alignedserve.config.unset_sizes import from_mapping, with_fixed_sizes
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.online import OnlineIterationModel
 from alignedserve.scheduling.factory import (
+    check_yielding,
     make_decode_scheduler,
     make_iteration_scheduler,
     make_scheduler,
@@ -24,12 +25,13 @@ from alignedserve.scheduling.factory import (
 from alignedserve.scheduling.iteration_scheduler import FcfsIterationScheduler, PolicyIterationScheduler
 from alignedserve.scheduling.policies import POLICIES
 from alignedserve.scheduling.policies.round_robin import RoundRobin
-from alignedserve.scheduling.policy import IterationLimits
+from alignedserve.scheduling.policy import IterationLimits, Mechanism
 from alignedserve.scheduling.scheduler_state import Scheduler
 from alignedserve.scheduling.topology import require_effect, topology_of
 from tests.harnesses.scheduling import EasyCosts
 from tests.support.marks import each
 
+STOPPING = SchedulingConfig(yield_between_layers=True)
 LIMITS = IterationLimits(max_running_requests=4, max_tokens=10)
 
 
@@ -111,6 +113,40 @@ def test_a_floor_out_of_range_is_refused(floor: float) -> None:
         BatchingConfig(best_effort_floor=floor)
     with pytest.raises(ConfigError, match=r"best_effort_floor must be at least 0 and at most 0\.5"):
         RouterConfig(best_effort_floor=floor)
+
+
+def test_passes_that_stop_leave_documents_the_share_of_the_router() -> None:
+    config = ClusterConfig(router=RouterConfig(best_effort_floor=0.2), scheduling=STOPPING)
+    assert resolve_policy(config).scheduling.best_effort_floor == 0.2
+    assert resolve_policy(ClusterConfig()).scheduling.best_effort_floor is None
+
+
+@each(
+    ("scheduling", "topology", "message"),
+    [
+        (
+            SchedulingConfig(policy="bros", yield_between_layers=True),
+            Topology.COLOCATED,
+            "'bros', which uses shared_bl",
+        ),
+        (
+            SchedulingConfig(policy="aligned", yield_between_layers=True),
+            Topology.DISAGGREGATED,
+            "no effect with policy",
+        ),
+        (
+            SchedulingConfig(best_effort_floor=0.1),
+            Topology.ELASTIC,
+            "no effect without scheduling.yield_between_layers",
+        ),
+    ],
+)
+def test_passes_do_not_stop_where_the_policy_excludes_it(
+    scheduling: SchedulingConfig, topology: Topology, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_yielding(scheduling, topology, frozenset(Mechanism))
+    check_yielding(STOPPING, topology, frozenset({Mechanism.SWAP}))
 
 
 def test_settings_of_the_batching_section_go_there() -> None:

@@ -1,0 +1,174 @@
+"""Chat beside documents with and without passes that stop between layers, live, on this machine.
+
+    python -m benchmarks.yielding                               # elastic workers; ten minutes, on a quiet machine
+    python -m benchmarks.yielding --topology disaggregated --duration 40 --rounds 1
+
+A model of 125M OPT's shape with random weights in bfloat16. Chat: Poisson, prompts log-normal around 100 tokens,
+answers around 60, with TTFT 0.4 s and TPOT 0.2 s. Documents: 64 `flex` streams outstanding, prompts 512 to 1 024,
+answers 32 to 128. In every round one server of each setting: first chat alone, then both, after `LEARNING_S` that do
+not count; rounds alternate which setting goes first. Percentiles are means over the rounds, and the ratio is to chat
+alone of the same setting. Beside what clients saw stands what the worker's iteration log says of every stop, and one of
+them as a timeline. Targets: p99 of TTFT at most 1.25 times that of chat alone, documents at least 90 % of those without
+stops; a pass stands still within a layer and 5 ms.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from alignedserve.config.environment import RUN_DIR_VARIABLE
+from benchmarks.measuring.arguments import parser_of
+from benchmarks.measuring.models import make_opt_125m
+from benchmarks.measuring.recording import write_result
+from benchmarks.measuring.server import TOPOLOGIES, served, settings_of, traffic_report
+
+LEARNING_S = 10.0
+NUM_LAYERS = 12
+CHAT = "chat: prompt=lognormal(100,300), output=lognormal(60,120), rate={rate}, ttft=0.4, tpot=0.2"
+DOCUMENTS = "documents: prompt=uniform(512,1024), output=uniform(32,128), outstanding=64, tier=flex"
+Row = dict[str, Any]
+
+
+def measure(folder: Path, topology: str, rate: float, duration_s: float, *, yields: bool) -> Row:
+    """Serve chat alone and both kinds; return what clients saw, and the entries of the iteration logs."""
+    settings = [*settings_of(topology), f"scheduling.yield_between_layers={str(yields).lower()}"]
+    chat = CHAT.format(rate=rate)
+    with tempfile.TemporaryDirectory(prefix="y") as logs:
+        os.environ[RUN_DIR_VARIABLE] = logs
+        with served(folder, settings) as port:
+            traffic_report(port, folder, [chat, DOCUMENTS], LEARNING_S)  # workers learn what iterations cost
+            alone = by_name(traffic_report(port, folder, [chat], duration_s))
+            beside = by_name(traffic_report(port, folder, [chat, DOCUMENTS], duration_s, LEARNING_S))
+        entries = [read_log(path) for path in sorted(Path(logs).rglob("*.iterations.jsonl"))]
+    return {"yields": yields, "alone": alone["chat"], "beside": beside, "entries": entries}
+
+
+def by_name(report: Row) -> Row:
+    """Return the classes of a report."""
+    return {one["name"]: one for one in report["classes"]}
+
+
+def read_log(path: Path) -> list[Row]:
+    """Return the entries of one iteration log."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def stops_of(entries: Sequence[Row]) -> list[Row]:
+    """Return each stop of a worker: when its pass began, stopped, went on and ended."""
+    stops, within = list[Row](), list[Row]()
+    for entry in entries:
+        if entry["is_urgent"]:
+            within.append(entry)
+            continue
+        computing_s = entry["prepare_s"] + entry["forward_s"] + entry["sampling_s"]
+        stops += [
+            {
+                "batch_size": entry["batch_size"],
+                "computing_s": computing_s,
+                "decided_s": urgent["started_s"] - entry["started_s"],
+                "stopping_s": urgent["stopping_s"],
+                "urgent_s": urgent["wall_s"],
+                "urgent_tokens": urgent["longest"],
+                "ended_s": computing_s + entry["yielded_s"],
+            }
+            for urgent in within
+        ]
+        within = []
+    return stops
+
+
+def percentiles(values: Iterable[float]) -> dict[str, float] | None:
+    """Return those of interest; None: there are no values."""
+    known = list(values)
+    if not known:
+        return None
+    return {name: round(float(np.percentile(known, at)), 5) for name, at in (("p50", 50), ("p99", 99), ("max", 100))}
+
+
+def timeline(stop: Row) -> list[str]:
+    """Return one stop in words, by milliseconds since its pass began."""
+    stood_s = stop["decided_s"] + stop["stopping_s"]
+    moments = {
+        0.0: f"a pass of {stop['batch_size']} requests begins, of {1e3 * stop['computing_s']:.1f} ms",
+        stop["decided_s"]: "a chat comes, and the worker decides to stop",
+        stood_s: f"the pass stands still, {1e3 * stop['stopping_s']:.1f} ms later; the chat's prompt is computed",
+        stood_s + stop["urgent_s"]: "its first token is there; the pass goes on",
+        stop["ended_s"]: "the pass ends",
+    }
+    return [f"{1e3 * at:7.1f} ms  {what}" for at, what in moments.items()]
+
+
+def summary_of(rows: Sequence[Row]) -> Row:
+    """Return the figures of one setting, over its rounds."""
+    stops = [stop for row in rows for entries in row["entries"] for stop in stops_of(entries)]
+    chat, alone = ([row["beside"]["chat"] for row in rows], [row["alone"] for row in rows])
+    figures: Row = {
+        "alone_ttft_s": _worst(alone, "ttft_s"),
+        "ttft_s": _worst(chat, "ttft_s"),
+        "tpot_s": _worst(chat, "tpot_s"),
+        "held": min(one["slo_attainment"] for one in chat),
+        "documents_per_s": float(np.mean([row["beside"]["documents"]["output_tokens_per_s"] for row in rows])),
+        "num_stops": len(stops),
+        "stopping_s": percentiles(stop["stopping_s"] for stop in stops),
+        "beyond_a_layer_s": percentiles(
+            max(stop["stopping_s"] - stop["computing_s"] / NUM_LAYERS, 0.0) for stop in stops
+        ),
+        "stood_still_share": _stood_still(rows),
+    }
+    if stops:
+        figures["timeline"] = timeline(sorted(stops, key=lambda stop: stop["stopping_s"])[len(stops) // 2])
+    return figures
+
+
+def _worst(classes: Sequence[Row], name: str) -> dict[str, float]:
+    """Return the mean of each percentile over the rounds; of the longest the longest."""
+    means = {at: float(np.mean([one[name][at] for one in classes])) for at in ("p50", "p90", "p99")}
+    return {**means, "max": max(one[name]["max"] for one in classes)}
+
+
+def _stood_still(rows: Sequence[Row]) -> float:
+    """Return the share of the workers' time in which passes stood still; what they had computed is never lost."""
+    entries = [entry for row in rows for one in row["entries"] for entry in one]
+    return sum(entry["yielded_s"] for entry in entries) / max(sum(entry["wall_s"] for entry in entries), 1e-9)
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = parser_of(__doc__, name="serving/yielding")
+    parser.add_argument("--topology", default="elastic", choices=TOPOLOGIES)
+    parser.add_argument("--rate", type=float, default=1.0, help="chats per second")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--duration", type=float, default=60.0)
+    arguments = parser.parse_args()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_opt_125m(Path(name) / "opt-125m")
+        for number in range(arguments.rounds):
+            order = (False, True) if number % 2 == 0 else (True, False)
+            rows += [
+                measure(folder, arguments.topology, arguments.rate, arguments.duration, yields=yields)
+                for yields in order
+            ]
+    figures: Row = {"topology": arguments.topology, "rate": arguments.rate, "duration_s": arguments.duration}
+    for setting, yields in (("off", False), ("on", True)):
+        figures[setting] = one = summary_of([row for row in rows if row["yields"] is yields])
+        ratios = " ".join(f"{at} {one['ttft_s'][at] / one['alone_ttft_s'][at]:.2f}" for at in ("p50", "p90", "p99"))
+        print(
+            f"{setting:3} held {one['held']:.1%}  documents {one['documents_per_s']:.0f} tokens/s  stops {one['num_stops']}"
+        )
+        for title, values in (("alone", one["alone_ttft_s"]), ("beside", one["ttft_s"])):
+            print(f"    TTFT {title:6} " + "  ".join(f"{at} {1e3 * value:.0f} ms" for at, value in values.items()))
+        print(f"    beside by alone: {ratios}; until a pass stood still: {one['stopping_s']}", flush=True)
+    figures["documents_kept"] = figures["on"]["documents_per_s"] / figures["off"]["documents_per_s"]
+    print(f"documents with stops, by those without: {figures['documents_kept']:.1%}")
+    print("\n".join(figures["on"].get("timeline", [])))
+    print(f"written to {write_result(arguments.name, figures)}")
+
+
+if __name__ == "__main__":
+    main()
