@@ -158,9 +158,8 @@ def main() -> None:
     for setting, yields in (("off", False), ("on", True)):
         figures[setting] = one = summary_of([row for row in rows if row["yields"] is yields])
         ratios = " ".join(f"{at} {one['ttft_s'][at] / one['alone_ttft_s'][at]:.2f}" for at in ("p50", "p90", "p99"))
-        print(
-            f"{setting:3} held {one['held']:.1%}  documents {one['documents_per_s']:.0f} tokens/s  stops {one['num_stops']}"
-        )
+        print(f"{setting:3} held {one['held']:.1%}  documents {one['documents_per_s']:.0f} tokens/s", end="  ")
+        print(f"stops {one['num_stops']}")
         for title, values in (("alone", one["alone_ttft_s"]), ("beside", one["ttft_s"])):
             print(f"    TTFT {title:6} " + "  ".join(f"{at} {1e3 * value:.0f} ms" for at, value in values.items()))
         print(f"    beside by alone: {ratios}; until a pass stood still: {one['stopping_s']}", flush=True)
