@@ -134,7 +134,9 @@ def _worst(classes: Sequence[Row], name: str) -> dict[str, float]:
 def _stood_still(rows: Sequence[Row]) -> float:
     """Return the share of the workers' time in which passes stood still; what they had computed is never lost."""
     entries = [entry for row in rows for one in row["entries"] for entry in one]
-    return sum(entry["yielded_s"] for entry in entries) / max(sum(entry["wall_s"] for entry in entries), 1e-9)
+    stood_s: float = sum(entry["yielded_s"] for entry in entries)
+    wall_s: float = sum(entry["wall_s"] for entry in entries)
+    return stood_s / max(wall_s, 1e-9)
 
 
 def main() -> None:

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import msgspec
+
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass, SampledToken
 from alignedserve.messages.events import Send
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes, RunIteration
 from alignedserve.messages.workers import PrefillCompleted, RequestFinished
+from alignedserve.process.logic_driver import request_id_of
 from alignedserve.scheduling.yielding import YieldConfig, Yielding
 from decode_worker.colocated.logic import ColocatedCommand
 from tests.harnesses.colocated import EOS, ColocatedHarness, added, run, runs
@@ -27,7 +30,7 @@ def working(**sizes: Any) -> ColocatedHarness:
 
 
 def urgent(command: RunIteration) -> RunIteration:
-    return RunIteration(*(getattr(command, name) for name in command.__struct_fields__[:-1]), True)
+    return msgspec.structs.replace(command, is_urgent=True)
 
 
 def ended(made: ColocatedHarness, **tokens: int) -> list[ColocatedCommand]:
@@ -36,7 +39,8 @@ def ended(made: ColocatedHarness, **tokens: int) -> list[ColocatedCommand]:
 
 
 def told(commands: list[ColocatedCommand], kind: type) -> list[str]:
-    return [one.message.request_id for one in commands if isinstance(one, Send) and isinstance(one.message, kind)]
+    messages = [one.message for one in commands if isinstance(one, Send)]
+    return [str(request_id_of(message)) for message in messages if isinstance(message, kind)]
 
 
 def test_a_chat_has_its_token_before_the_pass_ends() -> None:

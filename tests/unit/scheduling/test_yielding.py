@@ -11,8 +11,8 @@ from alignedserve.scheduling.scheduler_state import Flight, work_of
 from alignedserve.scheduling.yielding import StoppablePass, YieldConfig, Yielding
 from tests.harnesses.scheduling import EasyCosts, scheduled_of, view_of
 
-DOCUMENT = {"prompt_len": 400, "be": True}
-CHAT = {"prompt_len": 20}
+DOCUMENT: Mapping[str, Any] = {"prompt_len": 400, "be": True}
+CHAT: Mapping[str, Any] = {"prompt_len": 20}
 PASS = {"document": 200}  # 210 ms
 CONFIG = YieldConfig(10)
 
@@ -117,7 +117,7 @@ def test_what_stops_cost_is_bounded_and_earned_again() -> None:
 @pytest.mark.parametrize(("tpot_s", "stops"), [(0.2, True), (0.17, False), (0.15, True)])
 def test_a_chat_in_the_pass_is_not_made_late(tpot_s: float, stops: bool) -> None:
     """Its token comes at 0.161 s, or 30 ms later; one that is late anyway stops nobody."""
-    rows = {
+    rows: dict[str, Mapping[str, Any]] = {
         "document": DOCUMENT,
         "before": {"prompt_len": 20, "num_generated": 1, "tpot_s": tpot_s},
         "chat": CHAT,
@@ -129,5 +129,8 @@ def test_a_chat_in_the_pass_is_not_made_late(tpot_s: float, stops: bool) -> None
 @pytest.mark.parametrize(("deadline_s", "stops"), [(0.55, True), (0.44, False), (0.2, True)])
 def test_a_document_with_a_deadline_is_not_made_late(deadline_s: float, stops: bool) -> None:
     """It needs some 0.42 s more by itself."""
-    rows = {"document": {**DOCUMENT, "deadline_s": deadline_s, "max_tokens": 1}, "chat": CHAT}
+    rows: dict[str, Mapping[str, Any]] = {
+        "document": {**DOCUMENT, "deadline_s": deadline_s, "max_tokens": 1},
+        "chat": CHAT,
+    }
     assert (Case(rows, {"document": 200}).asked(0.0) is not None) is stops
