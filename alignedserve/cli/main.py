@@ -93,9 +93,12 @@ def serve(options: ServeOptions) -> None:
     settings = load_models(options.config, options.all_overrides, options.named_models)
     settings.check()  # a mistake is told before what takes seconds is imported
     gc.disable()  # until it is up: modules leave no garbage
-    from alignedserve.cli.commands.serve import serve as run
+    from alignedserve.cli.forked_workers import forked_workers
 
-    run(options, settings)
+    with forked_workers() as template:
+        from alignedserve.cli.commands.serve import serve as run
+
+        run(options, settings, template)
 
 
 @app.command()

@@ -5,6 +5,7 @@ from alignedserve.cluster.actor_factory import ActorClasses
 from alignedserve.cluster.hosts.plan import NODE_ADDRESS
 from alignedserve.cluster.hosts.serving_cluster import ServingCluster
 from alignedserve.cluster.launch import Hosts, launch_cluster, launch_on_hosts
+from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.config.environment import RAY_ADDRESS_VARIABLE, ray_address
 from alignedserve.config.model_settings import ModelSettings
@@ -13,11 +14,15 @@ from alignedserve.gateway.actor import GatewayActor
 
 
 def start_cluster(
-    settings: ModelSettings, observer: StartObserver | None = None, num_nodes: int | None = None
+    settings: ModelSettings,
+    observer: StartObserver | None = None,
+    num_nodes: int | None = None,
+    template: WorkerTemplate | None = None,
 ) -> ServingCluster:
     """Start a cluster with our HTTP gateway: on this host, or on the nodes of the Ray cluster that RAY_ADDRESS names.
 
-    `num_nodes`: to wait for. Raises an error of the tree, with nothing left running.
+    `num_nodes`: to wait for. `template`: of the processes of a cluster on this host. Raises an error of the tree, with
+    nothing left running.
     """
     address, classes = ray_address(), ActorClasses(GatewayActor, BatchActor)
     config = settings.configs[0]
@@ -27,4 +32,4 @@ def start_cluster(
         raise ConfigError(f"--nodes is for a Ray cluster: set {RAY_ADDRESS_VARIABLE} to its address, or to auto")
     if config.gateway.host == NODE_ADDRESS:
         raise ConfigError(f"gateway.host={NODE_ADDRESS} is for a Ray cluster; on one host give an address")
-    return launch_cluster(settings, classes, observer)
+    return launch_cluster(settings, classes, observer, template)

@@ -44,6 +44,7 @@ from alignedserve.cluster.hosts.scaling.scaler import make_scaler
 from alignedserve.cluster.hosts.serving_cluster import Brought, ServingCluster
 from alignedserve.cluster.hosts.succession import Succession, digest_of
 from alignedserve.cluster.hosts.takeover import adopt_cluster
+from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.machine import GpuClaims, GpusTaken, claim_gpus
 from alignedserve.cluster.ray_node import join_ray
 from alignedserve.cluster.ray_polls import kill_actors
@@ -81,12 +82,15 @@ class Hosts:
 
 
 def launch_cluster(
-    settings: ModelSettings, actor_classes: ActorClasses, observer: StartObserver | None = None
+    settings: ModelSettings,
+    actor_classes: ActorClasses,
+    observer: StartObserver | None = None,
+    template: WorkerTemplate | None = None,
 ) -> ServingCluster:
     """Start a cluster on this host alone and return it when it is up.
 
-    Unset sizes are worked out, which the observer is told before anything starts. Raises an error of the tree, with
-    nothing left running, when it cannot.
+    `template`: forks its processes, and ends with the cluster; None: Ray starts them. Unset sizes are worked out, which
+    the observer is told before anything starts. Raises an error of the tree, with nothing left running, when it cannot.
     """
     observer = observer or LoggingObserver()
     configs = [_checked(config, len(settings.own)) for config in settings.configs]
@@ -108,7 +112,7 @@ def launch_cluster(
     book = AddressBook(make_run_folder())  # when nothing is left that refuses the start in one line
     members = _members(plans, found, {host.node: Agent(None, book)})
     remove_stale_arenas(arena_folder(), ARENA_PREFIX)
-    brought = Brought(settings, lambda nodes: host, observer, on_demand)
+    brought = Brought(settings, lambda nodes: host, observer, on_demand, template)
     joining = _joining(plans, found, brought, reports[host.node].digests, book.folder.name)
     cluster = ServingCluster(joining, members, ActorFactory(joining.plan.served, actor_classes), brought)
     try:

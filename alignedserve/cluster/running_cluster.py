@@ -23,6 +23,7 @@ from alignedserve.cluster.batch_storage import StateLock, open_batch_storage
 from alignedserve.cluster.local_ray.node_processes import kill_all, orphans_of
 from alignedserve.cluster.local_ray.node_watch import NodeWatch
 from alignedserve.cluster.local_ray.start import start_ray
+from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.ray_polls import Starting, answer_of, kill_actors
 from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.cluster.signals import signals_ignored
@@ -54,7 +55,15 @@ class RunningCluster:
     `node` is this host; more are added by `add_node` and removed by `remove_node`, all on one thread at a time.
     """
 
-    def __init__(self, node: PreparedNode, served: ServedModel, factory: ActorFactory, observer: StartObserver) -> None:
+    def __init__(
+        self,
+        node: PreparedNode,
+        served: ServedModel,
+        factory: ActorFactory,
+        observer: StartObserver,
+        template: WorkerTemplate | None = None,
+    ) -> None:
+        """`template`: forks the processes of this host; it ends with the cluster."""
         self.config = node.config
         self.served = served
         self.folder = node.folder
@@ -68,7 +77,9 @@ class RunningCluster:
         self._watchdogs: dict[str, Watchdog] = {}  # by node
         self._actors: dict[str, dict[str, Any]] = {}  # by node and name
         self._factory = factory
-        self._children_before = set(psutil.Process().children())  # whatever else this process has started
+        self._template = template
+        own = template.pid if template is not None else None
+        self._children_before = {one for one in psutil.Process().children() if one.pid != own}  # started for others
 
     @property
     def url(self) -> str:
@@ -94,7 +105,8 @@ class RunningCluster:
             location, self._state_lock = open_batch_storage(self.config)
             self._state = SharedState(location, gateways)
         if not ray.is_initialized():
-            self._node_watch = NodeWatch(start_ray(self.folder, f"alignedserve-{self.folder.name}"), self._end_unheeded)
+            processes = start_ray(self.folder, f"alignedserve-{self.folder.name}", self._template)
+            self._node_watch = NodeWatch(processes, self._end_unheeded)
             self._node_watch.start()
         self._create_on(self._node, self._state, drives_batches=True)
         for node in others:
@@ -313,6 +325,8 @@ class RunningCluster:
             except (RayError, ValueError):
                 logger.debug("an actor was gone before it was stopped")
         self._leave_ray()
+        if self._template is not None:
+            self._template.stop()
         self._actors.clear()
         self._close_own()
         _end_survivors(started)

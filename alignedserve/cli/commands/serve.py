@@ -25,6 +25,7 @@ from alignedserve.cluster.draining.drain_watch import LastAnswers
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
 from alignedserve.cluster.hosts.models.on_demand import ModelOnDemand
 from alignedserve.cluster.hosts.serving_cluster import ServingCluster
+from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.running_cluster import AskedToStop, RunningCluster
 from alignedserve.cluster.signals import ignore_signals
 from alignedserve.config.environment import api_keys
@@ -42,27 +43,33 @@ _DRAIN_LOOK_S = 0.1
 _WATCH_S = 0.5  # between looks for an end whose interrupt was dropped
 
 
-def serve(options: ServeOptions, settings: ModelSettings) -> None:
+def serve(options: ServeOptions, settings: ModelSettings, template: WorkerTemplate | None) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises an error of the tree, with nothing left running, when it cannot start.
 
-    `settings`: those of the options.
+    `settings`: those of the options. `template`: of the processes of a cluster on this host.
     """
     ending, losses = _StopSignals(), NodeLosses()
     try:
-        _serve(options, settings, ending, losses)
+        _serve(options, settings, template, ending, losses)
     except NodeLost as error:
         if ending.is_asked_for:
             return
         losses.go_on_after(error, is_wanted=settings.configs[0].links.restart_on_node_loss)
 
 
-def _serve(options: ServeOptions, settings: ModelSettings, ending: "_StopSignals", losses: NodeLosses) -> None:
+def _serve(
+    options: ServeOptions,
+    settings: ModelSettings,
+    template: WorkerTemplate | None,
+    ending: "_StopSignals",
+    losses: NodeLosses,
+) -> None:
     started_s = time.monotonic()
     try:
         losses.pause()
         check_keys(settings.configs[0].gateway)
         settings = settings.with_local([fetch_model(config.model) for config in settings.configs])
-        cluster = _start(settings, options.nodes, ending)
+        cluster = _start(settings, options.nodes, template, ending)
     except KeyboardInterrupt:
         notes().print("Interrupted before it was up; nothing is left running.")
         raise typer.Exit(INTERRUPTED) from None
@@ -152,9 +159,11 @@ class _StopSignals:
         raise KeyboardInterrupt
 
 
-def _start(settings: ModelSettings, num_nodes: int | None, ending: _StopSignals) -> ServingCluster:
+def _start(
+    settings: ModelSettings, num_nodes: int | None, template: WorkerTemplate | None, ending: _StopSignals
+) -> ServingCluster:
     with StartScreen() as screen:
-        cluster = start_cluster(settings, screen, num_nodes)
+        cluster = start_cluster(settings, screen, num_nodes, template)
     if ending.is_asked_for:
         cluster.stop()
         raise KeyboardInterrupt

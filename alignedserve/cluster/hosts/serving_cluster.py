@@ -35,6 +35,7 @@ from alignedserve.cluster.hosts.models.on_demand import ModelOnDemand, OnDemandM
 from alignedserve.cluster.hosts.models.preparing import DeploymentSettings, Examine, HostedPreparing
 from alignedserve.cluster.hosts.models.site import HostedDeployments
 from alignedserve.cluster.hosts.plan import ClusterPlan
+from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.ray_polls import answer_or_none, has_ended, have_all_ended
 from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.cluster.running_cluster import RunningCluster
@@ -93,6 +94,7 @@ class Brought:
     examine: Examine
     observer: StartObserver
     on_demand: tuple[ModelOnDemand, ...] = ()  # models that are not loaded at the start
+    template: WorkerTemplate | None = None  # forks the processes of a cluster of one host; None: Ray starts them
 
 
 class ServingCluster(RunningCluster):
@@ -100,7 +102,7 @@ class ServingCluster(RunningCluster):
 
     def __init__(self, joining: Joining, members: Sequence[Member], factory: ActorFactory, brought: Brought) -> None:
         """`members`: the head first."""
-        super().__init__(members[0].prepared, joining.plan.served, factory, brought.observer)
+        super().__init__(members[0].prepared, joining.plan.served, factory, brought.observer, brought.template)
         self._members = {member.ray_node.node_id: member for member in members}
         self._joining = joining
         self._first_gateways = joining.plan.gateways  # also those of a later driver: shares must add up to the limits

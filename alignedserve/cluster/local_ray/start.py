@@ -20,6 +20,7 @@ from ray._private.node import Node
 from ray._raylet import Config  # type: ignore[attr-defined]
 
 from alignedserve.cluster.local_ray.node_processes import NodeProcesses
+from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
 from alignedserve.cluster.signals import handlers_preserved
 from alignedserve.config.environment import SPIN_VARIABLE
@@ -27,6 +28,8 @@ from alignedserve.core.errors import ResourceError
 from alignedserve.process.log_files import LossyFileHandler
 
 _MAX_BYTES = 4 << 20
+_ORDERS = "workers.sock"  # in the cluster's folder
+_FORK_WORKER = Path(__file__).with_name("fork_worker.py")
 _logger = logging.getLogger(f"{__name__}.said")  # of its own: it goes nowhere else
 
 
@@ -73,11 +76,13 @@ _PATIENT = {
 }
 
 
-def start_ray(folder: Path, namespace: str) -> NodeProcesses:
+def start_ray(folder: Path, namespace: str, template: WorkerTemplate | None = None) -> NodeProcesses:
     """Start Ray's processes, which end with this one; `folder` gets their sockets, logs and token.
 
-    Raises ResourceError.
+    `template`: forks the workers; None: Ray starts them. Raises ResourceError.
     """
+    orders = folder / _ORDERS
+    is_forking = template is not None and template.listen(orders)
     set_already = {SPIN_VARIABLE: os.environ[SPIN_VARIABLE]} if SPIN_VARIABLE in os.environ else {}
     os.environ.update(RAY_ENVIRONMENT | _PATIENT | set_already)
     # Set explicitly, with a token of this cluster: Ray's default depends on what ran before.
@@ -87,7 +92,7 @@ def start_ray(folder: Path, namespace: str) -> NodeProcesses:
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
     Config.initialize("")  # Ray read its settings when imported; this reads them again
     try:
-        with handlers_preserved(), _restrained(folder):
+        with handlers_preserved(), _restrained(folder, orders if is_forking else None):
             ray.init(
                 address="local",
                 namespace=namespace,
@@ -105,8 +110,11 @@ def start_ray(folder: Path, namespace: str) -> NodeProcesses:
 
 
 @contextlib.contextmanager
-def _restrained(folder: Path) -> Iterator[None]:
-    """Let Ray start on loopback, with sockets in this folder and no process or server that one host has no use for."""
+def _restrained(folder: Path, orders: Path | None = None) -> Iterator[None]:
+    """Let Ray start on loopback, with sockets in this folder and no process or server that one host has no use for.
+
+    `orders`: where the template of workers listens.
+    """
 
     def socket_path(node: Node, path: str | None, default_prefix: str) -> str:
         """Name a socket: Ray's own names would be too long for the system in many folders."""
@@ -118,6 +126,9 @@ def _restrained(folder: Path) -> Iterator[None]:
         (ray_constants, "ENABLE_RAY_CLUSTER", False),  # every server on loopback alone
         (services, "_build_python_executable_command_memory_profileable", _idle_agent),
     ]
+    if orders is not None:
+        # Ray writes what this returns between the interpreter and the worker's own words.
+        replaced.append((services, "_site_flags", lambda: ["-I", "-S", str(_FORK_WORKER), str(orders)]))
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for owner, name, instead in replaced:
         setattr(owner, name, instead)

@@ -1,0 +1,24 @@
+"""What the processes of a cluster on one host have loaded before they are forked."""
+
+import contextlib
+from collections.abc import Iterator
+
+from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
+from alignedserve.config.environment import ray_address
+
+# In the order in which they are wanted: a worker has a model to load, and all else waits for that.
+_STAGES = (
+    ("decode_worker.start", "prefill_worker.start", "kvpool.service", "router.service"),
+    ("alignedserve.gateway.start", "alignedserve.batch_worker.service"),
+)
+
+
+@contextlib.contextmanager
+def forked_workers() -> Iterator[WorkerTemplate | None]:
+    """Yield the template of the processes of a cluster that starts here, killed at the end; None: Ray starts them."""
+    template = WorkerTemplate.fork(_STAGES) if ray_address() is None else None
+    try:
+        yield template
+    finally:
+        if template is not None:
+            template.stop()

@@ -1,0 +1,238 @@
+"""A template of worker processes: it has loaded what they run, and forks one whenever Ray starts a worker.
+
+Each of Ray's workers would load Ray, PyTorch and a thousand modules anew: a second to three of a processor, and up to
+250 MiB that no other process shares. The template is itself forked from `serve` when this has loaded Ray, and loads the
+rest while `serve` goes on. Ray's node process runs `fork_worker.py` in the place of a worker, which asks here.
+
+Nothing may run in the template but the one thread that forks: it starts no Ray, and computes nothing.
+"""
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn, Self
+
+from ray._raylet import Config, setproctitle  # type: ignore[attr-defined]
+
+from alignedserve.config.environment import SHORT_SPINS, SPIN_VARIABLE
+from alignedserve.runtime.device.driver import driver_version
+
+_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+_WORKER = "ray._private.workers.default_worker"
+_MAX_ORDER_BYTES = 4 << 20  # the system's limit of a command's words and environment is half of it
+_ORDER_TIMEOUT_S = 5.0
+_FORKED, _LISTEN = b"1", b"1"
+# As Ray gives its workers: the engine sets the threads of its products by itself.
+_THREADS = {"OMP_NUM_THREADS": "1", SPIN_VARIABLE: SHORT_SPINS}
+_KILLED_FIRST = "1000"  # where memory is short: as Ray's node process has it of the workers that it starts itself
+
+
+class WorkerOrder(NamedTuple):
+    """One worker that Ray wants."""
+
+    folder: str
+    words: list[str]  # of its command, after the interpreter
+    environment: dict[str, str]
+
+    @classmethod
+    def parse(cls, text: bytes) -> Self:
+        """Read what fork_worker.py has written. Raises ValueError."""
+        folder, count, *rest = map(os.fsdecode, text.split(b"\0"))
+        number = int(count)
+        if not 0 < number <= len(rest):
+            raise ValueError("an order without a command")
+        pairs = (variable.partition("=") for variable in rest[number:])
+        return cls(folder, rest[:number], {name: value for name, _, value in pairs})
+
+
+class WorkerTemplate:
+    """The template, as the process that has forked it sees it. A context manager, at whose end it is killed."""
+
+    def __init__(self, pid: int, control: socket.socket) -> None:
+        self.pid = pid  # 0: it has been stopped
+        self._control = control
+
+    @classmethod
+    def fork(cls, stages: Sequence[Sequence[str]]) -> Self | None:
+        """Fork the template, which loads these modules; None: this process or this machine is not one for that.
+
+        Workers are forked as soon as a stage is over: they load the rest by themselves. Where NVIDIA's driver is, they
+        are started as Ray does it: nothing of CUDA may exist before a fork.
+        """
+        if sys.platform != "linux" or threading.active_count() > 1 or driver_version() is not None:
+            return None
+        own, control = socket.socketpair()
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a handler would go on in both
+        try:
+            pid = os.fork()
+            if pid == 0:
+                own.close()
+                _run(control, stages)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
+        control.close()
+        return cls(pid, own)
+
+    def listen(self, path: Path) -> bool:
+        """Let the template listen for orders at this path, of a private folder. False: it has ended."""
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(os.fspath(path))
+            listening.listen()
+            try:
+                socket.send_fds(self._control, [_LISTEN], [listening.fileno()])
+            except OSError:
+                return False
+        return True
+
+    def stop(self) -> None:
+        """Kill the template; what it has forked lives on. May be repeated."""
+        if self.pid:
+            self._control.close()
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.pid = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+# --- in the template
+
+
+def _run(control: socket.socket, stages: Sequence[Sequence[str]]) -> NoReturn:
+    """Load the modules and fork workers, until the other end of `control` is closed."""
+    code = os.EX_SOFTWARE
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})  # as Ray's processes have it
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that nobody has to wait for a worker that has ended
+        setproctitle("alignedserve: template of workers")
+        for name, value in _THREADS.items():
+            os.environ.setdefault(name, value)
+        orders = _Orders(control)
+        for stage in stages:
+            for module in stage:
+                importlib.import_module(module)
+            gc.freeze()  # a collection in a worker would write to every object, and so copy its page
+            orders.take(timeout_s=0.0)
+        while True:
+            orders.take(timeout_s=None)
+    except _Ended:
+        code = os.EX_OK
+    finally:
+        os._exit(code)  # whatever has failed: Ray's own way of starting workers tells
+
+
+class _Ended(Exception):
+    """Raised when the process that has forked the template is gone."""
+
+
+class _Orders:
+    """Orders of workers, and whether the cluster still wants any."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._listening: socket.socket | None = None
+
+    def take(self, timeout_s: float | None) -> None:
+        """Wait for an order or the end, at most this long (None: for ever), and obey all that wait. Raises _Ended."""
+        while True:
+            sources = [one for one in (self._control, self._listening) if one is not None]
+            ready, _, _ = select.select(sources, [], [], timeout_s)
+            if not ready:
+                return
+            if self._control in ready:
+                self._obey()
+            elif self._listening is not None:
+                self._take_one(self._listening)
+            timeout_s = 0.0
+
+    def _obey(self) -> None:
+        said, files, _, _ = socket.recv_fds(self._control, len(_LISTEN), 1)
+        if not said:
+            raise _Ended
+        self._listening = socket.socket(fileno=files[0])
+
+    def _take_one(self, listening: socket.socket) -> None:
+        """Fork one worker, unless the order is none: whoever asks then starts it as Ray does."""
+        connection, _ = listening.accept()
+        with connection:
+            connection.settimeout(_ORDER_TIMEOUT_S)
+            try:
+                files = _open_files(connection)
+                order = WorkerOrder.parse(_read_all(connection))
+                if os.fork() == 0:
+                    for one in (self._control, listening, connection):
+                        one.close()
+                    _become_worker(order, files)
+                connection.sendall(_FORKED)
+            except (OSError, ValueError):
+                return
+            for file in files:
+                os.close(file)
+
+
+def _open_files(connection: socket.socket) -> list[int]:
+    _, files, _, _ = socket.recv_fds(connection, 1, 3)
+    if len(files) != 3:
+        raise ValueError("an order without its open files")
+    return files
+
+
+def _read_all(connection: socket.socket) -> bytes:
+    text = bytearray()
+    while part := connection.recv(1 << 16):
+        text += part
+        if len(text) > _MAX_ORDER_BYTES:
+            raise ValueError("an order that is too long")
+    return bytes(text)
+
+
+# --- in a worker
+
+
+def _become_worker(order: WorkerOrder, files: Sequence[int]) -> NoReturn:
+    """Run Ray's worker in this process, as if it had been started by its command."""
+    code: object = os.EX_SOFTWARE
+    try:
+        _settle_in(order, files)
+        runpy.run_module(_WORKER, run_name="__main__", alter_sys=True)
+        code = os.EX_OK
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # noqa: BLE001  the outermost frame of a process
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Python's own end would take every module apart, and copy all that is shared with the template.
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _settle_in(order: WorkerOrder, files: Sequence[int]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(order.environment)
+    os.chdir(order.folder)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_KILLED_FIRST, encoding="ascii")
+    sys.argv = order.words
+    Config.initialize("")  # Ray read its settings when it was imported; this reads them again
+    gc.enable()
