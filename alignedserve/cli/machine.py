@@ -6,19 +6,16 @@ import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
-from alignedserve.runtime.device.cores import num_cores
-
-_CPU_INFO = Path("/proc/cpuinfo")
+from alignedserve.runtime.device.cores import num_cores, processor_name
 
 
 def describe_machine() -> dict[str, Any]:
     """Return processor, usable cores, their load, and the versions that matter; the GPUs where PyTorch, if it is
     loaded, can use them. Plain JSON."""
     machine = {
-        "cpu": _cpu_model(),
+        "cpu": processor_name(),
         "cores": num_cores(),
         "load_1min": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
@@ -64,12 +61,3 @@ def _version_of(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _cpu_model() -> str:
-    try:
-        lines = _CPU_INFO.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:  # not Linux
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -29,6 +29,12 @@ def supported_levels() -> tuple[str, ...]:
     return () if native is None else tuple(native.supported_levels())
 
 
+def built_at() -> int:
+    """Return when the kernels were built, in nanoseconds of the file's time; 0: they are not."""
+    native = load_native("Cache")
+    return 0 if native is None else Path(native.__file__).stat().st_mtime_ns
+
+
 def _imported() -> Any:
     try:
         return importlib.import_module("kernels._native")

@@ -119,6 +119,7 @@ def _run(control: socket.socket, stages: Sequence[Sequence[str]]) -> NoReturn:
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})  # as Ray's processes have it
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that nobody has to wait for a worker that has ended
+        os.setpgid(0, 0)  # a signal to the group of `serve` is for that to heed
         setproctitle("alignedserve: template of workers")
         for name, value in _THREADS.items():
             os.environ.setdefault(name, value)
@@ -224,6 +225,7 @@ def _become_worker(order: WorkerOrder, files: Sequence[int]) -> NoReturn:
 
 
 def _settle_in(order: WorkerOrder, files: Sequence[int]) -> None:
+    os.setpgid(0, 0)  # Ray's node process ends what is left of a worker by its group
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, file in enumerate(files):
         os.dup2(file, number)

@@ -1,9 +1,12 @@
-"""CPU cores, and their division among the workers of a machine."""
+"""CPU cores, what processor they are of, and their division among the workers of a machine."""
 
 import os
+import platform
+from pathlib import Path
 
 from kernels.cpu.native import supported_levels
 
+_CPU_INFO = Path("/proc/cpuinfo")
 _MOST_PER_COPY = 4
 _CORES_PER_COPYING_THREAD = 8
 
@@ -13,6 +16,16 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def processor_name() -> str:
+    """Return what the processor calls itself."""
+    try:
+        lines = _CPU_INFO.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def threads_per_worker(num_workers: int) -> int:

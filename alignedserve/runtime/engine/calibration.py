@@ -11,6 +11,7 @@ from alignedserve.costmodel.iteration_points import Point, calibrate, calibratio
 from alignedserve.costmodel.linear import Sample
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.iteration_timing import IterationTimer
+from alignedserve.runtime.engine.kept_calibration import KeptCalibration
 from alignedserve.runtime.engine.swap_space import HostCaches
 
 _MAX_BLOCKS = 4096  # that are used; zeroed first, as attention reads them
@@ -27,11 +28,12 @@ def measure_iterations(
     max_tokens: int,
     duration_s: float,
     clock: Callable[[], float] = time.perf_counter,
+    kept: KeptCalibration | None = None,
     turn: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Sample, ...]:
     """Measure iterations of an empty engine, of at most `max_tokens`, and copies to its swap space.
 
-    `turn`: entered for each, on a device that others use.
+    `turn`: entered for each, on a device that others use. `kept`: from an earlier start, and for the next one.
 
     For about `duration_s`, or four rounds over all points; 0: none. At least two are run, the first of which is slow
     and not counted. The content of the blocks is lost.
@@ -58,10 +60,16 @@ def measure_iterations(
 
     started_s = clock()
     measure_in_turn(points[0])
+    known_before = kept.believed(points, measure_in_turn) if kept is not None else ()
+    if known_before:
+        engine.storage.give_back()
+        return known_before
     left_s = max(duration_s - (clock() - started_s), _LEAST_S)
     most = _MOST_ROUNDS * len(points)
     samples = calibrate(points, measure_in_turn, clock=clock, duration_s=left_s, max_samples=most)
     engine.storage.give_back()
+    if kept is not None:
+        kept.keep(points, samples)
     return samples
 
 

@@ -30,14 +30,16 @@ from alignedserve.process.worker_threads import WorkerThreads, run_quietly
 from alignedserve.runtime.attention.registry import try_libraries
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.device_work import use_device, working
-from alignedserve.runtime.device.devices import rank_devices
+from alignedserve.runtime.device.devices import CPU, device_type, rank_devices
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.device.streams import streams_of
+from alignedserve.runtime.device.verdicts import cache_folder
 from alignedserve.runtime.engine.calibration import measure_iterations
 from alignedserve.runtime.engine.device_turns import DeviceTurns
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepTimes
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, storage_blocks, threads_per_rank
+from alignedserve.runtime.engine.kept_calibration import KeptCalibration
 from alignedserve.runtime.engine.model_loading import check_memory, load_decoder, load_ranks, load_vocabulary
 from alignedserve.runtime.engine.ranks.rank_group import RankGroup
 from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec, RankEngineSpec
@@ -146,6 +148,7 @@ class ModelExecutor:
         if sizes.yields_between_layers:
             decoder.stop_for(self._urgent.between_layers)
         self._sizes, self._max_context_len = sizes, served.max_context_len
+        self._described = _described(served, sizes)
 
     @property
     def lanes(self) -> CopyLanes | None:
@@ -166,6 +169,7 @@ class ModelExecutor:
             max_context_len=self._max_context_len,
             max_tokens=max_tokens,
             duration_s=duration_s,
+            kept=KeptCalibration(cache_folder(), self._described),
             turn=self._turns.giving_way,
         )
 
@@ -320,3 +324,15 @@ def _rank_spec(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> Rank
         wants_shared_blocks=sizes.wants_shared_blocks,
         lora=served.lora,
     )
+
+
+def _described(served: ServedModel, sizes: EngineSizes) -> tuple[str, ...]:
+    """Return what the length of an iteration depends on, beside the machine and its processor."""
+    stored = "" if served.stored is None else served.stored.description
+    model = (repr(served.config), served.dtype, f"{served.quantization} {stored}", str(served.cache_dtype))
+    threads = threads_per_rank(sizes, served.tensor_parallel)
+    engine = f"{sizes.attention_backend} {sizes.block_size} {sizes.hidden_block_tokens} {sizes.has_int8_swaps}"
+    has_gpu = device_type(sizes.device) != CPU
+    gpu = torch.cuda.get_device_properties(sizes.device).name if has_gpu else ""
+    ranks = f"{served.tensor_parallel} ranks of {threads} threads"
+    return (*model, engine, ranks, gpu, f"lora {served.lora.is_enabled}")

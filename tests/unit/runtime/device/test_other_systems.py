@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cli import machine
 from alignedserve.cluster.deployments import admin_api
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.process.tls import CertificateAuthority
@@ -84,8 +83,8 @@ def test_a_machine_without_a_boot_id_is_told_by_its_name_and_start(
 
 
 def test_the_processor_is_named_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine, "_CPU_INFO", tmp_path / "absent")
-    assert machine.describe_machine()["cpu"]
+    monkeypatch.setattr(cores, "_CPU_INFO", tmp_path / "absent")
+    assert cores.processor_name()
 
 
 def test_the_user_of_a_connection_is_read_from_macos_structure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from alignedserve.costmodel.online import learned_from
 from alignedserve.runtime.device.streams import HostStreams
 from alignedserve.runtime.engine.calibration import measure_iterations
 from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.kept_calibration import KeptCalibration
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.random_weights import random_weights
@@ -28,7 +30,13 @@ MACHINE = LinearIterationModel(
 
 
 def measured(
-    duration_s: float, max_sequences: int = 16, *, has_hidden_cache: bool = False, swaps: str | None = None
+    duration_s: float,
+    max_sequences: int = 16,
+    *,
+    has_hidden_cache: bool = False,
+    swaps: str | None = None,
+    kept: KeptCalibration | None = None,
+    reading_s: float = 1.0,
 ) -> tuple[Sample, ...]:
     """Measure a tiny engine by a clock that goes on by a second each time it is read."""
     of_own = {"num_key_value_heads": TINY_LLAMA["num_attention_heads"]} if has_hidden_cache else {}
@@ -44,10 +52,28 @@ def measured(
         max_context_len=MAX_CONTEXT_LEN,
         max_tokens=512,
         duration_s=duration_s,
-        clock=lambda: float(next(seconds)),
+        clock=lambda: reading_s * next(seconds),
+        kept=kept,
     )
     assert len(tiny.engine._table) == 0
     return samples
+
+
+def test_what_was_measured_is_kept_for_a_start_that_takes_as_long(tmp_path: Path) -> None:
+    first = measured(60.0, kept=KeptCalibration(tmp_path, ("a model",)))
+    again = measured(1e-9, kept=KeptCalibration(tmp_path, ("a model",)))  # no time to measure more than one
+    assert sorted(again, key=repr) == sorted(first, key=repr)
+    assert len(measured(1e-9, kept=KeptCalibration(tmp_path, ("another model",)))) == 1
+
+
+def test_what_was_kept_is_measured_anew_where_it_takes_longer_now_or_cannot_be_read(tmp_path: Path) -> None:
+    kept = KeptCalibration(tmp_path, ("a model",))
+    measured(60.0, kept=kept)
+    assert {sample.seconds for sample in measured(60.0, kept=kept, reading_s=2.0)} == {2.0}
+    (file,) = tmp_path.glob("*/*.json")
+    for text in ("", "[[1.0]]", file.read_text().replace("2.0", "-2.0"), file.read_text().replace("2.0", "null")):
+        file.write_text(text)
+        assert len(measured(1e-9, kept=kept, reading_s=2.0)) == 1
 
 
 def test_points_go_round_until_the_time_is_up() -> None:
