@@ -1,4 +1,6 @@
-"""The KV pool as a Ray actor."""
+"""The KV pool as a Ray actor. What it decides with is loaded where it runs."""
+
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -7,7 +9,9 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.process.actor_host import ActorHost
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.kv.arena_files import arena_path
-from kvpool.service import KvPool
+
+if TYPE_CHECKING:
+    from kvpool.service import KvPool
 
 
 @ray.remote
@@ -24,7 +28,9 @@ class KvPoolActor(ActorHost):
     ) -> None:
         """`takes_requests`: on their way between workers; False: it keeps prefix blocks alone."""
 
-        async def build() -> KvPool:
+        async def build() -> "KvPool":
+            from kvpool.service import KvPool
+
             pool = KvPool(
                 config=config,
                 batching=batching,

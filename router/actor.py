@@ -1,6 +1,7 @@
-"""The router as a Ray actor."""
+"""The router as a Ray actor. What it decides with is loaded where it runs."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import ray
 
@@ -9,7 +10,9 @@ from alignedserve.core.errors import PeerLost
 from alignedserve.process.actor_host import ActorHost
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_model import ServedModel
-from router.service import Router
+
+if TYPE_CHECKING:
+    from router.service import Router
 
 
 @ray.remote
@@ -24,7 +27,9 @@ class RouterActor(ActorHost):
         state_folder: Path | None,
         process_spec: ProcessSpec,
     ) -> None:
-        async def build() -> Router:
+        async def build() -> "Router":
+            from router.service import Router
+
             router = Router(
                 config=config, batching=batching, served=served, process_spec=process_spec, state_folder=state_folder
             )
@@ -48,8 +53,7 @@ class RouterActor(ActorHost):
         """Return what tells each worker's registration from the next one. Raises PeerLost while it is not up."""
         return self.call(self._router().registrations())
 
-    def _router(self) -> Router:
-        router = self._service
-        if not isinstance(router, Router):
+    def _router(self) -> "Router":
+        if self._service is None:
             raise PeerLost("the router is not up")
-        return router
+        return cast("Router", self._service)

@@ -61,6 +61,7 @@ from alignedserve.runtime.device.devices import AUTO, CPU, gpu_names
 from alignedserve.runtime.device_check.choice import DeviceChoice, choose_device, with_device
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.lora.adapter_folders import with_adapters
+from alignedserve.runtime.model.built_in import model_path
 from alignedserve.runtime.model.hub.local_models import with_local_model
 from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.topology import require_effect
@@ -102,7 +103,7 @@ def launch_cluster(
     lasting = [index for index, config in enumerate(configs) if not index or config.model.keep_alive is None]
     settings, on_demand = _on_demand(settings, configs, lasting, host)
     configs = [configs[index] for index in lasting]
-    reports = host.reports_that_come(choice.device, [resolve_for([], config).folder for config in configs])
+    reports = host.reports_that_come(choice.device, [model_path(config.model.path) for config in configs])
     found = {node: resources_of("node-0", node, report) for node, report in reports.items()}
     plans = _plan(configs, found, reports)
     for plan in plans.values():
@@ -134,7 +135,7 @@ def _on_demand(
     for index, config in enumerate(configs):
         if index in lasting:
             continue
-        reports = host.reports_that_come(config.engine.device, [resolve_for([], config).folder])
+        reports = host.reports_that_come(config.engine.device, [model_path(config.model.path)])
         found = {node: resources_of("node-0", node, report) for node, report in reports.items()}
         plan = _plan([config], found, reports)[FIRST_DEPLOYMENT]
         sized = next(iter(plan.choices.values())).config

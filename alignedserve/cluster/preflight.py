@@ -10,6 +10,7 @@ import psutil
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.block_layout import FP8, INT8
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
+from alignedserve.gguf.file import is_gguf
 from alignedserve.process.server_certificate import ServerCertificate
 from alignedserve.runtime.device.devices import CUDA, check_ranks, worker_devices
 from alignedserve.runtime.engine.engine_sizes import engine_mechanisms, hidden_block_tokens, storage_blocks
@@ -56,7 +57,7 @@ def check_configuration(config: ClusterConfig, served: ServedModel) -> None:
     if config.engine.kv_cache_dtype in (INT8, FP8):
         _check_rounded_cache(config)
     load_tokenizer(served)
-    if not served.has_random_weights:
+    if not served.has_random_weights and not is_gguf(served.folder):  # whose config is in its header: that was read
         check_weight_files(served.folder)
     _check_blocks(config, served, block_tokens)
 
