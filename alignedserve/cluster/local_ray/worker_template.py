@@ -32,6 +32,7 @@ _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _WORKER = "ray._private.workers.default_worker"
 _MAX_ORDER_BYTES = 4 << 20  # the system's limit of a command's words and environment is half of it
 _ORDER_TIMEOUT_S = 5.0
+_NUM_FILES = 3  # open ones of a process: what it reads, writes and complains to
 _FORKED, _LISTEN = b"1", b"1"
 # As Ray gives its workers: the engine sets the threads of its products by itself.
 _THREADS = {"OMP_NUM_THREADS": "1", SPIN_VARIABLE: SHORT_SPINS}
@@ -170,27 +171,20 @@ class _Orders:
     def _take_one(self, listening: socket.socket) -> None:
         """Fork one worker, unless the order is none: whoever asks then starts it as Ray does."""
         connection, _ = listening.accept()
-        with connection:
+        files: list[int] = []
+        with connection, contextlib.suppress(OSError, ValueError):
             connection.settimeout(_ORDER_TIMEOUT_S)
-            try:
-                files = _open_files(connection)
-                order = WorkerOrder.parse(_read_all(connection))
-                if os.fork() == 0:
-                    for one in (self._control, listening, connection):
-                        one.close()
-                    _become_worker(order, files)
-                connection.sendall(_FORKED)
-            except (OSError, ValueError):
-                return
-            for file in files:
-                os.close(file)
-
-
-def _open_files(connection: socket.socket) -> list[int]:
-    _, files, _, _ = socket.recv_fds(connection, 1, 3)
-    if len(files) != 3:
-        raise ValueError("an order without its open files")
-    return files
+            _, files, _, _ = socket.recv_fds(connection, 1, _NUM_FILES)
+            order = WorkerOrder.parse(_read_all(connection))
+            if len(files) < _NUM_FILES:
+                raise ValueError("an order without its open files")
+            if os.fork() == 0:
+                for one in (self._control, listening, connection):
+                    one.close()
+                _become_worker(order, files)
+            connection.sendall(_FORKED)
+        for file in files:
+            os.close(file)
 
 
 def _read_all(connection: socket.socket) -> bytes:
