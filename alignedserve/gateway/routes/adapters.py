@@ -4,7 +4,6 @@ import asyncio
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -17,10 +16,11 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import MAX_ADAPTER_NAME_LEN, MAX_ADAPTER_PATH_LEN
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, key_of, model_of, rate_limited_services
 from alignedserve.gateway.routes.request_bodies import read_body
+from alignedserve.gateway.routes.route_list import RouteList
 
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_NAME_LEN)]
 
-router = APIRouter()
+routes = RouteList()
 
 
 class LoadAdapterRequest(Schema):
@@ -39,7 +39,7 @@ class UnloadAdapterRequest(Schema):
     base_model_name: str | None = None
 
 
-@router.post("/v1/load_lora_adapter", response_model=None)
+@routes.post("/v1/load_lora_adapter")
 async def load_adapter(http: Request) -> Response:
     """Let requests name an adapter whose folder is inside lora.allowed_folder."""
     services = await rate_limited_services(http)
@@ -53,7 +53,7 @@ async def load_adapter(http: Request) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", response_model=None)
+@routes.post("/v1/unload_lora_adapter")
 async def unload_adapter(http: Request) -> Response:
     """Let no new request name an adapter that was loaded while serving."""
     services = await rate_limited_services(http)

@@ -16,7 +16,6 @@ HEAVY = (
     "aiohttp",
     "anthropic",
     "cryptography",
-    "fastapi",
     "httpx",
     "httpx2",
     "huggingface_hub",
@@ -44,13 +43,13 @@ HEAVY = (
 # cluster, which names actors and loads nothing that they serve with.
 LOADED = {
     "alignedserve.cli.main": "pydantic",  # by Typer, for the help of a command with options
-    "kvpool.actor": "cryptography msgspec numpy ray",
-    "router.actor": "jinja2 orjson safetensors tokenizers",
-    "alignedserve.gateway.actor": "",
+    "kvpool.service": "cryptography msgspec numpy",
+    "router.service": "jinja2 orjson safetensors tokenizers",
+    "alignedserve.gateway.actor": "ray",
     "alignedserve.batch_worker.actor": "",
     "alignedserve.cli.commands.serve": "",
     "alignedserve.batch_worker.service": "llguidance prometheus_client",
-    "alignedserve.gateway.start": "fastapi opentelemetry starlette uvicorn",
+    "alignedserve.gateway.start": "starlette uvicorn",
 }
 PATHS: tuple[list[str], ...] = (
     [],
