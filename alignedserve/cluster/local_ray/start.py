@@ -70,6 +70,9 @@ _PATIENT = {
     "RAY_health_check_failure_threshold": "12",
     # Ray ends a process without a word that has missed its head for so long; NodeWatch gives up before.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+    # A driver does not wait for processes that Ray starts ahead of it, and actors start all at once.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_maximum_startup_concurrency": "16",
     # Of one log of Ray's: they are in the cluster's folder, which may be in memory.
     "RAY_ROTATION_MAX_BYTES": str(4 << 20),
     "RAY_ROTATION_BACKUP_COUNT": "1",

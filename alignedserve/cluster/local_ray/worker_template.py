@@ -65,11 +65,11 @@ class WorkerTemplate:
         self._control = control
 
     @classmethod
-    def fork(cls, stages: Sequence[Sequence[str]]) -> Self | None:
+    def fork(cls, modules: Sequence[str], *, num_early: int = 0, at: int = 0) -> Self | None:
         """Fork the template, which loads these modules; None: this process or this machine is not one for that.
 
-        Workers are forked as soon as a stage is over: they load the rest by themselves. Where NVIDIA's driver is, they
-        are started as Ray does it: nothing of CUDA may exist before a fork.
+        The first `num_early` workers are forked once the first `at` modules are there, and load what else they need.
+        Where NVIDIA's driver is, workers are started as Ray does it: nothing of CUDA may exist before a fork.
         """
         if sys.platform != "linux" or threading.active_count() > 1 or driver_version() is not None:
             return None
@@ -79,7 +79,7 @@ class WorkerTemplate:
             pid = os.fork()
             if pid == 0:
                 own.close()
-                _run(control, stages)
+                _run(control, modules, num_early, at)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, former)
         control.close()
@@ -114,7 +114,7 @@ class WorkerTemplate:
 # --- in the template
 
 
-def _run(control: socket.socket, stages: Sequence[Sequence[str]]) -> NoReturn:
+def _run(control: socket.socket, modules: Sequence[str], num_early: int, at: int) -> NoReturn:
     """Load the modules and fork workers, until the other end of `control` is closed."""
     code = os.EX_SOFTWARE
     try:
@@ -125,13 +125,12 @@ def _run(control: socket.socket, stages: Sequence[Sequence[str]]) -> NoReturn:
         for name, value in _THREADS.items():
             os.environ.setdefault(name, value)
         orders = _Orders(control)
-        for stage in stages:
-            for module in stage:
-                importlib.import_module(module)
-            gc.freeze()  # a collection in a worker would write to every object, and so copy its page
-            orders.take(timeout_s=0.0)
+        for number, module in enumerate(modules, start=1):
+            importlib.import_module(module)
+            if number >= at:
+                orders.take(num_early, timeout_s=0.0)
         while True:
-            orders.take(timeout_s=None)
+            orders.take(None, timeout_s=None)
     except _Ended:
         code = os.EX_OK
     finally:
@@ -148,10 +147,14 @@ class _Orders:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._listening: socket.socket | None = None
+        self._num_taken = 0
 
-    def take(self, timeout_s: float | None) -> None:
-        """Wait for an order or the end, at most this long (None: for ever), and obey all that wait. Raises _Ended."""
-        while True:
+    def take(self, most: int | None, timeout_s: float | None) -> None:
+        """Wait for an order or the end, at most this long (None: for ever), and obey all that wait. Raises _Ended.
+
+        `most`: of all orders that were ever taken, for those that wait to be taken now.
+        """
+        while most is None or self._num_taken < most:
             sources = [one for one in (self._control, self._listening) if one is not None]
             ready, _, _ = select.select(sources, [], [], timeout_s)
             if not ready:
@@ -171,6 +174,7 @@ class _Orders:
     def _take_one(self, listening: socket.socket) -> None:
         """Fork one worker, unless the order is none: whoever asks then starts it as Ray does."""
         connection, _ = listening.accept()
+        self._num_taken += 1
         files: list[int] = []
         with connection, contextlib.suppress(OSError, ValueError):
             connection.settimeout(_ORDER_TIMEOUT_S)
@@ -178,6 +182,7 @@ class _Orders:
             order = WorkerOrder.parse(_read_all(connection))
             if len(files) < _NUM_FILES:
                 raise ValueError("an order without its open files")
+            gc.freeze()  # a collection in a worker would write to every object, and so copy its page
             if os.fork() == 0:
                 for one in (self._control, listening, connection):
                     one.close()

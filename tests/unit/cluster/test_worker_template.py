@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 
-template = WorkerTemplate.fork((("alignedserve.core.ids",), ("alignedserve.core.hours",)))
+template = WorkerTemplate.fork(["alignedserve.core.ids", "alignedserve.core.hours"], num_early=1, at=1)
 print(template.pid if template.listen(Path(sys.argv[1])) else 0, flush=True)
 sys.stdin.read()
 """
