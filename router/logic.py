@@ -93,6 +93,7 @@ class RouterLogic:
         self._counters = RouterCounters()
         self._last_attempt = self._reported_attempt = 0
         self._num_ticks = 0
+        self._has_joined = False  # since the last report: a gateway that waits to be ready is told at the next tick
 
     def on_event(self, event: RouterEvent, now: float) -> list[Send]:
         """Return the commands that follow from an event.
@@ -161,7 +162,9 @@ class RouterLogic:
                 return self._resume(peer, message, now)
             case GatewayRegistered():
                 self._gateways[peer] = message.node
+                self._has_joined = True
             case WorkerRegistered() | PoolRegistered():
+                self._has_joined = True
                 return self._register(peer, message, now)
             case CopyKept():
                 return self._ownership.copy_kept(peer, message)
@@ -384,12 +387,12 @@ class RouterLogic:
         moves = self._leans.moves(self._placement.workers.values(), self._registry.requests, now)
         commands = [one for tracked, receiver in moves for one in self._ownership.order_move(tracked, receiver)]
         commands += self._adoption.tick(now)
-        if self._num_ticks % _TICKS_PER_STATUS:
+        if self._num_ticks % _TICKS_PER_STATUS and not self._has_joined:
             return commands
         return commands + self._report_status(now)
 
     def _report_status(self, now: float) -> list[Send]:
-        self._reported_attempt = self._last_attempt
+        self._reported_attempt, self._has_joined = self._last_attempt, False
         wait_s = self._admission.real_time_wait_s()
         requests = self._registry.requests.values()
         forecast = QueueForecast(now, wait_s)

@@ -10,6 +10,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
 
 _PAUSE_S = 0.5
+_MISSING_PAUSE_S = 0.05  # while something is not there yet: a start waits for it
 _TIMEOUT_S = 30.0
 
 
@@ -33,7 +34,7 @@ class ReadinessProbe:
                 self._problem = "no canary token has come through since the cluster changed"
             elif self._problem is not None:
                 self._problem = await self._probe()
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(pause_s if self._missing_peer() is None else min(pause_s, _MISSING_PAUSE_S))
 
     def _missing_peer(self) -> str | None:
         """Return what no request can be served without; None: all of it is there."""

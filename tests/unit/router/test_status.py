@@ -22,7 +22,7 @@ def without_view(status: Message) -> ClusterStatus:
     return replace(status, **{name: getattr(idle, name) for name in fields})
 
 
-def test_every_gateway_hears_of_the_status_at_every_fourth_tick() -> None:
+def test_every_gateway_hears_of_the_status_at_every_fourth_tick_and_when_one_has_joined() -> None:
     made = decoding()
     made.link("gateway-1", Role.GATEWAY)
     made.submit(request("r2"))
@@ -57,8 +57,9 @@ def test_every_gateway_hears_of_the_status_at_every_fourth_tick() -> None:
         prefixes=PrefixTotals(80, 60, 12, 3),
         num_places=4,
     )
-    assert [made.tick(), made.tick(), made.tick()] == [[], [], []]
-    first, second = made.tick()
+    assert len(made.reports()) == 2
+    assert [made.reports(), made.reports()] == [[], []]
+    first, second = made.reports()
     assert (first.peer, second.peer) == (GATEWAY, "gateway-1")
     assert first.message == second.message
     assert without_view(first.message) == status
