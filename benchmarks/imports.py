@@ -17,10 +17,10 @@ from benchmarks.measuring.recording import write_result
 from benchmarks.measuring.server import ALIGNEDSERVE
 
 MODULES = {
-    "pool": "kvpool.actor",
-    "router": "router.actor",
-    "gateway": "alignedserve.gateway.actor",
-    "batches": "alignedserve.batch_worker.actor",
+    "pool": "kvpool.service",
+    "router": "router.service",
+    "gateway": "alignedserve.gateway.start",
+    "batches": "alignedserve.batch_worker.service",
     "worker": "decode_worker.actor, decode_worker.start",
     "of which torch": "torch",
     "driver": "alignedserve.cli.commands.serve",

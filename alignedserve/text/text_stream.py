@@ -6,7 +6,7 @@ recent tokens; neither ever emits half of a character.
 """
 
 import codecs
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 _REPLACEMENT = "\ufffd"
@@ -17,7 +17,7 @@ _MAX_HELD_TOKENS = 16
 class TextStream(Protocol):
     """Turns the tokens of one answer into text incrementally. Special tokens have no text."""
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete: whole characters only."""
 
     def end(self) -> str:
@@ -28,17 +28,41 @@ class ByteStream:
     """A TextStream of byte-level vocabularies."""
 
     def __init__(
-        self, token_bytes: Callable[[int], bytes], special_ids: frozenset[int], marks: Mapping[int, str]
+        self,
+        token_bytes: Callable[[int], bytes],
+        special_ids: frozenset[int],
+        marks: Mapping[int, str],
+        whole: MutableMapping[int, str],
     ) -> None:
-        """Make a stream. `marks`: texts of those special tokens that have one."""
+        """Make a stream. `marks`: texts of those special tokens that have one.
+
+        `whole`: texts of tokens that begin and end with a character, which all streams of a vocabulary find out.
+        """
         self._token_bytes = token_bytes
         self._special_ids = special_ids
+        self._whole = whole
+        self._is_between_characters = True
         self._marks = {token_id: mark.encode() for token_id, mark in marks.items()}
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete."""
-        return self._decoder.decode(b"".join([self._bytes_of(token_id) for token_id in token_ids]))
+        if len(token_ids) == 1 and self._is_between_characters:
+            known = self._whole.get(token_ids[0])
+            return known if known is not None else self._push_new(token_ids[0])
+        return self._push_all(token_ids)
+
+    def _push_new(self, token_id: int) -> str:
+        """Return the text of a token between characters that is not known yet, or is not always whole."""
+        text = self._push_all((token_id,))
+        if self._is_between_characters and token_id not in self._special_ids:
+            self._whole[token_id] = text
+        return text
+
+    def _push_all(self, token_ids: Sequence[int]) -> str:
+        text = self._decoder.decode(b"".join([self._bytes_of(token_id) for token_id in token_ids]))
+        self._is_between_characters = not self._decoder.getstate()[0]
+        return text
 
     def _bytes_of(self, token_id: int) -> bytes:
         if token_id in self._special_ids:
@@ -63,7 +87,7 @@ class WindowStream:
         self._window: list[int] = []  # tokens already shown, then tokens held
         self._num_shown = 0
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete."""
         return "".join([self._push_one(token_id) for token_id in token_ids])
 

@@ -64,7 +64,8 @@ class Tokenizer:
         self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         described = orjson.loads(definition)
         self._pieces = pieces_for(described.get("decoder"))
-        self._bytes_of: dict[int, bytes] = {}  # grows to the vocabulary at most
+        self._bytes_of: dict[int, bytes] = {}  # grows to the vocabulary at most, like the next
+        self._whole_texts: dict[int, str] = {}  # see ByteStream
         self._special_tokens = dict(special_tokens)
         self.chat_template: ChatTemplate | None = None
         if chat_template is not None:
@@ -184,7 +185,7 @@ class Tokenizer:
         marks = {} if skip_special_tokens else {token_id: name(token_id) for token_id in self._special_ids}
         marks |= {token_id: control_mark(name(token_id)) for token_id in shown}
         if isinstance(self._pieces, ByteLevelPieces):
-            return ByteStream(self.token_bytes, self._special_ids, marks)
+            return ByteStream(self.token_bytes, self._special_ids, marks, self._whole_texts)
         return WindowStream(self._tokenizer, self._special_ids, marks)
 
     def split_control(self, text: str) -> list[tuple[str, int | None]]:

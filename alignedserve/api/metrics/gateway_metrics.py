@@ -46,7 +46,6 @@ class ModelMetricFamilies:
         self.tokens_by_source = counter("vllm:prompt_tokens_by_source", "The same by where they came from.", "source")
         self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens taken from the prefix cache.")
-        self.generation_tokens = counter("vllm:generation_tokens", "Generated tokens.")
         self.finished = counter("vllm:request_success", "Requests ended.", "finished_reason")
         self.num_prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens per request.", _TOKEN_BUCKETS)
         self.num_computed = histogram(
@@ -76,7 +75,6 @@ class ModelMetrics:
         self.tpot_s = families.tpot_s.labels(model_name)
         self.e2e_s = families.e2e_s.labels(model_name)
         self.decode_s = families.decode_s.labels(model_name)
-        self.generation_tokens = families.generation_tokens.labels(model_name)
         self.num_generated = families.num_generated.labels(model_name)
         self._prompt_tokens = families.prompt_tokens.labels(model_name)
         self._cached_tokens = families.cached_tokens.labels(model_name)

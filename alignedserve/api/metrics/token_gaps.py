@@ -1,10 +1,13 @@
-"""Gaps between tokens as a histogram of each model: counted for every token, so without a lock for every count."""
+"""Generated tokens, and the gaps between them as a histogram, of each model: what is counted for every token.
+
+So it is counted without a lock, by one thread.
+"""
 
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
 
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import INF, floatToGoString
 from typing_extensions import override
@@ -14,11 +17,12 @@ _BOUNDS = [str(floatToGoString(edge)) for edge in (*EDGES_S, INF)]  # type: igno
 
 
 class TokenGaps:
-    """The gaps of one model, which one thread observes."""
+    """The tokens and gaps of one model, which one thread counts."""
 
-    __slots__ = ("_counts", "sum_s")
+    __slots__ = ("_counts", "num_tokens", "sum_s")
 
     def __init__(self) -> None:
+        self.num_tokens = 0
         self._counts = [0] * len(_BOUNDS)
         self.sum_s = 0.0
 
@@ -43,8 +47,12 @@ class TokenGapsCollector(Collector):
         return self._models.setdefault(model_name, TokenGaps())
 
     @override
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Yield the histogram."""
+    def collect(self) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:
+        """Yield the count of tokens and the histogram of gaps."""
+        tokens = CounterMetricFamily("vllm:generation_tokens", "Generated tokens.", labels=["model_name"])
+        for model_name, gaps in self._models.items():
+            tokens.add_metric([model_name], gaps.num_tokens)
+        yield tokens
         name = "vllm:inter_token_latency_seconds"
         family = HistogramMetricFamily(name, "Gap between tokens.", labels=["model_name"])
         for model_name, gaps in self._models.items():

@@ -255,7 +255,7 @@ class _Choice:
             self._metrics.tbt_s.observe((now - self._last_s) / num_new)
         self._last_s = now
         self._num_tokens += num_new
-        self._metrics.generation_tokens.inc(num_new)
+        self._metrics.tbt_s.num_tokens += num_new
         return is_first
 
     def count_finished(self, reason: str) -> None:
