@@ -20,16 +20,16 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Self
-
-from ray._raylet import Config, setproctitle  # type: ignore[attr-defined]
 
 from alignedserve.config.environment import SHORT_SPINS, SPIN_VARIABLE
 from alignedserve.runtime.device.driver import driver_version
 
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _WORKER = "ray._private.workers.default_worker"
+_JOB_VARIABLE, _JOB = "RAY_JOB_ID", "01000000"  # the first one of a Ray that has just been started
 _MAX_ORDER_BYTES = 4 << 20  # the system's limit of a command's words and environment is half of it
 _ORDER_TIMEOUT_S = 5.0
 _NUM_FILES = 3  # open ones of a process: what it reads, writes and complains to
@@ -37,6 +37,15 @@ _FORKED, _LISTEN = b"1", b"1"
 # As Ray gives its workers: the engine sets the threads of its products by itself.
 _THREADS = {"OMP_NUM_THREADS": "1", SPIN_VARIABLE: SHORT_SPINS}
 _KILLED_FIRST = "1000"  # where memory is short: as Ray's node process has it of the workers that it starts itself
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateLoads:
+    """What a template loads, and when it begins to fork."""
+
+    modules: Sequence[str]  # in this order
+    num_early: int = 0  # workers that are forked before all is there, and load what else they need
+    early_at: int = 0  # the number of modules that must be there for that
 
 
 class WorkerOrder(NamedTuple):
@@ -65,21 +74,23 @@ class WorkerTemplate:
         self._control = control
 
     @classmethod
-    def fork(cls, modules: Sequence[str], *, num_early: int = 0, at: int = 0) -> Self | None:
-        """Fork the template, which loads these modules; None: this process or this machine is not one for that.
+    def fork(cls, loads: TemplateLoads) -> Self | None:
+        """Fork the template; None: this process or this machine is not one for that.
 
-        The first `num_early` workers are forked once the first `at` modules are there, and load what else they need.
-        Where NVIDIA's driver is, workers are started as Ray does it: nothing of CUDA may exist before a fork.
+        Where NVIDIA's driver is, workers are started as Ray does it: nothing of CUDA may exist before a fork. So they
+        are where Ray was loaded before.
         """
-        if sys.platform != "linux" or threading.active_count() > 1 or driver_version() is not None:
+        is_alone = threading.active_count() == 1 and "ray" not in sys.modules
+        if sys.platform != "linux" or not is_alone or driver_version() is not None:
             return None
+        _load_ray()
         own, control = socket.socketpair()
         former = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a handler would go on in both
         try:
             pid = os.fork()
             if pid == 0:
                 own.close()
-                _run(control, modules, num_early, at)
+                _run(control, loads)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, former)
         control.close()
@@ -111,24 +122,36 @@ class WorkerTemplate:
         self.stop()
 
 
+def _load_ray() -> None:
+    """Load Ray as a worker does, which takes two things from the environment then, and not later.
+
+    A worker ends with the process of that id: its node process, which here ends with the one that forks the template.
+    """
+    own = {_JOB_VARIABLE: _JOB, "RAY_RAYLET_PID": str(os.getpid())}
+    os.environ.update(own)
+    importlib.import_module("ray")
+    for name in own:
+        del os.environ[name]
+
+
 # --- in the template
 
 
-def _run(control: socket.socket, modules: Sequence[str], num_early: int, at: int) -> NoReturn:
+def _run(control: socket.socket, loads: TemplateLoads) -> NoReturn:
     """Load the modules and fork workers, until the other end of `control` is closed."""
     code = os.EX_SOFTWARE
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})  # as Ray's processes have it
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that nobody has to wait for a worker that has ended
         os.setpgid(0, 0)  # a signal to the group of `serve` is for that to heed
-        setproctitle("alignedserve: template of workers")
+        sys.modules["ray._raylet"].setproctitle("alignedserve: template of workers")
         for name, value in _THREADS.items():
             os.environ.setdefault(name, value)
         orders = _Orders(control)
-        for number, module in enumerate(modules, start=1):
+        for number, module in enumerate(loads.modules, start=1):
             importlib.import_module(module)
-            if number >= at:
-                orders.take(num_early, timeout_s=0.0)
+            if number >= loads.early_at:
+                orders.take(loads.num_early, timeout_s=0.0)
         while True:
             orders.take(None, timeout_s=None)
     except _Ended:
@@ -180,8 +203,8 @@ class _Orders:
             connection.settimeout(_ORDER_TIMEOUT_S)
             _, files, _, _ = socket.recv_fds(connection, 1, _NUM_FILES)
             order = WorkerOrder.parse(_read_all(connection))
-            if len(files) < _NUM_FILES:
-                raise ValueError("an order without its open files")
+            if len(files) < _NUM_FILES or order.environment.get(_JOB_VARIABLE) != _JOB:
+                raise ValueError("an order without its open files, or of another job")
             gc.freeze()  # a collection in a worker would write to every object, and so copy its page
             if os.fork() == 0:
                 for one in (self._control, listening, connection):
@@ -235,5 +258,5 @@ def _settle_in(order: WorkerOrder, files: Sequence[int]) -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_KILLED_FIRST, encoding="ascii")
     sys.argv = order.words
-    Config.initialize("")  # Ray read its settings when it was imported; this reads them again
+    sys.modules["ray._raylet"].Config.initialize("")  # what Ray read at its import is read again
     gc.enable()

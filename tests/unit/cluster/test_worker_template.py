@@ -1,5 +1,6 @@
 """The template of workers: it forks Ray's workers on order, and without it they start as Ray starts them."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -19,9 +20,9 @@ pytestmark = [
 CREATOR = """
 import sys
 from pathlib import Path
-from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
+from alignedserve.cluster.local_ray.worker_template import TemplateLoads, WorkerTemplate
 
-template = WorkerTemplate.fork(["alignedserve.core.ids", "alignedserve.core.hours"], num_early=1, at=1)
+template = WorkerTemplate.fork(TemplateLoads(["alignedserve.core.ids", "alignedserve.core.hours"], 1, 1))
 print(template.pid if template.listen(Path(sys.argv[1])) else 0, flush=True)
 sys.stdin.read()
 """
@@ -37,10 +38,11 @@ class Template:
         assert self.creator.stdout is not None
         self.process = psutil.Process(int(self.creator.stdout.readline()))
 
-    def order(self, *words: str) -> "subprocess.CompletedProcess[str]":
+    def order(self, *words: str, job: str = "01000000") -> "subprocess.CompletedProcess[str]":
         """Run a worker's command as Ray does, with the template's stand-in before it; return what came of both."""
         command = [sys.executable, "-I", "-S", fork_worker.__file__, str(self.address), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        environment = os.environ | {"RAY_JOB_ID": job}
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
 
 
 @pytest.fixture
@@ -67,6 +69,10 @@ def test_what_is_no_order_starts_nothing(template: Template, order: bytes) -> No
         assert connection.recv(1) == b""
     assert template.process.children() == []
     assert template.order("anything.py", "--help").returncode == 0
+
+
+def test_a_worker_of_another_job_starts_by_its_command(template: Template) -> None:
+    assert template.order("-c", "print('by itself')", job="02000000").stdout == "by itself\n"
 
 
 def test_without_a_template_a_worker_starts_by_its_command(template: Template) -> None:
