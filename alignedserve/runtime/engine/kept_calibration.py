@@ -6,6 +6,7 @@ It is believed where two iterations, measured again, take about as long; else al
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from kernels.cpu.native import built_at
 
 _KIND = "calibration"
 _TRIED_AGAIN = 2  # points, which are short
-_ROUNDS = 3  # the fastest counts: whatever else this machine does only makes an iteration longer
+_MOST_TRIES = 10  # of each: whatever else this machine does, as it starts, only makes an iteration longer
 _MAX_RATIO = 1.4  # between what is kept and what is measured again
 
 
@@ -34,8 +35,7 @@ class KeptCalibration:
         """Return what is kept of exactly these points if they take as long now; nothing: they are to be measured."""
         seconds = _checked(read_kept(self._path(points)), len(points))
         for point, kept in zip(points[:_TRIED_AGAIN], seconds, strict=False):
-            again_s = min(measure(point) for _ in range(_ROUNDS))
-            if not min(kept) / _MAX_RATIO < again_s < min(kept) * _MAX_RATIO:
+            if not _agrees(min(kept), partial(measure, point)):
                 return ()
         return tuple(Sample(point.work, one) for point, all_s in zip(points, seconds, strict=False) for one in all_s)
 
@@ -48,6 +48,15 @@ class KeptCalibration:
     def _path(self, points: Sequence[Point]) -> Path:
         machine = (processor_name(), platform.node(), f"torch {torch.__version__}", f"kernels {built_at()}")
         return verdict_path(self.folder, _KIND, (*self.described, *machine, repr(points)))
+
+
+def _agrees(kept_s: float, measure: Callable[[], float]) -> bool:
+    """Return whether what is measured again comes down to what was kept, and not much further."""
+    for _ in range(_MOST_TRIES):
+        again_s = measure()
+        if again_s < kept_s * _MAX_RATIO:
+            return again_s > kept_s / _MAX_RATIO
+    return False
 
 
 def _checked(found: Any, num_points: int) -> list[list[float]]:
