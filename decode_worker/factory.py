@@ -146,10 +146,12 @@ def make_colocated_logic(
     measured: tuple[Sample, ...] = (),
     prefix_cache: PrefixCacheConfig | None = None,
     prefix_pool: str | None = None,
+    decode_pool: str | None = None,
     num_layers: int | None = None,
 ) -> ColocatedLogic:
     """Build the logic of one colocated worker; the rest as for `make_logic`. `prefix_cache`: None: it has none.
-    `prefix_pool`: the pool of its node, if that keeps prefix blocks. `num_layers`: between which a pass may stop.
+    `prefix_pool`: the pool of its node, if that keeps prefix blocks; `decode_pool`: the same, if it keeps decodes.
+    `num_layers`: between which a pass may stop.
 
     Blocks that hold layer inputs, or tokens of two requests, are not cached: a worker that may have such has no cache.
     """
@@ -163,6 +165,7 @@ def make_colocated_logic(
         prefixes=PrefixCache(memory.block_size) if has_cache else None,
         prefix_pool=prefix_pool if has_cache else None,
         yielding=make_yielding(scheduling, num_layers),
+        decode_pool=decode_pool,
     )
 
 

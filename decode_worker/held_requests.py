@@ -1,7 +1,7 @@
 """Requests of a worker where a policy decides: their rows in its table and their blocks, always changed together."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BatchId, BlockId, RequestId
@@ -11,6 +11,7 @@ from alignedserve.messages.iterations import BlockCopied, BlockReplacement
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachingAllocator
 from alignedserve.prefix_cache.contexts import CachedContext, PrefixCache
+from alignedserve.scheduling.block_users import num_shared
 from alignedserve.scheduling.policy import DeviceMemory, ScheduledRequest
 from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
 from alignedserve.worker_core.request import WorkerRequest
@@ -26,6 +27,8 @@ class HeldRequest(WorkerRequest):
     is_in_engine: bool = False
     is_on_host: bool = False  # the engine keeps a host copy of it
     is_finished: bool = False  # it has had its last token, or has failed
+    is_leaving: bool = False  # it is to be handed over, or is on its way
+    is_away: bool = False  # its cache is in the pool of the node, or on its way back
     batch_id: BatchId = NO_BATCH  # that it came in, on a decode worker
     context: CachedContext | None = None  # None: it shares nothing
 
@@ -112,7 +115,7 @@ class HeldRequests:
         request_id = tracked.request.request_id
         del self._requests[request_id]
         shares_last = self.state.shared.partner(request_id) is not None
-        self.state.remove(request_id)
+        (self.state.remove_elsewhere if tracked.is_away else self.state.remove)(request_id)
         self._leave_blocks(tracked, 0, shares_last=shares_last)
         self._shareable.pop(request_id, None)
         self.leave_engine(tracked)
@@ -293,6 +296,35 @@ class HeldRequests:
         """Free the blocks of a detached request that has left; its cached blocks stay."""
         self.num_away -= len(tracked.block_ids)
         self._leave_blocks(tracked, 0)
+
+    # --- requests whose cache is in the pool
+
+    def send_away(self, tracked: HeldRequest, progress: Progress, now: float) -> None:
+        """Keep a detached request whose cache is in the pool now; its blocks are free."""
+        tracked.is_away = True
+        self._requests[tracked.request.request_id] = tracked
+        self.state.add_elsewhere(tracked.request, now, replace(progress, num_blocks=0))
+
+    def bring_back(self, tracked: HeldRequest, block_ids: Sequence[BlockId]) -> None:
+        """Note that a request's cache is in these blocks, which were held; without any: that it is lost."""
+        request_id = tracked.request.request_id
+        tracked.is_away, tracked.block_ids = False, list(block_ids)
+        self.num_away -= len(block_ids)
+        self.state.bring_back(request_id, len(block_ids))
+        if not block_ids:
+            self._wait(tracked)
+        elif tracked.context is not None:
+            self._shareable[request_id] = tracked.context.held
+
+    def num_own(self, tracked: HeldRequest) -> int:
+        """Return how many blocks a request would free if it alone left."""
+        return len(tracked.block_ids) - (num_shared(tracked.context.held) if tracked.context is not None else 0)
+
+    @property
+    def num_spare(self) -> int:
+        """Blocks that could be on their way beside those that are, with every request here still fitting alone."""
+        soon = (min(held.context_len + _FORESEEN_TOKENS, held.max_context_len) for held in self)
+        return self.allocator.num_blocks - self.num_away - blocks_for(max(soon, default=0), self.block_size)
 
     def attach(self, tracked: HeldRequest, progress: Progress, now: float) -> None:
         """Add a request with its cache, in blocks that were held."""

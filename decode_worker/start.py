@@ -107,7 +107,8 @@ async def start_colocated_worker(
     """Start a worker that computes prompts and tokens. `lending`: None: requests do not move between workers."""
     if served.encoder is not None:  # what a token's block holds depends on the tokens after it
         prefix_cache = PrefixCacheConfig(enabled=False)
-    pool_at = process_spec.pool_name if prefix_cache.pool_bytes else None
+    prefix_pool = process_spec.pool_name if prefix_cache.pool_bytes else None
+    decode_pool = process_spec.pool_name if config.pool_bytes else None
     layout = served.block_layout(engine_config.block_size)
     transport = engine_config.kv_transport
     block_tokens = hidden_block_tokens(served, scheduling, engine_config.block_size)
@@ -155,7 +156,8 @@ async def start_colocated_worker(
         eos_token_ids=executor.eos_token_ids,
         measured=executor.measure_iterations(engine_config.calibration_s, config.max_num_batched_tokens),
         prefix_cache=prefix_cache,
-        prefix_pool=pool_at,
+        prefix_pool=prefix_pool,
+        decode_pool=decode_pool,
         num_layers=layout.num_layers,
     )
     memory = None
@@ -168,7 +170,7 @@ async def start_colocated_worker(
         executor=executor,
         process_spec=process_spec,
         memory=memory,
-        pool_at=pool_at,
+        pool_at=prefix_pool or decode_pool,
         transport=transport,
     )
     await worker.start(router_at=process_spec.router_name, listen_at=process_spec.name if lending is not None else None)

@@ -106,6 +106,12 @@ class LeaseTable:
             if len(self._kept) > 2 * self._num_kept + _MAX_SKIPPED:
                 self._compact_heap()
 
+    def shorten(self, lease: Lease, num_blocks: int) -> tuple[BlockId, ...]:
+        """Free the blocks of a lease after the first `num_blocks`, and return them."""
+        surplus, lease.block_ids = lease.block_ids[num_blocks:], lease.block_ids[:num_blocks]
+        self.allocator.free(surplus)
+        return surplus
+
     def close(self, lease: Lease) -> tuple[BlockId, ...]:
         """Remove a lease, free its blocks and return them."""
         self._leave_stage(lease)

@@ -10,6 +10,8 @@ The life of a request in the pool:
    first and the oldest real-time one last. LeasesReturned: plans have changed, and the request is indexed again.
 5. After the loss of a worker, the worker that recomputes the request asks for the copy first: FetchCopy.
 6. DropRequest: the request has ended. All its blocks are freed and their generation is void.
+Of workers that do both phases it keeps decodes, as each asks (takes_requests=False): a request is indexed until the
+worker that wrote it fetches it or is lost, no router is told, and no copy stays.
 A lease whose holder is lost or late is revoked. A lost pool entry is a miss, never data: it is computed again.
 """
 
@@ -85,7 +87,7 @@ class PoolLogic:
     ) -> None:
         """`link_wait_s`: time that a batch waits for the link of its worker; 0: links that are not there never come.
 
-        `takes_requests`: it registers with routers; False: it keeps prefix blocks alone.
+        `takes_requests`: from routers, with which it registers; False: it keeps what workers give it for themselves.
         """
         self._takes_requests = takes_requests
         self._arena = arena
@@ -159,7 +161,7 @@ class PoolLogic:
         for lease in self._lease_table.all():
             if lease.holder != peer:
                 continue
-            if lease.stage is LeaseStage.RESERVED:
+            if lease.stage is LeaseStage.RESERVED or (lease.stage is LeaseStage.POOLED and not self._takes_requests):
                 commands += self._end(lease)
             elif lease.stage is LeaseStage.GRANTED:
                 # The router finds out whether it was used; the blocks here are intact.
@@ -242,8 +244,10 @@ class PoolLogic:
         if lease is None or not is_accepted:
             return [taken]  # stale or malformed: its blocks are not believed
         lease.content, lease.written_s = written, now
+        surplus = self._lease_table.shorten(lease, written.copy.num_blocks)
         stages = (LeaseStage.POOLED, LeaseStage.KEPT, LeaseStage.GRANTED)
         earlier = self._end_earlier(lease.request_id, lease.attempt, stages, but=lease)
+        earlier += [SetBlockGeneration(surplus, NO_GENERATION)] if surplus else []
         if not lease.is_copy:
             return [taken, *earlier, *self._index(lease, now), *self._serve_reservations(now)]
         self._lease_table.move(lease, LeaseStage.KEPT)
@@ -303,17 +307,7 @@ class PoolLogic:
             lease.attempt = next_step(lease.attempt)
         self._lease_table.move(lease, LeaseStage.GRANTED)
         lease.holder, lease.batch_id = worker, batch_id
-        content = lease.content
-        assert content is not None, "a grant of nothing"
-        return Handoff(
-            content.request,
-            lease.attempt,
-            content.generated_token_ids,
-            lease.lease_id,
-            content.copy,
-            content.predicted_output_len,
-            content.begun_s + now - lease.written_s,
-        )
+        return lease.handoff(now)
 
     def _granted(self, peer: str, message: LeasesReleased | LeasesReturned) -> list[Lease]:
         leases = [self._lease_table.get(lease_id) for lease_id in dict.fromkeys(message.lease_ids)]
@@ -324,8 +318,8 @@ class PoolLogic:
         ]
 
     def _release(self, lease: Lease) -> list[PoolCommand]:
-        """Keep the blocks as a copy once their reader is done, unless the request has ended."""
-        if lease.is_void:
+        """Keep the blocks as a copy once their reader is done, unless the request has ended or is the reader's own."""
+        if lease.is_void or not self._takes_requests:
             return self._end(lease)
         self._lease_table.move(lease, LeaseStage.KEPT)
         return []
@@ -340,6 +334,8 @@ class PoolLogic:
     def _fetch_copy(self, peer: str, message: FetchCopy, now: float) -> list[PoolCommand]:
         leases = self._lease_table.of_request(message.request_id)
         kept = [lease for lease in leases if lease.stage is LeaseStage.KEPT and lease.attempt <= message.attempt]
+        if not self._takes_requests:
+            kept = [lease for lease in leases if lease.stage is LeaseStage.POOLED and lease.holder == peer]
         if not kept:
             return [Send(peer, CopyMissing(message.request_id, message.attempt))]
         best = max(kept, key=lambda lease: lease.attempt)
@@ -386,14 +382,16 @@ class PoolLogic:
     # --- reports
 
     def _to_router(self, message: Message) -> list[PoolCommand]:
-        return [Send(self._router, message)] if self._router is not None else []
+        return [Send(self._router, message)] if self._router is not None and self._takes_requests else []
 
     def _report(self) -> list[PoolCommand]:
         num_kept = self._lease_table.num_kept + self._prefixes.num_unused
         lengths = replace(self._former.seen(), formed=self._formed)
         load = PoolLoad(self._lease_table.num_used, len(self._pooled), len(self._reservations), num_kept, lengths)
         changed = self._prefixes.take_names() if self._router is not None else None
-        commands = self._to_router(changed) if changed is not None else []
+        commands: list[PoolCommand] = []
+        if changed is not None and self._router is not None:
+            commands.append(Send(self._router, changed))
         if load == self._reported or self._router is None or not self._takes_requests:
             return commands
         self._reported = load

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId
 from alignedserve.core.request import RequestClass
-from alignedserve.messages.caches import BlocksWritten
+from alignedserve.messages.caches import BlocksWritten, Handoff
 from alignedserve.messages.fields import NO_BATCH
 
 NO_GENERATION = 0
@@ -61,10 +61,24 @@ class Lease:
         request = self.content.request
         return request.request_class is RequestClass.REAL_TIME, -request.arrival_s, self.lease_id
 
+    def handoff(self, now: float) -> Handoff:
+        """Describe its request to the worker that it is granted to."""
+        content = self.content
+        assert content is not None, "a grant of nothing"
+        return Handoff(
+            content.request,
+            self.attempt,
+            content.generated_token_ids,
+            self.lease_id,
+            content.copy,
+            content.predicted_output_len,
+            content.begun_s + now - self.written_s,
+        )
+
     def is_described_by(self, peer: str, written: BlocksWritten, block_size: int) -> bool:
-        """Return whether this peer may say so of the lease, and says it of exactly these blocks."""
+        """Return whether this peer may say so of the lease, and says it of exactly its first blocks."""
         copy = written.copy
-        if copy.num_blocks != len(self.block_ids):
+        if not 0 < copy.num_blocks <= len(self.block_ids):
             return False  # checked before the runs are expanded: they may claim anything
         covered = tuple(run.first_block + offset for run in copy.runs for offset in range(run.num_blocks))
         return (
@@ -72,8 +86,8 @@ class Lease:
             and self.holder == peer
             and (copy.generation, copy.num_before) == (self.lease_id, 0)
             and (written.request.request_id, written.attempt) == (self.request_id, self.attempt)
-            and covered == self.block_ids
-            and blocks_for(copy.context_len, block_size) == len(self.block_ids)
+            and covered == self.block_ids[: copy.num_blocks]
+            and blocks_for(copy.context_len, block_size) == copy.num_blocks
         )
 
 

@@ -173,6 +173,8 @@ DecodeWorkerInbound = (
     | BlocksReserved
     | ReservationRefused
     | BlocksTaken
+    | CopyGranted
+    | CopyMissing
     | MoveRequest
     | PrefixBlocksReserved
     | PrefixFound

@@ -42,6 +42,8 @@ class Packer:
         self._scheduled: dict[int, ScheduledRequest] = {}
         self._evictions: dict[int, PlannedEviction] = {}
         self._uploads: list[int] = []
+        self._departures: list[int] = []
+        self._returns: list[int] = []
         self._leaving = LeavingUsers(view.held_blocks) if view.held_blocks else None
         self.num_free = view.memory.num_free  # blocks
         self.num_free_host = view.memory.num_free_host  # tokens
@@ -194,6 +196,20 @@ class Packer:
         self.work.swap_in_tokens += self._copied(row, self._num_swapped(row))
         return True
 
+    def depart(self, row: int) -> None:
+        """Let a request leave to the pool; its blocks are free later."""
+        self._departures.append(row)
+
+    def bring_back(self, row: int) -> bool:
+        """Let a request come back from the pool, to compute later; return False if blocks are lacking."""
+        assert row not in self._scheduled, "a request that is elsewhere is scheduled"
+        num_blocks = self.blocks_needed(row, 1)
+        if num_blocks > self.num_free:
+            return False
+        self._returns.append(row)
+        self.num_free -= num_blocks
+        return True
+
     def withdraw(self, row: int) -> int:
         """Remove a scheduled request from the plan; return its tokens."""
         part = self._scheduled.pop(row)
@@ -217,10 +233,12 @@ class Packer:
 
     def plan(self) -> IterationPlan:
         """Return the finished plan."""
-        scheduled, work, shares = tuple(self._scheduled.values()), self.work, self._shares()
-        if self._evictions or self._uploads or work.swap_in_tokens or work.swap_out_tokens:
-            return IterationPlan(scheduled, tuple(self._evictions.values()), tuple(self._uploads), shares)
-        return IterationPlan(scheduled, shares=shares, work=work)
+        is_added_up = not (self._evictions or self._uploads or self.work.swap_in_tokens or self.work.swap_out_tokens)
+        return IterationPlan(
+            *(tuple(self._scheduled.values()), tuple(self._evictions.values()), tuple(self._uploads)),
+            *(self._shares(), tuple(self._departures), tuple(self._returns)),
+            work=self.work if is_added_up else None,
+        )
 
     def _shares(self) -> tuple[PlannedShare, ...]:
         """Return the blocks that scheduled requests take a share in."""

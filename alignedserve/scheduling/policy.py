@@ -6,11 +6,13 @@ its memory, its limits and the time, and plans which requests compute how many t
 
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from alignedserve.core.ids import RequestId
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.block_users import HeldBlocks, num_shared
@@ -22,6 +24,7 @@ class Mechanism(enum.Enum):
     """A capability that a policy needs beyond chunks and pauses; an engine without it refuses the policy by name."""
 
     SWAP = "swap"  # cache copied to host memory and back
+    POOL = "pool"  # decodes that leave to the pool of their node, and come back, while others compute
     INT8_SWAP = "int8_swap"  # as int8, quantised per channel
     HIDDEN_CACHE = "hidden_cache"  # layer inputs instead of keys and values
     SHARED_BLOCKS = "shared_blocks"  # one block holds a real-time and a best-effort request from its two ends
@@ -74,12 +77,16 @@ class IterationPlan:
     of the scheduled requests is within the free blocks and those that the evictions free (`SharingPacker.blocks_needed`
     where blocks are shared: once all have computed, the slots of no pair may meet). No row is both scheduled and
     evicted, except to change the kind of its cache. With an empty plan the worker is idle until the next event.
+    Requests that leave to the pool free their blocks later, and may be scheduled until then; those that come back have
+    theirs from now on, and compute later.
     """
 
     scheduled: tuple[ScheduledRequest, ...] = ()
     evictions: tuple[PlannedEviction, ...] = ()
     uploads: tuple[int, ...] = ()  # rows neither scheduled nor evicted; only beside scheduled ones
     shares: tuple[PlannedShare, ...] = ()  # blocks fewer for as many of the scheduled ones
+    departures: tuple[int, ...] = ()  # rows that are to leave to the pool
+    returns: tuple[int, ...] = ()  # rows that are to come back from it
     work: IterationWork | None = field(default=None, compare=False)  # of the scheduled ones, where it is added up
     # Predicted seconds of its real-time part alone, where interference is bounded and its gaps run; else 0.
     alone_s: float = field(default=0.0, compare=False)
@@ -194,6 +201,24 @@ class IterationHistory:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolView:
+    """The pool of the worker's node, which keeps decodes for it, and the requests on their way there and back."""
+
+    block_s: float  # a block is copied in so long, either way
+    begin_s: float  # before the first one: messages, and half an iteration, as requests leave between two
+    has_room: bool  # false for a while after it had none
+    num_may_leave: int  # blocks: beside them, and those on their way, every request here still fits alone
+    leaving: tuple[RequestId, ...]  # requests that are in the table still
+    num_coming: int  # blocks that are free once all of those, and those being copied already, have left
+    away: Mapping[RequestId, bool]  # requests whose cache is there; True: it is on its way back
+    num_returning: int  # blocks of those on their way back
+
+    def leaving_s(self, num_blocks: int) -> float:
+        """Return when so many more blocks would be free, from now."""
+        return self.begin_s + (self.num_coming + num_blocks) * self.block_s
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerView:
     """The whole input of a decision."""
 
@@ -206,6 +231,7 @@ class WorkerView:
     can_evict: bool = True  # False on prefill and decode workers: each request holds its blocks
     shared_blocks: SharedBlocks | None = None  # None: there are none
     held_blocks: HeldBlocks | None = None  # of requests that may share some; None: none does
+    pool: PoolView | None = None  # None: it keeps no decodes
 
     def own_blocks(self, rows: Ints) -> Ints:
         """Return how many blocks each of these rows would free if it alone left."""

@@ -22,6 +22,7 @@ from alignedserve.scheduling.policy import (
     IterationPolicy,
     PlannedEviction,
     PlannedShare,
+    PoolView,
     ScheduledRequest,
     WorkerView,
 )
@@ -83,6 +84,7 @@ class SchedulerState:
         self.shared = SharedBlocks(self.table, memory.block_size)
         self.history = IterationHistory()
         self.held_blocks: HeldBlocks | None = None  # where requests may share some
+        self.pool: PoolView | None = None  # where a pool keeps decodes
         self._memory = self._seen = memory
         self.num_free = memory.num_free
         self.num_free_host = memory.num_free_host
@@ -101,7 +103,10 @@ class SchedulerState:
             self._seen = memory = memory.with_free(self.num_free, self.num_free_host)
         shared = self.shared if memory.has_shared_blocks else None
         return WorkerView(
-            *(self.table, memory, limits, self.history, costs, now), shared_blocks=shared, held_blocks=self.held_blocks
+            *(self.table, memory, limits, self.history, costs, now),
+            shared_blocks=shared,
+            held_blocks=self.held_blocks,
+            pool=self.pool,
         )
 
     def add(self, request: Request, now: float, *, predicted_len: float | None = None, num_generated: int = 0) -> None:
@@ -205,6 +210,14 @@ class SchedulerState:
     def remove_elsewhere(self, request_id: RequestId) -> None:
         """Remove such a request."""
         self.table.remove(request_id)
+
+    def bring_back(self, request_id: RequestId, num_blocks: int) -> None:
+        """Note that the cache of such a request is here, in blocks that were held; without any: that it is lost."""
+        table, row = self.table, self.table.row(request_id)
+        assert table.num_swapped[row] == table.num_cached[row], "part of it was here"
+        table.num_swapped[row], table.num_blocks[row] = 0, num_blocks
+        if not num_blocks:
+            table.num_cached[row] = 0
 
     # --- a plan, part by part, evictions first
 

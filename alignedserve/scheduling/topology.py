@@ -10,6 +10,7 @@ from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.config.unset_sizes import SIZES, DefaultSize
 from alignedserve.core.errors import ConfigError
 from alignedserve.scheduling.policies import policy_entry
+from alignedserve.scheduling.policy import Mechanism
 
 _OF_SEPARATE_WORKERS = ("prefill", "pool", "batching")  # sections
 _DEFAULTS = {name: getattr(ClusterConfig(), name) for name in _OF_SEPARATE_WORKERS}
@@ -28,9 +29,11 @@ def topology_of(config: ClusterConfig) -> Topology:
 def require_effect(config: ClusterConfig) -> None:
     """Raise ConfigError naming a setting without effect in this topology. For a configuration as it was loaded."""
     topology, name = topology_of(config), config.scheduling.policy
+    entry = policy_entry(name)
+    if config.decode.pool_bytes:
+        _require_pooling(topology, name)
     if topology.is_separate:
         return
-    entry = policy_entry(name)
     for section, field in _set_fields(config):
         is_lent = (section, field) == _LENT and topology is Topology.ELASTIC
         is_implied = (section, field) == ("batching", "policy") and config.batching.policy == entry.batching
@@ -42,6 +45,15 @@ def require_effect(config: ClusterConfig) -> None:
             f"{section}.{field} has no effect in {topology.value} workers, which do both phases by the settings of "
             f"decode; leave it out{remedy}"
         )
+
+
+def _require_pooling(topology: Topology, name: str) -> None:
+    if topology.is_separate:
+        raise ConfigError(
+            "decode.pool_bytes has no effect in separate workers, whose pool is that of pool.memory_bytes"
+        )
+    if Mechanism.POOL not in policy_entry(name).uses:
+        raise ConfigError(f"decode.pool_bytes has no effect with policy {name!r}, which lets no decode wait in a pool")
 
 
 def _set_fields(config: ClusterConfig) -> list[tuple[str, str]]:

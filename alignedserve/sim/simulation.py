@@ -225,6 +225,7 @@ class Simulation:
                 prefix_cache=cluster.prefix_cache,
                 prefix_pool=_pool(node) if cluster.prefix_cache.pool_bytes else None,
                 num_layers=layout.num_layers,
+                decode_pool=_pool(node) if config.pool_bytes else None,
             )
         else:
             make = partial(

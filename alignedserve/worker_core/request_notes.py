@@ -71,10 +71,13 @@ class _Followed:
 class WorkerNotes:
     """An Observer (runtime.process.observer) of a worker's logic."""
 
-    def __init__(self, waiting: Callable[[], Iterable[WaitingRequest]], phases: Phases) -> None:
-        """`waiting`: asks the logic."""
+    def __init__(
+        self, waiting: Callable[[], Iterable[WaitingRequest]], phases: Phases, *, own_pool: str | None = None
+    ) -> None:
+        """`waiting`: asks the logic. `own_pool`: where requests wait that stay this worker's."""
         self._waiting = waiting
         self._phases = phases
+        self._own_pool = own_pool
         self._followed: dict[RequestId, _Followed] = {}
         self._notes = NoteBuffer()
         self._num_iterations = self._num_members = 0
@@ -150,7 +153,7 @@ class WorkerNotes:
             return
         if not message.is_accepted:
             self._note(message.request_id, Step.HANDOFF_REFUSED, now, peer=peer, cause=Cause.REFUSED)
-        elif followed.attempt <= message.attempt:
+        elif followed.attempt <= message.attempt and peer != self._own_pool:
             del self._followed[message.request_id]
 
     def _prefetched(self, peer: str, message: BlocksPrefetched, now: float) -> None:

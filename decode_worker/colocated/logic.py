@@ -10,7 +10,8 @@ The life of a request on a colocated worker:
 4. It ends with its stop token or its limit: blocks freed, or cached for others, RequestFinished. Or the client leaves:
    AbortRequest.
 Requests are never sent back to the router: a preempted one waits here and resumes with the tokens it has generated.
-Under the elastic topology the router may move one that decodes to another worker: moves.py.
+Under the elastic topology the router may move one that decodes to another worker: moves.py. Where the pool of the node
+keeps decodes, the policy may let one wait there: pooled_decodes.py.
 """
 
 from collections.abc import Collection
@@ -19,7 +20,17 @@ import msgspec
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import RequestId
-from alignedserve.messages.events import CommonEvent, HangUp, PeerConnected, Received, Send, SendTo, Ticked
+from alignedserve.messages.caches import ArenaOffered
+from alignedserve.messages.events import (
+    CommonEvent,
+    HangUp,
+    PeerConnected,
+    PeerDisconnected,
+    Received,
+    Send,
+    SendTo,
+    Ticked,
+)
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
@@ -28,13 +39,15 @@ from alignedserve.messages.iterations import (
     BlocksOffloaded,
     BufferOpened,
     IterationCompleted,
+    MapArena,
     RunIteration,
+    UnmapArena,
 )
 from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
 from alignedserve.prefix_cache.contexts import PrefixCache
-from alignedserve.scheduling.policy import DeviceMemory
+from alignedserve.scheduling.policy import DeviceMemory, IterationPlan
 from alignedserve.scheduling.scheduler_state import Scheduler
 from alignedserve.scheduling.yielding import Yielding
 from alignedserve.worker_core.iteration_cycle import IterationCycle
@@ -42,13 +55,14 @@ from alignedserve.worker_core.iteration_log import IterationLog
 from alignedserve.worker_core.request_notes import WaitingRequest
 from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.colocated.moves import MoveCommand, RequestMoves
+from decode_worker.colocated.pooled_decodes import PooledCommand, PooledDecodes
 from decode_worker.colocated.pooled_prefixes import PooledPrefixes, PoolEvent
 from decode_worker.colocated.urgent_prompts import UrgentPrompts
 from decode_worker.held_requests import HeldRequest, HeldRequests
 from decode_worker.plan_performer import PlanPerformer
 
 ColocatedEvent = CommonEvent | IterationCompleted | BufferOpened | BlocksOffloaded | BlocksLoaded
-ColocatedCommand = SendTo | RunIteration | MoveCommand | HangUp
+ColocatedCommand = SendTo | RunIteration | MoveCommand | PooledCommand | HangUp
 
 _LEAN_STEPS = 32
 
@@ -65,11 +79,12 @@ class ColocatedLogic:
         eos_token_ids: frozenset[int],
         prefixes: PrefixCache | None = None,
         prefix_pool: str | None = None,
+        decode_pool: str | None = None,
         yielding: Yielding | None = None,
     ) -> None:
         """`memory`: empty, with as many blocks as the worker has registered. `prefixes`: the prefix cache in it, empty;
-        None: there is none. `prefix_pool`: the pool of its node that keeps prefix blocks, if there is one.
-        `yielding`: whether a pass stops between two layers; None: never."""
+        None: there is none. `prefix_pool`: the pool of its node, if that keeps prefix blocks; `decode_pool`: the same,
+        if it keeps decodes. `yielding`: whether a pass stops between two layers; None: never."""
         assert memory.num_blocks == memory.num_free == registered.num_blocks, "memory that is not the worker's"
         self._registered = registered
         self._scheduler = scheduler
@@ -87,6 +102,10 @@ class ColocatedLogic:
         self._pooled = None
         if prefixes is not None and prefix_pool is not None:
             self._pooled = PooledPrefixes(self._requests, prefixes, prefix_pool, tokens_per_s=self._tokens_per_s)
+        self._decodes = None
+        if decode_pool is not None:
+            swap_s = scheduler.costs.swap_s
+            self._decodes = PooledDecodes(self._requests, registered.block_size, decode_pool, swap_s=swap_s)
         self._moves = RequestMoves(self._requests, self._router, registered) if registered.can_move else None
         self._iterations: IterationCycle[HeldRequest, ColocatedCommand] = IterationCycle(
             router=self._router,
@@ -122,6 +141,8 @@ class ColocatedLogic:
                 if self._moves is not None:
                     self._measure_lean()
                 return [*self._hang_up_unused(now), *self._router.totals(self.iteration_log, now), *self._tell_blocks()]
+            case _ if self._decodes is not None and self._decodes.takes(event):
+                return [*self._decodes.on_event(event, now), *self._on_pool_link(event, now)]
             case _ if self._pooled is not None and self._pooled.takes(event):
                 return self._on_pool(self._pooled, event, now)
             case _ if self._moves is not None:
@@ -144,9 +165,11 @@ class ColocatedLogic:
         if self._moves is not None:
             commands += self._moves.abort_all(now)
             self._measure_lean()
+        if self._decodes is not None:
+            commands += self._decodes.abort_leaving(now)
         for tracked in list(self._requests):
             if not tracked.can_outlast_router:
-                self._abort(tracked.request.request_id)
+                commands += self._abort(tracked.request.request_id)
         self._postponed.clear()
         if self._pooled is not None:
             self._pooled.abort_all()
@@ -161,17 +184,17 @@ class ColocatedLogic:
             reason = "its context needs more cache blocks than a worker has"
             return [*self._router.failed(message, FailureKind.UNSERVABLE, reason)]
         # What an earlier attempt left here is stale: its abort is on the way, over another link.
-        self._abort(request_id, message.attempt - 1)
+        aborted = self._abort(request_id, message.attempt - 1)
         earlier = self._requests.get(request_id)
         if earlier is not None:
             earlier.successor = message
-            return []
+            return aborted
         linked, asked = [], None
         if self._pooled is not None and may_ask:
             linked, asked = self._pooled.link(message, now), self._pooled.ask(message)
         if asked is None:
             self._admit(message, now)
-        return [*linked, *(asked or ())]
+        return [*aborted, *linked, *(asked or ())]
 
     def _on_pool(self, pooled: PooledPrefixes, event: PoolEvent, now: float) -> list[ColocatedCommand]:
         commands: list[ColocatedCommand] = []
@@ -182,6 +205,15 @@ class ColocatedLogic:
         for message in outcome.again:
             commands += self._add_candidate(message, now)
         return commands
+
+    def _on_pool_link(self, event: ColocatedEvent, now: float) -> list[ColocatedCommand]:
+        """Tell prefixes of what concerns decodes as well: the link to the pool, whose arena is mapped by now."""
+        if self._pooled is None or not isinstance(event, PeerDisconnected | Received):
+            return []
+        if isinstance(event, Received) and not isinstance(event.message, ArenaOffered):
+            return []
+        commands = self._on_pool(self._pooled, event, now)
+        return [one for one in commands if not isinstance(one, MapArena | UnmapArena)]
 
     def _admit(self, message: PrefillRequest, now: float) -> None:
         """Add a request; later, if it might need blocks that are held for requests on their way."""
@@ -223,7 +255,7 @@ class ColocatedLogic:
             self._pooled.abort(request_id, attempt)
         if self._moves is not None:
             self._moves.abort(request_id, attempt)
-        return []
+        return [*self._decodes.abort_request(request_id, attempt)] if self._decodes is not None else []
 
     # --- starting an iteration
 
@@ -231,15 +263,28 @@ class ColocatedLogic:
         if self._iterations.is_running:
             return self._start_urgent(now)
         commands: list[ColocatedCommand] = [*self._moves.leave(now)] if self._moves is not None else []
+        commands += self._decodes.leave(now) if self._decodes is not None else ()
         if self._postponed:
             commands += self._admit_postponed(now)
         if not self._requests or not self._requests.can_compute:
             return commands
         self._requests.foresee_hits()
+        if self._decodes is not None:
+            self._state.pool = self._decodes.view(now, self._state.history.mean_s)
         plan = self._scheduler.plan(self._state, now)
-        if not plan.scheduled:
-            assert not plan.evictions, "evictions without a scheduled request"
-            return commands
+        departing, returning = (
+            [self._requests.of_row(row) for row in rows] for rows in (plan.departures, plan.returns)
+        )
+        iteration = self._begin(plan, now) if plan.scheduled else []
+        assert iteration or not plan.evictions, "evictions without a scheduled request"
+        if self._decodes is not None:
+            commands += [*self._decodes.depart(departing), *self._decodes.fetch(returning)]
+            if departing and not iteration and not self._decodes.has_copies:  # what was to leave cannot
+                self._decodes.rest(now)
+                commands += self._start_iteration(now)
+        return [*iteration, *commands]
+
+    def _begin(self, plan: IterationPlan, now: float) -> list[ColocatedCommand]:
         members = self._requests.of_parts(plan.scheduled)
         self._state.begin(plan)
         iteration = self._performer.perform(plan, members, now)
@@ -250,7 +295,7 @@ class ColocatedLogic:
         self._members = members
         if self._urgent is not None:
             self._urgent.pass_began(now)
-        return [iteration, *commands]
+        return [iteration]
 
     def _start_urgent(self, now: float) -> list[ColocatedCommand]:
         """Start an iteration within the one in flight, for prompts that have come meanwhile, if that pays."""
@@ -325,7 +370,8 @@ class ColocatedLogic:
             num_running=num_running,
             num_free_blocks=self._state.num_free,
             num_handoffs_verified=self._moves.num_taken if self._moves is not None else 0,
-            num_evictions=self._performer.num_preemptions,
+            num_evictions=self._performer.num_preemptions
+            + (self._decodes.num_left if self._decodes is not None else 0),
             lean=self._lean,
             prompt_tokens_per_s=self._prompt_rate,
             num_prefix_query_tokens=prefixes.num_query_tokens if prefixes is not None else 0,

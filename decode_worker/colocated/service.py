@@ -32,7 +32,7 @@ class ColocatedWorker:
         transport: str = AUTO,
     ) -> None:
         """`make`: makes its logic, out of what can be recorded. `memory`: to lend to others of its node, if requests
-        move between them. `pool_at`: the pool of its node, if that keeps prefix blocks."""
+        move between them. `pool_at`: the pool of its node, if that keeps anything for it."""
         logic = make()
         self._executor = executor
         self._iteration_log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"
@@ -48,7 +48,7 @@ class ColocatedWorker:
             self._perform,
             process_spec.recorder(make),
             executor.prepare,
-            WorkerNotes(logic.waiting, Phases.BOTH) if process_spec.notes_requests else None,
+            WorkerNotes(logic.waiting, Phases.BOTH, own_pool=pool_at) if process_spec.notes_requests else None,
             meter=ComputeMeter(),
         )
 

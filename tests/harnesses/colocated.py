@@ -37,6 +37,7 @@ class ColocatedHarness:
         has_prefix_cache: bool = False,
         prefix_pool: str | None = None,
         yielding: Yielding | None = None,
+        decode_pool: str | None = None,
         **memory: Any,
     ) -> None:
         self.now = 0.0
@@ -52,6 +53,7 @@ class ColocatedHarness:
             prefixes=PrefixCache(4) if has_prefix_cache else None,
             prefix_pool=prefix_pool,
             yielding=yielding,
+            decode_pool=decode_pool,
         )
         self.do(PeerConnected(Role.ROUTER, ROUTER))
 

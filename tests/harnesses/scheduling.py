@@ -44,12 +44,22 @@ class EasyCosts:
 
 
 class Step:
-    """A plan by request ids: tokens by request, who leaves the device for it, who comes back beside it."""
+    """A plan by request ids: tokens by request, who leaves the device for it, who comes back beside it.
+
+    `depart`, `back`: to and from the pool.
+    """
 
     def __init__(
-        self, *, drop: Sequence[str] = (), swap: Sequence[str] = (), upload: Sequence[str] = (), **scheduled: int
+        self,
+        *,
+        drop: Sequence[str] = (),
+        swap: Sequence[str] = (),
+        upload: Sequence[str] = (),
+        depart: Sequence[str] = (),
+        back: Sequence[str] = (),
+        **scheduled: int,
     ) -> None:
-        self.scheduled, self.uploads = scheduled, upload
+        self.scheduled, self.uploads, self.departures, self.returns = scheduled, upload, depart, back
         self.evictions = [*((name, EvictionMode.DROP) for name in drop), *((name, EvictionMode.SWAP) for name in swap)]
 
     def plan_of(self, table: RequestTable) -> IterationPlan:
@@ -57,7 +67,8 @@ class Step:
         return IterationPlan(
             tuple(ScheduledRequest(table.row(RequestId(name)), count) for name, count in self.scheduled.items()),
             tuple(PlannedEviction(table.row(RequestId(name)), how) for name, how in self.evictions),
-            tuple(table.row(RequestId(name)) for name in self.uploads),
+            *(tuple(table.row(RequestId(name)) for name in names) for names in (self.uploads, ())),
+            *(tuple(table.row(RequestId(name)) for name in names) for names in (self.departures, self.returns)),
         )
 
 

@@ -64,14 +64,18 @@ def colocated(
     max_running_requests: int = 32,
     policy: str = "fcfs",
     topology: Topology = Topology.COLOCATED,
+    pool_blocks: int = 0,
     **changes: Any,
 ) -> SimConfig:
-    """Configure colocated workers of so many blocks each, or elastic ones."""
+    """Configure colocated workers of so many blocks each, or elastic ones. `pool_blocks`: for decodes of a node."""
     cluster = ClusterConfig(
         topology=topology,
         scheduling=SchedulingConfig(policy=policy),
         decode=DecodeWorkerConfig(
-            count=num_workers, kv_cache_bytes=worker_blocks * BLOCK_BYTES, max_running_requests=max_running_requests
+            count=num_workers,
+            kv_cache_bytes=worker_blocks * BLOCK_BYTES,
+            max_running_requests=max_running_requests,
+            pool_bytes=pool_blocks * BLOCK_BYTES,
         ),
     )
     return SimConfig(cluster, LAYOUT, LINKS, EasyCosts(), **changes)

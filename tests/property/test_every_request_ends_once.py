@@ -19,6 +19,13 @@ from tests.support.marks import many
 pytestmark = pytest.mark.slow
 
 DIRECT: dict[str, Any] = {"max_running_requests": 3, "direct_handoff": True}
+POOLED: dict[str, Any] = {
+    "scheduling": "aligned_slo",
+    "worker_blocks": 20,
+    "decode_pool_blocks": 16,
+    "prefix_pool_blocks": 20,
+    "has_prefix_cache": True,
+}
 SHAPES = (
     Shape(),
     Shape(num_prefill=2, num_decode=3),
@@ -48,6 +55,9 @@ SHAPES = (
     Shape(is_colocated=True, is_elastic=True, num_decode=3, worker_blocks=24, scheduling="aligned_slo"),
     Shape(is_colocated=True, is_elastic=True, num_decode=3, worker_blocks=30, host_tokens=60, num_nodes=2),
     Shape(is_colocated=True, is_elastic=True, num_decode=2, worker_blocks=24, refuse=0.3),
+    # Decodes that wait in the pool of their node, beside prefix blocks and without.
+    Shape(is_colocated=True, worker_blocks=20, scheduling="aligned_slo", decode_pool_blocks=60),
+    Shape(is_colocated=True, is_elastic=True, num_decode=3, host_tokens=60, **POOLED),
     # Many small requests against few places: batches replace each other, requests are evicted and come back.
     Shape(pool_blocks=120, worker_blocks=24, buffer_blocks=40, max_running_requests=5, min_requests=2),
     Shape(num_prefill=2, num_decode=2, pool_blocks=100, worker_blocks=20, buffer_blocks=12, min_requests=2),

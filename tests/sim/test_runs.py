@@ -10,7 +10,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_in
 
+from alignedserve.config.sections import PrefixCacheConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.sim.config import SimConfig, SimMechanisms
@@ -31,6 +33,7 @@ CONFIGS = {
     "shared blocks": colocated(2, policy="bros", worker_blocks=40, mechanisms=SimMechanisms(has_shared_blocks=True)),
     "hidden caches": colocated(2, policy="apt_serve", worker_blocks=40, mechanisms=SimMechanisms(hidden_ratio=0.5)),
     "union": colocated(2, policy="aligned_slo", worker_blocks=40),
+    "pooled": colocated(2, policy="aligned_slo", worker_blocks=40, pool_blocks=200),
 }
 TIGHT = mixed_workload(60, 20.0, longest=80, longest_answer=200)
 
@@ -104,6 +107,19 @@ def test_memory_that_is_short_makes_evictions_and_memory_elsewhere_takes_them() 
     assert (with_buffers.num_evictions, without.num_evictions) == (17, 0)
     assert (with_buffers.num_preemptions, without.num_preemptions) == (7, 28)
     assert without.num_recomputed_tokens > with_buffers.num_recomputed_tokens > 0
+
+
+def test_decodes_that_may_wait_in_a_pool_are_hardly_computed_again() -> None:
+    workload = mixed_workload(100, 20.0, longest=80, longest_answer=200)
+
+    def computed(pool_blocks: int) -> int:
+        config = colocated(2, policy="aligned_slo", worker_blocks=40, pool_blocks=pool_blocks)
+        without_host = replace_in(config.cluster.decode, swap_space_bytes=0)
+        cluster = replace_in(config.cluster, decode=without_host, prefix_cache=PrefixCacheConfig(enabled=False))
+        return sum(worker.num_prompt_tokens for worker in run(replace(config, cluster=cluster), workload).workers)
+
+    sent = sum(request.prompt_len for request in workload.requests)
+    assert computed(400) - sent < 0.1 * (computed(0) - sent)
 
 
 # --- the same again

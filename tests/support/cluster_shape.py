@@ -30,7 +30,13 @@ class Shape:
     has_prefix_cache: bool = False
     prefix_pool_blocks: int = 0  # of each node's pool, under colocated workers
     yields: bool = False  # passes of colocated workers stop between layers, and begin at little cost
+    decode_pool_blocks: int = 0  # the same, for decodes that wait there
     gateway_beside: str = ""  # the pool of its node; empty: it is on no node of a worker
+
+    @property
+    def node_pool_blocks(self) -> int:
+        """Return the blocks of each node's pool."""
+        return self.prefix_pool_blocks + self.decode_pool_blocks or self.pool_blocks
 
     @property
     def router(self) -> RouterConfig:

@@ -261,6 +261,7 @@ class RoomCluster:
             measured=executor.measure_iterations(0.02, 512),
             prefix_cache=self.config.prefix_cache,
             prefix_pool=self.pools.get(name, POOL) if self.config.prefix_cache.pool_bytes else None,
+            decode_pool=self.pools.get(name, POOL) if self.config.decode.pool_bytes else None,
         )
         process_spec, transport = self._process_spec(Role.DECODE_WORKER, name), self.config.engine.kv_transport
         memory = None
@@ -274,7 +275,7 @@ class RoomCluster:
             executor=executor,
             process_spec=process_spec,
             memory=memory,
-            pool_at=self.pools.get(name, POOL) if self.config.prefix_cache.pool_bytes else None,
+            pool_at=self.pools.get(name, POOL) if self.config.node_pool is not None else None,
             transport=transport,
         )
         await worker.start(router_at=ROUTER, listen_at=name if is_elastic else None)

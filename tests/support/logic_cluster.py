@@ -93,7 +93,7 @@ class LogicCluster:
         self.far_loads: dict[str, list[LoadBlocks]] = {}  # by worker: from pools of other nodes
         self.roles = {GATEWAY: Role.GATEWAY, ROUTER: Role.ROUTER}
         self.start(ROUTER)
-        if not shape.is_colocated or shape.prefix_pool_blocks:
+        if not shape.is_colocated or shape.prefix_pool_blocks or shape.decode_pool_blocks:
             for index in range(shape.num_nodes):
                 self.start(f"pool-{index}")
         if not shape.is_colocated:
@@ -240,7 +240,7 @@ class LogicCluster:
         return pool_factory.make_logic(
             config=PoolConfig(lease_s=1e9),
             batching=self.shape.batching,
-            arena=self._offer(arena, self.shape.prefix_pool_blocks or self.shape.pool_blocks),
+            arena=self._offer(arena, self.shape.node_pool_blocks),
             block_size=BLOCK_SIZE,
             first_lease=self.rng.randrange(1, 1 << 20),
             takes_requests=not self.shape.is_colocated,
@@ -287,6 +287,7 @@ class LogicCluster:
             prefix_cache=PrefixCacheConfig(enabled=shape.has_prefix_cache),
             prefix_pool=self.pool_of(name) if shape.prefix_pool_blocks else None,
             num_layers=12,
+            decode_pool=self.pool_of(name) if shape.decode_pool_blocks else None,
         )
 
     def _registered(

@@ -34,6 +34,8 @@ class DecodeWorkerConfig(Section, frozen=True):
     max_waiting_requests: int = 1024
     # Host memory for caches that a policy swaps out; 0: none.
     swap_space_bytes: int = 128 * MIB
+    # Elastic and colocated: memory of each node in which decodes wait while others need their worker's; 0: none.
+    pool_bytes: int = 0
     swap_format: str = "exact"  # swapped caches exactly, or int8: keys and values rounded per channel
 
     def __post_init__(self) -> None:
@@ -42,6 +44,7 @@ class DecodeWorkerConfig(Section, frozen=True):
         self._require(0 <= self.standby <= 16, "standby", "must be between 0 and 16")
         self._require(self.max_waiting_requests >= 0, "max_waiting_requests", "must be at least 0")
         self._require(self.swap_space_bytes >= 0, "swap_space_bytes", "must be at least 0")
+        self._require(self.pool_bytes >= 0, "pool_bytes", "must be at least 0")
         self._require(self.swap_format in ("exact", "int8"), "swap_format", "must be exact or int8")
 
     @property

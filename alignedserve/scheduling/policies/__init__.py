@@ -94,7 +94,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             AlignedSloConfig,
             AlignedSlo,
             (Topology.ELASTIC, Topology.COLOCATED, Topology.DISAGGREGATED),
-            uses=frozenset({Mechanism.SWAP}),
+            uses=frozenset({Mechanism.SWAP, Mechanism.POOL}),
             prefill_order="least_slack",
             batching="density_first",
             candidate_choice=CandidateChoice.OVER_BEST_EFFORT,

@@ -33,6 +33,7 @@ from alignedserve.scheduling.policies.slo_forecast import (
 )
 from alignedserve.scheduling.policies.slo_interference import Interference, has_gaps, without_starving_chat
 from alignedserve.scheduling.policies.slo_packing import SloPacking
+from alignedserve.scheduling.policies.slo_pool import PooledPacking
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import RefreshedEstimate, fit_request_runtime, measure_prefill_times
 
@@ -90,7 +91,8 @@ class AlignedSlo:
             cap_s = min(cap_s, interference.without_gaps_s(view.now, self._config.memory_s))
             interference = None
         forecast = self._forecast(view, cap_s, interference)
-        packing = SloPacking(view, forecast, growth_tokens=self._config.growth_tokens)
+        make = SloPacking if view.pool is None else PooledPacking
+        packing = make(view, forecast, growth_tokens=self._config.growth_tokens)
         allowed_s = forecast.allowed_s
         if interference is not None:
             packing.add_decodes(_ON_TIME, np.inf)

@@ -226,6 +226,19 @@ def test_what_has_no_effect_is_refused(topology: str, sections: dict[str, Any], 
     require_effect(from_mapping({"topology": "disaggregated", **sections}))
 
 
+@each(
+    ("sections", "message"),
+    [
+        ({"topology": "disaggregated"}, "has no effect in separate workers"),
+        ({"scheduling": {"policy": "fcfs"}}, "has no effect with policy 'fcfs'"),
+    ],
+)
+def test_a_pool_for_decodes_is_refused_where_none_waits_there(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"decode.pool_bytes {message}"):
+        require_effect(from_mapping({"decode": {"pool_bytes": 1 << 20}, **sections}))
+    require_effect(from_mapping({"decode": {"pool_bytes": 1 << 20}}))
+
+
 def test_what_the_policy_implies_may_be_written_out() -> None:
     own = {"topology": "elastic", "batching": {"policy": "density_first"}}
     require_effect(from_mapping(own))

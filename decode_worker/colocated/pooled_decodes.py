@@ -1,0 +1,281 @@
+"""Decodes of this worker that wait in the pool of its node, because others need the device's memory.
+
+The life of such a request:
+1. The policy lets it leave: it is handed over to the pool as to another worker (handoffs.py), and its blocks are free.
+   It stays this worker's, in the policy's table, with its cache elsewhere. The pool has its length in the quad-tree.
+2. The policy lets it come back: blocks are held for it, and the pool grants the copy (FetchCopy, CopyGranted), which is
+   loaded while others compute.
+3. Once verified it decodes on, and the lease is given back (LeasesReleased).
+Whatever fails on the way there, it is decoded on; on the way back, or with the pool itself, it is computed again.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from alignedserve.core.attempts import epoch_end
+from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.ids import BlockId, LeaseId, RequestId
+from alignedserve.core.request import RequestClass
+from alignedserve.messages.caches import (
+    ArenaOffered,
+    BlocksReserved,
+    BlocksTaken,
+    CopyGranted,
+    CopyMissing,
+    FetchCopy,
+    LeasesReleased,
+    ReservationRefused,
+)
+from alignedserve.messages.events import CommonEvent, PeerDisconnected, Received, Send
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import (
+    BlocksLoaded,
+    BlocksOffloaded,
+    BufferOpened,
+    IterationCompleted,
+    Load,
+    LoadBlocks,
+    MapArena,
+    UnmapArena,
+)
+from alignedserve.messages.pools import DropRequest
+from alignedserve.scheduling.policy import PoolView
+from decode_worker.colocated.handoffs import Departing, HandoffCommand, Handoffs
+from decode_worker.held_requests import HeldRequest, HeldRequests
+
+_FIRST_BYTES_PER_S = 2e9  # of a link that nothing is known of
+_LEARNED_WEIGHT = 1 / 8  # of the latest copy in the mean
+_MESSAGES_S = 0.001  # until a copy begins
+_REFUSED_REST_S = 1.0  # where the pool has no room
+
+PooledEvent = CommonEvent | IterationCompleted | BufferOpened | BlocksOffloaded | BlocksLoaded
+PooledCommand = HandoffCommand | LoadBlocks | MapArena | UnmapArena
+
+
+@dataclass(slots=True, eq=False)
+class _Away:
+    """One request whose cache is in the pool, or on its way back."""
+
+    tracked: HeldRequest
+    num_cached: int  # tokens
+    block_ids: tuple[BlockId, ...] = ()  # to come back to; without any it waits there
+    lease_id: LeaseId | None = None  # while it is loaded
+    began_s: float = 0.0
+    is_aborted: bool = False
+
+
+class PooledDecodes(Handoffs):
+    """The requests on their way to the pool of the node, those there, and those on their way back."""
+
+    def __init__(self, held: HeldRequests, block_size: int, pool: str, *, swap_s: Callable[[float], float]) -> None:
+        """`swap_s`: by the cost model, for tokens: what copies take while none has been seen."""
+        super().__init__(held, block_size)
+        self._swap_s = swap_s
+        self._pool = pool
+        self._is_linked = False
+        self._block_s = 0.0  # that a copy of a block takes; learned
+        self._is_learned = False
+        self._copied_s = 0.0  # when the latest copy ended
+        self._rests_until_s = 0.0  # after a refusal
+        self._away: dict[RequestId, _Away] = {}
+        self._loading: dict[tuple[BlockId, ...], _Away] = {}
+        self.num_left = 0  # requests that have left, since the worker started
+
+    # --- for the policy
+
+    def view(self, now: float, iteration_s: float) -> PoolView | None:
+        """Return what the policy sees of the pool; None: it is not linked."""
+        if not self._is_linked and not self._loading:
+            return None
+        early = [entry.tracked for entry in self.entries() if entry.is_early]
+        return PoolView(
+            block_s=self._block_s,
+            begin_s=_MESSAGES_S + iteration_s / 2,
+            has_room=self._is_linked and now >= self._rests_until_s,
+            num_may_leave=self._held.num_spare - sum(len(tracked.block_ids) for tracked in early),
+            leaving=tuple(tracked.request.request_id for tracked in early if self._is_here(tracked)),
+            num_coming=sum(self._held.num_own(entry.tracked) for entry in self.entries()),
+            away={request_id: bool(entry.block_ids) for request_id, entry in self._away.items()},
+            num_returning=sum(len(entry.block_ids) for entry in self._away.values()),
+        )
+
+    def _is_here(self, tracked: HeldRequest) -> bool:
+        return self._held.get(tracked.request.request_id) is tracked
+
+    def rest(self, now: float) -> None:
+        """Let nothing leave for a while."""
+        self._rests_until_s = now + _REFUSED_REST_S
+
+    @property
+    def has_copies(self) -> bool:
+        """Return whether anything is on its way, or is asked for: an event follows."""
+        return bool(self._entries) or any(entry.block_ids for entry in self._away.values())
+
+    # --- what it decides
+
+    def depart(self, departing: Iterable[HeldRequest]) -> list[PooledCommand]:
+        """Let these requests leave, as far as they can."""
+        commands: list[PooledCommand] = []
+        for tracked in departing:
+            if self.can_ask(tracked):
+                is_best_effort = tracked.request.request_class is RequestClass.BEST_EFFORT
+                commands += self.ask(tracked, self._pool, is_best_effort=is_best_effort)
+        return commands
+
+    def fetch(self, returning: Iterable[HeldRequest]) -> list[PooledCommand]:
+        """Hold blocks for these requests, and ask the pool for them."""
+        commands: list[PooledCommand] = []
+        for tracked in returning:
+            entry = self._away[tracked.request.request_id]
+            num_blocks = blocks_for(entry.num_cached, self._block_size)
+            if num_blocks <= self._held.state.num_free and not self._held.is_copying_out:
+                entry.block_ids = self._held.hold(num_blocks)
+                commands.append(Send(self._pool, FetchCopy(tracked.request.request_id, tracked.attempt)))
+        return commands
+
+    # --- events
+
+    def takes(self, event: PooledEvent) -> bool:
+        """Return whether an event is about a request here, and not about prefix blocks alone."""
+        match event:
+            case PeerDisconnected(Role.KV_POOL, peer) | Received(peer, ArenaOffered()):
+                return peer == self._pool
+            case Received(peer, message):
+                return peer == self._pool and isinstance(
+                    message, BlocksReserved | ReservationRefused | BlocksTaken | CopyGranted | CopyMissing
+                )
+            case BlocksLoaded():
+                return any(load.block_ids in self._loading for load in event.loads)
+            case BlocksOffloaded():
+                return event.command.target == self._pool and bool(event.command.request_id)
+        return False
+
+    def on_event(self, event: PooledEvent, now: float) -> list[PooledCommand]:
+        """Return what follows from an event that it takes."""
+        match event:
+            case Received(_, ArenaOffered(block_bytes=block_bytes) as offered):
+                self._is_linked = True
+                if not self._is_learned:
+                    self._block_s = self._swap_s(self._block_size) or block_bytes / _FIRST_BYTES_PER_S
+                return [MapArena(self._pool, offered)]
+            case PeerDisconnected():
+                return [UnmapArena(self._pool), *self._disconnected(now)]
+            case Received(peer, BlocksReserved() | ReservationRefused() as answer):
+                if isinstance(answer, ReservationRefused):
+                    self.rest(now)
+                return [*self.answered(peer, answer, now)]
+            case Received(peer, BlocksTaken() as taken):
+                return [*self.taken(peer, taken, now)]
+            case Received(_, CopyGranted() as granted):
+                return self._granted(granted, now)
+            case Received(_, CopyMissing(request_id, attempt)):
+                entry = self._asked(request_id, attempt)
+                return self._lose(entry) if entry is not None else []
+            case BlocksOffloaded():
+                self._learn(event.command.block_ids, self._entries[event.command.request_id].began_s, now)
+                return [*self.offloaded(event, now)]
+            case BlocksLoaded():
+                return [command for load in event.loads for command in self._loaded(load, event, now)]
+        raise AssertionError("an event of others")
+
+    def _disconnected(self, now: float) -> list[PooledCommand]:
+        """Compute again what was in a pool that is gone; loads go on, as memory of this node outlives its owner."""
+        self._is_linked = False
+        commands: list[PooledCommand] = [*self.lost(self._pool, now)]
+        for entry in [entry for entry in self._away.values() if entry.lease_id is None]:
+            self._lose(entry)
+        return commands
+
+    def abort_request(self, request_id: RequestId, attempt: int | None) -> list[PooledCommand]:
+        """Abort a request on its way or in the pool; with an attempt, only that one and earlier ones."""
+        offered, entry = self.abort(request_id, attempt), self._away.get(request_id)
+        tracked = offered.tracked if offered is not None else None
+        if entry is not None and entry.tracked.is_up_to(attempt):
+            tracked = entry.tracked
+            del self._away[request_id]
+            entry.is_aborted = True
+            if entry.lease_id is None:
+                self._held.free_held(entry.block_ids)
+        return [] if tracked is None else self._drop(tracked)
+
+    def abort_leaving(self, now: float) -> list[PooledCommand]:
+        """End what is on its way there: a router is new, and is told of what is here alone."""
+        commands: list[PooledCommand] = [*self.stay_all(now)]
+        for request_id in self.request_ids():
+            commands += self.abort_request(request_id, None)
+        return commands
+
+    # --- the giver's side
+
+    @override
+    def _stayed(self, entry: Departing, now: float) -> Sequence[HandoffCommand]:
+        return ()
+
+    @override
+    def _left(self, entry: Departing, now: float) -> Sequence[HandoffCommand]:
+        assert entry.progress is not None, "taken before it was copied"
+        self.num_left += 1
+        self._held.send_away(entry.tracked, entry.progress, now)
+        self._away[entry.tracked.request.request_id] = _Away(entry.tracked, entry.progress.num_cached)
+        return ()
+
+    @override
+    def _offered_to_lost(self, entry: Departing, now: float) -> Sequence[HandoffCommand]:
+        return self._stay(entry, now)  # what the pool had is gone with it
+
+    # --- the way back
+
+    def _granted(self, granted: CopyGranted, now: float) -> list[PooledCommand]:
+        handoff = granted.handoff
+        entry, copy = self._asked(handoff.request.request_id, granted.attempt), handoff.copy
+        if entry is None:
+            return self._release(handoff.lease_id)
+        if (copy.context_len, copy.num_blocks, copy.num_before) != (entry.num_cached, len(entry.block_ids), 0):
+            return [*self._release(handoff.lease_id), *self._lose(entry)]
+        entry.lease_id, entry.began_s = handoff.lease_id, now
+        self._loading[entry.block_ids] = entry
+        return [LoadBlocks(self._pool, (Load(handoff.request.request_id, copy, entry.block_ids),))]
+
+    def _asked(self, request_id: RequestId, attempt: int) -> _Away | None:
+        """Return the request that the pool was asked for, and that is not being loaded yet."""
+        entry = self._away.get(request_id)
+        is_asked = entry is not None and entry.tracked.attempt == attempt and bool(entry.block_ids)
+        return entry if is_asked and entry is not None and entry.lease_id is None else None
+
+    def _loaded(self, load: Load, event: BlocksLoaded, now: float) -> list[PooledCommand]:
+        entry = self._loading.pop(load.block_ids)
+        assert entry.lease_id is not None, "loaded without a lease"
+        self._learn(load.block_ids, now - event.duration_s if event.duration_s else entry.began_s, now)
+        released = self._release(entry.lease_id)
+        if entry.is_aborted:
+            self._held.free_held(entry.block_ids)
+        elif load.request_id in event.refused:
+            self._lose(entry)
+        else:
+            del self._away[load.request_id]
+            self._held.bring_back(entry.tracked, entry.block_ids)
+        return released
+
+    def _lose(self, entry: _Away) -> list[PooledCommand]:
+        """Let a request whose cache is gone be computed again."""
+        del self._away[entry.tracked.request.request_id]
+        self._held.free_held(entry.block_ids)
+        self._held.bring_back(entry.tracked, ())
+        return []
+
+    def _release(self, lease_id: LeaseId) -> list[PooledCommand]:
+        return [Send(self._pool, LeasesReleased((lease_id,)))] if self._is_linked else []
+
+    def _drop(self, tracked: HeldRequest) -> list[PooledCommand]:
+        message = DropRequest(tracked.request.request_id, epoch_end(tracked.attempt))
+        return [Send(self._pool, message)] if self._is_linked else []
+
+    # --- the speed of copies
+
+    def _learn(self, block_ids: Sequence[BlockId], began_s: float, now: float) -> None:
+        """Learn the time of a block from a copy that has ended; copies go one after the other."""
+        taken_s = max(now - max(began_s, self._copied_s), 0.0) / len(block_ids)
+        self._block_s += (taken_s - self._block_s) * (_LEARNED_WEIGHT if self._is_learned else 1.0)
+        self._is_learned, self._copied_s = True, now

@@ -1,0 +1,111 @@
+"""Decodes that wait in the pool of their node while memory is short, on one event loop: real blocks, real bytes."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from alignedserve.config.sections import ClusterConfig, PrefixCacheConfig, Topology
+from alignedserve.core.request import SamplingParams
+from alignedserve.process.process_spec import POOL
+from alignedserve.runtime.kv.shm_arena import Arena
+from decode_worker.colocated.logic import ColocatedLogic
+from decode_worker.colocated.pooled_decodes import PooledDecodes
+from decode_worker.colocated.service import ColocatedWorker
+from kvpool.logic import PoolLogic
+from kvpool.service import KvPool
+from tests.components.work import check, growing_prompts
+from tests.support.in_process import RoomCluster, running, small_config
+from tests.support.waiting import holds
+
+pytestmark = pytest.mark.slow
+
+SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the tiny model, which computes anything faster than it is copied, use the pool."""
+    monkeypatch.setattr("alignedserve.scheduling.policies.slo_pool._LEAST_S", 0.0)
+    monkeypatch.setattr("alignedserve.scheduling.policies.slo_pool.PooledPacking._delay_s", lambda *_: 1.0)
+
+
+def config_of(folder: Path, *, count: int = 1, has_prefix_cache: bool = False) -> ClusterConfig:
+    """Configure workers with memory for three of eight requests, and no host memory of their own."""
+    config = small_config(folder / "model", topology=Topology.ELASTIC, decode_blocks=36)
+    decode = replace(config.decode, count=count, swap_space_bytes=0, pool_bytes=1 << 20)
+    return replace(config, decode=decode, prefix_cache=PrefixCacheConfig(enabled=has_prefix_cache))
+
+
+def decodes_of(cluster: RoomCluster, name: str = "decode-0") -> PooledDecodes:
+    worker = cluster.components[name]
+    assert isinstance(worker, ColocatedWorker)
+    assert isinstance(worker._driver._logic, ColocatedLogic)
+    decodes = worker._driver._logic._decodes
+    assert decodes is not None
+    return decodes
+
+
+def num_used(cluster: RoomCluster) -> int:
+    """Count the blocks of the pool that requests hold."""
+    pool = cluster.components[POOL]
+    assert isinstance(pool, KvPool)
+    assert isinstance(pool._driver._logic, PoolLogic)
+    logic = pool._driver._logic
+    return logic._lease_table.num_used - logic._prefixes.num_blocks
+
+
+@pytest.mark.parametrize("has_prefix_cache", [False, True])
+async def test_they_come_back_and_go_on_as_if_they_had_stayed(has_prefix_cache: bool, tmp_path: Path) -> None:
+    config = config_of(tmp_path, has_prefix_cache=has_prefix_cache)
+    async with running(config, tmp_path) as cluster:
+        work = growing_prompts()
+        answers = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work]
+        await check(cluster, work, answers, SAMPLING)
+        assert decodes_of(cluster).num_left > 0
+        assert cluster.engines["decode-0"].num_computed < 2 * sum(map(len, work)) + 60 * len(work)
+        await holds(lambda: num_used(cluster) == 0)
+
+
+async def test_a_lost_pool_costs_computing_again_and_no_answer(tmp_path: Path) -> None:
+    async with running(config_of(tmp_path), tmp_path) as cluster:
+        work = growing_prompts()
+        answers = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work]
+        await holds(lambda: bool(decodes_of(cluster)._away))
+        await cluster.stop(POOL)
+        await cluster.start_pool()
+        await check(cluster, work, answers, SAMPLING)
+
+
+async def test_what_a_lost_worker_left_in_the_pool_is_freed(tmp_path: Path) -> None:
+    async with running(config_of(tmp_path, count=2), tmp_path) as cluster:
+        work = [*growing_prompts(), *growing_prompts()]
+        answers = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work]
+        await holds(lambda: bool(decodes_of(cluster)._away))
+        await cluster.stop("decode-0")
+        await check(cluster, work, answers, SAMPLING)
+        await holds(lambda: num_used(cluster) == 0)
+
+
+async def test_bytes_that_do_not_verify_are_computed_again(tmp_path: Path) -> None:
+    async with running(config_of(tmp_path), tmp_path) as cluster:
+        work = growing_prompts()
+        answers = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work]
+        await holds(lambda: bool(decodes_of(cluster)._away))
+        arena = Arena.attach(cluster.arena_path, cluster.served.block_layout(cluster.config.engine.block_size))
+        arena.blocks[:] = np.roll(arena.blocks, 1, axis=1)
+        arena.close()
+        await check(cluster, work, answers, SAMPLING)
+
+
+async def test_requests_whose_clients_leave_are_gone_from_the_pool(tmp_path: Path) -> None:
+    async with running(config_of(tmp_path), tmp_path) as cluster:
+        answers = [cluster.gateway.submit(prompt, SAMPLING) for prompt in growing_prompts()]
+        await holds(lambda: bool(decodes_of(cluster)._away))
+        for answer in answers:
+            cluster.gateway.abort(answer)
+        await holds(lambda: num_used(cluster) == 0 and not decodes_of(cluster)._away)
+        async with asyncio.timeout(20):
+            await cluster.gateway.idle()
