@@ -2,6 +2,7 @@
 
     python -m benchmarks.yielding                               # elastic workers; ten minutes, on a quiet machine
     python -m benchmarks.yielding --topology disaggregated --duration 40 --rounds 1
+    python -m benchmarks.yielding --simulated                   # on any machine: the loads of chat_beside_documents
 
 A model of 125M OPT's shape with random weights in bfloat16. Chat: Poisson, prompts log-normal around 100 tokens,
 answers around 60, with TTFT 0.4 s and TPOT 0.2 s. Documents: 64 `flex` streams outstanding, prompts 512 to 1 024,
@@ -16,12 +17,18 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from alignedserve.config.environment import RUN_DIR_VARIABLE
+from alignedserve.sim.result import ClassResult
+from alignedserve.sim.simulation import Simulation
+from alignedserve.workload.requests import Workload
+from benchmarks.chat_beside_documents import NUM_DOCUMENTS, RATE, SHAPES, config_of, workload_of
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_opt_125m
 from benchmarks.measuring.recording import write_result
@@ -29,6 +36,7 @@ from benchmarks.measuring.server import TOPOLOGIES, served, settings_of, traffic
 
 LEARNING_S = 10.0
 NUM_LAYERS = 12
+SIMULATED = ("elastic, 1", "elastic, 2", "disaggregated, 1 + 1")
 CHAT = "chat: prompt=lognormal(100,300), output=lognormal(60,120), rate={rate}, ttft=0.4, tpot=0.2"
 DOCUMENTS = "documents: prompt=uniform(512,1024), output=uniform(32,128), outstanding=64, tier=flex"
 Row = dict[str, Any]
@@ -139,6 +147,46 @@ def _stood_still(rows: Sequence[Row]) -> float:
     return stood_s / max(wall_s, 1e-9)
 
 
+# --- simulated
+
+
+def simulated(shape: str, seeds: Iterable[int]) -> Row:
+    """Return what chat and documents of `chat_beside_documents` get without stops and with them, in the mean."""
+    topology, num_workers, pool_blocks = SHAPES[shape]
+    row: Row = {"shape": shape}
+    for setting, yields in (("off", False), ("on", True)):
+        config = config_of(topology, num_workers, pool_blocks)
+        scheduling = msgspec.structs.replace(config.cluster.scheduling, yield_between_layers=yields)
+        config = replace(config, cluster=msgspec.structs.replace(config.cluster, scheduling=scheduling))
+        alone, beside = list[ClassResult](), list[dict[str, ClassResult]]()
+        for seed in seeds:
+            both = workload_of(seed, NUM_DOCUMENTS * num_workers, RATE * num_workers)
+            chats = tuple(one for one in both.requests if one.class_name == "chat")
+            alone.append(Simulation(config, Workload(both.description, chats)).run().classes["chat"])
+            beside.append(Simulation(config, both).run().classes)
+        chat = [classes["chat"] for classes in beside]
+        row[setting] = {
+            "alone_ttft_s": _mean_ttft(alone),
+            "ttft_s": _mean_ttft(chat),
+            "held": min(one.attainment or 0.0 for one in chat),
+            "documents_per_s": float(np.mean([classes["documents"].tokens_per_s for classes in beside])),
+        }
+    row["documents_kept"] = row["on"]["documents_per_s"] / row["off"]["documents_per_s"]
+    for setting in ("off", "on"):
+        one = row[setting]
+        times = "  ".join(
+            f"{at} {1e3 * one['ttft_s'][at]:.0f} ({one['ttft_s'][at] / one['alone_ttft_s'][at]:.2f} x alone)"
+            for at in ("p50", "p90", "p99")
+        )
+        print(f"{shape:22} {setting:3}  TTFT, ms: {times}  documents {one['documents_per_s']:.0f} tokens/s", flush=True)
+    return row
+
+
+def _mean_ttft(results: Sequence[ClassResult]) -> dict[str, float]:
+    curves = [one.ttft_s.curve for one in results if one.ttft_s is not None]
+    return {f"p{at}": float(np.mean([curve[at] for curve in curves])) for at in (50, 90, 99)}
+
+
 def main() -> None:
     """Measure, print and record."""
     parser = parser_of(__doc__, name="serving/yielding")
@@ -146,7 +194,12 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.0, help="chats per second")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--duration", type=float, default=60.0)
+    parser.add_argument("--simulated", action="store_true", help="simulate instead")
     arguments = parser.parse_args()
+    if arguments.simulated:
+        shapes = [simulated(shape, range(1, 1 + arguments.rounds)) for shape in SIMULATED]
+        print(f"written to {write_result('scheduling/yielding', shapes)}")
+        return
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
         folder = make_opt_125m(Path(name) / "opt-125m")

@@ -165,10 +165,11 @@ def _worker_maker(config: SimConfig, logic: Any, role: Role) -> "partial[Any] | 
         "eos_token_ids": logic._iterations._eos_token_ids,
     }
     if role is Role.PREFILL_WORKER:
-        return partial(prefill_factory.make_logic, config=cluster.prefill, prefix_cache=cluster.prefix_cache, **common)
+        common |= {"prefix_cache": cluster.prefix_cache, "num_layers": config.layout.num_layers}
+        return partial(prefill_factory.make_logic, config=cluster.prefill, **common)
     common |= {"memory": config.decode_memory, "config": cluster.decode}
     if config.is_colocated:
-        return partial(decode_factory.make_colocated_logic, **common)
+        return partial(decode_factory.make_colocated_logic, num_layers=config.layout.num_layers, **common)
     return partial(decode_factory.make_logic, batching=cluster.batching, **common)
 
 

@@ -1,11 +1,13 @@
 """Recorded decisions are made again, whatever happened; a different one is found."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from alignedserve.config.sections import RecordingConfig, Topology
+from alignedserve.config.sections import RecordingConfig, SchedulingConfig, Topology
 from alignedserve.core.request import SamplingParams, Slo
 from alignedserve.messages.recording import RecordReader
 from alignedserve.replay.component_replay import ComponentReplay, recordings_in
@@ -53,6 +55,19 @@ def test_simulated_colocated_workers_replay(tmp_path: Path, policy: str) -> None
     replayed = replays(tmp_path)
     assert [one.name for one in replayed] == ["router", "worker-0"]
     assert differing(replayed) == []
+
+
+@pytest.mark.parametrize("topology", [Topology.ELASTIC, Topology.DISAGGREGATED])
+def test_passes_that_stop_between_layers_replay(tmp_path: Path, topology: Topology) -> None:
+    config = disaggregated(2, 2) if topology.is_separate else colocated(2, topology=topology)
+    scheduling = SchedulingConfig(policy="aligned_slo", yield_between_layers=True)
+    cluster = msgspec.structs.replace(config.cluster, scheduling=scheduling)
+    layout = replace(config.layout, num_layers=4, head_dim=1)  # as many bytes
+    config = replace(config, cluster=cluster, layout=layout, learns_costs=True)
+    result = recorded_simulation(tmp_path, config, mixed_workload(60, 6.0))
+    # Separate decode workers tell of their iterations alone, and stop for nothing.
+    assert (result.iteration_log.num_yields > 3) is not topology.is_separate
+    assert differing(replays(tmp_path)) == []
 
 
 def test_simulated_elastic_workers_replay(tmp_path: Path) -> None:
