@@ -142,7 +142,7 @@ def piece_tokens(rounds: int) -> float:
 
 def main() -> None:
     """Measure, print and record."""
-    parser = parser_of(__doc__, rounds=400, name="kernels/stragglers")
+    parser = parser_of(__doc__, rounds=200, name="kernels/stragglers")
     options = parser.parse_args()
     num_threads = min(os.cpu_count() or 1, 2)
     load = os.getloadavg()[0]
