@@ -28,8 +28,9 @@ SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 @pytest.fixture(autouse=True)
 def whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the tiny model, which computes anything faster than it is copied, use the pool."""
-    monkeypatch.setattr("alignedserve.scheduling.policies.slo_pool._LEAST_S", 0.0)
-    monkeypatch.setattr("alignedserve.scheduling.policies.slo_pool.PooledPacking._delay_s", lambda *_: 1.0)
+    packing = "alignedserve.scheduling.policies.slo_pool.PooledPacking"
+    monkeypatch.setattr(f"{packing}._is_worth_while", lambda *_: True)
+    monkeypatch.setattr(f"{packing}._delay_s", lambda *_: 1.0)
 
 
 def config_of(folder: Path, *, count: int = 1, has_prefix_cache: bool = False) -> ClusterConfig:

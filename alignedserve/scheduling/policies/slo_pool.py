@@ -56,8 +56,10 @@ class PooledPacking(SloPacking):
         """Return the plan; it schedules nothing while all wait for copies."""
         self._leave_ahead()
         plan = super().plan()
-        # Where nothing is scheduled, evictions wait as well: they are decided again once copies have ended.
-        return plan if plan.scheduled else replace(plan, evictions=(), work=None)
+        if plan.scheduled or not plan.evictions:
+            return plan
+        # Where nothing is scheduled, evictions wait, and what would have their blocks: until copies have ended.
+        return replace(plan, evictions=(), returns=(), work=None)
 
     # --- newcomers
 
@@ -152,7 +154,11 @@ class PooledPacking(SloPacking):
         is_whole = self._rows.is_ready[row] and not self._table.is_hidden[row]
         room = self._pool.num_may_leave - (self._leaving - self._pool.num_coming)
         fits = self._pool.has_room and num_blocks > 0 and int(self._table.num_blocks[row]) <= room
-        return bool(is_whole and fits and self._recomputing_s(row) > _LEAST_S)
+        return bool(is_whole and fits and self._is_worth_while(row, num_blocks))
+
+    def _is_worth_while(self, row: int, num_blocks: int) -> bool:
+        """Return whether a copy takes less time than computing the cache again: else the link is too slow."""
+        return max(num_blocks * self._pool.block_s, _LEAST_S) < self._recomputing_s(row)
 
     def _leave(self, row: int, num_blocks: int) -> None:
         self._packer.depart(row)
@@ -202,7 +208,7 @@ class PooledPacking(SloPacking):
 
     @override
     def _force_one(self) -> None:
-        if self._leaving or self._num_returning:
+        if self._leaving or (self._num_returning and not self._packer.num_evicted):
             return  # what is on its way makes room, or computes
         away = [
             one for one in in_order(np.arange(len(self._table)), self._table, self._rows).tolist() if one in self._away

@@ -61,12 +61,19 @@ def test_a_document_leaves_to_the_pool_for_a_first_token_that_has_the_time() -> 
 
 
 @pytest.mark.parametrize(
-    "pool", [pool_of(block_s=0.003), pool_of(has_room=False), pool_of(num_may_leave=43)], ids=["slow", "full", "much"]
+    "pool", [pool_of(block_s=0.003), pool_of(has_room=False), pool_of(num_may_leave=43)], ids=["late", "full", "much"]
 )
 def test_else_it_is_swapped_as_without_a_pool(pool: PoolView) -> None:
     plan = plan_of(full(), pool)
     assert (left(full(), plan), evicted_of(full(), plan)) == ([], [("document", "swap")])
     assert plan == make_policy("aligned_slo").plan(full())
+
+
+def test_over_a_link_slower_than_computing_again_nothing_leaves() -> None:
+    rows = {"document": _DOCUMENT, "late": _QUESTION | {"ttft_s": 0.1}}  # which would wait for it
+    view = view_of(rows, now=1.0, num_blocks=44, history=[0.02])
+    assert left(view, plan_of(view, pool_of(block_s=0.01))) == ["document"]
+    assert left(view, plan_of(view, pool_of(block_s=0.02))) == []
 
 
 def test_blocks_on_their_way_out_are_waited_for() -> None:
