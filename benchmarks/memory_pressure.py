@@ -29,7 +29,7 @@ from alignedserve.sim.simulation import Simulation
 from alignedserve.sim.sweep import WorkloadLine
 from alignedserve.workload.requests import Workload
 from benchmarks.measuring.arguments import parser_of
-from benchmarks.measuring.recording import write_result
+from benchmarks.measuring.recording import read_figures, write_result
 
 GIB = 1 << 30
 MANY = 1 << 40  # limits of queues: no request is refused
@@ -41,6 +41,7 @@ TRACES = {  # first-token objective, requests/s that an accelerator can take (ex
 }
 TPOT_S = 0.1
 LOADS = (0.6, 0.8, 1.0)
+NAME = "scheduling/memory_pressure"
 SHARE = 1 / 3  # of the demand
 OUTSTANDING = 8  # documents for each worker
 WAYS = {"recompute": (0, 0), "swap": (32 * GIB, 0), "pool": (32 * GIB, 128 * GIB)}  # bytes: a worker's host, the pool
@@ -119,22 +120,30 @@ def figures_of(simulation: Simulation, result: SimulationResult) -> dict[str, An
     }
 
 
+def with_recorded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return these rows with those of the record that are of other points."""
+    measured = {_point_of(row) for row in rows}
+    return [*(row for row in read_figures(NAME) or () if _point_of(row) not in measured), *rows]
+
+
+def _point_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["trace"], row["load"], row["documents"]
+
+
 def main() -> None:
-    """Simulate all points and write the record."""
+    """Simulate the points and write the record; it keeps those of others."""
     parser = parser_of(__doc__)
     parser.add_argument("--traces", nargs="+", choices=TRACES, default=list(TRACES))
     parser.add_argument("--loads", nargs="+", type=float, default=list(LOADS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--duration", type=float, default=120.0, help="seconds in which requests arrive")
-    parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     points = [(trace, load, beside) for trace in options.traces for load in options.loads for beside in (False, True)]
     rows: list[dict[str, Any]] = []
     for trace, load, beside in points:
         for seed in options.seeds:
             rows += measure(trace, load, seed, options.duration, has_documents=beside)
-        if not options.no_record:
-            write_result("scheduling/memory_pressure", rows)
+        write_result(NAME, with_recorded(rows))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Requests of a worker where a policy decides: their rows in its table and their blocks, always changed together."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from alignedserve.core.block_allocator import blocks_for
@@ -58,6 +58,7 @@ class HeldRequests:
         self._replacements: list[BlockReplacement] = []  # for the engine, with the next iteration
         self._to_copy: list[tuple[HeldRequest, CachedBlock]] = []  # for requests that enter
         self.num_away = 0  # blocks of requests that are leaving or coming, in no row
+        self.num_copying: Callable[[], int] = lambda: 0  # of these, blocks of copies to and from the pool
         self.is_copying_out = False  # the engine copies from blocks that may be free already: none may be loaded
         self.block_size = memory.block_size
         self._has_shared_blocks = memory.has_shared_blocks
@@ -247,7 +248,7 @@ class HeldRequests:
     def has_room_for(self, request: Request, context_len: int, num_held: int = 0) -> bool:
         """Return whether a request could have what it may soon need, alone, beside blocks on their way and these."""
         soon = min(context_len + _FORESEEN_TOKENS, request.max_context_len)
-        return blocks_for(soon, self.block_size) <= self.allocator.num_blocks - self.num_away - num_held
+        return blocks_for(soon, self.block_size) <= self._num_usable - num_held
 
     @property
     def can_compute(self) -> bool:
@@ -255,8 +256,13 @@ class HeldRequests:
 
         False only while a request that has grown far needs blocks that are on their way.
         """
-        left = self.allocator.num_blocks - self.num_away
+        left = self._num_usable
         return not self.num_away or all(blocks_for(held.context_len, self.block_size) <= left for held in self)
+
+    @property
+    def _num_usable(self) -> int:
+        """Blocks but for those of moves, whose other side may take its time."""
+        return self.allocator.num_blocks - self.num_away + self.num_copying()
 
     def hold(self, num_blocks: int) -> tuple[BlockId, ...]:
         """Take free blocks for a request that comes."""
@@ -319,12 +325,6 @@ class HeldRequests:
     def num_own(self, tracked: HeldRequest) -> int:
         """Return how many blocks a request would free if it alone left."""
         return len(tracked.block_ids) - (num_shared(tracked.context.held) if tracked.context is not None else 0)
-
-    @property
-    def num_spare(self) -> int:
-        """Blocks that could be on their way beside those that are, with every request here still fitting alone."""
-        soon = (min(held.context_len + _FORESEEN_TOKENS, held.max_context_len) for held in self)
-        return self.allocator.num_blocks - self.num_away - blocks_for(max(soon, default=0), self.block_size)
 
     def attach(self, tracked: HeldRequest, progress: Progress, now: float) -> None:
         """Add a request with its cache, in blocks that were held."""

@@ -64,11 +64,6 @@ class Packer:
         """Number of scheduled requests."""
         return len(self._scheduled)
 
-    @property
-    def num_evicted(self) -> int:
-        """Number of caches that the plan evicts from the device."""
-        return len(self._evictions)
-
     def is_evicted(self, row: int) -> bool:
         """Return whether this plan evicts the row's cache from the device."""
         return row in self._evictions

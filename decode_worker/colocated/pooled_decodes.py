@@ -73,6 +73,7 @@ class PooledDecodes(Handoffs):
         """`swap_s`: by the cost model, for tokens: what copies take while none has been seen."""
         super().__init__(held, block_size)
         self._swap_s = swap_s
+        held.num_copying = self._num_copying
         self._pool = pool
         self._is_linked = False
         self._block_s = 0.0  # that a copy of a block takes; learned
@@ -94,7 +95,6 @@ class PooledDecodes(Handoffs):
             block_s=self._block_s,
             begin_s=_MESSAGES_S + iteration_s / 2,
             has_room=self._is_linked and now >= self._rests_until_s,
-            num_may_leave=self._held.num_spare - sum(len(tracked.block_ids) for tracked in early),
             leaving=tuple(tracked.request.request_id for tracked in early if self._is_here(tracked)),
             num_coming=sum(self._held.num_own(entry.tracked) for entry in self.entries()),
             away={request_id: bool(entry.block_ids) for request_id, entry in self._away.items()},
@@ -112,6 +112,12 @@ class PooledDecodes(Handoffs):
     def has_copies(self) -> bool:
         """Return whether anything is on its way, or is asked for: an event follows."""
         return bool(self._entries) or any(entry.block_ids for entry in self._away.values())
+
+    def _num_copying(self) -> int:
+        """Return the blocks of requests on their way, here and in no row."""
+        leaving = sum(len(entry.tracked.block_ids) for entry in self.entries() if not entry.is_early)
+        aborted = sum(len(entry.block_ids) for entry in self._loading.values() if entry.is_aborted)
+        return leaving + aborted + sum(len(entry.block_ids) for entry in self._away.values())
 
     # --- what it decides
 
@@ -208,6 +214,12 @@ class PooledDecodes(Handoffs):
         return commands
 
     # --- the giver's side
+
+    @override
+    def can_leave(self, tracked: HeldRequest) -> bool:
+        """Return whether it decodes and can be copied; the others can wait, as a copy to the pool ends by itself."""
+        is_decoding = tracked.is_prefilled and not (tracked.is_aborted or tracked.is_finished)
+        return is_decoding and self._held.is_portable(tracked.request.request_id)
 
     @override
     def _stayed(self, entry: Departing, now: float) -> Sequence[HandoffCommand]:

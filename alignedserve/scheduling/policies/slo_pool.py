@@ -58,8 +58,11 @@ class PooledPacking(SloPacking):
         plan = super().plan()
         if plan.scheduled or not plan.evictions:
             return plan
-        # Where nothing is scheduled, evictions wait, and what would have their blocks: until copies have ended.
-        return replace(plan, evictions=(), returns=(), work=None)
+        if self._leaving or self._pool.num_returning:  # evictions wait, and what would have their blocks
+            return replace(plan, evictions=(), returns=(), work=None)
+        alone = PooledPacking(self._view, self._forecast, growth_tokens=self._growth_tokens)
+        alone._force_one()
+        return alone._packer.plan()
 
     # --- newcomers
 
@@ -152,9 +155,7 @@ class PooledPacking(SloPacking):
 
     def _can_leave(self, row: int, num_blocks: int) -> bool:
         is_whole = self._rows.is_ready[row] and not self._table.is_hidden[row]
-        room = self._pool.num_may_leave - (self._leaving - self._pool.num_coming)
-        fits = self._pool.has_room and num_blocks > 0 and int(self._table.num_blocks[row]) <= room
-        return bool(is_whole and fits and self._is_worth_while(row, num_blocks))
+        return bool(is_whole and self._pool.has_room and num_blocks > 0 and self._is_worth_while(row, num_blocks))
 
     def _is_worth_while(self, row: int, num_blocks: int) -> bool:
         """Return whether a copy takes less time than computing the cache again: else the link is too slow."""
@@ -208,7 +209,7 @@ class PooledPacking(SloPacking):
 
     @override
     def _force_one(self) -> None:
-        if self._leaving or (self._num_returning and not self._packer.num_evicted):
+        if self._leaving or self._num_returning:
             return  # what is on its way makes room, or computes
         away = [
             one for one in in_order(np.arange(len(self._table)), self._table, self._rows).tolist() if one in self._away

@@ -29,7 +29,6 @@ def pool_of(**changes: Any) -> PoolView:
         block_s=0.0005,
         begin_s=0.005,
         has_room=True,
-        num_may_leave=100,
         leaving=(),
         num_coming=0,
         away={},
@@ -60,9 +59,7 @@ def test_a_document_leaves_to_the_pool_for_a_first_token_that_has_the_time() -> 
     assert scheduled_of(full(), plan) == {"answer": 1}  # the question begins once its blocks are free
 
 
-@pytest.mark.parametrize(
-    "pool", [pool_of(block_s=0.003), pool_of(has_room=False), pool_of(num_may_leave=43)], ids=["late", "full", "much"]
-)
+@pytest.mark.parametrize("pool", [pool_of(block_s=0.003), pool_of(has_room=False)], ids=["late", "full"])
 def test_else_it_is_swapped_as_without_a_pool(pool: PoolView) -> None:
     plan = plan_of(full(), pool)
     assert (left(full(), plan), evicted_of(full(), plan)) == ([], [("document", "swap")])
