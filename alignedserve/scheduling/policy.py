@@ -207,6 +207,7 @@ class PoolView:
     block_s: float  # a block is copied in so long, either way
     begin_s: float  # before the first one: messages, and half an iteration, as requests leave between two
     has_room: bool  # false for a while after it had none
+    is_busy: bool  # something is on its way, either way
     leaving: tuple[RequestId, ...]  # requests that are in the table still
     num_coming: int  # blocks that are free once all of those, and those being copied already, have left
     away: Mapping[RequestId, bool]  # requests whose cache is there; True: it is on its way back

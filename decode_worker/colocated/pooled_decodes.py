@@ -87,14 +87,15 @@ class PooledDecodes(Handoffs):
     # --- for the policy
 
     def view(self, now: float, iteration_s: float) -> PoolView | None:
-        """Return what the policy sees of the pool; None: it is not linked."""
-        if not self._is_linked and not self._loading:
+        """Return what the policy sees of the pool; None: it is not linked, and nothing is on its way."""
+        if not self._is_linked and not self.has_copies:
             return None
         early = [entry.tracked for entry in self.entries() if entry.is_early]
         return PoolView(
             block_s=self._block_s,
             begin_s=_MESSAGES_S + iteration_s / 2,
             has_room=self._is_linked and now >= self._rests_until_s,
+            is_busy=self.has_copies,
             leaving=tuple(tracked.request.request_id for tracked in early if self._is_here(tracked)),
             num_coming=sum(self._held.num_own(entry.tracked) for entry in self.entries()),
             away={request_id: bool(entry.block_ids) for request_id, entry in self._away.items()},
@@ -111,7 +112,7 @@ class PooledDecodes(Handoffs):
     @property
     def has_copies(self) -> bool:
         """Return whether anything is on its way, or is asked for: an event follows."""
-        return bool(self._entries) or any(entry.block_ids for entry in self._away.values())
+        return bool(self._entries or self._loading) or any(entry.block_ids for entry in self._away.values())
 
     def _num_copying(self) -> int:
         """Return the blocks of requests on their way, here and in no row."""

@@ -58,7 +58,7 @@ class PooledPacking(SloPacking):
         plan = super().plan()
         if plan.scheduled or not plan.evictions:
             return plan
-        if self._leaving or self._pool.num_returning:  # evictions wait, and what would have their blocks
+        if self._leaving or self._pool.is_busy:  # evictions wait, and what would have their blocks
             return replace(plan, evictions=(), returns=(), work=None)
         alone = PooledPacking(self._view, self._forecast, growth_tokens=self._growth_tokens)
         alone._force_one()
@@ -209,7 +209,7 @@ class PooledPacking(SloPacking):
 
     @override
     def _force_one(self) -> None:
-        if self._leaving or self._num_returning:
+        if self._leaving or self._num_returning or self._pool.is_busy:
             return  # what is on its way makes room, or computes
         away = [
             one for one in in_order(np.arange(len(self._table)), self._table, self._rows).tolist() if one in self._away

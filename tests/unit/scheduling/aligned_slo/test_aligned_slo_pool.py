@@ -29,6 +29,7 @@ def pool_of(**changes: Any) -> PoolView:
         block_s=0.0005,
         begin_s=0.005,
         has_room=True,
+        is_busy=False,
         leaving=(),
         num_coming=0,
         away={},
