@@ -14,18 +14,14 @@ Under the elastic topology the router may move one that decodes to another worke
 keeps decodes, the policy may let one wait there: pooled_decodes.py.
 """
 
-from collections.abc import Collection
-
 import msgspec
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import RequestId
-from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.events import (
     CommonEvent,
     HangUp,
     PeerConnected,
-    PeerDisconnected,
     Received,
     Send,
     SendTo,
@@ -55,9 +51,10 @@ from alignedserve.worker_core.iteration_log import IterationLog
 from alignedserve.worker_core.request_notes import WaitingRequest
 from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.colocated.moves import MoveCommand, RequestMoves
-from decode_worker.colocated.pooled_decodes import PooledCommand, PooledDecodes
+from decode_worker.colocated.pooled_decodes import PooledCommand, PooledDecodes, is_of_link
 from decode_worker.colocated.pooled_prefixes import PooledPrefixes, PoolEvent
 from decode_worker.colocated.urgent_prompts import UrgentPrompts
+from decode_worker.colocated.waiting_causes import causes_of
 from decode_worker.held_requests import HeldRequest, HeldRequests
 from decode_worker.plan_performer import PlanPerformer
 
@@ -207,10 +204,8 @@ class ColocatedLogic:
         return commands
 
     def _on_pool_link(self, event: ColocatedEvent, now: float) -> list[ColocatedCommand]:
-        """Tell prefixes of what concerns decodes as well: the link to the pool, whose arena is mapped by now."""
-        if self._pooled is None or not isinstance(event, PeerDisconnected | Received):
-            return []
-        if isinstance(event, Received) and not isinstance(event.message, ArenaOffered):
+        """Tell prefixes of the link to the pool as well, whose arena is mapped by now."""
+        if self._pooled is None or not is_of_link(event):
             return []
         commands = self._on_pool(self._pooled, event, now)
         return [one for one in commands if not isinstance(one, MapArena | UnmapArena)]
@@ -272,14 +267,12 @@ class ColocatedLogic:
         if self._decodes is not None:
             self._state.pool = self._decodes.view(now, self._state.history.mean_s)
         plan = self._scheduler.plan(self._state, now)
-        departing, returning = (
-            [self._requests.of_row(row) for row in rows] for rows in (plan.departures, plan.returns)
-        )
+        exchanged = [self._requests.of_row(row) for row in (*plan.departures, *plan.returns)]
         iteration = self._begin(plan, now) if plan.scheduled else []
         assert iteration or not plan.evictions, "evictions without a scheduled request"
         if self._decodes is not None:
-            commands += [*self._decodes.depart(departing), *self._decodes.fetch(returning)]
-            if departing and not iteration and not self._decodes.has_copies:  # what was to leave cannot
+            commands += self._decodes.exchange(exchanged)
+            if plan.departures and not iteration and not self._decodes.has_copies:  # what was to leave cannot
                 self._decodes.rest(now)
                 commands += self._start_iteration(now)
         return [*iteration, *commands]
@@ -406,21 +399,3 @@ class ColocatedLogic:
         capacity = self._scheduler.prompt_capacity(self._state)
         self._lean = round(capacity.share * _LEAN_STEPS) / _LEAN_STEPS
         self._prompt_rate = int(capacity.tokens_per_s)
-
-
-def causes_of(held: HeldRequests, members: Collection[HeldRequest], max_running: int) -> list[WaitingRequest]:
-    """Return the waiting requests. `members`: of the latest iteration, `max_running` at most."""
-    computing = {member.request.request_id for member in members}
-    num_running = len(computing)
-    waiting = [waiter for waiter in held if waiter.request.request_id not in computing and not waiter.is_finished]
-    is_full = num_running >= max_running
-    return [
-        WaitingRequest(waiter.request.request_id, _cause_of(waiter, held, is_full), num_running) for waiter in waiting
-    ]
-
-
-def _cause_of(one: HeldRequest, held: HeldRequests, is_full: bool) -> Cause:
-    if is_full:
-        return Cause.BATCH_FULL
-    num_missing = blocks_for(one.context_len, held.block_size) - len(one.block_ids)
-    return Cause.BLOCKS_SHORT if held.state.num_free < num_missing else Cause.OTHERS_FIRST

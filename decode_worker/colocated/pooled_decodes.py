@@ -66,6 +66,12 @@ class _Away:
     is_aborted: bool = False
 
 
+def is_of_link(event: object) -> bool:
+    """Return whether an event is about the link to a pool, and so about all that it keeps."""
+    is_offer = isinstance(event, Received) and isinstance(event.message, ArenaOffered)
+    return is_offer or isinstance(event, PeerDisconnected)
+
+
 class PooledDecodes(Handoffs):
     """The requests on their way to the pool of the node, those there, and those on their way back."""
 
@@ -122,25 +128,26 @@ class PooledDecodes(Handoffs):
 
     # --- what it decides
 
-    def depart(self, departing: Iterable[HeldRequest]) -> list[PooledCommand]:
-        """Let these requests leave, as far as they can."""
-        commands: list[PooledCommand] = []
-        for tracked in departing:
-            if self.can_ask(tracked):
-                is_best_effort = tracked.request.request_class is RequestClass.BEST_EFFORT
-                commands += self.ask(tracked, self._pool, is_best_effort=is_best_effort)
-        return commands
+    def exchange(self, chosen: Iterable[HeldRequest]) -> list[PooledCommand]:
+        """Let those of these requests that are here leave, and those that are away come back, as far as they can."""
+        return [
+            command for tracked in chosen for command in (self._fetch if tracked.is_away else self._depart)(tracked)
+        ]
 
-    def fetch(self, returning: Iterable[HeldRequest]) -> list[PooledCommand]:
-        """Hold blocks for these requests, and ask the pool for them."""
-        commands: list[PooledCommand] = []
-        for tracked in returning:
-            entry = self._away[tracked.request.request_id]
-            num_blocks = blocks_for(entry.num_cached, self._block_size)
-            if num_blocks <= self._held.state.num_free and not self._held.is_copying_out:
-                entry.block_ids = self._held.hold(num_blocks)
-                commands.append(Send(self._pool, FetchCopy(tracked.request.request_id, tracked.attempt)))
-        return commands
+    def _depart(self, tracked: HeldRequest) -> list[PooledCommand]:
+        if not self.can_ask(tracked):
+            return []
+        is_best_effort = tracked.request.request_class is RequestClass.BEST_EFFORT
+        return [*self.ask(tracked, self._pool, is_best_effort=is_best_effort)]
+
+    def _fetch(self, tracked: HeldRequest) -> list[PooledCommand]:
+        """Hold blocks, and ask the pool."""
+        entry = self._away[tracked.request.request_id]
+        num_blocks = blocks_for(entry.num_cached, self._block_size)
+        if num_blocks > self._held.state.num_free or self._held.is_copying_out:
+            return []
+        entry.block_ids = self._held.hold(num_blocks)
+        return [Send(self._pool, FetchCopy(tracked.request.request_id, tracked.attempt))]
 
     # --- events
 
