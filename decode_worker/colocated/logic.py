@@ -101,8 +101,7 @@ class ColocatedLogic:
             self._pooled = PooledPrefixes(self._requests, prefixes, prefix_pool, tokens_per_s=self._tokens_per_s)
         self._decodes = None
         if decode_pool is not None:
-            swap_s = scheduler.costs.swap_s
-            self._decodes = PooledDecodes(self._requests, registered.block_size, decode_pool, swap_s=swap_s)
+            self._decodes = PooledDecodes(self._requests, decode_pool, swap_s=scheduler.costs.swap_s)
         self._moves = RequestMoves(self._requests, self._router, registered) if registered.can_move else None
         self._iterations: IterationCycle[HeldRequest, ColocatedCommand] = IterationCycle(
             router=self._router,

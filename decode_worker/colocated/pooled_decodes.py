@@ -75,9 +75,9 @@ def is_of_link(event: object) -> bool:
 class PooledDecodes(Handoffs):
     """The requests on their way to the pool of the node, those there, and those on their way back."""
 
-    def __init__(self, held: HeldRequests, block_size: int, pool: str, *, swap_s: Callable[[float], float]) -> None:
+    def __init__(self, held: HeldRequests, pool: str, *, swap_s: Callable[[float], float]) -> None:
         """`swap_s`: by the cost model, for tokens: what copies take while none has been seen."""
-        super().__init__(held, block_size)
+        super().__init__(held, held.block_size)
         self._swap_s = swap_s
         held.num_copying = self._num_copying
         self._pool = pool
