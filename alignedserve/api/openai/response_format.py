@@ -27,10 +27,6 @@ from alignedserve.core.request import FinishReason, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 
-# A choice that has nothing but text.
-_CHAT_CHOICE = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
-_COMPLETION_CHOICE = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}'
-
 
 def event(payload: bytes) -> bytes:
     """Return one server-sent event."""
@@ -84,6 +80,7 @@ class ResponseFormatter(ABC):
 
     kind: str
     chunk_kind: str
+    plain_choice: bytes  # one that has nothing but text, of its index and the text
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -96,6 +93,10 @@ class ResponseFormatter(ABC):
         empty = orjson.dumps(self._envelope(self.chunk_kind, []))
         self._head = b"data: " + empty[: -len(b"]}")]
         self._plain_tail = b'],"usage":null}\n\n' if request.includes_usage else b"]}\n\n"
+        before, _, after = self.plain_choice.partition(b"%b")
+        # Of each choice, what stands before and after its text where there is nothing else.
+        places = range(len(request.requests))
+        self._around_text = [(self._head + before % place, after + self._plain_tail) for place in places]
 
     def _is_plain_text(self, index: int, delta: ChoiceDelta) -> bool:
         """Return whether all that there is to show is text of a choice that has begun, as of nearly every token."""
@@ -176,12 +177,14 @@ class ChatFormatter(ResponseFormatter):
     """Chat completions."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    plain_choice = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
 
     @override
     def events(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return the role once, then thought, text and tool calls, then the finish reason."""
         if self._is_plain_text(index, delta):
-            return self._head + _CHAT_CHOICE % (index, orjson.dumps(delta.text)) + self._plain_tail
+            before, after = self._around_text[index]
+            return before + orjson.dumps(delta.text) + after
         events = b""
         if not self._has_begun[index]:
             self._has_begun[index] = True
@@ -256,12 +259,14 @@ class CompletionFormatter(ResponseFormatter):
     """Completions; with `echo` each choice begins with its prompt."""
 
     kind = chunk_kind = "text_completion"
+    plain_choice = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}'
 
     @override
     def events(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return one event per delta."""
         if self._is_plain_text(index, delta):
-            return self._head + _COMPLETION_CHOICE % (index, orjson.dumps(delta.text)) + self._plain_tail
+            before, after = self._around_text[index]
+            return before + orjson.dumps(delta.text) + after
         is_first, self._has_begun[index] = not self._has_begun[index], True
         begins_with_prompt = is_first and self._request.echoes
         shows_tokens = self._request.has_token_ids and delta.token_ids
