@@ -28,7 +28,7 @@ from alignedserve.config.environment import RUN_DIR_VARIABLE
 from alignedserve.sim.result import ClassResult
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import Workload
-from benchmarks.chat_beside_documents import NUM_DOCUMENTS, RATE, SHAPES, config_of, workload_of
+from benchmarks.chat_beside_documents import DURATION_S, NUM_DOCUMENTS, RATE, SHAPES, config_of, workload_of
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_opt_125m
 from benchmarks.measuring.recording import write_result
@@ -150,17 +150,19 @@ def _stood_still(rows: Sequence[Row]) -> float:
 # --- simulated
 
 
-def simulated(shape: str, seeds: Iterable[int]) -> Row:
+def simulated(shape: str, seeds: Iterable[int], duration_s: float) -> Row:
     """Return what chat and documents of `chat_beside_documents` get without stops and with them, in the mean."""
     topology, num_workers, pool_blocks = SHAPES[shape]
     row: Row = {"shape": shape}
     for setting, yields in (("off", False), ("on", True)):
         config = config_of(topology, num_workers, pool_blocks)
         scheduling = msgspec.structs.replace(config.cluster.scheduling, yield_between_layers=yields)
-        config = replace(config, cluster=msgspec.structs.replace(config.cluster, scheduling=scheduling))
+        cluster = msgspec.structs.replace(config.cluster, scheduling=scheduling)
+        config = replace(config, cluster=cluster, duration_s=duration_s)
         alone, beside = list[ClassResult](), list[dict[str, ClassResult]]()
         for seed in seeds:
-            both = workload_of(seed, NUM_DOCUMENTS * num_workers, RATE * num_workers)
+            num_documents = int(NUM_DOCUMENTS * num_workers * duration_s / DURATION_S)
+            both = workload_of(seed, num_documents, RATE * num_workers, duration_s=duration_s)
             chats = tuple(one for one in both.requests if one.class_name == "chat")
             alone.append(Simulation(config, Workload(both.description, chats)).run().classes["chat"])
             beside.append(Simulation(config, both).run().classes)
@@ -197,7 +199,7 @@ def main() -> None:
     parser.add_argument("--simulated", action="store_true", help="simulate instead")
     arguments = parser.parse_args()
     if arguments.simulated:
-        shapes = [simulated(shape, range(1, 1 + arguments.rounds)) for shape in SIMULATED]
+        shapes = [simulated(shape, range(arguments.rounds), arguments.duration) for shape in SIMULATED]
         print(f"written to {write_result('scheduling/yielding', shapes)}")
         return
     rows: list[Row] = []
