@@ -94,11 +94,12 @@ class IterationCycle(Generic[RequestT, CommandT]):
             )
             for scores in event.prompt_scores
         ]
+        eos_token_ids, proceed = self._eos_token_ids, self._proceed
         for token in event.sampled:
             running = requests[token.request_id]
             if running.is_aborted:
                 continue
-            delta = running.append(token, self._eos_token_ids)
+            delta = running.append(token, eos_token_ids)
             deltas[running.request.reply_to].append(delta)
             if not running.is_prefilled:
                 running.is_prefilled = True
@@ -106,8 +107,8 @@ class IterationCycle(Generic[RequestT, CommandT]):
             if delta.finish_reason is not None:
                 commands += self._release(running)
                 commands += self._router.finished(running)
-            elif self._proceed is not None:
-                commands += self._proceed(running)
+            elif proceed is not None:
+                commands += proceed(running)
         reasons = dict(event.reasons)
         for request_id in event.failed:
             running = requests[request_id]

@@ -11,6 +11,7 @@ and of C's from there, are counted as well: on a busy machine they tell more.
     python -m benchmarks.engine.host_cycle --against ../before  # in turns with the tree of another commit
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -42,17 +44,17 @@ from alignedserve.runtime.engine.device_turns import DeviceTurns
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.engine.sampling import sampler
+from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.model_config import ModelConfig
-from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 from decode_worker.factory import colocated_registration, make_colocated_logic, memory_of
 
 CASES = ((64, 2048), (256, 1024))
 BLOCK_SIZE = 16
 PROGRAMS = 264  # two on each of an H100's 132 multiprocessors
-WARM_UPS, COUNTED_STEPS = 8, 31
+WARM_UPS, COUNTED_STEPS, STEPS_OF_A_TURN = 8, 31, 20
 _SPARE_BLOCKS = 24  # of each request: for 384 steps
 # In the first two all contexts are of one length, and all begin a block in the same step, which medians leave out. In
 # the last a sixteenth of them does so in every step, as in service.
@@ -206,6 +208,7 @@ def made(num_rows: int, context_len: int, sampling: SamplingParams, *, is_spread
     executor = ModelExecutor.__new__(ModelExecutor)
     stand_in: Any = executor
     stand_in._engine, stand_in._ranks, stand_in._turns = engine, None, DeviceTurns(None)
+    stand_in._urgent = UrgentIterations()
     stand_in._adapters = mock.Mock(failures=lambda ids: {}, add=lambda request: None, remove=lambda request_id: None)
     decode = DecodeWorkerConfig(
         kv_cache_bytes=1 << 30,
@@ -230,11 +233,16 @@ def made(num_rows: int, context_len: int, sampling: SamplingParams, *, is_spread
     return Setup(engine, executor, logic, requests)
 
 
-def measure(num_rows: int, context_len: int, kind: str, num_steps: int) -> dict[str, Any]:
-    """Return the medians of steps in which all requests decode, in milliseconds, and their calls."""
+def measure(
+    num_rows: int, context_len: int, kind: str, num_steps: int, *, turn: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Return the medians of steps in which all requests decode, in milliseconds, and their calls.
+
+    Also the tenth of the steps that was disturbed least. `turn`: called before every few of them.
+    """
     counted = calls_of(num_rows, context_len, kind)
     parts = Parts()
-    totals = _run(num_rows, context_len, kind, num_steps, parts=parts)
+    totals = _run(num_rows, context_len, kind, num_steps, parts=parts, turn=turn)
     steps = parts.steps[-num_steps:]
     names = sorted({name for step in steps for name in step})
     medians = {name: _ms([step.get(name, 0.0) for step in steps]) for name in names}
@@ -243,6 +251,7 @@ def measure(num_rows: int, context_len: int, kind: str, num_steps: int) -> dict[
         "context": context_len,
         "sampling": kind,
         "cycle_ms": _ms(totals[WARM_UPS:]),
+        "cycle_p10_ms": round(1e3 * float(np.percentile(totals[WARM_UPS:], 10)), 3),
         "calls": counted,
     } | medians
 
@@ -262,6 +271,7 @@ def _run(
     *,
     parts: Parts | None = None,
     calls: Calls | None = None,
+    turn: Callable[[], None] = lambda: None,
 ) -> list[float]:
     """Run steps, after some to warm up, and return their seconds; note their parts, or count their calls."""
     filters = {"temperature": 0.7, "top_p": 0.9, "seed": 1} if kind == RANDOM else {"temperature": 0.0}
@@ -282,6 +292,8 @@ def _run(
             is_decode = len(command.slices) == num_rows and all(count == 1 for _, count in command.slices)
             if parts is not None:
                 parts.end_step()
+            if not len(totals) % STEPS_OF_A_TURN:
+                turn()
             started = time.thread_time()
             with nullcontext() if calls is None else calls.counted():
                 completed = perform(command)
@@ -314,51 +326,56 @@ def _ms(seconds: Sequence[float]) -> float:
     return round(1e3 * statistics.median(seconds), 3)
 
 
-def measure_all(num_steps: int) -> list[dict[str, Any]]:
-    """Measure every case once."""
-    cases = [(*case, kind) for case in CASES for kind in KINDS]
-    return [measure(*case, num_steps) for case in cases]
+def cases() -> list[tuple[int, int, str]]:
+    """Return what is measured: requests, their context and their sampling."""
+    return [(*case, kind) for case in CASES for kind in KINDS]
 
 
-def _measured_in(tree: Path, num_steps: int) -> list[dict[str, Any]]:
-    """Measure the code of another tree, by this file."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--steps", str(num_steps), "--rounds", "1", "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(tree.resolve())}
-    asked = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True)
-    found: list[dict[str, Any]] = json.loads(asked.stdout)
-    return found
+def _wait_for_turn() -> None:
+    print(flush=True)
+    sys.stdin.readline()
 
 
-def _median_of(rounds: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the median of each figure over the rounds, case by case."""
-    rows = []
-    for of_case in zip(*rounds, strict=True):
-        names = [name for name, value in of_case[0].items() if isinstance(value, float)]
-        rows.append(of_case[0] | {name: round(statistics.median(one[name] for one in of_case), 3) for name in names})
-    return rows
+def _in_turns(trees: dict[str, Path], case: int, num_steps: int) -> dict[str, dict[str, Any]]:
+    """Measure a case in the code of each tree, by this file: some steps of the one, then of the other.
+
+    Whatever else runs here disturbs both alike.
+    """
+    command = [sys.executable, str(Path(__file__).resolve()), "--steps", str(num_steps), "--case", str(case)]
+    with ExitStack() as stack:
+        children: dict[str, Any] = {}
+        for name, tree in trees.items():
+            environment = {**os.environ, "PYTHONPATH": str(tree.resolve())}
+            child = subprocess.Popen(command, cwd=tree, env=environment, stdin=PIPE, stdout=PIPE, text=True)
+            children[name] = stack.enter_context(child)
+        said = {name: child.stdout.readline() for name, child in children.items()}
+        while waiting := [name for name, line in said.items() if not line.strip()]:
+            for name in waiting:
+                children[name].stdin.write("\n")
+                children[name].stdin.flush()
+                said[name] = children[name].stdout.readline()
+    return {name: json.loads(line) for name, line in said.items()}
 
 
 def main() -> None:
     """Measure, print and record under a --name."""
     torch.set_num_threads(1)  # copies to a GPU need no other
-    parser = parser_of(__doc__, rounds=5)
-    parser.add_argument("--steps", type=int, default=200)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--against", type=Path, help="the tree of another commit, measured in turns with this one")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--case", type=int, help="the number of one, measured in turns with whoever reads this")
     parser.add_argument("--name", help="of the record, as engine/host_cycle; none is made without")
     options = parser.parse_args()
-    rounds: dict[str, list[list[dict[str, Any]]]] = defaultdict(list)
-    for _ in range(options.rounds):
-        if options.against is not None:
-            rounds["before"].append(_measured_in(options.against, options.steps))
-        rounds["now"].append(measure_all(options.steps))
-    figures = {tree: _median_of(measured) for tree, measured in rounds.items()}
-    if options.json:
-        print(json.dumps(figures["now"]))
+    if options.case is not None:
+        num_rows, context_len, kind = cases()[options.case]
+        print(json.dumps(measure(num_rows, context_len, kind, options.steps, turn=_wait_for_turn)))
         return
-    for tree, rows in figures.items():
-        for row in rows:
-            print(tree, row)
+    trees = {"now": Path(__file__).parents[2]} | ({"before": options.against} if options.against else {})
+    figures: dict[str, list[dict[str, Any]]] = {tree: [] for tree in trees}
+    for case in range(len(cases())):
+        for tree, row in _in_turns(trees, case, options.steps).items():
+            figures[tree].append(row)
+            print(tree, row, flush=True)
     if options.name:
         write_result(options.name, figures)
 
