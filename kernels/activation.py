@@ -10,18 +10,35 @@ from torch.nn import functional
 from kernels.cpu.rows import GateRows, native_level
 from kernels.gpu_dispatch import fused_kernels
 
+# Of gpt-oss.
+_LIMIT, _STEEPNESS = 7.0, 1.702
+
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """Compute the tanh approximation of GELU, element by element."""
     return functional.gelu(x, approximate="tanh")
 
 
+def relu2(x: Tensor) -> Tensor:
+    """Compute the square of what is above 0, element by element."""
+    return functional.relu_(x).square_()
+
+
+def clamped_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute what gpt-oss's experts make of gates and ups."""
+    gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
+    return gate * torch.sigmoid(gate * _STEEPNESS) * (up + 1)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu_,
+    "relu2": relu2,
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": gelu_tanh,
 }
+# Of gates and ups together.
+_OF_BOTH = {"clamped_silu": clamped_silu}
 
 
 class Gated:
@@ -30,9 +47,9 @@ class Gated:
     __slots__ = ("_activation", "_rows", "device", "dtype")
 
     def __init__(self, activation: str, dtype: torch.dtype, device: torch.device) -> None:
-        """`activation`: a name in ACTIVATIONS."""
+        """`activation`: a name in ACTIVATIONS, or clamped_silu."""
         self.dtype, self.device = dtype, device
-        self._activation = ACTIVATIONS[activation]
+        self._activation = activation
         self._rows = _gate_rows(activation, dtype, device)
 
     def round_results(self, unread: Tensor | None = None) -> None:
@@ -48,15 +65,17 @@ class Gated:
         return results
 
 
-def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+def gated(x: Tensor, activation: str) -> Tensor:
     """Compute the same in plain PyTorch."""
     gate, up = x.chunk(2, dim=-1)
-    return activation(gate).mul_(up)
+    if activation in _OF_BOTH:
+        return _OF_BOTH[activation](gate, up)
+    return ACTIVATIONS[activation](gate).mul_(up)
 
 
 def _gate_rows(activation: str, dtype: torch.dtype, device: torch.device) -> Any | None:
     """Return the one-pass kernel here; None: there is none."""
-    fused = fused_kernels("gating", device, dtype)
+    fused = None if activation in _OF_BOTH else fused_kernels("gating", device, dtype)
     if fused is not None:
         return fused.Gates(activation)
     level = native_level(dtype, device) if activation in GateRows.ACTIVATIONS else None

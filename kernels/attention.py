@@ -10,6 +10,7 @@ Scores, softmax and sums are float32 whatever the dtype. Every slot that is gath
 engine zeroes a block before its first use); which of them count is up to the mask.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,25 @@ _MIN_GROUP_16_BIT = 4
 
 # How rows of a cache of these elements are read.
 _ROUNDED = {torch.int8: dequantise_rows, torch.uint8: dequantise_float8_rows}
+
+
+class ScoreForm(NamedTuple):
+    """What becomes of scores, beside their scale, before they are weights."""
+
+    sinks: Tensor | None = None  # float32 [layers, heads]: the score of a key without value that every query reads
+    cap: float | None = None  # c: a score s becomes c * tanh(s / c)
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether scores are weights' exponents as they are."""
+        return self.sinks is None and self.cap is None
+
+    def of_layer(self, layer: int) -> "ScoreForm":
+        """Return the form with the sinks [heads] of one layer."""
+        return self if self.sinks is None else self._replace(sinks=self.sinks[layer])
+
+
+PLAIN_SCORES = ScoreForm()
 
 
 class RunSelection(NamedTuple):
@@ -54,7 +74,13 @@ class GatherBuffers:
 
 
 def attend_decode(
-    queries: Tensor, key_runs: Tensor, value_runs: Tensor, runs: RunSelection, mask: Tensor, buffers: GatherBuffers
+    queries: Tensor,
+    key_runs: Tensor,
+    value_runs: Tensor,
+    runs: RunSelection,
+    mask: Tensor,
+    buffers: GatherBuffers,
+    scores: ScoreForm = PLAIN_SCORES,
 ) -> Tensor:
     """Compute attention of one query token for each of `sequences` sequences.
 
@@ -63,6 +89,7 @@ def attend_decode(
                value_runs alike
     runs       of each sequence's blocks [sequences * blocks], padded to the same number
     mask       [sequences, 1, 1, blocks * block_size] float32: 0 where a slot counts, -inf elsewhere
+    scores     with the sinks of this layer
     returns    [sequences, kv_heads, group, head_dim], dtype of queries
     """
     count, kv_heads, group, head_dim = queries.shape
@@ -76,20 +103,32 @@ def attend_decode(
     elif queries.device.type != "cpu":
         mask = mask.to(dtype)
     shape = (count, -1, kv_heads, head_dim)
+    if not scores.is_plain:
+        heads = (own.view(shape).transpose(1, 2) for own in (keys, values))
+        return _attend(queries, *heads, mask, scores).to(dtype)
     attended = functional.scaled_dot_product_attention(
         queries, keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2), attn_mask=mask
     )
     return attended.to(dtype)
 
 
-def attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def attend_chunk(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: ScoreForm = PLAIN_SCORES
+) -> Tensor:
     """Compute attention of several new tokens of one sequence.
 
     queries    [tokens, kv_heads, group, head_dim]
     keys       [context, kv_heads, head_dim]; values alike; the new tokens are the last of the context
     mask       [tokens, context] float32 or dtype of queries, 0 or -inf; None: context is the new tokens alone, causal
+    scores     with the sinks of this layer
     returns    [tokens, kv_heads, group, head_dim]
     """
+    if not scores.is_plain:
+        if mask is None:
+            hidden = torch.ones(len(queries), len(keys), dtype=torch.bool, device=keys.device).triu_(1)
+            mask = torch.zeros(hidden.shape, device=keys.device).masked_fill_(hidden, -torch.inf)
+        # [kv_heads, context, head_dim] for every token; its own row of the mask.
+        return _attend(queries, keys.transpose(0, 1), values.transpose(0, 1), mask[:, None, None], scores)
     group = queries.shape[2]
     # Key heads as the batch, the group as heads of stride 0: no key is copied.
     expanded = (-1, group, -1, -1)
@@ -101,6 +140,20 @@ def attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
         is_causal=mask is None,
     )
     return attended.permute(2, 0, 1, 3)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, form: ScoreForm) -> Tensor:
+    """Compute attention of queries [rows, kv_heads, group, head_dim] to keys and values [.., kv_heads, context,
+    head_dim], with a mask [rows, 1, 1, context]; scores are of this form."""
+    scores = (queries.float() @ keys.float().transpose(-1, -2)) / math.sqrt(queries.shape[-1])
+    if form.cap is not None:
+        scores = (scores / form.cap).tanh_().mul_(form.cap)
+    scores = scores + mask
+    if form.sinks is not None:
+        sinks = form.sinks.view(1, *queries.shape[1:3], 1).expand(len(queries), -1, -1, -1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[-2]]
+    return (weights @ values.float()).to(queries.dtype)
 
 
 def gather_context(

@@ -1,7 +1,8 @@
 """Layouts of the blocks whose products are computed in place; `block_values` unpacks them.
 
 Those of GGUF files, by GGUF's names; and G4_32, G4_64 and G4_128, of 4 bits with a float32 scale and minimum for every
-32, 64 or 128 values, for weights in groups whose scales or zero points no other block holds exactly.
+32, 64 or 128 values, for weights in groups whose scales or zero points no other block holds exactly. MXFP4 has a power
+of two for every 32 floats of 4 bits.
 """
 
 from typing import NamedTuple
@@ -11,13 +12,15 @@ from torch import Tensor
 
 from kernels.block_values import unpack_rows
 
+_NO_EXPONENT = 255
+
 
 class BlockFormat(NamedTuple):
     """The layout of one block in a file: a superblock in a K format."""
 
     num_values: int
     num_bytes: int
-    scale_places: tuple[int, ...]  # of the float16 (G formats: float32) numbers among its bytes
+    scale_places: tuple[int, ...]  # of the float16 (G formats: float32; MXFP4: a power of two) numbers among its bytes
     scale_bytes: int = 2
 
     def row_bytes(self, width: int) -> int:
@@ -43,6 +46,8 @@ def has_finite_scales(raw_rows: Tensor, type_name: str) -> bool:
     Then every value is one too, but for G formats, whose float32 scale times 15 may be too large.
     """
     layout = format_named(type_name)
+    if layout.scale_bytes == 1:  # an exponent; the last one is no number
+        return not bool((_blocks(raw_rows, layout)[:, layout.scale_places[0]] == _NO_EXPONENT).any())
     dtype = torch.float16 if layout.scale_bytes == 2 else torch.float32
     blocks = _blocks(raw_rows, layout)
     places = [place + byte for place in layout.scale_places for byte in range(layout.scale_bytes)]
@@ -72,4 +77,5 @@ BLOCK_FORMATS = {
     "G4_32": BlockFormat(32, 24, (0, 4), 4),
     "G4_64": BlockFormat(64, 40, (0, 4), 4),
     "G4_128": BlockFormat(128, 72, (0, 4), 4),
+    "MXFP4": BlockFormat(32, 17, (0,), 1),
 }

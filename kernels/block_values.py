@@ -72,6 +72,11 @@ def _g4(blocks: Bytes) -> Floats:
     return values
 
 
+def _mxfp4(blocks: Bytes) -> Floats:
+    values: Floats = np.ldexp(_FLOATS_OF_4_BITS[_nibbles(blocks[:, 1:])], blocks[:, :1].astype(np.int32) - 127)
+    return values
+
+
 def _q5_0(blocks: Bytes) -> Floats:
     return _half(blocks, 0) * (_float32(_q5_0_quants(blocks)) - np.float32(16))
 
@@ -140,6 +145,8 @@ def _fifth_bits(raw: Bytes) -> Bytes:
     return np.unpackbits(raw, axis=-1, bitorder="little") << np.uint8(4)
 
 
+_MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_FLOATS_OF_4_BITS = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 _PLAIN = ("F32", "F16", "BF16")
 _UNPACKING: dict[str, tuple[Callable[[Bytes], Floats], int]] = {
     "F32": (_f32, 4),
@@ -156,4 +163,5 @@ _UNPACKING: dict[str, tuple[Callable[[Bytes], Floats], int]] = {
     "G4_32": (_g4, 24),
     "G4_64": (_g4, 40),
     "G4_128": (_g4, 72),
+    "MXFP4": (_mxfp4, 17),
 }

@@ -81,10 +81,10 @@ class ExpertRouter:
 
     __slots__ = ("_kernels", "_normalises", "_num_chosen", "_product", "num_experts")
 
-    def __init__(self, weight: Tensor, num_chosen: int, *, normalises: bool) -> None:
-        """`weight` [experts, hidden_size]; `normalises`: the shares of a row's experts add up to 1."""
+    def __init__(self, weight: Tensor, num_chosen: int, *, normalises: bool, bias: Tensor | None = None) -> None:
+        """`weight` [experts, hidden_size], `bias` [experts]; `normalises`: a row's shares add up to 1."""
         self.num_experts = weight.shape[0]
-        self._product = Linear(weight.float())
+        self._product = Linear(weight.float(), None if bias is None else bias.float())
         self._num_chosen = num_chosen
         self._normalises = normalises
         self._kernels: Any | None = fused_kernels("expert_rows", weight.device, weight.dtype)
@@ -103,6 +103,7 @@ class GroupRouter:
     """Chooses by sigmoids: first groups of experts by their two best, then experts in these (DeepSeek-V3, 2.1.2).
 
     A learned number is added to an expert's score for the choice alone; it evens out how often experts are chosen.
+    Without these numbers, scores are a softmax, and groups are chosen by their best expert (DeepSeek-V2, 2.2.2).
     """
 
     __slots__ = ("_correction", "_normalises", "_num_chosen", "_num_chosen_groups", "_num_groups", "_product", "_scale",
@@ -111,7 +112,7 @@ class GroupRouter:
     def __init__(
         self,
         weight: Tensor,
-        correction: Tensor,
+        correction: Tensor | None,
         num_chosen: int,
         *,
         normalises: bool,
@@ -128,8 +129,9 @@ class GroupRouter:
 
     def __call__(self, x: Tensor) -> Routing:
         """Choose for x [rows, hidden_size]."""
-        scores = self._product(x.float()).sigmoid()
-        ranks = scores + self._correction
+        logits = self._product(x.float())
+        scores = logits.softmax(-1) if self._correction is None else logits.sigmoid()
+        ranks = scores if self._correction is None else scores + self._correction
         if self._num_groups > 1:
             ranks = self._in_chosen_groups(ranks)
         experts = ranks.topk(self._num_chosen, dim=-1).indices
@@ -141,7 +143,7 @@ class GroupRouter:
     def _in_chosen_groups(self, ranks: Tensor) -> Tensor:
         """Return the ranks with those of other groups below all."""
         by_group = ranks.view(len(ranks), self._num_groups, -1)
-        best = by_group.topk(2, dim=-1).values.sum(-1)
+        best = by_group.topk(1 if self._correction is None else 2, dim=-1).values.sum(-1)
         chosen = best.topk(self._num_chosen_groups, dim=-1).indices
         others = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
         return by_group.masked_fill(others[..., None], -torch.inf).view_as(ranks)

@@ -73,7 +73,8 @@ class Linear:
         is_gated: bool = False,
         allow_packing: bool = True,
     ) -> None:
-        """`weight` [columns, in_width]; `bias` [columns]; `activation` a name in ACTIVATIONS, needed with gates.
+        """`weight` [columns, in_width]; `bias` [columns]; `activation` a name in ACTIVATIONS, or of
+        gates, which need one, clamped_silu.
 
         Keeps no reference to a weight that it packed.
         """
@@ -128,18 +129,21 @@ def _product(
 class OneDnnLinear:
     """Product in oneDNN's packed layout; otherwise as `Linear` without gates. Keeps no reference to the weight."""
 
-    __slots__ = ("_activation", "_bias", "_post_op", "_weight")
+    __slots__ = ("_activation", "_bias", "_is_whole", "_post_op", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_ROWS)
         self._bias = bias
-        self._post_op = _POST_OPS[activation]
+        self._post_op = _POST_OPS.get(activation, _POST_OPS[None])
         self._activation = None if activation is None else ACTIVATIONS[activation]
+        self._is_whole = activation in _POST_OPS  # else the library knows no such nonlinearity
 
     def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Multiply x [rows, in_width] -> [rows, out_width]."""
         name, algorithm = self._post_op
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, name, [], algorithm)
+        if self._activation is not None and not self._is_whole:
+            return self._activation(product if addends is None else addends.added_to(product))
         if addends is None:
             return product
         # The rows with addends once more, as the library applies the nonlinearity to all.

@@ -88,16 +88,29 @@ class HeadNorms:
 
 
 class HeadPlacement:
-    """Rotates queries and keys by their positions, and writes keys and values to the cache."""
+    """Rotates queries and keys by their positions, and writes keys and values, or keys alone, to the cache."""
 
-    __slots__ = ("_fused", "_head_dim", "_kv_heads", "_num_heads", "_rows", "angle_dtype")
+    __slots__ = ("_fused", "_has_values", "_head_dim", "_kv_heads", "_num_heads", "_rows", "angle_dtype")
 
-    def __init__(self, num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        has_values: bool = True,
+    ) -> None:
+        """`has_values`: False: the cached keys are the values too."""
         self._num_heads, self._kv_heads, self._head_dim = num_heads, kv_heads, head_dim
-        kernels = fused_kernels("head_placement", device, dtype)
+        self._has_values = has_values
+        kernels = fused_kernels("head_placement", device, dtype) if has_values else None
         self._fused = None if kernels is None else kernels.HeadRowsKernel(num_heads, kv_heads, head_dim)
         level = native_level(dtype, device)
-        self._rows = None if level is None else HeadRows(num_heads, kv_heads, head_dim, dtype, level=level)
+        self._rows = None
+        if level is not None:
+            self._rows = HeadRows(num_heads, kv_heads, head_dim, dtype, level=level, has_values=has_values)
         is_plain = self._fused is None and self._rows is None
         self.angle_dtype = dtype if is_plain else torch.float32
 
@@ -116,7 +129,7 @@ class HeadPlacement:
         values: Tensor,
     ) -> None:
         """Place fused [tokens, (num_heads + 2 * kv_heads) * head_dim]: queries and keys are normalised and rotated in
-        place.
+        place. Without values there are kv_heads fewer, and `values` is not read.
 
         norms      None: heads are rotated as they are
         rotation   cos, sin [tokens, 1, rotary_dim / 2] in `angle_dtype`; None: nothing is rotated
@@ -127,7 +140,7 @@ class HeadPlacement:
         if self._fused is not None and (norms is None or norms.is_by_head):
             self._fused(fused, norms, rotation, slots, keys, values)
             return
-        heads = fused.view(fused.shape[0], self._num_heads + 2 * self._kv_heads, self._head_dim)
+        heads = fused.view(fused.shape[0], -1, self._head_dim)
         first_value = self._num_heads + self._kv_heads
         if norms is not None:
             if norms.is_after_rotation and rotation is not None:
@@ -143,5 +156,6 @@ class HeadPlacement:
             return
         if rotation is not None:
             rotate_(heads[:, :first_value], *rotation)
-        for cached, own in ((keys, heads[:, self._num_heads : first_value]), (values, heads[:, first_value:])):
+        placed = ((keys, heads[:, self._num_heads : first_value]), (values, heads[:, first_value:]))
+        for cached, own in placed[: 2 if self._has_values else 1]:
             cached.index_copy_(0, slots, _ROUNDED[cached.dtype](own) if cached.dtype in _ROUNDED else own.flatten(1))

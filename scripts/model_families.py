@@ -40,6 +40,12 @@ def beyond_llama(form: FamilyForm) -> Iterator[str]:
         yield "interleaved RoPE"
     if form.rotated.default != 1.0:
         yield "partial RoPE"
+    if form.latent is not None:
+        yield "latent attention"
+    if form.has_sinks:
+        yield "attention sinks"
+    if form.has_caps:
+        yield "capped scores and logits"
     if form.head_norm in _HEAD_NORMS:
         yield _HEAD_NORMS[form.head_norm]
     if form.experts is not None:
@@ -48,7 +54,7 @@ def beyond_llama(form: FamilyForm) -> Iterator[str]:
         yield "sigmoid routing"
     if form.names.shared_down:
         yield "shared expert"
-    if form.names.positions or form.norm in (NormKind.LAYER, NormKind.UNSHIFTED_LAYER):
+    if form.names.positions or form.norm not in (NormKind.RMS, NormKind.RMS_PLUS_ONE):
         yield "layer norms"
     if not form.has_input_norms:
         yield "post-norms alone"

@@ -14,7 +14,14 @@ import typer
 from alignedserve.cli.batch.app import batch_app
 from alignedserve.cli.bench.app import bench_app
 from alignedserve.cli.certify.options import CertifyOptions
-from alignedserve.cli.commands.options import ChatOptions, DemoOptions, EvalOptions, ProfileOptions, ServeOptions
+from alignedserve.cli.commands.options import (
+    ChatOptions,
+    DemoOptions,
+    EvalOptions,
+    ProfileOptions,
+    QuantizeOptions,
+    ServeOptions,
+)
 from alignedserve.cli.commands.simulation_options import PlanOptions, ReplayOptions, SimulateOptions
 from alignedserve.cli.console import DEFAULT_URL, FAILURE, exit_code, print_error
 from alignedserve.cli.gpu_check.options import GpuCheckOptions
@@ -245,6 +252,15 @@ def pull(
     from alignedserve.cli.commands.pull import pull as run
 
     raise typer.Exit(run(model))
+
+
+@app.command()
+@takes_options
+def quantize(options: QuantizeOptions) -> None:
+    """Round the matrices of a model folder to 4 or 8 bits, into a new folder, and show what that changes."""
+    from alignedserve.cli.commands.quantize import quantize as run
+
+    raise typer.Exit(run(options))
 
 
 @app.command()

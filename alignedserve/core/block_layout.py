@@ -18,7 +18,7 @@ class BlockLayout:
     """One block: keys and values of `block_size` tokens on every layer, one contiguous run of `block_bytes` bytes.
 
     Order inside a block, outermost first: [num_layers, 2 (keys, values), block_size, num_kv_heads, head_dim]; of int8
-    and fp8 [num_layers, 2, block_size, slot_width].
+    and fp8 [num_layers, 2, block_size, slot_width]. With one part in place of 2 the values are read from the keys.
     Raises ConfigError naming the field.
     """
 
@@ -27,11 +27,14 @@ class BlockLayout:
     num_kv_heads: int
     head_dim: int
     dtype: str  # a key of DTYPE_BYTES, INT8 or FP8
+    num_parts: int = 2  # keys and values; 1: the keys are both
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_layers", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1.")
+        if self.num_parts not in (1, 2):
+            raise ConfigError("num_parts must be 1 or 2.")
         if self.dtype not in _CACHE_DTYPE_BYTES:
             raise ConfigError(f"dtype must be one of {', '.join(_CACHE_DTYPE_BYTES)}, not {self.dtype!r}.")
 
@@ -63,7 +66,7 @@ class BlockLayout:
     @property
     def runs_per_block(self) -> int:
         """Number of such runs in one block: keys and values of every layer."""
-        return 2 * self.num_layers
+        return self.num_parts * self.num_layers
 
     @property
     def block_elements(self) -> int:
@@ -91,7 +94,8 @@ class BlockLayout:
 
     def digest(self) -> bytes:
         """Return 32 bytes that identify the layout; processes compare them before they share blocks."""
-        return hashlib.sha256(repr(astuple(self)).encode()).digest()
+        fields = astuple(self)
+        return hashlib.sha256(repr(fields if self.num_parts == 1 else fields[:-1]).encode()).digest()
 
 
 def recomputed_blocks(hidden_block_tokens: int, block_size: int) -> int:

@@ -74,8 +74,8 @@ class JsonFields:
 
     def with_defaults(self, defaults: dict[str, Any]) -> "JsonFields":
         """Return the same object with these values of fields that are absent or null."""
-        present = {name: value for name, value in self._fields.items() if value is not None}
-        return JsonFields({**defaults, **present}, self._where)
+        missing = {name: value for name, value in defaults.items() if not self.has(name)}
+        return JsonFields({**self._fields, **missing}, self._where)
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
         """Return a whole number in low..high."""

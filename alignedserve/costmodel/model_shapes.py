@@ -30,6 +30,8 @@ class ModelShape:
     expert_size: int = 0  # as ffn_size
     num_expert_layers: int = 0
     shared_expert_size: int = 0  # as ffn_size, of the expert that every token passes
+    kv_parts: int = 2  # keys and values are cached; 1: latents, which are both
+    attention_parameters: int = 0  # of a layer; 0: those of queries, keys, values and output
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -67,7 +69,9 @@ class ModelShape:
 
     def _layers(self, num_experts: int) -> int:
         """Return the weights of all layers with `num_experts` in each layer of experts."""
-        attention = 2 * self.hidden_size * (self.num_heads * self.head_dim + self.kv_width)
+        attention = self.attention_parameters
+        if not attention:
+            attention = 2 * self.hidden_size * (self.num_heads * self.head_dim + self.kv_width)
         row = (3 if self.is_gated else 2) * self.hidden_size
         dense = (self.num_layers - self.num_expert_layers) * row * self.ffn_size
         router = self.hidden_size * self.num_experts
@@ -108,7 +112,7 @@ class ModelShape:
     @property
     def kv_token_bytes(self) -> int:
         """Return the bytes of one token's keys and values, all layers."""
-        return 2 * self.num_layers * self.kv_width * self.dtype_bytes
+        return self.kv_parts * self.num_layers * self.kv_width * self.dtype_bytes
 
     @property
     def hidden_ratio(self) -> float:
@@ -117,7 +121,7 @@ class ModelShape:
 
         Example: Llama-3-8B has 8 key heads of 128 for 4 096 of hidden size: 4096 / (2 * 1024) = 2.
         """
-        return self.hidden_size / (2 * self.kv_width)
+        return self.hidden_size / (self.kv_parts * self.kv_width)
 
 
 def _opt(name: str, num_layers: int, hidden_size: int, num_heads: int) -> ModelShape:

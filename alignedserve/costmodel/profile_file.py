@@ -89,7 +89,7 @@ def _numbers(content: Mapping[str, Any], name: str, kind: type, path: Path) -> d
 
 
 def _shape(content: Mapping[str, Any], path: Path) -> ModelShape:
-    section = _section({"shape": _with_experts(content.get("shape"))}, "shape", ModelShape, path)
+    section = _section({"shape": _with_later_sizes(content.get("shape"))}, "shape", ModelShape, path)
     types = {field.name: field.type for field in fields(ModelShape)}
     for field, value in section.items():
         if type(value) is not types[field]:
@@ -103,7 +103,8 @@ def _with_later_fields(section: Any) -> Any:
     return {**dict.fromkeys(later, 0.0), **section} if isinstance(section, dict) else section
 
 
-def _with_experts(section: Any) -> Any:
-    """Return the shape with the fields of experts, which profiles of earlier versions lack."""
+def _with_later_sizes(section: Any) -> Any:
+    """Return the shape with the fields of experts and latents, which profiles of earlier versions lack."""
     names = ("num_experts", "num_chosen_experts", "expert_size", "num_expert_layers", "shared_expert_size")
-    return {**dict.fromkeys(names, 0), **section} if isinstance(section, dict) else section
+    later = {**dict.fromkeys(names, 0), "kv_parts": 2, "attention_parameters": 0}
+    return {**later, **section} if isinstance(section, dict) else section

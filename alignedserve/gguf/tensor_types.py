@@ -6,7 +6,15 @@ FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 # Types whose products are computed in blocks on a CPU, and the blocks: a Q5_0 is a Q8_0 of the same values.
-_COMPUTED_AS = {"Q8_0": "Q8_0", "Q5_0": "Q8_0", "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q4_K": "Q4_K", "Q6_K": "Q6_K"}
+_COMPUTED_AS = {
+    "Q8_0": "Q8_0",
+    "Q5_0": "Q8_0",
+    "Q4_0": "Q4_0",
+    "Q4_1": "Q4_1",
+    "Q4_K": "Q4_K",
+    "Q6_K": "Q6_K",
+    "MXFP4": "MXFP4",
+}
 # What a block takes more once it is packed: the 6-bit scales and minima of a Q4_K become bytes.
 _EXTRA_BYTES = {"Q4_K": 4}
 
@@ -24,6 +32,12 @@ def packed_row_bytes(type_name: str, width: int) -> int | None:
     layout = next(layout for layout in TENSOR_TYPES.values() if layout.name == computed)
     num_blocks = width // layout.block_values
     return num_blocks * (layout.block_bytes + _EXTRA_BYTES.get(computed, 0))
+
+
+def row_bytes(type_name: str, width: int) -> int:
+    """Return the bytes of a row of `width` values, which fill blocks."""
+    layout = next(layout for layout in TENSOR_TYPES.values() if layout.name == type_name)
+    return width // layout.block_values * layout.block_bytes
 
 
 class TensorType(NamedTuple):
@@ -52,6 +66,7 @@ TENSOR_TYPES = {
     13: TensorType("Q5_K", 256, 176),
     14: TensorType("Q6_K", 256, 210),
     30: TensorType("BF16", 1, 2),
+    39: TensorType("MXFP4", 32, 17),
 }
 # Named in errors, not read.
 OTHER_TYPES = {
@@ -75,5 +90,4 @@ OTHER_TYPES = {
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
 }

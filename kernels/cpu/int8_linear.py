@@ -63,7 +63,7 @@ class Int8Linear:
                 dtype=dtype,
             )
             return
-        then = None if activation is None else ACTIVATIONS[activation]
+        then = None if activation is None or is_gated else ACTIVATIONS[activation]
         if is_gated:
             assert activation is not None, "gates without a nonlinearity"
             then = Gated(activation, computed, weight.device)

@@ -10,6 +10,7 @@ computed in one place); a hidden-cache block a product with the layer's key and 
 scored. A cache of int8 came in as another way to load a unit of elements.
 """
 
+import math
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.attention import PLAIN_SCORES, ScoreForm
 from kernels.cpu.native import load_native
 from kernels.int8_rows import SCALE_BYTES, int8_row_width
 
@@ -49,10 +51,18 @@ class Int8Heads(NamedTuple):
 class PagedAttention:
     """Attention over the blocks of one storage, which it only reads."""
 
-    def __init__(self, blocks: Tensor, *, group: int, level: str, int8: Int8Heads | None = None) -> None:
+    def __init__(
+        self,
+        blocks: Tensor,
+        *,
+        group: int,
+        level: str,
+        int8: Int8Heads | None = None,
+        scores: ScoreForm = PLAIN_SCORES,
+    ) -> None:
         """`blocks` [num_blocks, num_layers, 2 (keys, values), block_size, kv_heads, head_dim], contiguous, on the CPU,
-        float32 or bfloat16, or with `int8` [.., block_size, row_width] (`kernels.int8_rows`); `group` query heads read
-        one key head."""
+        float32 or bfloat16, or with `int8` [.., block_size, row_width] (`kernels.int8_rows`); with 1 in place of 2 the
+        values are the keys. `group` query heads read one key head."""
         assert _native is not None, "the native kernels are not built"
         assert blocks.device.type == "cpu", "native attention runs on the CPU"
         assert blocks[0].is_contiguous(), "a block is one run of memory"
@@ -64,14 +74,19 @@ class PagedAttention:
             assert blocks.dtype == torch.int8, f"not a cache of int8: {blocks.dtype}"
             assert blocks.shape[-1] == int8_row_width(kv_heads, head_dim), f"not rows of {kv_heads} heads"
         assert self._dtype in (torch.float32, torch.bfloat16), f"no native attention for {self._dtype}"
-        num_blocks, num_layers, two, block_size = blocks.shape[:4]
-        assert two == 2, "keys and values"
+        num_blocks, num_layers, num_parts, block_size = blocks.shape[:4]
         self._blocks = blocks
         self._row_shape = (kv_heads, group, head_dim)
         sizes = (num_blocks, num_layers, block_size, kv_heads, group, head_dim)
         kinds = (self._dtype == torch.bfloat16, int8 is not None)
         block_bytes = blocks.stride(0) * blocks.element_size()
-        self._cache = _native.Cache(level, blocks.data_ptr(), *sizes, *kinds, block_bytes)
+        self._sinks = None  # as exponents of two
+        if scores.sinks is not None:
+            assert scores.sinks.shape == (num_layers, kv_heads * group), f"not one sink a head: {scores.sinks.shape}"
+            self._sinks = (scores.sinks.to("cpu", torch.float64) * math.log2(math.e)).float().contiguous()
+        sinks = 0 if self._sinks is None else self._sinks.data_ptr()
+        own = (block_bytes, num_parts, sinks, scores.cap or 0.0)
+        self._cache = _native.Cache(level, blocks.data_ptr(), *sizes, *kinds, *own)
 
     def plan_decode(
         self,

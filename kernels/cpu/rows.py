@@ -99,22 +99,33 @@ class GateRows:
 
 
 class HeadRows:
-    """Rotates queries and keys, and writes keys and values into the cache."""
+    """Rotates queries and keys, and writes keys and values, or keys alone, into the cache."""
 
-    __slots__ = ("_dtype", "_head_dim", "_int8_width", "_kernel", "_kv_width", "_width")
+    __slots__ = ("_dtype", "_has_values", "_head_dim", "_int8_width", "_kernel", "_kv_width", "_width")
 
-    def __init__(self, num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *, level: str) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        *,
+        level: str,
+        has_values: bool = True,
+    ) -> None:
         self._dtype = dtype
         self._head_dim = head_dim
         self._kv_width = kv_heads * head_dim
         self._int8_width = int8_row_width(kv_heads, head_dim)
-        self._width = (num_heads + 2 * kv_heads) * head_dim
+        self._width = (num_heads + (2 if has_values else 1) * kv_heads) * head_dim
+        self._has_values = has_values
         self._kernel = _native.Placer(level, num_heads, kv_heads, head_dim, dtype == torch.bfloat16)
 
     def __call__(
         self, fused: Tensor, rotation: tuple[Tensor, Tensor] | None, slots: Tensor, keys: Tensor, values: Tensor
     ) -> None:
-        """Place fused [tokens, (num_heads + 2 * kv_heads) * head_dim]: queries and keys are rotated in place.
+        """Place fused [tokens, (num_heads + 2 * kv_heads) * head_dim]: queries and keys are rotated in place. Without
+        values [tokens, (num_heads + kv_heads) * head_dim]; `values` is not read.
 
         rotation   cos, sin [tokens, 1, rotary_dim / 2] float32; None: nothing is rotated
         slots      [tokens] int64, all different: rows of keys and values to be overwritten; one outside raises
@@ -125,7 +136,7 @@ class HeadRows:
         assert _is_rows(fused, self._width, self._dtype), f"not rows of queries, keys and values: {fused.shape}"
         slots_at, is_int8 = self.slots(slots, count), self.is_int8_cache(keys, values)
         num_slots = min(keys.shape[0], values.shape[0])
-        cached_at = (keys.data_ptr(), values.data_ptr(), num_slots, is_int8)
+        cached_at = (keys.data_ptr(), values.data_ptr() if self._has_values else 0, num_slots, is_int8)
         angles = (0, 0, 0) if rotation is None else self.angles(rotation, count)
         threads = torch.get_num_threads()
         self._kernel.run(fused.data_ptr(), fused.stride(0), *angles, slots_at, *cached_at, count, threads)

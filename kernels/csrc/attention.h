@@ -1,7 +1,7 @@
 // Attention over keys and values that lie in blocks: what the levels (instruction sets) have in common.
 //
 // Memory: blocks [num_blocks, num_layers, 2 (keys, values), block_size, kv_heads, head_dim], float32 or bfloat16; or int8,
-// and behind the heads of each slot their scales [kv_heads] float32.
+// and behind the heads of each slot their scales [kv_heads] float32. With 1 in place of 2 the values are the keys.
 // Query head h reads key head h / group. Scores, softmax and sums are float32. Nothing outside a context is read.
 #pragma once
 
@@ -30,6 +30,7 @@ struct Shape {
     float scale;
     int slot_heads;  // key heads of a slot
     int first_head;
+    float cap;  // scores are at most this, and near it only slowly rise: cap * tanh(score / cap); 0: they are as they are
 
     int num_heads() const { return kv_heads * group; }
     // Of one head of a query or a result.
@@ -60,6 +61,7 @@ struct Call {
     int64_t query_row_bytes;
     char* out;  // [rows, num_heads, head_dim]
     int64_t out_row_bytes;
+    const float* sinks;  // [num_heads] exponents of two: what each head weighs beside its keys; null: nothing
 };
 
 // Tokens [first, last) of the context of one query row, of one section, over some key heads.

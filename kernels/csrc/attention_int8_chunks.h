@@ -5,6 +5,9 @@
 // Sums over a wider head could overflow 32 bits.
 constexpr int kWidestIntegerHead = 512;
 
+// Scores that are capped are floats before they are weights.
+inline bool has_integer_scores(const Shape& shape) { return shape.head_dim <= kWidestIntegerHead && !shape.cap; }
+
 // A tile of integers. A score times its key's scale is the score.
 struct IntegerTile : ScaledTile {
     ValueWords words;  // of all its keys

@@ -216,7 +216,7 @@ inline void decode_units(const Shape& shape, const Call& call, const Piece& piec
 template <typename RowType>
 inline void decode_int8(const Shape& shape, const Call& call, const Piece& piece, const Piece* next,
                         const Scratch& scratch, float* partials) {
-    if (shape.head_dim > kWidestIntegerHead) return decode_any<Int8<RowType>>(shape, call, piece, next, scratch, partials);
+    if (!has_integer_scores(shape)) return decode_any<Int8<RowType>>(shape, call, piece, next, scratch, partials);
     const auto decode = shape.group == 1 ? decode_units<RowType, true> : decode_units<RowType, false>;
     decode(shape, call, piece, next, scratch, partials);
 }

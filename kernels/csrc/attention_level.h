@@ -184,12 +184,19 @@ inline void arrange_query(const Shape& shape, const char* from, float* to) {
     }
 }
 
+// The share of each weight that a row has summed; a sink takes its own, and has no value.
+inline float share_of_weights(const Sums& row, const float* sink) {
+    if (!sink) return 1.0f / *row.sum;
+    const float most = *sink > *row.maximum ? *sink : *row.maximum;
+    const float weight = power_of_two(*row.maximum - most);
+    return weight / fused(*row.sum, weight, power_of_two(*sink - most));
+}
+
 template <typename Type>
-inline void write_head(const Shape& shape, const float* accumulator, float sum, char* to) {
-    const float inverse = 1.0f / sum;
+inline void write_head(const Shape& shape, const float* accumulator, float share, char* to) {
     for (int d = 0; d < shape.head_dim; d += Type::kElements) {
         Floats parts[Type::kVectors];
-        for (int v = 0; v < Type::kVectors; ++v) parts[v] = load(accumulator + d + v * WIDTH) * inverse;
+        for (int v = 0; v < Type::kVectors; ++v) parts[v] = load(accumulator + d + v * WIDTH) * share;
         Type::put(to + int64_t(d) * Type::kBytes, shape.head_dim - d, parts);
     }
 }
@@ -217,11 +224,14 @@ inline void begin_rows(const Shape& shape, const Scratch& scratch, int first, in
     }
 }
 
-// What was summed of rows -> query heads that lie one after another at `to`.
+// What was summed of rows -> query heads that lie one after another at `to`. `sinks`: of these heads, or null.
 template <typename Type>
-inline void write_rows(const Shape& shape, const Sums& rows, int count, char* to) {
-    for (int i = 0; i < count; ++i)
-        write_head<Type>(shape, rows.accumulator + size_t(i) * shape.padded_dim(), rows.sum[i], to + i * shape.row_head_bytes());
+inline void write_rows(const Shape& shape, const Sums& rows, const float* sinks, int count, char* to) {
+    for (int i = 0; i < count; ++i) {
+        const Sums row = {rows.accumulator + size_t(i) * shape.padded_dim(), rows.maximum + i, rows.sum + i};
+        write_head<Type>(shape, row.accumulator, share_of_weights(row, sinks ? sinks + i : nullptr),
+                         to + i * shape.row_head_bytes());
+    }
 }
 
 // The result of a decode piece: to `out` or, of a part of a context, to the partial results.
@@ -230,7 +240,8 @@ inline void finish_piece(const Shape& shape, const Call& call, const Piece& piec
                          float* partials) {
     const int num_heads = shape.num_heads(), padded = shape.padded_dim();
     if (piece.partial < 0)
-        return write_rows<Type>(shape, sums_of(shape, scratch, 0), num_heads, call.out + piece.row * call.out_row_bytes);
+        return write_rows<Type>(shape, sums_of(shape, scratch, 0), call.sinks, num_heads,
+                                call.out + piece.row * call.out_row_bytes);
     const size_t first = (size_t(piece.partial) * shape.slot_heads + shape.first_head) * shape.group;
     float* partial = partials + first * shape.partial_floats();
     for (int h = 0; h < num_heads; ++h, partial += shape.partial_floats()) {
@@ -268,6 +279,7 @@ void decode_typed(const Shape& shape, const Call& call, const Piece& piece, cons
         const int softened = (count + 2 * WIDTH - 1) / (2 * WIDTH) * (2 * WIDTH);
         for (int h = 0; h < num_heads; ++h) {
             float* scores = scratch.scores + size_t(h) * kKeys;
+            cap_scores(shape, scores, softened);
             soften<kDepth<Type>>(scores, lead, count, softened, shape.exponent_scale(), scores,
                                  sums_of(shape, scratch, h), padded);
         }
@@ -303,7 +315,7 @@ void merge_typed(const Shape& shape, const Call& call, int64_t row, const Scratc
         clear(merged, padded);
         for (int64_t i = 0; i < count; ++i, part += size_t(num_heads) * stride)
             add_section(merged, part, part[padded], part[padded + 1], padded);
-        write_rows<Type>(shape, merged, 1, out + h * shape.row_head_bytes());
+        write_rows<Type>(shape, merged, call.sinks ? call.sinks + h : nullptr, 1, out + h * shape.row_head_bytes());
     }
 }
 

@@ -59,19 +59,25 @@ using Tables = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device:
 // The blocks of one storage. `address` stays valid as long as this object is used: the Python side holds the tensor.
 class Cache {
    public:
-    // `block_bytes`: from a block to the next; 0: they follow each other.
+    // `block_bytes`: from a block to the next; 0: they follow each other. `num_parts`: 2, or 1: the values are the keys.
+    // `sinks`: of Call, [num_layers, num_heads], valid as long as the object is used, or 0. `cap`: of Shape.
     Cache(const std::string& level, uintptr_t address, int64_t num_blocks, int num_layers, int block_size,
-          int kv_heads, int group, int head_dim, bool is_bfloat16, bool is_int8, int64_t block_bytes)
+          int kv_heads, int group, int head_dim, bool is_bfloat16, bool is_int8, int64_t block_bytes, int num_parts,
+          uintptr_t sinks, float cap)
         : level_(level_named(level)),
           shape_{kv_heads, group, head_dim, block_size, is_bfloat16, is_int8, 1.0f / std::sqrt(float(head_dim)),
-                 kv_heads, 0},
+                 kv_heads, 0, cap},
           base_(reinterpret_cast<const char*>(address)),
+          sinks_(reinterpret_cast<const float*>(sinks)),
+          num_parts_(num_parts),
           num_blocks_(num_blocks),
           num_layers_(num_layers),
-          block_bytes_(block_bytes ? block_bytes : 2 * shape_.slot_bytes() * block_size * num_layers) {
+          block_bytes_(block_bytes ? block_bytes : num_parts * shape_.slot_bytes() * block_size * num_layers) {
         if (!address || num_blocks < 1 || num_layers < 1 || block_size < 1 || kv_heads < 1 || group < 1 || head_dim < 1)
             throw std::invalid_argument("a cache needs memory and positive sizes");
-        if (block_bytes_ < 2 * shape_.slot_bytes() * block_size * num_layers)
+        if ((num_parts != 1 && num_parts != 2) || !(cap >= 0.0f) || std::isinf(cap))
+            throw std::invalid_argument("keys and values, or keys alone, and a finite cap");
+        if (block_bytes_ < num_parts * shape_.slot_bytes() * block_size * num_layers)
             throw std::invalid_argument("blocks that overlap");
     }
 
@@ -85,8 +91,9 @@ class Cache {
         if (layer < 0 || layer >= num_layers_) throw std::invalid_argument("no such layer");
         const int64_t run = shape_.slot_bytes() * shape_.block_size;
         Call call{};
-        call.keys = base_ + 2 * run * layer;
-        call.values = call.keys + run;
+        call.keys = base_ + num_parts_ * run * layer;
+        call.values = num_parts_ == 1 ? call.keys : call.keys + run;
+        call.sinks = sinks_ ? sinks_ + layer * shape_.num_heads() : nullptr;
         call.block_bytes = block_bytes_;
         return call;
     }
@@ -95,6 +102,8 @@ class Cache {
     Level level_;
     Shape shape_;
     const char* base_;
+    const float* sinks_;
+    int num_parts_;
     int64_t num_blocks_;
     int64_t num_layers_;
     int64_t block_bytes_;
@@ -277,7 +286,8 @@ class ChunkPlan {
 void bind(nb::module_& module) {
     module.def("supported_levels", supported_levels);
     nb::class_<Cache>(module, "Cache")
-        .def(nb::init<const std::string&, uintptr_t, int64_t, int, int, int, int, int, bool, bool, int64_t>());
+        .def(nb::init<const std::string&, uintptr_t, int64_t, int, int, int, int, int, bool, bool, int64_t, int,
+                      uintptr_t, float>());
     nb::class_<DecodePlan, decode_pass::Attention>(module, "DecodePlan")
         .def(nb::init<const Cache&, Tables, Ids, Flags, Ids, int64_t, int>())
         .def_prop_ro("num_rows", &DecodePlan::num_rows)

@@ -145,6 +145,24 @@ inline void hide(float* scores, int first, int last, int count) {
     }
 }
 
+// tanh(x), to 2e-7 of itself; NaN of what is not finite.
+inline Floats hyperbolic_tangent(Floats x) {
+    const Floats square = x * x;
+    Floats small = fused(square, same(0.0218694885f), same(-0.0539682540f));
+    small = fused(small, square, same(0.133333333f));
+    small = fused(small, square, same(-0.333333333f));
+    small = fused(small * square, x, x);
+    const Floats large = sigmoid(x * 2.0f) * 2.0f - 1.0f;
+    return ((square < 0.0625f) ? small : large) + (x - x);
+}
+
+// Scores become cap * tanh(score / cap), in the units that they have.
+inline void cap_scores(const Shape& shape, float* scores, int count) {
+    if (!shape.cap) return;
+    const float of_cap = shape.scale / shape.cap, back = shape.cap / shape.scale;
+    for (int t = 0; t < count; t += WIDTH) store(scores + t, hyperbolic_tangent(load(scores + t) * of_cap) * back);
+}
+
 // What a row has summed so far. Weights are 2^(score * factor - maximum).
 struct Sums {
     float* accumulator;

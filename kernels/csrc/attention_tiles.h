@@ -78,6 +78,7 @@ void attend_rows(const Shape& shape, const Scratch& scratch, const QueryRows& ro
             continue;
         }
         if constexpr (kHasScales) multiply_by(tile.key_scales, count, scores);
+        cap_scores(shape, scores, softened);
         soften<kDepth<Type>>(scores, span.first, span.last, softened, shape.exponent_scale(), weights,
                              sums_of(shape, scratch, int(own) + r), dim);
         if constexpr (kHasScales) multiply_by(tile.value_scales, softened, weights);
@@ -194,7 +195,8 @@ void chunk_typed(const Shape& shape, const Call& call, const ChunkPiece& piece, 
     const int64_t query = piece.kv_head * shape.row_head_bytes() * shape.group;
     for (int64_t i = 0; i < piece.num_tokens; ++i) {
         const int row = int(i) * shape.group;
-        write_rows<Type>(shape, has_sections ? sections_of(shape, scratch, row) : sums_of(shape, scratch, row), shape.group,
+        write_rows<Type>(shape, has_sections ? sections_of(shape, scratch, row) : sums_of(shape, scratch, row),
+                         call.sinks ? call.sinks + piece.kv_head * shape.group : nullptr, shape.group,
                          call.out + (piece.row + i) * call.out_row_bytes + query);
     }
 }
@@ -229,6 +231,7 @@ void decode_piece(const Shape& shape, const Call& call, const Piece& piece, cons
     heads.values += piece.first_head * shape.head_bytes();
     heads.queries += piece.first_head * shape.group * shape.row_head_bytes();
     heads.out += piece.first_head * shape.group * shape.row_head_bytes();
+    if (heads.sinks) heads.sinks += piece.first_head * shape.group;
     const auto decode = shape.is_int8 ? shape.is_bfloat16 ? decode_int8<NaturalBFloat16> : decode_int8<Float32>
                         : shape.is_bfloat16 ? decode_any<BFloat16> : decode_any<Float32>;
     decode(own, heads, piece, next, scratch, partials);
@@ -237,7 +240,7 @@ void decode_piece(const Shape& shape, const Call& call, const Piece& piece, cons
 template <typename RowType>
 inline void chunk_int8(const Shape& shape, const Call& call, const ChunkPiece& piece, const Scratch& scratch) {
 #if HAS_BF16_DOT
-    if (shape.head_dim <= kWidestIntegerHead) return chunk_typed<RowType, IntegerTiles>(shape, call, piece, scratch);
+    if (has_integer_scores(shape)) return chunk_typed<RowType, IntegerTiles>(shape, call, piece, scratch);
 #endif
     chunk_typed<RowType, ScaledTiles<RowType>>(shape, call, piece, scratch);
 }

@@ -15,7 +15,8 @@ enum class Element { float32, bfloat16, int8 };  // of the packed weight
 
 enum class Numbers { float32, bfloat16, float16, int8 };  // of a weight as it comes
 
-enum class Activation { none, relu, silu, gelu, gelu_tanh };
+// clamped_silu: of gates alone, which it cuts at 7; the ups, cut at -7 and 7, count 1 more (gpt-oss).
+enum class Activation { none, relu, relu2, silu, gelu, gelu_tanh, clamped_silu };
 
 struct Weights {
     const char* panels;

@@ -14,12 +14,21 @@ inline Floats activated(Floats x, Activation activation) {
     switch (activation) {
         case Activation::none: return x;
         case Activation::relu: return x < 0.0f ? Floats{} : x;  // NaN stays NaN
+        case Activation::relu2: return x < 0.0f ? Floats{} : x * x;
         case Activation::silu: return x * sigmoid(x);
         case Activation::gelu: return x * normal_share(x);
         // (1 + tanh(z)) / 2 is the sigmoid of 2 z.
         case Activation::gelu_tanh: return x * sigmoid((x + x * x * x * 0.044715f) * 1.5957691216f);
+        case Activation::clamped_silu: return x * sigmoid(x * 1.702f);
     }
     return x;
+}
+
+inline Floats gated(Floats gate, Floats up, Activation activation) {
+    if (activation != Activation::clamped_silu) return activated(gate, activation) * up;
+    const Floats limit = same(7.0f);  // comparisons leave NaN
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    return activated(gate > limit ? limit : gate, activation) * (up + 1.0f);
 }
 
 // `valid` results, WIDTH at most.
@@ -59,7 +68,7 @@ inline void finish(const AnyWeights& weights, bool is_out_bfloat16, char* out, i
     const int64_t element_bytes = is_out_bfloat16 ? 2 : 4;
     if (weights.is_gated) {
         const int64_t column = panel * WIDTH;
-        return put(out + column * element_bytes, activated(sums[0], weights.activation) * sums[1],
+        return put(out + column * element_bytes, gated(sums[0], sums[1], weights.activation),
                    weights.out_width - column, is_out_bfloat16);
     }
     for (int j = 0; j < kVectors; ++j) {

@@ -180,11 +180,11 @@ void place_typed(const HeadRows& call, int64_t first, int64_t last) {
         if (call.is_int8) {
             const int64_t slot_bytes = call.kv_heads * (call.head_dim + int64_t(sizeof(float)));
             round_slot<Type>(call, keys, call.keys + call.slots[index] * slot_bytes);
-            round_slot<Type>(call, keys + kv_bytes, call.values + call.slots[index] * slot_bytes);
+            if (call.values) round_slot<Type>(call, keys + kv_bytes, call.values + call.slots[index] * slot_bytes);
             continue;
         }
         std::memcpy(call.keys + call.slots[index] * kv_bytes, keys, kv_bytes);
-        std::memcpy(call.values + call.slots[index] * kv_bytes, keys + kv_bytes, kv_bytes);
+        if (call.values) std::memcpy(call.values + call.slots[index] * kv_bytes, keys + kv_bytes, kv_bytes);
     }
 }
 

@@ -112,7 +112,7 @@ class Placer : public decode_pass::Placement {
           head_dim_(head_dim),
           is_bfloat16_(is_bfloat16) {}
 
-    // cos 0: nothing is rotated. is_int8: of the cache, see HeadRows. Slots from `num_slots` on are refused before anything is written.
+    // cos 0: nothing is rotated. values 0: there are none. is_int8: of the cache, see HeadRows. Slots from `num_slots` on are refused before anything is written.
     void run(uintptr_t heads, int64_t stride, uintptr_t cos, uintptr_t sin, int64_t half, uintptr_t slots,
              uintptr_t keys, uintptr_t values, int64_t num_slots, bool is_int8, int64_t num_rows, int num_threads) {
         const int64_t size = is_bfloat16_ ? 2 : 4;

@@ -24,9 +24,11 @@ namespace products {
 inline Activation activation_named(const std::string& name) {
     if (name == "none") return Activation::none;
     if (name == "relu") return Activation::relu;
+    if (name == "relu2") return Activation::relu2;
     if (name == "silu") return Activation::silu;
     if (name == "gelu") return Activation::gelu;
     if (name == "gelu_tanh") return Activation::gelu_tanh;
+    if (name == "clamped_silu") return Activation::clamped_silu;
     throw std::invalid_argument("no activation " + name);
 }
 

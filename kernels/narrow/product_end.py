@@ -31,7 +31,9 @@ class ProductEnd:
         self.out_width = len(weight) // 2 if is_gated else len(weight)
         self._bias = None if bias is None else bias.to(dtype)
         self._is_gated = is_gated
-        self._then: Callable[[Tensor], Tensor] | None = None if activation is None else ACTIVATIONS[activation]
+        self._then: Callable[[Tensor], Tensor] | None = (
+            None if activation is None or is_gated else ACTIVATIONS[activation]
+        )
         if is_gated:
             assert activation is not None, "gates without a nonlinearity"
             self._then = Gated(activation, dtype, weight.device)

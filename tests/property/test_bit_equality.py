@@ -55,6 +55,8 @@ FORMS = (
     Form("llama", "float32", "int8", "int8"),
     Form("llama", "bfloat16", None, "int8"),
     Form("gguf", "float32"),
+    Form("gpt_oss", "float32"),
+    Form("deepseek_v3", "bfloat16"),
 )
 SLOW_FORMS = (
     *FORMS,
@@ -64,6 +66,11 @@ SLOW_FORMS = (
     Form("mistral_window", "float32", None, "int8"),
     Form("llama_mqa", "bfloat16"),
     Form("qwen3", "bfloat16"),
+    Form("gpt_oss", "bfloat16", None, "int8"),
+    Form("deepseek_v3", "float32", "int8", "int8"),
+    Form("deepseek_v2", "float32"),
+    Form("gemma2", "bfloat16"),
+    Form("gemma2", "float32", None, "int8"),
 )
 
 

@@ -7,18 +7,25 @@ import torch
 from torch import Tensor
 
 
-def attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def attention(
+    query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None, cap: float | None = None
+) -> Tensor:
     """Compute attention of one query over one context.
 
     query [num_heads, head_dim]; keys, values [context, kv_heads, head_dim]; query head h reads key head
-    h // (num_heads / kv_heads) -> [num_heads, head_dim] float64.
+    h // (num_heads / kv_heads); sinks [num_heads]; see `kernels.attention.ScoreForm` -> [num_heads, head_dim] float64.
     """
     num_heads, head_dim = query.shape
     group = num_heads // keys.shape[1]
     attended = torch.empty(num_heads, head_dim, dtype=torch.float64)
     for head in range(num_heads):
         scores = keys[:, head // group].double() @ query[head].double() / math.sqrt(head_dim)
-        attended[head] = torch.softmax(scores, dim=0) @ values[:, head // group].double()
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[head : head + 1].double()])
+        weights = torch.softmax(scores, dim=0)[: len(keys)]
+        attended[head] = weights @ values[:, head // group].double()
     return attended
 
 

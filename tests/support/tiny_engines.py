@@ -150,7 +150,8 @@ class LogitsProbe:
         self._decoder = decoder
         self._storage = poisoned_storage(decoder, block_size, cache_dtype=cache_dtype)
         self._table = SequenceTable(max_sequences=8, max_context_len=MAX_CONTEXT_LEN, block_size=block_size)
-        planner = attention_planner(attention, self._table, self._storage, decoder.config, decoder.dtype)
+        own = (decoder.config, decoder.dtype, decoder.scores)
+        planner = attention_planner(attention, self._table, self._storage, *own)
         self._builder = BatchBuilder(self._table, self._storage, planner)
         self._free_blocks = shuffled_blocks(1)
         self._parts: dict[int, list[Tensor]] = {}

@@ -150,6 +150,15 @@ _GRANITE_EXPERTS: dict[str, Any] = {
     "residual_multiplier": 0.3,
     "logits_scaling": 6.0,
 }
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "q_lora_rank": 24,
+}
+_DEEPSEEK_YARN = {**_YARN_ROPE, "mscale": 1.2, "mscale_all_dim": 0.7}
 # The same of families whose parts others have as well: what they differ in is tried, and nothing twice.
 LATER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {**_LLAMA_SIZES, "head_dim": 24}),
@@ -198,6 +207,36 @@ LATER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2Config",
         {**_LLAMA_SIZES, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 24, "rotary_dim": 12},
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **_LLAMA_SIZES,
+            **_WINDOWS,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "head_dim": 24,
+            "rope_parameters": {**_YARN_ROPE, "truncate": False},
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {**_DEEPSEEK_EXPERTS, **_LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"}
+        | {"norm_topk_prob": False, "rope_parameters": _DEEPSEEK_YARN},
+    ),
+    "deepseek_v3": ("DeepseekV3Config", {**_DEEPSEEK_EXPERTS, **_LATENT, "rope_parameters": _DEEPSEEK_YARN}),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {**_DEEPSEEK_EXPERTS, **_LATENT, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        {**_LLAMA_SIZES, **_WINDOWS, "head_dim": 24, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0},
+    ),
+    "vaultgemma": ("VaultGemmaConfig", {**_LLAMA_SIZES, **_WINDOWS, "head_dim": 24, "query_pre_attn_scalar": 24}),
+    "youtu": ("YoutuConfig", {**_LLAMA_SIZES, **_LATENT}),
+    "solar_open": ("SolarOpenConfig", {**_DEEPSEEK_EXPERTS, "head_dim": 24, "attention_bias": True}),
+    "nemotron": ("NemotronConfig", {**_LLAMA_SIZES}),
+    "arcee": ("ArceeConfig", {**_LLAMA_SIZES}),
     "helium": ("HeliumConfig", {**_LLAMA_SIZES, "head_dim": 16, "attention_bias": True}),
     "ernie4_5": ("Ernie4_5Config", {**_LLAMA_SIZES, "head_dim": 16, "use_bias": True}),
     "starcoder2": ("Starcoder2Config", {**_LLAMA_SIZES, "sliding_window": 6}),

@@ -216,3 +216,20 @@ class ProfileOptions:
         Path | None, typer.Option("--output", metavar="FILE", help="Write the profile; its name is then fitted:FILE.")
     ] = None
     json_output: JsonFlag = False
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeOptions:
+    """Options of `alignedserve quantize`."""
+
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Model folder with plain weights.")]
+    form: Annotated[str, typer.Option("--to", metavar="q4_k|int8|mxfp4", help="What weights are rounded to.")]
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="DIR", help="Where to.", show_default="FOLDER's name and the form"),
+    ] = None
+    text: Annotated[
+        Path | None,
+        typer.Option("--text", metavar="FILE", help="What perplexities are of.", show_default="a text that is shipped"),
+    ] = None
+    json_output: JsonFlag = False

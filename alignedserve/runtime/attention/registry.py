@@ -15,6 +15,7 @@ from alignedserve.runtime.attention.torch_backend import GatheredPlanner
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
+from kernels.attention import PLAIN_SCORES, ScoreForm
 from kernels.cpu.paged_attention import Int8Heads, PagedAttention
 from kernels.gpu_dispatch import gpu_kernels_available
 
@@ -24,17 +25,25 @@ logger = logging.getLogger(__name__)
 
 
 def attention_planner(
-    choice: str, table: Contexts, storage: BlockStorage, config: ModelConfig, dtype: torch.dtype
+    choice: str,
+    table: Contexts,
+    storage: BlockStorage,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    scores: ScoreForm = PLAIN_SCORES,
 ) -> AttentionPlanner:
     """Return the planner for `choice`; plain PyTorch, with a warning, where the GPU kernels do not run.
 
-    `dtype`: of queries, and of the cache unless it has scales. Raises ConfigError for an unavailable choice.
+    `dtype`: of queries, and of the cache unless it has scales. `scores`: the model's (Decoder.scores).
+    Raises ConfigError for an unavailable choice.
     """
     if storage.layout.is_int8 and storage.device.type != "cpu":
         raise ConfigError(f"kv_cache_dtype=int8 is computed on CPUs alone, not on {storage.device}; fp8 is as small.")
     if storage.layout.dtype == FP8 and storage.layout.kv_width % _SCALE_ALIGNMENT:
         raise ConfigError("kv_cache_dtype=fp8: the elements of a token's keys are no multiple of 4; leave it at auto.")
     level = attention_level(choice, storage.device, dtype)
+    if level == TRITON and not (scores.is_plain and config.latent is None):
+        raise ConfigError(f"attention of {config.family} has no GPU kernels; set engine.device=cpu")
     if storage.layout.dtype == FP8 and level not in (TORCH, TRITON):
         raise ConfigError("kv_cache_dtype=fp8 is computed on GPUs, not by the CPU's kernels; int8 is as small here.")
     if level == TRITON:
@@ -42,9 +51,9 @@ def attention_planner(
         if on_gpu is not None:
             return on_gpu
     if level in (TORCH, TRITON):
-        return GatheredPlanner(table, storage, config.sliding_window, dtype)
+        return GatheredPlanner(table, storage, config.sliding_window, dtype, scores)
     int8 = Int8Heads(config.num_kv_heads, dtype) if storage.layout.is_int8 else None
-    paged = PagedAttention(storage.blocks, group=config.group_size, level=level, int8=int8)
+    paged = PagedAttention(storage.blocks, group=config.group_size, level=level, int8=int8, scores=scores)
     return PagedPlanner(table, config.sliding_window, paged)
 
 

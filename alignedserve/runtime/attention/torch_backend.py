@@ -11,7 +11,7 @@ from alignedserve.runtime.attention.sequence_table import IntArray
 from alignedserve.runtime.attention.torch_plan import ChunkPlan, DecodeBucket, DecodePlan, plan_chunk
 from alignedserve.runtime.device.arrays import Array
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from kernels.attention import GatherBuffers, attend_chunk, attend_decode, gather_context
+from kernels.attention import PLAIN_SCORES, GatherBuffers, ScoreForm, attend_chunk, attend_decode, gather_context
 
 
 class GatheredStep(NamedTuple):
@@ -24,6 +24,7 @@ class GatheredStep(NamedTuple):
     buckets: tuple[DecodeBucket, ...]
     chunk_plans: tuple[ChunkPlan, ...]
     host_arrays: Sequence[Array] = ()
+    scores: ScoreForm = PLAIN_SCORES
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
         """See StepAttention: nothing to bind."""
@@ -34,11 +35,11 @@ class GatheredStep(NamedTuple):
 
     def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
         """See StepAttention."""
-        runs = (self.storage.key_runs(layer), self.storage.value_runs(layer))
+        runs, scores = (self.storage.key_runs(layer), self.storage.value_runs(layer)), self.scores.of_layer(layer)
         for bucket in self.buckets:
             mask = bucket.mask if bucket.window_mask is None or not is_windowed else bucket.window_mask
             rows = slice(bucket.first, bucket.last)
-            out[rows] = attend_decode(queries[rows], *runs, bucket.runs, mask, self.buffers)
+            out[rows] = attend_decode(queries[rows], *runs, bucket.runs, mask, self.buffers, scores)
 
     def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
         """See StepAttention."""
@@ -46,7 +47,7 @@ class GatheredStep(NamedTuple):
             rows = slice(chunk.first, chunk.last)
             keys, values = self._context(chunk, new, layer)
             mask = chunk.window_mask if is_windowed and chunk.window_mask is not None else chunk.mask
-            out[rows] = attend_chunk(queries[rows], keys, values, mask)
+            out[rows] = attend_chunk(queries[rows], keys, values, mask, self.scores.of_layer(layer))
 
     def _context(self, chunk: ChunkPlan, new: tuple[Tensor, Tensor], layer: int) -> tuple[Tensor, Tensor]:
         layout, storage = self.storage.layout, self.storage
@@ -66,9 +67,17 @@ class GatheredPlanner:
     reads_unused_slots = True
     plans_ahead = False
 
-    def __init__(self, table: Contexts, storage: BlockStorage, window: int | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        table: Contexts,
+        storage: BlockStorage,
+        window: int | None,
+        dtype: torch.dtype,
+        scores: ScoreForm = PLAIN_SCORES,
+    ) -> None:
         """`dtype`: of queries."""
         self._dtype = dtype
+        self._scores = scores
         self._table = table
         self._storage = storage
         self._window = window
@@ -92,7 +101,8 @@ class GatheredPlanner:
         for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
             plans.append(plan_chunk(self._table, self._storage, row, first, count, self._window, self._dtype))
             first += count
-        return GatheredStep(self._storage, self._buffers, rows[:0], 0.0, (), tuple(plans))
+        step = GatheredStep(self._storage, self._buffers, rows[:0], 0.0, (), tuple(plans))
+        return step._replace(scores=self._scores)
 
     def _decode_plan(self, rows: IntArray) -> DecodePlan | None:
         if not len(rows):

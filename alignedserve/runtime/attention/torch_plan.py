@@ -101,7 +101,7 @@ class DecodePlan:
     def _build(self, storage: BlockStorage) -> None:
         table, block_size = self._table, self._table.block_size
         blocks = -(-(self._lengths + _SPARE_TOKENS) // block_size)
-        bytes_per_block = 2 * storage.layout.block_bytes // storage.layout.runs_per_block
+        bytes_per_block = storage.layout.block_bytes // storage.layout.num_layers
         self._bounds = bucket_bounds(blocks.tolist(), max(1, _BUCKET_BYTES // bytes_per_block))
         widths = np.empty_like(blocks)
         for first, last in self._bounds:

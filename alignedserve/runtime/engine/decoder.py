@@ -16,6 +16,7 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder_weights import DecoderWeights, LayerWeights
 from alignedserve.runtime.model.model_config import ModelConfig, RopeConfig, RopeScaling
 from kernels.addend_layout import LayerProduct
+from kernels.attention import ScoreForm
 from kernels.cpu.decode_pass import AllowedTokens, HighestLogits, PassTimes
 from kernels.device_lora import DeviceRows
 from kernels.feed_forward import FeedForwardPart
@@ -36,7 +37,11 @@ class Decoder:
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self._weights = weights
-        self._place = HeadPlacement(config.num_heads, config.num_kv_heads, config.head_dim, self.dtype, self.device)
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self._place = HeadPlacement(*heads, self.dtype, self.device, has_values=config.latent is None)
+        # What attention makes of scores, for its planner.
+        sinks = [layer.sinks.float() for layer in weights.layers if layer.sinks is not None]
+        self.scores = ScoreForm(torch.stack(sinks) if sinks else None, config.score_cap)
         self._windowed = frozenset(config.windowed_layers)
         self._between_layers: Callable[[], object] | None = None
         # Seconds that the latest pass spent in attention, of decoding sequences and of chunks; 0 where work is only
@@ -157,7 +162,10 @@ class Decoder:
         logits = self._weights.lm_head(self.outputs(hidden))
         if self._ranks is not None:
             logits = self._ranks.gather_logits(logits)
-        return logits if self.config.logits_divisor == 1.0 else logits.div_(self.config.logits_divisor)
+        if self.config.logits_divisor != 1.0:
+            logits = logits.div_(self.config.logits_divisor)
+        cap = self.config.logits_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def finish_step(self) -> None:
         """Wait, on a CPU, until every rank has written what the step writes: others may read all ranks' blocks then."""
@@ -246,7 +254,7 @@ class Decoder:
             run.hidden.place(fused, layer, weights, rotation, batch.slots)
         if config.query_multiplier != 1.0:
             queries.mul_(config.query_multiplier)
-        return queries, fused[:, query_width : query_width + kv_width], fused[:, query_width + kv_width :]
+        return queries, fused[:, query_width : query_width + kv_width], fused[:, -kv_width:]  # latents are both
 
     def _attention(self, x: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> Tensor:
         config, batch = self.config, run.batch

@@ -104,7 +104,7 @@ class Engine:
         )
 
         def make_planner(contexts: Contexts, storage: BlockStorage) -> AttentionPlanner:
-            return attention_planner(attention, contexts, storage, config, model.dtype)
+            return attention_planner(attention, contexts, storage, config, model.dtype, model.scores)
 
         planner, hidden = make_planner(self._table, storage), None
         if launches_ahead is None:

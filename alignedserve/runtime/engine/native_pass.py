@@ -162,7 +162,7 @@ def native_pass(
     """
     if ranks is not None and ranks.exchange is None:
         return None
-    has_extras = config.query_multiplier != 1.0 or config.residual_multiplier != 1.0
+    has_extras = config.query_multiplier != 1.0 or config.residual_multiplier != 1.0 or config.latent is not None
     is_plain = config.is_norm_first and not config.has_parallel_residual and not has_extras
     if not decode_pass_available() or not is_plain or place.native_rows is None:
         return None
@@ -183,7 +183,7 @@ def _decode_plan(batch: ForwardBatch) -> PagedPlan | None:
 def _head_parts(config: ModelConfig, weights: DecoderWeights) -> HeadParts | None:
     norm = None if weights.final_norm is None else _native_norm(weights.final_norm)
     products = _native_parts(weights.lm_head)
-    is_plain = weights.project_out is None and config.logits_divisor == 1.0
+    is_plain = weights.project_out is None and config.logits_divisor == 1.0 and config.logits_cap is None
     return HeadParts(norm, products) if norm is not None and products and is_plain else None
 
 

@@ -85,8 +85,9 @@ class BlockStorage:
         starts = range(0, layout.block_elements, layout.run_elements)
         runs = [flat[start:].view(-1, layout.run_elements) for start in starts]
         slots = [flat[start:].view(-1, layout.slot_width) for start in starts]
-        self._key_runs, self._value_runs = runs[::2], runs[1::2]
-        self._key_slots, self._value_slots = slots[::2], slots[1::2]
+        parts = layout.num_parts  # values of one part are the keys
+        self._key_runs, self._value_runs = runs[::parts], runs[parts - 1 :: parts]
+        self._key_slots, self._value_slots = slots[::parts], slots[parts - 1 :: parts]
 
     @property
     def scratch_block(self) -> BlockId:
@@ -111,13 +112,13 @@ class BlockStorage:
 
     @property
     def blocks(self) -> Tensor:
-        """All blocks [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], on their device.
+        """All blocks [num_blocks, num_layers, num_parts, block_size, num_kv_heads, head_dim], on their device.
 
         Of int8 and fp8: [.., block_size, slot_width].
         """
         layout = self.layout
         slot = (layout.slot_width,) if layout.has_scales else (layout.num_kv_heads, layout.head_dim)
-        return self._blocks.view(self.num_blocks, layout.num_layers, 2, layout.block_size, *slot)
+        return self._blocks.view(self.num_blocks, layout.num_layers, layout.num_parts, layout.block_size, *slot)
 
     def key_runs(self, layer: int) -> Tensor:
         """Return contiguous rows [.., run_elements], first block 0's keys of this layer; see `run_stride`."""
@@ -211,9 +212,9 @@ class BlockStorage:
         runs[blocks, :, slots] = 0
 
     def _slots_of(self, block_id: BlockId) -> Tensor:
-        """Return one block as [num_layers, 2, block_size, slot_width]."""
+        """Return one block as [num_layers, num_parts, block_size, slot_width]."""
         layout = self.layout
-        shape = (layout.num_layers, 2, layout.block_size, layout.slot_width)
+        shape = (layout.num_layers, layout.num_parts, layout.block_size, layout.slot_width)
         return self._blocks[self._checked([block_id])[0]].view(shape)
 
     def _checked(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:

@@ -122,6 +122,8 @@ def check_adapter(files: AdapterFiles, model: ModelConfig, *, max_rank: int) -> 
     """Return what the adapter changes. Raises AdapterError naming what does not fit the model."""
     config = parse_adapter_config(files.config, f"{files.folder.name}/{CONFIG_NAME}", max_rank)
     where = f"{files.folder.name}/{WEIGHTS_NAME}"
+    if model.latent is not None:
+        raise AdapterError(f"{where}: the projections of latent attention cannot be adapted.")
     modules = adaptable_modules(model)
     found = adapted_modules(tensor_forms(files.weights, where), modules, config, where)
     return CheckedAdapter(config, {name: (modules[name], names) for name, names in found.items()})

@@ -27,6 +27,7 @@ class LayerWeights:
     mlp: FeedForwardPart | Projection  # a mixture of experts is one product from outside
     attention_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
+    sinks: Tensor | None = None  # [num_heads] scores, see ModelConfig.has_sinks
 
 
 @dataclass(frozen=True, slots=True)

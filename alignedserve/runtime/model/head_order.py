@@ -19,6 +19,21 @@ def pairs_apart(rows: Tensor, config: ModelConfig) -> Tensor:
     return heads[:, order].reshape(rows.shape)
 
 
+def gates_first(rows: Tensor) -> Tensor:
+    """Reorder rows of gates and ups in turn."""
+    return torch.cat([rows[::2], rows[1::2]])
+
+
+def rotated_first(rows: Tensor, rope_dim: int, num_heads: int, *, is_paired: bool) -> Tensor:
+    """Reorder rows of heads [heads * width, ...] whose last `rope_dim` are rotated: the kernels have them first, and
+    the two of a pair half of them apart. `is_paired`: in `rows` they are neighbours."""
+    heads = rows.view(num_heads, -1, *rows.shape[1:])
+    plain, turned = heads[:, :-rope_dim], heads[:, -rope_dim:]
+    if is_paired:
+        turned = torch.cat([turned[:, ::2], turned[:, 1::2]], dim=1)
+    return torch.cat([turned, plain], dim=1).reshape(rows.shape)
+
+
 def heads_to_qkv(rows: Tensor, config: ModelConfig) -> Tensor:
     """Reorder rows [num_heads, 3, head_dim] to [3, num_heads, head_dim]."""
     shape = (config.num_heads, 3, config.head_dim, -1)

@@ -18,6 +18,7 @@ DEFAULT_WINDOW = 4096
 
 ACTIVATIONS = {
     "relu": Activation.RELU,
+    "relu2": Activation.RELU2,
     "silu": Activation.SILU,
     "swish": Activation.SILU,
     "gelu": Activation.GELU,

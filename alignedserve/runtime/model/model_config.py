@@ -18,6 +18,7 @@ class NormKind(enum.Enum):
     RMS = "rms"  # divide by the root mean square, scale
     RMS_PLUS_ONE = "rms_plus_one"  # the same, scaled by 1 + weight
     UNSHIFTED_LAYER = "unshifted_layer"  # as LAYER, without a shift
+    LAYER_PLUS_ONE = "layer_plus_one"  # as LAYER, scaled by 1 + weight
 
 
 class HeadNormKind(enum.Enum):
@@ -33,9 +34,11 @@ class Activation(enum.Enum):
     """Nonlinearity of the feed-forward part."""
 
     RELU = "relu"
+    RELU2 = "relu2"  # its square
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
+    CLAMPED_SILU = "clamped_silu"  # gpt-oss's gates and ups, cut at 7
 
 
 class RopeScaling(enum.Enum):
@@ -91,6 +94,43 @@ class ExpertConfig:
     scale: float = 1.0  # multiplies all shares
     shared_size: int = 0  # intermediate size of the expert that every token passes; 0: there is none
     has_shared_gate: bool = False  # each token has a share of that one
+    has_bias: bool = False  # of the router and both products
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, 2.1): a token's keys and values are made of one short row, its latent.
+
+    The cache has the row alone, behind a key that is rotated and that all heads share. Queries are multiplied with what
+    would make keys of latents, and the sum of latents with what would make values: one key head of `rope_dim + rank`
+    elements, whose values are the keys.
+    """
+
+    rank: int  # elements of a latent
+    rope_dim: int  # of the key beside it
+    nope_dim: int  # elements of a head's key that are not rotated
+    value_dim: int  # of a head
+    query_rank: int | None = None  # queries are made of a short row too; None: of the layer's inputs
+
+    @property
+    def row_width(self) -> int:
+        """Return the elements that are cached of a token on one layer."""
+        return self.rope_dim + self.rank
+
+    @property
+    def query_dim(self) -> int:
+        """Return the elements of a head's query."""
+        return self.rope_dim + self.nope_dim
+
+    def parameters(self, hidden_size: int, num_heads: int) -> int:
+        """Return the weights of one layer's attention."""
+        queries = num_heads * self.query_dim
+        made = hidden_size * queries
+        if self.query_rank is not None:
+            made = self.query_rank * (hidden_size + 1 + queries)
+        cached = hidden_size * self.row_width + self.rank
+        heads = num_heads * (self.rank * (self.nope_dim + self.value_dim) + self.value_dim * hidden_size)
+        return made + cached + heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +171,10 @@ class ModelConfig:
     ties_embeddings: bool = False
     experts: ExpertConfig | None = None
     embedding_multiplier: float = 1.0
+    latent: LatentConfig | None = None  # then there is one key head, and head_dim is its row's width
+    has_sinks: bool = False  # each head weighs nothing, by a learned score, beside its keys
+    score_cap: float | None = None  # c: scores of attention become c * tanh(score / c)
+    logits_cap: float | None = None  # likewise
     query_multiplier: float = 1.0  # beside the 1 / sqrt(head_dim) of every model
     residual_multiplier: float = 1.0  # of what a part of a layer adds to the residual stream
     logits_divisor: float = 1.0
@@ -163,6 +207,11 @@ class ModelConfig:
     def kv_width(self) -> int:
         """Return the elements of one token's keys (or values) on one layer."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def kv_parts(self) -> int:
+        """Return the rows that are cached of a token on one layer: a key and a value, or a latent that is both."""
+        return 2 if self.latent is None else 1
 
     @property
     def group_size(self) -> int:
@@ -211,11 +260,11 @@ class ModelConfig:
 
     def kv_token_bytes(self, dtype: str) -> int:
         """Return the bytes of one token's keys and values on all layers."""
-        return 2 * self.num_layers * self.kv_width * DTYPE_BYTES[dtype]
+        return self.kv_parts * self.num_layers * self.kv_width * DTYPE_BYTES[dtype]
 
     def hidden_block_tokens(self, block_size: int) -> int | None:
         """Return the tokens whose layer inputs fill a block; None: at most `block_size`, or with a remainder."""
-        tokens, rest = divmod(2 * block_size * self.kv_width, self.hidden_size)
+        tokens, rest = divmod(self.kv_parts * block_size * self.kv_width, self.hidden_size)
         return tokens if not rest and tokens > block_size else None
 
     def block_layout(self, block_size: int, dtype: str) -> BlockLayout:
@@ -226,6 +275,7 @@ class ModelConfig:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=dtype,
+            num_parts=self.kv_parts,
         )
 
     def shape(self, name: str, dtype: str) -> ModelShape:
@@ -248,18 +298,25 @@ class ModelConfig:
             expert_size=0 if self.experts is None else self.experts.intermediate_size,
             num_expert_layers=self._num_expert_layers,
             shared_expert_size=0 if self.experts is None else self.experts.shared_size,
+            kv_parts=self.kv_parts,
+            attention_parameters=0 if self.latent is None else self._attention_parameters,
         )
 
     @property
     def _norm_parameters(self) -> int:
-        return self.hidden_size * (2 if self.norm is NormKind.LAYER else 1)
+        return self.hidden_size * (2 if self.norm in (NormKind.LAYER, NormKind.LAYER_PLUS_ONE) else 1)
 
     @property
     def _layer_parameters(self) -> int:
+        return self._attention_parameters + self._mlp_parameters + self._num_layer_norms * self._norm_parameters
+
+    @property
+    def _attention_parameters(self) -> int:
+        if self.latent is not None:
+            return self.latent.parameters(self.hidden_size, self.num_heads)
         attention = 2 * self.hidden_size * (self.query_width + self.kv_width)
-        attention += (self.query_width + 2 * self.kv_width) * self.has_qkv_bias
-        attention += self.hidden_size * self.has_output_bias + self._head_norm_parameters
-        return attention + self._mlp_parameters + self._num_layer_norms * self._norm_parameters
+        attention += (self.query_width + 2 * self.kv_width) * self.has_qkv_bias + self.num_heads * self.has_sinks
+        return attention + self.hidden_size * self.has_output_bias + self._head_norm_parameters
 
     @property
     def _head_norm_parameters(self) -> int:
@@ -293,7 +350,9 @@ class ModelConfig:
             return 0
         count = self.experts.num_experts if count is None else count
         shared = self.hidden_size * (3 * self.experts.shared_size + self.experts.has_shared_gate)
-        return self._router_parameters + shared + 3 * count * self.hidden_size * self.experts.intermediate_size
+        inner = self.experts.intermediate_size
+        biases = (self.experts.num_experts + count * (2 * inner + self.hidden_size)) * self.experts.has_bias
+        return self._router_parameters + shared + 3 * count * self.hidden_size * inner + biases
 
     @property
     def _outer_parameters(self) -> int:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from alignedserve.runtime.model.decoder_weights import DecoderWeights
 from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.product_reader import LoadingObserver
 from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
-from alignedserve.runtime.model.weight_loader import LoadingObserver
 
 
 class RandomSource:

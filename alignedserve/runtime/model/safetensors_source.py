@@ -66,6 +66,11 @@ class SafetensorsSource:
         location = self._location(name)
         return _read(name, location, _DTYPES[location.dtype])
 
+    def stored_member(self, name: str, number: int) -> Tensor:
+        """Return one of the tensors that are stacked in one, as it is stored, on the CPU. Raises ModelError."""
+        location = self._location(name)
+        return _read(name, _member(location, number), _DTYPES[location.dtype])
+
     def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows | None:
         """Return where the matrix lies; None for another device than the CPU. Raises ModelError naming tensor and
         file."""
@@ -95,13 +100,16 @@ class SafetensorsSource:
         return found
 
     def _of_stack(self, name: str) -> TensorLocation | None:
-        """Return where one expert's matrix lies in a tensor of all: `a.3.weight` is number 3 of `a.weight`."""
-        module, _, number = name.removesuffix(".weight").rpartition(".")
-        whole = self.index.location(f"{module}.weight") if number.isdecimal() else None
-        if whole is None or len(whole.shape) != 3 or int(number) >= whole.shape[0]:
+        """Return where one expert's matrix lies in a tensor of all: `a.3.weight` is number 3 of `a.weight` or of `a`,
+        `a.3.bias` of `a_bias`."""
+        own, _, kind = name.rpartition(".")
+        module, _, number = own.rpartition(".")
+        names = {"weight": (f"{module}.weight", module), "bias": (f"{module}_bias",)}.get(kind, ())
+        found = (self.index.location(each) for each in names if number.isdecimal())
+        whole = next((each for each in found if each is not None), None)
+        if whole is None or len(whole.shape) != (3 if kind == "weight" else 2) or int(number) >= whole.shape[0]:
             return None
-        rows = _rows_of(whole, Span(int(number), int(number) + 1))
-        return rows._replace(shape=rows.shape[1:])
+        return _member(whole, int(number))
 
     def _absence(self, name: str) -> str:
         packed = (name.removesuffix(".weight") + suffix for suffix in (".qweight", ".weight_packed"))
@@ -137,6 +145,12 @@ def _rows_of(whole: TensorLocation, rows: Span) -> TensorLocation:
     row_bytes = whole.num_bytes // whole.shape[0]
     shape = (rows.size, *whole.shape[1:])
     return whole._replace(offset=whole.offset + rows.start * row_bytes, num_bytes=rows.size * row_bytes, shape=shape)
+
+
+def _member(whole: TensorLocation, number: int) -> TensorLocation:
+    """Return where one of the tensors lies that are stacked in `whole`."""
+    rows = _rows_of(whole, Span(number, number + 1))
+    return rows._replace(shape=rows.shape[1:])
 
 
 def _values(location: TensorLocation, dtype: torch.dtype) -> Tensor:

@@ -99,6 +99,7 @@ def resolve_model(
     if isinstance(config, EncoderConfig):
         _check_encoder(section, kv_cache_dtype)
     if isinstance(config, ModelConfig):
+        _check_device(config, device)
         check_tensor_parallel(config, tensor_parallel)
     elif tensor_parallel > 1:
         raise ConfigError("engine.tensor_parallel has no effect on an encoder, which one rank computes; leave it out")
@@ -138,6 +139,18 @@ def _sampling(
     if isinstance(config, EncoderConfig):
         return SamplingDefaults()
     return sampling_defaults(section.sampling, files, template)
+
+
+def _check_device(config: ModelConfig, device: str) -> None:
+    """Refuse parts of a decoder that have no GPU kernels yet. Raises ConfigError naming them."""
+    parts = {
+        "attention sinks": config.has_sinks,
+        "latent attention": config.latent is not None,
+        "capped scores": config.score_cap is not None,
+    }
+    lacking = [part for part, is_there in parts.items() if is_there]
+    if lacking and device.startswith("cuda"):
+        raise ConfigError(f"{' and '.join(lacking)} of {config.family} have no GPU kernels yet; set engine.device=cpu")
 
 
 def _check_encoder(section: ModelSectionConfig, kv_cache_dtype: str) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig
+from alignedserve.runtime.model.model_config import ExpertConfig, LatentConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,15 @@ class ParameterNames:
     shared_gate_up: tuple[str, ...] = ()  # of the expert that every token passes
     shared_down: str = ""
     shared_gate: str = ""
+    # An expert's matrices lie [inputs, outputs], and the rows of gates and ups in turn (gpt-oss).
+    transposes_experts: bool = False
+    sinks: str = ""  # a full name in the layer
+    # Of latent attention, in place of `qkv`:
+    query: tuple[str, ...] = ()  # the one module, and the two, with a norm between, that make queries of short rows
+    query_row_norm: str = ""
+    latent: str = ""  # the latent and the key that heads share
+    latent_norm: str = ""
+    heads_of_latent: str = ""  # keys and values of each head
     attention_post_norm: str = ""
     mlp_post_norm: str = ""
 
@@ -79,11 +88,31 @@ def linear_modules(
 
 
 def _attention_modules(config: ModelConfig, names: ParameterNames, prefix: str) -> Iterator[LinearModule]:
+    if config.latent is not None:
+        yield from _latent_modules(config, config.latent, names, prefix)
+        return
     rows = [config.query_width, config.kv_width, config.kv_width]
     rows = rows if len(names.qkv) == len(rows) else [sum(rows)]
     for name, count in zip(names.qkv, rows, strict=True):
         yield LinearModule(prefix + name, count, config.hidden_size)
     yield LinearModule(prefix + names.output, config.hidden_size, config.query_width)
+
+
+def _latent_modules(
+    config: ModelConfig, latent: LatentConfig, names: ParameterNames, prefix: str
+) -> Iterator[LinearModule]:
+    num_heads, width = config.num_heads, config.hidden_size
+    *first, last = query_modules(names, latent)
+    for name in first:
+        yield LinearModule(prefix + name, latent.query_rank or 0, width)
+    yield LinearModule(prefix + last, num_heads * latent.query_dim, latent.query_rank or width)
+    yield LinearModule(prefix + names.latent, latent.row_width, width)
+    yield LinearModule(prefix + names.output, width, num_heads * latent.value_dim)
+
+
+def query_modules(names: ParameterNames, latent: LatentConfig) -> tuple[str, ...]:
+    """Return the modules that make queries, one after another."""
+    return names.query[:1] if latent.query_rank is None else names.query[1:]
 
 
 def _feed_forward(

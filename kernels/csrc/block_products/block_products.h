@@ -4,6 +4,7 @@
 // A row of weights is cut into blocks of 32 inputs (16 in Q6_K, two of which are taken together). In a block
 //   weight = scale * quant + minimum        quant: an unsigned integer of 4, 6 or 8 bits
 // Formats without minima have them implied: Q4_0 and Q6_K subtract 8 and 32 from a quant, Q8_0's are stored plus 128.
+// MXFP4's 4 bits are the number of one of 16 quants, 0 to 24, from which 12 are subtracted: twice a float of 4 bits.
 // In the K formats scale and minimum are integers of a block times a float16 of a superblock of 8 blocks. The G formats
 // have float32 scales and minima, which hold the products of float16 scales and zero points exactly: G4_32 for every
 // block, G4_64 for every 2, G4_128 for every 4.
@@ -14,7 +15,7 @@
 //
 // Layout: panels of two vectors of columns, as products.h has them. In a panel, superblock after superblock (without
 // superblocks, block after block), each value once per column:
-//   head    scales, then minima where the format has them, float16 (G formats: float32)
+//   head    scales, then minima where the format has them, float16 (G formats: float32; MXFP4: a power of two, one byte)
 //   blocks  integer scales and minima of the K formats, one byte each; then the quants:
 //           8 bits   8 steps of one word of 4 consecutive inputs per column
 //           4 bits   4 words per column, the low halves of whose bytes are one step, the high halves the next
@@ -35,7 +36,7 @@
 
 namespace products {
 
-enum class Format { q8_0, q4_0, q4_1, q4_k, q6_k, g4_32, g4_64, g4_128 };
+enum class Format { q8_0, q4_0, q4_1, q4_k, q6_k, g4_32, g4_64, g4_128, mxfp4 };
 
 constexpr int kBlock = 32;      // inputs
 constexpr int kSteps = 8;       // of 4 inputs, in a block
@@ -56,11 +57,15 @@ constexpr int quant_bits(Format format) { return format == Format::q8_0 ? 8 : fo
 
 // What was added to make quants unsigned.
 constexpr int quant_offset(Format format) {
-    return format == Format::q8_0 ? 128 : format == Format::q6_k ? 32 : format == Format::q4_0 ? 8 : 0;
+    return format == Format::q8_0    ? 128
+           : format == Format::q6_k  ? 32
+           : format == Format::mxfp4 ? 12
+           : format == Format::q4_0  ? 8
+                                     : 0;
 }
 
 // Bytes per column.
-constexpr int scale_bytes(Format format) { return has_groups(format) ? 4 : 2; }
+constexpr int scale_bytes(Format format) { return has_groups(format) ? 4 : format == Format::mxfp4 ? 1 : 2; }
 constexpr int head_bytes(Format format) { return scale_bytes(format) * (has_minima(format) ? 2 : 1); }
 constexpr int small_scale_bytes(Format format) { return has_small_scales(format) ? 2 : 0; }
 constexpr int block_bytes(Format format) { return small_scale_bytes(format) + kBlock * quant_bits(format) / 8; }

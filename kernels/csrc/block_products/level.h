@@ -23,6 +23,9 @@ typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
 typedef int8_t SignedBytes __attribute__((vector_size(WIDTH)));
 typedef uint16_t Halves __attribute__((vector_size(WIDTH * 2)));
 
+// MXFP4's quants: 12 plus twice 0, 0.5, 1, 1.5, 2, 3, 4, 6, and minus that.
+alignas(16) constexpr uint8_t kFloatsOf4Bits[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
 template <typename T>
 inline T read(const void* from) {
     T x;
@@ -40,6 +43,10 @@ inline Ints broadcast(int32_t x) { return (Ints)_mm512_set1_epi32(x); }
 inline Floats from_halves(const char* from) { return (Floats)_mm512_cvtph_ps(read<__m256i>(from)); }
 inline Floats from_bytes(const char* from) { return numbers((Ints)_mm512_cvtepu8_epi32(read<__m128i>(from))); }
 inline Floats from_signed_bytes(const char* from) { return numbers((Ints)_mm512_cvtepi8_epi32(read<__m128i>(from))); }
+inline Ints whole_bytes(const char* from) { return (Ints)_mm512_cvtepu8_epi32(read<__m128i>(from)); }
+inline Words looked_up(Words numbers) {
+    return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(read<__m128i>(kFloatsOf4Bits)), (__m512i)numbers);
+}
 inline Ints nearest(Floats x) { return (Ints)_mm512_cvtps_epi32((__m512)x); }
 inline void store_bytes(int8_t* to, Ints x) { _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x)); }
 
@@ -58,6 +65,12 @@ inline Floats from_bytes(const char* from) {
 }
 inline Floats from_signed_bytes(const char* from) {
     return numbers((Ints)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
+}
+inline Ints whole_bytes(const char* from) {
+    return (Ints)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(read<int64_t>(from)));
+}
+inline Words looked_up(Words numbers) {
+    return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(read<__m128i>(kFloatsOf4Bits)), (__m256i)numbers);
 }
 inline Ints nearest(Floats x) { return (Ints)_mm256_cvtps_epi32((__m256)x); }
 inline void store_bytes(int8_t* to, Ints x) {
@@ -91,6 +104,13 @@ inline Floats from_bytes(const char* from) { return numbers(__builtin_convertvec
 inline Floats from_signed_bytes(const char* from) {
     return numbers(__builtin_convertvector(read<SignedBytes>(from), Ints));
 }
+inline Ints whole_bytes(const char* from) { return __builtin_convertvector(read<Bytes>(from), Ints); }
+inline Words looked_up(Words numbers) {
+    uint8_t bytes[sizeof numbers];
+    std::memcpy(bytes, &numbers, sizeof numbers);
+    for (uint8_t& byte : bytes) byte = kFloatsOf4Bits[byte];
+    return read<Words>(bytes);
+}
 inline Ints nearest(Floats x) {
     const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the rounded integer
     return (Ints)(x + magic) - (Ints)magic;
@@ -119,6 +139,14 @@ constexpr bool has_offset() {
     return quant_offset(kFormat) != 0 && !(WIDTH == 8 && !HAS_INT8_DOT && quant_bits(kFormat) == 8);
 }
 
+inline Floats powers_of_two(const char* from) { return (Floats)(whole_bytes(from) << 23); }
+
+// Four quants of 4 bits per word, by their numbers where the format numbers them.
+template <Format kFormat>
+inline Words numbered(Words quants) {
+    return kFormat == Format::mxfp4 ? looked_up(quants) : quants;
+}
+
 // A block of a panel: a byte per quant, and the scales as numbers.
 template <Format kFormat>
 struct Block {
@@ -139,6 +167,8 @@ inline void read_heads(const char* from, Heads& heads) {
         if (has_groups(kFormat)) {
             heads.scales[j] = load((const float*)(from + j * WIDTH * 4));
             heads.minima[j] = load((const float*)second);
+        } else if (kFormat == Format::mxfp4) {
+            heads.scales[j] = powers_of_two(from + j * WIDTH) * 0.5f;  // quants are twice the values
         } else {
             heads.scales[j] = from_halves(from + j * WIDTH * 2);
             if (has_minima(kFormat)) heads.minima[j] = from_halves(second);
@@ -178,8 +208,8 @@ inline void read_quants(const char* from, Block<kFormat>& block) {
     for (int pair = 0; pair < kSteps / 2; ++pair)
         for (int j = 0; j < kVectors; ++j) {
             const Words both = read<Words>(from + (pair * kVectors + j) * kWord);
-            block.quants[2 * pair][j] = both & 0x0f0f0f0fu;
-            block.quants[2 * pair + 1][j] = both >> 4 & 0x0f0f0f0fu;
+            block.quants[2 * pair][j] = numbered<kFormat>(both & 0x0f0f0f0fu);
+            block.quants[2 * pair + 1][j] = numbered<kFormat>(both >> 4 & 0x0f0f0f0fu);
         }
     if (quant_bits(kFormat) == 4) return;
     const char* high = from + kSteps / 2 * kVectors * kWord;
@@ -353,6 +383,7 @@ void multiply(const BlockWeights& weights, const BlockCall& call, const BlockPar
         case Format::g4_32: return multiply_format<Format::g4_32>(weights, call, part);
         case Format::g4_64: return multiply_format<Format::g4_64>(weights, call, part);
         case Format::g4_128: return multiply_format<Format::g4_128>(weights, call, part);
+        case Format::mxfp4: return multiply_format<Format::mxfp4>(weights, call, part);
     }
 }
 

@@ -70,6 +70,7 @@ Format format_named(const std::string& name) {
     if (name == "G4_32") return Format::g4_32;
     if (name == "G4_64") return Format::g4_64;
     if (name == "G4_128") return Format::g4_128;
+    if (name == "MXFP4") return Format::mxfp4;
     throw std::invalid_argument("no products of blocks " + name);
 }
 

@@ -85,6 +85,9 @@ void take_apart(Format format, const uint8_t* from, SourceBlock& to) {
             to.scale = half_at(from);
             to.minimum = half_at(from + 2);
             return split_halves(from + 4, 16, to.quants);
+        case Format::mxfp4:
+            to.scale = from[0];
+            return split_halves(from + 1, 16, to.quants);
         case Format::g4_32:
         case Format::g4_64:
         case Format::g4_128:

@@ -20,6 +20,7 @@ constexpr int source_bytes(Format format) {
         case Format::g4_32: return 24;
         case Format::g4_64: return 40;
         case Format::g4_128: return 72;
+        case Format::mxfp4: return 17;
     }
     return 0;
 }
@@ -27,7 +28,7 @@ constexpr int source_bytes(Format format) {
 // One block (superblock) of the file, taken apart. Unused fields are 0.
 struct SourceBlock {
     uint8_t quants[256];
-    uint32_t scale, minimum;  // the bits of float16 or float32
+    uint32_t scale, minimum;  // the bits of float16 or float32; of MXFP4 an exponent
     uint8_t scales[16], minima[8];
 };
 

@@ -109,7 +109,8 @@ def test_the_largest_quants_and_inputs(type_name: str, level: str) -> None:
     layout = BLOCK_FORMATS[type_name]
     for filling in (0x00, 0x7F, 0x80, 0xFF):
         raw = torch.full((20 * layout.row_bytes(512) // layout.num_bytes, layout.num_bytes), filling, dtype=torch.uint8)
-        scale = torch.tensor([0.5], dtype=torch.float16 if layout.scale_bytes == 2 else torch.float32)
+        dtype = {1: torch.uint8, 2: torch.float16, 4: torch.float32}[layout.scale_bytes]
+        scale = torch.tensor([126 if layout.scale_bytes == 1 else 0.5], dtype=dtype)
         for place in layout.scale_places:
             raw[:, place : place + layout.scale_bytes] = scale.view(torch.uint8)
         raw = raw.reshape(20, -1)
@@ -212,6 +213,16 @@ def test_the_worked_example() -> None:
     x = torch.zeros(1, 32)
     x[0, :2] = torch.tensor([1.27, 0.5])
     assert float(BlockQuantizedLinear(raw, "Q4_0", 32)(x)) == pytest.approx(3.195, abs=1e-4)
+
+
+def test_floats_of_4_bits_and_their_power_of_two() -> None:
+    raw = torch.zeros(1, 17, dtype=torch.uint8)
+    raw[0, 0], raw[0, 1:9] = 128, torch.arange(0x80, 0x100, 0x11, dtype=torch.uint8)[:8]
+    values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    expected = [2 * value for value in values] + [0.0] * 8 + [-2 * value for value in values] + [0.0] * 8
+    assert dequantize(raw, "MXFP4")[0].tolist() == expected
+    raw[0, 0] = 255
+    assert "not finite" in str(block_obstacle(raw, "MXFP4"))
 
 
 def test_what_does_not_fit_is_refused() -> None:

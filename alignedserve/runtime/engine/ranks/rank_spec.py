@@ -23,10 +23,10 @@ from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 from alignedserve.runtime.model.decoder_weights import DecoderWeights, leave_rounded_rows_unwritten
 from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.product_reader import LoadingObserver
 from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.weight_files import load_weights
-from alignedserve.runtime.model.weight_loader import LoadingObserver
 from kernels.cpu.rank_exchange import RankExchange
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.hf_fields import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH
 from alignedserve.runtime.model.model_config import ExpertConfig, Scoring
@@ -21,6 +22,15 @@ def mixtral(fields: JsonFields, num_layers: int) -> ExpertConfig:
 def granite(fields: JsonFields, num_layers: int) -> ExpertConfig:
     """Read Granite's, beside which there may be one for all tokens."""
     return replace(mixtral(fields, num_layers), shared_size=fields.integer("shared_intermediate_size", 0, MAX_WIDTH, 0))
+
+
+def gpt_oss(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    """Read those of gpt-oss, with biases; their gates are cut at a limit that the kernels know."""
+    for name, known in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
+        if fields.number(name, 0.0, 1e6, known) != known:
+            raise UnsupportedModel(f"{name} of gpt_oss is {known}; others are not supported.")
+    fields = fields.with_defaults({"num_local_experts": 128, "num_experts_per_tok": 4})
+    return replace(mixtral(fields, num_layers), has_bias=True)
 
 
 def minimax(fields: JsonFields, num_layers: int) -> ExpertConfig:
@@ -67,6 +77,39 @@ def glm4(fields: JsonFields, num_layers: int) -> ExpertConfig:
     return _deepseek(fields.with_defaults(_GLM4), num_layers)
 
 
+def solar_open(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    """Read those of Solar Open, likewise, on every layer."""
+    return replace(
+        _deepseek(fields.with_defaults({**_GLM4, "moe_intermediate_size": 1280}), num_layers), dense_layers=()
+    )
+
+
+def glm4_lite(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    """Read those of GLM 4.7 Flash, chosen likewise, on the layers that `mlp_layer_types` names."""
+    kinds = fields.texts("mlp_layer_types", MAX_LAYERS) or ("dense", *["sparse"] * (num_layers - 1))
+    if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+        raise UnsupportedModel("mlp_layer_types must name dense or sparse for every layer.")
+    dense_layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    experts = _deepseek(fields.with_defaults(_GLM4_LITE), num_layers)
+    return replace(experts, dense_layers=dense_layers)
+
+
+def deepseek_v3(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    """Read DeepSeek V3's."""
+    return _deepseek(fields.with_defaults(_DEEPSEEK_V3), num_layers)
+
+
+def deepseek_v2(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    """Read DeepSeek V2's, whose scores are a softmax, and whose groups are chosen by their best expert."""
+    method = fields.text("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedModel(f"topk_method {method!r} is not one of greedy, group_limited_greedy.")
+    experts = _deepseek(fields.with_defaults({"n_routed_experts": 64, "n_shared_experts": 2}), num_layers)
+    if method == "greedy":
+        experts = replace(experts, num_groups=1, num_chosen_groups=1)
+    return replace(experts, scoring=Scoring.SOFTMAX)
+
+
 def dots1(fields: JsonFields, num_layers: int) -> ExpertConfig:
     """Read those of dots.llm1, chosen likewise."""
     return _deepseek(fields, num_layers)
@@ -78,6 +121,27 @@ _GLM4 = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 1408,
     "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
+
+
+_GLM4_LITE = {
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "routed_scaling_factor": 1.8,
+    "norm_topk_prob": True,
+}
+_DEEPSEEK_V3 = {
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
 }
 

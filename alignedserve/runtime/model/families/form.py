@@ -6,7 +6,14 @@ from typing import NamedTuple
 
 from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.families.windows import NO_WINDOW, WindowRule
-from alignedserve.runtime.model.model_config import ExpertConfig, HeadNormKind, ModelConfig, NormKind
+from alignedserve.runtime.model.model_config import (
+    Activation,
+    ExpertConfig,
+    HeadNormKind,
+    LatentConfig,
+    ModelConfig,
+    NormKind,
+)
 from alignedserve.runtime.model.weight_names import ParameterNames
 
 
@@ -52,6 +59,9 @@ class FamilyForm:
     windows: WindowRule = NO_WINDOW
     # The layers without rotation, by the fields, the number of layers and those with a window.
     unrotated: Callable[[JsonFields, int, tuple[int, ...]], tuple[int, ...]] | None = None
+    latent: Callable[[JsonFields], LatentConfig] | None = None  # in place of keys and values of heads
+    has_sinks: bool = False
+    has_caps: bool = False  # of scores and of logits
     has_rope_pair: bool = False  # layers with a window have a rotation of their own
     windowed_theta: float = 10000.0  # of that one
     head_norm: HeadNormKind = HeadNormKind.NONE
@@ -60,7 +70,7 @@ class FamilyForm:
     output_bias: Flag | bool = _ATTENTION_BIAS
 
     # Feed-forward part
-    activation: Named = _SILU
+    activation: Named | Activation = _SILU  # one that no field names: whatever the config says
     is_gated: bool = True
     mlp_bias: Flag | bool = _MLP_BIAS
     experts: Callable[[JsonFields, int], ExpertConfig] | None = None  # of the fields and the number of layers

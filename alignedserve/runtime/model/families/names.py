@@ -50,6 +50,35 @@ GLM4_MOE = replace(
     shared_down="mlp.shared_experts.down_proj",
 )
 
+# One tensor of each kind for all experts.
+GPT_OSS = replace(
+    LLAMA,
+    router="mlp.router",
+    expert_gate_up=("mlp.experts.gate_up_proj.{expert}",),
+    expert_down="mlp.experts.down_proj.{expert}",
+    transposes_experts=True,
+    sinks="self_attn.sinks",
+)
+
+LATENT = replace(
+    PAIRED_LLAMA,
+    qkv=(),
+    query=("self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_b_proj"),
+    query_row_norm="self_attn.q_a_layernorm",
+    latent="self_attn.kv_a_proj_with_mqa",
+    latent_norm="self_attn.kv_a_layernorm",
+    heads_of_latent="self_attn.kv_b_proj",
+)
+DEEPSEEK_V2 = replace(
+    LATENT,
+    router=GLM4_MOE.router,
+    expert_gate_up=GLM4_MOE.expert_gate_up,
+    expert_down=GLM4_MOE.expert_down,
+    shared_gate_up=GLM4_MOE.shared_gate_up,
+    shared_down=GLM4_MOE.shared_down,
+)
+DEEPSEEK_V3 = replace(DEEPSEEK_V2, router_correction=GLM4_MOE.router_correction)
+
 MINIMAX_M2 = replace(MIXTRAL, router_correction="block_sparse_moe.e_score_correction_bias")
 GRANITE_MOE = replace(
     LLAMA,
@@ -91,6 +120,8 @@ COHERE = replace(PAIRED_LLAMA, mlp_norm="input_layernorm")
 
 GLM = replace(PAIRED_LLAMA, gate_up=("mlp.gate_up_proj",))
 GLM4 = replace(GLM, attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm")
+
+NEMOTRON = replace(LLAMA, gate_up=("mlp.up_proj",))
 
 STARCODER2 = replace(LLAMA, gate_up=("mlp.c_fc",), down="mlp.c_proj")
 

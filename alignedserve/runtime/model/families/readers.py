@@ -16,8 +16,16 @@ from alignedserve.runtime.model.hf_fields import (
     read_num_kv_heads,
     read_sizes,
 )
-from alignedserve.runtime.model.model_config import Activation, HeadNormKind, ModelConfig, NormKind, RopeConfig
-from alignedserve.runtime.model.rope_fields import longest_context_len, read_rope, read_rope_pair
+from alignedserve.runtime.model.model_config import (
+    Activation,
+    HeadNormKind,
+    LatentConfig,
+    ModelConfig,
+    NormKind,
+    RopeConfig,
+    RopeScaling,
+)
+from alignedserve.runtime.model.rope_fields import longest_context_len, read_rope, read_rope_pair, yarn_angle_factor
 
 
 def read_decoder(fields: JsonFields, model_type: str, form: FamilyForm) -> ModelConfig:
@@ -28,16 +36,17 @@ def read_decoder(fields: JsonFields, model_type: str, form: FamilyForm) -> Model
             raise UnsupportedModel(f"{name} of {model_type} is not supported.")
     sizes = read_sizes(fields, model_type)
     num_heads, num_layers = sizes["num_heads"], sizes["num_layers"]
-    head_dim = _head_dim(fields, sizes, form)
+    latent = None if form.latent is None else form.latent(fields)
+    head_dim = _head_dim(fields, sizes, form) if latent is None else latent.row_width
     window, windowed = form.windows.read(fields, num_layers)
-    rope, windowed_rope = _ropes(fields, head_dim, form)
+    rope, windowed_rope = _ropes(fields, head_dim if latent is None else latent.rope_dim, form)
     sizes["max_position_embeddings"] = longest_context_len(fields, rope)
     config = ModelConfig(
         **sizes,
         intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
-        num_kv_heads=read_num_kv_heads(fields, num_heads, form.num_kv_heads or num_heads),
+        num_kv_heads=1 if latent else read_num_kv_heads(fields, num_heads, form.num_kv_heads or num_heads),
         head_dim=head_dim,
-        activation=read_activation(fields, form.activation.name, str(form.activation.default)),
+        activation=_activation(fields, form),
         norm=form.norm,
         norm_eps=fields.number(form.norm_eps.name, 0.0, 1.0, float(form.norm_eps.default)),
         embedding_size=sizes["hidden_size"],
@@ -50,6 +59,11 @@ def read_decoder(fields: JsonFields, model_type: str, form: FamilyForm) -> Model
         has_qkv_bias=holds(form.qkv_bias, fields),
         has_output_bias=holds(form.output_bias, fields),
         has_mlp_bias=form.experts is None and holds(form.mlp_bias, fields),
+        latent=latent,
+        query_multiplier=1.0 if latent is None else _latent_scale(fields, latent, rope),
+        score_cap=_cap(fields, "attn_logit_softcapping", 50.0) if form.has_caps else None,
+        logits_cap=_cap(fields, "final_logit_softcapping", 30.0) if form.has_caps else None,
+        has_sinks=form.has_sinks,
         head_norm=form.head_norm if holds(form.has_head_norm, fields) else HeadNormKind.NONE,
         has_input_norms=form.has_input_norms,
         has_post_norms=form.has_post_norms,
@@ -59,6 +73,12 @@ def read_decoder(fields: JsonFields, model_type: str, form: FamilyForm) -> Model
         experts=None if form.experts is None else form.experts(fields, num_layers),
     )
     return config if form.adapt is None else form.adapt(config, fields)
+
+
+def _activation(fields: JsonFields, form: FamilyForm) -> Activation:
+    if isinstance(form.activation, Activation):
+        return form.activation
+    return read_activation(fields, form.activation.name, str(form.activation.default))
 
 
 def _head_dim(fields: JsonFields, sizes: Sizes, form: FamilyForm) -> int:
@@ -73,6 +93,37 @@ def _ropes(fields: JsonFields, head_dim: int, form: FamilyForm) -> tuple[RopeCon
     default = fields.integer("rotary_dim", 1, head_dim, head_dim) / head_dim if fields.has("rotary_dim") else None
     rotated = fields.number(form.rotated.name, 0.0, 1.0, default or float(form.rotated.default))
     return read_rope(fields, head_dim, default_fraction=rotated, default_theta=form.theta), None
+
+
+def read_latent(fields: JsonFields) -> LatentConfig:
+    """Read the widths of latent attention; a `q_lora_rank` of null is none."""
+    has_query_rank = fields.has("q_lora_rank") or not fields.is_present("q_lora_rank")
+    return LatentConfig(
+        rank=fields.integer("kv_lora_rank", 1, MAX_WIDTH, 512),
+        rope_dim=fields.integer("qk_rope_head_dim", 2, MAX_WIDTH, 64),
+        nope_dim=fields.integer("qk_nope_head_dim", 1, MAX_WIDTH, 128),
+        value_dim=fields.integer("v_head_dim", 1, MAX_WIDTH, 128),
+        query_rank=fields.integer("q_lora_rank", 1, MAX_WIDTH, 1536) if has_query_rank else None,
+    )
+
+
+def _latent_scale(fields: JsonFields, latent: LatentConfig, rope: RopeConfig) -> float:
+    """Return the scale of scores, by that of a cached row's width: of a head's query, and of YaRN if weighed."""
+    if not fields.flag("rope_interleave", True):
+        raise UnsupportedModel("rope_interleave=false is not supported.")
+    section = fields.section("rope_parameters") or fields.section("rope_scaling")
+    scale = math.sqrt(latent.row_width / latent.query_dim)
+    if section is None or rope.scaling is RopeScaling.NONE:
+        return scale
+    weight = section.number("mscale_all_dim", 0.0, 1e6, 0.0)
+    return scale * yarn_angle_factor(rope.factor, weight) ** 2 if weight else scale
+
+
+def _cap(fields: JsonFields, name: str, default: float) -> float | None:
+    """Return a cap; null is none."""
+    if fields.is_present(name) and not fields.has(name):
+        return None
+    return fields.number(name, 1e-3, 1e6, default)
 
 
 def read_opt(fields: JsonFields, model_type: str, form: FamilyForm) -> ModelConfig:

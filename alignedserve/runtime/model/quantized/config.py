@@ -12,7 +12,8 @@ from alignedserve.runtime.model.hf_fields import MAX_WIDTH
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod, WeightScheme
 
 MAX_CONFIG_GROUPS = 64
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+_MXFP4 = "mxfp4-pack-quantized"
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", _MXFP4)
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _BITS = (4, 8)
 
@@ -35,7 +36,7 @@ def read_quantization(fields: JsonFields) -> CheckpointQuantization | None:
 
 def _read_compressed_tensors(section: JsonFields) -> CheckpointQuantization:
     _require(section, "quantization_status", ("compressed",), "compressed")
-    _require(section, "format", _FORMATS)
+    form = _require(section, "format", _FORMATS)
     sparsity = section.section("sparsity_config")
     if sparsity is not None:
         _require(sparsity, "format", ("dense",), "dense")
@@ -48,18 +49,20 @@ def _read_compressed_tensors(section: JsonFields) -> CheckpointQuantization:
     remarks: tuple[str, ...] = ()
     if section.has("kv_cache_scheme"):
         remarks = ("kv_cache_scheme not applied: engine.kv_cache_dtype sets the cache's form",)
-    schemes = tuple(_read_group(group) for group in groups)
+    schemes = tuple(_read_group(group, form) for group in groups)
     return CheckpointQuantization(QuantMethod.COMPRESSED_TENSORS, schemes, remarks=remarks)
 
 
-def _read_group(group: JsonFields) -> WeightScheme:
-    _require(group, "format", _FORMATS, _FORMATS[0])
+def _read_group(group: JsonFields, default: str) -> WeightScheme:
+    form = _require(group, "format", _FORMATS, default)
     weights = group.section("weights")
     if weights is None:
         raise UnsupportedModel(f"{group.where}: a group without quantised weights is not supported.")
     if group.has("output_activations"):
         raise UnsupportedModel(f"{group.where}: output_activations are not supported.")
     is_float = _require(weights, "type", ("int", "float"), "int") == "float"
+    if form == _MXFP4:
+        return _read_mxfp4_group(weights, is_float=is_float)
     inputs = group.section("input_activations")
     if inputs is not None:
         _require_bits(inputs, (8,))
@@ -78,6 +81,17 @@ def _read_group(group: JsonFields) -> WeightScheme:
         is_symmetric=is_symmetric,
         has_8_bit_inputs=inputs is not None,
     )
+
+
+def _read_mxfp4_group(weights: JsonFields, *, is_float: bool) -> WeightScheme:
+    size = weights.integer("group_size", 1, MAX_WIDTH, 32)
+    if not is_float or size != 32:
+        raise UnsupportedModel(f"{weights.where}: {_MXFP4} of other than floats in groups of 32 is not supported.")
+    return WeightScheme(_require_bits(weights, (4,)), is_float=True, group_size=size)
+
+
+def _read_blocks(section: JsonFields) -> CheckpointQuantization:
+    return CheckpointQuantization(QuantMethod.BLOCKS, (WeightScheme(4, group_size=32, is_symmetric=False),))
 
 
 def _read_awq(section: JsonFields) -> CheckpointQuantization:
@@ -117,11 +131,17 @@ def _read_fp8(section: JsonFields) -> CheckpointQuantization:
     )
 
 
+def _read_mxfp4(section: JsonFields) -> CheckpointQuantization:
+    return CheckpointQuantization(QuantMethod.MXFP4, (WeightScheme(4, is_float=True, group_size=32),))
+
+
 _READERS: dict[QuantMethod, Callable[[JsonFields], CheckpointQuantization]] = {
     QuantMethod.COMPRESSED_TENSORS: _read_compressed_tensors,
     QuantMethod.AWQ: _read_awq,
     QuantMethod.GPTQ: _read_gptq,
     QuantMethod.FP8: _read_fp8,
+    QuantMethod.MXFP4: _read_mxfp4,
+    QuantMethod.BLOCKS: _read_blocks,
 }
 
 

@@ -11,7 +11,10 @@ A matrix [rows, width] of whole numbers is stored, with the scales and zero poin
                       qzeros [groups, rows / 8], lowest first, smaller by 1; g_idx [width], the group of each input
 
 in words of int32. A value is scale * (number - zero point). FP8 is weight [rows, width] and scales by which it is
-multiplied.
+multiplied. MXFP4 is one tensor for all experts, `a_blocks` [experts, rows, width / 32, 16], whose bytes hold two floats
+of 4 bits each, the lower half first, and `a_scales` [experts, rows, width / 32], powers of two: an expert's is `a.3`.
+Compressed-tensors has weight_packed [rows, width / 2] and weight_scale [rows, width / 32] of the same. Blocks of GGUF
+are weight [rows, bytes of a row], of the type that `block_type` names.
 """
 
 import enum
@@ -19,12 +22,15 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from alignedserve.core.errors import ModelError
+from alignedserve.gguf.tensor_types import row_bytes
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod, WeightScheme
 from alignedserve.runtime.model.weight_index import TensorHeader
 
 _FLOATS = ("F32", "F16", "BF16")
 _WORDS = ("I32",)
 _WEIGHT = ".weight"
+BLOCK = 32  # inputs with a scale, where matrices are in blocks
+_SUPERBLOCK = 256
 
 
 class Packing(enum.Enum):
@@ -35,6 +41,13 @@ class Packing(enum.Enum):
     FLOAT8 = "weight of FP8"
     AWQ = "qweight of AWQ"
     GPTQ = "qweight of GPTQ"
+    MXFP4 = "blocks of MXFP4"
+    MXFP4_ROWS = "weight_packed of MXFP4"
+    BLOCKS = "weight in blocks"
+
+
+IN_BLOCKS = (Packing.MXFP4, Packing.MXFP4_ROWS, Packing.BLOCKS)  # as products are computed with them
+_FLOATS_OF_4_BITS = (Packing.MXFP4, Packing.MXFP4_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +108,9 @@ def stored_matrix(
     problems = []
     # Those with zero points first: others would fit as well.
     for scheme in sorted(quantization.schemes, key=lambda scheme: scheme.is_symmetric):
-        if scheme.is_float != (packing is Packing.FLOAT8):
+        if scheme.is_float != (packing is Packing.FLOAT8 or packing in _FLOATS_OF_4_BITS):
+            continue
+        if scheme.is_float and (scheme.num_bits == 4) != (packing in _FLOATS_OF_4_BITS):
             continue
         matrix = _matrix(headers, packing, scheme, module, shape)
         problem = _first_problem(headers, matrix)
@@ -107,11 +122,17 @@ def stored_matrix(
 
 def _packing(headers: Headers, method: QuantMethod, module: str) -> Packing | None:
     weight = headers.header(f"{module}.weight")
+    if method is QuantMethod.BLOCKS:
+        return Packing.BLOCKS if weight is not None and weight.dtype == "U8" else None
+    if method is QuantMethod.MXFP4:
+        stack, _ = member_of_stack(module)
+        return None if headers.header(f"{stack}_blocks") is None else Packing.MXFP4
     if method in (QuantMethod.AWQ, QuantMethod.GPTQ):
         found = headers.header(f"{module}.qweight") is not None
         return (Packing.AWQ if method is QuantMethod.AWQ else Packing.GPTQ) if found else None
-    if method is QuantMethod.COMPRESSED_TENSORS and headers.header(f"{module}.weight_packed") is not None:
-        return Packing.ROWS
+    packed = headers.header(f"{module}.weight_packed")
+    if method is QuantMethod.COMPRESSED_TENSORS and packed is not None:
+        return Packing.MXFP4_ROWS if packed.dtype == "U8" else Packing.ROWS
     if weight is None or (weight.dtype in _FLOATS and headers.header(f"{module}.weight_scale") is None):
         return None
     if weight.dtype in _FLOATS:
@@ -138,11 +159,17 @@ def _matrix(
 
 def _expected(matrix: StoredMatrix) -> list[_Expected]:
     """Return the tensors that the matrix consists of."""
+    assert matrix.packing is not Packing.MXFP4, "see _problem_of_stack"
     if matrix.packing is Packing.FLOAT8:
         return _expected_of_float8(matrix)
     if matrix.packing in (Packing.AWQ, Packing.GPTQ):
         return _expected_of_columns(matrix)
     rows, width, bits = matrix.rows, matrix.width, matrix.scheme.num_bits
+    if matrix.packing is Packing.BLOCKS:
+        return [_Expected("weight", ((rows, block_bytes(width)),), ("U8",))]
+    if matrix.packing is Packing.MXFP4_ROWS:
+        words, scales = (rows, width // 2), (rows, width // BLOCK)
+        return [_Expected("weight_packed", (words,), ("U8",)), _Expected("weight_scale", (scales,), ("U8",))]
     scales = _scale_shapes(matrix)
     expected = [_Expected("weight_scale", scales, _FLOATS)]
     if matrix.packing is Packing.INT8:
@@ -187,8 +214,43 @@ def _scale_shapes(matrix: StoredMatrix) -> tuple[tuple[int, ...], ...]:
 
 
 def _first_problem(headers: Headers, matrix: StoredMatrix) -> str | None:
+    if matrix.packing in IN_BLOCKS and matrix.width % BLOCK:
+        return f"{matrix.module}: {matrix.width} inputs, which blocks of {BLOCK} do not fill."
+    if matrix.packing is Packing.MXFP4:
+        return _problem_of_stack(headers, matrix)
     problems = (_problem(headers, matrix.module, expected) for expected in _expected(matrix))
     return next((problem for problem in problems if problem is not None), None)
+
+
+def _problem_of_stack(headers: Headers, matrix: StoredMatrix) -> str | None:
+    stack, number = member_of_stack(matrix.module)
+    own = (matrix.rows, matrix.width // BLOCK)
+    for suffix, shape in (("blocks", (*own, BLOCK // 2)), ("scales", own)):
+        name = f"{stack}_{suffix}"
+        found = headers.header(name)
+        if found is None:
+            return f"tensor {name} is missing."
+        if found.dtype != "U8":
+            return f"tensor {name} has dtype {found.dtype}, expected U8."
+        if found.shape[1:] != shape or number >= found.shape[0]:
+            return f"tensor {name} has shape {list(found.shape)}, expected more than {number} of {list(shape)}."
+    return None
+
+
+def block_type(width: int) -> str:
+    """Return the type of blocks of a matrix with so many inputs, which fill blocks of 32."""
+    return "Q4_K" if width % _SUPERBLOCK == 0 else "Q4_1"
+
+
+def block_bytes(width: int) -> int:
+    """Return the bytes of a row of these."""
+    return row_bytes(block_type(width), width)
+
+
+def member_of_stack(module: str) -> tuple[str, int]:
+    """Return the tensor of all experts that `a.3` is part of, `a`, and its number there; of others the name and 0."""
+    stack, _, number = module.rpartition(".")
+    return (stack, int(number)) if number.isdecimal() else (module, 0)
 
 
 def _words(count: int, bits: int) -> int:

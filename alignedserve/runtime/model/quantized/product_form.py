@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from alignedserve.core.block_layout import DTYPE_BYTES
-from alignedserve.runtime.model.quantized.layout import Packing, StoredMatrix
+from alignedserve.gguf.tensor_types import packed_row_bytes, row_bytes
+from alignedserve.runtime.model.quantized.layout import IN_BLOCKS, Packing, StoredMatrix, block_type
 
 _HAS_KERNELS = find_spec("kernels._native") is not None
 _BLOCK = 32  # inputs of one block of the kernels
@@ -52,13 +53,16 @@ class Computing:
         """Return how products with this matrix are computed, unless its values turn out to forbid it."""
         if self.is_gpu:
             return self._form_on_gpu(matrix)
-        return ProductForm.UNPACKED if matrix.scheme.is_float else self._form_on_cpu(matrix)
+        is_unpacked = matrix.scheme.is_float and matrix.packing not in IN_BLOCKS
+        return ProductForm.UNPACKED if is_unpacked else self._form_on_cpu(matrix)
 
     def form_of_expert(self, matrix: StoredMatrix) -> ProductForm:
         """Return the same for a matrix of an expert; those of all experts are multiplied together on GPUs."""
         return _grouped_form(matrix) if self.is_gpu else self.form_of(matrix)
 
     def _form_on_gpu(self, matrix: StoredMatrix) -> ProductForm:
+        if matrix.packing in IN_BLOCKS:
+            return ProductForm.UNPACKED
         scheme = matrix.scheme
         is_even = matrix.rows % _GPU_STEP == 0 and matrix.width % _GPU_STEP == 0
         is_by_row = scheme.is_float and scheme.block is None and scheme.group_size is None
@@ -89,7 +93,7 @@ def _fills_blocks(matrix: StoredMatrix) -> bool:
 
 def _grouped_form(matrix: StoredMatrix) -> ProductForm:
     """Return the form of products whose inputs are not rounded, which every GPU computes."""
-    if not _fills_blocks(matrix):
+    if not _fills_blocks(matrix) or matrix.packing in IN_BLOCKS:
         return ProductForm.UNPACKED
     if matrix.scheme.is_float:
         return ProductForm.GROUPS_FLOAT8
@@ -104,6 +108,10 @@ def form_bytes(matrix: StoredMatrix, form: ProductForm, dtype: str) -> int:
     if form is ProductForm.BLOCKS_8:
         return count * 34 // 32
     if form is ProductForm.BLOCKS_4:
+        if matrix.packing is Packing.BLOCKS:
+            return matrix.rows * (packed_row_bytes(block_type(matrix.width), matrix.width) or 0)
+        if matrix.packing in IN_BLOCKS:
+            return matrix.rows * row_bytes("MXFP4", matrix.width)
         together = inputs_together(matrix)
         # Scales of a symmetric matrix are nearly always float16 numbers; others have float32 minima beside them.
         if matrix.scheme.is_symmetric and together < _NARROW:

@@ -11,6 +11,8 @@ class QuantMethod(enum.Enum):
     AWQ = "awq"
     GPTQ = "gptq"
     FP8 = "fp8"
+    MXFP4 = "mxfp4"
+    BLOCKS = "gguf_blocks"  # our own: of GGUF's, in safetensors
 
 
 @dataclass(frozen=True, slots=True)

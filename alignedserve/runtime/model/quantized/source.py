@@ -8,11 +8,13 @@ from torch import Tensor
 
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.packed_products import BlockRows, Float8Rows, GroupedRows, Int8Rows, Rows
-from alignedserve.runtime.model.quantized.layout import Packing, StoredMatrix, has_weight, stored_matrix
+from alignedserve.runtime.model.quantized.layout import IN_BLOCKS, Packing, StoredMatrix, has_weight, stored_matrix
 from alignedserve.runtime.model.quantized.product_form import Computing, ProductForm, inputs_together
-from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization
+from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod
+from alignedserve.runtime.model.quantized.stored_blocks import read_blocks
 from alignedserve.runtime.model.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weight_names import ParameterNames
+from kernels.block_formats import dequantize
 from kernels.cpu.int8_linear import has_int8_products
 from kernels.cpu.packed_linear import FileRows
 from kernels.narrow.float8_linear import has_float8_products
@@ -210,15 +212,26 @@ class QuantizedSource:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor, unpacked, converted and moved. Raises ModelError naming it."""
+        if self._quantization.method is QuantMethod.MXFP4:  # of floats, such matrices lie [inputs, outputs]
+            turned = self._matrix(name, shape[::-1])
+            if turned is None:
+                return self._plain.tensor(name, shape)
+            return self._unpacked_blocks(turned).T.to(self._plain.device)
         matrix = self._matrix(name, shape)
         if matrix is None:
             return self._plain.tensor(name, shape)
-        if matrix.packing is Packing.FLOAT8:
+        if matrix.packing in IN_BLOCKS:
+            values = self._unpacked_blocks(matrix)
+        elif matrix.packing is Packing.FLOAT8:
             values = unpacked_float8(matrix, read_float8(matrix, self._plain.stored), self.dtype)
         else:
             integers = read_integers(matrix, self._plain.stored, self._quantization.zero_offset)
             values = unpacked_integers(integers, self.dtype)
         return values.to(self._plain.device)
+
+    def _unpacked_blocks(self, matrix: StoredMatrix) -> Tensor:
+        blocks = read_blocks(matrix, self._plain)
+        return dequantize(blocks.rows, blocks.type_name).to(self.dtype)
 
     def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor that is not quantised, in float32. Raises ModelError naming it."""
@@ -231,7 +244,9 @@ class QuantizedSource:
         if matrix is None or form is ProductForm.UNPACKED or (form is ProductForm.INT8 and not has_int8_products()):
             return None
         packed: Rows | None
-        if matrix.packing is Packing.FLOAT8:
+        if matrix.packing in IN_BLOCKS:
+            packed = read_blocks(matrix, self._plain)
+        elif matrix.packing is Packing.FLOAT8:
             packed = packed_float8(matrix, read_float8(matrix, self._plain.stored), form)
         else:
             integers = read_integers(matrix, self._plain.stored, self._quantization.zero_offset)

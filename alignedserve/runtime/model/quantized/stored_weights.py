@@ -10,7 +10,7 @@ from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.quantized.layout import StoredMatrix, has_weight, stored_matrix
 from alignedserve.runtime.model.quantized.product_form import GROUPS_OF_GPUS, Computing, ProductForm, form_bytes
-from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization
+from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod
 from alignedserve.runtime.model.stored_weights import StoredWeights
 from alignedserve.runtime.model.weight_index import WeightIndex
 from alignedserve.runtime.model.weight_names import find_prefix, linear_modules
@@ -60,9 +60,11 @@ def _matrices(folder: Path, config: ModelConfig, computing: Computing, stored: C
     index, names = WeightIndex(folder), FAMILIES[config.family].names
     prefix = find_prefix(names, lambda name: has_weight(index, name))
     share = 1.0 if config.experts is None else config.experts.num_chosen / config.experts.num_experts
+    # A tensor may hold a matrix of every expert.
+    stacked = 1 if config.experts is None or stored.method is not QuantMethod.MXFP4 else config.experts.num_experts
     matrices = []
     for number, module in enumerate(linear_modules(config, names, prefix, lambda name: has_weight(index, name))):
-        if number >= len(index.file_of):
+        if number >= len(index.file_of) * stacked:
             raise ModelError(f"{folder}: config.json has more matrices than the files have tensors.")
         try:
             matrix = stored_matrix(index, stored, module.name, (module.rows, module.width))

@@ -13,10 +13,11 @@ from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.file_products import FileSource
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.packed_products import Rows
+from alignedserve.runtime.model.product_reader import LoadingObserver, PackedSource, TensorSource
 from alignedserve.runtime.model.sharding.packed_regions import packed_region, tensor_region
 from alignedserve.runtime.model.sharding.regions import Region, shard_regions
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
-from alignedserve.runtime.model.weight_loader import LoadingObserver, PackedSource, TensorSource, assemble_weights
+from alignedserve.runtime.model.weight_loader import assemble_weights
 from alignedserve.runtime.model.weight_names import ParameterNames
 from kernels.cpu.packed_linear import FileRows
 

@@ -95,6 +95,10 @@ def _obstacle(config: ModelConfig, size: int) -> str | None:
         return f"a worker has 1 to {MAX_RANKS} ranks"
     if size > 1 and config.head_norm is HeadNormKind.WHOLE:
         return "the model normalises the queries of all heads together, which one rank must have"
+    if size > 1 and config.latent is not None:
+        return "the model's latents belong to all heads, which one rank must have"
+    if size > 1 and config.has_sinks:
+        return "the tensors of the model's experts are not divided"
     if heads % size:
         return f"the model's {heads} attention heads cannot be divided among {size} ranks"
     if kv_heads % size and size % kv_heads:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON, attention_level
+from kernels.attention import ScoreForm
 from kernels.cpu import native
 from kernels.cpu.native import supported_levels
 from kernels.cpu.paged_attention import Int64Array, PagedAttention
@@ -110,6 +111,42 @@ def test_chunks_of_random_shapes(dtype: torch.dtype, level: str) -> None:
         shape = (int(draw(1, 4)), int(draw(4, 140)))
         batch = make_batch(shape, int(draw(1, 70)), dtype, lengths)
         check_chunks(batch, counts, int(draw(1, 6)), level, int(draw(1, 300)), num_threads=int(draw(1, 4)))
+
+
+@levels
+@dtypes
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("num_parts", [2, 1])
+def test_sinks_caps_and_values_that_are_keys(
+    num_parts: int, has_sinks: bool, cap: float | None, dtype: torch.dtype, level: str
+) -> None:
+    """Decodes and chunks, of contexts with one section and with several."""
+    kv_heads, group, head_dim, window = 2, 3, 40, 77
+    batch = make_batch((kv_heads, head_dim), 16, dtype, np.array([1, 70, 1300]))
+    blocks = batch.blocks[:, :, :num_parts].contiguous()
+    sinks = torch.randn(2, kv_heads * group, generator=torch.Generator().manual_seed(1)) * 3 if has_sinks else None
+    kernel = PagedAttention(blocks, group=group, level=level, scores=ScoreForm(sinks, cap))
+    lengths = np.array([len(keys) for keys, _ in batch.contexts])
+    queries = torch.randn(9, kv_heads, group, head_dim, generator=torch.Generator().manual_seed(2)).mul_(2).to(dtype)
+    attended = torch.empty_like(queries)
+    kernel.run(kernel.plan_decode(batch.tables, batch.rows, lengths, window, 2), queries[:3], attended[:3], LAYER, True)
+    counts = np.array([1, 3, 2])
+    plan = kernel.plan_chunks(batch.tables, batch.rows, lengths, counts, window, 2)
+    kernel.run(plan, queries[3:], attended[3:], LAYER, False)
+    own_sinks = None if sinks is None else sinks[LAYER]
+    at = 3
+    for index, ((keys, values), count) in enumerate(zip(batch.contexts, counts.tolist(), strict=True)):
+        values = values if num_parts == 2 else keys
+        near = slice(max(0, len(keys) - window), None)
+        checks = [(index, keys[near], values[near])]
+        ends = range(len(keys) - count + 1, len(keys) + 1)
+        checks += [(at + place, keys[:end], values[:end]) for place, end in enumerate(ends)]
+        at += count
+        for row, own_keys, own_values in checks:
+            expected = attention(queries[row].flatten(0, 1), own_keys, own_values, own_sinks, cap)
+            difference = attended[row].flatten(0, 1).double() - expected
+            assert float(difference.abs().max()) < 2 * TOLERANCES[dtype], (row, len(own_keys))
 
 
 @levels

@@ -1,0 +1,157 @@
+"""Every family of decoders with experts, by the `model_type` of its config.json."""
+
+from dataclasses import replace
+
+from alignedserve.runtime.model.families import experts, names
+from alignedserve.runtime.model.families.dense import LLAMA, OLMO2, QWEN3
+from alignedserve.runtime.model.families.form import FamilyForm, Flag, Named
+from alignedserve.runtime.model.families.readers import (
+    granite,
+    read_latent,
+)
+from alignedserve.runtime.model.families.windows import (
+    WindowRule,
+    all_but_every,
+    every_layer,
+    from_max_window_layer,
+)
+from alignedserve.runtime.model.hf_fields import DEFAULT_WINDOW
+from alignedserve.runtime.model.model_config import Activation, HeadNormKind
+
+_MIXTRAL = replace(
+    LLAMA,
+    title="Mixtral",
+    names=names.MIXTRAL,
+    num_kv_heads=8,
+    theta=1e6,
+    windows=WindowRule(every_layer),
+    experts=experts.mixtral,
+)
+_QWEN3_MOE = replace(
+    QWEN3,
+    title="Qwen3-MoE",
+    names=names.QWEN3_MOE,
+    num_kv_heads=4,
+    head_dim=None,
+    windows=WindowRule(every_layer, DEFAULT_WINDOW, is_on=False),
+    experts=experts.qwen3,
+)
+_DEEPSEEK_V3 = replace(
+    LLAMA,
+    title="DeepSeek V3, V3.1, R1",
+    names=names.DEEPSEEK_V3,
+    refused=("attention_bias",),
+    latent=read_latent,
+    mlp_bias=False,
+    experts=experts.deepseek_v3,
+)
+_GRANITE_MOE = replace(
+    LLAMA, title="Granite 3 with experts", names=names.GRANITE_MOE, experts=experts.granite, adapt=granite
+)
+MIXTURES: dict[str, FamilyForm] = {
+    "mixtral": _MIXTRAL,
+    "qwen3_moe": _QWEN3_MOE,
+    "qwen2_moe": replace(
+        LLAMA,
+        title="Qwen1.5-MoE, Qwen2-MoE",
+        names=names.QWEN2_MOE,
+        refused=("use_sliding_window",),
+        num_kv_heads=16,
+        qkv_bias=Flag("qkv_bias", default=True),
+        output_bias=False,
+        experts=experts.qwen2,
+    ),
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": _GRANITE_MOE,
+    "minimax_m2": replace(
+        LLAMA,
+        title="MiniMax-M2",
+        names=names.MINIMAX_M2,
+        num_kv_heads=8,
+        head_dim=128,
+        head_norm=HeadNormKind.WHOLE,
+        qkv_bias=False,
+        output_bias=False,
+        experts=experts.minimax,
+    ),
+    "gpt_oss": replace(
+        LLAMA,
+        title="gpt-oss",
+        names=names.GPT_OSS,
+        num_kv_heads=8,
+        head_dim=64,
+        theta=150000.0,
+        windows=WindowRule(all_but_every(2), 128),
+        has_sinks=True,
+        qkv_bias=Flag("attention_bias", default=True),
+        output_bias=Flag("attention_bias", default=True),
+        experts=experts.gpt_oss,
+        activation=Activation.CLAMPED_SILU,
+        norm_eps=Named("rms_norm_eps", 1e-5),
+    ),
+    "deepseek_v2": replace(
+        _DEEPSEEK_V3,
+        title="DeepSeek V2, V2.5, V2-Lite",
+        names=names.DEEPSEEK_V2,
+        refused=("attention_bias", "mlp_bias", "norm_topk_prob"),
+        experts=experts.deepseek_v2,
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": replace(_DEEPSEEK_V3, title="Kimi K2"),
+    "glm4_moe_lite": replace(
+        _DEEPSEEK_V3,
+        title="GLM-4.7-Flash",
+        experts=experts.glm4_lite,
+        norm_eps=Named("rms_norm_eps", 1e-5),
+    ),
+    "olmoe": replace(
+        LLAMA,
+        title="OLMoE",
+        names=names.QWEN3_MOE,
+        refused=("clip_qkv",),
+        head_norm=HeadNormKind.WHOLE,
+        experts=experts.olmoe,
+        norm_eps=Named("rms_norm_eps", 1e-5),
+    ),
+    "flex_olmo": replace(
+        OLMO2,
+        title="FlexOlmo",
+        names=names.FLEX_OLMO,
+        theta=5e5,
+        experts=experts.flex_olmo,
+        norm_eps=Named("rms_norm_eps", 1e-6),
+    ),
+    "glm4_moe": replace(
+        LLAMA,
+        title="GLM-4.5, GLM-4.6",
+        names=names.GLM4_MOE,
+        num_kv_heads=8,
+        rotated=Named("partial_rotary_factor", 0.5),
+        head_norm=HeadNormKind.HEADS,
+        has_head_norm=Flag("use_qk_norm"),
+        output_bias=False,
+        experts=experts.glm4,
+        norm_eps=Named("rms_norm_eps", 1e-5),
+    ),
+    "solar_open": replace(
+        LLAMA,
+        title="Solar Open",
+        names=names.GLM4_MOE,
+        defaults=(("intermediate_size", 1280),),  # no layer is dense
+        num_kv_heads=8,
+        head_dim=128,
+        theta=1e6,
+        output_bias=False,
+        experts=experts.solar_open,
+        norm_eps=Named("rms_norm_eps", 1e-5),
+    ),
+    "dots1": replace(
+        LLAMA,
+        title="dots.llm1",
+        names=names.GLM4_MOE,
+        num_kv_heads=32,
+        windows=WindowRule(from_max_window_layer(62), DEFAULT_WINDOW),
+        head_norm=HeadNormKind.HEADS,
+        experts=experts.dots1,
+    ),
+}

@@ -1,0 +1,121 @@
+"""Assembles the feed-forward parts of layers: two products, or a mixture of experts."""
+
+from collections.abc import Sequence
+
+import torch
+
+from alignedserve.runtime.model.exact_tensors import exact_tensor
+from alignedserve.runtime.model.head_order import gates_first
+from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig, Scoring
+from alignedserve.runtime.model.packed_experts import grouped_experts
+from alignedserve.runtime.model.product_reader import Nonlinearity, ProductReader
+from alignedserve.runtime.model.weight_names import ParameterNames
+from kernels.feed_forward import (
+    ExpertRouter,
+    Experts,
+    FeedForwardPart,
+    GroupRouter,
+    Router,
+    WithSharedExpert,
+)
+from kernels.linear import Linear, Projection
+from kernels.sorted_experts import SortedExperts, stacked_experts
+
+
+class FeedForwardReader:
+    """Reads the feed-forward parts of one model's layers."""
+
+    def __init__(self, config: ModelConfig, names: ParameterNames, read: ProductReader) -> None:
+        self._config, self._names, self._read = config, names, read
+
+    def dense(self, prefix: str) -> FeedForwardPart:
+        """Return the two products of a layer."""
+        names = self._names
+        modules = [prefix + name for name in names.gate_up]
+        has_bias = self._config.has_mlp_bias
+        return self._two_products(modules, prefix + names.down, self._config.intermediate_size, has_bias)
+
+    def mixed(self, prefix: str, experts: ExpertConfig) -> Projection:
+        """Return the experts of a layer, one that every token passes included."""
+        names, chosen = self._names, self._chosen_experts(prefix, experts)
+        if not experts.shared_size:
+            return chosen
+        modules = [prefix + name for name in names.shared_gate_up]
+        shared = self._two_products(modules, prefix + names.shared_down, experts.shared_size, False)
+        gate = None
+        if experts.has_shared_gate:
+            gate = Linear(self._read.tensor(f"{prefix}{names.shared_gate}.weight", 1, self._config.hidden_size))
+        return WithSharedExpert(chosen, shared, gate)
+
+    def _router(self, prefix: str, experts: ExpertConfig) -> Router:
+        names = self._names
+        weight = self._read.tensor(f"{prefix}{names.router}.weight", experts.num_experts, self._config.hidden_size)
+        if experts.scoring is Scoring.SOFTMAX and experts.num_groups == 1 and experts.scale == 1.0:
+            bias = self._read.tensor(f"{prefix}{names.router}.bias", experts.num_experts) if experts.has_bias else None
+            return ExpertRouter(weight, experts.num_chosen, normalises=experts.normalises, bias=bias)
+        correction = None
+        if experts.scoring is Scoring.SIGMOID:
+            correction = exact_tensor(self._read.source, prefix + names.router_correction, (experts.num_experts,))
+        return GroupRouter(
+            weight,
+            correction,
+            experts.num_chosen,
+            normalises=experts.normalises,
+            scale=experts.scale,
+            groups=(experts.num_groups, experts.num_chosen_groups),
+        )
+
+    def _chosen_experts(self, prefix: str, experts: ExpertConfig) -> Projection:
+        config, names, router = self._config, self._names, self._router(prefix, experts)
+        inner, modules = experts.intermediate_size, []
+        for index in range(experts.num_experts):
+            gate_up = [prefix + name.format(expert=index) for name in names.expert_gate_up]
+            modules.append((gate_up, prefix + names.expert_down.format(expert=index)))
+        if has_experts_apart(self._read.device):
+            return Experts(router, [self._expert(gate_up, down, experts) for gate_up, down in modules])
+        shapes = ((2 * inner // len(names.expert_gate_up), config.hidden_size), (config.hidden_size, inner))
+        packed = self._packed_experts(router, modules, shapes)
+        if packed is not None:
+            return packed
+        tensor = self._read.tensor
+        gate_ups = [torch.cat([tensor(f"{name}.weight", *shapes[0]) for name in pair]) for pair, _ in modules]
+        downs = [tensor(f"{down}.weight", *shapes[1]) for _, down in modules]
+        return stacked_experts(router, torch.stack(gate_ups), torch.stack(downs), config.activation.value)
+
+    def _packed_experts(
+        self, router: Router, modules: Sequence[tuple[list[str], str]], shapes: Sequence[tuple[int, int]]
+    ) -> SortedExperts | None:
+        """Return the experts with their weights as stored; None where these are plain, or differ in form."""
+        if self._read.packed_rows(f"{modules[0][1]}.weight", *shapes[1]) is None:
+            return None
+        read = self._read.rows
+        rows = [([read(name, *shapes[0]) for name in pair], read(down, *shapes[1])) for pair, down in modules]
+        return grouped_experts(router, rows, self._config.activation.value, self._read.dtype)
+
+    def _two_products(self, gate_up: Sequence[str], down: str, inner: int, has_bias: bool) -> FeedForwardPart:
+        config = self._config
+        then = Nonlinearity(config.activation.value, config.is_gated)
+        num_rows = inner * (2 if config.is_gated else 1)
+        rows = [num_rows // len(gate_up)] * len(gate_up)
+        return FeedForwardPart(
+            self._read.linear(gate_up, rows, config.hidden_size, has_bias, then),
+            self._read.linear([down], [config.hidden_size], inner, has_bias),
+        )
+
+    def _expert(self, gate_up: Sequence[str], down: str, experts: ExpertConfig) -> FeedForwardPart:
+        inner, has_bias = experts.intermediate_size, experts.has_bias
+        if not self._names.transposes_experts:
+            return self._two_products(gate_up, down, inner, has_bias)
+        (both,) = gate_up
+        width, then = self._config.hidden_size, Nonlinearity(self._config.activation.value, is_gated=True)
+        biases = [self._read.tensor(f"{name}.bias", count) for name, count in ((both, 2 * inner), (down, width))]
+        first = self._read.turned_rows(both, 2 * inner, width).changed(gates_first)
+        return FeedForwardPart(
+            self._read.product([both], [first], gates_first(biases[0]), then),
+            self._read.product([down], [self._read.turned_rows(down, width, inner)], biases[1]),
+        )
+
+
+def has_experts_apart(device: torch.device) -> bool:
+    """Return whether each expert is a product of its own; on a GPU all are computed together."""
+    return device.type == "cpu"

@@ -1,0 +1,43 @@
+"""Reads matrices whose files have them in blocks, or in what blocks hold as it is."""
+
+import torch
+from torch import Tensor
+
+from alignedserve.core.errors import ModelError
+from alignedserve.runtime.model.packed_products import BlockRows
+from alignedserve.runtime.model.quantized.layout import Packing, StoredMatrix, block_type, member_of_stack
+from alignedserve.runtime.model.safetensors_source import SafetensorsSource
+from kernels.block_formats import has_finite_scales
+
+_MXFP4 = "MXFP4"
+
+
+def read_blocks(matrix: StoredMatrix, source: SafetensorsSource) -> BlockRows:
+    """Read a matrix; of an expert's nothing of the others in its tensor is read. Raises ModelError."""
+    if matrix.packing is Packing.BLOCKS:
+        type_name, name = block_type(matrix.width), f"{matrix.module}.weight"
+        rows = source.stored(name)
+    else:
+        type_name, (name, blocks, scales) = _MXFP4, _mxfp4(matrix, source)
+        rows = block_rows(blocks, scales)
+    if not has_finite_scales(rows, type_name):
+        raise ModelError(f"{name} holds numbers that are not finite.")
+    return BlockRows(rows, type_name, matrix.width)
+
+
+def _mxfp4(matrix: StoredMatrix, source: SafetensorsSource) -> tuple[str, Tensor, Tensor]:
+    """Return the name of the scales, the blocks [rows, n, 16] and the scales [rows, n]."""
+    if matrix.packing is Packing.MXFP4:
+        stack, number = member_of_stack(matrix.module)
+        name = f"{stack}_scales"
+        return name, source.stored_member(f"{stack}_blocks", number), source.stored_member(name, number)
+    name = f"{matrix.module}.weight_scale"
+    return name, source.stored(f"{matrix.module}.weight_packed").unflatten(1, (-1, 16)), source.stored(name)
+
+
+def block_rows(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Put blocks [rows, n, 16], of neighbours in each byte, and scales [rows, n] into rows [rows, n * 17]: of each the
+    scale, then 16 bytes whose lower halves are the first 16 floats."""
+    halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [rows, n, 32]
+    words = halves[..., :16] | halves[..., 16:] << 4
+    return torch.cat((scales[..., None], words), dim=-1).flatten(1)

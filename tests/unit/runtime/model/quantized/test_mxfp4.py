@@ -1,0 +1,125 @@
+"""gpt-oss with experts of MXFP4, as it is published: the values of the files, and what is read of them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.core.errors import ModelError
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.model.families.table import FAMILIES
+from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.quantized.source import QuantizedSource
+from alignedserve.runtime.model.safetensors_source import SafetensorsSource
+from alignedserve.runtime.model.served_model import resolve_model
+from alignedserve.runtime.model.weight_loader import assemble_weights
+from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.tiny_models import make_tiny_model, transformers_library
+
+MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+TOKENS = random_tokens(3, 19)
+
+
+def to_mxfp4(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Round values [.., width] -> blocks [.., n, 16], scales [.., n], and what they stand for."""
+    blocks = values.unflatten(-1, (-1, 32))
+    exponents = blocks.abs().amax(-1).clamp_min(1e-30).log2().floor() - 2
+    scaled = blocks / exponents.exp2()[..., None]
+    numbers = (scaled.abs()[..., None] - MAGNITUDES).abs().argmin(-1)
+    stood_for = MAGNITUDES[numbers] * scaled.sign() * exponents.exp2()[..., None]
+    codes = (numbers + 8 * (scaled < 0)).to(torch.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4, (exponents + 127).to(torch.uint8), stood_for.flatten(-2)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
+    """Return a folder, and the logits of transformers with the same values."""
+    folder, plain = tmp_path_factory.mktemp("mxfp4"), tmp_path_factory.mktemp("plain")
+    model = make_tiny_model(folder, "gpt_oss", num_local_experts=8)
+    stored, values = load_file(folder / "model.safetensors"), {}
+    for name, tensor in list(stored.items()):
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            values[name] = tensor
+            continue
+        del stored[name]
+        blocks, scales, turned = to_mxfp4(tensor.transpose(1, 2))
+        stored |= {f"{name}_blocks": blocks.contiguous(), f"{name}_scales": scales.contiguous()}
+        values[name] = turned.transpose(1, 2).contiguous()
+    save_file(stored, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    model.config.save_pretrained(plain)
+    save_file(values, plain / "model.safetensors", {"format": "pt"})
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    library = transformers_library()
+    same = library.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logits: Tensor = same.eval()(torch.tensor([TOKENS])).logits[0]
+    return folder, logits
+
+
+def logits_of(decoder: Decoder, *counts: int) -> Tensor:
+    probe = LogitsProbe(decoder)
+    probe.add("a", TOKENS)
+    for count in counts or (len(TOKENS),):
+        probe.step(a=count)
+    return probe.logits("a")
+
+
+def test_values_are_those_of_the_files(made: tuple[Path, Tensor]) -> None:
+    folder, expected = made
+    config, plain = read_config(folder), SafetensorsSource(folder, torch.float32, torch.device("cpu"))
+    assert config.stored_quantization is not None
+    names = FAMILIES[config.family].names
+    source = QuantizedSource(plain, config.stored_quantization, names, unpacks_all=True)
+    unpacked = Decoder(config, assemble_weights(config, source, packed=source))
+    torch.testing.assert_close(logits_of(unpacked), expected, rtol=0.0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_products_in_blocks_round_inputs_alone(made: tuple[Path, Tensor]) -> None:
+    folder, expected = made
+    decoder = tiny_decoder(folder)
+    results = logits_of(decoder)
+    assert float((results - expected).norm() / expected.norm()) < 0.02
+    assert torch.equal(results, logits_of(decoder, 7, *[1] * 4, 8))
+
+
+def test_memory_is_that_of_blocks_and_a_token_reads_the_chosen_experts_alone(made: tuple[Path, Tensor]) -> None:
+    folder, _ = made
+    served = resolve_model(ModelSectionConfig(path=str(folder), dtype="float32"))
+    assert served.stored is not None
+    assert "float4 in groups of 32" in served.stored.description
+    config = served.decoder
+    per_expert = 3 * config.hidden_size * config.intermediate_size
+    saved = served.decoder.loaded_weight_bytes("float32") - served.stored.num_bytes
+    assert saved == config.num_layers * 8 * (4 * per_expert - per_expert * 17 // 32)
+    read = 4 * config.num_multiplied - served.stored.step_bytes
+    assert read == config.num_layers * 2 * (4 * per_expert - per_expert * 17 // 32)
+
+
+@pytest.mark.parametrize(("part", "problem"), [("scales", "not finite"), ("blocks", "has shape")])
+def test_what_is_wrong_is_named(part: str, problem: str, made: tuple[Path, Tensor], tmp_path: Path) -> None:
+    folder, _ = made
+    stored = load_file(folder / "model.safetensors")
+    name = f"model.layers.1.mlp.experts.down_proj_{part}"
+    if part == "blocks":
+        stored[name.replace("blocks", "scales")] = stored.pop(name.replace("blocks", "scales"))[:, :, :1]
+    else:
+        stored[name].view(-1).numpy()[:1] = np.uint8(255)
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ModelError, match=problem):
+        tiny_decoder(tmp_path)
+
+
+def test_gpus_and_ranks_are_refused_by_name(made: tuple[Path, Tensor]) -> None:
+    section = ModelSectionConfig(path=str(made[0]))
+    with pytest.raises(Exception, match="attention sinks of gpt_oss have no GPU kernels"):
+        resolve_model(section, device="cuda")
+    with pytest.raises(Exception, match="experts are not divided"):
+        resolve_model(section, tensor_parallel=2)
