@@ -149,17 +149,22 @@ class GroupRouter:
         return by_group.masked_fill(others[..., None], -torch.inf).view_as(ranks)
 
 
-def grouped_products(x: Tensor, experts: Tensor, products: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
+def grouped_products(
+    x: Tensor, experts: Tensor, products: Sequence[Callable[[Tensor], Tensor]], shares: Tensor | None = None
+) -> Tensor:
     """Multiply each row with the products of its experts, all rows of an expert at once.
 
     x         [rows, in_width], rows >= 1
     experts   [rows, chosen] int64: indices of `products`, which map [n, in_width] to [n, out_width]
+    shares    [rows, chosen]: what rows are multiplied by before; None: nothing
     returns   [rows, chosen, out_width]
     """
     chosen = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
     counts = torch.bincount(experts.flatten(), minlength=len(products)).tolist()
     rows = x.index_select(0, order // chosen)
+    if shares is not None:
+        rows.mul_(shares.flatten()[order][:, None].to(x.dtype))
     groups = zip(products, counts, accumulate(counts), strict=True)
     results = [product(rows[end - count : end]) for product, count, end in groups if count]
     out = torch.empty((len(order), results[0].shape[1]), dtype=x.dtype, device=x.device)
@@ -169,10 +174,12 @@ def grouped_products(x: Tensor, experts: Tensor, products: Sequence[Callable[[Te
 class Experts:
     """x [rows, hidden_size] -> the sum of the chosen experts' results, each times its share; see `Router`."""
 
-    __slots__ = ("_experts", "_router", "in_width", "out_width")
+    __slots__ = ("_experts", "_router", "_scales_inputs", "in_width", "out_width")
 
-    def __init__(self, router: Router, experts: Sequence[Projection]) -> None:
-        """`experts`: one for each row of the router's weight, all of the same widths."""
+    def __init__(self, router: Router, experts: Sequence[Projection], *, scales_inputs: bool = False) -> None:
+        """`experts`: one for each row of the router's weight, all of the same widths. `scales_inputs`: shares multiply
+        what they read."""
+        self._scales_inputs = scales_inputs
         self._router = router
         self._experts = experts
         self.in_width, self.out_width = experts[0].in_width, experts[0].out_width
@@ -180,6 +187,8 @@ class Experts:
     def __call__(self, x: Tensor) -> Tensor:
         """Compute x [rows, in_width], rows >= 1 -> [rows, out_width]."""
         routing = self._router(x)
+        if self._scales_inputs:
+            return grouped_products(x, routing.experts, self._experts, routing.shares).sum(1)
         return weighted(grouped_products(x, routing.experts, self._experts), routing.shares)
 
 

@@ -13,6 +13,7 @@ _HEAD_NORMS = {
     HeadNormKind.HEADS: "QK norm by head",
     HeadNormKind.ROTATED_HEADS: "QK norm after RoPE",
     HeadNormKind.WHOLE: "QK norm over all heads",
+    HeadNormKind.UNSCALED: "QK norm after RoPE",
 }
 
 
@@ -33,7 +34,7 @@ def beyond_llama(form: FamilyForm) -> Iterator[str]:
     if form.names.positions:
         yield "learned positions"
     if form.windows.layers is not None:
-        yield "sliding windows"
+        yield "chunked attention" if form.has_chunked_windows else "sliding windows"
     if form.unrotated is not None:
         yield "NoPE layers"
     if form.names.interleaves_pairs:

@@ -97,13 +97,15 @@ class PagedAttention:
         num_threads: int,
         *,
         is_reversed: BoolArray | None = None,
+        is_chunked: bool = False,
     ) -> PagedPlan:
         """Divide the work of one step: sequence i reads the first lengths[i] tokens of row rows[i] of `block_tables`
-        (the last `window` of them in windowed layers), which must stay unchanged until the step ends.
+        (the last `window` of them in windowed layers, or with `is_chunked` those from the last multiple of it on),
+        which must stay unchanged until the step ends.
 
         `is_reversed` [sequences]: token i of a block lies in slot block_size - 1 - i; None: of none."""
         directions = np.zeros(len(rows), np.bool_) if is_reversed is None else is_reversed
-        args = (block_tables, rows, directions, lengths, window or 0, num_threads)
+        args = (block_tables, rows, directions, lengths, window or 0, is_chunked, num_threads)
         plan: PagedPlan = _native.DecodePlan(self._cache, *args)
         return plan
 
@@ -118,12 +120,13 @@ class PagedAttention:
         *,
         is_reversed: BoolArray | None = None,
         is_bidirectional: bool = False,
+        is_chunked: bool = False,
     ) -> PagedPlan:
         """Divide the work of chunks likewise: the last counts[i] of the first lengths[i] tokens of sequence i each read
         up to themselves, or with `is_bidirectional`, which excludes a window, all lengths[i]. The token rows of a chunk
         follow those of the one before."""
         directions = np.zeros(len(rows), np.bool_) if is_reversed is None else is_reversed
-        args = (block_tables, rows, directions, lengths, counts, window or 0, num_threads)
+        args = (block_tables, rows, directions, lengths, counts, window or 0, is_chunked, num_threads)
         plan: PagedPlan = _native.ChunkPlan(self._cache, *args, is_bidirectional)
         return plan
 

@@ -86,6 +86,7 @@ struct ChunkPiece {
     const int64_t* blocks;
     bool is_reversed;
     int kv_head;
+    int64_t lowest;  // position that is read; of a window each token has its own
 };
 
 // Buffers of one thread. No class of the standard library here: what a level's source file instantiates

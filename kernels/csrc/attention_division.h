@@ -83,7 +83,8 @@ struct ChunkDivision {
    private:
     static int64_t work(const ChunkPiece& piece) {
         const int64_t context = std::max(piece.position + piece.num_tokens, piece.context);
-        return piece.num_tokens * (piece.window ? std::min(context, piece.window + piece.num_tokens) : context);
+        const int64_t read = context - piece.lowest;
+        return piece.num_tokens * (piece.window ? std::min(read, piece.window + piece.num_tokens) : read);
     }
 
     void add(const Shape& shape, const ChunkPiece& chunk, int64_t longest) {

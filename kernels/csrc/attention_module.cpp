@@ -139,11 +139,12 @@ Scratch scratch_of(const Shape& shape) {
 }
 
 // One query token for each of some sequences: what each thread reads, the same on every layer. `rows` are rows of
-// `tables`, which stay as they are while the plan is used; lengths[i] tokens of row i are read.
+// `tables`, which stay as they are while the plan is used; lengths[i] tokens of row i are read. With a window that is
+// chunked, contexts are cut at its multiples, and a token reads the part that it is in.
 class DecodePlan : public decode_pass::Attention {
    public:
     DecodePlan(const Cache& cache, Tables tables, Ids rows, Flags reversed, Ids lengths, int64_t window,
-               int num_threads)
+               bool is_chunked, int num_threads)
         : cache_(cache), tables_(tables), num_rows_(rows.shape(0)), num_threads_(num_threads) {
         if (lengths.shape(0) != rows.shape(0)) throw std::invalid_argument("as many lengths as rows");
         if (reversed.shape(0) != rows.shape(0)) throw std::invalid_argument("as many directions as rows");
@@ -156,7 +157,7 @@ class DecodePlan : public decode_pass::Attention {
         }
         whole_.split_heads(num_threads);
         for (int64_t i = 0; is_window_narrow && i < num_rows_; ++i) {
-            const int64_t first = std::max<int64_t>(0, lengths(i) - window);
+            const int64_t first = is_chunked ? (lengths(i) - 1) / window * window : std::max<int64_t>(0, lengths(i) - window);
             windowed_.add({i, blocks_of(cache, tables, rows(i), lengths(i)), first, lengths(i), reversed(i), -1, 0,
                            cache.shape().kv_heads});
         }
@@ -232,7 +233,7 @@ class DecodePlan : public decode_pass::Attention {
 class ChunkPlan {
    public:
     ChunkPlan(const Cache& cache, Tables tables, Ids rows, Flags reversed, Ids lengths, Ids counts, int64_t window,
-              int num_threads, bool is_bidirectional)
+              bool is_chunked, int num_threads, bool is_bidirectional)
         : cache_(cache), tables_(tables), num_threads_(num_threads) {
         if (lengths.shape(0) != rows.shape(0)) throw std::invalid_argument("as many lengths as rows");
         if (reversed.shape(0) != rows.shape(0)) throw std::invalid_argument("as many directions as rows");
@@ -251,7 +252,8 @@ class ChunkPlan {
         }
         whole_.build(cache.shape(), chunks, num_threads);
         if (!is_window_narrow) return;
-        for (ChunkPiece& chunk : chunks) chunk.window = window;
+        if (is_chunked) chunks = divided(chunks, window);
+        for (ChunkPiece& chunk : chunks) chunk.window = is_chunked ? 0 : window;
         windowed_.build(cache.shape(), chunks, num_threads);
     }
 
@@ -274,6 +276,22 @@ class ChunkPlan {
     int64_t num_rows() const { return num_rows_; }
 
    private:
+    // The tokens of each part of a context, `size` positions long, by themselves: they read that part alone.
+    static std::vector<ChunkPiece> divided(const std::vector<ChunkPiece>& chunks, int64_t size) {
+        std::vector<ChunkPiece> pieces;
+        for (const ChunkPiece& chunk : chunks)
+            for (int64_t done = 0; done < chunk.num_tokens;) {
+                ChunkPiece piece = chunk;
+                piece.row += done;
+                piece.position += done;
+                piece.lowest = piece.position / size * size;
+                piece.num_tokens = std::min(chunk.num_tokens - done, piece.lowest + size - piece.position);
+                done += piece.num_tokens;
+                pieces.push_back(piece);
+            }
+        return pieces;
+    }
+
     const Cache cache_;
     Tables tables_;
     int64_t num_rows_ = 0;
@@ -289,11 +307,11 @@ void bind(nb::module_& module) {
         .def(nb::init<const std::string&, uintptr_t, int64_t, int, int, int, int, int, bool, bool, int64_t, int,
                       uintptr_t, float>());
     nb::class_<DecodePlan, decode_pass::Attention>(module, "DecodePlan")
-        .def(nb::init<const Cache&, Tables, Ids, Flags, Ids, int64_t, int>())
+        .def(nb::init<const Cache&, Tables, Ids, Flags, Ids, int64_t, bool, int>())
         .def_prop_ro("num_rows", &DecodePlan::num_rows)
         .def("run", &DecodePlan::run);
     nb::class_<ChunkPlan>(module, "ChunkPlan")
-        .def(nb::init<const Cache&, Tables, Ids, Flags, Ids, Ids, int64_t, int, bool>())
+        .def(nb::init<const Cache&, Tables, Ids, Flags, Ids, Ids, int64_t, bool, int, bool>())
         .def_prop_ro("num_rows", &ChunkPlan::num_rows)
         .def("run", &ChunkPlan::run);
 }

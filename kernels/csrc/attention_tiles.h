@@ -15,6 +15,7 @@ struct QueryRows {
     int group;
     int64_t position;
     int64_t window;
+    int64_t lowest;  // position that all of them read, without a window
 };
 
 // A packed tile of keys first, first + 1, ...
@@ -54,7 +55,7 @@ struct Span {
 
     Span(const QueryRows& rows, int row, const Tile& tile, int count, int limit) {
         const int64_t position = rows.position + row / rows.group - tile.first;  // relative to the tile
-        const int64_t lowest = rows.window ? position - rows.window + 1 : 0;
+        const int64_t lowest = rows.window ? position - rows.window + 1 : rows.lowest - tile.first;
         last = position + 1 < count ? int(position + 1) : count;
         first = lowest <= 0 ? 0 : lowest < limit ? int(lowest) : limit;
     }
@@ -171,12 +172,13 @@ template <typename Type, typename Tiles = PackedTiles<Type>>
 void chunk_typed(const Shape& shape, const Call& call, const ChunkPiece& piece, const Scratch& scratch) {
     const int64_t head_bytes = shape.head_bytes(), head = piece.kv_head * head_bytes;
     const int num_rows = int(piece.num_tokens) * shape.group;
-    const QueryRows rows = piece.context ? QueryRows{0, num_rows, num_rows, piece.context - 1, 0}
-                                         : QueryRows{0, num_rows, shape.group, piece.position, piece.window};
+    const QueryRows rows = piece.context ? QueryRows{0, num_rows, num_rows, piece.context - 1, 0, 0}
+                                         : QueryRows{0, num_rows, shape.group, piece.position, piece.window, piece.lowest};
     begin_chunk<Type>(shape, call, piece, scratch);
     Tiles::begin(shape, scratch, rows.count);
     const int64_t last = piece.context ? piece.context : piece.position + piece.num_tokens;
-    const int64_t lowest = piece.window && piece.position >= piece.window ? piece.position - piece.window + 1 : 0;
+    const int64_t lowest =
+        piece.window && piece.position >= piece.window ? piece.position - piece.window + 1 : piece.lowest;
     int64_t first = lowest / kKeys * kKeys;
     const bool has_sections = first / kSection != (last - 1) / kSection;
     for (int r = 0; has_sections && r < rows.count; ++r) clear(sections_of(shape, scratch, r), shape.padded_dim());

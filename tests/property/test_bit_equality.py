@@ -70,6 +70,7 @@ SLOW_FORMS = (
     Form("deepseek_v3", "float32", "int8", "int8"),
     Form("deepseek_v2", "float32"),
     Form("gemma2", "bfloat16"),
+    Form("llama4_text", "bfloat16"),
     Form("gemma2", "float32", None, "int8"),
 )
 

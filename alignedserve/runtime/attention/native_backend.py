@@ -57,9 +57,10 @@ class PagedPlanner:
     reads_unused_slots = False
     plans_ahead = False
 
-    def __init__(self, table: Contexts, window: int | None, paged: PagedAttention) -> None:
+    def __init__(self, table: Contexts, window: int | None, paged: PagedAttention, *, is_chunked: bool = False) -> None:
+        """`is_chunked`: contexts are cut at multiples of the window, and a token reads the part that it is in."""
         self._table = table
-        self._window = window
+        self._window, self._is_chunked = window, is_chunked
         self._paged = paged
         # Plans have block tables of their own: they may be computed when those of the sequences have changed.
         self.keeps_tables = False
@@ -69,7 +70,8 @@ class PagedPlanner:
         table = self._table
         token_rows, positions = tokens_of(rows, table.num_computed[rows], counts)
         args = (table.block_tables, token_rows, positions + 1, self._window, torch.get_num_threads())
-        decodes = self._paged.plan_decode(*args, is_reversed=table.is_reversed[token_rows])
+        directions = table.is_reversed[token_rows]
+        decodes = self._paged.plan_decode(*args, is_reversed=directions, is_chunked=self._is_chunked)
         return PagedStep(self._paged, token_rows, decodes, None)
 
     def plan(
@@ -86,7 +88,7 @@ class PagedPlanner:
             if self.keeps_tables:
                 tables, rows = tables[rows], np.arange(len(rows))
             args = (tables, rows, lengths, self._window, num_threads)
-            decodes = self._paged.plan_decode(*args, is_reversed=directions)
+            decodes = self._paged.plan_decode(*args, is_reversed=directions, is_chunked=self._is_chunked)
         if len(chunk_rows):
             lengths = table.num_computed[chunk_rows] + chunk_counts
             directions = table.is_reversed[chunk_rows]
@@ -94,5 +96,5 @@ class PagedPlanner:
             if self.keeps_tables:
                 tables, rows = tables[rows], np.arange(len(rows))
             own = (tables, rows, lengths, chunk_counts, self._window, num_threads)
-            chunks = self._paged.plan_chunks(*own, is_reversed=directions)
+            chunks = self._paged.plan_chunks(*own, is_reversed=directions, is_chunked=self._is_chunked)
         return PagedStep(self._paged, decode_rows, decodes, chunks)

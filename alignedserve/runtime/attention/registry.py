@@ -42,7 +42,7 @@ def attention_planner(
     if storage.layout.dtype == FP8 and storage.layout.kv_width % _SCALE_ALIGNMENT:
         raise ConfigError("kv_cache_dtype=fp8: the elements of a token's keys are no multiple of 4; leave it at auto.")
     level = attention_level(choice, storage.device, dtype)
-    if level == TRITON and not (scores.is_plain and config.latent is None):
+    if level == TRITON and not (scores.is_plain and config.latent is None and not config.has_chunked_windows):
         raise ConfigError(f"attention of {config.family} has no GPU kernels; set engine.device=cpu")
     if storage.layout.dtype == FP8 and level not in (TORCH, TRITON):
         raise ConfigError("kv_cache_dtype=fp8 is computed on GPUs, not by the CPU's kernels; int8 is as small here.")
@@ -51,10 +51,11 @@ def attention_planner(
         if on_gpu is not None:
             return on_gpu
     if level in (TORCH, TRITON):
-        return GatheredPlanner(table, storage, config.sliding_window, dtype, scores)
+        window, is_chunked = config.sliding_window, config.has_chunked_windows
+        return GatheredPlanner(table, storage, window, dtype, scores, is_chunked=is_chunked)
     int8 = Int8Heads(config.num_kv_heads, dtype) if storage.layout.is_int8 else None
     paged = PagedAttention(storage.blocks, group=config.group_size, level=level, int8=int8, scores=scores)
-    return PagedPlanner(table, config.sliding_window, paged)
+    return PagedPlanner(table, config.sliding_window, paged, is_chunked=config.has_chunked_windows)
 
 
 def try_libraries(choice: str, layout: BlockLayout, num_blocks: int, config: ModelConfig, device: torch.device) -> None:

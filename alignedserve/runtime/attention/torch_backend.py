@@ -8,7 +8,7 @@ from torch import Tensor
 
 from alignedserve.runtime.attention.backend import Contexts
 from alignedserve.runtime.attention.sequence_table import IntArray
-from alignedserve.runtime.attention.torch_plan import ChunkPlan, DecodeBucket, DecodePlan, plan_chunk
+from alignedserve.runtime.attention.torch_plan import ChunkPlan, DecodeBucket, DecodePlan, Window, plan_chunk
 from alignedserve.runtime.device.arrays import Array
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.attention import PLAIN_SCORES, GatherBuffers, ScoreForm, attend_chunk, attend_decode, gather_context
@@ -74,13 +74,15 @@ class GatheredPlanner:
         window: int | None,
         dtype: torch.dtype,
         scores: ScoreForm = PLAIN_SCORES,
+        *,
+        is_chunked: bool = False,
     ) -> None:
-        """`dtype`: of queries."""
+        """`dtype`: of queries. `is_chunked`: see PagedPlanner."""
         self._dtype = dtype
         self._scores = scores
         self._table = table
         self._storage = storage
-        self._window = window
+        self._window = None if window is None else Window(window, is_chunked)
         self._plan: DecodePlan | None = None
         self._buffers = GatherBuffers(storage.device)
 

@@ -5,6 +5,7 @@ sequence, whatever the context length. It is rebuilt when the batch changes or a
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,17 @@ _MIN_BUCKET_SEQUENCES = 4
 CALL_BYTES = 512 << 10
 # Tokens that each bucket can grow before the plan is rebuilt.
 _SPARE_TOKENS = 8
+
+
+class Window(NamedTuple):
+    """The tokens that a windowed layer reads: the last ones, or those since the last multiple of the size."""
+
+    size: int
+    is_chunked: bool = False
+
+    def first_read(self, lengths: IntArray) -> IntArray:
+        """Return the first position that the last token of contexts so long reads, perhaps below 0."""
+        return (lengths - 1) // self.size * self.size if self.is_chunked else lengths - self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +71,7 @@ class DecodePlan:
     the lengths at which the plan was built; until it is rebuilt, all of them grow alike.
     """
 
-    def __init__(self, table: Contexts, storage: BlockStorage, rows: IntArray, window: int | None) -> None:
+    def __init__(self, table: Contexts, storage: BlockStorage, rows: IntArray, window: Window | None) -> None:
         """`rows`: the sequences; the position of each one's new token is its num_computed."""
         lengths = table.num_computed[rows] + 1
         self.order = np.argsort(lengths, kind="stable")  # position in `rows` of each bucket row
@@ -80,15 +92,18 @@ class DecodePlan:
         lengths = table.num_computed[self.rows] + 1
         if not np.array_equal(lengths, self._lengths + 1) or (lengths > self._capacities).any():
             return False
+        if self._window is not None and self._window.is_chunked and (self._lengths % self._window.size == 0).any():
+            return False  # a part has ended
         self._lengths = lengths
         last = lengths - 1
         columns = last // table.block_size
         self._run_ids[self._run_offsets + columns] = table.block_tables[self.rows, columns] * self._run_stride
         self._mask[self._mask_offsets + last] = 0.0
         if self._window_mask is not None and self._window is not None:
-            is_past = last >= self._window
             self._window_mask[self._mask_offsets + last] = 0.0
-            self._window_mask[(self._mask_offsets + last - self._window)[is_past]] = -np.inf
+            if not self._window.is_chunked:
+                is_past = last >= self._window.size
+                self._window_mask[(self._mask_offsets + last - self._window.size)[is_past]] = -np.inf
         return True
 
     @property
@@ -116,7 +131,7 @@ class DecodePlan:
         self._run_ids = self._build_run_ids(widths)
         self._mask = self._build_mask(widths, None)
         self._window_mask = None
-        if self._window is not None and (self._capacities > self._window).any():
+        if self._window is not None and (self._capacities > self._window.size).any():
             self._window_mask = self._build_mask(widths, self._window)
         self._buckets = self._make_buckets()
 
@@ -133,7 +148,7 @@ class DecodePlan:
             run_ids[start : start + chosen.size] = chosen.ravel()
         return run_ids * self._run_stride
 
-    def _build_mask(self, widths: IntArray, window: int | None) -> FloatArray:
+    def _build_mask(self, widths: IntArray, window: Window | None) -> FloatArray:
         block_size = self._table.block_size
         mask = np.zeros(int(widths.sum()) * block_size, np.float32)
         for first, last in self._bounds:
@@ -143,7 +158,7 @@ class DecodePlan:
             positions = np.arange(tokens)
             is_hidden = positions >= lengths
             if window is not None:
-                is_hidden |= positions < lengths - window
+                is_hidden |= positions < window.first_read(lengths)
             mask[start : start + (last - first) * tokens].reshape(last - first, tokens)[is_hidden] = -np.inf
         return mask
 
@@ -207,7 +222,7 @@ def plan_chunk(
     row: int,
     first: int,
     num_tokens: int,
-    window: int | None,
+    window: Window | None,
     dtype: torch.dtype,
 ) -> ChunkPlan:
     """Plan the next `num_tokens` tokens of the sequence in `row`, which are token rows from `first` on.
@@ -223,7 +238,7 @@ def plan_chunk(
         run_ids = torch.from_numpy(table.block_tables[row, :num_blocks] * storage.run_stride).to(storage.device)
         reversed_at = torch.arange(num_blocks, device=storage.device) if table.is_reversed[row] else None
         runs = RunSelection(run_ids, reversed_at)
-    is_window_narrow = window is not None and context_len > window
+    is_window_narrow = window is not None and context_len > window.size
     return ChunkPlan(
         first=first,
         last=first + num_tokens,
@@ -234,12 +249,15 @@ def plan_chunk(
     )
 
 
-def _chunk_mask(before: int, num_tokens: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _chunk_mask(
+    before: int, num_tokens: int, window: Window | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Build a mask [num_tokens, before + num_tokens]: 0 where new token i reads slot j, else -inf."""
     own = torch.arange(before, before + num_tokens, device=device)[:, None]
     others = torch.arange(before + num_tokens, device=device)
     is_hidden = others > own
     if window is not None:
-        is_hidden |= others <= own - window
+        first = own // window.size * window.size if window.is_chunked else own - window.size + 1
+        is_hidden |= others < first
     mask = torch.zeros(is_hidden.shape, dtype=dtype, device=device)
     return mask.masked_fill_(is_hidden, -float("inf"))

@@ -14,7 +14,7 @@ from alignedserve.runtime.engine.hidden_pass import HiddenPass, Rotation
 from alignedserve.runtime.engine.native_pass import native_pass
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder_weights import DecoderWeights, LayerWeights
-from alignedserve.runtime.model.model_config import ModelConfig, RopeConfig, RopeScaling
+from alignedserve.runtime.model.model_config import ModelConfig, RopeConfig, RopeScaling, TemperatureConfig
 from kernels.addend_layout import LayerProduct
 from kernels.attention import ScoreForm
 from kernels.cpu.decode_pass import AllowedTokens, HighestLogits, PassTimes
@@ -97,6 +97,8 @@ class Decoder:
             self._note(self._native_pass.run(hidden, batch, storage, rotations), has_head=False)
             return hidden
         run = _Pass(batch, storage, self._by_layer(rotations))
+        if self.config.temperature is not None:
+            run.temperatures = temperatures(batch.positions, self.config.temperature).to(self.dtype)
         if batch.hidden is not None:
             own = self._by_layer(self._rotations(batch.hidden.positions))
             run.hidden = HiddenPass(batch.hidden, storage, self._place, own)
@@ -254,6 +256,8 @@ class Decoder:
             run.hidden.place(fused, layer, weights, rotation, batch.slots)
         if config.query_multiplier != 1.0:
             queries.mul_(config.query_multiplier)
+        if run.temperatures is not None and self._rope_of_layer[layer] is None:
+            queries.mul_(run.temperatures)
         return queries, fused[:, query_width : query_width + kv_width], fused[:, -kv_width:]  # latents are both
 
     def _attention(self, x: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> Tensor:
@@ -277,13 +281,14 @@ class Decoder:
 class _Pass:
     """The state that all layers of one forward pass share."""
 
-    __slots__ = ("attention_s", "batch", "chunk_attention_s", "hidden", "last", "rotations", "storage")
+    __slots__ = ("attention_s", "batch", "chunk_attention_s", "hidden", "last", "rotations", "storage", "temperatures")
 
     def __init__(self, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation | None]) -> None:
         self.batch = batch
         self.storage = storage
         self.rotations = rotations  # of each layer
         self.hidden: HiddenPass | None = None  # of sequences with a hidden cache
+        self.temperatures: Tensor | None = None  # [tokens, 1]: factors of queries on layers without rotation
         self.last: LastTokenRows | None = None  # of this layer: it goes on with these rows alone
         self.attention_s = 0.0
         self.chunk_attention_s = 0.0
@@ -315,6 +320,12 @@ def _product(
 def _split_heads(x: Tensor, *shape: int) -> Tensor:
     """View x [tokens, width], rows possibly strided, as [tokens, *shape]."""
     return x.view(x.shape[0], *shape)
+
+
+def temperatures(positions: Tensor, config: TemperatureConfig) -> Tensor:
+    """Return the factors of queries at these positions [tokens] -> [tokens, 1] float32."""
+    steps = ((positions.float() + 1.0) / config.step).floor_()
+    return steps.log1p_().mul_(config.scale).add_(1.0)[:, None]
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:

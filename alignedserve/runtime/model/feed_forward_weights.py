@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from alignedserve.runtime.model.exact_tensors import exact_tensor
 from alignedserve.runtime.model.head_order import gates_first
@@ -55,7 +56,7 @@ class FeedForwardReader:
             return ExpertRouter(weight, experts.num_chosen, normalises=experts.normalises, bias=bias)
         correction = None
         if experts.scoring is Scoring.SIGMOID:
-            correction = exact_tensor(self._read.source, prefix + names.router_correction, (experts.num_experts,))
+            correction = self._correction(prefix, experts)
         return GroupRouter(
             weight,
             correction,
@@ -65,6 +66,10 @@ class FeedForwardReader:
             groups=(experts.num_groups, experts.num_chosen_groups),
         )
 
+    def _correction(self, prefix: str, experts: ExpertConfig) -> Tensor:
+        name, shape = self._names.router_correction, (experts.num_experts,)
+        return exact_tensor(self._read.source, prefix + name, shape) if name else torch.zeros(shape)
+
     def _chosen_experts(self, prefix: str, experts: ExpertConfig) -> Projection:
         config, names, router = self._config, self._names, self._router(prefix, experts)
         inner, modules = experts.intermediate_size, []
@@ -72,7 +77,8 @@ class FeedForwardReader:
             gate_up = [prefix + name.format(expert=index) for name in names.expert_gate_up]
             modules.append((gate_up, prefix + names.expert_down.format(expert=index)))
         if has_experts_apart(self._read.device):
-            return Experts(router, [self._expert(gate_up, down, experts) for gate_up, down in modules])
+            own = [self._expert(gate_up, down, experts) for gate_up, down in modules]
+            return Experts(router, own, scales_inputs=experts.scales_inputs)
         shapes = ((2 * inner // len(names.expert_gate_up), config.hidden_size), (config.hidden_size, inner))
         packed = self._packed_experts(router, modules, shapes)
         if packed is not None:
@@ -108,11 +114,16 @@ class FeedForwardReader:
             return self._two_products(gate_up, down, inner, has_bias)
         (both,) = gate_up
         width, then = self._config.hidden_size, Nonlinearity(self._config.activation.value, is_gated=True)
-        biases = [self._read.tensor(f"{name}.bias", count) for name, count in ((both, 2 * inner), (down, width))]
-        first = self._read.turned_rows(both, 2 * inner, width).changed(gates_first)
+        bias, last_bias = (
+            self._read.tensor(f"{name}.bias", count) if has_bias else None
+            for name, count in ((both, 2 * inner), (down, width))
+        )
+        first = self._read.turned_rows(both, 2 * inner, width)
+        if self._names.interleaves_gates:
+            first, bias = first.changed(gates_first), None if bias is None else gates_first(bias)
         return FeedForwardPart(
-            self._read.product([both], [first], gates_first(biases[0]), then),
-            self._read.product([down], [self._read.turned_rows(down, width, inner)], biases[1]),
+            self._read.product([both], [first], bias, then),
+            self._read.product([down], [self._read.turned_rows(down, width, inner)], last_bias),
         )
 
 

@@ -28,6 +28,7 @@ class HeadNormKind(enum.Enum):
     HEADS = "heads"  # of each head, before it is rotated
     ROTATED_HEADS = "rotated_heads"  # of each head, after it is rotated
     WHOLE = "whole"  # of all heads of a token together
+    UNSCALED = "unscaled"  # as ROTATED_HEADS, without weights; of unrotated layers none
 
 
 class Activation(enum.Enum):
@@ -95,6 +96,15 @@ class ExpertConfig:
     shared_size: int = 0  # intermediate size of the expert that every token passes; 0: there is none
     has_shared_gate: bool = False  # each token has a share of that one
     has_bias: bool = False  # of the router and both products
+    scales_inputs: bool = False  # shares multiply what experts read, not what they give
+
+
+@dataclass(frozen=True, slots=True)
+class TemperatureConfig:
+    """The factor of a query at position p: 1 + scale * log(1 + floor((p + 1) / step))."""
+
+    step: float
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +166,9 @@ class ModelConfig:
     windowed_rope: RopeConfig | None = None  # of windowed layers; None: the same as of the others
     sliding_window: int | None = None  # a windowed layer reads this many last tokens, its own included
     windowed_layers: tuple[int, ...] = ()
+    has_chunked_windows: bool = False  # a token reads those since the last multiple of the window instead
     unrotated_layers: tuple[int, ...] = ()
+    temperature: TemperatureConfig | None = None  # of queries of unrotated layers; None: 1
     is_gated: bool = True  # activation(gate) * up rather than activation(up)
     has_qkv_bias: bool = False
     has_output_bias: bool = False
@@ -320,7 +332,7 @@ class ModelConfig:
 
     @property
     def _head_norm_parameters(self) -> int:
-        if self.head_norm is HeadNormKind.NONE:
+        if self.head_norm in (HeadNormKind.NONE, HeadNormKind.UNSCALED):
             return 0
         return self.query_width + self.kv_width if self.head_norm is HeadNormKind.WHOLE else 2 * self.head_dim
 

@@ -147,6 +147,7 @@ def _check_device(config: ModelConfig, device: str) -> None:
         "attention sinks": config.has_sinks,
         "latent attention": config.latent is not None,
         "capped scores": config.score_cap is not None,
+        "chunked attention": config.has_chunked_windows,
     }
     lacking = [part for part, is_there in parts.items() if is_there]
     if lacking and device.startswith("cuda"):

@@ -89,7 +89,7 @@ class _WeightAssembler:
         return LayerWeights(
             attention_norm=self._input_norm(prefix + names.attention_norm),
             qkv=self._qkv(prefix),
-            head_norms=self._head_norms(prefix),
+            head_norms=self._head_norms(prefix, layer),
             output=self._output(prefix),
             mlp_norm=self._input_norm(prefix + names.mlp_norm),
             mlp=self._feed_forward.dense(prefix) if experts is None else self._feed_forward.mixed(prefix, experts),
@@ -161,10 +161,15 @@ class _WeightAssembler:
         weight = self._read.tensor(f"{found}.weight", config.vocab_size, config.embedding_size)
         return self._read.projected("lm_head", weight)
 
-    def _head_norms(self, prefix: str) -> HeadNorms | None:
+    def _head_norms(self, prefix: str, layer: int) -> HeadNorms | None:
         config, names, kind = self._config, self._names, self._config.head_norm
         if kind is HeadNormKind.NONE:
             return None
+        if kind is HeadNormKind.UNSCALED:
+            ones = torch.ones(config.head_dim, dtype=self._read.dtype, device=self._read.device)
+            if config.rope_of(layer) is None:
+                return None
+            return HeadNorms(ones, ones, config.norm_eps, self._read.dtype, is_after_rotation=True)
         is_whole = kind is HeadNormKind.WHOLE
         widths = (config.query_width, config.kv_width) if is_whole else (config.head_dim, config.head_dim)
         queries, keys = (

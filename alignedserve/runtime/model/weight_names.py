@@ -36,8 +36,8 @@ class ParameterNames:
     shared_gate_up: tuple[str, ...] = ()  # of the expert that every token passes
     shared_down: str = ""
     shared_gate: str = ""
-    # An expert's matrices lie [inputs, outputs], and the rows of gates and ups in turn (gpt-oss).
-    transposes_experts: bool = False
+    transposes_experts: bool = False  # an expert's matrices lie [inputs, outputs]
+    interleaves_gates: bool = False  # of an expert the rows of gates and ups follow each other in turn
     sinks: str = ""  # a full name in the layer
     # Of latent attention, in place of `qkv`:
     query: tuple[str, ...] = ()  # the one module, and the two, with a norm between, that make queries of short rows

@@ -10,6 +10,8 @@ from alignedserve.cli.commands.quantize import quantize
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.model.built_in import POCKET, model_path
 
+pytestmark = pytest.mark.slow
+
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 3
 
 

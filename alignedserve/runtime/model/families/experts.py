@@ -33,6 +33,23 @@ def gpt_oss(fields: JsonFields, num_layers: int) -> ExpertConfig:
     return replace(mixtral(fields, num_layers), has_bias=True)
 
 
+def llama4(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    """Read Llama 4's, chosen by sigmoids, whose shares multiply what they read, beside one for all tokens."""
+    step = fields.integer("interleave_moe_layer_step", 1, MAX_LAYERS, 1)
+    mixed = set(range(step - 1, num_layers, step))
+    if fields.has("moe_layers"):
+        mixed = set(fields.integers("moe_layers", 0, num_layers - 1))
+    experts = mixtral(fields.with_defaults({"num_local_experts": 16, "num_experts_per_tok": 1}), num_layers)
+    return replace(
+        experts,
+        normalises=False,
+        dense_layers=tuple(layer for layer in range(num_layers) if layer not in mixed),
+        scoring=Scoring.SIGMOID,
+        shared_size=experts.intermediate_size,
+        scales_inputs=True,
+    )
+
+
 def minimax(fields: JsonFields, num_layers: int) -> ExpertConfig:
     """Read MiniMax-M2's, chosen by sigmoids."""
     num_experts = fields.integer("num_local_experts", 1, MAX_EXPERTS, 256)

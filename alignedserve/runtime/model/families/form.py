@@ -57,6 +57,7 @@ class FamilyForm:
     theta: float = 10000.0
     rotated: Named = _WHOLE  # the share of each head
     windows: WindowRule = NO_WINDOW
+    has_chunked_windows: bool = False
     # The layers without rotation, by the fields, the number of layers and those with a window.
     unrotated: Callable[[JsonFields, int, tuple[int, ...]], tuple[int, ...]] | None = None
     latent: Callable[[JsonFields], LatentConfig] | None = None  # in place of keys and values of heads
@@ -73,6 +74,7 @@ class FamilyForm:
     activation: Named | Activation = _SILU  # one that no field names: whatever the config says
     is_gated: bool = True
     mlp_bias: Flag | bool = _MLP_BIAS
+    dense_size: str = "intermediate_size"
     experts: Callable[[JsonFields, int], ExpertConfig] | None = None  # of the fields and the number of layers
 
     # Norms and the stream between layers

@@ -7,13 +7,17 @@ from alignedserve.runtime.model.families.dense import LLAMA, OLMO2, QWEN3
 from alignedserve.runtime.model.families.form import FamilyForm, Flag, Named
 from alignedserve.runtime.model.families.readers import (
     granite,
+    llama4,
     read_latent,
+    read_with_images,
 )
 from alignedserve.runtime.model.families.windows import (
     WindowRule,
     all_but_every,
     every_layer,
     from_max_window_layer,
+    layers_without_rope,
+    rotated_layers,
 )
 from alignedserve.runtime.model.hf_fields import DEFAULT_WINDOW
 from alignedserve.runtime.model.model_config import Activation, HeadNormKind
@@ -48,6 +52,25 @@ _DEEPSEEK_V3 = replace(
 _GRANITE_MOE = replace(
     LLAMA, title="Granite 3 with experts", names=names.GRANITE_MOE, experts=experts.granite, adapt=granite
 )
+_LLAMA4 = replace(
+    LLAMA,
+    title="Llama 4",
+    names=names.LLAMA4,
+    num_kv_heads=8,
+    head_dim=128,
+    theta=5e5,
+    windows=WindowRule(rotated_layers, 8192, name="attention_chunk_size", kind="chunked_attention"),
+    has_chunked_windows=True,
+    unrotated=layers_without_rope,
+    head_norm=HeadNormKind.UNSCALED,
+    has_head_norm=Flag("use_qk_norm", default=True),
+    mlp_bias=False,
+    dense_size="intermediate_size_mlp",
+    experts=experts.llama4,
+    norm_eps=Named("rms_norm_eps", 1e-5),
+    adapt=llama4,
+)
+
 MIXTURES: dict[str, FamilyForm] = {
     "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE,
@@ -145,6 +168,8 @@ MIXTURES: dict[str, FamilyForm] = {
         experts=experts.solar_open,
         norm_eps=Named("rms_norm_eps", 1e-5),
     ),
+    "llama4_text": _LLAMA4,
+    "llama4": replace(_LLAMA4, title="Llama 4 with images (its text part)", read=read_with_images),
     "dots1": replace(
         LLAMA,
         title="dots.llm1",

@@ -57,7 +57,22 @@ GPT_OSS = replace(
     expert_gate_up=("mlp.experts.gate_up_proj.{expert}",),
     expert_down="mlp.experts.down_proj.{expert}",
     transposes_experts=True,
+    interleaves_gates=True,
     sinks="self_attn.sinks",
+)
+
+LLAMA4 = replace(
+    PAIRED_LLAMA,
+    prefixes=("model.", "language_model.model.", "model.language_model.", ""),
+    lm_heads=("lm_head", "language_model.lm_head"),
+    gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    router="feed_forward.router",
+    expert_gate_up=("feed_forward.experts.gate_up_proj.{expert}",),
+    expert_down="feed_forward.experts.down_proj.{expert}",
+    transposes_experts=True,
+    shared_gate_up=("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
+    shared_down="feed_forward.shared_expert.down_proj",
 )
 
 LATENT = replace(

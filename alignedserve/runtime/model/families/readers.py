@@ -24,6 +24,7 @@ from alignedserve.runtime.model.model_config import (
     NormKind,
     RopeConfig,
     RopeScaling,
+    TemperatureConfig,
 )
 from alignedserve.runtime.model.rope_fields import longest_context_len, read_rope, read_rope_pair, yarn_angle_factor
 
@@ -43,7 +44,7 @@ def read_decoder(fields: JsonFields, model_type: str, form: FamilyForm) -> Model
     sizes["max_position_embeddings"] = longest_context_len(fields, rope)
     config = ModelConfig(
         **sizes,
-        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
+        intermediate_size=fields.integer(form.dense_size, 1, MAX_WIDTH),
         num_kv_heads=1 if latent else read_num_kv_heads(fields, num_heads, form.num_kv_heads or num_heads),
         head_dim=head_dim,
         activation=_activation(fields, form),
@@ -54,6 +55,7 @@ def read_decoder(fields: JsonFields, model_type: str, form: FamilyForm) -> Model
         windowed_rope=windowed_rope,
         sliding_window=window,
         windowed_layers=windowed,
+        has_chunked_windows=form.has_chunked_windows and window is not None,
         unrotated_layers=() if form.unrotated is None else form.unrotated(fields, num_layers, windowed),
         is_gated=form.is_gated,
         has_qkv_bias=holds(form.qkv_bias, fields),
@@ -193,6 +195,14 @@ def gemma3(config: ModelConfig, fields: JsonFields) -> ModelConfig:
         embedding_multiplier=math.sqrt(config.hidden_size),
         query_multiplier=math.sqrt(config.head_dim / width),
     )
+
+
+def llama4(config: ModelConfig, fields: JsonFields) -> ModelConfig:
+    """Add the temperature of Llama 4's layers without rotation."""
+    if not fields.flag("attn_temperature_tuning", True):
+        return config
+    step, scale = fields.number("floor_scale", 1.0, 1e9, 8192.0), fields.number("attn_scale", 0.0, 1e6, 0.1)
+    return replace(config, temperature=TemperatureConfig(step, scale))
 
 
 def cohere(config: ModelConfig, fields: JsonFields) -> ModelConfig:

@@ -71,15 +71,17 @@ class WindowRule:
     layers: Callable[[JsonFields, int], Layers] | None  # without layer_types; None: the family knows no windows
     default_size: int | None = None  # without sliding_window; None: there is no window then
     is_on: bool = True  # without use_sliding_window
+    name: str = "sliding_window"  # of its size
+    kind: str = "sliding_attention"  # among layer_types
 
     def read(self, fields: JsonFields, num_layers: int) -> tuple[int | None, Layers]:
         """Return the size of the window and the layers that have it."""
         if self.layers is None or not fields.flag("use_sliding_window", self.is_on):
             return None, ()
-        if not fields.has("sliding_window") and (self.default_size is None or fields.is_present("sliding_window")):
+        if not fields.has(self.name) and (self.default_size is None or fields.is_present(self.name)):
             return None, ()
-        window = fields.integer("sliding_window", 1, MAX_CONTEXT, self.default_size)
-        layers = windowed_layers(fields, num_layers)
+        window = fields.integer(self.name, 1, MAX_CONTEXT, self.default_size)
+        layers = windowed_layers(fields, num_layers, self.kind)
         if layers is None:
             layers = self.layers(fields, num_layers)
         return (window, layers) if layers else (None, ())
@@ -88,12 +90,17 @@ class WindowRule:
 NO_WINDOW = WindowRule(None)
 
 
-def windowed_layers(fields: JsonFields, num_layers: int) -> Layers | None:
+def rotated_layers(fields: JsonFields, num_layers: int) -> Layers:
+    """Return the layers that are rotated, by Llama 4's rule."""
+    unrotated = layers_without_rope(fields, num_layers)
+    return tuple(layer for layer in range(num_layers) if layer not in unrotated)
+
+
+def windowed_layers(fields: JsonFields, num_layers: int, kind: str = "sliding_attention") -> Layers | None:
     """Return the layers that `layer_types` gives a window; None: it is absent."""
     layer_types = fields.texts("layer_types", MAX_LAYERS)
     if not layer_types:
         return None
-    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
-    if unknown or len(layer_types) != num_layers:
-        raise UnsupportedModel("layer_types must name full_attention or sliding_attention for every layer.")
-    return tuple(layer for layer, kind in enumerate(layer_types) if kind == "sliding_attention")
+    if set(layer_types) - {"full_attention", kind} or len(layer_types) != num_layers:
+        raise UnsupportedModel(f"layer_types must name full_attention or {kind} for every layer.")
+    return tuple(layer for layer, own in enumerate(layer_types) if own == kind)

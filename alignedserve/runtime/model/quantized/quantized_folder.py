@@ -73,7 +73,7 @@ def quantize_folder(folder: Path, output: Path, form_name: str, note: Note) -> Q
     if config.stored_quantization is not None:
         raise UnsupportedModel(f"{folder} is quantised already ({config.stored_quantization.method.value}).")
     if FAMILIES[config.family].names.transposes_experts:
-        raise UnsupportedModel(f"{folder}: {config.family} is published in MXFP4; other forms are not written.")
+        raise UnsupportedModel(f"{folder}: the experts of {config.family} lie in one tensor, which is not rounded.")
     if output.exists() and any(output.iterdir()):
         raise ConfigError(f"--output {output} is not empty")
     output.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_config import HeadNormKind, ModelConfig
 
 MAX_RANKS = 64
@@ -97,7 +98,7 @@ def _obstacle(config: ModelConfig, size: int) -> str | None:
         return "the model normalises the queries of all heads together, which one rank must have"
     if size > 1 and config.latent is not None:
         return "the model's latents belong to all heads, which one rank must have"
-    if size > 1 and config.has_sinks:
+    if size > 1 and FAMILIES[config.family].names.transposes_experts:
         return "the tensors of the model's experts are not divided"
     if heads % size:
         return f"the model's {heads} attention heads cannot be divided among {size} ranks"

@@ -150,6 +150,30 @@ def test_sinks_caps_and_values_that_are_keys(
 
 
 @levels
+@pytest.mark.parametrize("size", [64, 50, 700])
+def test_contexts_cut_into_parts(size: int, level: str) -> None:
+    """A token reads from the last multiple of the size on, whether it decodes or is in a chunk."""
+    dtype, lengths, counts = torch.float32, np.array([1, 200, 701, 1400]), np.array([1, 130, 2, 705])
+    batch = make_batch((1, 32), 16, dtype, lengths)
+    queries = torch.randn(int(counts.sum()), 1, 2, 32, generator=torch.Generator().manual_seed(1))
+    decoded, attended = torch.empty_like(queries[:4]), torch.empty_like(queries)
+    kernel = PagedAttention(batch.blocks, group=2, level=level)
+    args = (batch.tables, batch.rows, lengths)
+    kernel.run(kernel.plan_decode(*args, size, 2, is_chunked=True), queries[:4], decoded, LAYER, True)
+    kernel.run(kernel.plan_chunks(*args, counts, size, 2, is_chunked=True), queries, attended, LAYER, True)
+    row = 0
+    for index, ((keys, values), count) in enumerate(zip(batch.contexts, counts.tolist(), strict=True)):
+        for end in range(len(keys) - count + 1, len(keys) + 1):
+            part = slice((end - 1) // size * size, end)
+            expected = attention(queries[row, 0], keys[part], values[part])
+            assert float((attended[row, 0].double() - expected).abs().max()) < TOLERANCES[dtype], (index, end)
+            row += 1
+        part = slice((len(keys) - 1) // size * size, len(keys))
+        expected = attention(queries[index, 0], keys[part], values[part])
+        assert float((decoded[index, 0].double() - expected).abs().max()) < TOLERANCES[dtype], index
+
+
+@levels
 @dtypes
 @head_dims
 def test_decode_of_any_head_width(head_dim: int, dtype: torch.dtype, level: str) -> None:

@@ -21,6 +21,8 @@ from alignedserve.runtime.model.weight_loader import assemble_weights
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model, transformers_library
 
+pytestmark = pytest.mark.slow
+
 MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 TOKENS = random_tokens(3, 19)
 
