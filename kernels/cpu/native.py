@@ -25,7 +25,7 @@ def load_native(name: str) -> Any:
 
 def supported_levels() -> tuple[str, ...]:
     """List the instruction sets of attention that this processor has and that are built, best first."""
-    native = load_native("Cache")
+    native = load_native("BlockCache")
     return () if native is None else tuple(native.supported_levels())
 
 

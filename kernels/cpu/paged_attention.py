@@ -38,7 +38,7 @@ class PagedPlan(Protocol):
         """Run on addresses and row strides (in elements) of [rows, num_heads, head_dim] tensors."""
 
 
-_native = load_native("Cache")
+_native = load_native("BlockCache")
 
 
 class Int8Heads(NamedTuple):
@@ -86,7 +86,7 @@ class PagedAttention:
             self._sinks = (scores.sinks.to("cpu", torch.float64) * math.log2(math.e)).float().contiguous()
         sinks = 0 if self._sinks is None else self._sinks.data_ptr()
         own = (block_bytes, num_parts, sinks, scores.cap or 0.0)
-        self._cache = _native.Cache(level, blocks.data_ptr(), *sizes, *kinds, *own)
+        self._cache = _native.BlockCache(level, blocks.data_ptr(), *sizes, *kinds, *own)
 
     def plan_decode(
         self,

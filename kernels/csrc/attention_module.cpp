@@ -303,7 +303,7 @@ class ChunkPlan {
 
 void bind(nb::module_& module) {
     module.def("supported_levels", supported_levels);
-    nb::class_<Cache>(module, "Cache")
+    nb::class_<Cache>(module, "BlockCache")
         .def(nb::init<const std::string&, uintptr_t, int64_t, int, int, int, int, int, bool, bool, int64_t, int,
                       uintptr_t, float>());
     nb::class_<DecodePlan, decode_pass::Attention>(module, "DecodePlan")

@@ -110,7 +110,7 @@ def test_what_is_wrong_is_named(part: str, problem: str, made: tuple[Path, Tenso
     stored = load_file(folder / "model.safetensors")
     name = f"model.layers.1.mlp.experts.down_proj_{part}"
     if part == "blocks":
-        stored[name.replace("blocks", "scales")] = stored.pop(name.replace("blocks", "scales"))[:, :, :1]
+        stored[name.replace("blocks", "scales")] = stored.pop(name.replace("blocks", "scales"))[:, :, :1].contiguous()
     else:
         stored[name].view(-1).numpy()[:1] = np.uint8(255)
     save_file(stored, tmp_path / "model.safetensors")
