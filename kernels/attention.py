@@ -104,8 +104,8 @@ def attend_decode(
         mask = mask.to(dtype)
     shape = (count, -1, kv_heads, head_dim)
     if not scores.is_plain:
-        heads = (own.view(shape).transpose(1, 2) for own in (keys, values))
-        return _attend(queries, *heads, mask, scores).to(dtype)
+        keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
+        return _attend(queries, keys, values, mask, scores).to(dtype)
     attended = functional.scaled_dot_product_attention(
         queries, keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2), attn_mask=mask
     )

@@ -168,8 +168,8 @@ def _expected(matrix: StoredMatrix) -> list[_Expected]:
     if matrix.packing is Packing.BLOCKS:
         return [_Expected("weight", ((rows, block_bytes(width)),), ("U8",))]
     if matrix.packing is Packing.MXFP4_ROWS:
-        words, scales = (rows, width // 2), (rows, width // BLOCK)
-        return [_Expected("weight_packed", (words,), ("U8",)), _Expected("weight_scale", (scales,), ("U8",))]
+        words = _Expected("weight_packed", ((rows, width // 2),), ("U8",))
+        return [words, _Expected("weight_scale", ((rows, width // BLOCK),), ("U8",))]
     scales = _scale_shapes(matrix)
     expected = [_Expected("weight_scale", scales, _FLOATS)]
     if matrix.packing is Packing.INT8:

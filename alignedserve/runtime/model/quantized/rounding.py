@@ -14,9 +14,13 @@ _TRIES = 21  # scales for each block of Q4
 _TINY = 1e-12
 
 
+def _in_blocks(values: Tensor) -> Tensor:
+    return values.float().reshape(len(values), -1, BLOCK)
+
+
 def to_int8(values: Tensor) -> dict[str, Tensor]:
     """Round values [rows, width]: words of 4 bytes, each plus 128, and a float16 scale for every 32."""
-    blocks = values.float().unflatten(1, (-1, BLOCK))
+    blocks = _in_blocks(values)
     scales = (blocks.abs().amax(-1) / 127.0).half()
     quants = (blocks / scales.float().clamp_min(_TINY)[..., None]).round_().clamp_(-128, 127)
     words = (quants + 128).to(torch.uint8).flatten(1).contiguous().view(torch.int32)
@@ -28,7 +32,7 @@ def to_mxfp4(values: Tensor) -> dict[str, Tensor]:
 
     The power is the one by which the largest becomes 4 to 6, or twice it where that loses less.
     """
-    blocks = values.float().unflatten(1, (-1, BLOCK))
+    blocks = _in_blocks(values)
     lowest = blocks.abs().amax(-1).clamp_min(2.0**-120).log2().floor().sub_(2.0)
     tries = [(lowest + more, _floats_of_4_bits(blocks, lowest + more)) for more in (0.0, 1.0)]
     errors = [(_of_4_bits(codes, powers) - blocks).square_().sum(-1) for powers, codes in tries]
@@ -52,7 +56,7 @@ def _of_4_bits(codes: Tensor, powers: Tensor) -> Tensor:
 
 def to_blocks(values: Tensor) -> dict[str, Tensor]:
     """Round values [rows, width] to blocks of `block_type`, as GGUF files have them: uint8 [rows, bytes of a row]."""
-    blocks = values.float().unflatten(1, (-1, BLOCK))
+    blocks = _in_blocks(values)
     scales, minima = _best_scales(blocks)
     rows = _q4_k(blocks, scales, minima) if block_type(values.shape[1]) == "Q4_K" else _q4_1(blocks, scales, minima)
     return {"weight": rows}
@@ -103,7 +107,7 @@ def _q4_1(blocks: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
 
 
 def _q4_k(blocks: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
-    parts = [own.unflatten(1, (-1, 8)) for own in (scales, -minima)]  # [rows, superblocks, 8]
+    parts = [own.reshape(len(own), -1, 8) for own in (scales, -minima)]  # [rows, superblocks, 8]
     heads = torch.stack([own.amax(-1) / 63.0 for own in parts], dim=-1).half()
     small = [
         (own / head.clamp_min(_TINY)[..., None]).round_().clamp_(0, 63).to(torch.uint8)
@@ -112,7 +116,7 @@ def _q4_k(blocks: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
     own_scales, own_minima = (
         (own.float() * head[..., None]).flatten(1) for own, head in zip(small, heads.float().unbind(-1), strict=True)
     )
-    quants = _quants(blocks, own_scales, -own_minima).to(torch.uint8).unflatten(1, (-1, 4, 2))
+    quants = _quants(blocks, own_scales, -own_minima).to(torch.uint8).view(len(blocks), -1, 4, 2, BLOCK)
     words = (quants[..., 0, :] | quants[..., 1, :] << 4).flatten(-2)
     first, last = [own[..., :4] for own in small], [own[..., 4:] for own in small]
     sixes = [before | after >> 4 << 6 for before, after in zip(first, last, strict=True)]

@@ -32,7 +32,7 @@ def _mxfp4(matrix: StoredMatrix, source: SafetensorsSource) -> tuple[str, Tensor
         name = f"{stack}_scales"
         return name, source.stored_member(f"{stack}_blocks", number), source.stored_member(name, number)
     name = f"{matrix.module}.weight_scale"
-    return name, source.stored(f"{matrix.module}.weight_packed").unflatten(1, (-1, 16)), source.stored(name)
+    return name, source.stored(f"{matrix.module}.weight_packed").view(matrix.rows, -1, 16), source.stored(name)
 
 
 def block_rows(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ TOKENS = random_tokens(3, 19)
 
 def to_mxfp4(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Round values [.., width] -> blocks [.., n, 16], scales [.., n], and what they stand for."""
-    blocks = values.unflatten(-1, (-1, 32))
+    blocks = values.reshape(*values.shape[:-1], -1, 32)
     exponents = blocks.abs().amax(-1).clamp_min(1e-30).log2().floor() - 2
     scaled = blocks / exponents.exp2()[..., None]
     numbers = (scaled.abs()[..., None] - MAGNITUDES).abs().argmin(-1)
