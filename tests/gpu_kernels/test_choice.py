@@ -9,7 +9,7 @@ from torch import Tensor
 
 from alignedserve.core.request import SamplingParams
 from kernels import gpu_dispatch as gpu_choice
-from kernels.activation import ACTIVATIONS, Gated, gated
+from kernels.activation import Gated, gated
 from kernels.norm import RmsNorm, rms_norm
 from tests.support.marks import slow
 from tests.support.tiny_engines import GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder

@@ -62,7 +62,7 @@ class _RowNorm:
 
 class _Gates:
     def __init__(self, name: str) -> None:
-        self._activation = activation.ACTIVATIONS[name]
+        self._activation = name
 
     def __call__(self, x: Tensor) -> Tensor:
         out = torch.empty((len(x), x.shape[1] // 2), dtype=x.dtype, device=x.device)
