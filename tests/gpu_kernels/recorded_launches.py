@@ -32,7 +32,7 @@ from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.lora.adapter_files import read_adapter_files
 from alignedserve.runtime.lora.adapter_weights import load_adapter
-from alignedserve.runtime.model import file_products, weight_loader
+from alignedserve.runtime.model import feed_forward_weights, file_products
 from alignedserve.runtime.model.quantized import source
 from alignedserve.runtime.model.quantized.product_form import Computing
 from kernels import gpu_dispatch, linear
@@ -170,7 +170,7 @@ def _as_on_a_gpu() -> Iterator[None]:
         for module in (linear, file_products):
             stack.enter_context(patch.object(module, "packed_levels", lambda *_: ()))
         stack.enter_context(patch.object(linear, "_has_onednn", lambda *_: False))
-        stack.enter_context(patch.object(weight_loader, "has_experts_apart", lambda device: False))
+        stack.enter_context(patch.object(feed_forward_weights, "has_experts_apart", lambda device: False))
         stack.enter_context(patch.object(Computing, "is_gpu", property(lambda _: True)))
         stack.enter_context(patch.object(source, "has_float8_products", lambda device: True))
         stack.enter_context(patch.object(gpu_dispatch, "wants_fused_kernels", lambda device: True))

@@ -112,7 +112,7 @@ def weights_as_on_a_gpu(
         return Computing("cuda", dtype, has_float8)
 
     monkeypatch.setattr("alignedserve.runtime.model.quantized.source.Computing", computing)
-    monkeypatch.setattr("alignedserve.runtime.model.weight_loader.has_experts_apart", lambda device: False)
+    monkeypatch.setattr("alignedserve.runtime.model.feed_forward_weights.has_experts_apart", lambda device: False)
     return load_weights(folder, read_config(folder), dtype)
 
 
