@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -29,19 +29,28 @@ from alignedserve.gateway.routes import (
 from alignedserve.gateway.services import Services
 from alignedserve.gateway.shown_limits import LIMIT_HEADERS
 
-_MODULES = (
-    *(generate, responses, conversations, message_batches, models, adapters),
-    *(files, batches, health, live, usage),
-)
 _MAX_ECHOED_PATH_LEN = 120
 _READABLE_HEADERS = ("x-request-id", "request-id", "x-alignedserve-ignored-fields", "retry-after", *LIMIT_HEADERS)
 
 
-def build_app(services: Services) -> Starlette:
+def build_app(services: Services) -> FastAPI:
     """Build the HTTP side over these services."""
-    app = Starlette(routes=[route for module in _MODULES for route in module.routes.routes])
-    app.router.redirect_slashes = False
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.services = services
+    for module in (
+        generate,
+        responses,
+        conversations,
+        message_batches,
+        models,
+        adapters,
+        files,
+        batches,
+        health,
+        live,
+        usage,
+    ):
+        app.include_router(module.router)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_middleware(
         GatewayMiddleware,
@@ -56,7 +65,7 @@ def build_app(services: Services) -> Starlette:
     return app
 
 
-def _allow_origins(app: Starlette, origins: Sequence[str]) -> None:
+def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
     """Let browsers' pages of these origins call the app. It is outermost, as preflights bring no key."""
     app.add_middleware(
         CORSMiddleware,

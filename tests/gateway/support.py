@@ -12,7 +12,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import httpx
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from alignedserve.api.backend.readiness_probe import ReadinessProbe
@@ -83,7 +83,7 @@ class Gateway:
     client: httpx.AsyncClient
     backend: ScriptedBackend
     services: Services
-    app: Starlette
+    app: FastAPI
 
     async def chat(self, *, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], **fields}

@@ -4,6 +4,7 @@ import asyncio
 from functools import partial
 from typing import Annotated
 
+from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -16,11 +17,10 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import MAX_ADAPTER_NAME_LEN, MAX_ADAPTER_PATH_LEN
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, key_of, model_of, rate_limited_services
 from alignedserve.gateway.routes.request_bodies import read_body
-from alignedserve.gateway.routes.route_list import RouteList
 
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_NAME_LEN)]
 
-routes = RouteList()
+router = APIRouter()
 
 
 class LoadAdapterRequest(Schema):
@@ -39,7 +39,7 @@ class UnloadAdapterRequest(Schema):
     base_model_name: str | None = None
 
 
-@routes.post("/v1/load_lora_adapter")
+@router.post("/v1/load_lora_adapter", response_model=None)
 async def load_adapter(http: Request) -> Response:
     """Let requests name an adapter whose folder is inside lora.allowed_folder."""
     services = await rate_limited_services(http)
@@ -53,7 +53,7 @@ async def load_adapter(http: Request) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
 
-@routes.post("/v1/unload_lora_adapter")
+@router.post("/v1/unload_lora_adapter", response_model=None)
 async def unload_adapter(http: Request) -> Response:
     """Let no new request name an adapter that was loaded while serving."""
     services = await rate_limited_services(http)

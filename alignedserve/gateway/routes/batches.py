@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,15 +14,14 @@ from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.routes.dependencies import files_api_of, services_of
 from alignedserve.gateway.routes.request_bodies import read_body
 from alignedserve.gateway.routes.request_parameters import positive
-from alignedserve.gateway.routes.route_list import RouteList
 
-routes = RouteList()
+router = APIRouter()
 
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 100
 _MAX_IDEMPOTENCY_KEY_LEN = 255
 
 
-@routes.post("/v1/batches")
+@router.post("/v1/batches", response_model=None)
 async def create_batch(http: Request) -> Response:
     """Create a batch; its lines are validated after the response."""
     files_api, owner = await files_api_of(http)
@@ -29,7 +29,7 @@ async def create_batch(http: Request) -> Response:
     return JsonResponse(batch_view(await files_api.create(owner, asked, _idempotency_key(http))))
 
 
-@routes.get("/v1/batches")
+@router.get("/v1/batches", response_model=None)
 async def list_batches(http: Request) -> Response:
     """List the batches of the caller, newest first, a page at a time."""
     files_api, owner = await files_api_of(http)
@@ -39,35 +39,35 @@ async def list_batches(http: Request) -> Response:
     return JsonResponse(shown)
 
 
-@routes.get("/v1/batches/limits")
+@router.get("/v1/batches/limits", response_model=None)
 async def get_limits(http: Request) -> Response:
     """Return the limits, so that clients can check a file before sending it. No batch id equals `limits`."""
     files_api, _ = await files_api_of(http)
     return JsonResponse(limits_view(files_api.config))
 
 
-@routes.get("/v1/batches/{batch_id}")
+@router.get("/v1/batches/{batch_id}", response_model=None)
 async def get_batch(http: Request, batch_id: str) -> Response:
     """Return a batch."""
     files_api, owner = await files_api_of(http)
     return JsonResponse(batch_view(await files_api.batch(owner, batch_id)))
 
 
-@routes.post("/v1/batches/{batch_id}/cancel")
+@router.post("/v1/batches/{batch_id}/cancel", response_model=None)
 async def cancel_batch(http: Request, batch_id: str) -> Response:
     """Cancel a batch; results so far are kept."""
     files_api, owner = await files_api_of(http)
     return JsonResponse(batch_view(await files_api.cancel(owner, batch_id)))
 
 
-@routes.post("/v1/batches/{batch_id}/pause")
+@router.post("/v1/batches/{batch_id}/pause", response_model=None)
 async def pause_batch(http: Request, batch_id: str) -> Response:
     """Start no more lines of a batch; those that run go on, and so does its window."""
     files_api, owner = await files_api_of(http)
     return JsonResponse(batch_view(await files_api.pause(owner, batch_id, is_paused=True)))
 
 
-@routes.post("/v1/batches/{batch_id}/resume")
+@router.post("/v1/batches/{batch_id}/resume", response_model=None)
 async def resume_batch(http: Request, batch_id: str) -> Response:
     """Start lines of a paused batch again."""
     files_api, owner = await files_api_of(http)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,15 +19,14 @@ from alignedserve.gateway.responses.responses_api import ResponsesApi
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, key_of, rate_limited_services
 from alignedserve.gateway.routes.request_bodies import read_body
 from alignedserve.gateway.routes.request_parameters import item_page, page_of
-from alignedserve.gateway.routes.route_list import RouteList
 from alignedserve.gateway.services import Services
 
-routes = RouteList()
+router = APIRouter()
 
 _PATH = "/v1/conversations/{conversation_id}"
 
 
-@routes.post("/v1/conversations")
+@router.post("/v1/conversations", response_model=None)
 async def create_conversation(http: Request) -> Response:
     """Create a conversation."""
     services, api = await _begin(http)
@@ -36,14 +36,14 @@ async def create_conversation(http: Request) -> Response:
     return JsonResponse(conversation_view(record))
 
 
-@routes.get(_PATH)
+@router.get(_PATH, response_model=None)
 async def get_conversation(http: Request, conversation_id: str) -> Response:
     """Return a conversation."""
     _, api = await _begin(http)
     return JsonResponse(conversation_view(await api.conversation(conversation_id)))
 
 
-@routes.post(_PATH)
+@router.post(_PATH, response_model=None)
 async def update_conversation(http: Request, conversation_id: str) -> Response:
     """Replace a conversation's metadata."""
     services, api = await _begin(http)
@@ -52,7 +52,7 @@ async def update_conversation(http: Request, conversation_id: str) -> Response:
     return JsonResponse(conversation_view(record))
 
 
-@routes.delete(_PATH)
+@router.delete(_PATH, response_model=None)
 async def delete_conversation(http: Request, conversation_id: str) -> Response:
     """Delete a conversation."""
     _, api = await _begin(http)
@@ -60,7 +60,7 @@ async def delete_conversation(http: Request, conversation_id: str) -> Response:
     return JsonResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
 
-@routes.get(_PATH + "/items")
+@router.get(_PATH + "/items", response_model=None)
 async def list_items(http: Request, conversation_id: str) -> Response:
     """List the items of a conversation, a page at a time."""
     _, api = await _begin(http)
@@ -68,7 +68,7 @@ async def list_items(http: Request, conversation_id: str) -> Response:
     return JsonResponse({"first_id": "", "last_id": ""} | list_view(items, has_more=has_more))
 
 
-@routes.post(_PATH + "/items")
+@router.post(_PATH + "/items", response_model=None)
 async def create_items(http: Request, conversation_id: str) -> Response:
     """Add items at the end of a conversation."""
     services, api = await _begin(http)
@@ -78,14 +78,14 @@ async def create_items(http: Request, conversation_id: str) -> Response:
     return JsonResponse({"first_id": "", "last_id": ""} | list_view(items, has_more=False))
 
 
-@routes.get(_PATH + "/items/{item_id}")
+@router.get(_PATH + "/items/{item_id}", response_model=None)
 async def get_item(http: Request, conversation_id: str, item_id: str) -> Response:
     """Return an item of a conversation."""
     _, api = await _begin(http)
     return JsonResponse(find_item(await api.conversation(conversation_id), item_id))
 
 
-@routes.delete(_PATH + "/items/{item_id}")
+@router.delete(_PATH + "/items/{item_id}", response_model=None)
 async def delete_item(http: Request, conversation_id: str, item_id: str) -> Response:
     """Delete an item of a conversation; returns the conversation."""
     _, api = await _begin(http)

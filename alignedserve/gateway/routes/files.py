@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -15,14 +16,13 @@ from alignedserve.gateway.files.views import file_view, list_view
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.routes.dependencies import files_api_of
 from alignedserve.gateway.routes.request_parameters import first_byte, one_of, positive
-from alignedserve.gateway.routes.route_list import RouteList
 
-routes = RouteList()
+router = APIRouter()
 
 _MAX_LIMIT = 10_000
 
 
-@routes.post("/v1/files")
+@router.post("/v1/files", response_model=None)
 async def create_file(http: Request) -> Response:
     """Upload a file."""
     files_api, owner = await files_api_of(http)
@@ -35,7 +35,7 @@ async def create_file(http: Request) -> Response:
     return JsonResponse(file_view(record, record.num_bytes))
 
 
-@routes.get("/v1/files")
+@router.get("/v1/files", response_model=None)
 async def list_files(http: Request) -> Response:
     """List the files of the caller, a page at a time."""
     files_api, owner = await files_api_of(http)
@@ -51,14 +51,14 @@ async def list_files(http: Request) -> Response:
     return JsonResponse({"first_id": "", "last_id": ""} | shown)
 
 
-@routes.get("/v1/files/{file_id}")
+@router.get("/v1/files/{file_id}", response_model=None)
 async def get_file(http: Request, file_id: str) -> Response:
     """Return a file's metadata."""
     files_api, owner = await files_api_of(http)
     return JsonResponse(await _file_view(files_api, await files_api.file(owner, file_id)))
 
 
-@routes.get("/v1/files/{file_id}/content")
+@router.get("/v1/files/{file_id}/content", response_model=None)
 async def get_content(http: Request, file_id: str) -> Response:
     """Return a file's bytes, or those from `Range: bytes=N-` on; for a running batch, the results so far."""
     files_api, owner = await files_api_of(http)
@@ -80,7 +80,7 @@ async def get_content(http: Request, file_id: str) -> Response:
     )
 
 
-@routes.delete("/v1/files/{file_id}")
+@router.delete("/v1/files/{file_id}", response_model=None)
 async def delete_file(http: Request, file_id: str) -> Response:
     """Delete a file."""
     files_api, owner = await files_api_of(http)

@@ -1,8 +1,10 @@
 """The endpoints that generate or count tokens, each by its record in the table of endpoints."""
 
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, cast
 
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,10 +26,9 @@ from alignedserve.gateway.routes.dependencies import (
     rate_limited_services,
 )
 from alignedserve.gateway.routes.request_bodies import read_and_answer, read_prompts
-from alignedserve.gateway.routes.route_list import RouteList
 from alignedserve.gateway.streaming import AwaitedResponse, BodyResponse, EventStreamResponse
 
-routes = RouteList()
+router = APIRouter()
 
 
 async def _generate(endpoint: Endpoint[Any], http: Request) -> Response:
@@ -77,9 +78,16 @@ def arrival_of(http: Request, ignored: IgnoredFields | None) -> Arrival:
     return Arrival(http.state.request_id, http.headers, key_of(http), ignored)
 
 
+def _route(path: str, serve: Callable[[Request], Awaitable[Response]]) -> None:
+    async def handle(http: Request) -> Response:
+        return await serve(http)
+
+    router.add_api_route(path, handle, methods=["POST"], response_model=None)
+
+
 for generating in ENDPOINTS.values():
     if generating is not RESPONSES:  # which may be stored, as the next: routes of their own
-        routes.post(generating.path)(partial(_generate, generating))
+        _route(generating.path, partial(_generate, generating))
 for counting in TOKEN_ENDPOINTS.values():
     if counting is not INPUT_TOKENS:
-        routes.post(counting.path)(partial(_count, counting))
+        _route(counting.path, partial(_count, counting))

@@ -2,6 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,19 +12,18 @@ from alignedserve.core.errors import StorageError
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.routes.dependencies import overseen_services, services_of
-from alignedserve.gateway.routes.route_list import RouteList
 from alignedserve.gateway.storage_metrics import batch_metrics
 
-routes = RouteList()
+router = APIRouter()
 
 
-@routes.get("/health")
-async def health(_: Request) -> Response:
+@router.get("/health", response_model=None)
+async def health() -> Response:
     """Report that the gateway is alive, whatever the rest of the cluster does."""
     return JsonResponse({"status": "alive"})
 
 
-@routes.get("/ready")
+@router.get("/ready", response_model=None)
 async def ready(http: Request) -> Response:
     """Report whether every model generates tokens; 503 with the reason when one does not."""
     missing = services_of(http).readiness.missing()
@@ -33,7 +33,7 @@ async def ready(http: Request) -> Response:
     return JsonResponse(body, 503, headers={"Retry-After": "1"})
 
 
-@routes.get("/metrics")
+@router.get("/metrics", response_model=None)
 async def metrics(http: Request) -> Response:
     """Return the metrics that Prometheus scrapes, to a key that may see what all keys use."""
     services = overseen_services(http)
@@ -51,8 +51,8 @@ async def _batch_metrics(files_api: FilesApi) -> bytes:
         return b""
 
 
-@routes.get("/version")
-async def get_version(_: Request) -> Response:
+@router.get("/version", response_model=None)
+async def get_version() -> Response:
     """Return the version of AlignedServe."""
     return JsonResponse({"version": _VERSION})
 

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from importlib.resources import files
 
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,10 +18,9 @@ from alignedserve.core.errors import StorageError
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.live.view import live_view
 from alignedserve.gateway.routes.dependencies import key_of, overseen_services, rate_limited_services
-from alignedserve.gateway.routes.route_list import RouteList
 from alignedserve.gateway.services import Services
 
-routes = RouteList()
+router = APIRouter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,13 @@ def _hashes(text: str, tag: str) -> str:
 _DASHBOARD = HtmlPage.load("live/dashboard.html")
 
 
-@routes.get("/dashboard")
-async def dashboard(_: Request) -> Response:
+@router.get("/dashboard", response_model=None)
+async def dashboard() -> Response:
     """Return the live page, which asks for a key where one is needed."""
     return _DASHBOARD.response()
 
 
-@routes.get("/v1/alignedserve/live")
+@router.get("/v1/alignedserve/live", response_model=None)
 async def live(http: Request) -> Response:
     """Return what the cluster does at this moment, to a key that may see what all keys use."""
     services = overseen_services(http)
@@ -81,14 +81,14 @@ async def _batch_totals(services: Services) -> BatchTotals | None:
 _PAGE = HtmlPage.load("page.html")
 
 
-@routes.get("/")
-async def page(_: Request) -> Response:
+@router.get("/", response_model=None)
+async def page() -> Response:
     """Return the chat page."""
     return _PAGE.response()
 
 
-@routes.get("/v1/requests/{wanted}")
-@routes.get("/v1/alignedserve/requests/{wanted}")
+@router.get("/v1/requests/{wanted}", response_model=None)
+@router.get("/v1/alignedserve/requests/{wanted}", response_model=None)
 async def explain(http: Request, wanted: str) -> Response:
     """Explain a request by the id of its response, or by the client's own, at whichever gateway it was made.
 

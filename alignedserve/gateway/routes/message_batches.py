@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -14,15 +15,14 @@ from alignedserve.gateway.message_batches import CreateMessageBatch, MessageBatc
 from alignedserve.gateway.routes.dependencies import files_api_of, ignored_fields_of, services_of
 from alignedserve.gateway.routes.request_bodies import read_body
 from alignedserve.gateway.routes.request_parameters import positive
-from alignedserve.gateway.routes.route_list import RouteList
 
-routes = RouteList()
+router = APIRouter()
 
 _PATH = "/v1/messages/batches"
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 100
 
 
-@routes.post(_PATH)
+@router.post(_PATH, response_model=None)
 async def create_batch(http: Request) -> Response:
     """Create a batch of messages."""
     batches, services = await _batches_of(http), services_of(http)
@@ -30,7 +30,7 @@ async def create_batch(http: Request) -> Response:
     return _shown(http, await batches.create(asked, services))
 
 
-@routes.get(_PATH)
+@router.get(_PATH, response_model=None)
 async def list_batches(http: Request) -> Response:
     """List the message batches of the caller, newest first, a page at a time."""
     batches = await _batches_of(http)
@@ -44,14 +44,14 @@ async def list_batches(http: Request) -> Response:
     return JsonResponse({"data": shown, "has_more": has_more, "first_id": first_id, "last_id": last_id})
 
 
-@routes.get(_PATH + "/{batch_id}")
+@router.get(_PATH + "/{batch_id}", response_model=None)
 async def get_batch(http: Request, batch_id: str) -> Response:
     """Return a batch."""
     batches = await _batches_of(http)
     return _shown(http, await batches.files_api.batch(batches.owner, batch_id))
 
 
-@routes.get(_PATH + "/{batch_id}/results")
+@router.get(_PATH + "/{batch_id}/results", response_model=None)
 async def get_results(http: Request, batch_id: str) -> Response:
     """Return the results of a batch that is over, one on each line."""
     batches = await _batches_of(http)
@@ -59,7 +59,7 @@ async def get_results(http: Request, batch_id: str) -> Response:
     return StreamingResponse(batches.results(snapshot), media_type="application/x-jsonl")
 
 
-@routes.post(_PATH + "/{batch_id}/cancel")
+@router.post(_PATH + "/{batch_id}/cancel", response_model=None)
 async def cancel_batch(http: Request, batch_id: str) -> Response:
     """Cancel a batch; results so far are kept."""
     batches = await _batches_of(http)

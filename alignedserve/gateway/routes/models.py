@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -10,12 +11,11 @@ from alignedserve.api.models.usable_models import check_usable, usable_cards
 from alignedserve.gateway.json_response import JsonResponse, is_anthropic
 from alignedserve.gateway.message_batches import timestamp
 from alignedserve.gateway.routes.dependencies import key_of, services_of
-from alignedserve.gateway.routes.route_list import RouteList
 
-routes = RouteList()
+router = APIRouter()
 
 
-@routes.get("/v1/models")
+@router.get("/v1/models", response_model=None)
 async def list_models(http: Request) -> Response:
     """List the served models."""
     models = list(usable_cards(services_of(http).models, key_of(http)))
@@ -24,7 +24,7 @@ async def list_models(http: Request) -> Response:
     return JsonResponse({"object": "list", "data": [_model_view(model) for model in models]})
 
 
-@routes.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", response_model=None)
 async def get_model(http: Request, name: str) -> Response:
     """Return a model by its name, which may hold slashes."""
     models = services_of(http).models

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 import orjson
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -36,13 +37,12 @@ from alignedserve.gateway.routes.dependencies import (
 from alignedserve.gateway.routes.generate import arrival_of
 from alignedserve.gateway.routes.request_bodies import parsed, read_and_answer, read_if_long, receive
 from alignedserve.gateway.routes.request_parameters import item_page, number, one_of, page_of
-from alignedserve.gateway.routes.route_list import RouteList
 from alignedserve.gateway.services import Services
 
-routes = RouteList()
+router = APIRouter()
 
 
-@routes.post("/v1/responses")
+@router.post("/v1/responses", response_model=None)
 async def create_response(http: Request) -> Response:
     """Answer items, streamed if the client asked for that, or later in the background."""
     services = await rate_limited_services(http)
@@ -67,7 +67,7 @@ async def create_response(http: Request) -> Response:
     return _respond(api, asked, turn, generation)
 
 
-@routes.post("/v1/responses/input_tokens")
+@router.post("/v1/responses/input_tokens", response_model=None)
 async def count_tokens(http: Request) -> Response:
     """Count the tokens of the prompt that a response would have."""
     services = await rate_limited_services(http)
@@ -81,7 +81,7 @@ async def count_tokens(http: Request) -> Response:
     return JsonResponse(await read_and_answer(http, INPUT_TOKENS, services, ignored, answer))
 
 
-@routes.get("/v1/responses/{response_id}")
+@router.get("/v1/responses/{response_id}", response_model=None)
 async def get_response(http: Request, response_id: str) -> Response:
     """Return a stored response."""
     services = await rate_limited_services(http)
@@ -97,7 +97,7 @@ async def get_response(http: Request, response_id: str) -> Response:
     return StoredEventsResponse(StoredEvents(api, api.event_log, record.response_id, starting_after))
 
 
-@routes.delete("/v1/responses/{response_id}")
+@router.delete("/v1/responses/{response_id}", response_model=None)
 async def delete_response(http: Request, response_id: str) -> Response:
     """Delete a stored response."""
     services = await rate_limited_services(http)
@@ -105,14 +105,14 @@ async def delete_response(http: Request, response_id: str) -> Response:
     return JsonResponse({"id": record.response_id, "object": "response", "deleted": True})
 
 
-@routes.post("/v1/responses/{response_id}/cancel")
+@router.post("/v1/responses/{response_id}/cancel", response_model=None)
 async def cancel_response(http: Request, response_id: str) -> Response:
     """Cancel a response in the background."""
     services = await rate_limited_services(http)
     return JsonResponse(bytes((await _api(http, services).cancel(response_id)).response))
 
 
-@routes.get("/v1/responses/{response_id}/input_items")
+@router.get("/v1/responses/{response_id}/input_items", response_model=None)
 async def list_input_items(http: Request, response_id: str) -> Response:
     """List the items of a response's own input, a page at a time."""
     services = await rate_limited_services(http)

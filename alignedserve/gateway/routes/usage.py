@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -11,17 +12,16 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.routes.dependencies import key_of, rate_limited_services
 from alignedserve.gateway.routes.request_parameters import positive
-from alignedserve.gateway.routes.route_list import RouteList
 from alignedserve.usage.records import DAY_S, GROUPS, HOUR_S, UsageResult, grouped
 
-routes = RouteList()
+router = APIRouter()
 
 _WIDTHS = {"1h": HOUR_S, "1d": DAY_S}
 _NAMES = {"api_key_id": "key", "service_tier": "class"}  # of OpenAI's, beside ours
 _DEFAULT_BUCKETS, _MAX_BUCKETS = 31, 24 * 31
 
 
-@routes.get("/v1/usage")
+@router.get("/v1/usage", response_model=None)
 async def get_usage(http: Request) -> Response:
     """Return what the caller's key has used, or all keys where its entry says `may_see_usage`."""
     services, entry = await rate_limited_services(http), key_of(http)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from starlette.applications import Starlette
+from fastapi import FastAPI
 
 from alignedserve.api.backend.scripted import Script, ScriptedBackend
 from alignedserve.api.models.model_card import ModelCard
@@ -43,7 +43,7 @@ async def eventually(holds: Callable[[], Awaitable[bool]], timeout_s: float = 20
 class BatchGateway:
     """A gateway, its stores, and a driver that can be killed and started again."""
 
-    app: Starlette
+    app: FastAPI
     client: httpx.AsyncClient
     backend: ScriptedBackend
     records: MemoryRecords

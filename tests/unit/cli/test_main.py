@@ -16,6 +16,7 @@ HEAVY = (
     "aiohttp",
     "anthropic",
     "cryptography",
+    "fastapi",
     "httpx",
     "httpx2",
     "huggingface_hub",
@@ -43,13 +44,13 @@ HEAVY = (
 # cluster, which names actors and loads nothing that they serve with.
 LOADED = {
     "alignedserve.cli.main": "pydantic",  # by Typer, for the help of a command with options
-    "kvpool.service": "cryptography msgspec numpy",
-    "router.service": "jinja2 orjson safetensors tokenizers",
-    "alignedserve.gateway.actor": "ray",
+    "kvpool.actor": "cryptography msgspec numpy ray",
+    "router.actor": "jinja2 orjson safetensors tokenizers",
+    "alignedserve.gateway.actor": "",
     "alignedserve.batch_worker.actor": "",
     "alignedserve.cli.commands.serve": "",
     "alignedserve.batch_worker.service": "llguidance prometheus_client",
-    "alignedserve.gateway.start": "starlette uvicorn",
+    "alignedserve.gateway.start": "fastapi opentelemetry starlette uvicorn",
 }
 PATHS: tuple[list[str], ...] = (
     [],
