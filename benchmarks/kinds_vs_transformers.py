@@ -88,7 +88,8 @@ def compared(name: str, num_rounds: int) -> dict[str, Any]:
     class_name, sizes = KINDS[name]
     torch.manual_seed(0)
     config = getattr(transformers, class_name)(**sizes)
-    reference: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    auto: Any = transformers.AutoModelForCausalLM
+    reference = auto.from_config(config, dtype=torch.float32).eval()
     report: dict[str, Any] = {"parameters": sum(one.numel() for one in reference.parameters())}
     with tempfile.TemporaryDirectory() as folder:
         reference.save_pretrained(folder)

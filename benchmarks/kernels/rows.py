@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
-from kernels.activation import ACTIVATIONS, gated
+from kernels.activation import gated
 from kernels.norm import rms_norm
 from kernels.rotary import rotate_
 from kernels.sampling import Filters, RowParameters, greedy, sample
@@ -68,7 +68,7 @@ def _gates(setup: KernelSetup, count: int) -> Iterator[KernelCase]:
     width, kernels = setup.config.intermediate_size, setup.kernels("gating")
     x = setup.randn(count, 2 * width)
     kernel_case = partial(KernelCase, "gates", f"{count} x {width}", num_bytes=3 * count * width * setup.dtype.itemsize)
-    yield kernel_case(TORCH, lambda: gated(x, ACTIVATIONS[_ACTIVATION]))
+    yield kernel_case(TORCH, lambda: gated(x, _ACTIVATION))
     if kernels is not None:
         gates = kernels.Gates(_ACTIVATION)
         yield kernel_case(TRITON, lambda: gates(x))

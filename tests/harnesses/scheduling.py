@@ -64,11 +64,16 @@ class Step:
 
     def plan_of(self, table: RequestTable) -> IterationPlan:
         """Return the plan in rows of this table."""
+        uploads, departures, returns = (
+            tuple(table.row(RequestId(name)) for name in names)
+            for names in (self.uploads, self.departures, self.returns)
+        )
         return IterationPlan(
             tuple(ScheduledRequest(table.row(RequestId(name)), count) for name, count in self.scheduled.items()),
             tuple(PlannedEviction(table.row(RequestId(name)), how) for name, how in self.evictions),
-            *(tuple(table.row(RequestId(name)) for name in names) for names in (self.uploads, ())),
-            *(tuple(table.row(RequestId(name)) for name in names) for names in (self.departures, self.returns)),
+            uploads,
+            departures=departures,
+            returns=returns,
         )
 
 

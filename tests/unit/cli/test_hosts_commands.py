@@ -323,12 +323,12 @@ def test_a_fault_of_the_driver_ends_no_requests(monkeypatch: pytest.MonkeyPatch,
         raise error
 
     made = SimpleNamespace(wait_ready=fails, stop=lambda: ended.append("stop"), leave=lambda: ended.append("leave"))
-    monkeypatch.setattr(serving, "_start", lambda config, num_nodes, ending: made)
+    monkeypatch.setattr(serving, "_start", lambda config, num_nodes, template, ending: made)
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(number) for number in numbers]
     try:
         with contextlib.suppress(KeyError, PeerLost):
-            serving.serve(ServeOptions(), load_models(None, (), ()))
+            serving.serve(ServeOptions(), load_models(None, (), ()), None)
         assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN] * 2  # until the process is gone
     finally:
         for number, handler in zip(numbers, before, strict=True):
