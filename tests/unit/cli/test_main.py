@@ -44,9 +44,9 @@ HEAVY = (
 # cluster, which names actors and loads nothing that they serve with.
 LOADED = {
     "alignedserve.cli.main": "pydantic",  # by Typer, for the help of a command with options
-    "kvpool.actor": "cryptography msgspec numpy ray",
-    "router.actor": "jinja2 orjson safetensors tokenizers",
-    "alignedserve.gateway.actor": "",
+    "kvpool.service": "cryptography msgspec numpy",
+    "router.service": "jinja2 orjson safetensors tokenizers",
+    "alignedserve.gateway.actor": "ray",
     "alignedserve.batch_worker.actor": "",
     "alignedserve.cli.commands.serve": "",
     "alignedserve.batch_worker.service": "llguidance prometheus_client",

@@ -41,9 +41,10 @@ def test_scales_that_are_not_finite_are_found(wrong: float, type_name: str) -> N
     raw = random_blocks(type_name, 3, 512)
     assert has_finite_scales(raw, type_name)
     dtype = torch.float16 if layout.scale_bytes == 2 else torch.float32
+    no_exponent = torch.tensor([0xFF], dtype=torch.uint8)  # what MXFP4 has for all of these
+    scale = no_exponent if layout.scale_bytes == 1 else torch.tensor([wrong], dtype=dtype).view(torch.uint8)
     for place in layout.scale_places:
         broken = raw.clone()
-        scale = torch.tensor([wrong], dtype=dtype).view(torch.uint8)
         broken[1, layout.num_bytes + place :][: layout.scale_bytes] = scale
         assert not has_finite_scales(broken, type_name)
         assert not dequantize(broken, type_name).isfinite().all()
