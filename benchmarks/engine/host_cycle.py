@@ -50,6 +50,7 @@ from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.model_config import ModelConfig
 from benchmarks.measuring.recording import write_result
 from decode_worker.factory import colocated_registration, make_colocated_logic, memory_of
+from kernels.attention import PLAIN_SCORES
 
 CASES = ((64, 2048), (256, 1024))
 BLOCK_SIZE = 16
@@ -82,6 +83,7 @@ class StandInModel:
         self.config, self.dtype, self.dtype_name = config, torch.float32, "float32"
         self.device, self.logits_width, self.has_native_head = torch.device("cpu"), config.vocab_size, False
         self.attention_s = self.chunk_attention_s = 0.0
+        self.scores = PLAIN_SCORES
         self._hidden = torch.zeros((num_rows, 1))
         self._logits = torch.zeros((num_rows, config.vocab_size))
 
@@ -181,7 +183,7 @@ class Setup(NamedTuple):
 def stand_ins(num_rows: int) -> Iterator[None]:
     """Put stand-ins in the place of the planner's choice and of the sampling kernel."""
 
-    def planner(_: str, table: Any, storage: BlockStorage, config: ModelConfig, dtype: Any) -> GpuPlanner:
+    def planner(_name: str, table: Any, storage: BlockStorage, config: ModelConfig, *_: Any) -> GpuPlanner:
         return GpuPlanner(table, storage, None, config.group_size, num_programs=PROGRAMS)
 
     def fused_kernels(*_: object) -> StandInKernels:
