@@ -1,6 +1,7 @@
 """A real server on a real port: OpenAI's SDK, disconnects, ports in use, start and stop, a whole gateway on links."""
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -45,6 +46,29 @@ async def serving(script: Any = None, *, api_keys: tuple[str, ...] = (), **confi
 
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
+
+
+async def test_a_request_that_has_ended_waits_for_no_collection_of_garbage() -> None:
+    # It would stop every stream: at 50 chats a second for up to a second.
+    async with serving() as (_, _, client):
+        for is_counted in (False, True):
+            for stream in (False, True) * 3:
+                answer = await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=stream)
+                if stream:
+                    async for _ in answer:
+                        pass
+            if not is_counted:  # the first leave what is kept for all
+                gc.collect()
+                gc.disable()
+        try:
+            # Its connection keeps the last one until the next comes.
+            await holds(lambda: all(_count(kind) <= 1 for kind in ("Generation", "RequestStream", "StreamedBody")))
+        finally:
+            gc.enable()
+
+
+def _count(kind: str) -> int:
+    return sum(type(one).__name__ == kind for one in gc.get_objects())
 
 
 async def test_the_openai_sdk() -> None:

@@ -93,8 +93,12 @@ class Generation:
         for choice in self._choices:
             if not choice.has_ended:
                 self._services.backend.abort(choice.request.request_id)
+            choice.stream.call_when_ready(_nobody)
         self._services.limiter.release(self._request_class, len(self.request.requests))
         self._open = []
+        # With its reader it would be a cycle, and wait for a collection of garbage: at 50 chats a second a hundred
+        # thousand objects gathered so, at which the gateway stopped for up to a second.
+        self._reader = _nobody
 
     async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta], None]:
         """Yield (choice, its new text) as it comes, until every choice has ended. Raises GenerationError."""
@@ -274,6 +278,10 @@ class _Choice:
         self._metrics.count_finished("error" if is_failure else "abort")
         if is_failure:
             self._metrics.count_objectives(self.request, math.inf, math.inf, math.inf)
+
+
+def _nobody() -> None:
+    """Read nothing: the generation has ended."""
 
 
 def _submit(request: Request, services: ModelServices) -> RequestStream:
