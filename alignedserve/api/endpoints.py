@@ -252,7 +252,7 @@ async def _tokens_answer(asked: TokenizeRequest, services: PromptServices) -> by
     if (asked.prompt is None) == (not asked.messages):
         raise InvalidRequest("Give either prompt or messages.", param="prompt")
     if asked.prompt is None:
-        token_ids = await encode_chat(asked, services)
+        token_ids = (await encode_chat(asked, services)).token_ids
     else:
         token_ids = await encode_text(asked.prompt, services, add_special_tokens=asked.add_special_tokens)
     answer = {"count": len(token_ids), "max_model_len": services.model.max_context_len, "tokens": token_ids}

@@ -57,8 +57,8 @@ class PrefixHasher:
         if not request.prefix_root:
             return b""
         if not generated_token_ids:
-            return self.prompt_names(request.prefix_root, request.prompt_token_ids)
-        return self._names(request.prefix_root, (*request.prompt_token_ids, *generated_token_ids))
+            return self.prompt_names(request.prefix_root, request.cache_keys)
+        return self._names(request.prefix_root, (*request.cache_keys, *generated_token_ids))
 
     def _names(self, root: bytes, token_ids: tuple[int, ...]) -> bytes:
         blocks = islice(self._hasher.named(root, token_ids), MAX_BLOCK_NAMES)

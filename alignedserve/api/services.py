@@ -12,6 +12,7 @@ from alignedserve.api.models.model_registry import ModelRegistry, RegisteredMode
 from alignedserve.api.models.model_services import GrammarChecker, ModelServices, RequestLimiter
 from alignedserve.api.models.waiting_line import WaitingLine
 from alignedserve.api.objectives import default_slo_at
+from alignedserve.api.picture_reader import PictureReader
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.api.timelines.exporter import TraceExporter
 from alignedserve.api.timelines.questions import TimelineQuestions
@@ -40,6 +41,7 @@ class ApiServices:
     exporter: TraceExporter | None = None  # None: no call is traced
     keys: CurrentKeys = field(default_factory=CurrentKeys)
     lanes: WorkLanes = field(default_factory=WorkLanes)
+    pictures: PictureReader = field(default_factory=PictureReader)
     usage: UsageLedger = field(default_factory=UsageLedger)
     models: ModelRegistry = field(default_factory=ModelRegistry)
     line: WaitingLine = field(default_factory=lambda: WaitingLine(MOST_WAITING))
@@ -120,6 +122,7 @@ class ApiServices:
             config=self.config,
             limiter=self.limiter,
             lanes=self.lanes,
+            pictures=self.pictures,
             reply_to=self.reply_to,
             prefix_hasher=prefix_hasher,
             adapters=adapters,

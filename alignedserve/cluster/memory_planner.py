@@ -142,7 +142,7 @@ class MemoryPlanner:
         return 0 if self.machine.gpu_bytes else self.config.num_workers * self._worker_weights()
 
     def _worker_weights(self) -> int:
-        return self.served.weight_bytes + self.config.lora.worker_bytes
+        return self.served.weight_bytes + self.served.vision_bytes + self.config.lora.worker_bytes
 
     def _overhead(self) -> int:
         """Return what processes take beside weights and blocks; while they load, the largest tensor once more."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.ids import RequestId
+from alignedserve.core.picture import Picture, check_pictures, with_picture_keys
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
@@ -158,6 +159,7 @@ class Request:
     adapter: LoraAdapter | None = None  # None: the model alone
     tenant: str = ""  # the client that it counts for where several share (core/fair_shares.py)
     weight: float = 1.0  # of that client's share
+    pictures: tuple[Picture, ...] = ()  # in the order of their places in the prompt
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_token_ids) > 0, "prompt", "must hold at least one token")
@@ -165,11 +167,18 @@ class Request:
         _require(len(self.prefix_root) in (0, PREFIX_ROOT_BYTES), "prefix_root", "must be a block hash, or empty")
         _require(len(self.tenant) <= MAX_TENANT_LEN, "tenant", "has too long a name")
         _require(0 < self.weight <= MAX_WEIGHT, "weight", f"must be above 0 and at most {MAX_WEIGHT:g}")
+        if self.pictures:
+            check_pictures(self.pictures, self.prompt_len)
 
     @property
     def prompt_len(self) -> int:
         """Number of prompt tokens."""
         return len(self.prompt_token_ids)
+
+    @property
+    def cache_keys(self) -> tuple[int, ...]:
+        """The prompt as the prefix cache knows it: as its tokens, but for those of pictures. Worked out each time."""
+        return with_picture_keys(self.prompt_token_ids, self.pictures)
 
     @property
     def max_context_len(self) -> int:

@@ -227,6 +227,7 @@ class GatewayServer:
         services, self._services = self._services, None
         if services is not None:
             services.lanes.close()
+            services.pictures.close()
             await asyncio.to_thread(services.close)
         if self._quotas is not None:
             self._quotas.stop()

@@ -68,7 +68,7 @@ class TokenChains:
             self._forget(next(iter(self._chains)))
         stops = frozenset(request.sampling.stop_token_ids)
         self._chains[request.request_id] = _Chain(self._digest(request.prefix_root), stops)
-        return self.extend(request.request_id, request.prompt_token_ids) or ()
+        return self.extend(request.request_id, request.cache_keys) or ()
 
     def extend(self, request_id: RequestId | None, token_ids: Iterable[int]) -> tuple[int, ...] | None:
         """Add tokens to a context; return their replacements, None if it is not known."""
@@ -98,7 +98,7 @@ class TokenChains:
         return tuple([replaced[at + number * size : at + (number + 1) * size] for number in range(len(blocks))])
 
     def _replacement(self, chain: _Chain, token_id: int) -> int:
-        chain.digest = digest = self._digest(chain.digest + token_id.to_bytes(8, "little", signed=True))
+        chain.digest = digest = self._digest(chain.digest + _as_bytes(token_id))
         replaced = token_id
         if token_id not in self._kept:
             replaced = _FIRST_REPLACEMENT | int.from_bytes(digest[:4], "little") & (_FIRST_REPLACEMENT - 1)
@@ -278,7 +278,7 @@ class Redactor:
             sampling = dataclasses.replace(sampling, logit_bias=(), allowed_token_ids=(), bad_words=(), grammar=grammar)
         adapter = request.adapter and LoraAdapter(_LEFT_OUT, _LEFT_OUT, self._policy.hashes(request.adapter.digest))
         return dataclasses.replace(
-            request, prompt_token_ids=prompt, sampling=sampling, prefix_root=root, adapter=adapter
+            request, prompt_token_ids=prompt, sampling=sampling, prefix_root=root, adapter=adapter, pictures=()
         )
 
     def _sampled(self, token: SampledToken) -> SampledToken:
@@ -304,6 +304,11 @@ class Redactor:
     def _prefix_found(self, message: PrefixFound) -> PrefixFound:
         packed = self._policy.packed(message.request_id, message.packed_tokens)
         return msgspec.structs.replace(message, packed_tokens=packed)
+
+
+def _as_bytes(token_id: int) -> bytes:
+    """Return a token, or what stands for one of a picture, which may be wider."""
+    return token_id.to_bytes(8 if token_id.bit_length() < 64 else 16, "little", signed=True)
 
 
 def _itself(value: Any) -> Any:

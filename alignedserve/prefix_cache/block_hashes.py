@@ -18,6 +18,7 @@ BlockHash = bytes  # HASH_BYTES of them
 
 HASH_BYTES = PREFIX_ROOT_BYTES
 _MAX_KEY_BYTES = 64  # of BLAKE2b
+_NARROW_BYTES = 4
 _WIDE_BYTES = 16  # what a message can carry fits
 
 
@@ -63,17 +64,21 @@ def block_hash(parent: BlockHash, packed_tokens: bytes) -> BlockHash:
 
 
 def packed_blocks(token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
-    """Yield the packed tokens of every full block."""
+    """Yield the packed tokens of every full block, each as `packed_tokens` packs it alone."""
     if len(token_ids) < block_size:
         return
     packed = packed_tokens(token_ids)
-    num_bytes = len(packed) // len(token_ids) * block_size
-    for start in range(0, len(packed) - num_bytes + 1, num_bytes):
-        yield packed[start : start + num_bytes]
+    num_bytes = _NARROW_BYTES * block_size
+    if len(packed) == _NARROW_BYTES * len(token_ids):
+        for start in range(0, len(packed) - num_bytes + 1, num_bytes):
+            yield packed[start : start + num_bytes]
+        return
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        yield packed_tokens(token_ids[start : start + block_size])
 
 
 def packed_tokens(token_ids: Sequence[int]) -> bytes:
-    """Return tokens as little-endian integers of 32 bits; wider if one does not fit, as no model's id does."""
+    """Return tokens as little-endian integers of 32 bits; wider if one does not fit, as the keys of pictures are."""
     try:
         packed = array("i", token_ids)
     except OverflowError:

@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 from typing import TypeVar
 
 _NICENESS = 10  # a tenth of the processor's time beside a thread of the usual priority, all of it on an idle core
@@ -19,6 +20,7 @@ class WorkerThreads:
         """`initialize`: called first on each thread."""
         self._initialize = initialize
         self._executors: dict[str, ThreadPoolExecutor] = {}
+        self._lock = Lock()
         self._is_closed = False
 
     def submit(self, name: str, work: Callable[[], T], on_completed: Callable[[T], None]) -> None:
@@ -26,11 +28,18 @@ class WorkerThreads:
 
         Exceptions of the work are raised on the loop, where they end a hosted process.
         """
-        perform = self.performer(work, on_completed)
-        executor = self._executors.get(name)
-        if executor is None:
-            executor = self._executors[name] = ThreadPoolExecutor(1, name, self._initialize)
-        executor.submit(perform)
+        self._thread(name).submit(self.performer(work, on_completed))
+
+    def call(self, name: str, work: Callable[[], T]) -> "Future[T]":
+        """Run the work on this thread, in its turn; from any thread."""
+        return self._thread(name).submit(work)
+
+    def _thread(self, name: str) -> ThreadPoolExecutor:
+        with self._lock:
+            executor = self._executors.get(name)
+            if executor is None:
+                executor = self._executors[name] = ThreadPoolExecutor(1, name, self._initialize)
+            return executor
 
     def performer(self, work: Callable[[], T], on_completed: Callable[[T], None]) -> Callable[[], object]:
         """Return what does the work on the thread that calls it, and reports as `submit` does."""

@@ -17,6 +17,8 @@ class ChatPrompt:
     variables: Mapping[str, Any] = field(default_factory=dict)  # further ones of the template
     add_generation_prompt: bool = True  # the prompt ends where an answer begins
     continue_final_message: bool = False  # the last message is left open, and no answer begins
+    picture_mark: str = ""  # what the template writes for each picture
+    picture_texts: tuple[str, ...] = ()  # what is put there for each of them
 
     @property
     def begins_answer(self) -> bool:

@@ -49,6 +49,8 @@ _PROBE_TOOLS = (
         "function": {"name": "probe_name", "description": "", "parameters": {"type": "object", "properties": {}}},
     },
 )
+_PROBE_TEXT = "probe_text"
+_TEXT_PROBE = ({"role": "user", "content": _PROBE_TEXT},)
 _PROBE_WORDS = ("probe_name", "probe_key", "probe_value", "probe_result")
 
 
@@ -70,6 +72,11 @@ class ChatTemplate:
         return TOOLS in self.variables
 
     @cached_property
+    def wants_parts(self) -> bool:
+        """Return whether texts must come as lists of parts: some templates of models that see show no others."""
+        return not self._shows_text(in_parts=False) and self._shows_text(in_parts=True)
+
+    @cached_property
     def call_form(self) -> CallForm | None:
         """Return the form of tool calls in messages; None when the template does not show them."""
         return next((form for form in _CALL_FORMS if self._shows_calls(form)), None)
@@ -82,13 +89,20 @@ class ChatTemplate:
         has_calls = any("tool_calls" in message for message in prompt.messages)
         if has_calls and self.call_form is None:
             raise InvalidRequest("This model's chat template does not show tool calls.", param="messages")
-        return self._render(self.call_form if has_calls else None, self._arguments(prompt, now), prompt.variables)
+        form = self.call_form if has_calls else None
+        return self._render(form, self._arguments(prompt, now), prompt.variables, in_parts=self.wants_parts)
 
     def _render(
-        self, form: CallForm | None, arguments: Mapping[str, Any], variables: Mapping[str, Any] | None = None
+        self,
+        form: CallForm | None,
+        arguments: Mapping[str, Any],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        in_parts: bool = False,
     ) -> str:
         template = self._tool_template if arguments[TOOLS] or form is not None else self._template
         shown = [_in_form(message, form) for message in arguments["messages"]]
+        shown = [_in_parts(message) for message in shown] if in_parts else shown
         try:
             return template.render(**{**(variables or {}), **arguments, "messages": shown})
         except jinja2.TemplateError as error:
@@ -112,10 +126,18 @@ class ChatTemplate:
 
     def _shows_calls(self, form: CallForm) -> bool:
         try:
-            rendered = self._render(form, self._arguments(ChatPrompt(_PROBE, _PROBE_TOOLS), _PROBE_TIME))
+            arguments = self._arguments(ChatPrompt(_PROBE, _PROBE_TOOLS), _PROBE_TIME)
+            rendered = self._render(form, arguments, in_parts=self.wants_parts)
         except InvalidRequest:
             return False
         return all(word in rendered for word in _PROBE_WORDS)
+
+    def _shows_text(self, *, in_parts: bool) -> bool:
+        try:
+            rendered = self._render(None, self._arguments(ChatPrompt(_TEXT_PROBE), _PROBE_TIME), in_parts=in_parts)
+        except InvalidRequest:
+            return False
+        return _PROBE_TEXT in rendered
 
     def _parsed(self, source: str) -> jinja2.Template:
         try:
@@ -157,6 +179,12 @@ def _in_form(message: Message, form: CallForm | None) -> dict[str, Any]:
     if form.has_text_arguments:
         shown["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
     return shown
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with a list of parts for a text."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _with_text_arguments(call: Message) -> dict[str, Any]:

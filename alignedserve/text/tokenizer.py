@@ -163,7 +163,8 @@ class Tokenizer:
         )
         rendered = self.render_chat(marked, now=now)
         if prompt.continue_final_message:
-            rendered = _open_at(rendered, marked.messages[-1]["content"])
+            rendered = _open_at(rendered, _last_text(marked.messages[-1]["content"]))
+        rendered = _with_pictures(rendered, prompt)
         check_length(self.least_tokens(without_marks(rendered)), max_tokens, param="messages")
         return self._encode_marked(rendered, max_tokens)
 
@@ -292,6 +293,25 @@ def _open_at(rendered: str, content: str) -> str:
         "continue_final_message needs a last message with content that the chat template shows as it is.",
         param="continue_final_message",
     )
+
+
+def _last_text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return the text at the end of a content, whose parts may be pictures too."""
+    return content if isinstance(content, str) else str(content[-1].get("text", ""))
+
+
+def _with_pictures(rendered: str, prompt: ChatPrompt) -> str:
+    """Put the texts of pictures in place of what the template wrote for them. Raises InvalidRequest.
+
+    What a client spells out is marked, and not taken for a picture.
+    """
+    if not prompt.picture_texts:
+        return rendered
+    pieces = re.split(f"(?<!{_MARK_START}){re.escape(prompt.picture_mark)}", rendered)
+    if len(pieces) != len(prompt.picture_texts) + 1:
+        raise InvalidRequest("The model's chat template does not show all pictures.", param="messages")
+    shown = [text for pair in zip(pieces, (*prompt.picture_texts, ""), strict=True) for text in pair]
+    return "".join(shown)
 
 
 def _with_rows_alone(definition: str, num_rows: int, template: str) -> str:

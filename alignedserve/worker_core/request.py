@@ -27,12 +27,14 @@ class WorkerRequest:
     context_len: int = field(init=False)  # prompt and generated tokens; the next iteration reads or computes all
     max_context_len: int = field(init=False)
     _end_token_ids: frozenset[int] | None = field(init=False, default=None)  # None: not asked for yet
+    _prompt_keys: tuple[int, ...] = field(init=False)  # as the prefix cache knows its prompt
 
     def __post_init__(self) -> None:
         # Kept, not worked out: they are read for every request in every iteration.
         self.num_received = len(self.generated_token_ids)
         self.context_len = self.request.prompt_len + len(self.generated_token_ids)
         self.max_context_len = self.request.max_context_len
+        self._prompt_keys = self.request.cache_keys
 
     def append(self, token: SampledToken, eos_token_ids: frozenset[int]) -> TokenDelta:
         """Add the token sampled from its whole context, and return the message part for its gateway.
@@ -57,8 +59,8 @@ class WorkerRequest:
         return TokenDelta(request_id, index, (token_id,), logprobs, finished, num_cached_tokens)
 
     def tokens_between(self, start: int, stop: int) -> tuple[int, ...]:
-        """Return known tokens of its context."""
-        prompt, prompt_len = self.request.prompt_token_ids, self.request.prompt_len
+        """Return known tokens of its context, as the prefix cache knows them."""
+        prompt, prompt_len = self._prompt_keys, self.request.prompt_len
         if start >= prompt_len:
             return tuple(self.generated_token_ids[start - prompt_len : stop - prompt_len])
         generated = self.generated_token_ids[max(start - prompt_len, 0) : max(stop - prompt_len, 0)]

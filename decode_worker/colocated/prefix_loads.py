@@ -185,7 +185,7 @@ class PrefixLoads:
         """Return the names of the blocks that a request could take: a token is left to compute, or two (see _wait)."""
         request, generated = message.request, message.generated_token_ids
         num_left = 2 if generated else 1
-        token_ids = (request.prompt_token_ids + generated)[: request.prompt_len + len(generated) - num_left]
+        token_ids = (request.cache_keys + generated)[: request.prompt_len + len(generated) - num_left]
         return self._prefixes.names_of(request.prefix_root, token_ids)
 
     def _is_worth_while(self, num_blocks: int, pool: str) -> bool:

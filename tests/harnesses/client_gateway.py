@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from alignedserve.core.ids import RequestId
+from alignedserve.core.picture import Picture
 from alignedserve.core.request import FinishReason, LoraAdapter, Request, SamplingParams, Slo, TokenLogprob
 from alignedserve.messages.gateways import (
     AbortRequest,
@@ -75,6 +76,7 @@ class ClientGateway:
         slo: Slo | None = None,
         prefix_root: bytes = b"",
         adapter: LoraAdapter | None = None,
+        pictures: tuple[Picture, ...] = (),
     ) -> Answer:
         request_id = RequestId(f"r{next(self._numbers)}")
         request = Request(
@@ -86,6 +88,7 @@ class ClientGateway:
             slo=Slo() if slo is None else slo,
             prefix_root=prefix_root,
             adapter=adapter,
+            pictures=pictures,
         )
         self._requests[request_id] = request
         self.answers[request_id] = Answer()

@@ -23,7 +23,9 @@ from alignedserve.config.sections import (
     PrefillWorkerConfig,
     Topology,
 )
-from alignedserve.core.request import LoraAdapter, SamplingParams
+from alignedserve.core.ids import RequestId
+from alignedserve.core.picture import Picture
+from alignedserve.core.request import LoraAdapter, Request, SamplingParams
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.process.addresses import ROUTER, AddressBook
@@ -307,21 +309,36 @@ class RoomCluster:
         for name in list(self.components):
             await self.stop(name)
 
-    def reference(self, prompt: list[int], sampling: SamplingParams, adapter: LoraAdapter | None = None) -> list[int]:
+    def reference(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        adapter: LoraAdapter | None = None,
+        pictures: tuple[Picture, ...] = (),
+    ) -> list[int]:
         """Compute the same request alone, by one engine in one process; once for all tests that ask the same."""
         model, engine = self.config.model, self.config.engine
         digest = None if adapter is None else adapter.digest
         sections = repr((model, engine, sampling)).replace(str(model.path), "")
-        asked = (_contents(Path(str(model.path))), sections, tuple(prompt), digest)
+        asked = (_contents(Path(str(model.path))), sections, tuple(prompt), digest, pictures)
         if asked not in _REFERENCES:
-            _REFERENCES[asked] = self._compute_alone(prompt, sampling, adapter)
+            _REFERENCES[asked] = self._compute_alone(prompt, sampling, adapter, pictures)
         return list(_REFERENCES[asked])
 
-    def _compute_alone(self, prompt: list[int], sampling: SamplingParams, adapter: LoraAdapter | None) -> list[int]:
+    def _compute_alone(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        adapter: LoraAdapter | None,
+        pictures: tuple[Picture, ...],
+    ) -> list[int]:
         worker = self._engine("", 1 << 22, 1, served=one_rank(self.served))
         matrices = None if adapter is None else worker._adapters.cache.acquire(adapter)
         ends = frozenset[int]() if sampling.ignore_eos and not sampling.grammar else worker.eos_token_ids
-        tokens = generate_alone(worker._engine, prompt, sampling, ends, adapter=matrices)
+        request = Request(RequestId("alone"), tuple(prompt), sampling, "", 0.0, pictures=pictures)
+        tokens = generate_alone(
+            worker._engine, prompt, sampling, ends, adapter=matrices, pictures=worker._pictures.add(request, 0)
+        )
         worker.close()
         return tokens
 

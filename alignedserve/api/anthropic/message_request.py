@@ -14,6 +14,7 @@ from alignedserve.api.anthropic.schemas import (
     RESULT_BLOCKS,
     SYSTEM_BLOCKS,
     USER_BLOCKS,
+    ImageBlock,
     InputMessage,
     JsonFormat,
     MessagesRequest,
@@ -92,13 +93,15 @@ class Conversation:
             yield from self._user_messages(message, path)
 
     def _user_messages(self, message: InputMessage, path: str) -> Iterator[ChatMessage]:
-        parts = []
+        parts: list[dict[str, Any]] = []
         for block, at in self._parser.blocks(message.content, USER_BLOCKS, path):
             if isinstance(block, TextBlock):
                 parts.append(_text_part(block))
+            elif isinstance(block, ImageBlock):
+                parts.append(_image_part(block))
             elif isinstance(block, ToolResultBlock):
                 if parts:
-                    raise InvalidRequest(f"{at} must stand before the text of its message.", param=at)
+                    raise InvalidRequest(f"{at} must stand before the text and the pictures of its message.", param=at)
                 yield self._tool_message(block, at)
         if parts:
             yield {"role": "user", "content": parts}
@@ -154,6 +157,12 @@ def _joined(first: ChatMessage, second: ChatMessage) -> ChatMessage:
 def _tool_call(block: ToolUseBlock) -> dict[str, Any]:
     arguments = orjson.dumps(block.input).decode()
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+
+
+def _image_part(block: ImageBlock) -> dict[str, Any]:
+    source = block.source
+    url = source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _text_part(block: Any) -> dict[str, str]:
@@ -296,7 +305,7 @@ async def count_answer(asked: PromptFields, services: PromptServices, ignored: I
     """Return the answer that has the number of tokens of the prompt, however long. Raises InvalidRequest."""
     chat_body, chat = await _translated(asked, ignored, services, {})
     with chat_body.naming_own_fields():
-        return orjson.dumps({"input_tokens": len(await encode_chat(chat, services))})
+        return orjson.dumps({"input_tokens": len((await encode_chat(chat, services)).token_ids)})
 
 
 async def _translated(

@@ -35,6 +35,22 @@ class TextBlock(Block):
     text: str
 
 
+class ImageSource(Schema):
+    """Where a picture is: in the body, or at a URL, which is fetched from nowhere."""
+
+    type: Literal["base64", "url"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] = "image/png"
+    data: str = ""
+    url: str = ""
+
+
+class ImageBlock(Block):
+    """A picture of a user."""
+
+    type: Literal["image"]
+    source: ImageSource
+
+
 class ToolUseBlock(Block):
     """A call that the assistant made."""
 
@@ -76,7 +92,7 @@ class RedactedThinkingBlock(Block):
 
 
 SYSTEM_BLOCKS: BlockTypes = {"text": TextBlock}
-USER_BLOCKS: BlockTypes = {"text": TextBlock, "tool_result": ToolResultBlock}
+USER_BLOCKS: BlockTypes = {"text": TextBlock, "tool_result": ToolResultBlock, "image": ImageBlock}
 RESULT_BLOCKS: BlockTypes = {"text": TextBlock, "tool_reference": ToolReferenceBlock}
 ASSISTANT_BLOCKS: BlockTypes = {
     "text": TextBlock,

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from alignedserve.api.picture_reader import PictureReader
 from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import LoraAdapter
+from alignedserve.pictures.form import PictureForm
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.sampling_defaults import SamplingDefaults
 from alignedserve.runtime.model.served_model import ServedModel
@@ -32,6 +34,7 @@ class ModelCard:
     alias_of: str | None = None  # the name whose alias this is; None: it is none
     parent: str | None = None  # the model that it is an adapter of; None: it is no adapter
     encoder: EncoderConfig | None = None  # None: the model is a decoder
+    picture_form: PictureForm | None = None  # how it sees pictures; None: it does not
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that name nothing
 
     @property
@@ -82,6 +85,7 @@ class ModelCard:
             reasoning_format=served.reasoning_format,
             chat_template=served.chat_template,
             encoder=served.encoder,
+            picture_form=None if served.vision is None else served.vision.form,
             sampling=served.sampling,
             aliases=served.aliases,
         )
@@ -116,6 +120,10 @@ class PromptServices(PromptModel, Protocol):
     @property
     def lanes(self) -> WorkLanes:
         """Return where long prompts are encoded."""
+
+    @property
+    def pictures(self) -> PictureReader:
+        """Return what decodes pictures."""
 
 
 class ChatModel(PromptModel, Protocol):

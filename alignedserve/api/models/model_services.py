@@ -16,6 +16,7 @@ from alignedserve.api.metrics.gateway_metrics import ModelMetrics
 from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.objectives import default_slo_at
+from alignedserve.api.picture_reader import PictureReader
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.api.timelines.timeline import Timelines
 from alignedserve.api.work_lanes import SHORT_LEN, WorkLanes
@@ -127,6 +128,7 @@ class ModelServices:
     config: GatewayConfig
     limiter: RequestLimiter  # of all models' requests
     lanes: WorkLanes  # likewise
+    pictures: PictureReader  # likewise
     reply_to: str  # address where workers send tokens
     timelines: Timelines  # of all models' requests
     usage: UsageLedger  # likewise
@@ -157,7 +159,7 @@ class ModelServices:
         """Name the blocks of a long prompt beside the loop, so that they are known when it is submitted."""
         hasher, length = self.prefix_hasher, request.prompt_len
         if hasher is not None and request.prefix_root and length > SHORT_LEN:
-            await self.lanes.run(length, partial(hasher.prompt_names, request.prefix_root, request.prompt_token_ids))
+            await self.lanes.run(length, partial(hasher.prompt_names, request.prefix_root, request.cache_keys))
 
     async def read_tokenizer(self) -> None:
         """Return once the tokenizer has been read, beside the loop. Raises Unavailable."""

@@ -24,8 +24,14 @@ _NUM_END_TOKENS = 16  # of a prompt; a mark at its end is a few at most
 _SHORT_ID_LEN = 9  # letters and digits, as Mistral's templates want
 
 
-def chat_prompt(fields: ConversationFields, model: PromptModel) -> ChatPrompt:
-    """Return the conversation for the model's template. Raises InvalidRequest for what the template cannot show."""
+def chat_prompt(fields: ConversationFields, model: PromptModel, picture_texts: Sequence[str] = ()) -> ChatPrompt:
+    """Return the conversation for the model's template. Raises InvalidRequest for what the template cannot show.
+
+    `picture_texts`: what stands for each picture in the prompt; none: pictures are refused.
+    """
+    form_of_pictures = model.model.picture_form
+    if not picture_texts and any(message.has_pictures for message in fields.messages):
+        raise InvalidRequest("Pictures are not supported here.", param="messages", code="unsupported_parameter")
     template = model.tokenizer.chat_template
     if template is None:
         raise InvalidRequest("This model has no chat template; use completions.", param="messages")
@@ -52,7 +58,9 @@ def chat_prompt(fields: ConversationFields, model: PromptModel) -> ChatPrompt:
         raise InvalidRequest(
             "add_generation_prompt and continue_final_message cannot both be true.", param="add_generation_prompt"
         )
-    return ChatPrompt(shown, tools, _variables(fields, template, is_harmony=is_harmony), *ends)
+    mark = form_of_pictures.mark if form_of_pictures is not None else ""
+    variables = _variables(fields, template, is_harmony=is_harmony)
+    return ChatPrompt(shown, tools, variables, *ends, mark, tuple(picture_texts))
 
 
 def answer_forms(model: PromptModel) -> tuple[ToolFormat | None, ReasoningFormat | None]:

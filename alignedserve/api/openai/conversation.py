@@ -5,7 +5,7 @@ from typing import Any, NoReturn, TypeVar
 
 import orjson
 
-from alignedserve.api.openai.schemas.messages import ChatMessage, ToolCall
+from alignedserve.api.openai.schemas.messages import ChatMessage, TextPart, ToolCall
 from alignedserve.api.openai.schemas.requests import ConversationFields
 from alignedserve.api.openai.schemas.tools import Tool, ToolChoice, check_tools
 from alignedserve.core.errors import InvalidRequest
@@ -56,7 +56,7 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 def _template_message(message: ChatMessage, names: Mapping[str, str]) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": message.text,
+        "content": _shown_parts(message) if message.has_pictures else message.text,
     }
     if message.name is not None:
         shown["name"] = message.name
@@ -69,6 +69,12 @@ def _template_message(message: ChatMessage, names: Mapping[str, str]) -> dict[st
     return shown
 
 
+def _shown_parts(message: ChatMessage) -> list[dict[str, str]]:
+    """Return the parts of a message with pictures, as templates of models that see want them."""
+    parts = message.content if isinstance(message.content, list) else []
+    return [{"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"} for part in parts]
+
+
 def _template_call(call: ToolCall) -> dict[str, Any]:
     arguments = _arguments_of(call)
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
@@ -77,6 +83,8 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
 def _check_fields(message: ChatMessage, path: str) -> None:
     for name in message.fields_of_other_roles():
         refuse(f"{path}.{name}", f"messages of role '{message.role}' do not have it")
+    if message.has_pictures and message.role != "user":
+        refuse(f"{path}.content", f"messages of role '{message.role}' have no pictures")
     if message.role == "tool" and message.tool_call_id is None:
         raise _missing(f"{path}.tool_call_id")
     if message.content is None and not message.tool_calls:

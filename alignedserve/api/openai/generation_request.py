@@ -106,6 +106,7 @@ class CallTerms(NamedTuple):
             request_id=RequestId(f"{self.arrival.request_id}-{index}"),
             prompt_token_ids=prompt.token_ids,
             second_text_at=prompt.second_text_at,
+            pictures=prompt.pictures,
             sampling=sampling,
             reply_to=self.services.reply_to,
             arrival_s=self.arrival.arrival_s,

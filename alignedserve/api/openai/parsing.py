@@ -21,7 +21,7 @@ SchemaT = TypeVar("SchemaT", bound=Schema)
 
 _UNION_FIELDS = {
     "stop": "Input should be a string or a list of strings, none empty",
-    "content": "Input should be a string or a list of text parts, not empty",
+    "content": "Input should be a string or a list of text and image parts, not empty",
     "tool_choice": f"Input {TOOL_CHOICE_FORMS}",
 }
 _UNION_MEMBERS = frozenset({"str", "int", "float", "list", "bool"})

@@ -7,6 +7,7 @@ from datetime import datetime
 
 from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.openai.chat_prompt import chat_prompt
+from alignedserve.api.openai.pictures import placed, read_pictures
 from alignedserve.api.openai.schemas.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -15,6 +16,7 @@ from alignedserve.api.openai.schemas.requests import (
 )
 from alignedserve.api.work_lanes import rough_length
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.picture import Picture
 from alignedserve.text.tokenizer import check_length
 
 _TOKEN_LEN = 4  # what a token costs that is decoded, in characters of text
@@ -27,31 +29,33 @@ class Prompt:
     token_ids: tuple[int, ...]
     text: str = ""  # repeated by `echo`
     second_text_at: int = 0  # as in Request
+    pictures: tuple[Picture, ...] = ()  # likewise
 
 
 Prompts = tuple[Prompt, ...]
 
 
-async def encode_chat(
-    fields: ConversationFields, services: PromptServices, *, is_bounded: bool = False
-) -> tuple[int, ...]:
-    """Return the token ids of a conversation that was checked. Raises InvalidRequest.
+async def encode_chat(fields: ConversationFields, services: PromptServices, *, is_bounded: bool = False) -> Prompt:
+    """Return the prompt of a conversation that was checked. Raises InvalidRequest.
 
     `is_bounded`: one that cannot fit the context is refused before it is tokenized, with ContextTooLong.
     """
     services.model.require_generation("messages")
+    form, pictures = services.model.picture_form, await read_pictures(fields.messages, services)
+    texts = [] if form is None else [form.text(picture.size) for picture in pictures]
 
-    def encode() -> tuple[int, ...]:
-        prompt, limit = chat_prompt(fields, services), services.model.max_context_len if is_bounded else None
+    def encode() -> Prompt:
+        prompt, limit = chat_prompt(fields, services, texts), services.model.max_context_len if is_bounded else None
         # Templates show the date.
-        return tuple(services.tokenizer.encode_chat(prompt, now=datetime.now(), max_tokens=limit))
+        token_ids = tuple(services.tokenizer.encode_chat(prompt, now=datetime.now(), max_tokens=limit))
+        return Prompt(token_ids, pictures=() if form is None or not pictures else placed(pictures, token_ids, form))
 
     return await services.lanes.run(rough_length((fields.messages, fields.tools)), encode)
 
 
 async def chat_prompts(chat: ChatCompletionRequest, services: PromptServices) -> Prompts:
     """Return the one prompt of a chat completion. Raises InvalidRequest."""
-    return (Prompt(await encode_chat(chat, services, is_bounded=chat.truncate_prompt_tokens is None)),)
+    return (await encode_chat(chat, services, is_bounded=chat.truncate_prompt_tokens is None),)
 
 
 async def completion_prompts(completion: CompletionRequest, services: PromptServices) -> Prompts:

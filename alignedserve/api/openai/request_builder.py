@@ -170,6 +170,12 @@ def _truncated(prompt: Prompt, num_tokens: int, max_tokens: int | None, services
         raise InvalidRequest("truncate_prompt_tokens must be -1 or above 0.", param="truncate_prompt_tokens")
     if len(prompt.token_ids) <= num_tokens:
         return prompt
+    if prompt.pictures:
+        raise InvalidRequest(
+            "truncate_prompt_tokens is not supported with pictures.",
+            param="truncate_prompt_tokens",
+            code="unsupported_parameter",
+        )
     token_ids = prompt.token_ids[-num_tokens:]
     return Prompt(token_ids, services.tokenizer.decode(token_ids))
 

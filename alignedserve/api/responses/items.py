@@ -12,6 +12,7 @@ from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.responses.schemas import (
     FunctionCallItem,
     FunctionCallOutputItem,
+    ImagePart,
     ItemReference,
     MessageItem,
     ReasoningItem,
@@ -38,10 +39,11 @@ _SCHEMAS: dict[str, type[Schema]] = {
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _OUTPUT_PARTS: dict[str, type[Schema]] = {"input_text": TextPart, "output_text": TextPart}
 _MESSAGE_PARTS = _OUTPUT_PARTS | {"refusal": RefusalPart}
+_USER_PARTS = _MESSAGE_PARTS | {"input_image": ImagePart}
 _SUMMARY_PARTS: dict[str, type[Schema]] = {"summary_text": ReasoningPart}
 _THOUGHTS: dict[str, type[Schema]] = {"reasoning_text": ReasoningPart}
 _UNSUPPORTED = (
-    *("input_image", "input_file", "input_audio", "computer_screenshot"),
+    *("input_file", "input_audio", "computer_screenshot"),
     *("file_search_call", "web_search_call", "computer_call", "computer_call_output", "image_generation_call"),
     *("code_interpreter_call", "local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output"),
     *("apply_patch_call", "apply_patch_call_output", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
@@ -106,10 +108,23 @@ def parse_items(
 
 
 def text_of(content: str | Sequence[dict[str, Any]]) -> str:
-    """Return the text of an item's parts, each on lines of its own."""
+    """Return the text of an item's parts, each on lines of its own; pictures are left out."""
     if isinstance(content, str):
         return content
-    return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in content)
+    texts = [part for part in content if part["type"] != "input_image"]
+    return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in texts)
+
+
+def content_of(content: str | Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return the content of a message for a chat: its text, or parts if pictures are among them."""
+    if isinstance(content, str) or all(part["type"] != "input_image" for part in content):
+        return text_of(content)
+    return [
+        {"type": "image_url", "image_url": {"url": part["image_url"]}}
+        if part["type"] == "input_image"
+        else {"type": "text", "text": text_of([part])}
+        for part in content
+    ]
 
 
 class _ItemParser:
@@ -149,7 +164,7 @@ class _ItemParser:
             return [_text_part("output_text" if item.role == "assistant" else "input_text", item.content)]
         if not item.content:
             raise InvalidRequest(f"{path}.content must not be empty.", param=f"{path}.content", code="invalid_value")
-        return self._parts(item.content, f"{path}.content", _MESSAGE_PARTS)
+        return self._parts(item.content, f"{path}.content", _USER_PARTS if item.role == "user" else _MESSAGE_PARTS)
 
     def _parts(self, given: Sequence[dict[str, Any]], path: str, schemas: Mapping[str, type[Schema]]) -> list[Item]:
         parts = []

@@ -22,7 +22,7 @@ from alignedserve.api.openai.parsing import parse_chat
 from alignedserve.api.openai.prompt_encoding import Prompts, chat_prompts, encode_chat
 from alignedserve.api.openai.request_builder import build_chat_request
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest
-from alignedserve.api.responses.items import Item, text_of
+from alignedserve.api.responses.items import Item, content_of, text_of
 from alignedserve.api.responses.parsing import OfferedFunction, chat_name, offered_functions
 from alignedserve.api.responses.schemas import CreateResponseRequest, PromptFields, TextFormat, known_fields
 from alignedserve.api.work_lanes import rough_length
@@ -79,8 +79,8 @@ async def response_prompts(asked: CreateResponseRequest, items: Sequence[Item], 
 async def input_tokens_answer(asked: PromptFields, items: Sequence[Item], services: PromptServices) -> bytes:
     """Return the answer that has the length of the prompt in tokens. Raises InvalidRequest."""
     with _named_as_asked():
-        token_ids = await encode_chat(await _translated(asked, items, services), services)
-    return orjson.dumps({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+        prompt = await encode_chat(await _translated(asked, items, services), services)
+    return orjson.dumps({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
 
 async def _translated(asked: PromptFields, items: Sequence[Item], services: PromptServices) -> ChatCompletionRequest:
@@ -156,7 +156,7 @@ def _later_messages(items: Sequence[Item]) -> list[Message]:
     for item in items:
         match item["type"]:
             case "message" if item["role"] != "assistant":
-                messages.append({"role": item["role"], "content": text_of(item["content"])})
+                messages.append({"role": item["role"], "content": content_of(item["content"])})
             case "function_call_output":
                 output = text_of(item["output"])
                 messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})

@@ -172,6 +172,14 @@ class TextPart(Schema):
     logprobs: list[Any] = Field(default_factory=list)
 
 
+class ImagePart(Schema):
+    """A picture as a data URL. `detail` is a hint without effect."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto", "low", "high", "original"] = "auto"
+
+
 class RefusalPart(Schema):
     """A refusal in an answer sent back."""
 

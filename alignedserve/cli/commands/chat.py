@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from rich.markup import escape
 
+from alignedserve.cli.commands.chat_pictures import picture_part
 from alignedserve.cli.commands.chat_sampling import ChatSampling
 from alignedserve.cli.commands.options import EFFORTS, ChatOptions
 from alignedserve.cli.console import FAILURE, INTERRUPTED, notes, print_error, printable
@@ -41,6 +42,7 @@ HELP = """/new          forget the conversation
 /model NAME   talk to another model from here on (without NAME: list the served models)
 /set NAME N   sample otherwise: temperature, top_p, top_k, min_p, repetition_penalty; default: as before
               (without NAME: show what holds)
+/image FILE   show a picture beside your next message, to a model that sees
 /think LEVEL  how much to think: none, minimal, low, medium, high, xhigh, or default (the model's own)
 /help         this list
 /quit         leave (so do Ctrl-D, and Ctrl-C at the prompt)
@@ -52,15 +54,18 @@ class Conversation:
     """The messages so far."""
 
     system: str | None = None
-    turns: list[dict[str, str]] = field(default_factory=list)
+    turns: list[dict[str, object]] = field(default_factory=list)
+    pictures: list[dict[str, object]] = field(default_factory=list)  # parts of the next question
 
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, object]]:
         """Return the messages in the order and form of a chat request."""
-        return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
+        system: list[dict[str, object]] = [{"role": "system", "content": self.system}] if self.system else []
+        return system + self.turns
 
     def ask(self, text: str) -> None:
-        """Add the user's next message."""
-        self.turns.append({"role": "user", "content": text})
+        """Add the user's next message, with the pictures that wait for it."""
+        shown, self.pictures = self.pictures, []
+        self.turns.append({"role": "user", "content": [*shown, {"type": "text", "text": text}] if shown else text})
 
     def settle(self, answer: str) -> None:
         """Add the answer, whole or not; without any text take the question back."""
@@ -79,6 +84,7 @@ class Conversation:
     def restart(self) -> None:
         """Forget everything but the system message."""
         self.turns.clear()
+        self.pictures.clear()
 
 
 def chat(options: ChatOptions) -> int:
@@ -206,6 +212,8 @@ class ChatSession:
                 self._set_sampling(argument.strip())
             case "/think":
                 self._set_effort(argument.strip().lower())
+            case "/image":
+                self._add_picture(argument.strip())
             case "/help":
                 notes().print(HELP, markup=False)
             case _:
@@ -235,6 +243,15 @@ class ChatSession:
             notes().print(f"{str(error).rstrip(chr(46))}.", markup=False)
             return
         notes().print(f"[dim]Sampling: {escape(self._sampling.in_words(self._model))}.[/dim]")
+
+    def _add_picture(self, path: str) -> None:
+        try:
+            self._conversation.pictures.append(picture_part(path))
+        except ConfigError as error:
+            notes().print(f"{str(error).rstrip(chr(46))}.", markup=False)
+            return
+        count, endings = len(self._conversation.pictures), ("", "s")
+        notes().print(f"[dim]Your next message shows {count} picture{endings[count > 1]}.[/dim]")
 
     def _set_effort(self, level: str) -> None:
         if level not in (*EFFORTS, _DEFAULT_EFFORT):

@@ -32,7 +32,7 @@ class Holding:
 
 def worker_bytes(config: ClusterConfig, served: ServedModel) -> int:
     """Return what one worker on the CPU takes beside its caches: for weights, adapters and grammars."""
-    return served.weight_bytes + config.lora.worker_bytes + worker_grammar_bytes(served)
+    return served.weight_bytes + served.vision_bytes + config.lora.worker_bytes + worker_grammar_bytes(served)
 
 
 def divide(machine: Machine, gpus: Sequence[str], beside_caches: Sequence[int]) -> list[Part]:
@@ -107,7 +107,9 @@ def holding_of(config: ClusterConfig, served: ServedModel, gpus: Sequence[str]) 
     on_gpus, shared = (buffers, 0) if gpus and lends_device_memory(config.engine) else (0, buffers)
     shared += config.node_pool.memory_bytes if config.node_pool is not None else 0
     host += worker_grammar_bytes(served) * config.num_workers
-    beside_cache = served.weight_bytes + config.lora.worker_bytes + (served.unpacking_bytes if gpus else 0)
+    beside_cache = (
+        served.weight_bytes + served.vision_bytes + config.lora.worker_bytes + (served.unpacking_bytes if gpus else 0)
+    )
     computing = sum((beside_cache + cache) * count for cache, count in workers)
     if not gpus:
         return Holding(host + shared + computing, shared)

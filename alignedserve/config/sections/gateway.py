@@ -5,6 +5,7 @@ from pathlib import Path
 
 from alignedserve.config.sections.base import MIB, Section
 from alignedserve.config.sections.jwt import JwtIssuer, check_issuers
+from alignedserve.core.picture import MAX_PICTURES, MAX_PIXELS
 from alignedserve.core.request import Slo
 
 AUTO, NONE = "auto", "none"  # of default objectives
@@ -37,6 +38,9 @@ class GatewayConfig(Section, frozen=True):
     max_json_values: int = 1_000_000  # in one body, such as token ids
     max_choices: int = 16  # the largest n
     max_stop_strings: int = 16
+    max_pictures: int = 8  # of one request
+    max_picture_bytes: int = 8 * MIB  # of each; max_body_bytes bounds all of a request, as base64
+    max_picture_pixels: int = 1 << 25  # of each
     max_concurrent_requests: int = 1024  # real-time ones; best effort takes none of their places
     max_best_effort_requests: int = 8192
     access_log: bool = False  # a line for every answer: who asked for what, how it ended, how long it took
@@ -107,6 +111,9 @@ class GatewayConfig(Section, frozen=True):
         )
         check_issuers(self.jwt)
         self._require_positive("max_body_bytes", "max_choices", "max_stop_strings")
+        self._require(0 <= self.max_pictures <= MAX_PICTURES, "max_pictures", f"must be at most {MAX_PICTURES}")
+        self._require_positive("max_picture_bytes", "max_picture_pixels")
+        self._require(self.max_picture_pixels <= MAX_PIXELS, "max_picture_pixels", f"must be at most {MAX_PIXELS}")
         self._require_positive("max_json_depth", "max_json_containers", "max_json_values")
         self._require_positive("max_concurrent_requests", "first_token_timeout_s", "token_timeout_s")
         self._require_positive("load_patience_s")

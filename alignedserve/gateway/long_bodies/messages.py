@@ -10,6 +10,7 @@ from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.openai.prompt_encoding import Prompt, Prompts
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
+from alignedserve.core.picture import Picture
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -27,15 +28,17 @@ class EncodedPrompt(msgspec.Struct, frozen=True):
     token_ids: bytes  # each as an unsigned int of this machine
     text: str
     second_text_at: int
+    pictures: tuple[Picture, ...] = ()
 
     @classmethod
     def of(cls, prompt: Prompt, *, keeps_text: bool) -> "EncodedPrompt":
         """Pack a prompt; `keeps_text`: it will be repeated."""
-        return cls(array("I", prompt.token_ids).tobytes(), prompt.text if keeps_text else "", prompt.second_text_at)
+        text = prompt.text if keeps_text else ""
+        return cls(array("I", prompt.token_ids).tobytes(), text, prompt.second_text_at, prompt.pictures)
 
     def unpacked(self) -> Prompt:
         """Return the prompt."""
-        return Prompt(tuple(array("I", self.token_ids)), self.text, self.second_text_at)
+        return Prompt(tuple(array("I", self.token_ids)), self.text, self.second_text_at, self.pictures)
 
 
 class ReadBody(msgspec.Struct, frozen=True, tag=True):

@@ -15,6 +15,7 @@ from alignedserve.api.endpoints import ENDPOINTS, TOKEN_ENDPOINTS, NeedsGateway
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.openai.parsing import parse_json
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.picture_reader import PictureReader
 from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest, ModelError
@@ -45,6 +46,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     config: GatewayConfig
     lanes: WorkLanes
+    pictures: PictureReader
 
 
 FindModel = Callable[[str | None], LoadedModel | None]
@@ -122,6 +124,7 @@ class _Models:
     def __init__(self) -> None:
         self._tokenizers: dict[tuple[Path, int | None, str | None], Tokenizer] = {}
         self._lanes = WorkLanes()
+        self._pictures = PictureReader()
 
     def get(self, card: ModelCard, config: GatewayConfig) -> LoadedModel | None:
         """Return the model of a card; None: its tokenizer cannot be loaded."""
@@ -134,4 +137,4 @@ class _Models:
         self._tokenizers[key] = tokenizer
         while len(self._tokenizers) > _MAX_TOKENIZERS:
             del self._tokenizers[next(iter(self._tokenizers))]
-        return LoadedModel(card, tokenizer, config, self._lanes)
+        return LoadedModel(card, tokenizer, config, self._lanes, self._pictures)

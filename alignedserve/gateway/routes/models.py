@@ -43,6 +43,7 @@ def _model_view(model: ModelCard) -> dict[str, Any]:
         "owned_by": "alignedserve",
         "max_model_len": model.max_context_len,
         "supported_tasks": model.supported_tasks,
+        **({"input_modalities": ("text", "image")} if model.picture_form is not None else {}),
         **({"default_sampling": _sampling_view(model)} if model.encoder is None else {}),
         **({"alias_of": model.alias_of} if model.alias_of is not None else {}),
         **({"parent": model.parent} if model.parent is not None else {}),

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import LoraAdapter, SamplingParams
+from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
 from kernels.lora import AdapterMatrices
 
 IntArray = npt.NDArray[np.int64]
@@ -29,6 +30,7 @@ class NewSequence:
     is_reversed: bool = False  # token i of a block lies in slot block_size - 1 - i: it is filled from its end
     adapter: AdapterMatrices | None = None  # it is computed with; None: the model alone
     lora: LoraAdapter | None = None  # by which other ranks find their part of the adapter
+    pictures: SequenceEmbeddings | None = None  # in place of tokens; None: of no token that is to be computed
 
 
 class SequenceTable:
@@ -61,6 +63,7 @@ class SequenceTable:
         self.wants_prompt_logprobs = np.zeros(max_sequences, np.bool_)
         self.wants_embedding = np.zeros(max_sequences, np.bool_)
         self.has_adapter = np.zeros(max_sequences, np.bool_)
+        self.pictures_end = np.zeros(max_sequences, np.int64)  # behind the last position that is a picture's
         self._row_of: dict[RequestId, int] = {}
         self._free_rows = list(range(max_sequences - 1, -1, -1))
 
@@ -110,6 +113,7 @@ class SequenceTable:
         self.wants_embedding[row] = sequence.sampling.wants_embedding
         assert sequence.adapter is None or not sequence.is_hidden, f"{request_id}: a hidden cache with an adapter"
         self.has_adapter[row] = sequence.adapter is not None
+        self.pictures_end[row] = 0 if sequence.pictures is None else sequence.pictures.positions[-1] + 1
         self.version += 1
         self.append_blocks(request_id, sequence.block_ids)
         capacity = len(sequence.block_ids) * int(self.block_tokens[row])

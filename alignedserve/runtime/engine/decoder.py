@@ -191,6 +191,8 @@ class Decoder:
             hidden = self._ranks.embed(weights.embedding, batch.token_ids)
         if self._embedding_multiplier != 1.0:
             hidden = hidden.mul_(self._embedding_multiplier)
+        if batch.pictures is not None:
+            hidden = batch.pictures.put_into(hidden)
         if weights.project_in is not None:
             hidden = weights.project_in(hidden)
         if weights.positions is not None:

@@ -13,6 +13,7 @@ from alignedserve.core.ids import BlockId
 from alignedserve.runtime.attention.backend import AttentionPlanner, StepAttention
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable
 from alignedserve.runtime.engine.hidden_pass import HiddenRows
+from alignedserve.runtime.vision.picture_rows import PictureRows
 from kernels.device_lora import DeviceRows
 from kernels.lora import AdapterRows
 
@@ -92,3 +93,4 @@ class ForwardBatch:
     hidden: HiddenRows | None = None  # None: every sequence has keys and values in its blocks
     last: LastTokenRows | None = None  # None: the last layer computes all token rows to the end
     adapters: AdapterRows | DeviceRows | None = None  # None: no token row has one
+    pictures: PictureRows | None = None  # None: every token row has the input of its token

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,13 @@ from alignedserve.runtime.engine.device_turns import DeviceTurns
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepTimes
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, storage_blocks, threads_per_rank
 from alignedserve.runtime.engine.kept_calibration import KeptCalibration
-from alignedserve.runtime.engine.model_loading import check_memory, load_decoder, load_ranks, load_vocabulary
+from alignedserve.runtime.engine.model_loading import (
+    check_memory,
+    load_decoder,
+    load_ranks,
+    load_tower,
+    load_vocabulary,
+)
 from alignedserve.runtime.engine.ranks.rank_group import RankGroup
 from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec, RankEngineSpec
 from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
@@ -56,6 +63,9 @@ from alignedserve.runtime.kv.transfers.transports import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
+from alignedserve.runtime.model.vision.vision_config import CACHE_BYTES
+from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
+from alignedserve.runtime.vision.sequence_pictures import NoPictures, Pictures, SequencePictures
 from kernels.cpu.rank_exchange import ExchangeBroken
 from kernels.lora import AdapterMatrices
 
@@ -144,6 +154,7 @@ class ModelExecutor:
             self._swap_space = SwapSpace(self._storage, streams, is_int8=sizes.has_int8_swaps, host_bytes=swap_bytes)
         self._engine.record_graphs(has_adapters=served.lora.is_enabled)
         self._threads = WorkerThreads(partial(use_device, device))
+        self._pictures = self._see(served, device)
         self._urgent = UrgentIterations()
         if sizes.yields_between_layers:
             decoder.stop_for(self._urgent.between_layers)
@@ -177,7 +188,8 @@ class ModelExecutor:
         """Begin what the requests of a message need; return what they wait for."""
         self._turns.on_message(message)
         grammars = [request.sampling.grammar for request in requests_of(message) if request.sampling.grammar]
-        return [*map(self._grammars.compile, grammars), *self._adapters.prepare(message)]
+        prepared = (self._adapters.prepare(message), self._pictures.prepare(message))
+        return [*map(self._grammars.compile, grammars), *chain.from_iterable(prepared)]
 
     def check_grammar(self, grammar: str) -> None:
         """Raise InvalidRequest for a grammar that answers of this model cannot follow; empty: there is none."""
@@ -194,6 +206,7 @@ class ModelExecutor:
 
     def close(self) -> None:
         """Wait for the threads to end; pending work is cancelled without a callback."""
+        self._pictures.close()
         self._threads.close()
         self._masks.close()
         self._grammars.close()
@@ -201,6 +214,15 @@ class ModelExecutor:
         self._turns.close()
         if self._ranks is not None:
             self._ranks.close()
+
+    def _see(self, served: ServedModel, device: torch.device) -> Pictures:
+        """Load what the model sees with."""
+        tower = load_tower(served, device)
+        if tower is None:
+            return NoPictures()
+        return SequencePictures(
+            tower, cache_bytes=CACHE_BYTES, take_turn=lambda turn: self._threads.call(_COMPUTE, turn)
+        )
 
     # --- on the threads
 
@@ -234,7 +256,8 @@ class ModelExecutor:
         scores = tuple(
             PromptScores(part.request_id, part.first_position, part.entries) for part in output.prompt_logprobs
         )
-        lacking = self._adapters.failures(part[0] for part in command.slices)
+        computed = [part[0] for part in command.slices]
+        lacking = self._adapters.failures(computed) | self._pictures.failures(computed)
         sampled = tuple(output.sampled)
         if lacking:
             sampled = tuple(token for token in sampled if token.request_id not in lacking)
@@ -259,13 +282,18 @@ class ModelExecutor:
         for request_id in command.removals:
             self._engine.remove_sequence(request_id)
             self._adapters.remove(request_id)
+            self._pictures.remove(request_id)
         for addition in command.additions:
-            self._engine.add_sequence(_sequence_of(addition, self._adapters.add(addition.request)))
+            adapter = self._adapters.add(addition.request)
+            pictures = self._pictures.add(addition.request, addition.num_cached)
+            self._engine.add_sequence(_sequence_of(addition, adapter, pictures))
         for request_id, block_ids in command.extensions:
             self._engine.append_blocks(request_id, block_ids)
 
 
-def _sequence_of(addition: Addition, adapter: AdapterMatrices | None) -> NewSequence:
+def _sequence_of(
+    addition: Addition, adapter: AdapterMatrices | None, pictures: SequenceEmbeddings | None
+) -> NewSequence:
     request = addition.request
     return NewSequence(
         request_id=request.request_id,
@@ -278,6 +306,7 @@ def _sequence_of(addition: Addition, adapter: AdapterMatrices | None) -> NewSequ
         is_reversed=addition.is_reversed,
         adapter=adapter,
         lora=None if adapter is None else request.adapter,
+        pictures=pictures,
     )
 
 

@@ -25,7 +25,9 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder_weights import leave_rounded_rows_unwritten
 from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
+from alignedserve.runtime.model.vision.vision_weights import load_vision_weights
 from alignedserve.runtime.model.weight_files import load_weights
+from alignedserve.runtime.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,15 @@ def load_decoder(served: ServedModel, device: torch.device, progress_path: Path 
     if not served.lora.is_enabled:
         leave_rounded_rows_unwritten(weights, config)
     return Decoder(config, weights)
+
+
+def load_tower(served: ServedModel, device: torch.device) -> VisionTower | None:
+    """Load the encoder by which the model sees; None: it does not. Raises ModelError."""
+    if served.vision is None:
+        return None
+    folder = None if served.has_random_weights else served.folder
+    dtype = torch_dtype(served.dtype)
+    return VisionTower(served.vision, load_vision_weights(folder, served.vision, dtype, device), dtype, device)
 
 
 class LoadedRank(NamedTuple):
@@ -101,7 +112,14 @@ def check_memory(served: ServedModel, kv_cache_bytes: int, device: torch.device,
         available -= max(available // 10, 256 * _MIB)
     has_grammars = device.type != CUDA and served.encoder is None
     for_grammars = grammar_bytes(served.config.vocab_size) if has_grammars else 0
-    beside_blocks = served.weight_bytes + served.lora.worker_bytes + lent_bytes + for_grammars + served.unpacking_bytes
+    beside_blocks = (
+        served.weight_bytes
+        + served.vision_bytes
+        + served.lora.worker_bytes
+        + lent_bytes
+        + for_grammars
+        + served.unpacking_bytes
+    )
     if beside_blocks + kv_cache_bytes <= available:
         return
     left = available - beside_blocks

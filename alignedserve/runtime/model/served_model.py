@@ -17,6 +17,8 @@ from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.sampling_defaults import SamplingDefaults, sampling_defaults
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard, check_tensor_parallel
 from alignedserve.runtime.model.stored_weights import StoredWeights
+from alignedserve.runtime.model.vision.families import read_vision
+from alignedserve.runtime.model.vision.vision_config import CACHE_BYTES, VisionConfig
 from alignedserve.text.tokenizer import Tokenizer
 from alignedserve.text.tokenizer_files import read_template
 
@@ -42,6 +44,7 @@ class ServedModel:
     aliases: tuple[str, ...] = ()  # further names that clients may call it by
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that name nothing
     tensor_parallel: int = 1  # ranks of a worker, which compute the model together
+    vision: VisionConfig | None = None  # by which it sees pictures; None: it does not
 
     @property
     def encoder(self) -> EncoderConfig | None:
@@ -60,6 +63,11 @@ class ServedModel:
         if self.stored is not None:
             return self.stored.num_bytes
         return self.config.loaded_weight_bytes(self.dtype, self.quantization)
+
+    @property
+    def vision_bytes(self) -> int:
+        """Return the bytes of a worker for seeing: weights, and embeddings of pictures; 0: the model does not see."""
+        return 0 if self.vision is None else self.vision.weight_bytes(self.dtype) + CACHE_BYTES
 
     @property
     def unpacking_bytes(self) -> int:
@@ -129,6 +137,7 @@ def resolve_model(
         aliases=section.aliases,
         sampling=_sampling(section, config, file or folder, template),
         tensor_parallel=tensor_parallel,
+        vision=_vision(config, folder if file is None else None, tensor_parallel),
     )
 
 
@@ -139,6 +148,13 @@ def _sampling(
     if isinstance(config, EncoderConfig):
         return SamplingDefaults()
     return sampling_defaults(section.sampling, files, template)
+
+
+def _vision(config: ModelConfig | EncoderConfig, folder: Path | None, tensor_parallel: int) -> VisionConfig | None:
+    """Return how a decoder in a folder sees; None: it does not, or its ranks would not. Raises ModelError."""
+    if folder is None or tensor_parallel > 1 or isinstance(config, EncoderConfig):
+        return None
+    return read_vision(folder, config.family)
 
 
 def _check_device(config: ModelConfig, device: str) -> None:

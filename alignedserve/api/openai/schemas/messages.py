@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import FailFast, Field
+from pydantic import Discriminator, FailFast, Field, Tag
 
 from alignedserve.api.schema import Schema
 
@@ -21,6 +21,31 @@ class TextPart(Schema):
     type: Literal["text"]
     text: str
     prompt_cache_breakpoint: dict[str, Any] | None = None  # without effect: see Hints
+
+
+class ImageUrl(Schema):
+    """A picture as a data URL. `detail` is a hint without effect: every model has one way of seeing."""
+
+    url: str
+    detail: Literal["auto", "low", "high", "original"] = "auto"
+
+
+class ImagePart(Schema):
+    """One picture of a message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # without effect: see Hints
+
+
+def _kind_of(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return "image-part" if kind == "image_url" else "text-part"  # no identifiers: errors leave them out
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("text-part")] | Annotated[ImagePart, Tag("image-part")], Discriminator(_kind_of)
+]
 
 
 class FunctionCall(Schema):
@@ -42,7 +67,7 @@ class ChatMessage(Schema):
     """One message of a conversation. Null fields are unset."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)] | None = None
+    content: str | Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS), FailFast()] = Field(default_factory=list)
     reasoning_content: str | None = None  # of an assistant
     reasoning: str | None = None  # another name of reasoning_content
@@ -52,10 +77,15 @@ class ChatMessage(Schema):
 
     @property
     def text(self) -> str:
-        """Return the content as one text: parts become lines."""
+        """Return the content as one text: parts become lines, and pictures are left out."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        return "\n".join(part.text for part in self.content)
+        return "\n".join(part.text for part in self.content if isinstance(part, TextPart))
+
+    @property
+    def has_pictures(self) -> bool:
+        """Return whether a picture is among the parts."""
+        return isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content)
 
     @property
     def thought(self) -> str | None:

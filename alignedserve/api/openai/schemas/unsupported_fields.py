@@ -64,4 +64,4 @@ MESSAGE: NeutralValues = {
 PART: NeutralValues = {}
 SERVICE_TIERS = ("scale",)
 TOOL_TYPES = ("custom",)
-PART_TYPES = ("image_url", "input_audio", "file", "refusal")
+PART_TYPES = ("input_audio", "file", "refusal")

@@ -16,6 +16,7 @@ from alignedserve.runtime.engine.forward_batch import ForwardBatch, LastTokenPla
 from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts, HiddenPlan
 from alignedserve.runtime.engine.steps.slice_plan import SlicePlan
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.vision.picture_rows import PictureRows, picture_rows
 from kernels.device_lora import DevicePlan
 from kernels.lora import AdapterMatrices, AdapterRows
 
@@ -46,6 +47,7 @@ class StepBatch:
     hidden: HiddenPlan | None = None  # of the last slices
     last: LastTokens | None = None  # of the sampled rows; None: the last layer computes all tokens to the end
     adapters: AdapterRows | DevicePlan | None = None  # of the token rows; None: no sequence has one
+    pictures: PictureRows | None = None  # on the device already; None: no token row has the embedding of one
 
     @property
     def needs_hidden(self) -> bool:
@@ -71,7 +73,7 @@ class StepBatch:
             hidden, others = self.hidden.to_rows(len(token_ids), others[:num_arrays]), others[num_arrays:]
         self.attention.bind(others)
         last = None if self.last is None else self.last.to_rows()
-        rest = (self.fresh_blocks, self.unclean_tails, self.attention, hidden, last, adapters)
+        rest = (self.fresh_blocks, self.unclean_tails, self.attention, hidden, last, adapters, self.pictures)
         return ForwardBatch(token_ids, positions, slots, *rest)
 
     def forward_batch(self, device: torch.device, inputs: Tensor | None = None) -> ForwardBatch:
@@ -251,6 +253,7 @@ class BatchBuilder:
             hidden=hidden,
             last=last,
             adapters=self._adapter_rows(slices.token_rows, len(token_ids)),
+            pictures=self._picture_rows(slices, last_rows - counts + 1),
         )
 
     def _plan(
@@ -291,6 +294,16 @@ class BatchBuilder:
         if self._adapters is None or not self._adapters.are(adapters, of_row):
             self._adapters = AdapterRows(adapters, of_row, self._storage.device)
         return self._adapters
+
+    def _picture_rows(self, slices: SlicePlan, first_rows: IntArray) -> PictureRows | None:
+        """Return the token rows whose inputs are embeddings; None: there are none."""
+        first = slices.positions[first_rows]
+        found = []
+        for place in np.flatnonzero(self._table.pictures_end[slices.rows] > first).tolist():
+            embeddings = self._table.sequence(int(slices.rows[place])).pictures
+            assert embeddings is not None, f"row {slices.rows[place]} has no pictures"
+            found.append((int(first[place]), int(slices.counts[place]), int(first_rows[place]), embeddings))
+        return picture_rows(found, self._storage.device) if found else None
 
     def _plan_last(self, rows: IntArray, token_rows: IntArray) -> LastTokens | None:
         return None if self._last is None else self._last.plan(rows, token_rows)

@@ -35,7 +35,7 @@ class StepPasses:
 
     def logits(self, step: StepBatch, inputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return last hidden vectors of all tokens, and the logits of the sampled ones; `inputs`: see forward_batch."""
-        if self.graphs is not None and step.is_decode and not step.needs_hidden:
+        if self.graphs is not None and step.is_decode and not step.needs_hidden and step.pictures is None:
             logits = self.graphs.run(step, inputs)
             if logits is not None:
                 return logits[:0], logits[: len(step.rows)]

@@ -10,8 +10,10 @@ from alignedserve.runtime.model.families.readers import (
     gemma3,
     granite,
     read_decoder,
+    read_idefics3,
     read_latent,
     read_opt,
+    read_pixtral,
     read_with_images,
 )
 from alignedserve.runtime.model.families.windows import (
@@ -116,6 +118,7 @@ _GLM = replace(
     mlp_bias=False,
     norm_eps=Named("rms_norm_eps", 1.5625e-7),
 )
+_MISTRAL = replace(LLAMA, title="Mistral", num_kv_heads=8, windows=WindowRule(every_layer, DEFAULT_WINDOW))
 _BIASED = Flag("use_bias", default=True)
 
 DENSE: dict[str, FamilyForm] = {
@@ -135,7 +138,7 @@ DENSE: dict[str, FamilyForm] = {
         parallel_residual=Flag("use_parallel_residual", default=True),
     ),
     "llama": LLAMA,
-    "mistral": replace(LLAMA, title="Mistral", num_kv_heads=8, windows=WindowRule(every_layer, DEFAULT_WINDOW)),
+    "mistral": _MISTRAL,
     "ministral": replace(
         LLAMA,
         title="Ministral",
@@ -160,6 +163,12 @@ DENSE: dict[str, FamilyForm] = {
         title="Gemma 3 with images (its text part)",
         read=read_with_images,
     ),
+    "llava": replace(_MISTRAL, title="Pixtral, with pictures", names=names.MISTRAL3, read=read_pixtral),
+    "mistral3": replace(
+        _MISTRAL, title="Mistral Small 3.1 and 3.2, with pictures", names=names.MISTRAL3, read=read_pixtral
+    ),
+    "idefics3": replace(LLAMA, title="Idefics3, with pictures", names=names.IDEFICS3, read=read_idefics3),
+    "smolvlm": replace(LLAMA, title="SmolVLM, with pictures", names=names.IDEFICS3, read=read_idefics3),
     "gemma2": _GEMMA2,
     "vaultgemma": replace(_GEMMA2, title="VaultGemma", has_post_norms=False),
     "youtu": replace(

@@ -114,6 +114,13 @@ GEMMA3 = replace(
     mlp_post_norm="post_feedforward_layernorm",
 )
 
+IDEFICS3 = replace(LLAMA, prefixes=("model.text_model.",))
+MISTRAL3 = replace(
+    LLAMA,
+    prefixes=("model.language_model.", "language_model.model."),
+    lm_heads=("lm_head", "language_model.lm_head"),
+)
+
 # Norms behind the parts of a layer alone.
 OLMO2 = replace(
     LLAMA,

@@ -167,6 +167,26 @@ def read_with_images(fields: JsonFields, model_type: str, form: FamilyForm) -> M
     return read_decoder(text.with_defaults(shared), model_type, form)
 
 
+def read_idefics3(fields: JsonFields, model_type: str, form: FamilyForm) -> ModelConfig:
+    """Read the text part of Idefics3: embeddings are tied, or not, as stands outside."""
+    _require_text(fields, model_type, "llama")
+    config = read_with_images(fields, model_type, form)
+    return replace(config, ties_embeddings=fields.flag("tie_word_embeddings", False))
+
+
+def read_pixtral(fields: JsonFields, model_type: str, form: FamilyForm) -> ModelConfig:
+    """Read the text part of Pixtral and of Mistral 3; what says whether embeddings are tied stands in either part."""
+    _require_text(fields, model_type, "mistral")
+    config = read_with_images(fields, model_type, form)
+    return replace(config, ties_embeddings=fields.flag("tie_word_embeddings", config.ties_embeddings))
+
+
+def _require_text(fields: JsonFields, model_type: str, text_type: str) -> None:
+    text = fields.section("text_config")
+    if text is not None and text.text("model_type", text_type) != text_type:
+        raise UnsupportedModel(f"text_config of {model_type} other than {text_type} is not supported.")
+
+
 # --- what is added
 
 

@@ -1,0 +1,111 @@
+"""The pictures of a conversation: from data URLs to places in the prompt."""
+
+import base64
+import binascii
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
+
+from alignedserve.api.models.model_card import PromptServices
+from alignedserve.api.openai.schemas.messages import ChatMessage, ImagePart
+from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.picture import MAX_PICTURE_BYTES, Picture, PictureRun, picture_digest
+from alignedserve.pictures.decoder import PictureError
+from alignedserve.pictures.form import PictureForm, Size
+
+_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.ASCII | re.IGNORECASE)
+
+
+class ReadPicture(NamedTuple):
+    """A picture that has been decoded once."""
+
+    content: bytes
+    size: Size
+
+
+async def read_pictures(messages: Sequence[ChatMessage], services: PromptServices) -> list[ReadPicture]:
+    """Return the pictures of a conversation in their order.
+
+    Raises InvalidRequest naming the field: of a model that does not see, of too many or too large ones, of URLs that
+    carry no picture, of files that cannot be decoded.
+    """
+    named = list(_image_parts(messages))
+    if not named:
+        return []
+    path, _ = named[0]
+    if services.model.picture_form is None:
+        message = f"{path}.type 'image_url' is not supported by this model, which does not see pictures."
+        raise InvalidRequest(message, param=f"{path}.type", code="unsupported_parameter")
+    config = services.config
+    if len(named) > config.max_pictures:
+        raise InvalidRequest(f"More than {config.max_pictures} pictures in one request.", param="messages")
+    contents = [(f"{path}.image_url.url", part.image_url.url) for path, part in named]
+    read, num_bytes = [], 0
+    for at, url in contents:
+        content = await services.lanes.run(len(url), partial(_content_of, url, at, config))
+        num_bytes += len(content)
+        if num_bytes > MAX_PICTURE_BYTES:
+            raise InvalidRequest(f"The pictures have more than {MAX_PICTURE_BYTES} bytes together.", param="messages")
+        try:
+            size = await services.pictures.size(content, config.max_picture_pixels)
+        except PictureError as error:
+            message = f"Invalid value for {at}: it {error.problem}."
+            raise InvalidRequest(message, param=at, code="invalid_image") from error
+        read.append(ReadPicture(content, size))
+    return read
+
+
+def placed(pictures: Sequence[ReadPicture], token_ids: Sequence[int], form: PictureForm) -> tuple[Picture, ...]:
+    """Return the pictures at their places in the prompt. Raises InvalidRequest unless it has one for every token."""
+    places = [place for place, token_id in enumerate(token_ids) if token_id == form.token_id]
+    counts = [form.num_tokens(picture.size) for picture in pictures]
+    if len(places) != sum(counts):
+        raise InvalidRequest("The model's chat template does not show pictures at these places.", param="messages")
+    done, shown = 0, []
+    for picture, count in zip(pictures, counts, strict=True):
+        runs = tuple(_runs(places[done : done + count]))
+        shown.append(Picture(picture.content, picture_digest(picture.content), runs))
+        done += count
+    return tuple(shown)
+
+
+def _image_parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, ImagePart]]:
+    for place, message in enumerate(messages):
+        for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if isinstance(part, ImagePart):
+                yield f"messages[{place}].content[{number}]", part
+
+
+def _content_of(url: str, path: str, config: GatewayConfig) -> bytes:
+    """Return what a data URL carries. Raises InvalidRequest, which shows nothing of the URL."""
+    found = _DATA_URL.match(url[:64])
+    if found is None:
+        is_remote = url[:8].lower().startswith(("http:", "https:"))
+        problem = (
+            "pictures are not fetched from the network; send a data URL"
+            if is_remote
+            else "it must be a data URL such as data:image/png;base64,..."
+        )
+        raise InvalidRequest(f"Invalid value for {path}: {problem}.", param=path, code="invalid_image_url")
+    encoded_len = len(url) - found.end()
+    if encoded_len > config.max_picture_bytes * 4 // 3 + 4:
+        problem = f"a picture may have at most {config.max_picture_bytes} bytes"
+        raise InvalidRequest(f"Invalid value for {path}: {problem}.", param=path, code="image_too_large")
+    try:
+        content = base64.b64decode(url[found.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest(
+            f"Invalid value for {path}: it is not valid base64.", param=path, code="invalid_base64"
+        ) from error
+    if not content:
+        raise InvalidRequest(f"Invalid value for {path}: the picture is empty.", param=path, code="invalid_image")
+    return content
+
+
+def _runs(places: Sequence[int]) -> Iterator[PictureRun]:
+    for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0]):
+        members = [place for _, place in run]
+        yield members[0], len(members)

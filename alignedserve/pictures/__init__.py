@@ -1,0 +1,1 @@
+"""Pictures: how models see them, and the process that decodes them."""

@@ -1,0 +1,60 @@
+"""Decodes pictures and makes pixels of them, by Pillow; inside the process that may come to harm over it alone."""
+
+import io
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from alignedserve.pictures.form import PictureForm, RowsForm, Size, TiledForm
+from alignedserve.pictures.outcomes import Decoded, Outcome, Refused, Task
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # no others are tried, whatever the file says
+Pixels = npt.NDArray[np.uint8]
+
+
+def decode(content: bytes, task: Task) -> Outcome:
+    """Decode a file. May raise anything that decoders do over a broken one."""
+    Image.MAX_IMAGE_PIXELS = None  # a limit of our own stands below
+    try:
+        opened = Image.open(io.BytesIO(content), formats=FORMATS)
+    except UnidentifiedImageError:
+        return Refused("unknown")
+    if opened.width * opened.height > task.max_pixels:
+        return Refused("large")
+    opened.load()
+    image = ImageOps.exif_transpose(opened).convert("RGB")  # turned as cameras say, as transformers reads them
+    if task.form is None:
+        return Decoded(*image.size)
+    parts = list(_PARTS[type(task.form)](image, task.form))
+    shapes = tuple([(part.shape[1], part.shape[2]) for part in parts])
+    return Decoded(*image.size, shapes, b"".join([part.tobytes() for part in parts]))
+
+
+def _tiles(image: Image.Image, form: TiledForm) -> Iterator[Pixels]:
+    edge, size = form.tile_edge, Size(*image.size)
+    columns, rows = form.grid(size)
+    image = _resized(image, form.first_scaled(size), form.resample)
+    image = _resized(image, form.scaled(size), form.resample)
+    for row in range(rows):
+        for column in range(columns):
+            box = (column * edge, row * edge, (column + 1) * edge, (row + 1) * edge)
+            yield _channels_first(image.crop(box))
+    yield _channels_first(_resized(image, Size(edge, edge), form.resample) if columns else image)
+
+
+def _whole(image: Image.Image, form: RowsForm) -> Iterator[Pixels]:
+    yield _channels_first(_resized(image, form.scaled(Size(*image.size)), form.resample))
+
+
+def _resized(image: Image.Image, size: Size, resample: int) -> Image.Image:
+    return image.resize(size, resample=cast(Any, resample))
+
+
+def _channels_first(image: Image.Image) -> Pixels:
+    return np.ascontiguousarray(np.asarray(image, np.uint8).transpose(2, 0, 1))
+
+
+_PARTS: dict[type[PictureForm], Callable[[Image.Image, Any], Iterator[Pixels]]] = {TiledForm: _tiles, RowsForm: _whole}

@@ -1,0 +1,146 @@
+"""How a family of models sees pictures: what becomes of a picture's size, and what stands for it in a prompt.
+
+A form is numbers and names alone, read once from the model's files: gateways make prompts by it, and the process that
+decodes makes pixels by it.
+"""
+
+import math
+from typing import NamedTuple
+
+import msgspec
+
+CHANNELS = 3
+MAX_SCALED_EDGE = 4096  # of what Idefics3 makes of a picture
+
+Rgb = tuple[float, float, float]
+
+
+class Size(NamedTuple):
+    """The size of a picture or of a part of it, in pixels."""
+
+    width: int
+    height: int
+
+
+class Scaling(msgspec.Struct, frozen=True):
+    """What is made of pixels of 0 to 255 before an encoder sees them: (pixel * rescale - mean) / deviation."""
+
+    rescale: float
+    mean: Rgb
+    deviation: Rgb
+
+
+class TiledForm(msgspec.Struct, frozen=True, tag=True):
+    """Idefics3, SmolVLM: a picture is made large and cut into square tiles, and seen whole in one more tile.
+
+    Example: tiles of 512 and `longest_edge` 2048; 1600 x 900 pixels become 2048 x 1152, then 2048 x 1536, 3 rows of 4
+    tiles and the whole; with 64 tokens each 832 tokens of the picture.
+    """
+
+    token_id: int  # that stands in prompts for each embedding, in place of `mark`
+    tile_edge: int
+    longest_edge: int  # to which a picture is scaled first
+    tile_tokens: int  # of the prompt for each tile
+    scaling: Scaling
+    resample: int  # as Pillow numbers its filters
+    is_cut: bool = True  # False: it is seen whole alone, however large it is
+    mark: str = "<image>"  # what the chat template writes for a picture, and each of its tokens in the prompt
+    fence: str = "<fake_token_around_image>"
+    whole: str = "<global-img>"
+
+    def scaled(self, size: Size) -> Size:
+        """Return the size of what is cut into tiles: whole tiles."""
+        if not self.is_cut:
+            return Size(self.tile_edge, self.tile_edge)
+        width, height = self.first_scaled(size)
+        edge, ratio = self.tile_edge, width / height
+        if width >= height:
+            width = math.ceil(width / edge) * edge
+            return Size(width, math.ceil(int(width / ratio) / edge) * edge)
+        height = math.ceil(height / edge) * edge
+        return Size(math.ceil(int(height * ratio) / edge) * edge, height)
+
+    def first_scaled(self, size: Size) -> Size:
+        """Return the size in between: pictures are scaled twice, as the model was trained."""
+        width, height = size
+        ratio = width / height
+        if width >= height:
+            width, height = self.longest_edge, _even(int(self.longest_edge / ratio))
+        else:
+            width, height = _even(int(self.longest_edge * ratio)), self.longest_edge
+        width, height = max(width, 1), max(height, 1)
+        ratio = width / height
+        if width >= height and width > MAX_SCALED_EDGE:
+            return Size(MAX_SCALED_EDGE, max(int(MAX_SCALED_EDGE / ratio), 1))
+        if height > width and height > MAX_SCALED_EDGE:
+            return Size(max(int(MAX_SCALED_EDGE * ratio), 1), MAX_SCALED_EDGE)
+        return Size(width, height)
+
+    def grid(self, size: Size) -> Size:
+        """Return the columns and rows of tiles beside the whole; 0 and 0: there are none."""
+        width, height = self.scaled(size)
+        columns, rows = width // self.tile_edge, height // self.tile_edge
+        return Size(0, 0) if columns <= 1 and rows <= 1 else Size(columns, rows)
+
+    def num_tokens(self, size: Size) -> int:
+        """Return the positions of the prompt that the picture's embeddings take."""
+        columns, rows = self.grid(size)
+        return (columns * rows + 1) * self.tile_tokens
+
+    def text(self, size: Size) -> str:
+        """Return what stands in the prompt in place of the template's mark."""
+        columns, rows = self.grid(size)
+        tokens = self.mark * self.tile_tokens
+        whole = f"{self.fence}{self.whole}{tokens}{self.fence}"
+        if not columns:
+            return whole
+        lines = [
+            "".join([f"{self.fence}<row_{row + 1}_col_{column + 1}>{tokens}" for column in range(columns)])
+            for row in range(rows)
+        ]
+        return "\n".join(lines) + "\n\n" + whole
+
+
+class RowsForm(msgspec.Struct, frozen=True, tag=True):
+    """Pixtral, Mistral 3: a picture keeps its shape, and is read row by row in square cells.
+
+    Example: cells of 16 and `longest_edge` 1024; 1600 x 900 pixels become 1024 x 576, 36 rows of 64 cells, each a
+    token, and behind each row one more.
+    """
+
+    token_id: int  # that stands in prompts for each embedding, in place of `mark`
+    cell_edge: int  # of the patches that become one token
+    longest_edge: int  # a larger picture is made smaller
+    scaling: Scaling
+    resample: int  # as Pillow numbers its filters
+    mark: str = "[IMG]"
+    row_end: str = "[IMG_BREAK]"
+    end: str = "[IMG_END]"
+
+    def scaled(self, size: Size) -> Size:
+        """Return the size that the picture is made: whole cells."""
+        columns, rows = self.grid(size)
+        return Size(columns * self.cell_edge, rows * self.cell_edge)
+
+    def grid(self, size: Size) -> Size:
+        """Return the columns and rows of cells."""
+        ratio = max(max(size) / self.longest_edge, 1.0)
+        width, height = (max(int(edge / ratio), 1) for edge in size)
+        return Size((width - 1) // self.cell_edge + 1, (height - 1) // self.cell_edge + 1)
+
+    def num_tokens(self, size: Size) -> int:
+        """Return the positions of the prompt that the picture's embeddings take."""
+        columns, rows = self.grid(size)
+        return columns * rows
+
+    def text(self, size: Size) -> str:
+        """Return what stands in the prompt in place of the template's mark."""
+        columns, rows = self.grid(size)
+        return self.row_end.join([self.mark * columns] * rows) + self.end
+
+
+PictureForm = TiledForm | RowsForm
+
+
+def _even(edge: int) -> int:
+    return edge + edge % 2

@@ -1,0 +1,1 @@
+"""Config and weights of the encoders by which models see pictures."""

@@ -1,0 +1,226 @@
+"""Reads how a model sees from config.json and from the files of its processor: a row of the table for each family."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypedDict
+
+from alignedserve.core.errors import UnsupportedModel
+from alignedserve.core.json_fields import JsonFields, read_json_object
+from alignedserve.pictures.form import CHANNELS, Rgb, RowsForm, Scaling, TiledForm
+from alignedserve.runtime.model.hf_fields import MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, read_activation
+from alignedserve.runtime.model.model_config import Activation, NormKind
+from alignedserve.runtime.model.vision.vision_config import VisionConfig, VisionNames
+
+_MAX_FILE_BYTES = 1 << 20
+_MAX_EDGE = 1 << 13
+_MAX_TILES = 256  # of one picture, however wide or high it is
+_MAX_CELLS = 16384
+_PROCESSOR, _IMAGES = "processor_config.json", "preprocessor_config.json"
+_ALWAYS = ("do_resize", "do_rescale", "do_normalize")
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_HALVES: Rgb = (0.5, 0.5, 0.5)
+_CLIP: tuple[Rgb, Rgb] = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))  # mean, deviation
+
+Reader = Callable[[JsonFields, JsonFields], VisionConfig]  # of the model's fields and those of its processor of images
+
+
+def read_vision(folder: Path, family: str) -> VisionConfig | None:
+    """Read how the model in the folder sees; None: it does not, or not in a way that is read here.
+
+    Raises ModelError naming the field, UnsupportedModel naming what is not supported.
+    """
+    reader = VISION_FAMILIES.get(family)
+    if reader is None:
+        return None
+    path = folder / "config.json"
+    fields, images = JsonFields(read_json_object(path, _MAX_FILE_BYTES), str(path)), _processor(folder)
+    for name in _ALWAYS:
+        if not images.flag(name, True):
+            raise UnsupportedModel(f"{images.where}: {name}=false is not supported.")
+    return reader(fields, images)
+
+
+def _processor(folder: Path) -> JsonFields:
+    """Return the fields of the processor of images, whichever file has them; none are needed."""
+    path = folder / _PROCESSOR
+    if path.exists():
+        inner = JsonFields(read_json_object(path, _MAX_FILE_BYTES), str(path)).section("image_processor")
+        if inner is not None:
+            return inner
+    path = folder / _IMAGES
+    return JsonFields(read_json_object(path, _MAX_FILE_BYTES) if path.exists() else {}, str(path))
+
+
+_IDEFICS3 = VisionNames(
+    prefixes=("model.",),
+    patches="vision_model.embeddings.patch_embedding",
+    positions="vision_model.embeddings.position_embedding",
+    layer="vision_model.encoder.layers.{layer}.",
+    attention_norm="layer_norm1",
+    qkv=_QKV,
+    output="self_attn.out_proj",
+    mlp_norm="layer_norm2",
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+    last_norm="vision_model.post_layernorm",
+    connector=("connector.modality_projection.proj",),
+)
+_PIXTRAL = VisionNames(
+    prefixes=("model.", ""),
+    patches="vision_tower.patch_conv",
+    first_norm="vision_tower.ln_pre",
+    layer="vision_tower.transformer.layers.{layer}.",
+    attention_norm="attention_norm",
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    output="attention.o_proj",
+    mlp_norm="ffn_norm",
+    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    connector=("multi_modal_projector.linear_1", "multi_modal_projector.linear_2"),
+)
+_MISTRAL3 = replace(
+    _PIXTRAL,
+    connector_norm="multi_modal_projector.norm",
+    merger="multi_modal_projector.patch_merger.merging_layer",
+)
+
+
+class _Sizes(TypedDict):
+    """The sizes that every tower has, as arguments of VisionConfig."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    activation: Activation
+    out_width: int
+
+
+def _sizes(fields: JsonFields, tower: JsonFields, defaults: tuple[int, int, int, int, int], activation: str) -> _Sizes:
+    """Return the sizes; `defaults`: of width, inner width, layers, heads and patches."""
+    width = tower.integer("hidden_size", 1, MAX_WIDTH, defaults[0])
+    num_heads = tower.integer("num_attention_heads", 1, MAX_HEADS, defaults[3])
+    if width % num_heads:
+        raise tower.error("num_attention_heads", "must divide hidden_size")
+    if tower.integer("num_channels", 1, 16, CHANNELS) != CHANNELS:
+        raise UnsupportedModel(f"{tower.where}: num_channels other than {CHANNELS} are not supported.")
+    return {
+        "hidden_size": width,
+        "intermediate_size": tower.integer("intermediate_size", 1, MAX_WIDTH, defaults[1]),
+        "num_layers": tower.integer("num_hidden_layers", 1, MAX_LAYERS, defaults[2]),
+        "num_heads": num_heads,
+        "patch_size": tower.integer("patch_size", 1, _MAX_EDGE, defaults[4]),
+        "activation": read_activation(tower, "hidden_act", activation),
+        "out_width": _section(fields, "text_config").integer("hidden_size", 1, MAX_WIDTH),
+    }
+
+
+def _idefics3(fields: JsonFields, images: JsonFields) -> VisionConfig:
+    tower = _section(fields, "vision_config")
+    sizes = _sizes(fields, tower, (1152, 3072, 12, 16, 32), "gelu_pytorch_tanh")
+    patch = sizes["patch_size"]
+    num_sides = tower.integer("image_size", patch, _MAX_EDGE, 224) // patch
+    join = fields.integer("scale_factor", 1, num_sides, 2)
+    edge, longest = _longest_edge(images, "max_image_size", 364), _longest_edge(images, "size", 4 * 364)
+    if edge // patch != num_sides or num_sides % join:
+        raise images.error("max_image_size", f"must be {num_sides} patches of {patch}, divided by scale_factor")
+    if (-(-longest // edge)) ** 2 > _MAX_TILES:
+        raise UnsupportedModel(f"{images.where}: more than {_MAX_TILES} tiles of a picture are not supported.")
+    form = TiledForm(
+        token_id=fields.integer("image_token_id", 0, MAX_VOCABULARY, 128257),
+        tile_edge=edge,
+        longest_edge=longest,
+        tile_tokens=(num_sides // join) ** 2,
+        scaling=_scaling(images, (_HALVES, _HALVES)),
+        resample=images.integer("resample", 0, 5, 1),
+        is_cut=images.flag("do_image_splitting", True),
+    )
+    return VisionConfig(
+        **sizes,
+        form=form,
+        names=_IDEFICS3,
+        norm=NormKind.LAYER,
+        norm_eps=tower.number("layer_norm_eps", 0.0, 1.0, 1e-6),
+        has_bias=True,
+        is_gated=False,
+        num_sides=num_sides,
+        rope_theta=None,
+        join=join,
+        joins_channels=False,
+    )
+
+
+def _pixtral(fields: JsonFields, images: JsonFields) -> VisionConfig:
+    """Read Pixtral's tower, of its own model (`llava`) or of Mistral 3, which joins patches."""
+    tower = _section(fields, "vision_config")
+    if tower.text("model_type", "pixtral") != "pixtral":
+        raise UnsupportedModel(f"{tower.where}: a tower other than pixtral is not supported.")
+    if fields.integer("vision_feature_layer", -MAX_LAYERS, MAX_LAYERS, -1) != -1:
+        raise UnsupportedModel(f"{fields.where}: vision_feature_layer other than -1 is not supported.")
+    is_joined = fields.text("model_type") == "mistral3"
+    if not is_joined and fields.text("vision_feature_select_strategy", "default") != "full":
+        raise UnsupportedModel(f"{fields.where}: vision_feature_select_strategy other than full is not supported.")
+    sizes = _sizes(fields, tower, (1024, 4096, 24, 16, 16), "gelu")
+    join = fields.integer("spatial_merge_size", 1, 16, 2) if is_joined else 1
+    if (sizes["hidden_size"] // sizes["num_heads"]) % 4:
+        raise tower.error("num_attention_heads", "must leave heads of whole fours")
+    longest = _longest_edge(images, "size", 1024)
+    cell = sizes["patch_size"] * join
+    if (longest // cell) ** 2 > _MAX_CELLS:
+        raise UnsupportedModel(f"{images.where}: more than {_MAX_CELLS} tokens of a picture are not supported.")
+    ropes = tower.section("rope_parameters")
+    token_name = "image_token_index" if fields.has("image_token_index") else "image_token_id"
+    form = RowsForm(
+        token_id=fields.integer(token_name, 0, MAX_VOCABULARY, 10),
+        cell_edge=cell,
+        longest_edge=longest,
+        scaling=_scaling(images, _CLIP),
+        resample=images.integer("resample", 0, 5, 3),
+    )
+    return VisionConfig(
+        **sizes,
+        form=form,
+        names=_MISTRAL3 if is_joined else _PIXTRAL,
+        norm=NormKind.RMS,
+        norm_eps=1e-5,
+        has_bias=False,
+        is_gated=True,
+        num_sides=None,
+        rope_theta=(tower if ropes is None else ropes).number("rope_theta", 1.0, 1e12, 1e4),
+        join=join,
+        joins_channels=True,
+        connector_activation=read_activation(fields, "projector_hidden_act", "gelu"),
+        has_connector_bias=fields.flag("multimodal_projector_bias", not is_joined),
+        connector_eps=_section(fields, "text_config").number("rms_norm_eps", 0.0, 1.0, 1e-6),
+    )
+
+
+def _section(fields: JsonFields, name: str) -> JsonFields:
+    return fields.section(name) or JsonFields({}, f"{fields.where}, {name}")
+
+
+def _longest_edge(images: JsonFields, name: str, default: int) -> int:
+    section = images.section(name)
+    return default if section is None else section.integer("longest_edge", 1, _MAX_EDGE)
+
+
+def _scaling(images: JsonFields, defaults: tuple[Rgb, Rgb]) -> Scaling:
+    mean, deviation = defaults
+    rescale = images.number("rescale_factor", 0.0, 1e6, 1 / 255)
+    return Scaling(rescale, _rgb(images, "image_mean", mean), _rgb(images, "image_std", deviation))
+
+
+def _rgb(images: JsonFields, name: str, default: Rgb) -> Rgb:
+    if not images.has(name):
+        return default
+    red, green, blue = images.numbers(name, CHANNELS, -1e3, 1e3)
+    return red, green, blue
+
+
+VISION_FAMILIES: Mapping[str, Reader] = MappingProxyType(
+    {"idefics3": _idefics3, "smolvlm": _idefics3, "llava": _pixtral, "mistral3": _pixtral}
+)

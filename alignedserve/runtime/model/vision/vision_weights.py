@@ -1,0 +1,141 @@
+"""Loads the weights of the encoder by which a model sees, and of what makes prompt tokens of its patches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from alignedserve.pictures.form import CHANNELS
+from alignedserve.runtime.model.model_config import NormKind
+from alignedserve.runtime.model.product_reader import TensorSource
+from alignedserve.runtime.model.random_weights import RandomSource
+from alignedserve.runtime.model.safetensors_source import SafetensorsSource
+from alignedserve.runtime.model.vision.vision_config import VisionConfig
+from kernels.feed_forward import FeedForwardPart
+from kernels.linear import Linear, Projection
+from kernels.norm import LayerNorm, Norm, RmsNorm
+
+_SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLayer:
+    """One layer; its norms come before what they normalise for."""
+
+    attention_norm: Norm
+    qkv: Projection  # [3 * hidden_size, hidden_size]
+    output: Projection
+    mlp_norm: Norm
+    mlp: FeedForwardPart
+
+
+@dataclass(frozen=True, slots=True)
+class Connector:
+    """What makes prompt tokens of patches."""
+
+    norm: Norm | None  # of patches
+    merger: Projection | None  # [hidden_size, joined_width]
+    products: tuple[Projection, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VisionWeights:
+    """A whole tower, on one device and in one dtype."""
+
+    patches: Projection  # [hidden_size, patch_width]
+    positions: Tensor | None  # [num_sides ** 2, hidden_size]
+    first_norm: Norm | None
+    layers: tuple[VisionLayer, ...]
+    last_norm: Norm | None
+    connector: Connector
+
+
+def load_vision_weights(
+    folder: Path | None, config: VisionConfig, dtype: torch.dtype, device: torch.device
+) -> VisionWeights:
+    """Load the weights in `folder` as `dtype`; None: random ones. Raises ModelError naming file or tensor."""
+    source: TensorSource
+    source = RandomSource(_SEED, dtype, device) if folder is None else SafetensorsSource(folder, dtype, device)
+    return _Assembler(config, source).weights()
+
+
+class _Assembler:
+    def __init__(self, config: VisionConfig, source: TensorSource) -> None:
+        self._config, self._source, self._names = config, source, config.names
+        found = (prefix for prefix in self._names.prefixes if source.has(f"{prefix}{self._names.patches}.weight"))
+        self._prefix = next(found, self._names.prefixes[0])
+
+    def weights(self) -> VisionWeights:
+        config, names, width = self._config, self._names, self._config.hidden_size
+        positions = None
+        if config.num_sides is not None:
+            positions = self._tensor(f"{names.positions}.weight", config.num_sides**2, width)
+        return VisionWeights(
+            patches=self._patches(),
+            positions=positions,
+            first_norm=self._norm(names.first_norm) if names.first_norm else None,
+            layers=tuple(self._layer(names.layer.format(layer=number)) for number in range(config.num_layers)),
+            last_norm=self._norm(names.last_norm) if names.last_norm else None,
+            connector=self._connector(),
+        )
+
+    def _patches(self) -> Projection:
+        config, module = self._config, self._names.patches
+        edge, width = config.patch_size, config.hidden_size
+        kernel = self._tensor(f"{module}.weight", width, CHANNELS, edge, edge).reshape(width, -1)
+        return Linear(kernel, self._tensor(f"{module}.bias", width) if config.has_bias else None)
+
+    def _layer(self, prefix: str) -> VisionLayer:
+        config, names, width, inner = (
+            self._config,
+            self._names,
+            self._config.hidden_size,
+            self._config.intermediate_size,
+        )
+        up = self._linear(
+            [prefix + name for name in names.up], inner, width, config.activation.value, is_gated=config.is_gated
+        )
+        return VisionLayer(
+            attention_norm=self._norm(prefix + names.attention_norm),
+            qkv=self._linear([prefix + name for name in names.qkv], width, width),
+            output=self._linear([prefix + names.output], width, width),
+            mlp_norm=self._norm(prefix + names.mlp_norm),
+            mlp=FeedForwardPart(up, self._linear([prefix + names.down], width, inner)),
+        )
+
+    def _connector(self) -> Connector:
+        config, names = self._config, self._names
+        norm = merger = None
+        if names.connector_norm:
+            weight = self._tensor(f"{names.connector_norm}.weight", config.hidden_size)
+            norm = RmsNorm(weight, config.connector_eps, weight.dtype)
+        if names.merger:
+            merger = Linear(self._tensor(f"{names.merger}.weight", config.hidden_size, config.joined_width))
+        widths, activation = [config.connected_width, config.out_width], config.connector_activation
+        products = []
+        for number, (name, width) in enumerate(zip(names.connector, widths, strict=False)):
+            weight = self._tensor(f"{name}.weight", config.out_width, width)
+            bias = self._tensor(f"{name}.bias", config.out_width) if config.has_connector_bias else None
+            is_inner = number + 1 < len(names.connector) and activation is not None
+            products.append(Linear(weight, bias, activation=activation.value if is_inner and activation else None))
+        return Connector(norm, merger, tuple(products))
+
+    def _linear(
+        self, modules: Sequence[str], rows: int, in_width: int, activation: str | None = None, *, is_gated: bool = False
+    ) -> Linear:
+        """Stack the weights of modules that read the same input."""
+        weight = torch.cat([self._tensor(f"{name}.weight", rows, in_width) for name in modules])
+        bias = torch.cat([self._tensor(f"{name}.bias", rows) for name in modules]) if self._config.has_bias else None
+        return Linear(weight, bias, activation=activation, is_gated=is_gated)
+
+    def _norm(self, module: str) -> Norm:
+        config, width = self._config, self._config.hidden_size
+        weight = self._tensor(f"{module}.weight", width)
+        if config.norm is NormKind.RMS:
+            return RmsNorm(weight, config.norm_eps, weight.dtype)
+        return LayerNorm(weight, self._tensor(f"{module}.bias", width), config.norm_eps)
+
+    def _tensor(self, name: str, *shape: int) -> Tensor:
+        return self._source.tensor(self._prefix + name, shape)

@@ -1,0 +1,1 @@
+"""How a worker sees pictures: the tower's passes, and the embeddings that they leave."""

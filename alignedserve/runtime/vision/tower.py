@@ -1,0 +1,123 @@
+"""The passes of an encoder of pictures, in steps between which other work may be done."""
+
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from alignedserve.pictures.decoder import Pixels
+from alignedserve.runtime.model.vision.vision_config import VisionConfig
+from alignedserve.runtime.model.vision.vision_weights import VisionLayer, VisionWeights
+
+_STEP_ROWS = 256  # of a product, after which a pass may stand still
+
+Steps = Generator[None, None, Tensor]
+Rotation = tuple[Tensor, Tensor]
+
+
+class VisionTower:
+    """A tower ready to run. A part of a picture is computed by itself, so that its result depends on nothing else."""
+
+    def __init__(self, config: VisionConfig, weights: VisionWeights, dtype: torch.dtype, device: torch.device) -> None:
+        """`dtype`, `device`: of the weights."""
+        self.config = config
+        self._weights = weights
+        self._dtype, self._device = dtype, device
+
+    def steps(self, pixels: Pixels) -> Steps:
+        """Compute one part [channels, height, width] -> [tokens, out_width], in steps of milliseconds."""
+        weights, (patches, rows, columns) = self._weights, self._patches(pixels)
+        hidden = weights.patches(patches)
+        if weights.positions is not None:
+            hidden = hidden + weights.positions.index_select(0, self._places(rows, columns))
+        if weights.first_norm is not None:
+            hidden = weights.first_norm(hidden)
+        rotation = self._rotation(rows, columns)
+        yield
+        for layer in weights.layers:
+            yield from self._run_layer(hidden, layer, rotation)
+        return self._connected(hidden if weights.last_norm is None else weights.last_norm(hidden), rows, columns)
+
+    def _connected(self, hidden: Tensor, rows: int, columns: int) -> Tensor:
+        """Make prompt tokens [tokens, out_width] of patches [patches, hidden_size]."""
+        config, connector = self.config, self._weights.connector
+        if connector.norm is not None:
+            hidden = connector.norm(hidden)
+        hidden = _joined(hidden, rows, columns, config.join, by_channel=config.joins_channels)
+        if connector.merger is not None:
+            hidden = connector.merger(hidden)
+        for product in connector.products:
+            hidden = product(hidden)
+        return hidden
+
+    def _patches(self, pixels: Pixels) -> tuple[Tensor, int, int]:
+        """Return the patches [patches, pixels of one], row by row, and the numbers of rows and columns."""
+        scaling, edge = self.config.form.scaling, self.config.patch_size
+        # As transformers rounds: float64 once, then float32.
+        values = (torch.from_numpy(pixels.copy()).double() * scaling.rescale).float()
+        mean, deviation = (torch.tensor(rgb)[:, None, None] for rgb in (scaling.mean, scaling.deviation))
+        values = ((values - mean) / deviation).to(self._device, self._dtype)
+        channels, height, width = values.shape
+        rows, columns = height // edge, width // edge
+        values = values[:, : rows * edge, : columns * edge].reshape(channels, rows, edge, columns, edge)
+        return values.permute(1, 3, 0, 2, 4).reshape(rows * columns, -1), rows, columns
+
+    def _places(self, rows: int, columns: int) -> Tensor:
+        """Return the rows of the table of positions [patches], by the patches' places as fractions of the part."""
+        sides = self.config.num_sides
+        assert sides is not None, "a tower without a table of positions"
+        boundaries = torch.arange(1 / sides, 1.0, 1 / sides)
+        down, across = (_buckets(count, boundaries) for count in (rows, columns))
+        return (down[:, None] * sides + across[None, :]).reshape(-1).to(self._device)
+
+    def _rotation(self, rows: int, columns: int) -> Rotation | None:
+        """Return cosines and sines [patches, head_dim / 2]: of pairs in turn by a patch's row and by its column."""
+        theta, width = self.config.rope_theta, self.config.head_dim
+        if theta is None:
+            return None
+        frequencies = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+        down, across = (torch.arange(count, dtype=torch.float32) for count in (rows, columns))
+        by_row = (down[:, None, None] * frequencies[0::2]).expand(rows, columns, -1)
+        by_column = (across[None, :, None] * frequencies[1::2]).expand(rows, columns, -1)
+        angles = torch.cat((by_row, by_column), -1).reshape(rows * columns, -1)
+        return angles.cos().to(self._device, self._dtype), angles.sin().to(self._device, self._dtype)
+
+    def _run_layer(self, hidden: Tensor, layer: VisionLayer, rotation: Rotation | None) -> Generator[None, None, None]:
+        """Run one layer of [patches, hidden_size], in place."""
+        normed, heads = layer.attention_norm(hidden), self.config.num_heads
+        fused = []
+        for part in normed.split(_STEP_ROWS):
+            fused.append(layer.qkv(part))
+            yield
+        shape = (3, heads, self.config.head_dim)
+        queries, keys, values = torch.cat(fused).view(-1, *shape).permute(1, 2, 0, 3)
+        if rotation is not None:
+            queries, keys = _rotated(queries, rotation), _rotated(keys, rotation)
+        for first in range(0, len(hidden), _STEP_ROWS):
+            part = slice(first, first + _STEP_ROWS)
+            attended = functional.scaled_dot_product_attention(queries[None, :, part], keys[None], values[None])
+            hidden[part] += layer.output(attended[0].transpose(0, 1).reshape(-1, hidden.shape[1]))
+            yield
+        for part_rows in hidden.split(_STEP_ROWS):
+            part_rows += layer.mlp(layer.mlp_norm(part_rows))
+            yield
+
+
+def _buckets(count: int, boundaries: Tensor) -> Tensor:
+    places = torch.arange(count, dtype=torch.float32) * (1.0 / torch.tensor(count))
+    return torch.bucketize(places.clamp(max=1.0 - 1e-6), boundaries, right=True)
+
+
+def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate heads [heads, patches, head_dim]: of each, elements half a head apart."""
+    cosines, sines = rotation
+    first, second = heads.chunk(2, -1)
+    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1)
+
+
+def _joined(hidden: Tensor, rows: int, columns: int, edge: int, *, by_channel: bool) -> Tensor:
+    """Put squares of patches side by side: [patches, width] -> [patches / edge ** 2, width * edge ** 2]."""
+    grid = hidden.view(rows // edge, edge, columns // edge, edge, -1)
+    order = (0, 2, 4, 1, 3) if by_channel else (0, 2, 1, 3, 4)
+    return grid.permute(order).reshape(rows * columns // edge**2, -1)

@@ -1,0 +1,105 @@
+"""Requests with pictures through a whole cluster: each is answered as if alone, also when its worker is lost."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from alignedserve.api.prefix_hasher import PrefixHasher
+from alignedserve.config.sections import ClusterConfig, RecordingConfig, Topology
+from alignedserve.core.picture import Picture, picture_digest
+from alignedserve.core.request import SamplingParams
+from alignedserve.messages.gateways import RequestFailed
+from alignedserve.replay.component_replay import recordings_in
+from tests.harnesses.client_gateway import Answer
+from tests.replay.recorded import replays
+from tests.support.in_process import TINY_LLAMA, RoomCluster, running, small_config
+from tests.support.tiny_vision import picture
+from tests.support.waiting import holds
+
+pytestmark = pytest.mark.slow
+
+IMAGE = 120
+SAMPLING = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+HASHER = PrefixHasher(b"k" * 32, form=b"form", block_size=8)
+TOPOLOGIES = [Topology.COLOCATED, Topology.ELASTIC, Topology.DISAGGREGATED]
+
+
+def seeing_config(folder: Path, topology: Topology, **changes: object) -> ClusterConfig:
+    """Configure a tiny SmolVLM of random weights: 20 tokens of a picture that is about square."""
+    config = small_config(folder / "model", topology=topology, **changes)
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    fields = {
+        "model_type": "smolvlm",
+        "text_config": TINY_LLAMA,
+        "vision_config": {**tower, "image_size": 16, "patch_size": 4},
+        "scale_factor": 2,
+        "image_token_id": IMAGE,
+        "eos_token_id": 2,
+    }
+    (folder / "model" / "config.json").write_text(json.dumps(fields))
+    images = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+    (folder / "model" / "preprocessor_config.json").write_text(json.dumps(images))
+    return config
+
+
+def shown(content: bytes) -> tuple[list[int], tuple[Picture, ...]]:
+    """Return a prompt with this picture: the same tokens whatever it shows."""
+    prompt = [5, 6, 7, *[IMAGE] * 12, 8, *[IMAGE] * 8, 9, 10, 11]
+    return prompt, (Picture(content, picture_digest(content), ((3, 12), (16, 8))),)
+
+
+WORK = [shown(picture(30, 30, seed)) for seed in (1, 2, 3)]
+
+
+def submit(cluster: RoomCluster, work: tuple[list[int], tuple[Picture, ...]], prefix_root: bytes = b"") -> Answer:
+    prompt, pictures = work
+    return cluster.gateway.submit(prompt, SAMPLING, prefix_root=prefix_root, pictures=pictures)
+
+
+async def check(cluster: RoomCluster, answers: list[Answer]) -> None:
+    async with asyncio.timeout(40):
+        await asyncio.gather(*(answer.done.wait() for answer in answers))
+    right = [cluster.reference(prompt, SAMPLING, None, pictures) for prompt, pictures in WORK]
+    assert len({tuple(tokens) for tokens in right}) == len(WORK)  # they see
+    assert [answer.failure for answer in answers] == [None] * len(answers)
+    assert [answer.token_ids for answer in answers] == [right[number % len(WORK)] for number in range(len(answers))]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+async def test_answers_are_those_of_their_pictures(topology: Topology, tmp_path: Path) -> None:
+    recording = RecordingConfig(folder=str(tmp_path / "run"))
+    config = seeing_config(tmp_path, topology, recording=recording)
+    root = HASHER.root("tenant", None)
+    async with running(config, tmp_path) as cluster:
+        await check(cluster, [submit(cluster, work, root) for work in (*WORK, *WORK)])
+        before = sum(engine.num_computed for engine in cluster.engines.values())
+        await check(cluster, [submit(cluster, work, root) for work in WORK])  # from the prefix cache, each its own
+        computed = sum(engine.num_computed for engine in cluster.engines.values()) - before
+        assert computed < len(WORK) * (SAMPLING.max_tokens + len(WORK[0][0]) - 8)
+        await cluster.gateway.idle()
+    content = WORK[0][1][0].content
+    assert not any(content[:64] in path.read_bytes() for path in recordings_in(tmp_path / "run"))
+    assert [one.name for one in replays(tmp_path / "run") if one.difference is not None] == []
+
+
+@pytest.mark.parametrize("topology", [Topology.ELASTIC, Topology.DISAGGREGATED])
+async def test_a_lost_workers_requests_still_have_their_pictures(topology: Topology, tmp_path: Path) -> None:
+    async with running(seeing_config(tmp_path, topology), tmp_path) as cluster:
+        answers = [submit(cluster, work) for work in WORK]
+        await holds(lambda: all(len(answer.token_ids) >= 5 for answer in answers))
+        await cluster.stop("decode-0")
+        await cluster.start_decode("decode-0")
+        await check(cluster, answers)
+        await cluster.gateway.idle()
+
+
+async def test_a_file_that_cannot_be_decoded_fails_its_request_alone(tmp_path: Path) -> None:
+    async with running(seeing_config(tmp_path, Topology.ELASTIC), tmp_path) as cluster:
+        bad = submit(cluster, shown(picture(30, 30)[:99]))
+        await check(cluster, [submit(cluster, work) for work in WORK])
+        async with asyncio.timeout(20):
+            await bad.done.wait()
+        assert isinstance(bad.failure, RequestFailed)
+        assert "truncated or damaged" in bad.failure.reason

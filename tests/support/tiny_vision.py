@@ -1,0 +1,103 @@
+"""Small random checkpoints of models that see, written by transformers, and pictures for them."""
+
+import io
+import json
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tests.support.tiny_models import transformers_library
+
+IMAGE = 198  # stands in prompts for a picture's tokens
+MARKS = ("<image>", "<fake_token_around_image>", "<global-img>")
+TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4))
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] == 'image' %}<image>{% endif %}"
+    "{% endfor %}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_TEXT: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_TOWER: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+_TILED: dict[str, Any] = {
+    "text_config": {"model_type": "llama", **_TEXT},
+    "vision_config": {**_TOWER, "image_size": 16, "patch_size": 4},
+    "scale_factor": 2,
+    "image_token_id": IMAGE,
+    "tie_word_embeddings": False,
+}
+_ROWS: dict[str, Any] = {
+    "text_config": {"model_type": "mistral", "sliding_window": None, "head_dim": 24, **_TEXT},
+    "vision_config": {**_TOWER, "model_type": "pixtral", "image_size": 40, "patch_size": 4},
+    "image_token_index": IMAGE,
+    "vision_feature_layer": -1,
+    "tie_word_embeddings": False,
+}
+_TILES_OF = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+# Family: config class, its arguments, the sizes of its processor of images.
+TINY_SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "idefics3": ("Idefics3Config", _TILED, _TILES_OF),
+    "smolvlm": ("SmolVLMConfig", _TILED, _TILES_OF),
+    "llava": (
+        "LlavaConfig",
+        {**_ROWS, "vision_feature_select_strategy": "full"},
+        {"size": {"longest_edge": 40}, "patch_size": {"height": 4, "width": 4}},
+    ),
+    "mistral3": (
+        "Mistral3Config",
+        {**_ROWS, "spatial_merge_size": 2},
+        {"size": {"longest_edge": 40}, "patch_size": {"height": 8, "width": 8}},
+    ),
+}
+_PROCESSORS = {"idefics3": "Idefics3", "smolvlm": "SmolVLM", "llava": "Pixtral", "mistral3": "Pixtral"}
+
+
+def make_tiny_seeing(folder: Path, family: str) -> Any:
+    """Write a checkpoint and the config of its processor; return the model (float32, evaluation mode)."""
+    library = transformers_library()
+    class_name, arguments, images = TINY_SEEING[family]
+    torch.manual_seed(0)
+    model: Any = library.AutoModelForImageTextToText.from_config(
+        getattr(library, class_name)(**arguments), dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn(parameter.shape) * (0.05 if "norm" in name or "bias" in name else 0.08))
+    model.train(False)
+    library.utils.logging.disable_progress_bar()
+    model.save_pretrained(folder, safe_serialization=True)
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    return model
+
+
+def processed(family: str, *files: bytes, **options: bool) -> Any:
+    """Return what transformers' own processor makes of pictures of one prompt, as arguments of its model."""
+    name = _PROCESSORS[family]
+    module = import_module(f"transformers.models.{name.lower()}.image_processing_pil_{name.lower()}")
+    processor = getattr(module, f"{name}ImageProcessorPil")(**TINY_SEEING[family][2])
+    images = [Image.open(io.BytesIO(file)) for file in files]
+    return processor([images] if name != "Pixtral" else images, return_tensors="pt", **options)
+
+
+@cache
+def picture(width: int = 23, height: int = 40, seed: int = 0, file_format: str = "PNG") -> bytes:
+    """Return the file of a picture with many colours."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, file_format)
+    return file.getvalue()

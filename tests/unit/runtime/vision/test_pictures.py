@@ -1,0 +1,128 @@
+"""Models that see against transformers: pixels, embeddings, logits and answers are equal."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import SamplingParams
+from alignedserve.pictures.decoder import Pixels
+from alignedserve.pictures.decoding import decode
+from alignedserve.pictures.form import RowsForm, Size
+from alignedserve.pictures.outcomes import Decoded, Task
+from alignedserve.runtime.engine.engine import NewSequence
+from alignedserve.runtime.model.vision.families import VISION_FAMILIES, read_vision
+from alignedserve.runtime.model.vision.vision_config import VisionConfig
+from alignedserve.runtime.model.vision.vision_weights import load_vision_weights
+from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
+from alignedserve.runtime.vision.tower import VisionTower
+from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, tiny_decoder
+from tests.support.tiny_vision import IMAGE, TINY_SEEING, make_tiny_seeing, picture, processed
+
+SIZES = [(23, 40), (40, 23), (32, 32), (7, 7), (90, 3), (16, 16)]
+FILES = (picture(23, 40), picture(30, 30, seed=1))
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=list(TINY_SEEING))
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, folder, make_tiny_seeing(folder, request.param)
+
+
+def config_of(family: str, folder: Path) -> VisionConfig:
+    config = read_vision(folder, family)
+    assert config is not None, f"{family} does not see"
+    return config
+
+
+def parts_of(file: bytes, config: VisionConfig) -> list[Pixels]:
+    decoded = decode(file, Task(1 << 20, config.form))
+    assert isinstance(decoded, Decoded), decoded
+    whole = np.frombuffer(decoded.pixels, np.uint8)
+    return list(whole.reshape(len(decoded.shapes), 3, *decoded.shapes[0]))
+
+
+@torch.inference_mode()
+def embeddings_of(file: bytes, tower: VisionTower) -> torch.Tensor:
+    results = []
+    for part in parts_of(file, tower.config):
+        steps = tower.steps(part)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as ended:
+                results.append(ended.value)
+                break
+    return torch.cat(results)
+
+
+def test_pixels_and_prompts_are_those_of_the_models_processor(made: tuple[str, Path, Any]) -> None:
+    family, folder, _ = made
+    config = config_of(family, folder)
+    form, scaling = config.form, config.form.scaling
+    mean, deviation = (np.array(rgb)[:, None, None] for rgb in (scaling.mean, scaling.deviation))
+    for width, height in SIZES:
+        file, size = picture(width, height), Size(width, height)
+        expected = processed(family, file)["pixel_values"]
+        expected = expected.reshape(-1, *expected.shape[-3:]).numpy()
+        own = np.stack(parts_of(file, config)) * scaling.rescale
+        np.testing.assert_allclose((own - mean) / deviation, expected, atol=1e-6)
+        assert form.text(size) == expected_text(family, form, file, own)
+        assert form.text(size).count(form.mark) == form.num_tokens(size)
+
+
+def expected_text(family: str, form: Any, file: bytes, parts: Any) -> str:
+    """Return what transformers puts into the prompt; Pixtral's processor itself needs torchvision."""
+    if isinstance(form, RowsForm):
+        rows, columns = (edge // form.cell_edge for edge in parts.shape[-2:])
+        tokens = ([form.mark] * columns + [form.row_end]) * rows
+        return "".join([*tokens[:-1], form.end])
+    found = processed(family, file, return_row_col_info=True)
+    text_of = import_module("transformers.models.smolvlm.processing_smolvlm").get_image_prompt_string
+    marks = (form.fence, form.mark, form.whole)
+    return str(text_of(found["rows"][0][0], found["cols"][0][0], form.tile_tokens, *marks))
+
+
+def test_embeddings_logits_and_answers_equal_transformers(made: tuple[str, Path, Any]) -> None:
+    family, folder, reference = made
+    config = config_of(family, folder)
+    tower = VisionTower(config, load_vision_weights(folder, config, torch.float32, CPU), torch.float32, CPU)
+    outside = ("text_model", "language_model", "lm_head")
+    sees = [one.numel() for name, one in reference.named_parameters() if not any(part in name for part in outside)]
+    assert config.num_parameters == sum(sees)
+    own = [embeddings_of(file, tower) for file in FILES]
+    words = random_tokens(3, 30, 190)
+    prompt = [*words[:9], *[IMAGE] * len(own[0]), *words[9:20], *[IMAGE] * len(own[1]), *words[20:]]
+    pictures = SequenceEmbeddings(np.flatnonzero(np.array(prompt) == IMAGE), torch.cat(own))
+    answer = generated(folder, prompt, pictures)
+    with torch.no_grad():
+        given = processed(family, *FILES)
+        features = reference.model.get_image_features(**given).pooler_output
+        logits = reference(torch.tensor([[*prompt, *answer]]), **given).logits[0].double()
+    torch.testing.assert_close(torch.cat(own), torch.cat(list(features)), rtol=1e-4, atol=1e-5)
+    assert answer == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    probe = LogitsProbe(tiny_decoder(folder))
+    probe.add("a", prompt, pictures=pictures)
+    probe.add("b", words)
+    for counts in ({"a": 11, "b": 5}, {"a": 1}, {"a": 1, "b": 9}, {"a": len(prompt) - 13, "b": 1}):  # in chunks
+        probe.step(**counts)
+    torch.testing.assert_close(probe.logits("a").double(), logits[: len(prompt)], rtol=0.0, atol=1e-4)
+
+
+def generated(folder: Path, prompt: list[int], pictures: SequenceEmbeddings) -> list[int]:
+    tiny = TinyEngine(tiny_decoder(folder))
+    tiny.blocks["a"] = blocks = tiny.take_blocks(len(prompt) + 30)
+    sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    own = (RequestId("a"), tuple(prompt), len(prompt), 0, blocks, sampling)
+    tiny.engine.add_sequence(NewSequence(*own, pictures=pictures))
+    tiny.generate("a", 24)
+    return tiny.tokens("a")[len(prompt) :]
+
+
+def test_every_family_that_sees_is_compared() -> None:
+    assert set(VISION_FAMILIES) == set(TINY_SEEING)
