@@ -37,7 +37,7 @@ async def read_pictures(messages: Sequence[ChatMessage], services: PromptService
         return []
     path, _ = named[0]
     if services.model.picture_form is None:
-        message = f"{path}.type 'image_url' is not supported by this model, which does not see pictures."
+        message = f"{path}.type: this model does not see pictures."
         raise InvalidRequest(message, param=f"{path}.type", code="unsupported_parameter")
     config = services.config
     if len(named) > config.max_pictures:

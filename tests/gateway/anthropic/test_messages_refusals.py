@@ -61,7 +61,7 @@ async def test_what_we_do_not_support_is_refused_by_name(field: str, value: Any)
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "a", "input_schema": {}, "input_examples": [{}]}]}, "tools[0].input_examples"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
-        (user(TEXT, IMAGE), "messages[0].content[1].type"),
+        (user(TEXT, IMAGE), "messages[0]"),
         (user({"type": "document", "source": {}}), "messages[0].content[0].type"),
         (user({"type": "tool_use", "id": "a", "name": "a", "input": {}}), "messages[0].content[0].type"),
         (user({"type": "text"}), "messages[0].content[0].text"),
