@@ -8,6 +8,7 @@ Worked example: a Q5_0 block has scale 0.5 and the byte 0x3f first, with the fif
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ _CHUNK_VALUES = 1 << 22  # so many at a time: intermediate results are several t
 @np.errstate(invalid="ignore", over="ignore")  # a scale that is not finite gives values that are not
 def unpack_rows(raw_rows: Bytes, type_name: str) -> Floats:
     """Return the values [rows, width] float32 of raw rows [rows, bytes of a row]; `type_name` is GGUF's."""
-    unpack, block_bytes = _UNPACKING[type_name]
+    unpack, block_bytes = _UNPACKING.get(type_name) or _of_library(type_name)
     num_rows = len(raw_rows)
     if type_name in _PLAIN:
         return unpack(np.ascontiguousarray(raw_rows)).reshape(num_rows, -1)
@@ -36,13 +37,13 @@ def unpack_rows(raw_rows: Bytes, type_name: str) -> Floats:
     return values.reshape(num_rows, -1)
 
 
-def wider_blocks(raw_rows: Bytes, type_name: str) -> Bytes:
-    """Return rows of Q5_0 as Q8_0, which holds the same values; rows of other types as they are."""
-    if type_name != "Q5_0":
-        return raw_rows
-    blocks = np.ascontiguousarray(raw_rows).reshape(-1, 22)
-    quants = _q5_0_quants(blocks).view(np.int8) - np.int8(16)
-    return np.concatenate([blocks[:, :2], quants.view(np.uint8)], axis=1).reshape(len(raw_rows), -1)
+def _of_library(type_name: str) -> tuple[Callable[[Bytes], Floats], int]:
+    """Return how llama.cpp's own package unpacks a type: such as those whose values come from long tables."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    number = GGMLQuantizationType[type_name]
+    return partial(dequantize, qtype=number), GGML_QUANT_SIZES[number][1]
 
 
 def _f32(rows: Bytes) -> Floats:

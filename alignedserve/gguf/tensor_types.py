@@ -5,10 +5,11 @@ from typing import NamedTuple
 FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-# Types whose products are computed in blocks on a CPU, and the blocks: a Q5_0 is a Q8_0 of the same values.
+# Types whose products are computed in blocks on a CPU, and the blocks: some wider ones (kernels/wider_blocks.py).
 _COMPUTED_AS = {
     "Q8_0": "Q8_0",
-    "Q5_0": "Q8_0",
+    **dict.fromkeys(("Q5_0", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_XXS", "IQ1_S"), "Q8_0"),
+    "Q3_K": "Q6_K",
     "Q4_0": "Q4_0",
     "Q4_1": "Q4_1",
     "Q4_K": "Q4_K",
@@ -62,32 +63,25 @@ TENSOR_TYPES = {
     6: TensorType("Q5_0", 32, 22),
     7: TensorType("Q5_1", 32, 24),
     8: TensorType("Q8_0", 32, 34),
+    10: TensorType("Q2_K", 256, 84),
+    11: TensorType("Q3_K", 256, 110),
     12: TensorType("Q4_K", 256, 144),
     13: TensorType("Q5_K", 256, 176),
     14: TensorType("Q6_K", 256, 210),
+    16: TensorType("IQ2_XXS", 256, 66),
+    17: TensorType("IQ2_XS", 256, 74),
+    18: TensorType("IQ3_XXS", 256, 98),
+    19: TensorType("IQ1_S", 256, 50),
+    20: TensorType("IQ4_NL", 32, 18),
+    21: TensorType("IQ3_S", 256, 110),
+    22: TensorType("IQ2_S", 256, 82),
+    23: TensorType("IQ4_XS", 256, 136),
+    29: TensorType("IQ1_M", 256, 56),
     30: TensorType("BF16", 1, 2),
+    34: TensorType("TQ1_0", 256, 54),
+    35: TensorType("TQ2_0", 256, 66),
     39: TensorType("MXFP4", 32, 17),
+    40: TensorType("NVFP4", 64, 36),
 }
 # Named in errors, not read.
-OTHER_TYPES = {
-    9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    20: "IQ4_NL",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    23: "IQ4_XS",
-    24: "I8",
-    25: "I16",
-    26: "I32",
-    27: "I64",
-    28: "F64",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-}
+OTHER_TYPES = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0"}

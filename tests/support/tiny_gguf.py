@@ -17,7 +17,14 @@ HIDDEN, LAYERS, HEADS, KV_HEADS, FFN, CONTEXT = 256, 2, 8, 4, 512, 512
 HEAD_DIM = HIDDEN // HEADS
 NUM_CONTROL = 3
 # Their scales are float16 numbers at these bytes of a block; other bytes may be anything.
-_SCALE_PLACES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+_SCALE_PLACES = {
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "Q3_K": (108,),
+    "Q2_K": (80, 82),
+    **dict.fromkeys(("IQ4_NL", "IQ4_XS", "IQ3_S", "IQ2_XS"), (0,)),
+}
 
 
 def write_tiny_gguf(

@@ -96,7 +96,7 @@ HOSTILE: dict[str, tuple[tuple[bytes, ...], tuple[bytes, ...], str]] = {
     "odd alignment": ((entry("general.alignment", UINT32, struct.pack("<I", 3)),), (), "small power of two"),
     "an empty dimension": ((), (tensor("t", (4, 0)),), "has the shape"),
     "an enormous shape": ((), (tensor("t", (HUGE, HUGE, HUGE)),), "lies outside the file"),
-    "a type that is not read": ((), (tensor("t", (256,), 10),), "the type Q2_K"),
+    "a type that is not read": ((), (tensor("t", (256,), 15),), "the type Q8_K"),
     "a type that there is not": ((), (tensor("t", (256,), 77),), "the type number 77"),
     "offset beyond the file": ((), (tensor("t", (4,), 0, HUGE),), "lies outside the file"),
     "two tensors of a name": ((), (tensor("t", (4,)), tensor("t", (4,))), "two tensors named 't'"),

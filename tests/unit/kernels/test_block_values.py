@@ -4,8 +4,8 @@ import gguf
 import numpy as np
 import pytest
 
-from alignedserve.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES
-from kernels import block_values
+from alignedserve.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, computed_as
+from kernels import block_values, wider_blocks
 
 NAMES = [known.name for known in TENSOR_TYPES.values()]
 
@@ -22,6 +22,25 @@ def test_any_bits_unpack_as_in_the_package(name: str, monkeypatch: pytest.Monkey
         theirs = gguf.quants.dequantize(raw, tensor_type)
     assert ours.dtype == np.float32
     np.testing.assert_array_equal(ours, theirs)
+
+
+# The scale of a wider block is a float16: that of the file, or one within 2^-12 of it.
+@pytest.mark.parametrize("name", [name for name in NAMES if computed_as(name) not in (None, name)])
+def test_wider_blocks_hold_the_same_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wider_blocks, "_CHUNK_ROWS", 3)
+    values, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    raw = np.random.default_rng(1).integers(0, 256, (7, 768 // values, block_bytes), dtype=np.uint8)
+    scale = slice(108, 110) if name == "Q3_K" else slice(0, 2)
+    raw[..., scale] = np.frombuffer(np.float16(0.00173).tobytes(), np.uint8)
+    raw[3, :, scale] = 0
+    rows = raw.reshape(7, -1)
+    wide = computed_as(name)
+    assert wide is not None
+    found = block_values.unpack_rows(wider_blocks.wider_blocks(rows, name), wide)
+    expected = block_values.unpack_rows(rows, name)
+    assert abs(expected).max() > 0.01
+    is_exact = name in ("Q5_0", "IQ4_NL", "Q3_K")
+    np.testing.assert_allclose(found, expected, rtol=1e-6 if is_exact else 2**-11, atol=0)
 
 
 def test_the_worked_example() -> None:

@@ -10,9 +10,10 @@ from alignedserve.runtime.model.gguf.names import find_tensor, tensor_names
 from alignedserve.runtime.model.model_config import ModelConfig, NormKind
 from alignedserve.runtime.model.packed_products import BLOCK_DTYPES, BlockRows
 from alignedserve.runtime.model.row_lookup import BlockLookup
-from kernels.block_values import unpack_rows, wider_blocks
+from kernels.block_values import unpack_rows
 from kernels.cpu.block_quantized_linear import block_obstacle
 from kernels.cpu.packed_linear import FileRows
+from kernels.wider_blocks import wider_blocks
 
 # llama.cpp rotates neighbouring elements of these families' heads and puts their rows side by side for that.
 _INTERLEAVED = ("llama", "mixtral", "granite")

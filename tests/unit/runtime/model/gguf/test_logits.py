@@ -27,6 +27,7 @@ CASES = [
     ("llama", EVERY_TYPE),
     ("llama", ("Q4_1", "Q8_0")),
     ("llama", ("Q4_K", "Q6_K", "Q4_K")),
+    ("llama", ("IQ4_NL", "IQ4_XS", "Q3_K", "IQ3_S", "Q2_K", "IQ2_XS")),
     ("qwen2", ("Q8_0", "Q5_0")),
     ("qwen3", ("Q4_0", "Q6_K")),
 ]
