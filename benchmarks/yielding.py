@@ -36,7 +36,7 @@ from benchmarks.measuring.server import TOPOLOGIES, served, settings_of, traffic
 
 LEARNING_S = 10.0
 NUM_LAYERS = 12
-SIMULATED = ("elastic, 1", "elastic, 2", "disaggregated, 1 + 1")
+SIMULATED = ("elastic, 1", "elastic, 2", "colocated, 2", "disaggregated, 1 + 1", "disaggregated, 2 + 2, a small pool")
 CHAT = "chat: prompt=lognormal(100,300), output=lognormal(60,120), rate={rate}, ttft=0.4, tpot=0.2"
 DOCUMENTS = "documents: prompt=uniform(512,1024), output=uniform(32,128), outstanding=64, tier=flex"
 Row = dict[str, Any]
@@ -170,6 +170,8 @@ def simulated(shape: str, seeds: Iterable[int], duration_s: float) -> Row:
         row[setting] = {
             "alone_ttft_s": _mean_ttft(alone),
             "ttft_s": _mean_ttft(chat),
+            "longest_gap_s": _longest_gap_s(chat),
+            "alone_longest_gap_s": _longest_gap_s(alone),
             "held": min(one.attainment or 0.0 for one in chat),
             "documents_per_s": float(np.mean([classes["documents"].tokens_per_s for classes in beside])),
         }
@@ -180,13 +182,21 @@ def simulated(shape: str, seeds: Iterable[int], duration_s: float) -> Row:
             f"{at} {1e3 * one['ttft_s'][at]:.0f} ({one['ttft_s'][at] / one['alone_ttft_s'][at]:.2f} x alone)"
             for at in ("p50", "p90", "p99")
         )
-        print(f"{shape:22} {setting:3}  TTFT, ms: {times}  documents {one['documents_per_s']:.0f} tokens/s", flush=True)
+        print(
+            f"{shape:34} {setting:3}  TTFT, ms: {times}  held {one['held']:.1%}  gap {one['longest_gap_s']:.2f} s "
+            f"(alone {one['alone_longest_gap_s']:.2f})  documents {one['documents_per_s']:.0f} tokens/s",
+            flush=True,
+        )
     return row
 
 
 def _mean_ttft(results: Sequence[ClassResult]) -> dict[str, float]:
     curves = [one.ttft_s.curve for one in results if one.ttft_s is not None]
     return {f"p{at}": float(np.mean([curve[at] for curve in curves])) for at in (50, 90, 99)}
+
+
+def _longest_gap_s(results: Sequence[ClassResult]) -> float:
+    return max((one.max_tbt_s.curve[-1] for one in results if one.max_tbt_s is not None), default=0.0)
 
 
 def main() -> None:

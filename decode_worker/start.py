@@ -12,7 +12,7 @@ from alignedserve.config.sections import (
 )
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.device_turns import shared_device_of
-from alignedserve.runtime.engine.engine_sizes import engine_sizes, hidden_block_tokens, swapped_bytes
+from alignedserve.runtime.engine.engine_sizes import can_stop, engine_sizes, hidden_block_tokens, swapped_bytes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.executor import make_executor
 from alignedserve.runtime.kv.arena_files import arena_path
@@ -21,7 +21,7 @@ from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.transfers.transports import lends_device_memory
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.shared_weights import share_weights
-from alignedserve.scheduling.factory import calibration_s
+from alignedserve.scheduling.factory import calibration_s, with_yielding
 from alignedserve.scheduling.policies import wants_shared_blocks
 from alignedserve.worker_core.registration import num_active, registration_of
 from decode_worker.colocated.service import ColocatedWorker
@@ -105,6 +105,7 @@ async def start_colocated_worker(
     process_spec: ProcessSpec,
 ) -> ColocatedWorker:
     """Start a worker that computes prompts and tokens. `lending`: None: requests do not move between workers."""
+    scheduling = with_yielding(scheduling, can_stop=can_stop(engine_config.device, served))
     if served.encoder is not None:  # what a token's block holds depends on the tokens after it
         prefix_cache = PrefixCacheConfig(enabled=False)
     prefix_pool = process_spec.pool_name if prefix_cache.pool_bytes else None
@@ -126,7 +127,7 @@ async def start_colocated_worker(
         max_running=config.max_running_requests,
         loads_quietly=process_spec.joins_others,
         candidate_buffer_bytes=lending.buffer_bytes if lending is not None else 0,
-        yields_between_layers=scheduling.yield_between_layers,
+        yields_between_layers=bool(scheduling.yield_between_layers),
     )
 
     device = shared_device_of(process_spec, engine_config)

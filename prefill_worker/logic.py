@@ -305,7 +305,7 @@ class PrefillLogic:
         self._additions[job.request.request_id] = addition
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[PrefillCommand]:
-        if self._urgent.keeps(event):
+        if self._urgent.cycle.keeps(event):
             return []
         duration_s = self._iterations.end(event, now)
         self._scheduler.completed(now, duration_s, event.grammar_s, is_urgent=event.is_urgent)
@@ -318,7 +318,7 @@ class PrefillLogic:
         told = self._router.send(changed) if changed is not None else []
         commands = [*told, *self._iterations.outcome(event, self._jobs)]
         if event.is_urgent:
-            kept = self._urgent.end()
+            kept = self._urgent.cycle.end()
             return commands if kept is None else [*commands, *self._iteration_completed(kept, now)]
         for job in [job for job in self._jobs.values() if job.is_aborted and not job.is_copying]:
             commands += self._end(job)

@@ -5,13 +5,13 @@ from functools import partial
 from alignedserve.config.sections import EngineConfig, PrefillWorkerConfig, PrefixCacheConfig, SchedulingConfig
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.device_turns import shared_device_of
-from alignedserve.runtime.engine.engine_sizes import engine_sizes
+from alignedserve.runtime.engine.engine_sizes import can_stop, engine_sizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.transfers.transports import lends_device_memory
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.scheduling.factory import calibration_s
+from alignedserve.scheduling.factory import calibration_s, with_yielding
 from alignedserve.worker_core.registration import registration_of
 from prefill_worker.factory import make_logic
 from prefill_worker.service import PrefillWorker
@@ -31,13 +31,14 @@ async def start_prefill_worker(
 
     `decoders`: names of the decode workers of this node; `num_far_decoders`: how many others have, at first.
     """
+    scheduling = with_yielding(scheduling, can_stop=can_stop(engine_config.device, served))
     sizes = engine_sizes(
         engine_config,
         config.kv_cache_bytes,
         config.max_running_requests,
         loads_quietly=process_spec.joins_others,
         candidate_buffer_bytes=config.candidate_buffer_bytes,
-        yields_between_layers=scheduling.yield_between_layers,
+        yields_between_layers=bool(scheduling.yield_between_layers),
     )
     layout = served.block_layout(engine_config.block_size)
     pool_name = process_spec.pool_name

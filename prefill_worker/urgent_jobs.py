@@ -3,56 +3,38 @@
 from collections.abc import Mapping
 
 from alignedserve.core.ids import RequestId
-from alignedserve.messages.iterations import IterationCompleted
 from alignedserve.scheduling.iteration_scheduler import IterationScheduler, Slices
+from alignedserve.worker_core.urgent_cycle import UrgentCycle
 from prefill_worker.state import JobStage, PrefillJob
 
 
 class UrgentJobs:
-    """The jobs that have come during the pass in flight, and the urgent iteration: one at a time."""
+    """Chooses what the next iteration computes, and an urgent one within it."""
 
     def __init__(self, scheduler: IterationScheduler) -> None:
         self._scheduler = scheduler
-        self._came: dict[RequestId, None] = {}  # and have no token yet
-        self._kept: IterationCompleted | None = None
-        self._is_running = False
-        self._has_news = False  # since they were last looked at
+        self.cycle = UrgentCycle()
 
     @property
     def may_begin(self) -> bool:
         """True if something has changed since it was last asked whether an urgent iteration is to begin."""
-        return self._has_news and not self._is_running and self._scheduler.may_yield
+        return self.cycle.may_begin and self._scheduler.may_yield
 
     def came(self, job: PrefillJob) -> None:
         """Note a job that has come, or can be computed now."""
         if job.is_real_time:
-            self._came[job.request.request_id] = None
-            self._has_news = True
+            self.cycle.came(job.request.request_id)
 
     def choose(self, now: float) -> Slices:
         """Choose the slices of the next iteration, by a policy that has seen all that came before."""
-        self._came.clear()
-        self._has_news = False
+        self.cycle.pass_began()
         return self._scheduler.choose(now)
 
     def choose_urgent(self, jobs: Mapping[RequestId, PrefillJob], now: float) -> Slices:
         """Choose the slices of an urgent iteration, which begins then; none: it does not pay. `jobs`: all."""
-        self._has_news = False
-        came = [jobs[request_id] for request_id in self._came if request_id in jobs]
+        came = [jobs[request_id] for request_id in self.cycle.ask() if request_id in jobs]
         ready = [job.request.request_id for job in came if job.stage is JobStage.COMPUTING and not job.is_aborted]
         slices = self._scheduler.choose_urgent(ready, now)
-        self._is_running = bool(slices)
+        if slices:
+            self.cycle.began()
         return slices
-
-    def keeps(self, event: IterationCompleted) -> bool:
-        """Keep the end of the pass until that of the urgent iteration; return whether it did."""
-        if event.is_urgent or not self._is_running:
-            return False
-        self._kept = event
-        return True
-
-    def end(self) -> IterationCompleted | None:
-        """Note the end of the urgent iteration, which has been dealt with; return that of the pass, if it was kept."""
-        self._is_running, self._has_news = False, bool(self._came)
-        kept, self._kept = self._kept, None
-        return kept

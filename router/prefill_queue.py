@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from alignedserve.core.class_floor import OVERDUE_FLOOR, OVERDUE_S, ClassFloor
+from alignedserve.core.class_floor import ClassFloor, OverdueFloor
 from alignedserve.core.fair_shares import FairShares, cost_of
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass
@@ -111,7 +111,7 @@ class PrefillQueue:
     def __init__(self, order: PrefillOrder, *, floor: float = 0.0) -> None:
         """`floor`: the share of the tokens that best effort has while real time waits, at least 0 and below 1."""
         self.order = order
-        self._floor, self._late_floor = ClassFloor(floor), ClassFloor(OVERDUE_FLOOR)
+        self._floor, self._late_floor = ClassFloor(floor), OverdueFloor()
         real_time, best_effort = FairShares(), FairShares()
         self._shares = {True: real_time, False: best_effort}  # by whether real time; of the first, where none is known
         self._lines = {
@@ -321,10 +321,10 @@ class PrefillQueue:
 
     def _overdue(self, now: float) -> RequestId | None:
         """Return the late request that its floor lets go before those on time, if there is one."""
-        late = self._first(QueueClass.LATE)
-        if late is None or self._waiting[late].due_s + OVERDUE_S > now:
+        if (late := self._first(QueueClass.LATE)) is None:
             return None
-        return late if self._late_floor.is_due(self._waiting[late].queued.num_tokens) else None
+        waiting = self._waiting[late]
+        return late if self._late_floor.lets(waiting.queued.num_tokens, waiting.due_s, now) else None
 
     def _note_passed(self, floor: ClassFloor, taken: _Waiting, queue_class: QueueClass) -> None:
         """Note for the floor of a class that a request of an earlier one goes."""

@@ -112,9 +112,12 @@ def _check_yielding(config: ClusterConfig, served: ServedModel) -> None:
         "ranks go through the layers of a pass together": served.tensor_parallel > 1,
         "a GPU runs what is queued on it to its end": config.engine.device.startswith(CUDA),
     }
-    for obstacle, is_there in obstacles.items():
-        if is_there and config.scheduling.yield_between_layers:
+    scheduling = config.scheduling
+    for obstacle in (words for words, is_there in obstacles.items() if is_there):
+        if scheduling.yield_between_layers:
             raise ConfigError(f"scheduling.yield_between_layers cannot be had: {obstacle}; leave it out")
+        if scheduling.best_effort_floor not in (None, config.router.best_effort_floor):
+            raise ConfigError(f"scheduling.best_effort_floor has no effect, as no pass stops: {obstacle}; leave it out")
 
 
 def _check_rounded_cache(config: ClusterConfig) -> None:

@@ -35,3 +35,14 @@ class ClassFloor:
     def note_own(self, num_tokens: int) -> None:
         """Note a request of the class that goes."""
         self.owed = max(self.owed - num_tokens, 0.0)
+
+
+class OverdueFloor(ClassFloor):
+    """The floor of late real-time requests before those on time, which only overdue ones have."""
+
+    def __init__(self) -> None:
+        super().__init__(OVERDUE_FLOOR)
+
+    def lets(self, num_tokens: int, due_s: float, now: float) -> bool:
+        """Return whether a request of so many tokens, due at that time, may go before those on time."""
+        return now >= due_s + OVERDUE_S and self.is_due(num_tokens)

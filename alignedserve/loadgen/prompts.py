@@ -34,8 +34,8 @@ _FILLERS = (" a", " I", " 1", " x", ".", "?")  # one token each, in most tokeniz
 CountTokens = Callable[[str], int]
 
 
-def load_tokenizer(folder: Path) -> CountTokens:
-    """Return a function that counts the tokens of a text, without special ones.
+def load_tokenizer(folder: Path, *, with_special: bool = False) -> CountTokens:
+    """Return a function that counts the tokens of a text, with those that the tokenizer puts around it or without.
 
     `folder` holds a tokenizer.json, or is a GGUF file. Raises ConfigError.
     """
@@ -45,7 +45,7 @@ def load_tokenizer(folder: Path) -> CountTokens:
         raise ConfigError(str(error)) from error
     except Exception as error:  # the library raises nothing more precise
         raise ConfigError(f"{folder / 'tokenizer.json'}: not a tokenizer: {error}") from error
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=with_special).ids)
 
 
 def _read_tokenizer(folder: Path) -> Tokenizer:
@@ -72,6 +72,34 @@ def exact_prompt(num_tokens: int, rng: random.Random, count_tokens: CountTokens)
     return next((candidate for candidate in candidates if count_tokens(candidate) == num_tokens), text or WORDS[0])
 
 
+class WordLengths:
+    """Words with the tokens that each has, so that a prompt is as long as planned without counting it.
+
+    A tokenizer that divides texts at spaces has the same tokens for a word in every text. With any other one a prompt
+    may be some percent shorter or longer.
+    """
+
+    def __init__(self, count_tokens: CountTokens) -> None:
+        self._first = {word: count_tokens(word) for word in WORDS}
+        before = count_tokens(WORDS[0])
+        self._later = {word: count_tokens(f"{WORDS[0]} {word}") - before for word in WORDS}
+        self._filler = next((one for one in _FILLERS if count_tokens(WORDS[0] + one * 3) == before + 3), "")
+
+    def prompt(self, num_tokens: int, rng: random.Random) -> str:
+        """Return random words of this many tokens."""
+        chosen: list[str] = []
+        num_left = num_tokens
+        for word in rng.choices(WORDS, k=num_tokens):
+            lengths = self._later if chosen else self._first
+            if lengths[word] > num_left:
+                if chosen:
+                    break
+                word = min(lengths, key=lengths.__getitem__)
+            chosen.append(word)
+            num_left -= lengths[word]
+        return " ".join(chosen) + self._filler * max(num_left, 0)
+
+
 class CallMaker:
     """Turns planned requests into calls.
 
@@ -88,14 +116,11 @@ class CallMaker:
         self._seed = seed
         self._limits_output = limits_output
         self._prepared: dict[int, str] = {}
-        self._tokens_per_word = 1.0
+        self._lengths: WordLengths | None = None
 
     def calibrate(self, count_tokens: CountTokens) -> None:
-        """Learn how many tokens a word has, for prompts that are not prepared: those of closed loops.
-
-        Their lengths come out right to a few percent.
-        """
-        self._tokens_per_word = count_tokens(" ".join(WORDS)) / len(WORDS)
+        """Learn how many tokens words have, for prompts that are not prepared: those of closed loops."""
+        self._lengths = WordLengths(count_tokens)
 
     def prepare(self, request: LoadRequest, count_tokens: CountTokens) -> None:
         """Make the prompt ahead of time, exactly as long as planned: too slow to do between two arrivals."""
@@ -105,7 +130,8 @@ class CallMaker:
         """Return the call of one planned request."""
         prompt = self._prepared.pop(request.index, None)
         if prompt is None:
-            prompt = words(round(request.prompt_len / self._tokens_per_word), self._rng(request))
+            make = words if self._lengths is None else self._lengths.prompt
+            prompt = make(request.prompt_len, self._rng(request))
         body = dict(self._fixed)
         if self._endpoint is CompletionApi.CHAT:
             body["messages"] = [{"role": "user", "content": prompt}]

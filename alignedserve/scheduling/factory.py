@@ -1,7 +1,7 @@
 """Construction of schedulers from the configuration, for live workers and for simulated ones."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ from alignedserve.scheduling.iteration_scheduler import (
 )
 from alignedserve.scheduling.policies import make_policy, policy_config, policy_entry, wanted_mechanisms
 from alignedserve.scheduling.policy import IterationLimits, Mechanism
-from alignedserve.scheduling.scheduler_state import Scheduler
+from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.topology import topology_of
 from alignedserve.scheduling.yielding import YieldConfig, Yielding
 
@@ -105,14 +105,14 @@ def make_iteration_scheduler(
     """Build the iteration scheduler of a prefill worker. `num_layers`: of the model, between which a pass may stop."""
     if policy_entry(scheduling.policy).schedules_prompts:
         scheduler = make_scheduler(scheduling, limits, costs, measured)
-        return PolicyIterationScheduler(scheduler, make_yielding(scheduling, num_layers))
+        return PolicyIterationScheduler(scheduler, make_yielding(scheduling, num_layers, decodes_here=False))
     return FcfsIterationScheduler(limits.max_tokens)
 
 
 def check_yielding(scheduling: SchedulingConfig, topology: Topology, available: frozenset[Mechanism]) -> None:
     """Raise ConfigError if passes are to stop between layers and the policy excludes it with these workers."""
     if not scheduling.yield_between_layers:
-        if scheduling.best_effort_floor is not None:
+        if scheduling.best_effort_floor is not None and not _may_yield(scheduling):
             raise ConfigError("scheduling.best_effort_floor has no effect without scheduling.yield_between_layers")
         return
     used = wanted_mechanisms(scheduling) & available & _NOT_YIELDING
@@ -129,12 +129,32 @@ def check_yielding(scheduling: SchedulingConfig, topology: Topology, available: 
         )
 
 
-def make_yielding(scheduling: SchedulingConfig, num_layers: int | None) -> Yielding | None:
-    """Build the rule by which passes stop between layers; None: they do not. `num_layers`: of the model."""
+def with_yielding(scheduling: SchedulingConfig, *, can_stop: bool) -> SchedulingConfig:
+    """Settle whether passes stop between layers, where that is unset. `can_stop`: whether the engine's can."""
+    wanted = scheduling.yield_between_layers
+    if wanted is None and not (can_stop and _may_yield(scheduling)):
+        return msgspec.structs.replace(scheduling, yield_between_layers=False, best_effort_floor=None)
+    return msgspec.structs.replace(scheduling, yield_between_layers=wanted is not False)
+
+
+def _may_yield(scheduling: SchedulingConfig) -> bool:
+    """Return whether passes stop between layers, if the engine can."""
+    wanted = scheduling.yield_between_layers
+    return policy_entry(scheduling.policy).yields if wanted is None else wanted
+
+
+def make_yielding(
+    scheduling: SchedulingConfig, num_layers: int | None, *, decodes_here: bool = True
+) -> Yielding | None:
+    """Build the rule by which passes stop between layers; None: they do not, or it is not settled.
+
+    `num_layers`: of the model. `decodes_here`: the worker generates too.
+    """
     if not scheduling.yield_between_layers or num_layers is None:
         return None
     floor = scheduling.best_effort_floor
-    return Yielding(YieldConfig(num_layers) if floor is None else YieldConfig(num_layers, floor))
+    config = YieldConfig(num_layers, decodes_here=decodes_here)
+    return Yielding(config if floor is None else replace(config, best_effort_floor=floor))
 
 
 def make_decode_scheduler(
@@ -168,7 +188,7 @@ def resolve_policy(config: ClusterConfig) -> ClusterConfig:
     if scheduling.interference is not None:
         params = {"best_effort_floor": config.router.best_effort_floor, **scheduling.policy_params}
         scheduling = msgspec.structs.replace(scheduling, policy_params=params)
-    if scheduling.yield_between_layers and scheduling.best_effort_floor is None:
+    if _may_yield(scheduling) and scheduling.best_effort_floor is None:
         scheduling = msgspec.structs.replace(scheduling, best_effort_floor=config.router.best_effort_floor)
     policy_config(scheduling.policy, params_of(scheduling))
     router: dict[str, Any] = {}

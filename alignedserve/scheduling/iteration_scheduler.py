@@ -7,7 +7,8 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.progress import plan_chunks
 from alignedserve.core.request import Request
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan, WorkerView
-from alignedserve.scheduling.scheduler_state import Scheduler, SchedulerState
+from alignedserve.scheduling.scheduler import Scheduler
+from alignedserve.scheduling.scheduler_state import SchedulerState
 from alignedserve.scheduling.urgent_plans import UrgentPlans
 from alignedserve.scheduling.yielding import Yielding
 
@@ -114,7 +115,7 @@ class PolicyIterationScheduler:
         self, now: float, duration_s: float, grammar_s: float | None = None, *, is_urgent: bool = False
     ) -> None:
         """Note the end of the iteration, before any request leaves because of it. An urgent one ends first."""
-        self._scheduler.completed(self._state, now=now, duration_s=duration_s, grammar_s=grammar_s)
+        self._scheduler.completed(self._state, now=now, duration_s=duration_s, grammar_s=grammar_s, is_urgent=is_urgent)
         if is_urgent and self._urgent is not None:
             self._urgent.end(duration_s)
 

@@ -166,7 +166,10 @@ _MOST_STRETCH = 3.0  # of a single iteration: one long rest of the machine tells
 
 @dataclass(slots=True)
 class IterationHistory:
-    """Durations of past iterations. Updated by the worker, read by policies."""
+    """Durations of past iterations. Updated by the worker, read by policies.
+
+    An urgent one counts as a part of the iteration in which it ran, which follows.
+    """
 
     num_iterations: int = 0
     last_s: float = 0.0
@@ -178,18 +181,29 @@ class IterationHistory:
     _ended_s: float = -math.inf
     _earlier_max_s: float = 0.0
     _current_max_s: float = 0.0
+    _urgent_s: float = 0.0  # of urgent ones, since the last that was not
+    _urgent_took_s: float = 0.0  # of those that were predicted
+    _urgent_predicted_s: float = 0.0
 
-    def note_error(self, predicted_s: float, duration_s: float, now: float) -> None:
+    def note_error(self, predicted_s: float, duration_s: float, now: float, *, is_urgent: bool = False) -> None:
         """Note how long the iteration that ends now was predicted to take, and took.
 
         What lies between two that follow each other counts, as it does for the next token; a rest does not.
         """
+        predicted_s, duration_s = predicted_s + self._urgent_predicted_s, duration_s + self._urgent_took_s
+        self._urgent_predicted_s, self._urgent_took_s = (predicted_s, duration_s) if is_urgent else (0.0, 0.0)
+        if is_urgent:
+            return
         gap_s, self._ended_s = now - self._ended_s, now
         took_s = gap_s if duration_s <= gap_s <= 2 * duration_s else duration_s
         self.stretch += _STRETCH_STEP * (min(took_s / predicted_s, _MOST_STRETCH) - self.stretch)
 
-    def note(self, duration_s: float) -> None:
+    def note(self, duration_s: float, *, is_urgent: bool = False) -> None:
         """Note the duration of an iteration that has ended."""
+        duration_s += self._urgent_s
+        self._urgent_s = duration_s if is_urgent else 0.0
+        if is_urgent:
+            return
         self.mean_s = duration_s if not self.num_iterations else 0.9 * self.mean_s + 0.1 * duration_s
         self.usual_s = duration_s if not self.num_iterations else 0.99 * self.usual_s + 0.01 * duration_s
         self.num_iterations += 1

@@ -10,7 +10,7 @@ import numpy as np
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
-from alignedserve.costmodel.model import CostModel, LearningCostModel
+from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.block_users import HeldBlocks
 from alignedserve.scheduling.policy import (
@@ -19,7 +19,6 @@ from alignedserve.scheduling.policy import (
     IterationHistory,
     IterationLimits,
     IterationPlan,
-    IterationPolicy,
     PlannedEviction,
     PlannedShare,
     PoolView,
@@ -71,7 +70,6 @@ class Progress:
     service_s: float = 0.0
 
 
-_LEAST_TOKEN_S = 1e-8  # a learned cost model may find that a prompt prolongs an iteration by nothing
 _MOVED = tuple(field.name for field in fields(Progress))
 
 
@@ -292,9 +290,12 @@ class SchedulerState:
         self._num_tokens[self._rows == row] += num_tokens
         self._scheduled = None
 
-    def completed(self, *, now: float, duration_s: float) -> Bools:
-        """Note its end; return which of its requests computed all that was left, and so sampled a token."""
-        self.history.note(duration_s)
+    def completed(self, *, now: float, duration_s: float, is_urgent: bool = False) -> Bools:
+        """Note its end; return which of its requests computed all that was left, and so sampled a token.
+
+        `is_urgent`: it ran within another one.
+        """
+        self.history.note(duration_s, is_urgent=is_urgent)
         return note_completed(self.table, self._rows, self._num_tokens, now=now, duration_s=duration_s)
 
     def _bring_in(self, row: int, num_blocks: int, num_moved: int) -> AllocationResult:
@@ -331,57 +332,6 @@ class SchedulerState:
     def _blocks_for(self, row: int, num_tokens: int) -> int:
         table = self.table
         return self._memory.blocks_for(num_tokens, is_hidden=bool(table.is_hidden[row]))
-
-
-class PromptCapacity(NamedTuple):
-    """Time and speed that a worker has for prompts beside its decodes."""
-
-    share: float  # of its time
-    tokens_per_s: float  # in all of its time
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduler:
-    """A policy with the costs and limits of its worker."""
-
-    policy: IterationPolicy
-    costs: CostModel
-    limits: IterationLimits
-    learner: LearningCostModel | None = None  # `costs` again, where it is one that learns
-
-    def plan(self, state: SchedulerState, now: float) -> IterationPlan:
-        """Plan the next iteration."""
-        return self.policy.plan(state.view(limits=self.limits, costs=self.costs, now=now))
-
-    def prompt_capacity(self, state: SchedulerState) -> PromptCapacity:
-        """Return what an iteration's decodes leave for prompts, if it lasts as long as they allow.
-
-        All of it without decodes that have an objective, nothing where they take all the time.
-        """
-        table = state.table
-        decodes = np.flatnonzero(table.is_decoding & (table.num_swapped == 0))
-        allowed_s = float(np.min(table.tpot_s[decodes], initial=np.inf))
-        work = IterationWork()
-        note_decodes(work, table, decodes)
-        decodes_s = self.costs.iteration_s(work)
-        share = max(0.0, 1.0 - decodes_s / allowed_s)
-        num_tokens = self.limits.max_tokens
-        work.add_chunk(num_tokens, 0, is_last=True)
-        token_s = (self.costs.iteration_s(work) - decodes_s) / num_tokens
-        return PromptCapacity(share, 1.0 / max(token_s, _LEAST_TOKEN_S))
-
-    def completed(
-        self, state: SchedulerState, *, now: float, duration_s: float, grammar_s: float | None = None
-    ) -> None:
-        """Note the end of an iteration and learn from its duration; 0 where it was not measured.
-
-        `grammar_s`: of it, waiting for grammars; None: not measured.
-        """
-        state.completed(now=now, duration_s=duration_s)
-        if self.learner is not None and duration_s > 0.0:
-            if (predicted_s := self.learner.iteration_s(state.work)) > 0.0:
-                state.history.note_error(predicted_s, duration_s, now)
-            self.learner.observe(state.work, duration_s, grammar_s)
 
 
 def work_of(table: RequestTable, plan: IterationPlan, memory: DeviceMemory) -> IterationWork:

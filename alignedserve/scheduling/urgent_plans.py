@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
-from alignedserve.scheduling.scheduler_state import Flight, Scheduler, SchedulerState
+from alignedserve.scheduling.scheduler import Scheduler
+from alignedserve.scheduling.scheduler_state import Flight, SchedulerState
 from alignedserve.scheduling.yielding import StoppablePass, Yielding
 
 
@@ -16,11 +17,6 @@ class UrgentPlans:
         self._yielding = yielding
         self._pass = StoppablePass(0.0, 0.0)
         self._flight: Flight | None = None  # of the pass, while an urgent iteration is in flight
-
-    @property
-    def is_running(self) -> bool:
-        """True while an urgent iteration is in flight."""
-        return self._flight is not None
 
     def pass_began(self, now: float) -> None:
         """Note the iteration that has begun, which the state knows."""

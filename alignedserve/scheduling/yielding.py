@@ -17,6 +17,12 @@ whose first token the pass brings. And it must not hurt:
   and each stop spends what it costs.
 - A pass stops `most_stops` times at most, and stands still for no longer than leaves best-effort work its floor.
 - Chats in the pass still have their next token in time, and documents with a deadline still end in time.
+- Those who come wait for their second token the longer, where they decode here. They do so only as far as their mean
+  gap can still be held, or where their first token would be late without:
+
+    left of the pass + an iteration like it <= TPOT + (predicted length - 2) * TPOT * later_share
+
+  Example: 40 tokens with a TPOT of 0.1 s may wait for 0.1 + 38 * 0.1 * 0.05 = 0.29 s.
 """
 
 from collections.abc import Sequence
@@ -42,6 +48,8 @@ class YieldConfig:
     credit_s: float = 0.5  # of it that may be spent at once
     most_stops: int = 4  # of one pass
     least_share: float = 0.25  # of best-effort tokens in it
+    decodes_here: bool = True  # those who come decode on this worker, so that the rest of the pass is a gap for them
+    later_share: float = 0.05  # of the gaps allowed, by which later ones are shorter: half of what aligned_slo leaves
 
 
 @dataclass(slots=True)
@@ -81,15 +89,15 @@ class Yielding:
         config, share = self._config, _best_effort_share(view.table, flight)
         if stopped.num_stops >= config.most_stops or share < config.least_share:
             return None
+        pass_s, left_s = view.costs.iteration_s(flight.work), stopped.left_s(view.now)
         packer, together = Packer(view), flight.work.copy()
-        for row in prompts:
+        for row in self._who_gain(view, prompts, left_s, pass_s) if config.decodes_here else prompts:
             num_tokens = min(packer.remaining(row), packer.num_tokens_left)
             if num_tokens and packer.add(row, num_tokens):
                 packer.note_work(together, row, num_tokens)
         if not packer.num_scheduled:
             return None
-        pass_s, urgent_s = view.costs.iteration_s(flight.work), packer.predicted_s()
-        together_s, left_s = view.costs.iteration_s(together), stopped.left_s(view.now)
+        urgent_s, together_s = packer.predicted_s(), view.costs.iteration_s(together)
         cost_s = max(pass_s + urgent_s - together_s, 0.0)
         gain_s = left_s + share * (together_s - urgent_s) - pass_s / config.num_layers
         num_behind = _num_first_tokens(view.table, flight)
@@ -101,6 +109,16 @@ class Yielding:
         self._credit_s -= cost_s
         stopped.num_stops += 1
         return packer.plan()
+
+    def _who_gain(self, view: WorkerView, prompts: Sequence[int], left_s: float, pass_s: float) -> list[int]:
+        """Return those that can afford the gap after their next token, or would have that late without a stop."""
+        table, rows = view.table, np.array(prompts)
+        num_left, _ = remaining_output_len(table)
+        allowed_s = table.tpot_s[rows] * (1.0 + self._config.later_share * np.maximum(num_left[rows] - 2.0, 0.0))
+        else_s = view.now + left_s + self._runtime.of(view.costs).prefill_s(table.num_remaining[rows])
+        is_late_else = table.next_token_due_s[rows] < else_s
+        chosen: list[int] = rows[(left_s + pass_s <= allowed_s) | is_late_else].tolist()
+        return chosen
 
     def _is_within_floor(self, stopped: StoppablePass, pass_s: float, urgent_s: float) -> bool:
         """Return whether the pass still has its share of the time from its start to its end."""

@@ -62,7 +62,9 @@ def simulated_as_profiled(profile: MachineProfile, cluster: ClusterConfig) -> Si
     """
     costs, link = profile.cost_model(), profile.memory_link
     context_len = _context_len(profile.shape, cluster)
-    return SimConfig(cluster, _layout(profile.shape, cluster), SimLinks(link, link), costs, context_len=context_len)
+    links, is_cpu = SimLinks(link, link), profile.num_threads is not None
+    layout = _layout(profile.shape, cluster)
+    return SimConfig(cluster, layout, links, costs, context_len=context_len, can_stop=is_cpu)
 
 
 def _context_len(shape: ModelShape, cluster: ClusterConfig) -> int | None:

@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import msgspec
+
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model import CostModel
+from alignedserve.scheduling.factory import resolve_policy, with_yielding
 from alignedserve.scheduling.policy import DeviceMemory, Mechanism
 from decode_worker.factory import memory_of
 
@@ -102,6 +105,7 @@ class SimConfig:
     measured: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)  # what workers measured before they
     # served, by name; the others measure at the true costs
     unmeasured_costs: CostModel | None = None  # the part of an iteration that no engine measures, so no policy learns
+    can_stop: bool = False  # whether its engine can stop a pass between two layers, and does unless the cluster forbids
     context_len: int | None = None  # of the model; None: what a decode worker's memory holds
     slowdowns: Slowdowns = NO_SLOWDOWNS  # of iterations by those of other workers of the machine (shared_cores.py)
     num_pools: int = 1  # nodes: prefill and decode workers are distributed over them
@@ -120,6 +124,13 @@ class SimConfig:
             raise ConfigError(f"num_pools must be between 1 and {num_workers}: every node needs workers of each kind")
         if not 1 <= self.routers.count <= self.num_pools:
             raise ConfigError(f"routers must be between 1 and {self.num_pools}, the number of nodes")
+
+    @property
+    def resolved(self) -> "SimConfig":
+        """The same with what the policy implies, and what the simulated engine does where that is unset."""
+        cluster = resolve_policy(self.cluster)
+        scheduling = with_yielding(cluster.scheduling, can_stop=self.can_stop)
+        return replace(self, cluster=msgspec.structs.replace(cluster, scheduling=scheduling))
 
     def costs_of(self, worker: str, *, is_prefill: bool = False) -> CostModel:
         """Return the costs of a worker's iterations."""

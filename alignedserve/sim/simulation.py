@@ -6,7 +6,6 @@ messages arrive and the counts are final.
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import combinations, repeat
 from typing import Any
@@ -21,7 +20,7 @@ from alignedserve.messages.events import TICK_S
 from alignedserve.messages.gateways import ClusterStatus, Demand
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iteration_log import IterationLogTotals
-from alignedserve.scheduling.factory import calibration_s, limits_of, resolve_policy
+from alignedserve.scheduling.factory import calibration_s, limits_of
 from alignedserve.scheduling.policy import IterationLimits
 from alignedserve.sim.calibration import calibrated, points_of
 from alignedserve.sim.checks import check_fit, check_losses, check_policy
@@ -59,7 +58,7 @@ class Simulation:
     """One run. Raises ConfigError if the configuration or a request of the workload can never work."""
 
     def __init__(self, config: SimConfig, workload: Workload) -> None:
-        self._config = config = replace(config, cluster=resolve_policy(config.cluster))
+        self._config = config = config.resolved
         self._random = random.Random(config.seed)  # noqa: S311
         check_fit(config, workload)
         check_policy(config, workload)

@@ -44,7 +44,7 @@ from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
 from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan
-from alignedserve.scheduling.scheduler_state import Scheduler
+from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.yielding import Yielding
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.iteration_log import IterationLog
@@ -193,9 +193,8 @@ class ColocatedLogic:
         return [*aborted, *linked, *(asked or ())]
 
     def _on_pool(self, pooled: PooledPrefixes, event: PoolEvent, now: float) -> list[ColocatedCommand]:
-        commands: list[ColocatedCommand] = []
         outcome = pooled.on_event(event, now)
-        commands += outcome.commands
+        commands: list[ColocatedCommand] = [*outcome.commands]
         for message in outcome.ready:  # each as if it came now, but that it has asked
             commands += self._add_candidate(message, now, may_ask=False)
         for message in outcome.again:
@@ -291,8 +290,7 @@ class ColocatedLogic:
 
     def _start_urgent(self, now: float) -> list[ColocatedCommand]:
         """Start an iteration within the one in flight, for prompts that have come meanwhile, if that pays."""
-        iteration = self._urgent.begin(now) if self._urgent is not None else None
-        if self._urgent is None or iteration is None:
+        if self._urgent is None or (iteration := self._urgent.begin(now)) is None:
             return []
         self._iterations.start(now, self._urgent.members, has_changed=True)
         return [iteration]
@@ -300,7 +298,7 @@ class ColocatedLogic:
     # --- ending an iteration
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[ColocatedCommand]:
-        if self._urgent is not None and self._urgent.keeps(event):
+        if self._urgent is not None and self._urgent.cycle.keeps(event):
             return []
         commands = self._completed(event, now)
         if not event.is_urgent:
@@ -315,7 +313,9 @@ class ColocatedLogic:
         for request_id, num_tokens in event.forced:
             self._state.note_forced(request_id, num_tokens)
         duration_s = self._iterations.end(event, now)
-        self._scheduler.completed(self._state, now=now, duration_s=duration_s, grammar_s=event.grammar_s)
+        self._scheduler.completed(
+            self._state, now=now, duration_s=duration_s, grammar_s=event.grammar_s, is_urgent=event.is_urgent
+        )
         has_prompts = self._completes_prompts(event)
         outcome = self._iterations.outcome(event, self._requests.by_id)
         # The tokens of the filled blocks are known by now, but of those that nobody waits for any more.

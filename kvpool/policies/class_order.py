@@ -10,11 +10,10 @@ Example: chats of 40 and 44 tokens wait beside documents of 42, 43 and 900. A ba
 {42, 43}, which join their lengths; the document of 900 waits for a batch of its own.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from alignedserve.core.class_floor import OVERDUE_FLOOR, OVERDUE_S, ClassFloor
+from alignedserve.core.class_floor import ClassFloor, OverdueFloor
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.cluster_view import LengthTree, tree_of
 from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits, LengthRange, batch_of
@@ -32,7 +31,8 @@ class ClassedBatchFormer:
         self.is_aligned = self._formers[BatchClass.BEST_EFFORT].is_aligned
         self._waiting: dict[BatchClass, dict[RequestId, PooledRequest]] = {one: {} for one in BatchClass}
         self._since_s: dict[RequestId, float] = {}  # when late ones came
-        self._floors = {BatchClass.LATE: ClassFloor(OVERDUE_FLOOR), BatchClass.BEST_EFFORT: ClassFloor(floor)}
+        self._late_floor, self._floor = OverdueFloor(), ClassFloor(floor)
+        self._floors = {BatchClass.LATE: self._late_floor, BatchClass.BEST_EFFORT: self._floor}
 
     def insert(self, pooled: PooledRequest, now: float) -> None:
         """See BatchFormer."""
@@ -83,13 +83,12 @@ class ClassedBatchFormer:
 
     def _due_by_floor(self, now: float) -> Iterator[BatchClass]:
         """Yield the classes of which a request goes before earlier ones that wait."""
-        for one, floor in self._floors.items():
-            oldest = next(iter(self._waiting[one].values()), None)
-            if oldest is None or not any(self._waiting[earlier] for earlier in BatchClass if earlier < one):
-                continue
-            is_overdue = now - self._since_s.get(oldest.request_id, -math.inf) >= OVERDUE_S
-            if is_overdue and floor.is_due(oldest.context_len):
-                yield one
+        late, best_effort = (next(iter(self._waiting[one].values()), None) for one in self._floors)
+        on_time, since_s = self._waiting[BatchClass.ON_TIME], self._since_s
+        if late and on_time and self._late_floor.lets(late.context_len, since_s[late.request_id], now):
+            yield BatchClass.LATE
+        if best_effort and (on_time or late) and self._floor.is_due(best_effort.context_len):
+            yield BatchClass.BEST_EFFORT
 
     def _filled(self, first: AlignedBatch, limits: BatchLimits, now: float) -> AlignedBatch:
         chosen = self._members(first)

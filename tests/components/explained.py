@@ -16,7 +16,8 @@ from alignedserve.messages.handshake import Role
 from alignedserve.process.links import Identity
 from alignedserve.runtime.model.served_deployment import ServedDeployment
 from tests.gateway.support import EOS, write_tokenizer
-from tests.support.in_process import TINY_LLAMA, RoomCluster, running, small_config
+from tests.support.in_process import RoomCluster, running, small_config
+from tests.support.tiny_llama import TINY_LLAMA
 
 
 @dataclass

@@ -15,7 +15,7 @@ from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest, WorkerLoad
 from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPolicy, WorkerView
-from alignedserve.scheduling.scheduler_state import Scheduler
+from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.yielding import Yielding
 from decode_worker.colocated.logic import ColocatedCommand, ColocatedLogic
 from tests.harnesses.scheduling import EasyCosts, Script, Step

@@ -33,7 +33,7 @@ from alignedserve.messages.pools import BatchReceived
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import WorkerLoad
 from alignedserve.scheduling.policy import CandidateChoice, DeviceMemory, IterationLimits, IterationPolicy
-from alignedserve.scheduling.scheduler_state import Scheduler
+from alignedserve.scheduling.scheduler import Scheduler
 from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
 from decode_worker.batching.scheduled_batch import ScheduledBatch
 from decode_worker.logic import DecodeCommand, DecodeLogic

@@ -22,7 +22,7 @@ from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPolicy
-from alignedserve.scheduling.scheduler_state import Scheduler
+from alignedserve.scheduling.scheduler import Scheduler
 from decode_worker.colocated.logic import ColocatedLogic
 from tests.harnesses.scheduling import EasyCosts
 from tests.support.samples import ROUTER, worker

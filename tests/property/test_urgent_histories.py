@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from alignedserve.config.sections import SchedulingConfig
 from alignedserve.core.request import RequestClass
+from decode_worker.colocated.logic import ColocatedLogic
 from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, some_steps
 from tests.property.test_prefix_cache_histories import check_caches, conversations
 from tests.support.cluster_shape import Shape
@@ -18,6 +19,7 @@ from tests.support.logic_cluster import LogicCluster
 pytestmark = pytest.mark.slow
 
 ELASTIC: dict[str, Any] = {"is_colocated": True, "yields": True, "scheduling": "aligned_slo", "host_tokens": 60}
+POOLED: dict[str, Any] = {**ELASTIC, "worker_blocks": 20, "decode_pool_blocks": 40}
 SEPARATE: dict[str, Any] = {
     "yields": True,
     "disaggregated_scheduling": SchedulingConfig(policy="aligned_slo", yield_between_layers=True),
@@ -27,12 +29,14 @@ SHAPES = (
     Shape(worker_blocks=24, has_prefix_cache=True, **ELASTIC),
     Shape(worker_blocks=24, num_decode=2, has_prefix_cache=True, prefix_pool_blocks=30, **ELASTIC),
     Shape(worker_blocks=24, num_decode=3, is_elastic=True, has_prefix_cache=True, **ELASTIC),
+    Shape(**POOLED),
+    Shape(num_decode=2, is_elastic=True, has_prefix_cache=True, prefix_pool_blocks=20, **POOLED),
     Shape(worker_blocks=20, pool_blocks=60, num_prefill=2, has_prefix_cache=True, **SEPARATE),
 )
 
 
-def play(seed: int, shape: Shape) -> int:
-    """Return how many urgent iterations there were."""
+def play(seed: int, shape: Shape) -> tuple[int, int]:
+    """Return how many urgent iterations there were, and how many decodes left to a pool, of workers that lived."""
     rng, cluster = random.Random(seed), LogicCluster(shape, seed)
     for request in conversations(rng, 20):
         is_chat = rng.random() < 0.4
@@ -50,12 +54,16 @@ def play(seed: int, shape: Shape) -> int:
     check_nothing_is_held(cluster)
     if shape.has_prefix_cache:
         check_caches(cluster)
-    return cluster.num_urgent
+    workers = [one for one in cluster.logics.values() if isinstance(one, ColocatedLogic)]
+    num_left = sum(one._decodes.num_left for one in workers if one._decodes is not None)
+    return cluster.num_urgent, num_left
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_passes_that_stop_lose_nothing(shape: Shape) -> None:
-    assert sum(play(seed, shape) for seed in range(8)) > 1
+    played = [play(seed, shape) for seed in range(8)]
+    assert sum(num_urgent for num_urgent, _ in played) > 1
+    assert (sum(num_left for _, num_left in played) > 1) is (shape.decode_pool_blocks > 0)
 
 
 @settings(max_examples=10)

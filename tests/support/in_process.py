@@ -53,25 +53,10 @@ from tests.harnesses.client_gateway import ClientGateway
 from tests.support.counting_engine import CountingEngine
 from tests.support.device_stand_in import Machine
 from tests.support.tiny_engines import generate_alone
+from tests.support.tiny_llama import TINY_LLAMA
 
 _CLUSTERS = itertools.count()
 _REFERENCES: dict[tuple[object, ...], list[int]] = {}  # the tokens of every request that was computed alone
-
-TINY_LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
-}
 
 
 def small_config(

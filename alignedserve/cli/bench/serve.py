@@ -6,7 +6,7 @@ from dataclasses import replace
 from rich.progress import Progress
 
 from alignedserve.cli.bench.options import LoadOptions
-from alignedserve.cli.console import FAILURE, notes, progress, results, write_json
+from alignedserve.cli.console import FAILURE, progress, results, write_json
 from alignedserve.config.environment import client_api_key, data_dir
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo
@@ -89,12 +89,10 @@ async def _run(options: LoadOptions, plan: LoadPlan) -> tuple[LoadRun, str]:
 def _prepare_prompts(options: LoadOptions, plan: LoadPlan, maker: CallMaker, bar: Progress) -> None:
     if options.tokenizer is None:
         return
-    count_tokens = load_tokenizer(options.tokenizer)
+    # A chat template adds what it likes; a text by itself has the special tokens of the tokenizer alone.
+    is_bare = CompletionApi(options.endpoint) is CompletionApi.COMPLETIONS
+    count_tokens = load_tokenizer(options.tokenizer, with_special=is_bare)
     if plan.closed_loops:
-        notes().print(
-            "prompts of closed-loop classes are not made ahead of time: they are as long as planned to a few percent",
-            soft_wrap=True,
-        )
         maker.calibrate(count_tokens)
     for request in bar.track(plan.open_requests, description="prompts"):
         maker.prepare(request, count_tokens)

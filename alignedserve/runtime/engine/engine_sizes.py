@@ -87,6 +87,12 @@ def jumps_ahead(wanted: bool | None, device: str) -> bool:
     return wanted if wanted is not None else device_type(device) == CPU
 
 
+def can_stop(device: str, served: ServedModel) -> bool:
+    """Return whether the engine can stop a pass between two layers: not on a GPU, which runs what is queued to its end,
+    nor where ranks go through the layers together; an encoder's passes are short."""
+    return device_type(device) == CPU and served.tensor_parallel == 1 and served.encoder is None
+
+
 def engine_mechanisms(
     *, has_int8_swaps: bool, has_hidden_cache: bool, has_shared_blocks: bool = False
 ) -> frozenset[Mechanism]:

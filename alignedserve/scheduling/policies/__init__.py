@@ -54,6 +54,7 @@ class PolicyEntry:
     # iteration may take, so that decode workers admit no more; None: they admit what their memory holds
     candidate_choice: CandidateChoice = CandidateChoice.NONE  # disaggregated
     is_direct: bool = False  # disaggregated: a prefill goes straight to a decode worker, not through the pool
+    yields: bool = False  # its passes stop between layers for prompts that somebody waits for, unless set otherwise
 
     @property
     def topology_together(self) -> Topology | None:
@@ -100,6 +101,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             candidate_choice=CandidateChoice.OVER_BEST_EFFORT,
             schedules_iterations=True,
             admission_share="slack_share",
+            yields=True,
         ),
         "alise": PolicyEntry(
             "least predicted remaining time first, swapping as int8 (ALISE)",

@@ -155,7 +155,8 @@ class AlignedSlo:
             overdue_s=config.overdue_s,
         )
         rows = behind_real_time(view.table, forecast_rows(view.table, situation, prompts))
-        allowed_s = copies_s = self._slack_share(view) * rows.allowed_s
+        slack_share = self._slack_share(view)
+        allowed_s = copies_s = slack_share * rows.allowed_s
         if interference is not None:
             rows = without_starving_chat(view.table, rows)
             copies_s = min(copies_s, interference.copies_s(view, real_time_work(view.table).decodes))
@@ -167,8 +168,8 @@ class AlignedSlo:
             allowed_s=allowed_s,
             copies_s=copies_s,
             is_bound=interference is not None,
-            banked_s=self._stretched_s(rows.banked_until_s, view),
-            stretched_s=self._stretched_s(rows.stretched_until_s, view),
+            banked_s=self._stretched_s(rows.banked_until_s - now, slack_share),
+            stretched_s=self._stretched_s(rows.stretched_until_s - now, slack_share),
             kept_blocks=self._kept_blocks(rows.held_blocks, now),
             prefill_token_s=runtime.prefill_token_s,
             loans_s=config.starving_share * config.loan_s,
@@ -185,11 +186,10 @@ class AlignedSlo:
         config = self._config
         return config.slack_share * min(config.usual_stretch / view.history.stretch, 1.0)
 
-    def _stretched_s(self, until_s: float, view: WorkerView) -> float:
+    def _stretched_s(self, ahead_s: float, slack_share: float) -> float:
         """Return the longest iteration after which all requests that have begun can still hold their mean gap.
 
-        `until_s`: the time to which they are ahead of it. A prompt that arrives as the iteration begins still has time
+        `ahead_s`: by how much they are ahead of it. A prompt that arrives as the iteration begins still has time
         for a usual one.
         """
-        mean_s = until_s - view.now
-        return min(self._slack_share(view) * mean_s, (1.0 - self._config.response_share) * self._tightest_s)
+        return min(slack_share * ahead_s, (1.0 - self._config.response_share) * self._tightest_s)

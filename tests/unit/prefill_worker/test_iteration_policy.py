@@ -7,7 +7,7 @@ from alignedserve.messages.iterations import RunIteration
 from alignedserve.messages.workers import SetPredictedLength
 from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.scheduling.policy import IterationLimits
-from alignedserve.scheduling.scheduler_state import Scheduler
+from alignedserve.scheduling.scheduler import Scheduler
 from prefill_worker.logic import PrefillCommand
 from tests.harnesses.prefill import EOS, PrefillHarness, added, run, token
 from tests.harnesses.scheduling import EasyCosts, Script, Step

@@ -8,7 +8,7 @@ from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.scheduling.policy import IterationLimits
-from alignedserve.scheduling.scheduler_state import Scheduler
+from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.yielding import YieldConfig, Yielding
 from prefill_worker.logic import PrefillCommand
 from tests.harnesses.prefill import PrefillHarness, added, run, token

@@ -20,18 +20,21 @@ from alignedserve.scheduling.factory import (
     make_decode_scheduler,
     make_iteration_scheduler,
     make_scheduler,
+    make_yielding,
     resolve_policy,
+    with_yielding,
 )
 from alignedserve.scheduling.iteration_scheduler import FcfsIterationScheduler, PolicyIterationScheduler
 from alignedserve.scheduling.policies import POLICIES
 from alignedserve.scheduling.policies.round_robin import RoundRobin
 from alignedserve.scheduling.policy import IterationLimits, Mechanism
-from alignedserve.scheduling.scheduler_state import Scheduler
+from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.topology import require_effect, topology_of
 from tests.harnesses.scheduling import EasyCosts
 from tests.support.marks import each
 
 STOPPING = SchedulingConfig(yield_between_layers=True)
+NOT_STOPPING = SchedulingConfig(yield_between_layers=False)
 LIMITS = IterationLimits(max_running_requests=4, max_tokens=10)
 
 
@@ -118,7 +121,25 @@ def test_a_floor_out_of_range_is_refused(floor: float) -> None:
 def test_passes_that_stop_leave_documents_the_share_of_the_router() -> None:
     config = ClusterConfig(router=RouterConfig(best_effort_floor=0.2), scheduling=STOPPING)
     assert resolve_policy(config).scheduling.best_effort_floor == 0.2
-    assert resolve_policy(ClusterConfig()).scheduling.best_effort_floor is None
+    assert resolve_policy(ClusterConfig(scheduling=NOT_STOPPING)).scheduling.best_effort_floor is None
+
+
+@each(
+    ("scheduling", "can_stop", "stops"),
+    [
+        (SchedulingConfig(), True, True),
+        (SchedulingConfig(), False, False),
+        (NOT_STOPPING, True, False),
+        (STOPPING, False, True),  # which is refused, or simulated
+        (SchedulingConfig(policy="sarathi_classed"), True, False),
+    ],
+)
+def test_passes_stop_by_default_where_the_engine_can_and_the_policy_wants(
+    scheduling: SchedulingConfig, can_stop: bool, stops: bool
+) -> None:
+    settled = with_yielding(scheduling, can_stop=can_stop)
+    assert settled.yield_between_layers is stops
+    assert (make_yielding(settled, 12) is not None) is stops
 
 
 @each(
@@ -135,7 +156,7 @@ def test_passes_that_stop_leave_documents_the_share_of_the_router() -> None:
             "no effect with policy",
         ),
         (
-            SchedulingConfig(best_effort_floor=0.1),
+            SchedulingConfig(best_effort_floor=0.1, yield_between_layers=False),
             Topology.ELASTIC,
             "no effect without scheduling.yield_between_layers",
         ),

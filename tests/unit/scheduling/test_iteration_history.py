@@ -53,6 +53,19 @@ def test_the_stretch_is_what_gaps_take_beyond_predictions() -> None:
     assert history.stretch < 1.54
 
 
+def test_an_urgent_iteration_is_part_of_the_one_around_it() -> None:
+    """A pass of 0.1 s that stands still for 0.05 s is one gap of 0.15 s, and as long as was predicted of both."""
+    history = IterationHistory()
+    for number in range(1, 200):
+        history.note(0.05, is_urgent=True)
+        history.note_error(0.05, 0.05, now=0.15 * number - 0.04, is_urgent=True)
+        history.note(0.1)
+        history.note_error(0.1, 0.1, now=0.15 * number)
+    assert history.num_iterations == 199
+    assert (history.last_s, history.mean_s, history.max_s) == pytest.approx((0.15, 0.15, 0.15))
+    assert history.stretch == pytest.approx(1.0)
+
+
 def test_the_maximum_covers_64_iterations_at_least() -> None:
     durations = [1.0] * 63 + [9.0]  # the last of a window
     assert _history(*durations, *[1.0] * 64).max_s == 9.0

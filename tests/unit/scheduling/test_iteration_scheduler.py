@@ -12,7 +12,7 @@ from alignedserve.scheduling.iteration_scheduler import (
 )
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import IterationLimits
-from alignedserve.scheduling.scheduler_state import Scheduler
+from alignedserve.scheduling.scheduler import Scheduler
 from tests.harnesses.scheduling import EasyCosts, Script, Step
 from tests.support.samples import request
 

@@ -134,3 +134,20 @@ def test_a_document_with_a_deadline_is_not_made_late(deadline_s: float, stops: b
         "chat": CHAT,
     }
     assert (Case(rows, {"document": 200}).asked(0.0) is not None) is stops
+
+
+@pytest.mark.parametrize(
+    ("chat", "stops"),
+    [
+        ({"tpot_s": 0.1, "max_tokens": 40}, False),  # 0.16 s are left, and 0.21 more: of 0.29 that it could wait for
+        ({"tpot_s": 0.1, "max_tokens": 100}, True),  # of 0.59
+        ({"tpot_s": 0.4, "max_tokens": 2}, True),
+        ({"tpot_s": 0.1, "max_tokens": 40, "ttft_s": 0.2}, True),  # else its first token would be late
+        ({"tpot_s": 0.1, "max_tokens": 40, "ttft_s": 0.3}, False),
+    ],
+)
+def test_a_chat_that_could_not_afford_the_gap_after_its_first_token_waits(chat: Mapping[str, Any], stops: bool) -> None:
+    rows = {"document": DOCUMENT, "chat": {**CHAT, **chat, "predicted_len": chat["max_tokens"]}}
+    assert (Case(rows).asked() is not None) is stops
+    elsewhere = Case(rows, config=YieldConfig(10, decodes_here=False))
+    assert elsewhere.asked() is not None

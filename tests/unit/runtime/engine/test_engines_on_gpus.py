@@ -21,9 +21,9 @@ from alignedserve.runtime.model.random_weights import RandomSource
 from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.fake_cuda.quick_kernels import quick_kernels
-from tests.support.in_process import TINY_LLAMA
 from tests.support.memory_drivers import StandInCuda
 from tests.support.tiny_engines import TinyEngine, random_tokens
+from tests.support.tiny_llama import TINY_LLAMA
 
 DEVICE = torch.device("cuda", 0)
 MIXTRAL = {

@@ -1,0 +1,71 @@
+"""A policy with the costs and limits of its worker, and what these allow."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from alignedserve.costmodel.model import CostModel, LearningCostModel
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.policy import IterationLimits, IterationPlan, IterationPolicy
+from alignedserve.scheduling.scheduler_state import SchedulerState
+from alignedserve.scheduling.table_operations import note_decodes
+
+_LEAST_TOKEN_S = 1e-8  # a learned cost model may find that a prompt prolongs an iteration by nothing
+
+
+class PromptCapacity(NamedTuple):
+    """Time and speed that a worker has for prompts beside its decodes."""
+
+    share: float  # of its time
+    tokens_per_s: float  # in all of its time
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduler:
+    """A policy with the costs and limits of its worker."""
+
+    policy: IterationPolicy
+    costs: CostModel
+    limits: IterationLimits
+    learner: LearningCostModel | None = None  # `costs` again, where it is one that learns
+
+    def plan(self, state: SchedulerState, now: float) -> IterationPlan:
+        """Plan the next iteration."""
+        return self.policy.plan(state.view(limits=self.limits, costs=self.costs, now=now))
+
+    def prompt_capacity(self, state: SchedulerState) -> PromptCapacity:
+        """Return what an iteration's decodes leave for prompts, if it lasts as long as they allow.
+
+        All of it without decodes that have an objective, nothing where they take all the time.
+        """
+        table = state.table
+        decodes = np.flatnonzero(table.is_decoding & (table.num_swapped == 0))
+        allowed_s = float(np.min(table.tpot_s[decodes], initial=np.inf))
+        work = IterationWork()
+        note_decodes(work, table, decodes)
+        decodes_s = self.costs.iteration_s(work)
+        share = max(0.0, 1.0 - decodes_s / allowed_s)
+        num_tokens = self.limits.max_tokens
+        work.add_chunk(num_tokens, 0, is_last=True)
+        token_s = (self.costs.iteration_s(work) - decodes_s) / num_tokens
+        return PromptCapacity(share, 1.0 / max(token_s, _LEAST_TOKEN_S))
+
+    def completed(
+        self,
+        state: SchedulerState,
+        *,
+        now: float,
+        duration_s: float,
+        grammar_s: float | None = None,
+        is_urgent: bool = False,
+    ) -> None:
+        """Note the end of an iteration and learn from its duration; 0 where it was not measured.
+
+        `grammar_s`: of it, waiting for grammars; None: not measured. `is_urgent`: it ran within another one.
+        """
+        state.completed(now=now, duration_s=duration_s, is_urgent=is_urgent)
+        if self.learner is not None and duration_s > 0.0:
+            if (predicted_s := self.learner.iteration_s(state.work)) > 0.0:
+                state.history.note_error(predicted_s, duration_s, now, is_urgent=is_urgent)
+            self.learner.observe(state.work, duration_s, grammar_s)
