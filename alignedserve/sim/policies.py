@@ -29,7 +29,7 @@ def with_policy(
     Settings that the policy implies become its own unless the cluster sets them. Raises ConfigError for
     an unknown name, parameter or value, and where the policy does not run in that topology.
     """
-    scheduling = SchedulingConfig(policy=name, policy_params=dict(settings or {}))
+    scheduling = msgspec.structs.replace(cluster.scheduling, policy=name, policy_params=dict(settings or {}))
     chosen = topology or policy_entry(name).topologies[0]
     require_policy(scheduling, chosen, frozenset(Mechanism))  # the simulated engine can have all of them
     return resolve_policy(msgspec.structs.replace(cluster, topology=chosen, scheduling=scheduling))
