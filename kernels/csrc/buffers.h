@@ -37,6 +37,7 @@ class Array {
         if (std::is_same<T, double>::value) return format[0] == 'd';
         if (std::is_same<T, bool>::value) return format[0] == '?';
         if (std::is_same<T, int32_t>::value) return format[0] == 'i';
+        if (std::is_same<T, int8_t>::value) return format[0] == 'b';
         return format[0] == 'l' || format[0] == 'q';
     }
     Py_buffer view_;

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,14 @@ class NewSequence:
     pictures: SequenceEmbeddings | None = None  # in place of tokens; None: of no token that is to be computed
 
 
+class _KnownIds(NamedTuple):
+    """The requests of the rows that were asked for last."""
+
+    version: int  # of the table
+    rows: IntArray
+    ids: list[RequestId]
+
+
 class SequenceTable:
     """Rows of arrays by sequence. Only the engine writes; `version` changes whenever a row changes owner."""
 
@@ -44,6 +53,7 @@ class SequenceTable:
         self.hidden_block_tokens = hidden_block_tokens
         self.max_context_len = max_context_len
         self.version = 0
+        self.num_reversed = 0  # sequences that fill their blocks from the end
         self.sequences: list[NewSequence | None] = [None] * max_sequences
         max_blocks = blocks_for(max_context_len, block_size)
         self.request_ids = [RequestId("")] * max_sequences  # of free rows: meaningless
@@ -51,7 +61,7 @@ class SequenceTable:
         # One more than the context: the token sampled at its end is known, but never computed.
         self.tokens = np.zeros((max_sequences, max_context_len + 1), np.int32)
         self.prompt_lens = np.zeros(max_sequences, np.int64)
-        self.max_tokens = np.zeros(max_sequences, np.int64)  # of the answer
+        self.end_lens = np.zeros(max_sequences, np.int64)  # with so many tokens known, none is computed any more
         self.entries = np.zeros(max_sequences, np.int64)  # how often the row was given to a sequence
         self.num_blocks = np.zeros(max_sequences, np.int64)
         self.num_tokens = np.zeros(max_sequences, np.int64)
@@ -65,6 +75,7 @@ class SequenceTable:
         self.has_adapter = np.zeros(max_sequences, np.bool_)
         self.pictures_end = np.zeros(max_sequences, np.int64)  # behind the last position that is a picture's
         self._row_of: dict[RequestId, int] = {}
+        self._known_ids = _KnownIds(-1, np.empty(0, np.int64), [])
         self._free_rows = list(range(max_sequences - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -85,6 +96,14 @@ class SequenceTable:
         except KeyError as error:
             raise AssertionError(f"unknown request {error}") from error
 
+    def ids_of(self, rows: IntArray) -> list[RequestId]:
+        """Return the requests of these rows: the same list as long as they are the same, which nobody is to change."""
+        known = self._known_ids
+        if known.version != self.version or not are_same(rows, known.rows):
+            ids = [self.request_ids[row] for row in rows.tolist()]
+            self._known_ids = known = _KnownIds(self.version, rows, ids)
+        return known.ids
+
     def add(self, sequence: NewSequence) -> int:
         """Assign a row to the sequence and return it."""
         request_id, count = sequence.request_id, len(sequence.token_ids)
@@ -101,11 +120,13 @@ class SequenceTable:
         self.num_computed[row] = sequence.num_cached
         self.num_blocks[row] = 0
         self.prompt_lens[row] = sequence.prompt_len
-        self.max_tokens[row] = sequence.sampling.max_tokens
+        # The token sampled at the end of the longest context is known as well.
+        self.end_lens[row] = min(sequence.prompt_len + sequence.sampling.max_tokens, self.max_context_len + 1)
         self.entries[row] += 1
         self.is_hidden[row] = sequence.is_hidden
         assert not (sequence.is_hidden and sequence.is_reversed), f"{request_id}: a hidden cache in reversed blocks"
         self.is_reversed[row] = sequence.is_reversed
+        self.num_reversed += sequence.is_reversed
         self.block_tokens[row] = self._block_tokens_of(sequence)
         # Behind a reversed sequence's tokens lie slots that may be those of another one.
         self.has_unclean_tail[row] = sequence.num_cached > 0 and not (sequence.is_hidden or sequence.is_reversed)
@@ -150,7 +171,7 @@ class SequenceTable:
     def places(self, rows: IntArray, positions: IntArray) -> tuple[IntArray, IntArray]:
         """Return the block of each token, given by the row of its sequence and its position, and its slot there."""
         columns, slots = np.divmod(positions, self.block_size)
-        if self.is_reversed.any():
+        if self.num_reversed:
             slots = np.where(self.is_reversed[rows], self.block_size - 1 - slots, slots)
         return self.block_tables[rows, columns], slots
 
@@ -163,6 +184,7 @@ class SequenceTable:
         """Free the row and return it."""
         row = self.row(request_id)
         del self._row_of[request_id]
+        self.num_reversed -= self.sequence(row).is_reversed
         self.sequences[row] = None
         self._free_rows.append(row)
         self.version += 1
@@ -177,7 +199,7 @@ class SequenceTable:
 
 def are_same(rows: IntArray, others: IntArray) -> bool:
     """Return whether these are the same rows in the same order: `np.array_equal` in a fifth of its time."""
-    return rows.tobytes() == others.tobytes()
+    return rows is others or rows.tobytes() == others.tobytes()
 
 
 def tokens_of(rows: IntArray, first: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:

@@ -30,7 +30,7 @@ from alignedserve.runtime.attention.prompt_choice import PromptChoice, PromptSet
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
 from alignedserve.runtime.device.arrays import Array, to_device
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from kernels.gpu.block_entries import block_entries
+from kernels.gpu.block_entries import BlockArrays, TableArrays, block_arrays
 from kernels.gpu.blocks import BlockTables, BlockView
 from kernels.gpu.decode_attention import TILE, DecodeBatch, decode_batch, paged_decode
 from kernels.gpu.launching import CompiledKernel, multiprocessor_of, program_shared_bytes, programs_at_once
@@ -108,6 +108,12 @@ class GpuPlanner:
         self.table = table
         self.storage = storage
         self.window = window
+        self._arrays = TableArrays(
+            table.block_tables,
+            table.is_reversed,
+            table.block_size,
+            storage.scratch_block if storage.has_scratch else -1,
+        )
         self.heads = (storage.layout.num_kv_heads, group, storage.layout.head_dim)
         at_once = num_programs or _programs(storage, group)
         self.num_programs = max(1, at_once // storage.layout.num_kv_heads)
@@ -169,30 +175,25 @@ class GpuPlanner:
         layout = self.storage.layout
         return layout.token_bytes // layout.num_layers
 
-    def block_tables(self, rows: IntArray, lengths: IntArray) -> list[Array]:
-        """Return the arrays of a BlockTables, its entries last; lengths beyond `rows` are padding."""
-        widths: IntArray = -(-lengths // self.table.block_size)
-        entries = block_entries(self.table.block_tables, rows, widths[: len(rows)])
-        if len(widths) > len(rows):
-            padding = np.full(len(widths) - len(rows), self.storage.scratch_block, np.int32)
-            entries = np.concatenate((entries, padding))
-        is_reversed = np.zeros(len(widths), np.int8)
-        is_reversed[: len(rows)] = self.table.is_reversed[rows]
-        return [(np.cumsum(widths) - widths).astype(np.int32), is_reversed, entries]
+    def block_arrays(self, rows: IntArray, lengths: IntArray) -> BlockArrays:
+        """Return the arrays of contexts, the entries of their block tables last; lengths beyond `rows` are padding."""
+        return block_arrays(self._arrays, rows, lengths)
 
 
 class _Decodes:
     """One token of each sequence, and padding behind them."""
 
     def __init__(self, planner: GpuPlanner, rows: IntArray, num_padding: int) -> None:
-        lengths = np.concatenate((planner.table.num_computed[rows] + 1, np.ones(num_padding, np.int64)))
+        lengths = planner.table.num_computed[rows] + 1
+        if num_padding:
+            lengths = np.concatenate((lengths, np.ones(num_padding, np.int64)))
         windows = (None,) if planner.window is None else (None, planner.window)
         partitions = [
             partition(lengths, tile=TILE, num_programs=planner.num_programs, window=window) for window in windows
         ]
         arrays = [array for part in partitions for array in part]
         self.num_rows = len(lengths)
-        self.host_arrays: list[Array] = [*arrays, lengths.astype(np.int32), *planner.block_tables(rows, lengths)]
+        self.host_arrays: list[Array] = [*arrays, *planner.block_arrays(rows, lengths)]
         self._planner = planner
         self._num_own = len(rows)
         self._batches: list[DecodeBatch] = []
@@ -225,7 +226,7 @@ class _PagedChunks:
         blocks = planner.storage.blocks
         sizes = tiling(head_dim, blocks.dtype, program_shared_bytes(blocks.device))
         tiles = chunk_tiles(lengths, counts, group=group, query_rows=sizes.query_rows)
-        self.host_arrays: list[Array] = [*tiles, *planner.block_tables(rows, lengths)]
+        self.host_arrays: list[Array] = [*tiles, *planner.block_arrays(rows, lengths)[1:]]
         self._planner = planner
         self._batch: ChunkBatch | None = None
 

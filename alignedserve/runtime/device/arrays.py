@@ -11,9 +11,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.cpu.native import load_native
+
 Array = npt.NDArray[Any]
 
 _ALIGNMENT = 16  # bytes, of every array's start
+
+_native: Any = load_native("pack_arrays")
 
 
 class Packing:
@@ -27,6 +31,7 @@ class Packing:
         widths = [size * array.itemsize for size, array in zip(sizes, arrays, strict=True)]
         ends = np.cumsum([-(-width // _ALIGNMENT) * _ALIGNMENT for width in widths])
         self._places = list(zip([0, *ends[:-1].tolist()], widths, strict=True))
+        self._bytes_at = np.array(self._places, np.int64).reshape(-1, 2)
         self._dtypes = [torch.from_numpy(array).dtype for array in arrays]
         self.num_bytes = int(ends[-1])
 
@@ -39,6 +44,8 @@ class Packing:
 
     def fill(self, packed: Array, arrays: Sequence[Array]) -> int:
         """Write the arrays into uint8 [num_bytes], only the last below its capacity; return the used bytes."""
+        if _native is not None:
+            return int(_native.pack_arrays(packed, self._bytes_at, arrays))
         used = 0
         for (first, width), array in zip(self._places, arrays, strict=True):
             assert array.nbytes <= width, "an array larger than its place"

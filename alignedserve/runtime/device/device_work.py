@@ -1,8 +1,9 @@
 """What a process does with the device that it computes on: memory, errors, the current one of a thread."""
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import psutil
 import torch
@@ -14,6 +15,9 @@ from alignedserve.runtime.device.verdicts import accuse_suspects
 _LONGEST_REASON = 300
 _REFUSALS = {1: "invalid argument", 2: "out of memory"}  # of single calls, by CUDA's codes: what follows goes on
 _CUDA: Any = torch.cuda
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
 
 
 def free_bytes(device: torch.device) -> int:
@@ -69,6 +73,19 @@ def is_refusal(error: torch.AcceleratorError) -> bool:
 def _reason(error: torch.AcceleratorError) -> str:
     lines = str(error.args[0] if error.args else "").strip().splitlines()
     return (lines or ["CUDA says no more"])[0][:_LONGEST_REASON]
+
+
+def in_inference_mode(work: Callable[P, ResultT]) -> Callable[P, ResultT]:
+    """Decorate what computes without gradients, for every step: the mode is entered where it is not on already."""
+
+    @wraps(work)
+    def run(*args: P.args, **more: P.kwargs) -> ResultT:
+        if torch.is_inference_mode_enabled():
+            return work(*args, **more)
+        with torch.inference_mode():
+            return work(*args, **more)
+
+    return run
 
 
 def use_device(device: torch.device) -> None:

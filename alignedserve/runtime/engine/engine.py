@@ -16,6 +16,7 @@ from alignedserve.runtime.attention.native_backend import PagedPlanner
 from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
 from alignedserve.runtime.device.arrays import to_device
+from alignedserve.runtime.device.device_work import in_inference_mode
 from alignedserve.runtime.device.streams import DeviceStreams, streams_of
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.forward_batch import LastTokenContexts, LastTokenPlanner
@@ -235,7 +236,7 @@ class Engine:
             self._compute.run(partial(self._sampler.warm_up, logits))
             self._compute.record().synchronize()
 
-    @torch.inference_mode()
+    @in_inference_mode
     def execute(self, slices: Slices, *, may_go_on: bool = True) -> StepOutput:
         """Run one step of at least one slice, one per sequence, each within its sequence's tokens and blocks.
 
@@ -318,11 +319,11 @@ class Engine:
         ahead.takes_highest = self._takes_highest(ahead)
         ahead.changes = self._sampler.plan(ahead.step.sampled_rows, ahead.num_tokens)
         self._start(ahead)
-        slots = ahead.step.slots[: ahead.step.counts.sum()]
+        slots = ahead.step.slots[: ahead.step.num_tokens]
         self.storage.pending_copies.record(self._compute, slots // self.storage.slot_stride)
         self._next.keep(ahead)
 
-    @torch.inference_mode()  # it may be called later, by a stream
+    @in_inference_mode  # it may be called later, by a stream
     def _compute_step(self, launch: StepLaunch) -> None:
         step, rows = launch.step, launch.step.sampled_rows
         inputs = self._chosen.inputs(launch.inputs_at)
@@ -371,28 +372,27 @@ class Engine:
         if self._ranks is not None:
             self._ranks.set_tokens(token_ids)
         logprobs = self._sampler.finish(draw, token_ids, is_usable).logprobs
-        request_ids = self._table.request_ids
-        ids = [request_ids[row] for row in rows.tolist()]
+        ids = self._table.ids_of(rows)
         sampled = sampled_tokens(ids, token_ids.tolist())
-        for index in {*logprobs, *launch.embeddings}:
+        for index in {*logprobs, *launch.embeddings} if logprobs or launch.embeddings else ():
             more = logprobs.get(index), launch.embeddings.get(index, b"")
             sampled[index] = SampledToken(ids[index], sampled[index].token_id, *more)
-        self._note_tokens(launch, token_ids)
-        if is_usable.all():
+        if self._note_tokens(launch, token_ids):
             return sampled, []
         good, bad = np.flatnonzero(is_usable).tolist(), np.flatnonzero(~is_usable).tolist()
         return [sampled[index] for index in good], [ids[index] for index in bad]
 
-    def _note_tokens(self, launch: StepLaunch, token_ids: IntArray) -> None:
-        """Write a step's tokens, by its sampled rows, into the table; see NO_TOKEN."""
+    def _note_tokens(self, launch: StepLaunch, token_ids: IntArray) -> bool:
+        """Write a step's tokens, by its sampled rows, into the table; return whether all of them are some."""
         table, rows, places = self._table, launch.rows, launch.num_tokens_before
         is_usable = token_ids != NO_TOKEN
         if is_usable.all():
             table.tokens[rows, places] = token_ids
-            return
+            return True
         table.tokens[rows[is_usable], places[is_usable]] = token_ids[is_usable]
         table.num_tokens[rows[~is_usable]] -= 1
         self._next.forget()
+        return False
 
     def _reasons(self, failed: list[RequestId]) -> dict[RequestId, str]:
         found = {request_id: self._sampler.failure(self._table.row(request_id)) for request_id in failed}

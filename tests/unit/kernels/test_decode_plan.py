@@ -1,16 +1,34 @@
-"""The plan of a GPU's decodes: the native kernel gives what the plain form does, and refuses other arrays."""
+"""The plan of a step of decodes: the native kernels give what the plain forms do, and refuse other arrays."""
 
 import numpy as np
 import pytest
 
 from kernels.cpu.native import load_native
-from kernels.gpu.block_entries import block_entries, plain_block_entries
+from kernels.cpu.next_tokens import KnownTokens, next_tokens, plain_next_tokens
+from kernels.gpu.block_entries import TableArrays, block_arrays, plain_block_arrays
 from kernels.gpu.work_partition import partition, plain_partition
 from tests.support.marks import each
 
 TILE = 64
+NUM_ROWS, NUM_BLOCKS, BLOCK_SIZE = 8, 40, 4
 
-pytestmark = pytest.mark.skipif(load_native("partition_work") is None, reason="the native kernels are not built")
+pytestmark = pytest.mark.skipif(load_native("next_tokens") is None, reason="the native kernels are not built")
+
+
+def table_arrays(rng: np.random.Generator) -> TableArrays:
+    return TableArrays(
+        rng.integers(0, 1 << 30, (NUM_ROWS, NUM_BLOCKS)), rng.random(NUM_ROWS) < 0.5, BLOCK_SIZE, scratch_block=7
+    )
+
+
+def known_tokens(rng: np.random.Generator) -> KnownTokens:
+    table = table_arrays(rng)
+    num_tokens = rng.integers(1, NUM_BLOCKS * BLOCK_SIZE, NUM_ROWS)
+    num_computed = num_tokens - 1 - (rng.random(NUM_ROWS) < 0.1) * (num_tokens > 1)
+    token_ids = rng.integers(0, 1 << 30, (NUM_ROWS, NUM_BLOCKS * BLOCK_SIZE), np.int32)
+    return KnownTokens(
+        token_ids, table.block_tables, num_computed, num_tokens, table.is_reversed, BLOCK_SIZE, slot_stride=100
+    )
 
 
 @each("seed", range(40))
@@ -26,24 +44,51 @@ def test_parts_are_those_of_the_plain_form(seed: int) -> None:
 
 
 @each("seed", range(20))
-def test_entries_are_those_of_the_tables(seed: int) -> None:
+def test_contexts_are_those_of_the_tables(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    tables = rng.integers(0, 1 << 30, (8, 40))
-    rows = rng.permutation(8)[: int(rng.integers(0, 9))]
-    widths = rng.integers(0, 41, len(rows))
-    native, plain = block_entries(tables, rows, widths), plain_block_entries(tables, rows, widths)
-    assert native.dtype == plain.dtype
-    assert (
-        native.tolist()
-        == plain.tolist()
-        == [entry for row, width in zip(rows, widths, strict=True) for entry in tables[row, :width]]
-    )
+    table = table_arrays(rng)
+    rows = rng.permutation(NUM_ROWS)[: int(rng.integers(0, NUM_ROWS + 1))]
+    lengths = rng.integers(0, NUM_BLOCKS * BLOCK_SIZE + 1, len(rows))
+    with_padding = np.concatenate((lengths, np.ones(int(rng.integers(0, 4)), np.int64)))
+    native, plain = block_arrays(table, rows, with_padding), plain_block_arrays(table, rows, with_padding)
+    for name, own, expected in zip(native._fields, native, plain, strict=True):
+        assert own.dtype == expected.dtype
+        assert own.tolist() == expected.tolist(), name
+    for at, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        count = -(-int(length) // BLOCK_SIZE)
+        begin = native.starts[at]
+        assert native.entries[begin : begin + count].tolist() == table.block_tables[row, :count].tolist()
 
 
-@each(("rows", "widths"), [([8], [1]), ([-1], [1]), ([0], [41]), ([0], [-1]), ([0, 1], [1])])
-def test_rows_and_widths_outside_the_tables_are_refused(rows: list[int], widths: list[int]) -> None:
+@each("seed", range(20))
+def test_next_tokens_are_those_of_the_plain_form(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    known = known_tokens(rng)
+    rows, num_padding = rng.permutation(NUM_ROWS)[: int(rng.integers(0, NUM_ROWS + 1))], int(rng.integers(0, 4))
+    native, plain = next_tokens(known, rows, num_padding, 700), plain_next_tokens(known, rows, num_padding, 700)
+    assert native.are_last == plain.are_last
+    for name in native._fields[:3]:
+        own, expected = getattr(native, name), getattr(plain, name)
+        assert own.dtype == expected.dtype
+        assert own.tolist() == expected.tolist(), name
+
+
+@each(
+    ("rows", "lengths"),
+    [([NUM_ROWS], [1]), ([-1], [1]), ([0], [NUM_BLOCKS * BLOCK_SIZE + 1]), ([0], [-1]), ([0, 1], [1])],
+)
+def test_rows_and_lengths_outside_the_tables_are_refused(rows: list[int], lengths: list[int]) -> None:
+    rng = np.random.default_rng(0)
     with pytest.raises((ValueError, IndexError)):
-        block_entries(np.zeros((8, 40), np.int64), np.array(rows), np.array(widths))
+        block_arrays(table_arrays(rng), np.array(rows), np.array(lengths))
+
+
+@each(("row", "num_computed"), [(NUM_ROWS, 0), (-1, 0), (0, NUM_BLOCKS * BLOCK_SIZE), (0, -1)])
+def test_tokens_outside_the_table_are_refused(row: int, num_computed: int) -> None:
+    known = known_tokens(np.random.default_rng(0))
+    known.num_computed[0] = num_computed
+    with pytest.raises((ValueError, IndexError)):
+        next_tokens(known, np.array([row]), 0, 0)
 
 
 def test_a_context_without_a_token_is_refused() -> None:

@@ -82,6 +82,7 @@ class LogitsProcessor:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._is_changed = np.zeros(max_sequences, np.bool_)  # at every step
+        self._may_change: set[int] = set()  # those rows, and those that must not stop early
         self._min_lens = np.zeros(max_sequences, np.int64)  # shorter sequences must not stop
         self._penalties = np.tile(np.array([1.0, 0.0, 0.0], np.float32), (max_sequences, 1))
         self._seen = SeenRows(on_device=on_device)
@@ -94,6 +95,8 @@ class LogitsProcessor:
         """Add the sequence's parameters and the tokens that it already has."""
         params = sequence.sampling
         self._is_changed[row] = params.changes_logits
+        if params.changes_logits or params.min_tokens:
+            self._may_change.add(row)
         self._min_lens[row] = sequence.prompt_len + params.min_tokens
         self._penalties[row] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         if params.has_penalties:
@@ -112,6 +115,7 @@ class LogitsProcessor:
 
     def remove(self, row: int) -> None:
         """Remove the row."""
+        self._may_change.discard(row)
         self._seen.remove(row)
         for of_rows in (self._biases, self._allowed, self._bad_words, self._stops):
             of_rows.pop(row, None)
@@ -136,6 +140,8 @@ class LogitsProcessor:
 
     def changes(self, rows: IntArray, num_tokens: IntArray) -> bool:
         """Return whether there is anything to change in the logits of any of these rows."""
+        if not self._may_change:
+            return False
         return bool((self.is_early(rows, num_tokens) | self._is_changed[rows]).any())
 
     def plan(self, rows: IntArray, num_tokens: IntArray) -> LogitsChanges | None:

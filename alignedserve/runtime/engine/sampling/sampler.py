@@ -81,6 +81,7 @@ class Sampler:
         self._min_ps = np.zeros(max_sequences, np.float32)
         self._seeds = np.zeros(max_sequences, np.int64)
         self._wants_logprobs = np.zeros(max_sequences, np.bool_)
+        self._wanting: set[int] = set()  # the rows that do
         self._version = 0  # changes whenever a row's parameters do
         self._known: _KnownParameters | None = None
 
@@ -96,6 +97,8 @@ class Sampler:
         self._min_ps[row] = params.min_p
         self._seeds[row] = params.seed
         self._wants_logprobs[row] = params.num_logprobs is not None
+        if params.num_logprobs is not None:
+            self._wanting.add(row)
         self._logits_processor.add(row, sequence)
         if params.grammar:
             assert self._masks is not None, "a grammar for an engine that has none"
@@ -104,6 +107,7 @@ class Sampler:
     def remove(self, row: int) -> None:
         """Remove the row."""
         self._sequences[row] = None
+        self._wanting.discard(row)
         self._logits_processor.remove(row)
         if self._masks is not None:
             self._masks.remove(row)
@@ -141,7 +145,7 @@ class Sampler:
 
     def wants_logprobs(self, rows: IntArray) -> bool:
         """Return whether any of these rows asks for log-probabilities."""
-        return bool(self._wants_logprobs[rows].any())
+        return bool(self._wanting) and bool(self._wants_logprobs[rows].any())
 
     def start_with(self, rows: IntArray, highest: HighestLogits) -> Draw:
         """Choose as `start` does, for rows that need only their highest logits."""
@@ -235,6 +239,8 @@ class Sampler:
 
     def _logprobs(self, draw: Draw) -> dict[int, TokenLogprob]:
         rows, logits = draw.rows, draw.logits
+        if not self._wanting:
+            return {}
         positions = np.flatnonzero(self._wants_logprobs[rows])
         if not len(positions):
             return {}

@@ -34,6 +34,9 @@ class Loans(NamedTuple):
     blocks: IntArray
 
 
+_NO_LOANS = Loans(*(np.empty(0, np.int64),) * 3)
+
+
 class BlockLoans:
     """Lends the engine's own blocks to the sequences of one step at a time."""
 
@@ -47,9 +50,11 @@ class BlockLoans:
     def lend(self, rows: IntArray, chunks: Chunks) -> Loans | None:
         """Give blocks to those of these rows that lack one for their next token, and to chunks; None: too few."""
         table = self._table
-        columns = table.num_computed[rows] // table.block_size
-        lacks = columns >= table.num_blocks[rows]
-        lacking, columns = rows[lacks], columns[lacks]
+        lacks = table.num_computed[rows] >= table.num_blocks[rows] * table.block_size
+        if not len(chunks.rows) and not lacks.any():  # as in most steps
+            return _NO_LOANS
+        lacking = rows[lacks]
+        columns = table.num_computed[lacking] // table.block_size
         if len(chunks.rows):
             ends = -(-(table.num_computed[chunks.rows] + chunks.counts) // table.block_size)
             held = table.num_blocks[chunks.rows]

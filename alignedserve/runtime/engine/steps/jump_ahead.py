@@ -63,7 +63,7 @@ class JumpAhead:
 
 def forced_counts(forced: Forced, failed: Collection[RequestId]) -> tuple[tuple[RequestId, int], ...]:
     """Return how many tokens each sequence was forced to, except failed sequences."""
-    return tuple((request_id, len(token_ids)) for request_id, token_ids in forced.items() if request_id not in failed)
+    return tuple([(request_id, len(token_ids)) for request_id, token_ids in forced.items() if request_id not in failed])
 
 
 def with_forced(forced: Forced, sampled: list[SampledToken]) -> list[SampledToken]:

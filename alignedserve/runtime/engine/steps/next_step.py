@@ -49,6 +49,7 @@ class NextStep:
         self._planned: StepBatch | None = None
         self._version = 0  # of the table when it was planned
         self._launched: StepLaunch | None = None
+        self._launched_version = -1  # of the table
         # A step that is dropped may still be computed, with adapters that nothing else holds. When the second one after
         # it is launched, tokens that come behind it have been waited for.
         self._held: deque[StepLaunch] = deque(maxlen=2)
@@ -100,7 +101,7 @@ class NextStep:
         table = self._table
         if not self.launches or any(launch.step.hidden is not None for launch in launches):
             return None
-        if table.is_reversed.any():  # a slot behind a sequence may be another's
+        if table.num_reversed:  # a slot behind a sequence may be another's
             return None
         sampled_rows = launches[0].rows if len(launches) == 1 else np.concatenate([launch.rows for launch in launches])
         rows = self._going_on(sampled_rows)
@@ -113,10 +114,17 @@ class NextStep:
         step = self._builder.build_ahead(rows, *chunks)
         decoding = step.rows[: len(rows)]
         assert are_same(decoding, step.sampled_rows[: len(rows)]), "inputs in another order than results"
+        inputs_at = self._places_in(launches, decoding) if len(rows) else None
+        return StepLaunch(step, table.num_tokens[step.sampled_rows], inputs_at=inputs_at, loans=loans)
+
+    def _places_in(self, launches: Sequence[StepLaunch], rows: IntArray) -> IntArray:
+        """Return the places of these rows' tokens among those that the launches choose."""
+        first = launches[0]
+        if len(launches) == 1 and are_same(rows, first.step.sampled_rows):  # as in most steps
+            return self._ascending[first.first_place : first.end_place]
         for launch in launches:
             self._place_of[launch.step.sampled_rows] = self._ascending[launch.first_place : launch.end_place]
-        inputs_at = self._place_of[decoding] if len(rows) else None
-        return StepLaunch(step, table.num_tokens[step.sampled_rows], inputs_at=inputs_at, loans=loans)
+        return self._place_of[rows]
 
     def keep(self, launched: StepLaunch) -> None:
         """Keep a step that was launched ahead until somebody takes it."""
@@ -124,6 +132,7 @@ class NextStep:
         self._held.append(launched)
         rows = launched.step.rows
         self._entries, self._num_tokens = self._table.entries[rows], self._table.num_tokens[rows]
+        self._launched_version = self._table.version
 
     def take_launched(self, slices: Slices) -> tuple[StepLaunch | None, Slices]:
         """Return the step that was launched ahead, and the slices that are left.
@@ -137,15 +146,19 @@ class NextStep:
         self.guess.note(rows, counts)
         if launched is None:
             return None, slices
-        taken, sampled = self._taken(launched, rows, counts)
-        if not taken.any():
-            return None, slices
-        is_whole = are_same(sampled, self._ascending[: len(launched.step.sampled_rows)])
-        launched.kept = None if is_whole else sampled[sampled != _NOWHERE]
+        taken = counts
+        if not self._is_as_asked(launched.step, rows, counts):
+            taken, sampled = self._taken(launched, rows, counts)
+            if not taken.any():
+                return None, slices
+            is_whole = are_same(sampled, self._ascending[: len(launched.step.sampled_rows)])
+            launched.kept = None if is_whole else sampled[sampled != _NOWHERE]
         self._table.num_computed[rows] += taken
         self._table.num_tokens[launched.rows] = launched.num_tokens_before + 1
-        if launched.loans is not None:
+        if launched.loans is not None and len(launched.loans.rows):
             self._loans.settle(launched.loans, rows[taken > 0])
+        if taken is counts:
+            return launched, ()
         lacking = np.flatnonzero(taken < counts)
         return launched, [(slices[at][0], int(counts[at] - taken[at])) for at in lacking.tolist()]
 
@@ -158,6 +171,13 @@ class NextStep:
             rows = table.rows([part[0] for part in slices])
             self._arrays = rows, np.array([part[1] for part in slices], np.int64)
         return self._arrays
+
+    def _is_as_asked(self, step: StepBatch, rows: IntArray, counts: IntArray) -> bool:
+        """Return whether the slices are those of the launched step, of the same sequences with the same tokens."""
+        table = self._table
+        if table.version != self._launched_version or not are_same(rows, step.rows):
+            return False
+        return are_same(counts, step.counts) and are_same(self._num_tokens, table.num_tokens[rows])
 
     def _taken(self, launched: StepLaunch, rows: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
         """Return how many tokens of each slice the step has computed, and the place of its own among those sampled.
@@ -190,9 +210,8 @@ class NextStep:
 
     def _going_on(self, rows: IntArray) -> IntArray:
         """Return the rows that have not all their tokens."""
-        table = self._table
-        has_more = table.num_tokens[rows] - table.prompt_lens[rows] < table.max_tokens[rows]
-        return rows[has_more & (table.num_computed[rows] < table.max_context_len)]
+        has_more = self._table.num_tokens[rows] < self._table.end_lens[rows]
+        return rows if has_more.all() else rows[has_more]
 
 
 def _all_decode(launch: StepLaunch) -> bool:

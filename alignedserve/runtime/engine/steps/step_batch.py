@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,21 +10,21 @@ from torch import Tensor
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.runtime.attention.backend import AttentionPlanner, RunPlanner, StepAttention
-from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, tokens_of
+from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, are_same, tokens_of
 from alignedserve.runtime.device.arrays import Array, to_device
 from alignedserve.runtime.engine.forward_batch import ForwardBatch, LastTokenPlanner, LastTokens
 from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts, HiddenPlan
 from alignedserve.runtime.engine.steps.slice_plan import SlicePlan
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.vision.picture_rows import PictureRows, picture_rows
+from kernels.cpu.next_tokens import KnownTokens, next_tokens
 from kernels.device_lora import DevicePlan
 from kernels.lora import AdapterMatrices, AdapterRows
 
 _NO_ROWS = np.empty(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class StepBatch:
+class StepBatch(NamedTuple):
     """A forward batch on the host, and the places of its results. Slices are in batch order: decodes, then chunks.
 
     The token rows of a batch of decodes may be padded to a size that has a CUDA graph.
@@ -53,6 +53,11 @@ class StepBatch:
     def needs_hidden(self) -> bool:
         """Return whether the step needs hidden vectors, and not logits alone."""
         return bool(self.wants_prompt_logprobs) or len(self.wants_embeddings) > 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of token rows without padding."""
+        return len(self.rows) if self.is_decode else int(self.counts.sum())
 
     @property
     def host_arrays(self) -> tuple[Array, ...]:
@@ -84,6 +89,19 @@ class StepBatch:
         return self.to_forward_batch(tensors)
 
 
+class _OfRows(NamedTuple):
+    """What a step of decodes has of its rows alone: the same as long as the same sequences decode."""
+
+    version: int  # of the table
+    rows: IntArray
+    counts: IntArray
+    places: IntArray
+    asks_prompt_logprobs: bool
+    wants_embeddings: IntArray
+    has_adapters: bool
+    has_pictures: bool
+
+
 class BatchBuilder:
     """Builds steps from a sequence table; it changes only the table's marks of unclean tails."""
 
@@ -106,6 +124,16 @@ class BatchBuilder:
         self._hidden = hidden
         self._last = last
         self._adapters: AdapterRows | None = None  # of the latest step: those of the next are often the same
+        self._kept: _OfRows | None = None
+        self._known = KnownTokens(
+            table.tokens,
+            table.block_tables,
+            table.num_computed,
+            table.num_tokens,
+            table.is_reversed,
+            table.block_size,
+            storage.slot_stride,
+        )
 
     def build(self, request_ids: Sequence[RequestId], num_tokens: Sequence[int]) -> StepBatch:
         """Build the batch that computes the next `num_tokens[i]` tokens of each request."""
@@ -120,7 +148,7 @@ class BatchBuilder:
             rows, counts, is_decode = rows[~is_hidden], counts[~is_hidden], is_decode[~is_hidden]
         elif is_decode.all():
             return self.build_decodes(rows)
-        return self._build(rows[is_decode], rows[~is_decode], counts[~is_decode], hidden=hidden)
+        return self._build(rows[is_decode], rows[~is_decode], counts[~is_decode], hidden)
 
     def build_runs(self, request_ids: Sequence[RequestId], num_tokens: Sequence[int]) -> StepBatch:
         """Build the same batch, whose slices are short, as one of decodes if the planner has such."""
@@ -137,15 +165,15 @@ class BatchBuilder:
 
     def build_decodes(self, rows: IntArray) -> StepBatch:
         """Build the batch that computes the next token of each of these rows of the table, unchecked."""
-        return self._build(rows, rows[:0], _NO_ROWS)
+        return self._decodes(rows, self._num_padding(len(rows)))
 
     def build_ahead(self, rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray) -> StepBatch:
         """Build the batch that decodes these rows of the table and computes chunks of others, unchecked."""
-        return self._build(rows, chunk_rows, chunk_counts)
+        return self._build(rows, chunk_rows, chunk_counts) if len(chunk_rows) else self.build_decodes(rows)
 
     def build_padding(self, size: int, adapters: DevicePlan | None = None) -> StepBatch:
         """Build a batch of `size` padding rows. `adapters`: of as many, to be recorded for others that have some."""
-        return replace(self._build(_NO_ROWS, _NO_ROWS, _NO_ROWS, size), adapters=adapters)
+        return self._decodes(_NO_ROWS, size)._replace(adapters=adapters)
 
     def complete(self, step: StepBatch) -> None:
         """Fill in the tokens and blocks that may have been unknown when a step of decodes was planned ahead."""
@@ -182,36 +210,75 @@ class BatchBuilder:
         at = bisect_left(self._decode_sizes, num_decodes)
         return self._decode_sizes[at] - num_decodes if at < len(self._decode_sizes) else 0
 
+    def _decodes(self, rows: IntArray, num_padding: int) -> StepBatch:
+        """Build the batch that computes the next token of each of these rows, and padding behind them."""
+        table, storage, reads_unused = self._table, self._storage, self._planner.reads_unused_slots
+        attention = self._planner.plan(rows, _NO_ROWS, _NO_ROWS, num_padding)
+        rows = attention.decode_rows
+        scratch_slot = storage.scratch_block * storage.slot_stride if num_padding else 0
+        token_ids, positions, slots, are_last = next_tokens(self._known, rows, num_padding, scratch_slot)
+        own = self._of_rows(rows)
+        sampled_rows, sampled_at, wants_embeddings = rows, own.places, own.wants_embeddings
+        if not are_last:
+            sampled_at = np.flatnonzero(table.num_computed[rows] + 1 == table.num_tokens[rows])
+            sampled_rows = rows[sampled_at]
+            wants_embeddings = np.flatnonzero(table.wants_embedding[sampled_rows])
+        fresh_blocks = _NO_ROWS
+        if reads_unused:
+            fresh_blocks = slots[: len(rows)][positions[: len(rows)] % table.block_size == 0] // storage.slot_stride
+        if not own.has_adapters:
+            self._adapters = None
+        return StepBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            fresh_blocks=fresh_blocks,
+            unclean_tails=self._unclean_tails(rows) if reads_unused else (),
+            attention=attention,
+            rows=rows,
+            counts=own.counts,
+            first_rows=own.places,
+            sampled_rows=sampled_rows,
+            sampled_at=sampled_at,
+            wants_prompt_logprobs=self._prompt_logprob_slices(rows) if own.asks_prompt_logprobs else (),
+            wants_embeddings=wants_embeddings,
+            is_decode=are_last,
+            adapters=self._adapter_rows(rows, len(token_ids)) if own.has_adapters else None,
+            pictures=self._picture_rows(rows, positions, own.counts, own.places) if own.has_pictures else None,
+        )
+
+    def _of_rows(self, rows: IntArray) -> _OfRows:
+        """Return what a step of decodes has of its rows alone."""
+        kept, table = self._kept, self._table
+        if kept is None or kept.version != table.version or not are_same(rows, kept.rows):
+            self._kept = kept = _OfRows(
+                version=table.version,
+                rows=rows,
+                counts=np.ones(len(rows), np.int64),
+                places=np.arange(len(rows)),
+                asks_prompt_logprobs=bool(table.wants_prompt_logprobs[rows].any()),
+                wants_embeddings=np.flatnonzero(table.wants_embedding[rows]),
+                has_adapters=bool(table.has_adapter[rows].any()),
+                has_pictures=bool(table.pictures_end[rows].any()),
+            )
+        return kept
+
     def _build(
         self,
         decode_rows: IntArray,
         chunk_rows: IntArray,
         chunk_counts: IntArray,
-        num_padding: int | None = None,
-        *,
         hidden: HiddenPlan | None = None,
     ) -> StepBatch:
         """Build the batch of these rows of the table and, behind them, of sequences with a hidden cache."""
-        is_all_decodes = not len(chunk_rows) and hidden is None
-        if num_padding is None:
-            num_padding = self._num_padding(len(decode_rows)) if is_all_decodes else 0
-        plain, fresh_blocks = self._plan(decode_rows, chunk_rows, chunk_counts, num_padding)
-        return self._step(
-            plain,
-            fresh_blocks,
-            num_padding,
-            is_all_decodes=is_all_decodes,
-            has_chunks=len(chunk_rows) > 0,
-            hidden=hidden,
-        )
+        plain, fresh_blocks = self._plan(decode_rows, chunk_rows, chunk_counts)
+        return self._step(plain, fresh_blocks, has_chunks=len(chunk_rows) > 0, hidden=hidden)
 
     def _step(
         self,
         plain: SlicePlan,
         fresh_blocks: IntArray,
-        num_padding: int = 0,
         *,
-        is_all_decodes: bool = False,
         has_chunks: bool = False,
         hidden: HiddenPlan | None = None,
     ) -> StepBatch:
@@ -220,11 +287,6 @@ class BatchBuilder:
         slices = plain if hidden is None else hidden.after(plain)
         rows, counts = slices.rows, slices.counts
         token_ids = table.tokens[slices.token_rows, slices.positions].astype(np.int64)
-        positions, slots = slices.positions, slices.slots
-        if num_padding:
-            scratch = np.zeros(num_padding, np.int64)
-            token_ids, positions = np.concatenate((token_ids, scratch)), np.concatenate((positions, scratch))
-            slots = np.concatenate((slots, scratch + self._storage.scratch_block * self._storage.slot_stride))
         last_rows = np.cumsum(counts) - 1
         reads_unused = self._planner.reads_unused_slots
         is_sampled = table.num_computed[rows] + counts == table.num_tokens[rows]
@@ -237,8 +299,8 @@ class BatchBuilder:
             sampled_rows, sampled_at = last.rows, last.token_rows
         return StepBatch(
             token_ids=token_ids,
-            positions=positions,
-            slots=slots,
+            positions=slices.positions,
+            slots=slices.slots,
             fresh_blocks=fresh_blocks,
             unclean_tails=self._unclean_tails(plain.rows) if reads_unused else (),
             attention=slices.attention,
@@ -249,19 +311,17 @@ class BatchBuilder:
             sampled_at=sampled_at,
             wants_prompt_logprobs=wants_prompt_logprobs,
             wants_embeddings=np.flatnonzero(table.wants_embedding[sampled_rows]),
-            is_decode=is_all_decodes and bool(is_sampled.all()),
+            is_decode=False,
             hidden=hidden,
             last=last,
             adapters=self._adapter_rows(slices.token_rows, len(token_ids)),
-            pictures=self._picture_rows(slices, last_rows - counts + 1),
+            pictures=self._picture_rows(rows, slices.positions, counts, last_rows - counts + 1),
         )
 
-    def _plan(
-        self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int
-    ) -> tuple[SlicePlan, IntArray]:
+    def _plan(self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray) -> tuple[SlicePlan, IntArray]:
         """Plan sequences with keys and values; return also the blocks to be zeroed before the pass."""
         table = self._table
-        attention = self._planner.plan(decode_rows, chunk_rows, chunk_counts, num_padding)
+        attention = self._planner.plan(decode_rows, chunk_rows, chunk_counts)
         rows = np.concatenate([attention.decode_rows, chunk_rows])
         counts = np.ones(len(rows), np.int64)
         counts[len(decode_rows) :] = chunk_counts
@@ -295,14 +355,16 @@ class BatchBuilder:
             self._adapters = AdapterRows(adapters, of_row, self._storage.device)
         return self._adapters
 
-    def _picture_rows(self, slices: SlicePlan, first_rows: IntArray) -> PictureRows | None:
-        """Return the token rows whose inputs are embeddings; None: there are none."""
-        first = slices.positions[first_rows]
+    def _picture_rows(
+        self, rows: IntArray, positions: IntArray, counts: IntArray, first_rows: IntArray
+    ) -> PictureRows | None:
+        """Return the token rows whose inputs are embeddings; None: there are none. `positions`: of all token rows."""
+        first = positions[first_rows]
         found = []
-        for place in np.flatnonzero(self._table.pictures_end[slices.rows] > first).tolist():
-            embeddings = self._table.sequence(int(slices.rows[place])).pictures
-            assert embeddings is not None, f"row {slices.rows[place]} has no pictures"
-            found.append((int(first[place]), int(slices.counts[place]), int(first_rows[place]), embeddings))
+        for place in np.flatnonzero(self._table.pictures_end[rows] > first).tolist():
+            embeddings = self._table.sequence(int(rows[place])).pictures
+            assert embeddings is not None, f"row {rows[place]} has no pictures"
+            found.append((int(first[place]), int(counts[place]), int(first_rows[place]), embeddings))
         return picture_rows(found, self._storage.device) if found else None
 
     def _plan_last(self, rows: IntArray, token_rows: IntArray) -> LastTokens | None:
