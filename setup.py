@@ -48,6 +48,10 @@ SOURCES = (
     "lora/plain",
     "lora/avx2",
     "lora/avx512",
+    "states/module",
+    "states/plain",
+    "states/avx2",
+    "states/avx512",
     "length_prediction",
     "request_table",
     "iteration_costs",
@@ -94,6 +98,8 @@ HEADERS = (
     "rank_exchange/exchange",
     "lora/level",
     "lora/lora",
+    "states/level",
+    "states/states",
 )
 
 MOST_AT_A_TIME = 16  # 0.3 GB each

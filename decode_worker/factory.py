@@ -148,10 +148,11 @@ def make_colocated_logic(
     prefix_pool: str | None = None,
     decode_pool: str | None = None,
     num_layers: int | None = None,
+    has_states: bool = False,
 ) -> ColocatedLogic:
     """Build the logic of one colocated worker; the rest as for `make_logic`. `prefix_cache`: None: it has none.
     `prefix_pool`: the pool of its node, if that keeps prefix blocks; `decode_pool`: the same, if it keeps decodes.
-    `num_layers`: between which a pass may stop.
+    `num_layers`: between which a pass may stop. `has_states`: blocks hold recurrent states.
 
     Blocks that hold layer inputs, or tokens of two requests, are not cached: a worker that may have such has no cache.
     """
@@ -162,7 +163,7 @@ def make_colocated_logic(
         memory=memory,
         scheduler=make_scheduler(scheduling, limits_of(config), costs, measured),
         eos_token_ids=eos_token_ids,
-        prefixes=PrefixCache(memory.block_size) if has_cache else None,
+        prefixes=PrefixCache(memory.block_size, takes_whole=has_states) if has_cache else None,
         prefix_pool=prefix_pool if has_cache else None,
         yielding=make_yielding(scheduling, num_layers),
         decode_pool=decode_pool,

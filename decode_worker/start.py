@@ -160,6 +160,7 @@ async def start_colocated_worker(
         prefix_pool=prefix_pool,
         decode_pool=decode_pool,
         num_layers=layout.num_layers,
+        has_states=layout.state_bytes > 0,
     )
     memory = None
     if lending is not None:

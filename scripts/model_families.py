@@ -1,10 +1,13 @@
 """Writes the table of families in docs/models.md from the table in the code: python -m scripts.model_families."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from alignedserve.core.json_fields import JsonFields
+from alignedserve.runtime.model.families import readers, states
 from alignedserve.runtime.model.families.form import FamilyForm
 from alignedserve.runtime.model.families.table import FAMILIES
+from alignedserve.runtime.model.hf_fields import Sizes
 from alignedserve.runtime.model.model_config import HeadNormKind, NormKind
 from benchmarks.measuring.page_tables import put_table
 
@@ -15,6 +18,18 @@ _HEAD_NORMS = {
     HeadNormKind.WHOLE: "QK norm over all heads",
     HeadNormKind.UNSCALED: "QK norm after RoPE",
 }
+
+
+_STATES: dict[Callable[[JsonFields, Sizes], states.StateLayers], str] = {
+    states.short_convolutions: "short convolutions",
+    states.mamba2: "Mamba-2",
+    states.nemotron: "Mamba-2",
+    states.mamba2_beside: "Mamba-2 beside attention",
+    states.delta_rule: "gated delta rule",
+    states.mixed_delta_rule: "gated delta rule",
+}
+# What they add to a config is none of the multipliers.
+_PLAIN = (readers.lfm2, readers.lfm2_moe, readers.nemotron_h)
 
 
 def table() -> str:
@@ -43,6 +58,10 @@ def beyond_llama(form: FamilyForm) -> Iterator[str]:
         yield "partial RoPE"
     if form.latent is not None:
         yield "latent attention"
+    if form.states is not None:
+        yield _STATES[form.states]
+    if form.has_attention_gate:
+        yield "gated attention"
     if form.has_sinks:
         yield "attention sinks"
     if form.has_caps:
@@ -65,7 +84,7 @@ def beyond_llama(form: FamilyForm) -> Iterator[str]:
         yield "parallel residual"
     if not form.is_gated or form.names.positions:
         yield "no gates"
-    if form.adapt is not None:
+    if form.adapt is not None and form.adapt not in _PLAIN:
         yield "multipliers"
 
 

@@ -50,6 +50,7 @@ from alignedserve.cluster.ray_node import join_ray
 from alignedserve.cluster.ray_polls import kill_actors
 from alignedserve.cluster.recording_folder import remove_unserved, with_absolute_folder, write_run_file
 from alignedserve.cluster.run_folder import make_run_folder, make_run_root
+from alignedserve.cluster.sizing import with_block_size
 from alignedserve.cluster.start_observer import LoggingObserver, StartObserver
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import ClusterConfig
@@ -259,15 +260,11 @@ def _plan(
     """Return the plan of each model, by deployment."""
     machines, head = [one.machine for one in found.values()], next(iter(reports.values()))
     missing = {node: missing_copies(reports[node], head.digests) for node in found}
-    models = [
-        PlannedModel(
-            deployment_id=numbered_deployment(index + 1),
-            config=config,
-            served=with_adapters(resolve_for(machines, config), config.lora),
-            nodes=frozenset(one.capacity.name for node, one in found.items() if index not in missing[node]),
-        )
-        for index, config in enumerate(configs)
-    ]
+    models = []
+    for index, config in enumerate(configs):
+        served = with_adapters(resolve_for(machines, config), config.lora)
+        nodes = frozenset(one.capacity.name for node, one in found.items() if index not in missing[node])
+        models.append(PlannedModel(numbered_deployment(index + 1), with_block_size(config, served), served, nodes))
     plans = plan_models(models, list(found.values()))
     for plan in plans.values():
         for choice in plan.choices.values():

@@ -46,6 +46,8 @@ def check_configuration(config: ClusterConfig, served: ServedModel) -> None:
         config.batching.policy or "", block_size=config.engine.block_size, starvation_s=config.batching.starvation_s
     )
     block_tokens = hidden_block_tokens(served, config.scheduling, config.engine.block_size)
+    if served.encoder is None and served.decoder.state is not None:
+        _check_states(config, served.decoder.state.title)
     _check_policy(config, block_tokens)
     _check_yielding(config, served)
     if config.lora.is_enabled and block_tokens is not None:
@@ -80,6 +82,22 @@ def _check_encoder(config: ClusterConfig) -> None:
         raise ConfigError("an encoder's workers compute whole prompts; set topology to elastic or colocated")
     if config.lora.adapters or config.lora.allowed_folder is not None:
         raise ConfigError("lora has no effect on an encoder: adapters are for decoders; leave it out")
+
+
+def _check_states(config: ClusterConfig, title: str) -> None:
+    """Check that no setting wants what blocks with states cannot do."""
+    if config.decode.has_int8_swaps:
+        raise ConfigError(
+            f"decode.swap_format=int8 rounds what it copies, and blocks of a model with {title} hold states as well, "
+            "which are not rounded; leave it at exact"
+        )
+    if Mechanism.HIDDEN_CACHE in wanted_mechanisms(config.scheduling):
+        raise ConfigError(
+            f"policy {config.scheduling.policy!r} keeps layer inputs in place of keys and values, and a model with "
+            f"{title} keeps states; choose another policy, or scheduling.policy_params.hybrid_cache=false"
+        )
+    if config.lora.is_enabled:
+        raise ConfigError(f"lora: a model with {title} has no adapters; leave it out")
 
 
 def _check_policy(config: ClusterConfig, block_tokens: int | None) -> None:

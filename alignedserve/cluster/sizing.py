@@ -57,6 +57,10 @@ class SizeChoice:
         is_separate = config.chosen_topology.is_separate
         worker = "decode worker" if is_separate else "worker"
         parts += [f"context {served.max_context_len}", f"{_spelt(cache)} of cache per {worker} ({tokens} tokens)"]
+        layout = served.block_layout(config.engine.block_size)
+        if layout.state_bytes:
+            state = _spelt(layout.block_bytes - layout.kv_bytes)
+            parts.append(f"{state} of states in each block of {layout.block_size} tokens")
         if config.prefix_cache.pool_bytes:
             parts.append(f"{_spelt(config.prefix_cache.pool_bytes)} for prefixes that workers share")
         chunk = config.decode.max_num_batched_tokens
@@ -72,6 +76,13 @@ class SizeChoice:
             parts.append(f"up to {_spelt(worker_grammar_bytes(served))} per worker for grammars")
         head = f"Sizes of {served.name}" if names_model else "Sizes"
         return f"{head}: {', '.join(parts)}; change with --set {settings}model.max_context_len=... or model.dtype=..."
+
+
+def with_block_size(config: ClusterConfig, served: ServedModel) -> ClusterConfig:
+    """Return the configuration with a size of blocks: the model's own, if none is set."""
+    engine = config.engine
+    size = served.default_block_size if isinstance(engine.block_size, DefaultSize) else engine.block_size
+    return msgspec.structs.replace(config, engine=msgspec.structs.replace(engine, block_size=size))
 
 
 def choose_sizes(
@@ -193,6 +204,8 @@ def _remedies(planner: MemoryPlanner) -> Iterator[tuple[str, MemoryPlanner]]:
 
 
 def _spelt(size: int) -> str:
+    if size < MIB:
+        return f"{-(-size // 1024)} KiB"
     if size < _GIB:
         return f"{size // MIB} MiB"
     return f"{size / _GIB:.{2 if size < 10 * _GIB else 1}f} GiB"

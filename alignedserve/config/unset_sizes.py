@@ -13,6 +13,7 @@ from alignedserve.core.errors import ConfigError
 # Sections and their fields that are worked out when unset.
 SIZES = {
     "gateway": ("count",),
+    "engine": ("block_size",),
     "pool": ("memory_bytes",),
     "prefill": ("count", "kv_cache_bytes", "candidate_buffer_bytes", "max_running_requests", "max_num_batched_tokens"),
     "prefix_cache": ("host_bytes",),

@@ -19,6 +19,8 @@ class BlockLayout:
 
     Order inside a block, outermost first: [num_layers, 2 (keys, values), block_size, num_kv_heads, head_dim]; of int8
     and fp8 [num_layers, 2, block_size, slot_width]. With one part in place of 2 the values are read from the keys.
+    Behind them lie, of models that have some, the states behind the last of its tokens that is computed, in as many
+    whole runs as they need.
     Raises ConfigError naming the field.
     """
 
@@ -28,6 +30,7 @@ class BlockLayout:
     head_dim: int
     dtype: str  # a key of DTYPE_BYTES, INT8 or FP8
     num_parts: int = 2  # keys and values; 1: the keys are both
+    state_bytes: int = 0  # of recurrent states; num_layers counts the layers with keys and values alone
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_layers", "num_kv_heads", "head_dim"):
@@ -64,9 +67,24 @@ class BlockLayout:
         return self.block_size * self.slot_width
 
     @property
-    def runs_per_block(self) -> int:
+    def kv_runs(self) -> int:
         """Number of such runs in one block: keys and values of every layer."""
         return self.num_parts * self.num_layers
+
+    @property
+    def runs_per_block(self) -> int:
+        """Number of runs in one block, those that its states take included."""
+        return self.kv_runs + -(-self.state_bytes // (self.run_elements * _CACHE_DTYPE_BYTES[self.dtype]))
+
+    @property
+    def kv_elements(self) -> int:
+        """Number of elements of one block's keys and values, behind which its states lie."""
+        return self.kv_runs * self.run_elements
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one block's keys and values."""
+        return self.kv_elements * _CACHE_DTYPE_BYTES[self.dtype]
 
     @property
     def block_elements(self) -> int:
@@ -85,7 +103,7 @@ class BlockLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values on all layers."""
+        """Bytes of one token's keys and values on all layers, and of its share in a block's states."""
         return self.block_bytes // self.block_size
 
     def blocks_in(self, memory_bytes: int) -> int:
@@ -94,8 +112,10 @@ class BlockLayout:
 
     def digest(self) -> bytes:
         """Return 32 bytes that identify the layout; processes compare them before they share blocks."""
-        fields = astuple(self)
-        return hashlib.sha256(repr(fields if self.num_parts == 1 else fields[:-1]).encode()).digest()
+        *fields, num_parts, state_bytes = astuple(self)
+        fields += [num_parts] if num_parts == 1 or state_bytes else []
+        fields += [state_bytes] if state_bytes else []
+        return hashlib.sha256(repr(tuple(fields)).encode()).digest()
 
 
 def recomputed_blocks(hidden_block_tokens: int, block_size: int) -> int:

@@ -42,6 +42,9 @@ def _read_json(path: Path, max_bytes: int) -> Any:
         raise ModelError(f"{path} is not valid JSON.") from error
 
 
+_INFINITE = {"__float__": "Infinity"}
+
+
 class JsonFields:
     """Typed, bounded access to one JSON object. A field that is absent or null has its default.
 
@@ -139,6 +142,21 @@ class JsonFields:
         if not isinstance(values, list) or len(values) != count:
             raise self.error(name, f"must be a list of {count} numbers")
         return tuple(JsonFields({name: value}, self._where).number(name, low, high) for value in values)
+
+    def interval(self, name: str, default: tuple[float, float]) -> tuple[float, float]:
+        """Return a list of two numbers, not below 0, the second of which is not below the first and may be infinite, as
+        transformers spells that."""
+        value = self._fields.get(name)
+        if value is None:
+            return default
+        if isinstance(value, list):
+            value = [math.inf if item == _INFINITE else item for item in value]
+        if not isinstance(value, list) or len(value) != 2 or not all(type(item) in (int, float) for item in value):
+            raise self.error(name, "must be a list of 2 numbers")
+        low, high = value
+        if not 0.0 <= low <= high:
+            raise self.error(name, "must be a number from 0 on, and one that is not below it")
+        return float(low), float(high)
 
     def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
         """Return a list of whole numbers in low..high, at most as many; empty when the field is absent."""

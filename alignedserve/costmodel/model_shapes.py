@@ -32,6 +32,7 @@ class ModelShape:
     shared_expert_size: int = 0  # as ffn_size, of the expert that every token passes
     kv_parts: int = 2  # keys and values are cached; 1: latents, which are both
     attention_parameters: int = 0  # of a layer; 0: those of queries, keys, values and output
+    num_cached_layers: int = 0  # with keys and values, where others keep a state of fixed size; 0: all
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -102,7 +103,7 @@ class ModelShape:
     @property
     def pair_flops(self) -> int:
         """Return the operations of attending from one query to one key, all layers: score and weighted value."""
-        return 4 * self.num_layers * self.num_heads * self.head_dim
+        return 4 * (self.num_cached_layers or self.num_layers) * self.num_heads * self.head_dim
 
     @property
     def projection_flops(self) -> int:
@@ -112,7 +113,7 @@ class ModelShape:
     @property
     def kv_token_bytes(self) -> int:
         """Return the bytes of one token's keys and values, all layers."""
-        return self.kv_parts * self.num_layers * self.kv_width * self.dtype_bytes
+        return self.kv_parts * (self.num_cached_layers or self.num_layers) * self.kv_width * self.dtype_bytes
 
     @property
     def hidden_ratio(self) -> float:

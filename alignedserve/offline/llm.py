@@ -50,7 +50,6 @@ from kernels.narrow.float8_linear import has_float8_products
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_SIZE = 16
 _MAX_TOKENS = 2048
 _ROUTER = "caller"
 
@@ -115,12 +114,14 @@ class LLM:
         self._max_context_len, self._encoder = served.max_context_len, served.encoder
         prefix_cache = prefix_cache and served.encoder is None  # whose tokens depend on those after them
         jumps = jumps_ahead(engine.jump_ahead, worker_device)
-        sizes = EngineSizes(memory_bytes, max_running, _BLOCK_SIZE, device=worker_device, jumps_ahead=jumps)
+        sizes = EngineSizes(
+            memory_bytes, max_running, served.default_block_size, device=worker_device, jumps_ahead=jumps
+        )
         self._executor = make_executor(served, sizes)
         self._conversations = ConversationReader(ModelCard.of(served), self._tokenizer, self._executor.check_grammar)
         registered = WorkerRegistered(
             num_blocks=self._executor.num_blocks,
-            block_size=_BLOCK_SIZE,
+            block_size=self._executor.layout.block_size,
             max_running_requests=max_running,
             pool_name="",
             can_prefill=True,
@@ -136,6 +137,7 @@ class LLM:
             scheduling=SchedulingConfig(policy="fcfs"),
             eos_token_ids=self._executor.eos_token_ids,
             prefix_cache=PrefixCacheConfig(enabled=prefix_cache),
+            has_states=self._executor.layout.state_bytes > 0,
         )
         # Of one model, for one user.
         self._root = prefix_root(b"", tenant="", salt="", form=b"") if prefix_cache else b""
@@ -242,12 +244,12 @@ class LLM:
         max_tokens = self._max_context_len - len(prompt)
         if max_tokens < 1:
             raise ContextTooLong(f"the prompt has {len(prompt)} tokens, the model's context {self._max_context_len}")
-        cached = self._executor.num_blocks * _BLOCK_SIZE - len(prompt)
+        cached = self._executor.num_blocks * self._executor.layout.block_size - len(prompt)
         wanted = sampling or SamplingParams(max_tokens=max(cached, 1), temperature=0.0)
         if grammar and wanted.grammar:
             raise InvalidRequest("sampling has a grammar, and the options ask for another", param="grammar")
         wanted = replace(wanted, max_tokens=min(wanted.max_tokens, max_tokens), grammar=grammar or wanted.grammar)
-        if blocks_for(len(prompt) + wanted.max_tokens, _BLOCK_SIZE) > self._executor.num_blocks:
+        if blocks_for(len(prompt) + wanted.max_tokens, self._executor.layout.block_size) > self._executor.num_blocks:
             raise InvalidRequest("the request needs more KV cache than memory_bytes allows", param="max_tokens")
         self._executor.check_grammar(wanted.grammar)
         request_id = RequestId(secrets.token_hex(8))

@@ -19,7 +19,6 @@ from alignedserve.runtime.engine.model_loading import load_decoder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.served_model import load_tokenizer, resolve_model
 
-_BLOCK_SIZE = 16
 _PIECE_LEN = 512  # tokens that are read together, each by those before it
 _FEWEST = 2
 _SCORED = SamplingParams(max_tokens=1, temperature=0.0, num_prompt_logprobs=1)
@@ -58,10 +57,11 @@ def score_text(folder: Path, text: str, note: Callable[[int, int], None]) -> Tex
     if not pieces:
         raise ConfigError("the text has fewer than two tokens")
     decoder = load_decoder(served, torch.device("cpu"), None)
-    blocks = tuple(map(BlockId, range(blocks_for(length + 1, _BLOCK_SIZE))))
+    layout = served.block_layout(served.default_block_size)
+    blocks = tuple(map(BlockId, range(blocks_for(length + 1, layout.block_size))))
     engine = Engine(
         model=decoder,
-        storage=BlockStorage(served.block_layout(_BLOCK_SIZE), len(blocks)),
+        storage=BlockStorage(layout, len(blocks)),
         max_sequences=1,
         max_context_len=length + 1,
     )

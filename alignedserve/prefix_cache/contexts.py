@@ -153,8 +153,9 @@ def _discard(
 class PrefixCache:
     """The cached blocks of a worker's memory, and the contexts of its requests."""
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, block_size: int, *, takes_whole: bool = False) -> None:
+        """`takes_whole`: no part of a block is of use: it has a state, which stands behind all of its tokens."""
+        self.block_size, self._takes_whole = block_size, takes_whole
         self.blocks = CachedBlocks(block_size)
         self._hasher = BlockHasher(block_size)
         self._waiting = WaitingRuns(self.blocks)
@@ -174,7 +175,8 @@ class PrefixCache:
         """Follow what a context could take from the cache, at most `max_hit_tokens`."""
         assert not context.held, "a context that waits and holds blocks"
         assert not context.is_waiting, "a context that waits already"
-        context.max_hit_tokens = max(max_hit_tokens, 0)
+        part = max_hit_tokens % self.block_size if self._takes_whole else 0
+        context.max_hit_tokens = max(max_hit_tokens - part, 0)
         context.max_run = min(blocks_for(context.max_hit_tokens, self.block_size), len(context.names))
         self._waiting.add(context)
 

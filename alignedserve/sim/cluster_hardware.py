@@ -75,7 +75,7 @@ def _context_len(shape: ModelShape, cluster: ClusterConfig) -> int | None:
 def _layout(shape: ModelShape, cluster: ClusterConfig) -> BlockLayout:
     if cluster.engine.kv_cache_dtype != "auto":
         raise ConfigError("engine.kv_cache_dtype: simulated caches have the model's dtype; leave it at auto")
-    sizes = (shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype)
+    sizes = (shape.num_cached_layers or shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype)
     return BlockLayout(cluster.engine.block_size, *sizes, num_parts=shape.kv_parts)
 
 

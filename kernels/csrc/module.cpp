@@ -64,6 +64,12 @@ void bind(nb::module_& module);  // of grammars, see token_masks.cpp
 
 }  // namespace token_masks
 
+namespace states {
+
+void bind(nb::module_& module);  // recurrent states, see states/module.cpp
+
+}  // namespace states
+
 namespace rank_exchange {
 
 void bind(nb::module_& module);  // between the ranks of a worker, see rank_exchange/module.cpp
@@ -91,5 +97,6 @@ NB_MODULE(_native, module) {
     decode_plan::bind(module);
     lora::bind(module);
     token_masks::bind(module);
+    states::bind(module);
     paged::bind(module);
 }

@@ -159,6 +159,21 @@ _LATENT: dict[str, Any] = {
     "q_lora_rank": 24,
 }
 _DEEPSEEK_YARN = {**_YARN_ROPE, "mscale": 1.2, "mscale_all_dim": 0.7}
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 8,
+}
+_DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
 # The same of families whose parts others have as well: what they differ in is tried, and nothing twice.
 LATER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {**_LLAMA_SIZES, "head_dim": 24}),
@@ -256,6 +271,92 @@ LATER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5Config", {**_LLAMA_SIZES, "head_dim": 16, "use_bias": True}),
     "starcoder2": ("Starcoder2Config", {**_LLAMA_SIZES, "sliding_window": 6}),
     "stablelm": ("StableLmConfig", {**_LLAMA_SIZES, "use_qkv_bias": True}),
+    "lfm2": ("Lfm2Config", {**_LLAMA_SIZES, "num_hidden_layers": 4, "full_attn_idxs": [1], "block_multiple_of": 32}),
+    "lfm2_bias": (
+        "Lfm2Config",
+        {
+            **_LLAMA_SIZES,
+            "full_attn_idxs": [0, 2],
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            **_LLAMA_SIZES,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {**_GRANITE_EXPERTS, **_MAMBA2, "layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 40},
+    ),
+    "granitemoehybrid_dense": (
+        "GraniteMoeHybridConfig",
+        {
+            **_GRANITE_EXPERTS,
+            **_MAMBA2,
+            "num_local_experts": 0,
+            "mamba_n_groups": 1,
+            "position_embedding_type": "rope",
+            "layer_types": ["attention", "mamba", "mamba"],
+            "shared_intermediate_size": 40,
+        },
+    ),
+    "bamba": ("BambaConfig", {**_LLAMA_SIZES, **_MAMBA2, "attn_layer_indices": [1]}),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            **_LLAMA_SIZES,
+            **_MAMBA2,
+            "mamba_d_ssm": 128,
+            "ssm_multipliers": [0.9, 0.8, 1.1, 0.7, 1.2],
+            "mlp_multipliers": [0.7, 0.6],
+            "key_multiplier": 0.8,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.7,
+            "ssm_in_multiplier": 1.1,
+            "ssm_out_multiplier": 0.6,
+            "lm_head_multiplier": 0.5,
+            "embedding_multiplier": 3.0,
+        },
+    ),
+    "falcon_h1_norm": (
+        "FalconH1Config",
+        {**_LLAMA_SIZES, **_MAMBA2, "mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            **_DEEPSEEK_EXPERTS,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "n_groups": 2,
+            "ssm_state_size": 12,
+            "head_dim": 24,
+            "chunk_size": 8,
+            "moe_shared_expert_intermediate_size": 24,
+            "time_step_min": 1e-6,
+            "layers_block_type": ["mamba", "mlp", "mamba", "attention", "moe", "mamba"],
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {**_LLAMA_SIZES, **_DELTA, "num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
+        | {"moe_intermediate_size": 40, "shared_expert_intermediate_size": 24},
+    ),
+    "qwen3_5_text": ("Qwen3_5TextConfig", {**_LLAMA_SIZES, **_DELTA}),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeTextConfig",
+        {**_LLAMA_SIZES, **_DELTA, "num_experts": 5, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 40, "shared_expert_intermediate_size": 24},
+    ),
 }
 
 
@@ -279,7 +380,7 @@ def make_tiny_model(folder: Path, family: str, seed: int = 0, **changes: Any) ->
             # Larger and less regular than a fresh model: biases that do something, logits that differ.
             parameter.add_(torch.randn(parameter.shape) * (0.05 if "norm" in name or "bias" in name else 0.08))
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "expert_bias")):
                 buffer.add_(torch.randn(buffer.shape) * 0.2)
     model.train(False)
     library.utils.logging.disable_progress_bar()

@@ -56,7 +56,8 @@ class DecodeWorkerConfig(Section, frozen=True):
 class EngineConfig(Section, frozen=True):
     """Settings that all workers and the pool must agree on."""
 
-    block_size: int = 16  # token slots per block
+    # Token slots per block; when unset 16, and more where blocks hold recurrent states, which each of them has.
+    block_size: int = 16
     threads_per_worker: int | None = None  # CPU threads; when unset the workers of a machine share its cores
     # auto (GPUs that pass a self-check, else the CPU), cpu, cuda (a GPU per worker, shared if they are fewer), cuda:N
     device: str = "auto"
@@ -79,7 +80,8 @@ class EngineConfig(Section, frozen=True):
 
     def __post_init__(self) -> None:
         self._require(0.0 < self.best_effort_share <= 1.0, "best_effort_share", "must be above 0 and at most 1")
-        self._require(self.block_size in (8, 16, 32, 64, 128), "block_size", "must be 8, 16, 32, 64 or 128")
+        is_power = self.block_size.bit_count() == 1
+        self._require(is_power and 8 <= self.block_size <= 1024, "block_size", "must be a power of two from 8 to 1024")
         self._require(
             self.threads_per_worker is None or self.threads_per_worker > 0, "threads_per_worker", "must be above 0"
         )

@@ -32,6 +32,7 @@ class NewSequence:
     adapter: AdapterMatrices | None = None  # it is computed with; None: the model alone
     lora: LoraAdapter | None = None  # by which other ranks find their part of the adapter
     pictures: SequenceEmbeddings | None = None  # in place of tokens; None: of no token that is to be computed
+    is_trial: bool = False  # its cached tokens are not computed, and its answer is of no use: to time steps
 
 
 class _KnownIds(NamedTuple):

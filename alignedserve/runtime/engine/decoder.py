@@ -1,6 +1,5 @@
 """One decoder for all model families: they differ in options of ModelConfig, not in branches over names."""
 
-import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,9 +11,11 @@ from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
 from alignedserve.runtime.engine.forward_batch import ForwardBatch, LastTokenRows
 from alignedserve.runtime.engine.hidden_pass import HiddenPass, Rotation
 from alignedserve.runtime.engine.native_pass import native_pass
+from alignedserve.runtime.engine.rope_frequencies import inverse_frequencies
+from alignedserve.runtime.engine.state_storage import StateStorage
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder_weights import DecoderWeights, LayerWeights
-from alignedserve.runtime.model.model_config import ModelConfig, RopeConfig, RopeScaling, TemperatureConfig
+from alignedserve.runtime.model.model_config import ModelConfig, TemperatureConfig
 from kernels.addend_layout import LayerProduct
 from kernels.attention import ScoreForm
 from kernels.cpu.decode_pass import AllowedTokens, HighestLogits, PassTimes
@@ -24,6 +25,8 @@ from kernels.linear import AdaptableProjection
 from kernels.lora import AdapterRows, LayerAdapters
 from kernels.norm import Norm
 from kernels.rotary import HeadPlacement, rotary_angles
+
+_NOTHING = torch.empty((0, 0))
 
 
 class Decoder:
@@ -43,6 +46,8 @@ class Decoder:
         sinks = [layer.sinks.float() for layer in weights.layers if layer.sinks is not None]
         self.scores = ScoreForm(torch.stack(sinks) if sinks else None, config.score_cap)
         self._windowed = frozenset(config.windowed_layers)
+        self._cache_of_layer = {layer: index for index, layer in enumerate(config.attention_layers)}
+        self._states: StateStorage | None = None  # of the latest storage
         self._between_layers: Callable[[], object] | None = None
         # Seconds that the latest pass spent in attention, of decoding sequences and of chunks; 0 where work is only
         # queued (a GPU).
@@ -97,6 +102,9 @@ class Decoder:
             self._note(self._native_pass.run(hidden, batch, storage, rotations), has_head=False)
             return hidden
         run = _Pass(batch, storage, self._by_layer(rotations))
+        if batch.states is not None:
+            run.states = self._states_of(storage)
+            run.states.begin(batch.states)
         if self.config.temperature is not None:
             run.temperatures = temperatures(batch.positions, self.config.temperature).to(self.dtype)
         if batch.hidden is not None:
@@ -106,12 +114,14 @@ class Decoder:
         for layer, weights in enumerate(self._weights.layers):
             run.last = batch.last if layer == self.config.num_layers - 1 else None
             if run.last is not None and not len(run.last.token_rows):
-                self._project(self._inputs(hidden, pending, weights), layer, weights, run)
+                self._fill_cache(self._inputs(hidden, pending, weights), layer, weights, run)
                 hidden, pending = hidden[:0], None
                 break
             hidden, pending = self._run_layer(hidden, pending, layer, weights, run)
             if self._between_layers is not None:
                 self._between_layers()
+        if batch.states is not None and run.states is not None:
+            run.states.end(batch.states)
         if self.device.type == "cpu":
             self.attention_s, self.chunk_attention_s = run.attention_s, run.chunk_attention_s
             self.products_s, self.had_head = 0.0, False
@@ -218,6 +228,8 @@ class Decoder:
             run.hidden.recompute(hidden, layer, weights, is_norm_first=True)
         attended = self._attention(normed, layer, weights, run)
         hidden = run.kept(hidden)
+        if weights.mlp is None:
+            return hidden, attended
         if config.has_parallel_residual:
             return hidden, self._mlp(weights.mlp_norm(hidden), layer, weights, run).add_(attended)
         return hidden, self._mlp(weights.mlp_norm.after_adding_(hidden, attended), layer, weights, run)
@@ -231,6 +243,7 @@ class Decoder:
 
     def _mlp(self, x: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> Tensor:
         mlp, adapters = weights.mlp, run.kept_adapters()
+        assert mlp is not None, f"layer {layer} has no feed-forward part"
         if adapters is not None and isinstance(mlp, FeedForwardPart):  # experts have no adapters
             return self._addend(mlp.adapted(x, LayerAdapters(adapters, layer)), weights.mlp_post_norm)
         return self._addend(mlp(x), weights.mlp_post_norm)
@@ -247,12 +260,18 @@ class Decoder:
     def _project(self, x: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values [tokens, width] of a layer's inputs, the latter two also in the cache."""
         config, batch, storage = self.config, run.batch, run.storage
-        rotation = run.rotations[layer]
+        rotation, cache = run.rotations[layer], self._cache_of_layer[layer]
         fused = _product(LayerProduct.QKV, layer, weights.qkv, x, batch.adapters)
         query_width, kv_width = config.query_width, config.kv_width
+        if config.has_attention_gate:
+            fused, run.gates = fused.split_with_sizes((query_width + 2 * kv_width, query_width), dim=1)
+        if config.mixes_beside:
+            fused, run.mixer_inputs = fused.split_with_sizes(
+                (query_width + 2 * kv_width, fused.shape[1] - query_width - 2 * kv_width), dim=1
+            )
         queries = fused[:, :query_width]
         if run.hidden is None:
-            cached = (storage.key_slots(layer), storage.value_slots(layer))
+            cached = (storage.key_slots(cache), storage.value_slots(cache))
             self._place(fused, weights.head_norms, rotation, batch.slots, *cached)
         else:
             run.hidden.place(fused, layer, weights, rotation, batch.slots)
@@ -262,28 +281,59 @@ class Decoder:
             queries.mul_(run.temperatures)
         return queries, fused[:, query_width : query_width + kv_width], fused[:, -kv_width:]  # latents are both
 
+    def _fill_cache(self, x: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> None:
+        """Write what later tokens need of a layer's inputs, and no more."""
+        attends = weights.mixer is None or weights.mixer_output is not None
+        if attends:
+            self._project(x, layer, weights, run)
+        if weights.mixer is not None:
+            self._mix(run.mixer_inputs if attends else weights.qkv(x), layer, weights, run)
+
+    def _mix(self, projected: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> Tensor:
+        """Mix the tokens of a layer through its state [tokens, width], which stands behind them then."""
+        states, rows = run.states, run.batch.states
+        assert weights.mixer is not None, f"layer {layer} has no state"
+        assert states is not None, "a batch without states"
+        assert rows is not None, "a batch without states"
+        return weights.mixer(projected, rows, states.parts(layer))
+
+    def _states_of(self, storage: BlockStorage) -> StateStorage:
+        if self._states is None or self._states.storage is not storage:
+            self._states = StateStorage(self.config, storage)
+        return self._states
+
     def _attention(self, x: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> Tensor:
-        config, batch = self.config, run.batch
+        if weights.mixer is not None and weights.mixer_output is None:
+            mixed = run.kept(self._mix(weights.qkv(x), layer, weights, run))
+            return self._addend(weights.output(mixed), weights.attention_post_norm)
+        config, batch, cache = self.config, run.batch, self._cache_of_layer[layer]
         queries, keys, values = self._project(x, layer, weights, run)
         queries = _split_heads(run.kept(queries), config.num_kv_heads, config.group_size, config.head_dim)
         attended = torch.empty(queries.shape, dtype=x.dtype, device=x.device)
         is_windowed = layer in self._windowed
         attention = batch.attention if run.last is None else run.last.attention
         started = time.perf_counter()
-        attention.decode(queries, attended, layer, is_windowed)
+        attention.decode(queries, attended, cache, is_windowed)
         decoded = time.perf_counter()
         run.attention_s += decoded - started
-        attention.chunks(queries, (keys, values), attended, layer, is_windowed)
+        attention.chunks(queries, (keys, values), attended, cache, is_windowed)
         run.chunk_attention_s += time.perf_counter() - decoded
         attended = attended.view(-1, config.query_width)
+        if run.gates is not None:  # in float64, which rounds alike wherever an element stands
+            attended.mul_(run.kept(run.gates).double().sigmoid_())
         output = _product(LayerProduct.OUTPUT, layer, weights.output, attended, run.kept_adapters())
+        if weights.mixer_output is not None:
+            output = output.add_(weights.mixer_output(run.kept(self._mix(run.mixer_inputs, layer, weights, run))))
         return self._addend(output, weights.attention_post_norm)
 
 
 class _Pass:
     """The state that all layers of one forward pass share."""
 
-    __slots__ = ("attention_s", "batch", "chunk_attention_s", "hidden", "last", "rotations", "storage", "temperatures")
+    __slots__ = (
+        *("attention_s", "batch", "chunk_attention_s", "hidden", "last"),
+        *("gates", "mixer_inputs", "rotations", "states", "storage", "temperatures"),
+    )
 
     def __init__(self, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation | None]) -> None:
         self.batch = batch
@@ -291,6 +341,9 @@ class _Pass:
         self.rotations = rotations  # of each layer
         self.hidden: HiddenPass | None = None  # of sequences with a hidden cache
         self.temperatures: Tensor | None = None  # [tokens, 1]: factors of queries on layers without rotation
+        self.states: StateStorage | None = None  # of a model that has some
+        self.gates: Tensor | None = None  # of this layer's attention, where it has some [tokens, query_width]
+        self.mixer_inputs = _NOTHING  # of this layer's mixer, where it attends as well [tokens, in_width]
         self.last: LastTokenRows | None = None  # of this layer: it goes on with these rows alone
         self.attention_s = 0.0
         self.chunk_attention_s = 0.0
@@ -328,66 +381,3 @@ def temperatures(positions: Tensor, config: TemperatureConfig) -> Tensor:
     """Return the factors of queries at these positions [tokens] -> [tokens, 1] float32."""
     steps = ((positions.float() + 1.0) / config.step).floor_()
     return steps.log1p_().mul_(config.scale).add_(1.0)[:, None]
-
-
-def inverse_frequencies(rope: RopeConfig) -> Tensor:
-    """Return radians per position of each rotated pair: [rotary_dim / 2] float32."""
-    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
-    frequencies = 1.0 / (rope.theta**exponents)
-    if rope.frequency_factors:
-        frequencies = frequencies / torch.tensor(rope.frequency_factors)
-    return _SCALINGS[rope.scaling](frequencies, rope)
-
-
-def _plain(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    return frequencies
-
-
-def _linear(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    return frequencies / rope.factor
-
-
-def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Keep short wavelengths, stretch long ones by `factor`, and interpolate between."""
-    wavelengths = 2.0 * math.pi / frequencies
-    turns = rope.original_context_len / wavelengths
-    share_kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    return _mixed(frequencies, share_kept.clamp(0.0, 1.0), rope.factor)
-
-
-def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Keep pairs that turn often within the original context, and stretch pairs that turn seldom (YaRN, section 3.2).
-
-    Example: theta 10 000, 64 rotated dimensions, context 4 096, beta 32 and 1: pair 10.4 turns 32 times and pair 22.5
-    once, so pairs up to 10 are kept, pairs from 23 on stretched, and those between mixed.
-    """
-    first, last = _pair_of_turns(rope, rope.beta_fast), _pair_of_turns(rope, rope.beta_slow)
-    if rope.has_whole_bounds:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, rope.rotary_dim - 1)
-    width = last - first if last != first else 0.001
-    pairs = torch.arange(rope.rotary_dim // 2, dtype=torch.float32)
-    return _mixed(frequencies, 1.0 - ((pairs - first) / width).clamp(0.0, 1.0), rope.factor)
-
-
-def _pair_of_turns(rope: RopeConfig, turns: float) -> float:
-    """Return the pair, as a fraction, that turns so often within the original context."""
-    positions_per_radian = rope.original_context_len / (turns * 2.0 * math.pi)
-    return rope.rotary_dim * math.log(positions_per_radian) / (2.0 * math.log(rope.theta))
-
-
-def _long(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    return frequencies / torch.tensor(rope.long_divisors if rope.is_long else rope.short_divisors)
-
-
-def _mixed(frequencies: Tensor, share_kept: Tensor, factor: float) -> Tensor:
-    return share_kept * frequencies + (1.0 - share_kept) * frequencies / factor
-
-
-_SCALINGS: dict[RopeScaling, Callable[[Tensor, RopeConfig], Tensor]] = {
-    RopeScaling.NONE: _plain,
-    RopeScaling.LINEAR: _linear,
-    RopeScaling.LLAMA3: _llama3,
-    RopeScaling.YARN: _yarn,
-    RopeScaling.LONG: _long,
-}

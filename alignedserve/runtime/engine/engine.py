@@ -15,7 +15,6 @@ from alignedserve.runtime.attention.backend import AUTO, AttentionPlanner, Conte
 from alignedserve.runtime.attention.native_backend import PagedPlanner
 from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
-from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.device_work import in_inference_mode
 from alignedserve.runtime.device.streams import DeviceStreams, streams_of
 from alignedserve.runtime.engine.decoder import Decoder
@@ -27,6 +26,7 @@ from alignedserve.runtime.engine.steps.chosen_tokens import NO_TOKEN, ChosenToke
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
 from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts
 from alignedserve.runtime.engine.steps.jump_ahead import JumpAhead, forced_counts, with_forced
+from alignedserve.runtime.engine.steps.late_states import LateStates
 from alignedserve.runtime.engine.steps.next_step import NextStep
 from alignedserve.runtime.engine.steps.prompt_results import PromptResults
 from alignedserve.runtime.engine.steps.step_batch import BatchBuilder, StepBatch
@@ -40,6 +40,7 @@ from alignedserve.runtime.engine.steps.step_output import (
     StepTimes,
 )
 from alignedserve.runtime.engine.steps.step_passes import StepPasses
+from alignedserve.runtime.engine.steps.whole_blocks import read_whole, write_whole
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.device_lora import device_kernels
@@ -110,7 +111,8 @@ class Engine:
         planner, hidden = make_planner(self._table, storage), None
         if launches_ahead is None:
             launches_ahead = storage.device.type != "cpu"
-        launches_ahead &= ranks is None and not planner.reads_unused_slots
+        has_states = layout.state_bytes > 0  # which a step that nobody asks for would change
+        launches_ahead &= ranks is None and not planner.reads_unused_slots and not has_states
         if hidden_block_tokens is not None:
             hidden = HiddenContexts(self._table, storage, hidden_block_tokens, make_planner)
         if capture is None and storage.device.type == "cuda" and planner.plans_ahead:
@@ -145,11 +147,12 @@ class Engine:
             self._builder,
             self._sampler,
             BlockLoans(self._table, storage, self._compute, lent_blocks),
-            plans=planner.plans_ahead,
+            plans=planner.plans_ahead and not has_states,
             launches=launches_ahead,
         )
-        # Else a new block is zeroed first, and with it what another sequence has there.
-        self.can_share_blocks = not planner.reads_unused_slots
+        self._late = LateStates(self._table, storage) if has_states else None
+        # Else a new block is zeroed first, and with it what another sequence has there; and it has one state.
+        self.can_share_blocks = not planner.reads_unused_slots and not has_states
 
     @property
     def hidden_block_tokens(self) -> int | None:
@@ -165,6 +168,8 @@ class Engine:
         assert 0 <= min(sequence.token_ids) <= max(sequence.token_ids) < self.model.config.vocab_size, "unknown token"
         row = self._table.add(sequence)
         self._sampler.add(row, sequence)
+        if self._late is not None:
+            self._late.note(row)
         if self._ranks is not None:
             self._ranks.add_sequence(sequence)
 
@@ -177,25 +182,16 @@ class Engine:
     @torch.inference_mode()
     def read_blocks(self, block_ids: Sequence[BlockId]) -> Tensor:
         """Return the bytes of these blocks, as work enqueued so far leaves them."""
-        numbers, read = np.array(block_ids, np.int64), []
         if self._ranks is not None:
             self._ranks.copy_blocks(block_ids)
-        self.storage.pending_copies.wait(self._compute, numbers)
-        (rows,) = to_device([numbers], self.storage.device)
-        self._compute.run(lambda: read.append(self.storage.bytes[rows]))
-        self.storage.pending_copies.record(self._compute, numbers)
-        return read[0]
+        return read_whole(self.storage, self._compute, block_ids)
 
     @torch.inference_mode()
     def write_blocks(self, block_ids: Sequence[BlockId], content: Tensor) -> None:
         """Write the bytes of the blocks that were read last into these, for sequences that are added next."""
-        numbers = np.array(block_ids, np.int64)
         if self._ranks is not None:
             self._ranks.write_copies(block_ids)
-        self.storage.pending_copies.wait(self._compute, numbers)
-        (rows,) = to_device([numbers], self.storage.device)
-        self._compute.run(lambda: self.storage.bytes.index_copy_(0, rows, content))
-        self.storage.pending_copies.record(self._compute, numbers)
+        write_whole(self.storage, self._compute, block_ids, content)
 
     def replace_block(self, request_id: RequestId, place: int, block_id: BlockId) -> None:
         """Let a sequence read a full block that holds the same in place of its own, which the caller then owns."""
@@ -245,6 +241,7 @@ class Engine:
         grammar forces. `may_go_on`: the device may be computing when this returns.
         """
         started = time.perf_counter()
+        slices = slices if self._late is None else self._late.caught_up(slices)
         forced = self._jumps.take(slices)
         ahead, rest = self._next.take_launched(slices)
         step = self._build(rest, forced) if rest else None

@@ -16,6 +16,7 @@ from alignedserve.runtime.engine.hidden_pass import HiddenRows
 from alignedserve.runtime.vision.picture_rows import PictureRows
 from kernels.device_lora import DeviceRows
 from kernels.lora import AdapterRows
+from kernels.states.state_rows import StateRows
 
 
 class LastTokenRows(NamedTuple):
@@ -94,3 +95,4 @@ class ForwardBatch:
     last: LastTokenRows | None = None  # None: the last layer computes all token rows to the end
     adapters: AdapterRows | DeviceRows | None = None  # None: no token row has one
     pictures: PictureRows | None = None  # None: every token row has the input of its token
+    states: StateRows | None = None  # None: the model has none

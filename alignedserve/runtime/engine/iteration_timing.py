@@ -73,6 +73,6 @@ class IterationTimer:
         blocks = tuple(BlockId(block) for block in self._block_ids[self._num_assigned : self._num_assigned + count])
         self._num_assigned += count
         sampling = SamplingParams(temperature=0.0, max_tokens=_NUM_STEPS + 1, ignore_eos=True)
-        new = NewSequence(request_id, tokens, len(tokens), num_cached, blocks, sampling, is_hidden)
-        self._engine.add_sequence(new)
+        own = (request_id, tokens, len(tokens), num_cached, blocks, sampling, is_hidden)
+        self._engine.add_sequence(NewSequence(*own, is_trial=True))
         return request_id

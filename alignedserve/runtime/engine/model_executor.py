@@ -147,7 +147,8 @@ class ModelExecutor:
         swap_bytes = sizes.swap_space_bytes // served.tensor_parallel  # of this rank's parts
         self._swap_space: HostCaches
         if sizes.wants_shared_blocks and not self.has_shared_blocks:
-            logger.warning("blocks are not shared: attention in torch reads slots that a sequence does not use")
+            reason = "a block has one state" if layout.state_bytes else "attention in torch reads slots not in use"
+            logger.warning("blocks are not shared by two requests: %s", reason)
         if self.has_shared_blocks:
             self._swap_space = SlotSwapSpace(self._storage, streams, host_bytes=swap_bytes)
         else:

@@ -1,7 +1,7 @@
 """The memory of KV blocks on one device.
 
 Layout [num_blocks, num_layers, 2 (keys, values), block_size, num_kv_heads, head_dim], the last two one slot_width where
-the cache has scales: one block is one contiguous run
+the cache has scales, and behind that the states of models that have some: one block is one contiguous run
 of bytes, which pool and transports copy as a whole (docs/decisions/0002-block-layout.md).
 """
 
@@ -82,7 +82,7 @@ class BlockStorage:
         self.lanes = CopyLanes(self.accelerator) if self.accelerator is not None else None
         self._pieces = DevicePieces(self._bytes, self.lanes) if self.lanes is not None else None
         flat = with_scratch.view(-1)[first:]
-        starts = range(0, layout.block_elements, layout.run_elements)
+        starts = range(0, layout.kv_elements, layout.run_elements)
         runs = [flat[start:].view(-1, layout.run_elements) for start in starts]
         slots = [flat[start:].view(-1, layout.slot_width) for start in starts]
         parts = layout.num_parts  # values of one part are the keys
@@ -101,6 +101,11 @@ class BlockStorage:
         return self._bytes
 
     @property
+    def states(self) -> Tensor:
+        """The states of all blocks as uint8 [num_blocks, bytes], behind their keys and values."""
+        return self._bytes[:, self.layout.kv_bytes :]
+
+    @property
     def run_stride(self) -> int:
         """Distance of the runs of consecutive blocks: block b's run is row b * run_stride of `key_runs(layer)`."""
         return self.layout.runs_per_block * self._num_parts
@@ -114,11 +119,12 @@ class BlockStorage:
     def blocks(self) -> Tensor:
         """All blocks [num_blocks, num_layers, num_parts, block_size, num_kv_heads, head_dim], on their device.
 
-        Of int8 and fp8: [.., block_size, slot_width].
+        Of int8 and fp8: [.., block_size, slot_width]. Without states.
         """
         layout = self.layout
         slot = (layout.slot_width,) if layout.has_scales else (layout.num_kv_heads, layout.head_dim)
-        return self._blocks.view(self.num_blocks, layout.num_layers, layout.num_parts, layout.block_size, *slot)
+        shape = (self.num_blocks, layout.num_layers, layout.num_parts, layout.block_size, *slot)
+        return self._blocks[:, : layout.kv_elements].view(shape)
 
     def key_runs(self, layer: int) -> Tensor:
         """Return contiguous rows [.., run_elements], first block 0's keys of this layer; see `run_stride`."""
@@ -187,7 +193,7 @@ class BlockStorage:
     def copy_first_slots(self, sources: Tensor, targets: Tensor) -> None:
         """Copy the first token slot of blocks, on all layers: sources [blocks] to targets, int64, on their device."""
         layout = self.layout
-        slots = self._bytes.view(self.num_blocks, layout.runs_per_block, layout.block_size, -1)
+        slots = self._bytes[:, : layout.kv_bytes].view(self.num_blocks, layout.kv_runs, layout.block_size, -1)
         slots[targets, :, 0] = slots[sources, :, 0]
 
     def copy_whole(self, sources: Tensor, targets: Tensor) -> None:
@@ -208,14 +214,14 @@ class BlockStorage:
     def zero_slots(self, blocks: Tensor, slots: Tensor) -> None:
         """Fill single token slots with zeros, on all layers: of blocks [slots], both int64, on their device."""
         layout = self.layout
-        runs = self._bytes.view(self.num_blocks, layout.runs_per_block, layout.block_size, -1)
+        runs = self._bytes[:, : layout.kv_bytes].view(self.num_blocks, layout.kv_runs, layout.block_size, -1)
         runs[blocks, :, slots] = 0
 
     def _slots_of(self, block_id: BlockId) -> Tensor:
         """Return one block as [num_layers, num_parts, block_size, slot_width]."""
         layout = self.layout
         shape = (layout.num_layers, layout.num_parts, layout.block_size, layout.slot_width)
-        return self._blocks[self._checked([block_id])[0]].view(shape)
+        return self._blocks[self._checked([block_id])[0], : layout.kv_elements].view(shape)
 
     def _checked(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
         ids = np.asarray(block_ids, dtype=np.int64)

@@ -13,6 +13,7 @@ from kernels.linear import AdaptableProjection, Projection
 from kernels.narrow.float8_linear import Float8Linear
 from kernels.norm import Norm
 from kernels.rotary import HeadNorms
+from kernels.states.state_rows import StateMixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,14 @@ class LayerWeights:
     head_norms: HeadNorms | None
     output: AdaptableProjection
     mlp_norm: Norm
-    mlp: FeedForwardPart | Projection  # a mixture of experts is one product from outside
+    mlp: FeedForwardPart | Projection | None  # a mixture of experts is one product from outside; None: there is none
     attention_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
     sinks: Tensor | None = None  # [num_heads] scores, see ModelConfig.has_sinks
+    # Of a layer with a state: qkv and output are the products around it; or, if it attends as well, qkv makes the
+    # inputs of both, and this one has an output of its own.
+    mixer: StateMixer | None = None
+    mixer_output: AdaptableProjection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +50,17 @@ class DecoderWeights:
     @property
     def layer_projections(self) -> tuple[Projection, ...]:
         """Return the products that every token passes, in order."""
-        return tuple(product for layer in self.layers for product in (layer.qkv, layer.output, *_products(layer.mlp)))
+        return tuple(product for layer in self.layers for product in _layer_products(layer))
 
 
-def _products(mlp: FeedForwardPart | Projection) -> tuple[Projection, ...]:
+def _layer_products(layer: LayerWeights) -> tuple[Projection, ...]:
+    beside = () if layer.mixer_output is None else (layer.mixer_output,)
+    return (layer.qkv, layer.output, *beside, *_products(layer.mlp))
+
+
+def _products(mlp: FeedForwardPart | Projection | None) -> tuple[Projection, ...]:
+    if mlp is None:
+        return ()
     return mlp.products if isinstance(mlp, FeedForwardPart) else (mlp,)
 
 

@@ -9,7 +9,9 @@ from alignedserve.runtime.model.exact_tensors import exact_tensor
 from alignedserve.runtime.model.head_order import gates_first
 from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig, Scoring
 from alignedserve.runtime.model.packed_experts import grouped_experts
+from alignedserve.runtime.model.product_multipliers import ProductMultipliers
 from alignedserve.runtime.model.product_reader import Nonlinearity, ProductReader
+from alignedserve.runtime.model.scaled_products import ScaledModule, scaled_product
 from alignedserve.runtime.model.weight_names import ParameterNames
 from kernels.feed_forward import (
     ExpertRouter,
@@ -31,10 +33,22 @@ class FeedForwardReader:
 
     def dense(self, prefix: str) -> FeedForwardPart:
         """Return the two products of a layer."""
-        names = self._names
+        names, factors = self._names, self._config.multipliers
         modules = [prefix + name for name in names.gate_up]
+        if factors is not None:
+            return self._scaled_products(modules, prefix + names.down, factors)
         has_bias = self._config.has_mlp_bias
         return self._two_products(modules, prefix + names.down, self._config.intermediate_size, has_bias)
+
+    def _scaled_products(self, gate_up: Sequence[str], down: str, factors: ProductMultipliers) -> FeedForwardPart:
+        config, inner = self._config, self._config.intermediate_size
+        gate, up = gate_up
+        scaled = (ScaledModule(gate, ((inner, factors.gates),)), ScaledModule(up, ((inner, 1.0),)))
+        last = ScaledModule(down, ((config.hidden_size, factors.down),))
+        then = Nonlinearity(config.activation.value, is_gated=True)
+        return FeedForwardPart(
+            scaled_product(self._read, scaled, config.hidden_size, then), scaled_product(self._read, [last], inner)
+        )
 
     def mixed(self, prefix: str, experts: ExpertConfig) -> Projection:
         """Return the experts of a layer, one that every token passes included."""

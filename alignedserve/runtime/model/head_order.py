@@ -1,5 +1,7 @@
 """The order of a head's rows: as files have them, and as the kernels do."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -38,3 +40,16 @@ def heads_to_qkv(rows: Tensor, config: ModelConfig) -> Tensor:
     """Reorder rows [num_heads, 3, head_dim] to [3, num_heads, head_dim]."""
     shape = (config.num_heads, 3, config.head_dim, -1)
     return rows.view(shape).transpose(0, 1).reshape(rows.shape)
+
+
+def halves_of_heads(rows: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Divide rows of heads [heads * 2 * head_dim, ...] into the first halves of all heads, and the second ones."""
+    heads = rows.view(-1, 2, head_dim, *rows.shape[1:])
+    return heads[:, 0].flatten(0, 1), heads[:, 1].flatten(0, 1)
+
+
+def parts_of_key_heads(rows: Tensor, widths: Sequence[int]) -> Tensor:
+    """Reorder rows that lie key head by key head, each in parts of these widths: the kernels have each part of all
+    heads in one place."""
+    heads = rows.view(-1, sum(widths), *rows.shape[1:])
+    return torch.cat([part.flatten(0, 1) for part in heads.split_with_sizes(list(widths), dim=1)])

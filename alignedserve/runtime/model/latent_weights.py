@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from alignedserve.runtime.model.head_order import rotated_first
-from alignedserve.runtime.model.model_config import LatentConfig, ModelConfig
+from alignedserve.runtime.model.latent_config import LatentConfig
+from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.packed_products import Rows
 from alignedserve.runtime.model.product_reader import ProductReader
 from alignedserve.runtime.model.weight_names import ParameterNames, query_modules

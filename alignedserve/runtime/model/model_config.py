@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 
 from alignedserve.core.block_layout import DTYPE_BYTES, BlockLayout
 from alignedserve.costmodel.model_shapes import ModelShape
+from alignedserve.runtime.model.latent_config import LatentConfig
+from alignedserve.runtime.model.product_multipliers import ProductMultipliers
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization
+from alignedserve.runtime.model.state_config import HEADER_BYTES, StateConfig, state_bytes
 
 
 class NormKind(enum.Enum):
@@ -108,42 +111,6 @@ class TemperatureConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentConfig:
-    """Multi-head latent attention (DeepSeek-V2, 2.1): a token's keys and values are made of one short row, its latent.
-
-    The cache has the row alone, behind a key that is rotated and that all heads share. Queries are multiplied with what
-    would make keys of latents, and the sum of latents with what would make values: one key head of `rope_dim + rank`
-    elements, whose values are the keys.
-    """
-
-    rank: int  # elements of a latent
-    rope_dim: int  # of the key beside it
-    nope_dim: int  # elements of a head's key that are not rotated
-    value_dim: int  # of a head
-    query_rank: int | None = None  # queries are made of a short row too; None: of the layer's inputs
-
-    @property
-    def row_width(self) -> int:
-        """Return the elements that are cached of a token on one layer."""
-        return self.rope_dim + self.rank
-
-    @property
-    def query_dim(self) -> int:
-        """Return the elements of a head's query."""
-        return self.rope_dim + self.nope_dim
-
-    def parameters(self, hidden_size: int, num_heads: int) -> int:
-        """Return the weights of one layer's attention."""
-        queries = num_heads * self.query_dim
-        made = hidden_size * queries
-        if self.query_rank is not None:
-            made = self.query_rank * (hidden_size + 1 + queries)
-        cached = hidden_size * self.row_width + self.rank
-        heads = num_heads * (self.rank * (self.nope_dim + self.value_dim) + self.value_dim * hidden_size)
-        return made + cached + heads
-
-
-@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One decoder-only model. All sizes are positive and consistent (the reader checks them)."""
 
@@ -184,6 +151,13 @@ class ModelConfig:
     experts: ExpertConfig | None = None
     embedding_multiplier: float = 1.0
     latent: LatentConfig | None = None  # then there is one key head, and head_dim is its row's width
+    state: StateConfig | None = None  # of the layers below, which keep a state in place of keys and values
+    state_layers: tuple[int, ...] = ()
+    mixes_beside: bool = False  # these layers attend as well, with the same inputs, and both add to the stream
+    multipliers: ProductMultipliers | None = None  # None: all are 1
+    bare_layers: tuple[int, ...] = ()  # without a feed-forward part
+    parts_in_files: tuple[tuple[int, int], ...] = ()  # numbers of both parts of each layer, if files have them apart
+    has_attention_gate: bool = False  # what each head has gathered is multiplied with a sigmoid of the inputs
     has_sinks: bool = False  # each head weighs nothing, by a learned score, beside its keys
     score_cap: float | None = None  # c: scores of attention become c * tanh(score / c)
     logits_cap: float | None = None  # likewise
@@ -211,6 +185,19 @@ class ModelConfig:
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Return the layers with keys and values, in order."""
+        if self.mixes_beside:
+            return tuple(range(self.num_layers))
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.state_layers)
+
+    def state_bytes(self, dtype: str) -> int:
+        """Return the bytes of a context's states on all layers; 0: there are none."""
+        if self.state is None:
+            return 0
+        return HEADER_BYTES + len(self.state_layers) * state_bytes(self.state, dtype)
+
+    @property
     def query_width(self) -> int:
         """Return the elements of one token's queries on one layer."""
         return self.num_heads * self.head_dim
@@ -234,7 +221,9 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Return the number of weights, tied ones once."""
         layers = self.num_layers * self._layer_parameters - self._num_expert_layers * self._mlp_parameters
-        return layers + self._num_expert_layers * self._expert_parameters(None) + self._outer_parameters
+        layers += self._num_expert_layers * self._expert_parameters(None)
+        layers -= len(self.bare_layers) * (self._mlp_parameters + self._norm_parameters)
+        return layers + self._state_parameters + self._outer_parameters
 
     def weight_bytes(self, dtype: str) -> int:
         """Return the bytes of all weights in `dtype`."""
@@ -272,10 +261,12 @@ class ModelConfig:
 
     def kv_token_bytes(self, dtype: str) -> int:
         """Return the bytes of one token's keys and values on all layers."""
-        return self.kv_parts * self.num_layers * self.kv_width * DTYPE_BYTES[dtype]
+        return self.kv_parts * len(self.attention_layers) * self.kv_width * DTYPE_BYTES[dtype]
 
     def hidden_block_tokens(self, block_size: int) -> int | None:
         """Return the tokens whose layer inputs fill a block; None: at most `block_size`, or with a remainder."""
+        if self.state is not None:  # whose layers have none
+            return None
         tokens, rest = divmod(self.kv_parts * block_size * self.kv_width, self.hidden_size)
         return tokens if not rest and tokens > block_size else None
 
@@ -283,11 +274,12 @@ class ModelConfig:
         """Return the layout of this model's blocks."""
         return BlockLayout(
             block_size=block_size,
-            num_layers=self.num_layers,
+            num_layers=len(self.attention_layers),
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=dtype,
             num_parts=self.kv_parts,
+            state_bytes=self.state_bytes(dtype),
         )
 
     def shape(self, name: str, dtype: str) -> ModelShape:
@@ -311,7 +303,8 @@ class ModelConfig:
             num_expert_layers=self._num_expert_layers,
             shared_expert_size=0 if self.experts is None else self.experts.shared_size,
             kv_parts=self.kv_parts,
-            attention_parameters=0 if self.latent is None else self._attention_parameters,
+            attention_parameters=self._mean_attention_parameters,
+            num_cached_layers=0 if self.state is None else len(self.attention_layers),
         )
 
     @property
@@ -326,9 +319,25 @@ class ModelConfig:
     def _attention_parameters(self) -> int:
         if self.latent is not None:
             return self.latent.parameters(self.hidden_size, self.num_heads)
-        attention = 2 * self.hidden_size * (self.query_width + self.kv_width)
+        gates = self.query_width * self.has_attention_gate
+        attention = self.hidden_size * (2 * (self.query_width + self.kv_width) + gates) + gates * self.has_qkv_bias
         attention += (self.query_width + 2 * self.kv_width) * self.has_qkv_bias + self.num_heads * self.has_sinks
         return attention + self.hidden_size * self.has_output_bias + self._head_norm_parameters
+
+    @property
+    def _mean_attention_parameters(self) -> int:
+        """Return the weights of a layer's attention, or state, as cost models count them; 0: by heads."""
+        if self.state is None and self.latent is None:
+            return 0
+        return self._attention_parameters + self._state_parameters // self.num_layers
+
+    @property
+    def _state_parameters(self) -> int:
+        """Return how many weights more layers with a state have than if they attended."""
+        if self.state is None:
+            return 0
+        replaced = 0 if self.mixes_beside else self._attention_parameters
+        return len(self.state_layers) * (self.state.parameters(self.hidden_size) - replaced)
 
     @property
     def _head_norm_parameters(self) -> int:
@@ -361,10 +370,11 @@ class ModelConfig:
         if self.experts is None:
             return 0
         count = self.experts.num_experts if count is None else count
-        shared = self.hidden_size * (3 * self.experts.shared_size + self.experts.has_shared_gate)
+        num_matrices = 3 if self.is_gated else 2
+        shared = self.hidden_size * (num_matrices * self.experts.shared_size + self.experts.has_shared_gate)
         inner = self.experts.intermediate_size
         biases = (self.experts.num_experts + count * (2 * inner + self.hidden_size)) * self.experts.has_bias
-        return self._router_parameters + shared + 3 * count * self.hidden_size * inner + biases
+        return self._router_parameters + shared + num_matrices * count * self.hidden_size * inner + biases
 
     @property
     def _outer_parameters(self) -> int:

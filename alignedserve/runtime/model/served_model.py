@@ -22,6 +22,8 @@ from alignedserve.runtime.model.vision.vision_config import CACHE_BYTES, VisionC
 from alignedserve.text.tokenizer import Tokenizer
 from alignedserve.text.tokenizer_files import read_template
 
+_BLOCK_SIZE, _LARGEST_BLOCK = 16, 1024  # tokens
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -80,6 +82,15 @@ class ServedModel:
         if self.tensor_parallel == 1 or not isinstance(self.config, ModelConfig):
             return self.config
         return TensorShard(0, self.tensor_parallel).local(self.config)
+
+    @property
+    def default_block_size(self) -> int:
+        """Return the tokens of a block unless they are set: where blocks hold states, so many that these take no more
+        room than keys and values, as far as that is sensible."""
+        size = _BLOCK_SIZE
+        while size < _LARGEST_BLOCK and self.block_layout(size).state_bytes > self.block_layout(size).kv_bytes:
+            size *= 2
+        return size
 
     def block_layout(self, block_size: int) -> BlockLayout:
         """Return the layout of a worker's KV blocks: of each its ranks' parts, one after another, as if more layers."""
@@ -164,6 +175,7 @@ def _check_device(config: ModelConfig, device: str) -> None:
         "latent attention": config.latent is not None,
         "capped scores": config.score_cap is not None,
         "chunked attention": config.has_chunked_windows,
+        "" if config.state is None else config.state.title: config.state is not None,
     }
     lacking = [part for part, is_there in parts.items() if is_there]
     if lacking and device.startswith("cuda"):

@@ -9,7 +9,7 @@ from alignedserve.runtime.model.decoder_weights import DecoderWeights, LayerWeig
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.feed_forward_weights import FeedForwardReader
 from alignedserve.runtime.model.file_products import FileSource
-from alignedserve.runtime.model.head_order import heads_to_qkv, pairs_apart
+from alignedserve.runtime.model.head_order import halves_of_heads, heads_to_qkv, pairs_apart
 from alignedserve.runtime.model.latent_weights import latent_output, latent_queries
 from alignedserve.runtime.model.model_config import HeadNormKind, ModelConfig, NormKind
 from alignedserve.runtime.model.product_reader import (
@@ -21,7 +21,9 @@ from alignedserve.runtime.model.product_reader import (
     TensorSource,
 )
 from alignedserve.runtime.model.row_lookup import LookupSource, RowLookup
-from alignedserve.runtime.model.weight_names import ParameterNames, find_head, find_prefix
+from alignedserve.runtime.model.state_weights import StateReader
+from alignedserve.runtime.model.weight_names import ParameterNames, find_head, find_prefix, layer_prefixes
+from kernels.feed_forward import FeedForwardPart
 from kernels.linear import AdaptableProjection, Projection
 from kernels.norm import LayerNorm, NoNorm, Norm, RmsNorm
 from kernels.rotary import HeadNorms
@@ -52,7 +54,7 @@ class _WeightAssembler:
         self, config: ModelConfig, names: ParameterNames, read: ProductReader, observer: LoadingObserver | None
     ) -> None:
         self._config, self._names, self._read, self._observer = config, names, read, observer
-        self._feed_forward = FeedForwardReader(config, names, read)
+        self._feed_forward, self._states = FeedForwardReader(config, names, read), StateReader(config, names, read)
         self._prefix = find_prefix(names, read.source.has)
 
     def weights(self) -> DecoderWeights:
@@ -84,19 +86,31 @@ class _WeightAssembler:
 
     def _layer(self, layer: int) -> LayerWeights:
         config, names = self._config, self._names
-        prefix = self._prefix + names.layer.format(layer=layer)
-        experts = config.experts_of(layer)
+        prefix, second = (self._prefix + part for part in layer_prefixes(config, names, layer))
+        has_state = layer in config.state_layers
+        qkv, output = (self._states.inputs, self._states.output) if has_state else (self._qkv, self._output)
+        mixer_output = None
+        if config.mixes_beside:
+            qkv, output, mixer_output = self._states.beside_attention, self._states.attended, self._states.mixed
         return LayerWeights(
             attention_norm=self._input_norm(prefix + names.attention_norm),
-            qkv=self._qkv(prefix),
-            head_norms=self._head_norms(prefix, layer),
-            output=self._output(prefix),
-            mlp_norm=self._input_norm(prefix + names.mlp_norm),
-            mlp=self._feed_forward.dense(prefix) if experts is None else self._feed_forward.mixed(prefix, experts),
+            qkv=qkv(prefix),
+            head_norms=None if has_state and not config.mixes_beside else self._head_norms(prefix, layer),
+            output=output(prefix),
+            mixer=self._states.mixer(prefix) if has_state else None,
+            mixer_output=None if mixer_output is None else mixer_output(prefix),
+            mlp_norm=NoNorm() if layer in config.bare_layers else self._input_norm(second + names.mlp_norm),
+            mlp=self._mlp(second, layer),
             attention_post_norm=self._norm(prefix + names.attention_post_norm) if config.has_post_norms else None,
-            mlp_post_norm=self._norm(prefix + names.mlp_post_norm) if config.has_post_norms else None,
+            mlp_post_norm=self._norm(second + names.mlp_post_norm) if config.has_post_norms else None,
             sinks=self._read.tensor(prefix + names.sinks, config.num_heads) if config.has_sinks else None,
         )
+
+    def _mlp(self, prefix: str, layer: int) -> FeedForwardPart | Projection | None:
+        if layer in self._config.bare_layers:
+            return None
+        experts = self._config.experts_of(layer)
+        return self._feed_forward.dense(prefix) if experts is None else self._feed_forward.mixed(prefix, experts)
 
     def _qkv(self, prefix: str) -> AdaptableProjection:
         config = self._config
@@ -106,6 +120,8 @@ class _WeightAssembler:
         rows = [config.query_width, config.kv_width, config.kv_width]
         if self._names.interleaves_pairs:
             return self._paired_qkv(modules, rows)
+        if config.has_attention_gate:
+            return self._gated_qkv(modules, rows)
         if not self._names.interleaves_heads:
             rows = rows if len(modules) == 3 else [sum(rows)]
             return self._read.linear(modules, rows, config.hidden_size, config.has_qkv_bias)
@@ -125,6 +141,19 @@ class _WeightAssembler:
             parts = [self._read.tensor(f"{name}.bias", count) for name, count in zip(modules, rows, strict=True)]
             bias = torch.cat([*(pairs_apart(part, config) for part in parts[:2]), *parts[2:]])
         return self._read.product(modules, weights, bias)
+
+    def _gated_qkv(self, modules: Sequence[str], rows: Sequence[int]) -> AdaptableProjection:
+        """Put the gates, each of which the files have behind its head's queries, behind keys and values."""
+        config, read, (num_queries, num_keys, _) = self._config, self._read, rows
+        both = read.rows(modules[0], 2 * num_queries, config.hidden_size)
+        queries = both.changed(lambda part: halves_of_heads(part, config.head_dim)[0])
+        gates = both.changed(lambda part: halves_of_heads(part, config.head_dim)[1])
+        others = [read.rows(name, num_keys, config.hidden_size) for name in modules[1:]]
+        bias = None
+        if config.has_qkv_bias:
+            own, gate_bias = halves_of_heads(read.tensor(f"{modules[0]}.bias", 2 * num_queries), config.head_dim)
+            bias = torch.cat([own, *(read.tensor(f"{name}.bias", num_keys) for name in modules[1:]), gate_bias])
+        return read.product(modules, [queries, *others, gates], bias)
 
     def _output(self, prefix: str) -> AdaptableProjection:
         config, module = self._config, prefix + self._names.output

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from alignedserve.runtime.model.model_config import ExpertConfig, LatentConfig, ModelConfig
+from alignedserve.runtime.model.latent_config import LatentConfig
+from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,10 @@ class ParameterNames:
     latent: str = ""  # the latent and the key that heads share
     latent_norm: str = ""
     heads_of_latent: str = ""  # keys and values of each head
+    # Of layers with a state, in place of `qkv` and `output`:
+    mixer_inputs: tuple[str, ...] = ()
+    mixer_output: str = ""
+    mixer: str = ""  # in front of all other names
     attention_post_norm: str = ""
     mlp_post_norm: str = ""
 
@@ -56,6 +61,13 @@ class LinearModule(NamedTuple):
     rows: int
     width: int
     is_expert: bool = False
+
+
+def layer_prefixes(config: ModelConfig, names: ParameterNames, layer: int) -> tuple[str, str]:
+    """Return what stands before the names of a layer's mixer, and of its feed-forward part."""
+    numbers = config.parts_in_files[layer] if config.parts_in_files else (layer, layer)
+    first, second = (names.layer.format(layer=number) for number in numbers)
+    return first, second
 
 
 def find_prefix(names: ParameterNames, has: Callable[[str], bool]) -> str:
@@ -73,13 +85,18 @@ def linear_modules(
 ) -> Iterator[LinearModule]:
     """Yield every module that multiplies, an untied head included."""
     for layer in range(config.num_layers):
-        in_layer = prefix + names.layer.format(layer=layer)
-        yield from _attention_modules(config, names, in_layer)
+        in_layer, in_second = (prefix + part for part in layer_prefixes(config, names, layer))
+        if layer in config.attention_layers:
+            yield from _attention_modules(config, names, in_layer)
+        if layer in config.state_layers:
+            yield from _state_modules(config, names, in_layer)
         experts = config.experts_of(layer)
+        if layer in config.bare_layers:
+            continue
         if experts is None:
-            yield from _feed_forward(in_layer, names.gate_up, names.down, config, config.intermediate_size)
+            yield from _feed_forward(in_second, names.gate_up, names.down, config, config.intermediate_size)
         else:
-            yield from _expert_modules(config, names, in_layer, experts)
+            yield from _expert_modules(config, names, in_second, experts)
     if config.embedding_size != config.hidden_size:
         yield LinearModule(prefix + names.project_in, config.hidden_size, config.embedding_size)
         yield LinearModule(prefix + names.project_out, config.embedding_size, config.hidden_size)
@@ -91,11 +108,18 @@ def _attention_modules(config: ModelConfig, names: ParameterNames, prefix: str) 
     if config.latent is not None:
         yield from _latent_modules(config, config.latent, names, prefix)
         return
-    rows = [config.query_width, config.kv_width, config.kv_width]
+    rows = [config.query_width * (2 if config.has_attention_gate else 1), config.kv_width, config.kv_width]
     rows = rows if len(names.qkv) == len(rows) else [sum(rows)]
     for name, count in zip(names.qkv, rows, strict=True):
         yield LinearModule(prefix + name, count, config.hidden_size)
     yield LinearModule(prefix + names.output, config.hidden_size, config.query_width)
+
+
+def _state_modules(config: ModelConfig, names: ParameterNames, prefix: str) -> Iterator[LinearModule]:
+    assert config.state is not None, "a model without states"
+    for name, count in zip(names.mixer_inputs, config.state.in_widths, strict=True):
+        yield LinearModule(prefix + name, count, config.hidden_size)
+    yield LinearModule(prefix + names.mixer_output, config.hidden_size, config.state.out_width)
 
 
 def _latent_modules(

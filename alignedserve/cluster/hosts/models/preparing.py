@@ -21,6 +21,7 @@ from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, resolve_for
 from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.sizing import with_block_size
 from alignedserve.config.model_settings import ModelSettings, name_of, require_adapters_apart
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ConfigError, PeerLost, ResourceError
@@ -164,6 +165,7 @@ class HostedPreparing:
             }
             served = with_adapters(resolve_for([one.machine for one in found.values()], config), config.lora)
             self.settings.require_apart(served, config, replaced)
+            config = with_block_size(config, served)
             model = PlannedModel(deployment_id, config, served, _with_copies(found, reports, head))
             plan = self._plan(model, list(found.values()), around)
             parts = _parts(plan, found, members)

@@ -15,11 +15,13 @@ from alignedserve.runtime.device.arrays import Array, to_device
 from alignedserve.runtime.engine.forward_batch import ForwardBatch, LastTokenPlanner, LastTokens
 from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts, HiddenPlan
 from alignedserve.runtime.engine.steps.slice_plan import SlicePlan
+from alignedserve.runtime.engine.steps.state_plan import plan_states
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.vision.picture_rows import PictureRows, picture_rows
 from kernels.cpu.next_tokens import KnownTokens, next_tokens
 from kernels.device_lora import DevicePlan
 from kernels.lora import AdapterMatrices, AdapterRows
+from kernels.states.state_rows import StateRows
 
 _NO_ROWS = np.empty(0, np.int64)
 
@@ -48,6 +50,7 @@ class StepBatch(NamedTuple):
     last: LastTokens | None = None  # of the sampled rows; None: the last layer computes all tokens to the end
     adapters: AdapterRows | DevicePlan | None = None  # of the token rows; None: no sequence has one
     pictures: PictureRows | None = None  # on the device already; None: no token row has the embedding of one
+    states: StateRows | None = None  # of the slices; None: the model has none
 
     @property
     def needs_hidden(self) -> bool:
@@ -78,8 +81,8 @@ class StepBatch(NamedTuple):
             hidden, others = self.hidden.to_rows(len(token_ids), others[:num_arrays]), others[num_arrays:]
         self.attention.bind(others)
         last = None if self.last is None else self.last.to_rows()
-        rest = (self.fresh_blocks, self.unclean_tails, self.attention, hidden, last, adapters, self.pictures)
-        return ForwardBatch(token_ids, positions, slots, *rest)
+        rest = (self.fresh_blocks, self.unclean_tails, self.attention, hidden, last, adapters)
+        return ForwardBatch(token_ids, positions, slots, *rest, self.pictures, self.states)
 
     def forward_batch(self, device: torch.device, inputs: Tensor | None = None) -> ForwardBatch:
         """Bring the arrays to the device and build the forward batch. `inputs`: its first tokens, on the device."""
@@ -245,6 +248,7 @@ class BatchBuilder:
             is_decode=are_last,
             adapters=self._adapter_rows(rows, len(token_ids)) if own.has_adapters else None,
             pictures=self._picture_rows(rows, positions, own.counts, own.places) if own.has_pictures else None,
+            states=plan_states(table, rows, own.counts) if storage.layout.state_bytes else None,
         )
 
     def _of_rows(self, rows: IntArray) -> _OfRows:
@@ -316,6 +320,7 @@ class BatchBuilder:
             last=last,
             adapters=self._adapter_rows(slices.token_rows, len(token_ids)),
             pictures=self._picture_rows(rows, slices.positions, counts, last_rows - counts + 1),
+            states=plan_states(table, rows, counts) if self._storage.layout.state_bytes else None,
         )
 
     def _plan(self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray) -> tuple[SlicePlan, IntArray]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
+from alignedserve.runtime.model.families.states import nemotron_layers
 from alignedserve.runtime.model.hf_fields import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH
 from alignedserve.runtime.model.model_config import ExpertConfig, Scoring
 
@@ -150,6 +151,12 @@ _GLM4_LITE = {
     "routed_scaling_factor": 1.8,
     "norm_topk_prob": True,
 }
+_NEMOTRON_H = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7688,
+    "norm_topk_prob": True,
+}
 _DEEPSEEK_V3 = {
     "n_routed_experts": 256,
     "n_shared_experts": 1,
@@ -208,3 +215,53 @@ def _olmo(fields: JsonFields, *, num_experts: int, num_chosen: int) -> ExpertCon
 def _num_experts(fields: JsonFields, default: int) -> int:
     name = "num_experts" if fields.has("num_experts") else "num_local_experts"
     return fields.integer(name, 1, MAX_EXPERTS, default)
+
+
+def lfm2(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    """Read LFM2's, chosen by sigmoids, behind a few dense layers."""
+    if not fields.flag("use_expert_bias", True):
+        raise UnsupportedModel("use_expert_bias=false of lfm2_moe is not supported.")
+    num_experts = fields.integer("num_experts", 1, MAX_EXPERTS, 32)
+    return ExpertConfig(
+        num_experts=num_experts,
+        num_chosen=fields.integer("num_experts_per_tok", 1, num_experts, min(4, num_experts)),
+        intermediate_size=fields.integer("moe_intermediate_size", 1, MAX_WIDTH, 1792),
+        normalises=fields.flag("norm_topk_prob", True),
+        dense_layers=tuple(range(fields.integer("num_dense_layers", 0, num_layers, 2))),
+        scoring=Scoring.SIGMOID,
+        scale=fields.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
+    )
+
+
+def granite_hybrid(fields: JsonFields, num_layers: int) -> ExpertConfig | None:
+    """Read Granite 4's, which some models are without."""
+    if fields.has("num_local_experts") and fields.integer("num_local_experts", 0, MAX_EXPERTS) == 0:
+        return None
+    return granite(fields.with_defaults({"shared_intermediate_size": 1024}), num_layers)
+
+
+def qwen3_next(fields: JsonFields, num_layers: int) -> ExpertConfig | None:
+    """Read Qwen3-Next's and Qwen3.5's, likewise."""
+    if fields.has("num_experts") and fields.integer("num_experts", 0, MAX_EXPERTS) == 0:
+        return None
+    experts = _qwen(
+        fields.with_defaults({"norm_topk_prob": True}), num_layers, num_experts=512, num_chosen=10, inner=512
+    )
+    shared = fields.integer("shared_expert_intermediate_size", 1, MAX_WIDTH, 512)
+    return replace(experts, shared_size=shared, has_shared_gate=True)
+
+
+def qwen3_5(fields: JsonFields, num_layers: int) -> ExpertConfig | None:
+    """Read those of Qwen3.5."""
+    return qwen3_next(fields.with_defaults({"num_experts": 256, "num_experts_per_tok": 8}), num_layers)
+
+
+def nemotron_h(fields: JsonFields, num_layers: int) -> ExpertConfig | None:
+    """Read Nemotron-H's, which are not gated, on the layers that have some."""
+    layers = nemotron_layers(fields)
+    if not layers.of_kind("moe"):
+        return None
+    experts = _deepseek(fields.with_defaults(_NEMOTRON_H), num_layers)
+    shared = fields.integer("moe_shared_expert_intermediate_size", 1, MAX_WIDTH, 7688)
+    dense = tuple(layer for layer, kind in enumerate(layers.feed_forwards) if kind != "moe")
+    return replace(experts, dense_layers=dense, shared_size=shared)

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from alignedserve.core.json_fields import JsonFields
+from alignedserve.runtime.model.families.states import StateLayers
 from alignedserve.runtime.model.families.windows import NO_WINDOW, WindowRule
+from alignedserve.runtime.model.hf_fields import Sizes
+from alignedserve.runtime.model.latent_config import LatentConfig
 from alignedserve.runtime.model.model_config import (
     Activation,
     ExpertConfig,
     HeadNormKind,
-    LatentConfig,
     ModelConfig,
     NormKind,
 )
@@ -61,6 +63,8 @@ class FamilyForm:
     # The layers without rotation, by the fields, the number of layers and those with a window.
     unrotated: Callable[[JsonFields, int, tuple[int, ...]], tuple[int, ...]] | None = None
     latent: Callable[[JsonFields], LatentConfig] | None = None  # in place of keys and values of heads
+    states: Callable[[JsonFields, Sizes], StateLayers] | None = None  # of layers that do not attend
+    has_attention_gate: bool = False
     has_sinks: bool = False
     has_caps: bool = False  # of scores and of logits
     has_rope_pair: bool = False  # layers with a window have a rotation of their own
@@ -75,7 +79,7 @@ class FamilyForm:
     is_gated: bool = True
     mlp_bias: Flag | bool = _MLP_BIAS
     dense_size: str = "intermediate_size"
-    experts: Callable[[JsonFields, int], ExpertConfig] | None = None  # of the fields and the number of layers
+    experts: Callable[[JsonFields, int], ExpertConfig | None] | None = None  # of the fields and the number of layers
 
     # Norms and the stream between layers
     norm: NormKind = NormKind.RMS

@@ -178,3 +178,79 @@ GPT_NEOX = ParameterNames(
     gate_up=("mlp.dense_h_to_4h",),
     down="mlp.dense_4h_to_h",
 )
+
+LFM2 = replace(
+    LLAMA,
+    final_norm="embedding_norm",
+    attention_norm="operator_norm",
+    mlp_norm="ffn_norm",
+    output="self_attn.out_proj",
+    gate_up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+    query_norm="self_attn.q_layernorm",
+    key_norm="self_attn.k_layernorm",
+    mixer_inputs=("conv.in_proj",),
+    mixer_output="conv.out_proj",
+    mixer="conv.",
+)
+LFM2_MOE = replace(
+    LFM2,
+    router="feed_forward.gate",
+    router_correction="feed_forward.expert_bias",
+    expert_gate_up=("feed_forward.experts.{expert}.w1", "feed_forward.experts.{expert}.w3"),
+    expert_down="feed_forward.experts.{expert}.w2",
+)
+
+GRANITE_HYBRID = replace(
+    GRANITE_MOE,
+    gate_up=GRANITE_MOE.shared_gate_up,
+    down=GRANITE_MOE.shared_down,
+    mixer_inputs=("mamba.in_proj",),
+    mixer_output="mamba.out_proj",
+    mixer="mamba.",
+)
+BAMBA = replace(
+    LLAMA,
+    final_norm="final_layernorm",
+    mlp_norm="pre_ff_layernorm",
+    gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    mixer_inputs=GRANITE_HYBRID.mixer_inputs,
+    mixer_output=GRANITE_HYBRID.mixer_output,
+    mixer="mamba.",
+)
+
+QWEN3_NEXT = replace(
+    QWEN2_MOE,
+    mixer_inputs=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"),
+    mixer_output="linear_attn.out_proj",
+    mixer="linear_attn.",
+)
+QWEN3_5 = replace(
+    QWEN3_NEXT,
+    prefixes=("model.", "model.language_model.", "language_model.model.", ""),
+    mixer_inputs=tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")),
+)
+
+# One part of a layer after the other, each with a norm of the same name.
+NEMOTRON_H = replace(
+    LLAMA,
+    prefixes=("backbone.", "model.", ""),
+    embedding="embeddings",
+    final_norm="norm_f",
+    attention_norm="norm",
+    mlp_norm="norm",
+    qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    output="mixer.o_proj",
+    gate_up=("mixer.up_proj",),
+    down="mixer.down_proj",
+    router="mixer.gate",
+    router_correction="mixer.gate.e_score_correction_bias",
+    expert_gate_up=("mixer.experts.{expert}.up_proj",),
+    expert_down="mixer.experts.{expert}.down_proj",
+    shared_gate_up=("mixer.shared_experts.up_proj",),
+    shared_down="mixer.shared_experts.down_proj",
+    mixer_inputs=("mixer.in_proj",),
+    mixer_output="mixer.out_proj",
+    mixer="mixer.",
+)

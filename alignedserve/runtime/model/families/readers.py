@@ -6,6 +6,7 @@ from dataclasses import replace
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.families.form import FamilyForm, holds
+from alignedserve.runtime.model.families.states import nemotron_layers
 from alignedserve.runtime.model.hf_fields import (
     MAX_VOCABULARY,
     MAX_WIDTH,
@@ -16,16 +17,17 @@ from alignedserve.runtime.model.hf_fields import (
     read_num_kv_heads,
     read_sizes,
 )
+from alignedserve.runtime.model.latent_config import LatentConfig
 from alignedserve.runtime.model.model_config import (
     Activation,
     HeadNormKind,
-    LatentConfig,
     ModelConfig,
     NormKind,
     RopeConfig,
     RopeScaling,
     TemperatureConfig,
 )
+from alignedserve.runtime.model.product_multipliers import ProductMultipliers
 from alignedserve.runtime.model.rope_fields import longest_context_len, read_rope, read_rope_pair, yarn_angle_factor
 
 
@@ -40,6 +42,7 @@ def read_decoder(fields: JsonFields, model_type: str, form: FamilyForm) -> Model
     latent = None if form.latent is None else form.latent(fields)
     head_dim = _head_dim(fields, sizes, form) if latent is None else latent.row_width
     window, windowed = form.windows.read(fields, num_layers)
+    states = None if form.states is None else form.states(fields, sizes)
     rope, windowed_rope = _ropes(fields, head_dim if latent is None else latent.rope_dim, form)
     sizes["max_position_embeddings"] = longest_context_len(fields, rope)
     config = ModelConfig(
@@ -62,9 +65,12 @@ def read_decoder(fields: JsonFields, model_type: str, form: FamilyForm) -> Model
         has_output_bias=holds(form.output_bias, fields),
         has_mlp_bias=form.experts is None and holds(form.mlp_bias, fields),
         latent=latent,
+        state=states.state if states and states.layers else None,
+        state_layers=states.layers if states else (),
         query_multiplier=1.0 if latent is None else _latent_scale(fields, latent, rope),
         score_cap=_cap(fields, "attn_logit_softcapping", 50.0) if form.has_caps else None,
         logits_cap=_cap(fields, "final_logit_softcapping", 30.0) if form.has_caps else None,
+        has_attention_gate=form.has_attention_gate,
         has_sinks=form.has_sinks,
         head_norm=form.head_norm if holds(form.has_head_norm, fields) else HeadNormKind.NONE,
         has_input_norms=form.has_input_norms,
@@ -228,3 +234,68 @@ def llama4(config: ModelConfig, fields: JsonFields) -> ModelConfig:
 def cohere(config: ModelConfig, fields: JsonFields) -> ModelConfig:
     """Add Cohere's scale of logits."""
     return replace(config, logits_divisor=1.0 / fields.number("logit_scale", 1e-6, 1e6, 0.0625))
+
+
+def lfm2(config: ModelConfig, fields: JsonFields) -> ModelConfig:
+    """Read LFM2's own names, and make its feed-forward part as wide as its makers do."""
+    ties = fields.flag("tie_embedding", config.ties_embeddings)
+    inner = fields.integer("block_ff_dim", 1, MAX_WIDTH, config.intermediate_size)
+    if fields.flag("block_auto_adjust_ff_dim", True):
+        step = fields.integer("block_multiple_of", 1, MAX_WIDTH, 256)
+        inner = int(fields.number("block_ffn_dim_multiplier", 1e-3, 1e3, 1.0) * (2 * inner // 3))
+        inner = -(-inner // step) * step
+    return replace(config, intermediate_size=inner, ties_embeddings=ties)
+
+
+def lfm2_moe(config: ModelConfig, fields: JsonFields) -> ModelConfig:
+    """Read LFM2's own name of tied embeddings."""
+    return replace(config, ties_embeddings=fields.flag("tie_embedding", config.ties_embeddings))
+
+
+def granite_hybrid(config: ModelConfig, fields: JsonFields) -> ModelConfig:
+    """Add Granite's multipliers; a model without experts is as wide as the expert for all tokens."""
+    inner = fields.integer("shared_intermediate_size", 1, MAX_WIDTH, 1024)
+    return replace(granite(config, fields), intermediate_size=inner)
+
+
+def nemotron_h(config: ModelConfig, fields: JsonFields) -> ModelConfig:
+    """Put the parts of Nemotron-H, which files have apart, together to layers."""
+    layers = nemotron_layers(fields)
+    return replace(
+        config,
+        num_layers=len(layers.mixers),
+        unrotated_layers=tuple(range(len(layers.mixers))),
+        bare_layers=layers.of_kind(None),
+        has_one_input_norm=False,
+        parts_in_files=layers.in_files,
+    )
+
+
+def falcon_h1(config: ModelConfig, fields: JsonFields) -> ModelConfig:
+    """Add Falcon-H1's multipliers; a null list of them is of ones."""
+
+    def factor(name: str) -> float:
+        return fields.number(name, -1e6, 1e6, 1.0)
+
+    def factors(name: str, count: int) -> tuple[float, ...]:
+        return fields.numbers(name, count, -1e6, 1e6) if fields.has(name) else (1.0,) * count
+
+    attended, inputs = factor("attention_in_multiplier"), factor("ssm_in_multiplier")
+    gates, values, b, c, steps = (inputs * own for own in factors("ssm_multipliers", 5))
+    gate, down = factors("mlp_multipliers", 2)
+    return replace(
+        config,
+        mixes_beside=True,
+        embedding_multiplier=factor("embedding_multiplier"),
+        logits_divisor=1.0 / fields.number("lm_head_multiplier", 1e-6, 1e6, 1.0),
+        multipliers=ProductMultipliers(
+            queries=attended,
+            keys=attended * factor("key_multiplier"),
+            values=attended,
+            mixer_inputs=(gates, values, b, c, steps),
+            attended=factor("attention_out_multiplier"),
+            mixed=factor("ssm_out_multiplier"),
+            gates=gate,
+            down=down,
+        ),
+    )

@@ -2,6 +2,7 @@
 
 from alignedserve.runtime.model.families.dense import DENSE
 from alignedserve.runtime.model.families.form import FamilyForm
+from alignedserve.runtime.model.families.hybrids import HYBRIDS
 from alignedserve.runtime.model.families.mixtures import MIXTURES
 
-FAMILIES: dict[str, FamilyForm] = {**DENSE, **MIXTURES}
+FAMILIES: dict[str, FamilyForm] = {**DENSE, **MIXTURES, **HYBRIDS}

@@ -104,3 +104,8 @@ def windowed_layers(fields: JsonFields, num_layers: int, kind: str = "sliding_at
     if set(layer_types) - {"full_attention", kind} or len(layer_types) != num_layers:
         raise UnsupportedModel(f"layer_types must name full_attention or {kind} for every layer.")
     return tuple(layer for layer, own in enumerate(layer_types) if own == kind)
+
+
+def layers_unless_rope(fields: JsonFields, num_layers: int, windowed: Layers) -> Layers:
+    """Return no layer where `position_embedding_type` is rope, else all."""
+    return () if fields.text("position_embedding_type", "nope") == "rope" else tuple(range(num_layers))

@@ -1,0 +1,117 @@
+"""Recurrent states, token by token, by the native kernels where they are built.
+
+The plain forms beside each of them are in `kernels.states`. All tensors are float32, on the CPU.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.native import load_native, supported_levels
+from kernels.states.state_rows import StateRows
+
+_native = load_native("scan_space")
+_LANES = 16  # floats that the widest level computes at a time
+
+
+def scan_level(*tensors: Tensor) -> str | None:
+    """Return the best level that runs here for these tensors; None: use plain PyTorch."""
+    if _native is None or any(each.device.type != "cpu" or each.dtype != torch.float32 for each in tensors):
+        return None
+    levels = supported_levels()
+    return levels[0] if levels else None
+
+
+def suits_space(head_dim: int) -> bool:
+    """Return whether `scan_space` computes such heads."""
+    return head_dim % _LANES == 0
+
+
+def suits_delta(key_dim: int, value_dim: int) -> bool:
+    """Return whether `scan_delta` computes such heads."""
+    return _native is not None and not (key_dim % _LANES or value_dim % _LANES) and key_dim <= _native.most_state_keys
+
+
+def scan_space(
+    rows: tuple[Tensor, Tensor, Tensor],
+    gates: tuple[Tensor, Tensor],
+    skip: Tensor,
+    sequences: StateRows,
+    states: Tensor,
+    *,
+    level: str,
+) -> Tensor:
+    """Compute Mamba-2's recurrence -> [tokens, heads, head_dim]; see `kernels.states.state_space.scan`."""
+    x, b, _ = rows
+    num_heads, state_size, head_dim = states.shape[1:]
+    out = torch.empty((len(x), num_heads, head_dim))
+    sizes = (num_heads, head_dim, b.shape[1] // state_size, state_size)
+    _native.scan_space(
+        level,
+        _addresses(rows, (num_heads * head_dim, b.shape[1], b.shape[1])),
+        *(_contiguous(each, len(x), num_heads) for each in gates),
+        skip.data_ptr(),
+        out.data_ptr(),
+        sizes,
+        *_sequences(sequences),
+        _memory(states),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def scan_delta(
+    rows: tuple[Tensor, Tensor, Tensor],
+    gates: tuple[Tensor, Tensor],
+    sequences: StateRows,
+    states: Tensor,
+    *,
+    level: str,
+) -> Tensor:
+    """Compute the gated delta rule -> [tokens, heads, value_dim]; see `kernels.states.delta_rule.scan`."""
+    q, _, _ = rows
+    num_heads, key_dim, value_dim = states.shape[1:]
+    out = torch.empty((len(q), num_heads, value_dim))
+    _native.scan_delta(
+        level,
+        _addresses(rows, (q.shape[1], q.shape[1], num_heads * value_dim)),
+        *(_contiguous(each, len(q), num_heads) for each in gates),
+        out.data_ptr(),
+        (num_heads, value_dim, q.shape[1] // key_dim, key_dim),
+        *_sequences(sequences),
+        _memory(states),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def silu_(x: Tensor, level: str) -> None:
+    """Compute x = x * sigmoid(x), contiguous, in place: the same of an element wherever it stands."""
+    assert x.is_contiguous(), "rows apart"
+    _native.silu_in_place(level, x.data_ptr(), x.numel(), torch.get_num_threads())
+
+
+def _addresses(rows: tuple[Tensor, Tensor, Tensor], widths: tuple[int, int, int]) -> tuple[int, int, int, int]:
+    """Return where the rows lie, which are parts of the same longer ones."""
+    first, second, third = rows
+    stride = first.stride(0)
+    for each, width in zip(rows, widths, strict=True):
+        assert each.shape == (len(first), width), f"not [tokens, {width}]: {each.shape}"
+        assert len(each) == 1 or each.stride() == (stride, 1), "rows of different lengths"
+    return first.data_ptr(), second.data_ptr(), third.data_ptr(), stride
+
+
+def _contiguous(gates: Tensor, num_tokens: int, num_heads: int) -> int:
+    assert gates.shape == (num_tokens, num_heads), f"not a number for each head: {gates.shape}"
+    assert gates.is_contiguous(), "rows apart"
+    return gates.data_ptr()
+
+
+def _sequences(rows: StateRows) -> tuple[tuple[int, ...], int]:
+    arrays = (rows.firsts, rows.sources, rows.first_parts, rows.ends, rows.targets)
+    assert all(each.flags.c_contiguous for each in arrays), "numbers apart"
+    return tuple(each.ctypes.data for each in arrays), len(rows.firsts)
+
+
+def _memory(states: Tensor) -> tuple[int, int, int]:
+    assert states[0].is_contiguous(), "a state is one run of memory"
+    return states.data_ptr(), states.stride(0) * states.element_size(), states.shape[2] * states.shape[3]

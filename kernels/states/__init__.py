@@ -1,0 +1,1 @@
+"""Layers that keep what is before a token in a state of fixed size."""

@@ -1,0 +1,111 @@
+"""The gated delta rule (Yang and others, 2024), as Qwen3-Next has it beside attention.
+
+Of a head, with q and k of length 1: state = exp(g) state; state += k (beta (v - k^T state))^T; the result is q^T state.
+So a key's value is replaced, not added to. Tokens pass one after another, as in `kernels.states.state_space`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.cpu.state_scans import scan_delta, scan_level, suits_delta
+from kernels.norm import RmsNorm
+from kernels.states.state_rows import StateRows, causal_convolution
+from kernels.states.state_space import silu_in_place
+from kernels.states.steps import run_steps
+
+_LENGTH_EPS = 1e-6
+
+
+class DeltaSizes(NamedTuple):
+    """The sizes of a layer's heads."""
+
+    num_key_heads: int
+    key_dim: int
+    num_heads: int
+    value_dim: int
+
+    @property
+    def keys(self) -> int:
+        """Return the elements of all heads' keys."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Return the elements of all heads' values."""
+        return self.num_heads * self.value_dim
+
+
+class DeltaWeights(NamedTuple):
+    """The weights between a layer's two products, float32."""
+
+    convolution: Tensor  # [kernel_size, 2 * keys + values]
+    log_decay: Tensor  # [heads]
+    dt_bias: Tensor  # [heads]
+    norm: Tensor  # [value_dim]
+
+
+class DeltaRule:
+    """Projected rows (q, k, v, gates, b, a) -> [tokens, values]. See StateMixer."""
+
+    def __init__(self, sizes: DeltaSizes, weights: DeltaWeights, *, eps: float) -> None:
+        """`eps`: of the norm of each head's results."""
+        self._sizes, self._weights = sizes, weights
+        self._decay = -weights.log_decay.exp()
+        self._norm = RmsNorm(weights.norm, eps, torch.float32)
+
+    def __call__(self, projected: Tensor, rows: StateRows, state: Sequence[Tensor]) -> Tensor:
+        """See StateMixer. The state has the rows before the convolution, and [blocks, heads, key_dim, value_dim]."""
+        sizes, weights, (tails, memories) = self._sizes, self._weights, state
+        keys, values, num_heads = sizes.keys, sizes.values, sizes.num_heads
+        convolved, gates, b, a = projected.split_with_sizes((2 * keys + values, values, num_heads, num_heads), dim=1)
+        mixed = causal_convolution(convolved, weights.convolution, None, rows, tails)
+        silu_in_place(mixed)
+        q, k, v = mixed.split_with_sizes((keys, keys, values), dim=1)
+        beta = b.double().sigmoid().float()
+        decay = (functional.softplus(a.double() + weights.dt_bias) * self._decay).exp().float()
+        out = scan((q, k, v), (beta, decay), rows, memories).view(-1, sizes.value_dim)
+        gates = gates.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        silu_in_place(gates)
+        return self._norm(out).view(gates.shape).mul_(gates).to(projected.dtype)
+
+
+def scan(
+    rows: tuple[Tensor, Tensor, Tensor], gates: tuple[Tensor, Tensor], sequences: StateRows, states: Tensor
+) -> Tensor:
+    """Run all tokens through their states -> [tokens, heads, value_dim].
+
+    rows    q and k [tokens, key_heads * key_dim], v [tokens, heads * value_dim], parts of the same rows
+    gates   beta and decay [tokens, heads]
+    states  [blocks, heads, key_dim, value_dim], those of `sequences` written
+    """
+    q, k, v = rows
+    num_heads, key_dim, value_dim = states.shape[1:]
+    level = scan_level(q, states)
+    if level is not None and suits_delta(key_dim, value_dim):
+        return scan_delta(rows, gates, sequences, states, level=level)
+    beta, decay = gates
+    q, k = (_unit(each.reshape(len(q), -1, key_dim), num_heads) for each in (q, k))
+    q = q / math.sqrt(key_dim)
+    v = v.reshape(len(q), num_heads, value_dim)
+
+    def step(state: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        state = state * decay[tokens][:, :, None, None]
+        known = (state * k[tokens][..., None]).sum(dim=2)
+        change = (v[tokens] - known) * beta[tokens][..., None]
+        state = state + k[tokens][..., None] * change[:, :, None]
+        return state, (state * q[tokens][..., None]).sum(dim=2)
+
+    out = torch.empty_like(v)
+    run_steps(sequences, states, step, out)
+    return out
+
+
+def _unit(heads: Tensor, num_heads: int) -> Tensor:
+    """Bring heads [tokens, key_heads, width] to length 1, each for all the heads that share it."""
+    unit = heads * torch.rsqrt((heads * heads).sum(dim=-1, keepdim=True) + _LENGTH_EPS)
+    return unit.repeat_interleave(num_heads // heads.shape[1], dim=1)

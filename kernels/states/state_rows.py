@@ -1,0 +1,103 @@
+"""Where the sequences of one pass read their states, and where they leave them.
+
+A state lies in a block, behind the keys and values of the block's tokens, and is what the layer keeps of everything up
+to the last of these that is computed. A sequence that goes on into its next block writes there from then on: the full
+block keeps the state at its end, from which any other sequence with the same beginning may go on.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+IntArray = npt.NDArray[np.int64]
+NO_BLOCK = -1
+
+
+class StateRows:
+    """The token rows of a pass, sequence by sequence, each cut where it leaves a state."""
+
+    __slots__ = ("_convolved", "counts", "ends", "first_parts", "firsts", "num_tokens", "sources", "targets")
+
+    def __init__(self, firsts: IntArray, sources: IntArray, parts: "StateParts") -> None:
+        """`firsts`, `sources` [sequences]: the first token row, and the block that has the state before it; NO_BLOCK:
+        nothing is before."""
+        self.firsts, self.sources = firsts, sources
+        self.ends, self.targets, self.num_tokens, sequences = parts
+        # [sequences + 1] and [sequences]: the first part of each, and how many tokens it computes.
+        self.first_parts: IntArray = np.searchsorted(sequences, np.arange(len(firsts) + 1))
+        self.counts: IntArray = self.ends[self.first_parts[1:] - 1] - firsts + 1
+        self._convolved: ConvolvedRows | None = None
+
+    def convolved(self, num_before: int) -> "ConvolvedRows":
+        """Return the rows of convolutions that read so many tokens before each, the same on all layers."""
+        if self._convolved is None or self._convolved.num_before != num_before:
+            self._convolved = ConvolvedRows(self, num_before)
+        return self._convolved
+
+
+class StateParts(NamedTuple):
+    """The parts of a pass's sequences, in order; behind each its state is left in a block. All [parts] int64."""
+
+    ends: IntArray  # token row of the last token
+    targets: IntArray  # the block
+    num_tokens: IntArray  # of the context up to there
+    sequences: IntArray  # ascending
+
+
+class ConvolvedRows:
+    """The token rows of a pass with the rows before each sequence's first, which its state has, in front of them."""
+
+    def __init__(self, rows: StateRows, num_before: int) -> None:
+        self.num_before = num_before
+        num_sequences, num_tokens = len(rows.firsts), int(rows.counts.sum())
+        self.num_rows = num_tokens + num_sequences * num_before
+        starts = rows.firsts + np.arange(num_sequences) * num_before
+        before = np.arange(num_before)
+        own = np.arange(num_tokens) + num_before * np.repeat(np.arange(1, num_sequences + 1), rows.counts)
+        has_state = rows.sources != NO_BLOCK
+        self.is_one = num_sequences == 1
+        self.own = torch.from_numpy(own)  # [tokens]: their places
+        self.kept = torch.from_numpy((starts[has_state, None] + before).reshape(-1))  # places of rows from states
+        self.fresh = torch.from_numpy((starts[~has_state, None] + before).reshape(-1))  # of those that are zeros
+        self.sources = torch.from_numpy(rows.sources[has_state])
+        self.left = torch.from_numpy((own[rows.ends][:, None] - before[::-1]).reshape(-1))  # places of rows to states
+        self.targets = torch.from_numpy(rows.targets)
+
+
+class StateMixer(Protocol):
+    """A layer's tokens, mixed through its state."""
+
+    def __call__(self, projected: Tensor, rows: StateRows, state: Sequence[Tensor]) -> Tensor:
+        """Compute projected [tokens, in_width] -> [tokens, out_width], between the layer's two products.
+
+        state   its parts, each [blocks, ..]; those of `rows.targets` are written
+        """
+
+
+def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, rows: StateRows, tails: Tensor) -> Tensor:
+    """Convolve each channel with its last tokens: x [tokens, channels] -> [tokens, channels] float32.
+
+    weight  [kernel_size, channels] float32: the last row is a token's own
+    bias    [channels] float32
+    tails   [blocks, kernel_size - 1, channels]: the rows before
+    """
+    places = rows.convolved(len(weight) - 1)
+    extended = x.new_empty((places.num_rows, x.shape[1]))
+    extended[places.own] = x
+    extended[places.fresh] = 0
+    extended[places.kept] = tails.index_select(0, places.sources).flatten(0, 1).to(x.dtype)
+    # Tap by tap, in one order: what a row is does not depend on the others.
+    out = extended.new_zeros(x.shape, dtype=torch.float32) if bias is None else bias.expand(x.shape).clone()
+    for tap, own in enumerate(weight):
+        if places.is_one:
+            read = extended[tap : tap + len(x)]
+        else:
+            read = extended.index_select(0, places.own - (places.num_before - tap))
+        out += read.float() * own
+    left = extended.index_select(0, places.left).view(-1, *tails.shape[1:])
+    tails.index_copy_(0, places.targets, left.to(tails.dtype))
+    return out
