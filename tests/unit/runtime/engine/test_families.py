@@ -16,6 +16,7 @@ from tests.support.tiny_engines import (
     tiny_decoder,
 )
 from tests.support.tiny_models import LATER_FAMILIES, TINY_MODELS, make_tiny_model
+from tests.support.tiny_vision import TINY_SEEING
 
 PROMPTS = {"a": 41, "b": 7, "c": 22}
 
@@ -56,6 +57,6 @@ def test_answers_and_sizes_equal_those_of_transformers(made: tuple[Path, Any]) -
 
 
 def test_every_family_is_compared() -> None:
-    names = {*TINY_MODELS, *LATER_FAMILIES}
+    names = {*TINY_MODELS, *LATER_FAMILIES, *TINY_SEEING}
     # The text parts of four have rows of their own, and transformers has Kimi K2 as deepseek_v3.
     assert set(FAMILIES) - {"gemma3", "llama4", "kimi_k2", "qwen3_5", "qwen3_5_moe"} <= names
