@@ -139,6 +139,23 @@ def float8_blocks(weight: Tensor, block: int) -> Quantized:
     return Quantized({"weight": rounded, "weight_scale_inv": scales}, rounded.float() * scales[places])
 
 
+def nvfp4_rows(weight: Tensor, *, is_modelopt: bool = False) -> Quantized:
+    """Write floats of 4 bits with a scale of FP8 for every 16 inputs, and a float32 for the whole matrix."""
+    groups = weight.view(len(weight), -1, 16)
+    whole = weight.abs().max() / (6.0 * 448.0)
+    scales = (groups.abs().amax(-1) / 6.0 / whole).to(torch.float8_e4m3fn)
+    sizes = scales.float()[..., None] * whole
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = ((groups.abs() / sizes)[..., None] - magnitudes).abs().argmin(-1)
+    values = (magnitudes[numbers] * groups.sign() * sizes).view(weight.shape)
+    codes = (numbers + 8 * (groups < 0)).to(torch.uint8).view(weight.shape)
+    words = codes[:, ::2] | codes[:, 1::2] << 4
+    if is_modelopt:
+        return Quantized({"weight": words, "weight_scale": scales, "weight_scale_2": whole}, values)
+    tensors = {"weight_packed": words, "weight_scale": scales, "weight_global_scale": 1.0 / whole.view(1)}
+    return Quantized(tensors, values)
+
+
 def awq_columns(weight: Tensor, group_size: int | None) -> Quantized:
     """Write AWQ's gemm packing."""
     groups = round_in_groups(weight, 4, group_size, is_symmetric=False)
@@ -210,6 +227,7 @@ _FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channe
 _TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 _FLOAT_TOKENS = {**_TOKENS, "type": "float"}
 _STATIC = {**_TOKENS, "strategy": "tensor", "dynamic": False}
+_FLOAT_OF_4 = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": "local"}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 
 FORMATS: dict[str, CheckpointFormat] = {
@@ -246,6 +264,13 @@ FORMATS: dict[str, CheckpointFormat] = {
     "fp8 in blocks": CheckpointFormat(
         {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [32, 32]},
         lambda weight: float8_blocks(weight, 32),
+    ),
+    "nvfp4": CheckpointFormat(
+        compressed_tensors("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 16}, _FLOAT_OF_4),
+        nvfp4_rows,
+    ),
+    "nvfp4 of modelopt": CheckpointFormat(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"}, lambda weight: nvfp4_rows(weight, is_modelopt=True)
     ),
     "awq": CheckpointFormat(_AWQ, lambda weight: awq_columns(weight, 32)),
     "awq by row": CheckpointFormat({**_AWQ, "group_size": -1}, lambda weight: awq_columns(weight, None)),

@@ -13,7 +13,10 @@ from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, 
 
 MAX_CONFIG_GROUPS = 64
 _MXFP4 = "mxfp4-pack-quantized"
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", _MXFP4)
+_NVFP4 = "nvfp4-pack-quantized"
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", _MXFP4, _NVFP4)
+_FLOAT8 = WeightScheme(8, is_float=True, has_8_bit_inputs=True)
+_FLOAT_GROUPS = {_MXFP4: 32, _NVFP4: 16}  # of 4 bits
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _BITS = (4, 8)
 
@@ -61,8 +64,8 @@ def _read_group(group: JsonFields, default: str) -> WeightScheme:
     if group.has("output_activations"):
         raise UnsupportedModel(f"{group.where}: output_activations are not supported.")
     is_float = _require(weights, "type", ("int", "float"), "int") == "float"
-    if form == _MXFP4:
-        return _read_mxfp4_group(weights, is_float=is_float)
+    if form in _FLOAT_GROUPS:
+        return _read_floats_of_4_bits(weights, form, is_float=is_float)
     inputs = group.section("input_activations")
     if inputs is not None:
         _require_bits(inputs, (8,))
@@ -83,10 +86,14 @@ def _read_group(group: JsonFields, default: str) -> WeightScheme:
     )
 
 
-def _read_mxfp4_group(weights: JsonFields, *, is_float: bool) -> WeightScheme:
-    size = weights.integer("group_size", 1, MAX_WIDTH, 32)
-    if not is_float or size != 32:
-        raise UnsupportedModel(f"{weights.where}: {_MXFP4} of other than floats in groups of 32 is not supported.")
+def _read_floats_of_4_bits(weights: JsonFields, form: str, *, is_float: bool) -> WeightScheme:
+    """Inputs of products are not rounded to 4 bits, whatever `input_activations` says."""
+    expected = _FLOAT_GROUPS[form]
+    size = weights.integer("group_size", 1, MAX_WIDTH, expected)
+    if not is_float or size != expected:
+        raise UnsupportedModel(
+            f"{weights.where}: {form} of other than floats in groups of {expected} is not supported."
+        )
     return WeightScheme(_require_bits(weights, (4,)), is_float=True, group_size=size)
 
 
@@ -135,12 +142,19 @@ def _read_mxfp4(section: JsonFields) -> CheckpointQuantization:
     return CheckpointQuantization(QuantMethod.MXFP4, (WeightScheme(4, is_float=True, group_size=32),))
 
 
+def _read_modelopt(section: JsonFields) -> CheckpointQuantization:
+    is_nvfp4 = _require(section, "quant_algo", ("nvfp4", "fp8")) == "nvfp4"
+    scheme = WeightScheme(4, is_float=True, group_size=_FLOAT_GROUPS[_NVFP4]) if is_nvfp4 else _FLOAT8
+    return CheckpointQuantization(QuantMethod.MODELOPT, (scheme,))
+
+
 _READERS: dict[QuantMethod, Callable[[JsonFields], CheckpointQuantization]] = {
     QuantMethod.COMPRESSED_TENSORS: _read_compressed_tensors,
     QuantMethod.AWQ: _read_awq,
     QuantMethod.GPTQ: _read_gptq,
     QuantMethod.FP8: _read_fp8,
     QuantMethod.MXFP4: _read_mxfp4,
+    QuantMethod.MODELOPT: _read_modelopt,
     QuantMethod.BLOCKS: _read_blocks,
 }
 

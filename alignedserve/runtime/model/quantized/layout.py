@@ -13,8 +13,9 @@ A matrix [rows, width] of whole numbers is stored, with the scales and zero poin
 in words of int32. A value is scale * (number - zero point). FP8 is weight [rows, width] and scales by which it is
 multiplied. MXFP4 is one tensor for all experts, `a_blocks` [experts, rows, width / 32, 16], whose bytes hold two floats
 of 4 bits each, the lower half first, and `a_scales` [experts, rows, width / 32], powers of two: an expert's is `a.3`.
-Compressed-tensors has weight_packed [rows, width / 2] and weight_scale [rows, width / 32] of the same. Blocks of GGUF
-are weight [rows, bytes of a row], of the type that `block_type` names.
+Compressed-tensors has weight_packed [rows, width / 2] and weight_scale [rows, width / 32] of the same. NVFP4 is that
+with scales of FP8 [rows, width / 16], and one number for the whole matrix (`nvfp4_names`). Blocks of GGUF are weight
+[rows, bytes of a row], of the type that `block_type` names.
 """
 
 import enum
@@ -28,8 +29,10 @@ from alignedserve.runtime.model.weight_index import TensorHeader
 
 _FLOATS = ("F32", "F16", "BF16")
 _WORDS = ("I32",)
+_FLOAT8 = "F8_E4M3"
 _WEIGHT = ".weight"
 BLOCK = 32  # inputs with a scale, where matrices are in blocks
+NVFP4_GROUP = 16  # the same of NVFP4
 _SUPERBLOCK = 256
 
 
@@ -43,11 +46,12 @@ class Packing(enum.Enum):
     GPTQ = "qweight of GPTQ"
     MXFP4 = "blocks of MXFP4"
     MXFP4_ROWS = "weight_packed of MXFP4"
+    NVFP4 = "weight of NVFP4"
     BLOCKS = "weight in blocks"
 
 
 IN_BLOCKS = (Packing.MXFP4, Packing.MXFP4_ROWS, Packing.BLOCKS)  # as products are computed with them
-_FLOATS_OF_4_BITS = (Packing.MXFP4, Packing.MXFP4_ROWS)
+_FLOATS_OF_4_BITS = (Packing.MXFP4, Packing.MXFP4_ROWS, Packing.NVFP4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class StoredMatrix:
     scale_name: str
     order_name: str | None  # inputs are assigned to groups one by one, by this tensor
     has_shape: bool = False  # a tensor repeats the shape
+    is_modelopt: bool = False  # NVFP4 by the names of NVIDIA's Model Optimizer
 
     @property
     def group_size(self) -> int:
@@ -132,12 +137,24 @@ def _packing(headers: Headers, method: QuantMethod, module: str) -> Packing | No
         return (Packing.AWQ if method is QuantMethod.AWQ else Packing.GPTQ) if found else None
     packed = headers.header(f"{module}.weight_packed")
     if method is QuantMethod.COMPRESSED_TENSORS and packed is not None:
-        return Packing.MXFP4_ROWS if packed.dtype == "U8" else Packing.ROWS
+        return Packing.ROWS if packed.dtype != "U8" else _of_4_bits(headers, module)
+    if method is QuantMethod.MODELOPT and weight is not None and weight.dtype == "U8":
+        return Packing.NVFP4
     if weight is None or (weight.dtype in _FLOATS and headers.header(f"{module}.weight_scale") is None):
         return None
     if weight.dtype in _FLOATS:
         raise ModelError(f"{module}.weight is {weight.dtype} and has scales: the checkpoint is not compressed.")
     return Packing.FLOAT8 if weight.dtype.startswith("F8") else Packing.INT8
+
+
+def _of_4_bits(headers: Headers, module: str) -> Packing:
+    scale = headers.header(f"{module}.weight_scale")
+    return Packing.NVFP4 if scale is not None and scale.dtype == _FLOAT8 else Packing.MXFP4_ROWS
+
+
+def nvfp4_names(matrix: StoredMatrix) -> tuple[str, str, bool]:
+    """Return the names of a matrix's numbers and of its float32, and whether values are divided by the latter."""
+    return ("weight", "weight_scale_2", False) if matrix.is_modelopt else ("weight_packed", "weight_global_scale", True)
 
 
 def _matrix(
@@ -154,6 +171,7 @@ def _matrix(
         scale_name=next((name for name in names if headers.header(f"{module}.{name}") is not None), names[0]),
         order_name=order if order is not None and headers.header(f"{module}.{order}") is not None else None,
         has_shape=packing is Packing.ROWS and headers.header(f"{module}.weight_shape") is not None,
+        is_modelopt=headers.header(f"{module}.weight_scale_2") is not None,
     )
 
 
@@ -170,6 +188,10 @@ def _expected(matrix: StoredMatrix) -> list[_Expected]:
     if matrix.packing is Packing.MXFP4_ROWS:
         words = _Expected("weight_packed", ((rows, width // 2),), ("U8",))
         return [words, _Expected("weight_scale", ((rows, width // BLOCK),), ("U8",))]
+    if matrix.packing is Packing.NVFP4:
+        numbers, whole, _ = nvfp4_names(matrix)
+        groups = _Expected("weight_scale", ((rows, width // NVFP4_GROUP),), (_FLOAT8,))
+        return [_Expected(numbers, ((rows, width // 2),), ("U8",)), groups, _Expected(whole, ((1,), ()), ("F32",))]
     scales = _scale_shapes(matrix)
     expected = [_Expected("weight_scale", scales, _FLOATS)]
     if matrix.packing is Packing.INT8:
@@ -203,7 +225,7 @@ def _expected_of_columns(matrix: StoredMatrix) -> list[_Expected]:
 def _expected_of_float8(matrix: StoredMatrix) -> list[_Expected]:
     block = matrix.scheme.block
     scales = _scale_shapes(matrix) if block is None else ((-(-matrix.rows // block[0]), matrix.num_groups),)
-    weight = _Expected("weight", ((matrix.rows, matrix.width),), ("F8_E4M3",))
+    weight = _Expected("weight", ((matrix.rows, matrix.width),), (_FLOAT8,))
     return [weight, _Expected(matrix.scale_name, scales, _FLOATS)]
 
 
@@ -216,6 +238,8 @@ def _scale_shapes(matrix: StoredMatrix) -> tuple[tuple[int, ...], ...]:
 def _first_problem(headers: Headers, matrix: StoredMatrix) -> str | None:
     if matrix.packing in IN_BLOCKS and matrix.width % BLOCK:
         return f"{matrix.module}: {matrix.width} inputs, which blocks of {BLOCK} do not fill."
+    if matrix.packing is Packing.NVFP4 and matrix.width % NVFP4_GROUP:
+        return f"{matrix.module}: {matrix.width} inputs, which groups of {NVFP4_GROUP} do not fill."
     if matrix.packing is Packing.MXFP4:
         return _problem_of_stack(headers, matrix)
     problems = (_problem(headers, matrix.module, expected) for expected in _expected(matrix))

@@ -12,6 +12,7 @@ class QuantMethod(enum.Enum):
     GPTQ = "gptq"
     FP8 = "fp8"
     MXFP4 = "mxfp4"
+    MODELOPT = "modelopt"
     BLOCKS = "gguf_blocks"  # our own: of GGUF's, in safetensors
 
 

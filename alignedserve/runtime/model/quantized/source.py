@@ -9,6 +9,7 @@ from torch import Tensor
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.packed_products import BlockRows, Float8Rows, GroupedRows, Int8Rows, Rows
 from alignedserve.runtime.model.quantized.layout import IN_BLOCKS, Packing, StoredMatrix, has_weight, stored_matrix
+from alignedserve.runtime.model.quantized.nvfp4 import unpacked_nvfp4
 from alignedserve.runtime.model.quantized.product_form import Computing, ProductForm, inputs_together
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod
 from alignedserve.runtime.model.quantized.stored_blocks import read_blocks
@@ -222,6 +223,8 @@ class QuantizedSource:
             return self._plain.tensor(name, shape)
         if matrix.packing in IN_BLOCKS:
             values = self._unpacked_blocks(matrix)
+        elif matrix.packing is Packing.NVFP4:
+            values = unpacked_nvfp4(matrix, self._plain.stored, self.dtype)
         elif matrix.packing is Packing.FLOAT8:
             values = unpacked_float8(matrix, read_float8(matrix, self._plain.stored), self.dtype)
         else:

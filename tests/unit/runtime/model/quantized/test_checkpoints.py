@@ -129,6 +129,8 @@ def test_the_engine_benchmark_counts_packed_weights(tmp_path: Path) -> None:
 
 INT = torch.int32
 BAD: list[tuple[str, dict[str, Tensor | None], str]] = [
+    ("nvfp4", {"weight_global_scale": torch.zeros(1)}, "weight_global_scale holds numbers that are not finite"),
+    ("nvfp4", {"weight_global_scale": None}, "weight_global_scale is missing"),
     ("gptq", {"scales": None}, "scales is missing"),
     ("gptq", {"scales": torch.full((2, 32), float("nan"))}, "scales holds numbers that are not finite"),
     ("gptq", {"scales": torch.ones(1, 32)}, r"scales has shape \[1, 32\], expected \[2, 32\]"),
