@@ -1,13 +1,12 @@
 """The iteration in flight on a worker, and what follows from its end: the same for prompts and for decodes."""
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.events import Send, SendTo
 from alignedserve.messages.fields import FailureKind
-from alignedserve.messages.gateways import PromptScored, TokenDelta, TokensEmitted
+from alignedserve.messages.gateways import PromptScored, TokensEmitted
 from alignedserve.messages.iterations import IterationCompleted, joined
 from alignedserve.worker_core.iteration_log import IterationLog
 from alignedserve.worker_core.request import WorkerRequest
@@ -86,7 +85,6 @@ class IterationCycle(Generic[RequestT, CommandT]):
         Scores of a prompt go before its token, reports to the router last: no client waits for them.
         """
         commands: list[CommandT | Send | SendTo] = []
-        deltas: defaultdict[str, list[TokenDelta]] = defaultdict(list)  # by gateway
         scored = [
             SendTo(
                 requests[scores.request_id].request.reply_to,
@@ -95,12 +93,12 @@ class IterationCycle(Generic[RequestT, CommandT]):
             for scores in event.prompt_scores
         ]
         eos_token_ids, proceed = self._eos_token_ids, self._proceed
-        for token in event.sampled:
-            running = requests[token.request_id]
-            if running.is_aborted:
-                continue
-            delta = running.append(token, eos_token_ids)
-            deltas[running.request.reply_to].append(delta)
+        told = [
+            (running.request.reply_to, running, running.append(token, eos_token_ids))
+            for token in event.sampled
+            if not (running := requests[token.request_id]).is_aborted
+        ]
+        for _, running, delta in told:
             if not running.is_prefilled:
                 running.is_prefilled = True
                 commands += self._router.prefilled(running)
@@ -114,10 +112,10 @@ class IterationCycle(Generic[RequestT, CommandT]):
             running = requests[request_id]
             commands += self._release(running)
             commands += self._router.failed(running, *_failure(reasons.get(request_id)))
-        emitted = [
-            SendTo(address, TokensEmitted(tuple(joined(own) if event.forced else own)))
-            for address, own in deltas.items()
-        ]
+        emitted: list[SendTo] = []
+        for address in dict.fromkeys([gateway for gateway, _, _ in told]):  # few: a pass for each costs less than lists
+            own = [delta for gateway, _, delta in told if gateway == address]
+            emitted += [SendTo(address, TokensEmitted(tuple(joined(own) if event.forced else own)))]
         return [*scored, *emitted, *commands]
 
 

@@ -28,11 +28,13 @@ class WorkerRequest:
     max_context_len: int = field(init=False)
     _end_token_ids: frozenset[int] | None = field(init=False, default=None)  # None: not asked for yet
     _prompt_keys: tuple[int, ...] = field(init=False)  # as the prefix cache knows its prompt
+    _prompt_len: int = field(init=False)
 
     def __post_init__(self) -> None:
         # Kept, not worked out: they are read for every request in every iteration.
         self.num_received = len(self.generated_token_ids)
-        self.context_len = self.request.prompt_len + len(self.generated_token_ids)
+        self._prompt_len = self.request.prompt_len
+        self.context_len = self._prompt_len + len(self.generated_token_ids)
         self.max_context_len = self.request.max_context_len
         self._prompt_keys = self.request.cache_keys
 
@@ -42,7 +44,7 @@ class WorkerRequest:
         That has no token if only the prompt was asked about. One function: it is called for every token.
         """
         request_id, token_id, logprob, embedding = token
-        index = len(self.generated_token_ids)
+        index = self.context_len - self._prompt_len
         num_cached_tokens = 0 if index else self.num_hit_tokens
         if not index and self.context_len == self.max_context_len:
             return TokenDelta(request_id, 0, (), (), FinishReason.LENGTH, num_cached_tokens, embedding)
@@ -60,7 +62,7 @@ class WorkerRequest:
 
     def tokens_between(self, start: int, stop: int) -> tuple[int, ...]:
         """Return known tokens of its context, as the prefix cache knows them."""
-        prompt, prompt_len = self._prompt_keys, self.request.prompt_len
+        prompt, prompt_len = self._prompt_keys, self._prompt_len
         if start >= prompt_len:
             return tuple(self.generated_token_ids[start - prompt_len : stop - prompt_len])
         generated = self.generated_token_ids[max(start - prompt_len, 0) : max(stop - prompt_len, 0)]

@@ -212,7 +212,9 @@ def made(num_rows: int, context_len: int, sampling: SamplingParams, *, is_spread
     stand_in: Any = executor
     stand_in._engine, stand_in._ranks, stand_in._turns = engine, None, DeviceTurns(None)
     stand_in._urgent = UrgentIterations()
-    stand_in._adapters = mock.Mock(failures=lambda ids: {}, add=lambda request: None, remove=lambda request_id: None)
+    nobody_fails = {"failures": lambda ids: {}, "remove": lambda request_id: None}
+    stand_in._adapters = mock.Mock(add=lambda request: None, **nobody_fails)
+    stand_in._pictures = mock.Mock(add=lambda request, num_cached: None, **nobody_fails)
     decode = DecodeWorkerConfig(
         kv_cache_bytes=1 << 30,
         swap_space_bytes=0,

@@ -337,8 +337,8 @@ class Engine:
             masks = launch.await_masks()
             # A prompt that ends beside decodes has its last token in the table.
             last = inputs
-            if inputs is not None and len(inputs) < len(rows):
-                last = pad(inputs, (0, len(rows) - len(inputs)), value=NO_TOKEN)
+            if inputs is not None and inputs.shape[0] < len(rows):
+                last = pad(inputs, (0, len(rows) - inputs.shape[0]), value=NO_TOKEN)
             draw = self._sampler.start(rows, launch.num_tokens, logits, masks, launch.changes, last)
             launch.draw = self._chosen.choose(draw, launch.first_place)
             launch.embeddings = self._prompts.embeddings(step, hidden)

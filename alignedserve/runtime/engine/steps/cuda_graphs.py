@@ -105,7 +105,7 @@ class DecodeGraphs:
             recorded = self._graphs[key] = self._record(step)
         recorded.inputs.fill(arrays)
         if inputs is not None:
-            recorded.inputs.tensors[0][: len(inputs)].copy_(inputs)
+            recorded.inputs.tensors[0][: inputs.shape[0]].copy_(inputs)
         return recorded.replay()
 
     def _record(self, step: StepBatch) -> _RecordedStep:
