@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ HASHER = PrefixHasher(b"k" * 32, form=b"form", block_size=8)
 TOPOLOGIES = [Topology.COLOCATED, Topology.ELASTIC, Topology.DISAGGREGATED]
 
 
-def seeing_config(folder: Path, topology: Topology, **changes: object) -> ClusterConfig:
+def seeing_config(folder: Path, topology: Topology, **changes: Any) -> ClusterConfig:
     """Configure a tiny SmolVLM of random weights: 20 tokens of a picture that is about square."""
     config = small_config(folder / "model", topology=topology, **changes)
     tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}

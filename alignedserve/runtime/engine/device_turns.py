@@ -29,11 +29,16 @@ class DeviceTurns:
     @contextlib.contextmanager
     def taken_for(self, command: RunIteration) -> Iterator[None]:
         """Take the device for one iteration, once no other model's is more urgent; see SharedDevice."""
+        self.note(command)
+        with self.taken(is_real_time=any(request_id in self._real_time for request_id, _ in command.slices)):
+            yield
+
+    @contextlib.contextmanager
+    def taken(self, *, is_real_time: bool) -> Iterator[None]:
+        """Take the device for work that somebody waits for, or that nobody does, in the same way."""
         if self._device is None:
             yield
             return
-        self.note(command)
-        is_real_time = any(request_id in self._real_time for request_id, _ in command.slices)
         self._device.begin(is_real_time=is_real_time)
         try:
             yield
@@ -47,21 +52,17 @@ class DeviceTurns:
             if _is_real_time(addition.request):
                 self._real_time.add(addition.request.request_id)
 
+    def has_real_time(self) -> bool:
+        """Return whether somebody waits for a sequence of the executor. From any thread."""
+        return bool(self._real_time)
+
     def is_alone(self) -> bool:
         """Return whether no other model asks for the device: what is launched now may run on behind the turn."""
         return self._device is None or self._device.is_alone()
 
-    @contextlib.contextmanager
-    def giving_way(self) -> Iterator[None]:
+    def giving_way(self) -> contextlib.AbstractContextManager[None]:
         """Take the device for work that nobody waits for, as before the worker serves."""
-        if self._device is None:
-            yield
-            return
-        self._device.begin(is_real_time=False)
-        try:
-            yield
-        finally:
-            self._device.end(is_real_time=False)
+        return self.taken(is_real_time=False)
 
     def close(self) -> None:
         """Leave the board of the device."""

@@ -64,6 +64,7 @@ from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.vision.vision_config import CACHE_BYTES
+from alignedserve.runtime.vision.encoding_queue import Turn
 from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
 from alignedserve.runtime.vision.sequence_pictures import NoPictures, Pictures, SequencePictures
 from kernels.cpu.rank_exchange import ExchangeBroken
@@ -222,8 +223,18 @@ class ModelExecutor:
         if tower is None:
             return NoPictures()
         return SequencePictures(
-            tower, cache_bytes=CACHE_BYTES, take_turn=lambda turn: self._threads.call(_COMPUTE, turn)
+            tower,
+            cache_bytes=CACHE_BYTES,
+            take_turn=self._take_picture_turn,
+            has_real_time=self._turns.has_real_time,
         )
+
+    def _take_picture_turn(self, turn: Turn, is_real_time: bool) -> "Future[bool]":
+        def perform() -> bool:
+            with self._turns.taken(is_real_time=is_real_time), working(self._storage.device):
+                return turn()
+
+        return self._threads.call(_COMPUTE, perform)
 
     # --- on the threads
 

@@ -87,8 +87,8 @@ class VisionTower:
         """Run one layer of [patches, hidden_size], in place."""
         normed, heads = layer.attention_norm(hidden), self.config.num_heads
         fused = []
-        for part in normed.split(_STEP_ROWS):
-            fused.append(layer.qkv(part))
+        for first in range(0, len(hidden), _STEP_ROWS):
+            fused.append(layer.qkv(normed[first : first + _STEP_ROWS]))
             yield
         shape = (3, heads, self.config.head_dim)
         queries, keys, values = torch.cat(fused).view(-1, *shape).permute(1, 2, 0, 3)
@@ -99,8 +99,9 @@ class VisionTower:
             attended = functional.scaled_dot_product_attention(queries[None, :, part], keys[None], values[None])
             hidden[part] += layer.output(attended[0].transpose(0, 1).reshape(-1, hidden.shape[1]))
             yield
-        for part_rows in hidden.split(_STEP_ROWS):
-            part_rows += layer.mlp(layer.mlp_norm(part_rows))
+        for first in range(0, len(hidden), _STEP_ROWS):
+            rows = hidden[first : first + _STEP_ROWS]
+            rows += layer.mlp(layer.mlp_norm(rows))
             yield
 
 
