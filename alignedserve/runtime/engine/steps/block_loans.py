@@ -13,12 +13,12 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.attention.sequence_table import BoolArray, IntArray, SequenceTable, tokens_of
 from alignedserve.runtime.device.arrays import to_device
+from alignedserve.runtime.device.device_work import in_inference_mode
 from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.engine.steps.chunk_guess import MOST_TOKENS, Chunks
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -87,7 +87,7 @@ class BlockLoans:
         self._compute.run(partial(self._copy, sources, targets, num_slots[is_written] == 1))
         copies.record(self._compute, targets)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def _copy(self, sources: IntArray, targets: IntArray, has_one_slot: BoolArray) -> None:
         for is_of_these, copy in (
             (has_one_slot, self._storage.copy_first_slots),
