@@ -1,7 +1,8 @@
 """A worker is killed while it streams: how long do its answers pause, and are they what they would have been?
 
     python -m benchmarks.worker_loss                   # two elastic workers, the other takes over
-    python -m benchmarks.worker_loss --shape separate  # one prefill and one decode worker, for comparison
+    python -m benchmarks.worker_loss --shape separate-2 # two prefill and two decode workers, one of these is lost
+    python -m benchmarks.worker_loss --shape separate  # one of each, for comparison: nobody can take over
 
 Eight streams of the pocket model, in float32, so that a token does not depend on its batch. When all flow, the latest
 worker that decodes gets SIGKILL. A pause is the longest time between two tokens of a stream after that; the streams of
@@ -30,6 +31,7 @@ SHAPES = {
     "elastic": ("decode.count=2",),
     "colocated": ("topology=colocated", "decode.count=2"),
     "separate": ("topology=disaggregated",),
+    "separate-2": ("topology=disaggregated", "prefill.count=2", "decode.count=2"),
 }
 _COMMON = ("model.dtype=float32", "batches.enabled=false")
 _NUM_STREAMS = 8
