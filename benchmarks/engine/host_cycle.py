@@ -1,11 +1,11 @@
 """What the host does for a step of decodes on a GPU, measured without one.
 
 The engine's own code with the planner of the GPU kernels, recorded steps and steps launched ahead; the model, what a
-graph would replay and the sampling kernel are stand-ins that compute nothing. So the figures are of Python, NumPy and
-PyTorch's calls on a CPU, in the thread's own time on a core; what a driver takes for a copy, a launch and an event
-comes on top and cannot be known here. With the worker's own loop: its decisions, commands to the engine and results
-back. Left out are the hop between two threads and the link to the gateway. The calls of a step, of Python's functions
-and of C's from there, are counted as well: on a busy machine they tell more.
+graph would replay, the sampling kernel and copies of lent slots are stand-ins that compute nothing. So the figures are
+of Python, NumPy and PyTorch's calls on a CPU, in the thread's own time on a core; what a driver takes for a copy, a
+launch and an event comes on top and cannot be known here. With the worker's own loop: its decisions, commands to the
+engine and results back. Left out are the hop between two threads and the link to the gateway. The calls of a step, of
+Python's functions and of C's from there, are counted as well: on a busy machine they tell more.
 
     python -m benchmarks.engine.host_cycle  # target: at most 0.8 ms of 64 x 2 048 and 256 x 1 024
     python -m benchmarks.engine.host_cycle --against ../before  # in turns with the tree of another commit
@@ -182,7 +182,7 @@ class Setup(NamedTuple):
 
 @contextmanager
 def stand_ins(num_rows: int) -> Iterator[None]:
-    """Put stand-ins in the place of the planner's choice and of the sampling kernel."""
+    """Put stand-ins in the place of the planner's choice, of the sampling kernel and of copies within the GPU."""
 
     def planner(_name: str, table: Any, storage: BlockStorage, config: ModelConfig, *_: Any) -> GpuPlanner:
         return GpuPlanner(table, storage, None, config.group_size, num_programs=PROGRAMS)
@@ -190,10 +190,14 @@ def stand_ins(num_rows: int) -> Iterator[None]:
     def fused_kernels(*_: object) -> StandInKernels:
         return kernels
 
+    def copy_nothing(*_: object) -> None:
+        return
+
     kernels = StandInKernels(num_rows)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(engine_module, "attention_planner", planner))
         stack.enter_context(mock.patch.object(sampler, "fused_kernels", fused_kernels))
+        stack.enter_context(mock.patch.object(BlockStorage, "copy_first_slots", copy_nothing))
         yield
 
 
@@ -212,7 +216,7 @@ def made(num_rows: int, context_len: int, sampling: SamplingParams, *, is_spread
     stand_in: Any = executor
     stand_in._engine, stand_in._ranks, stand_in._turns = engine, None, DeviceTurns(None)
     stand_in._urgent = UrgentIterations()
-    nobody_fails = {"failures": lambda ids: {}, "remove": lambda request_id: None}
+    nobody_fails: dict[str, Any] = {"failures": lambda ids: {}, "remove": lambda request_id: None}
     stand_in._adapters = mock.Mock(add=lambda request: None, **nobody_fails)
     stand_in._pictures = mock.Mock(add=lambda request, num_cached: None, **nobody_fails)
     decode = DecodeWorkerConfig(

@@ -268,8 +268,8 @@ class ModelExecutor:
         scores = tuple(
             PromptScores(part.request_id, part.first_position, part.entries) for part in output.prompt_logprobs
         )
-        computed = [part[0] for part in command.slices]
-        lacking = self._adapters.failures(computed) | self._pictures.failures(computed)
+        lacking = self._adapters.failures(part[0] for part in command.slices)
+        lacking |= self._pictures.failures(part[0] for part in command.slices)
         sampled = tuple(output.sampled)
         if lacking:
             sampled = tuple(token for token in sampled if token.request_id not in lacking)
