@@ -17,8 +17,9 @@ def rotary_angles(
     positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Compute positions [tokens], inverse_frequencies [rotary_dim / 2] float32 -> factor * cos, factor * sin
-    [tokens, 1, rotary_dim / 2]."""
-    angles = positions.to(torch.float32)[:, None, None] * inverse_frequencies
+    [tokens, 1, rotary_dim / 2]; positions may be of each pair as well [tokens, 1, rotary_dim / 2]."""
+    positions = positions.to(torch.float32)
+    angles = (positions[:, None, None] if positions.ndim == 1 else positions) * inverse_frequencies
     cos, sin = angles.cos(), angles.sin()
     if factor != 1.0:
         cos, sin = cos.mul_(factor), sin.mul_(factor)

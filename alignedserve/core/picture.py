@@ -23,6 +23,7 @@ class Picture:
     content: bytes  # of a file that a gateway has decoded once; workers decode it again
     digest: bytes  # of the content
     runs: tuple[PictureRun, ...]  # ascending; the tokens there tell nothing of what it shows
+    grid: tuple[int, int] | None = None  # rows and columns of its tokens, for models whose positions know them
 
     def __post_init__(self) -> None:
         _require(len(self.digest) == DIGEST_BYTES, "have a digest of another length")
@@ -31,6 +32,8 @@ class Picture:
             _require(first >= at and count > 0, "stand in no order")
             at = first + count
         _require(bool(self.runs), "stand nowhere")
+        if self.grid is not None:
+            _require(len(self.runs) == 1 and self.grid[0] * self.grid[1] == self.num_tokens, "have another grid")
 
     @property
     def num_tokens(self) -> int:

@@ -100,6 +100,10 @@ class TiledForm(msgspec.Struct, frozen=True, tag=True):
         ]
         return "\n".join(lines) + "\n\n" + whole
 
+    def position_grid(self, size: Size) -> tuple[int, int] | None:
+        """Return None: the prompt's positions are as of words."""
+        return None
+
 
 class RowsForm(msgspec.Struct, frozen=True, tag=True):
     """Pixtral, Mistral 3: a picture keeps its shape, and is read row by row in square cells.
@@ -138,8 +142,53 @@ class RowsForm(msgspec.Struct, frozen=True, tag=True):
         columns, rows = self.grid(size)
         return self.row_end.join([self.mark * columns] * rows) + self.end
 
+    def position_grid(self, size: Size) -> tuple[int, int] | None:
+        """Return None: the prompt's positions are as of words."""
+        return None
 
-PictureForm = TiledForm | RowsForm
+
+class CellsForm(msgspec.Struct, frozen=True, tag=True):
+    """Qwen2.5-VL: a picture keeps its shape, and its tokens have positions of rows and columns.
+
+    Example: cells of 28 and at most 1 003 520 pixels; 1600 x 900 pixels become 1316 x 728, 26 rows of 47 cells.
+    """
+
+    token_id: int  # that stands in prompts for each embedding, as `mark`
+    cell_edge: int  # of the patches that become one token
+    min_pixels: int
+    max_pixels: int
+    scaling: Scaling
+    resample: int  # as Pillow numbers its filters
+    mark: str = "<|image_pad|>"
+
+    def scaled(self, size: Size) -> Size:
+        """Return the size that the picture is made: whole cells."""
+        edge, pixels = self.cell_edge, size.width * size.height
+        width, height = (round(one / edge) * edge for one in size)
+        if width * height > self.max_pixels:
+            beta = math.sqrt(pixels / self.max_pixels)
+            width, height = (max(edge, math.floor(one / beta / edge) * edge) for one in size)
+        elif width * height < self.min_pixels:
+            beta = math.sqrt(self.min_pixels / pixels)
+            width, height = (math.ceil(one * beta / edge) * edge for one in size)
+        return Size(max(width, edge), max(height, edge))
+
+    def num_tokens(self, size: Size) -> int:
+        """Return the positions of the prompt that the picture's embeddings take."""
+        rows, columns = self.position_grid(size)
+        return rows * columns
+
+    def text(self, size: Size) -> str:
+        """Return what stands in the prompt in place of the template's mark."""
+        return self.mark * self.num_tokens(size)
+
+    def position_grid(self, size: Size) -> tuple[int, int]:
+        """Return the rows and columns of the picture's tokens, by which their positions count."""
+        width, height = self.scaled(size)
+        return height // self.cell_edge, width // self.cell_edge
+
+
+PictureForm = TiledForm | RowsForm | CellsForm
 
 
 def _even(edge: int) -> int:

@@ -15,7 +15,8 @@ from alignedserve.messages.gateways import RequestFailed
 from alignedserve.replay.component_replay import recordings_in
 from tests.harnesses.client_gateway import Answer
 from tests.replay.recorded import replays
-from tests.support.in_process import TINY_LLAMA, RoomCluster, running, small_config
+from tests.support.in_process import RoomCluster, running, small_config
+from tests.support.tiny_llama import TINY_LLAMA
 from tests.support.tiny_vision import picture
 from tests.support.waiting import holds
 
@@ -24,23 +25,23 @@ pytestmark = pytest.mark.slow
 IMAGE = 120
 SAMPLING = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 HASHER = PrefixHasher(b"k" * 32, form=b"form", block_size=8)
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 TOPOLOGIES = [Topology.COLOCATED, Topology.ELASTIC, Topology.DISAGGREGATED]
 
 
-def seeing_config(folder: Path, topology: Topology, **changes: Any) -> ClusterConfig:
-    """Configure a tiny SmolVLM of random weights: 20 tokens of a picture that is about square."""
+def seeing_config(folder: Path, topology: Topology, family: str = "smolvlm", **changes: Any) -> ClusterConfig:
+    """Configure a tiny model of random weights: 20 tokens of a picture that is about square."""
     config = small_config(folder / "model", topology=topology, **changes)
-    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    fields = {
-        "model_type": "smolvlm",
-        "text_config": TINY_LLAMA,
-        "vision_config": {**tower, "image_size": 16, "patch_size": 4},
-        "scale_factor": 2,
-        "image_token_id": IMAGE,
-        "eos_token_id": 2,
-    }
+    fields = {"model_type": family, "text_config": TINY_LLAMA, "image_token_id": IMAGE, "eos_token_id": 2}
+    if family == "smolvlm":
+        fields |= {"vision_config": {**TOWER, "image_size": 16, "patch_size": 4}, "scale_factor": 2}
+        images: dict[str, Any] = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+    else:
+        text = {**TINY_LLAMA, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+        tower = {**TOWER, "depth": 2, "num_heads": 2, "patch_size": 4, "window_size": 16, "out_hidden_size": 32}
+        fields |= {"text_config": text, "vision_config": {**tower, "fullatt_block_indexes": [1]}}
+        images = {"min_pixels": 64, "max_pixels": 1280, "patch_size": 4, "merge_size": 2}
     (folder / "model" / "config.json").write_text(json.dumps(fields))
-    images = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
     (folder / "model" / "preprocessor_config.json").write_text(json.dumps(images))
     return config
 
@@ -51,7 +52,8 @@ def shown(content: bytes) -> tuple[list[int], tuple[Picture, ...]]:
     return prompt, (Picture(content, picture_digest(content), ((3, 12), (16, 8))),)
 
 
-WORK = [shown(picture(30, 30, seed)) for seed in (1, 2, 3)]
+Work = list[tuple[list[int], tuple[Picture, ...]]]
+WORK: Work = [shown(picture(30, 30, seed)) for seed in (1, 2, 3)]
 
 
 def submit(cluster: RoomCluster, work: tuple[list[int], tuple[Picture, ...]], prefix_root: bytes = b"") -> Answer:
@@ -59,13 +61,18 @@ def submit(cluster: RoomCluster, work: tuple[list[int], tuple[Picture, ...]], pr
     return cluster.gateway.submit(prompt, SAMPLING, prefix_root=prefix_root, pictures=pictures)
 
 
-async def check(cluster: RoomCluster, answers: list[Answer]) -> None:
+def in_cells(content: bytes) -> tuple[list[int], tuple[Picture, ...]]:
+    """Return a prompt with this picture of 4 rows and 4 columns."""
+    return [5, 6, 7, *[IMAGE] * 16, 9, 10, 11], (Picture(content, picture_digest(content), ((3, 16),), (4, 4)),)
+
+
+async def check(cluster: RoomCluster, answers: list[Answer], work: Work = WORK) -> None:
     async with asyncio.timeout(40):
         await asyncio.gather(*(answer.done.wait() for answer in answers))
-    right = [cluster.reference(prompt, SAMPLING, None, pictures) for prompt, pictures in WORK]
-    assert len({tuple(tokens) for tokens in right}) == len(WORK)  # they see
+    right = [cluster.reference(prompt, SAMPLING, None, pictures) for prompt, pictures in work]
+    assert len({tuple(tokens) for tokens in right}) == len(work)  # they see
     assert [answer.failure for answer in answers] == [None] * len(answers)
-    assert [answer.token_ids for answer in answers] == [right[number % len(WORK)] for number in range(len(answers))]
+    assert [answer.token_ids for answer in answers] == [right[number % len(work)] for number in range(len(answers))]
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -94,6 +101,17 @@ async def test_a_lost_workers_requests_still_have_their_pictures(topology: Topol
         await cluster.start_decode("decode-0")
         await check(cluster, answers)
         await cluster.gateway.idle()
+
+
+@pytest.mark.parametrize("topology", [Topology.ELASTIC, Topology.DISAGGREGATED])
+async def test_places_of_rows_and_columns_outlive_a_worker(topology: Topology, tmp_path: Path) -> None:
+    work = [in_cells(picture(32, 32, seed)) for seed in (1, 2)]
+    async with running(seeing_config(tmp_path, topology, "qwen2_5_vl"), tmp_path) as cluster:
+        answers = [submit(cluster, one) for one in work]
+        await holds(lambda: all(len(answer.token_ids) >= 5 for answer in answers))
+        await cluster.stop("decode-0")
+        await cluster.start_decode("decode-0")
+        await check(cluster, answers, work)
 
 
 async def test_a_file_that_cannot_be_decoded_fails_its_request_alone(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.transfers.transports import lends_device_memory
 from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
+from alignedserve.runtime.vision.rope_places import rope_places
 from decode_worker import factory as decode_factory
 from decode_worker.colocated.service import ColocatedWorker
 from decode_worker.factory import max_held, memory_of
@@ -321,9 +322,9 @@ class RoomCluster:
         matrices = None if adapter is None else worker._adapters.cache.acquire(adapter)
         ends = frozenset[int]() if sampling.ignore_eos and not sampling.grammar else worker.eos_token_ids
         request = Request(RequestId("alone"), tuple(prompt), sampling, "", 0.0, pictures=pictures)
-        tokens = generate_alone(
-            worker._engine, prompt, sampling, ends, adapter=matrices, pictures=worker._pictures.add(request, 0)
-        )
+        shown = worker._pictures.add(request, 0)
+        places = rope_places(len(prompt), pictures) if worker._has_axes else None
+        tokens = generate_alone(worker._engine, prompt, sampling, ends, adapter=matrices, pictures=shown, places=places)
         worker.close()
         return tokens
 

@@ -26,6 +26,7 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
+from alignedserve.runtime.vision.rope_places import RopePlaces
 from kernels.lora import AdapterMatrices
 
 # Tiny products gain nothing from a second thread, and wait for it where tests run side by side.
@@ -165,11 +166,14 @@ class LogitsProbe:
         is_reversed: bool = False,
         adapter: AdapterMatrices | None = None,
         pictures: SequenceEmbeddings | None = None,
+        places: RopePlaces | None = None,
     ) -> None:
         count = blocks_for(len(tokens), self._table.block_size)
         blocks = tuple(self._free_blocks.pop() for _ in range(count))
         own = (RequestId(name), tuple(tokens), len(tokens), 0, blocks, GREEDY)
-        row = self._table.add(NewSequence(*own, is_reversed=is_reversed, adapter=adapter, pictures=pictures))
+        row = self._table.add(
+            NewSequence(*own, is_reversed=is_reversed, adapter=adapter, pictures=pictures, places=places)
+        )
         self._parts[row] = []
 
     def step(self, **slices: int) -> None:
@@ -217,12 +221,13 @@ def generate_alone(
     *,
     adapter: AdapterMatrices | None = None,
     pictures: SequenceEmbeddings | None = None,
+    places: RopePlaces | None = None,
 ) -> list[int]:
     """Return the tokens of one request, on an engine without any other. `ends`: tokens after which it stops."""
     num_blocks = blocks_for(len(prompt) + sampling.max_tokens, engine.storage.layout.block_size)
     request_id, blocks = RequestId("alone"), tuple(map(BlockId, range(num_blocks)))
     own = (request_id, tuple(prompt), len(prompt), 0, blocks, sampling)
-    engine.add_sequence(NewSequence(*own, adapter=adapter, pictures=pictures))
+    engine.add_sequence(NewSequence(*own, adapter=adapter, pictures=pictures, places=places))
     tokens: list[int] = []
     num_tokens = len(prompt)
     while len(tokens) < sampling.max_tokens:

@@ -48,6 +48,26 @@ _ROWS: dict[str, Any] = {
     "vision_feature_layer": -1,
     "tie_word_embeddings": False,
 }
+_CELLS: dict[str, Any] = {
+    "text_config": {
+        **_TEXT,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+    },
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "depth": 3,
+        "num_heads": 2,
+        "patch_size": 4,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+        "out_hidden_size": 64,
+    },
+    "image_token_id": IMAGE,
+    "vision_start_token_id": 196,
+    "vision_end_token_id": 197,
+    "tie_word_embeddings": False,
+}
 _TILES_OF = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
 # Family: config class, its arguments, the sizes of its processor of images.
 TINY_SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -58,13 +78,24 @@ TINY_SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**_ROWS, "vision_feature_select_strategy": "full"},
         {"size": {"longest_edge": 40}, "patch_size": {"height": 4, "width": 4}},
     ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLConfig",
+        _CELLS,
+        {"size": {"shortest_edge": 256, "longest_edge": 1600}, "patch_size": 4, "merge_size": 2},
+    ),
     "mistral3": (
         "Mistral3Config",
         {**_ROWS, "spatial_merge_size": 2},
         {"size": {"longest_edge": 40}, "patch_size": {"height": 8, "width": 8}},
     ),
 }
-_PROCESSORS = {"idefics3": "Idefics3", "smolvlm": "SmolVLM", "llava": "Pixtral", "mistral3": "Pixtral"}
+_PROCESSORS = {
+    "qwen2_5_vl": "Qwen2VL",
+    "idefics3": "Idefics3",
+    "smolvlm": "SmolVLM",
+    "llava": "Pixtral",
+    "mistral3": "Pixtral",
+}
 
 
 def make_tiny_seeing(folder: Path, family: str) -> Any:
@@ -88,10 +119,11 @@ def make_tiny_seeing(folder: Path, family: str) -> Any:
 def processed(family: str, *files: bytes, **options: bool) -> Any:
     """Return what transformers' own processor makes of pictures of one prompt, as arguments of its model."""
     name = _PROCESSORS[family]
-    module = import_module(f"transformers.models.{name.lower()}.image_processing_pil_{name.lower()}")
+    place = {"Qwen2VL": "qwen2_vl"}.get(name, name.lower())
+    module = import_module(f"transformers.models.{place}.image_processing_pil_{place}")
     processor = getattr(module, f"{name}ImageProcessorPil")(**TINY_SEEING[family][2])
     images = [Image.open(io.BytesIO(file)) for file in files]
-    return processor([images] if name != "Pixtral" else images, return_tensors="pt", **options)
+    return processor([images] if place in ("idefics3", "smolvlm") else images, return_tensors="pt", **options)
 
 
 @cache

@@ -16,6 +16,7 @@ from alignedserve.core.picture import MAX_PICTURE_BYTES, Picture, PictureRun, pi
 from alignedserve.pictures.decoder import PictureError
 from alignedserve.pictures.form import PictureForm, Size
 
+_MAX_RATIO = 200  # of the edges of a picture
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.ASCII | re.IGNORECASE)
 
 
@@ -54,6 +55,9 @@ async def read_pictures(messages: Sequence[ChatMessage], services: PromptService
         except PictureError as error:
             message = f"Invalid value for {at}: it {error.problem}."
             raise InvalidRequest(message, param=at, code="invalid_image") from error
+        if max(size) > _MAX_RATIO * min(size):
+            problem = f"it is more than {_MAX_RATIO} times as long as it is wide"
+            raise InvalidRequest(f"Invalid value for {at}: {problem}.", param=at, code="invalid_image")
         read.append(ReadPicture(content, size))
     return read
 
@@ -66,8 +70,8 @@ def placed(pictures: Sequence[ReadPicture], token_ids: Sequence[int], form: Pict
         raise InvalidRequest("The model's chat template does not show pictures at these places.", param="messages")
     done, shown = 0, []
     for picture, count in zip(pictures, counts, strict=True):
-        runs = tuple(_runs(places[done : done + count]))
-        shown.append(Picture(picture.content, picture_digest(picture.content), runs))
+        runs, grid = tuple(_runs(places[done : done + count])), form.position_grid(picture.size)
+        shown.append(Picture(picture.content, picture_digest(picture.content), runs, grid))
         done += count
     return tuple(shown)
 

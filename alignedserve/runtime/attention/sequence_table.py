@@ -11,6 +11,7 @@ from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import LoraAdapter, SamplingParams
 from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
+from alignedserve.runtime.vision.rope_places import RopePlaces
 from kernels.lora import AdapterMatrices
 
 IntArray = npt.NDArray[np.int64]
@@ -31,6 +32,7 @@ class NewSequence:
     is_reversed: bool = False  # token i of a block lies in slot block_size - 1 - i: it is filled from its end
     adapter: AdapterMatrices | None = None  # it is computed with; None: the model alone
     lora: LoraAdapter | None = None  # by which other ranks find their part of the adapter
+    places: RopePlaces | None = None  # as rotations count them; None: as tokens follow one another
     pictures: SequenceEmbeddings | None = None  # in place of tokens; None: of no token that is to be computed
     is_trial: bool = False  # its cached tokens are not computed, and its answer is of no use: to time steps
 
@@ -74,6 +76,7 @@ class SequenceTable:
         self.wants_prompt_logprobs = np.zeros(max_sequences, np.bool_)
         self.wants_embedding = np.zeros(max_sequences, np.bool_)
         self.has_adapter = np.zeros(max_sequences, np.bool_)
+        self.has_places = np.zeros(max_sequences, np.bool_)
         self.pictures_end = np.zeros(max_sequences, np.int64)  # behind the last position that is a picture's
         self._row_of: dict[RequestId, int] = {}
         self._known_ids = _KnownIds(-1, np.empty(0, np.int64), [])
@@ -135,6 +138,7 @@ class SequenceTable:
         self.wants_embedding[row] = sequence.sampling.wants_embedding
         assert sequence.adapter is None or not sequence.is_hidden, f"{request_id}: a hidden cache with an adapter"
         self.has_adapter[row] = sequence.adapter is not None
+        self.has_places[row] = sequence.places is not None
         self.pictures_end[row] = 0 if sequence.pictures is None else sequence.pictures.positions[-1] + 1
         self.version += 1
         self.append_blocks(request_id, sequence.block_ids)

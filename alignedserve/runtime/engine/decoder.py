@@ -60,6 +60,8 @@ class Decoder:
         ropes = [rope for rope in dict.fromkeys(rope_of_layer) if rope is not None]
         self._ropes = [(inverse_frequencies(rope).to(self.device), rope.angle_factor) for rope in ropes]
         self._rope_of_layer = [None if rope is None else ropes.index(rope) for rope in rope_of_layer]
+        axes = () if config.rope is None else config.rope.axes
+        self._axes = torch.tensor(axes, device=self.device) if axes else None
         self._native_pass = native_pass(config, weights, self._place, self._rope_of_layer, ranks)
         # Rounded to the dtype of the weights, as the embeddings are.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype).item()
@@ -97,7 +99,7 @@ class Decoder:
         for block_id, first_slot in batch.unclean_tails:
             storage.zero_tail(block_id, first_slot)
         hidden = self._embed(batch)
-        rotations = self._rotations(batch.positions)
+        rotations = self._rotations(batch.rotated_at)
         if self._native_pass is not None and self._native_pass.suits(batch):
             self._note(self._native_pass.run(hidden, batch, storage, rotations), has_head=False)
             return hidden
@@ -136,7 +138,7 @@ class Decoder:
         native = self._native_pass
         if native is None or not native.has_head or not native.suits(batch):
             return None
-        logits, times = native.logits(self._embed(batch), batch, storage, self._rotations(batch.positions))
+        logits, times = native.logits(self._embed(batch), batch, storage, self._rotations(batch.rotated_at))
         self._note(times, has_head=True)
         return logits if self._ranks is None else self._ranks.gather_logits(logits)
 
@@ -151,7 +153,7 @@ class Decoder:
         native = self._native_pass
         if native is None or not native.has_head or not native.suits(batch):
             return None
-        highest, times = native.highest(self._embed(batch), batch, storage, self._rotations(batch.positions), allowed)
+        highest, times = native.highest(self._embed(batch), batch, storage, self._rotations(batch.rotated_at), allowed)
         self._note(times, has_head=True)
         return highest if self._ranks is None else self._ranks.gather_highest(highest)
 
@@ -187,6 +189,9 @@ class Decoder:
     def _rotations(self, positions: Tensor) -> list[Rotation]:
         """Return the rotation of each rope."""
         dtype = self._place.angle_dtype
+        if positions.ndim == 2:  # along axes, of which each pair has one
+            assert self._axes is not None, "a model whose positions have one axis"
+            positions = positions.index_select(1, self._axes)[:, None]
         return [rotary_angles(positions, frequencies, dtype, factor) for frequencies, factor in self._ropes]
 
     def _by_layer(self, rotations: Sequence[Rotation]) -> Sequence[Rotation | None]:

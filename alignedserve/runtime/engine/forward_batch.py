@@ -94,5 +94,11 @@ class ForwardBatch:
     hidden: HiddenRows | None = None  # None: every sequence has keys and values in its blocks
     last: LastTokenRows | None = None  # None: the last layer computes all token rows to the end
     adapters: AdapterRows | DeviceRows | None = None  # None: no token row has one
+    places: Tensor | None = None  # [tokens, 3] int64: of rotations, along each axis; None: `positions` are all of them
     pictures: PictureRows | None = None  # None: every token row has the input of its token
     states: StateRows | None = None  # None: the model has none
+
+    @property
+    def rotated_at(self) -> Tensor:
+        """Return what rotations count: positions [tokens], or places along axes [tokens, 3]."""
+        return self.positions if self.places is None else self.places

@@ -66,6 +66,7 @@ from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.vision.vision_config import CACHE_BYTES
 from alignedserve.runtime.vision.encoding_queue import Turn
 from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
+from alignedserve.runtime.vision.rope_places import rope_places
 from alignedserve.runtime.vision.sequence_pictures import NoPictures, Pictures, SequencePictures
 from kernels.cpu.rank_exchange import ExchangeBroken
 from kernels.lora import AdapterMatrices
@@ -157,6 +158,8 @@ class ModelExecutor:
         self._engine.record_graphs(has_adapters=served.lora.is_enabled)
         self._threads = WorkerThreads(partial(use_device, device))
         self._pictures = self._see(served, device)
+        rope = served.decoder.rope
+        self._has_axes = rope is not None and bool(rope.axes)
         self._urgent = UrgentIterations()
         if sizes.yields_between_layers:
             decoder.stop_for(self._urgent.between_layers)
@@ -298,13 +301,13 @@ class ModelExecutor:
         for addition in command.additions:
             adapter = self._adapters.add(addition.request)
             pictures = self._pictures.add(addition.request, addition.num_cached)
-            self._engine.add_sequence(_sequence_of(addition, adapter, pictures))
+            self._engine.add_sequence(_sequence_of(addition, adapter, pictures, has_axes=self._has_axes))
         for request_id, block_ids in command.extensions:
             self._engine.append_blocks(request_id, block_ids)
 
 
 def _sequence_of(
-    addition: Addition, adapter: AdapterMatrices | None, pictures: SequenceEmbeddings | None
+    addition: Addition, adapter: AdapterMatrices | None, pictures: SequenceEmbeddings | None, *, has_axes: bool
 ) -> NewSequence:
     request = addition.request
     return NewSequence(
@@ -318,6 +321,7 @@ def _sequence_of(
         is_reversed=addition.is_reversed,
         adapter=adapter,
         lora=None if adapter is None else request.adapter,
+        places=rope_places(request.prompt_len, request.pictures) if has_axes else None,
         pictures=pictures,
     )
 

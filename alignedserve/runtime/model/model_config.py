@@ -73,6 +73,7 @@ class RopeConfig:
     long_divisors: tuple[float, ...] = ()  # for contexts beyond the original one
     is_long: bool = False  # the context that is served is beyond the original one
     angle_factor: float = 1.0  # multiplies cosines and sines
+    axes: tuple[int, ...] = ()  # of each rotated pair: 0: by time, 1: by row, 2: by column; empty: all are one
     frequency_factors: tuple[float, ...] = ()  # divisors of the frequencies, one each, where a file has its own
 
 

@@ -11,6 +11,7 @@ from alignedserve.runtime.model.model_config import RopeConfig, RopeScaling
 MAX_CONTEXT = 1 << 27
 _MAX_THETA = 1e12
 _MAX_FACTOR = 1e6
+_MAX_RUN = 1 << 12
 _DEFAULT_THETA = 10000.0
 _ORIGINAL_LEN = "original_max_position_embeddings"
 
@@ -28,6 +29,16 @@ def read_rope(
         raise fields.error("head_dim", "must rotate a positive, even number of dimensions")
     rope = RopeConfig(theta=section.number("rope_theta", 1.0, _MAX_THETA, theta), rotary_dim=rotary_dim)
     return scaled_rope(fields, section, rope)
+
+
+def with_axes(fields: JsonFields, rope: RopeConfig) -> RopeConfig:
+    """Return `rope` with the axis of each pair: runs of pairs for time, rows and columns, by `mrope_section`."""
+    section = fields.section("rope_parameters") or fields.section("rope_scaling") or JsonFields({}, fields.where)
+    runs = section.integers("mrope_section", 0, _MAX_RUN) or (16, 24, 24)
+    axes = tuple(place % 3 for place, count in enumerate(runs) for _ in range(count))
+    if len(runs) != 3 or 2 * len(axes) != rope.rotary_dim:
+        raise section.error("mrope_section", f"must be three numbers with the sum {rope.rotary_dim // 2}")
+    return replace(rope, axes=axes)
 
 
 def longest_context_len(fields: JsonFields, rope: RopeConfig) -> int:
@@ -68,6 +79,8 @@ def read_rope_pair(fields: JsonFields, head_dim: int, *, thetas: tuple[float, fl
 def scaled_rope(fields: JsonFields, section: JsonFields, rope: RopeConfig) -> RopeConfig:
     """Return `rope` with the scaling that `section` describes; `fields` is the whole of config.json."""
     kind = section.text("rope_type", section.text("type", "default"))
+    if kind == "mrope" and section.has("mrope_section"):  # of words that is the plain one
+        kind = RopeScaling.NONE.value
     if kind in _OLD_NAMES_OF_LONG and section.has("long_factor"):
         kind = RopeScaling.LONG.value
     if kind not in [scaling.value for scaling in RopeScaling]:

@@ -35,8 +35,10 @@ class VisionTower:
             hidden = weights.first_norm(hidden)
         rotation = self._rotation(rows, columns)
         yield
-        for layer in weights.layers:
-            yield from self._run_layer(hidden, layer, rotation)
+        windows = self._windows(rows, columns)
+        for number, layer in enumerate(weights.layers):
+            is_full = windows is None or number in self.config.full_layers
+            yield from self._run_layer(hidden, layer, rotation, None if is_full else windows)
         return self._connected(hidden if weights.last_norm is None else weights.last_norm(hidden), rows, columns)
 
     def _connected(self, hidden: Tensor, rows: int, columns: int) -> Tensor:
@@ -78,13 +80,25 @@ class VisionTower:
             return None
         frequencies = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
         down, across = (torch.arange(count, dtype=torch.float32) for count in (rows, columns))
+        of_columns = frequencies[0::2] if self.config.shares_frequencies else frequencies[1::2]
         by_row = (down[:, None, None] * frequencies[0::2]).expand(rows, columns, -1)
-        by_column = (across[None, :, None] * frequencies[1::2]).expand(rows, columns, -1)
+        by_column = (across[None, :, None] * of_columns).expand(rows, columns, -1)
         angles = torch.cat((by_row, by_column), -1).reshape(rows * columns, -1)
         return angles.cos().to(self._device, self._dtype), angles.sin().to(self._device, self._dtype)
 
-    def _run_layer(self, hidden: Tensor, layer: VisionLayer, rotation: Rotation | None) -> Generator[None, None, None]:
-        """Run one layer of [patches, hidden_size], in place."""
+    def _windows(self, rows: int, columns: int) -> list[Tensor] | None:
+        """Return the patches of each window, which attend to one another alone; None: all attend to all."""
+        edge = self.config.window_edge
+        if edge is None:
+            return None
+        places = torch.arange(rows * columns, device=self._device).view(rows, columns)
+        bands = [places[first : first + edge] for first in range(0, rows, edge)]
+        return [band[:, first : first + edge].reshape(-1) for band in bands for first in range(0, columns, edge)]
+
+    def _run_layer(
+        self, hidden: Tensor, layer: VisionLayer, rotation: Rotation | None, windows: list[Tensor] | None
+    ) -> Generator[None, None, None]:
+        """Run one layer of [patches, hidden_size], in place. `windows`: None: all patches attend to all."""
         normed, heads = layer.attention_norm(hidden), self.config.num_heads
         fused = []
         for first in range(0, len(hidden), _STEP_ROWS):
@@ -94,7 +108,12 @@ class VisionTower:
         queries, keys, values = torch.cat(fused).view(-1, *shape).permute(1, 2, 0, 3)
         if rotation is not None:
             queries, keys = _rotated(queries, rotation), _rotated(keys, rotation)
-        for first in range(0, len(hidden), _STEP_ROWS):
+        for window in windows or ():
+            own = (each[None, :, window] for each in (queries, keys, values))
+            attended = functional.scaled_dot_product_attention(*own)
+            hidden[window] += layer.output(attended[0].transpose(0, 1).reshape(-1, hidden.shape[1]))
+            yield
+        for first in range(0, len(hidden) if windows is None else 0, _STEP_ROWS):
             part = slice(first, first + _STEP_ROWS)
             attended = functional.scaled_dot_product_attention(queries[None, :, part], keys[None], values[None])
             hidden[part] += layer.output(attended[0].transpose(0, 1).reshape(-1, hidden.shape[1]))

@@ -18,6 +18,7 @@ from alignedserve.runtime.engine.steps.slice_plan import SlicePlan
 from alignedserve.runtime.engine.steps.state_plan import plan_states
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.vision.picture_rows import PictureRows, picture_rows
+from alignedserve.runtime.vision.rope_places import places_of_rows
 from kernels.cpu.next_tokens import KnownTokens, next_tokens
 from kernels.device_lora import DevicePlan
 from kernels.lora import AdapterMatrices, AdapterRows
@@ -49,6 +50,7 @@ class StepBatch(NamedTuple):
     hidden: HiddenPlan | None = None  # of the last slices
     last: LastTokens | None = None  # of the sampled rows; None: the last layer computes all tokens to the end
     adapters: AdapterRows | DevicePlan | None = None  # of the token rows; None: no sequence has one
+    places: Tensor | None = None  # see ForwardBatch; on the device already, as the next
     pictures: PictureRows | None = None  # on the device already; None: no token row has the embedding of one
     states: StateRows | None = None  # of the slices; None: the model has none
 
@@ -82,7 +84,7 @@ class StepBatch(NamedTuple):
         self.attention.bind(others)
         last = None if self.last is None else self.last.to_rows()
         rest = (self.fresh_blocks, self.unclean_tails, self.attention, hidden, last, adapters)
-        return ForwardBatch(token_ids, positions, slots, *rest, self.pictures, self.states)
+        return ForwardBatch(token_ids, positions, slots, *rest, self.places, self.pictures, self.states)
 
     def forward_batch(self, device: torch.device, inputs: Tensor | None = None) -> ForwardBatch:
         """Bring the arrays to the device and build the forward batch. `inputs`: its first tokens, on the device."""
@@ -103,6 +105,7 @@ class _OfRows(NamedTuple):
     wants_embeddings: IntArray
     has_adapters: bool
     has_pictures: bool
+    has_places: bool
 
 
 class BatchBuilder:
@@ -247,6 +250,7 @@ class BatchBuilder:
             wants_embeddings=wants_embeddings,
             is_decode=are_last,
             adapters=self._adapter_rows(rows, len(token_ids)) if own.has_adapters else None,
+            places=self._places(rows, positions, own.counts, own.places) if own.has_places else None,
             pictures=self._picture_rows(rows, positions, own.counts, own.places) if own.has_pictures else None,
             states=plan_states(table, rows, own.counts) if storage.layout.state_bytes else None,
         )
@@ -264,6 +268,7 @@ class BatchBuilder:
                 wants_embeddings=np.flatnonzero(table.wants_embedding[rows]),
                 has_adapters=bool(table.has_adapter[rows].any()),
                 has_pictures=bool(table.pictures_end[rows].any()),
+                has_places=bool(table.has_places[rows].any()),
             )
         return kept
 
@@ -319,6 +324,7 @@ class BatchBuilder:
             hidden=hidden,
             last=last,
             adapters=self._adapter_rows(slices.token_rows, len(token_ids)),
+            places=self._places(rows, slices.positions, counts, last_rows - counts + 1),
             pictures=self._picture_rows(rows, slices.positions, counts, last_rows - counts + 1),
             states=plan_states(table, rows, counts) if self._storage.layout.state_bytes else None,
         )
@@ -359,6 +365,13 @@ class BatchBuilder:
         if self._adapters is None or not self._adapters.are(adapters, of_row):
             self._adapters = AdapterRows(adapters, of_row, self._storage.device)
         return self._adapters
+
+    def _places(self, rows: IntArray, positions: IntArray, counts: IntArray, first_rows: IntArray) -> Tensor | None:
+        """Return the places of all token rows; None: no sequence has its own. `positions`: of all token rows."""
+        table = self._table
+        having = np.flatnonzero(table.has_places[rows]).tolist()
+        own = [(int(first_rows[at]), int(counts[at]), table.sequence(int(rows[at])).places) for at in having]
+        return places_of_rows(positions, own).to(self._storage.device) if own else None
 
     def _picture_rows(
         self, rows: IntArray, positions: IntArray, counts: IntArray, first_rows: IntArray

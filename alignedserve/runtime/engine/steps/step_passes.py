@@ -35,7 +35,8 @@ class StepPasses:
 
     def logits(self, step: StepBatch, inputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return last hidden vectors of all tokens, and the logits of the sampled ones; `inputs`: see forward_batch."""
-        if self.graphs is not None and step.is_decode and not step.needs_hidden and step.pictures is None:
+        has_own_inputs = step.pictures is not None or step.places is not None  # which no graph reads
+        if self.graphs is not None and step.is_decode and not step.needs_hidden and not has_own_inputs:
             logits = self.graphs.run(step, inputs)
             if logits is not None:
                 return logits[:0], logits[: len(step.rows)]

@@ -14,6 +14,7 @@ from alignedserve.runtime.model.families.readers import (
     read_latent,
     read_opt,
     read_pixtral,
+    read_qwen_vl,
     read_with_images,
 )
 from alignedserve.runtime.model.families.windows import (
@@ -167,6 +168,7 @@ DENSE: dict[str, FamilyForm] = {
     "mistral3": replace(
         _MISTRAL, title="Mistral Small 3.1 and 3.2, with pictures", names=names.MISTRAL3, read=read_pixtral
     ),
+    "qwen2_5_vl": replace(_QWEN2, title="Qwen2.5-VL, with pictures", names=names.QWEN_VL, read=read_qwen_vl),
     "idefics3": replace(LLAMA, title="Idefics3, with pictures", names=names.IDEFICS3, read=read_idefics3),
     "smolvlm": replace(LLAMA, title="SmolVLM, with pictures", names=names.IDEFICS3, read=read_idefics3),
     "gemma2": _GEMMA2,

@@ -115,6 +115,7 @@ GEMMA3 = replace(
 )
 
 IDEFICS3 = replace(LLAMA, prefixes=("model.text_model.",))
+QWEN_VL = replace(LLAMA, prefixes=("model.language_model.", "model."))
 MISTRAL3 = replace(
     LLAMA,
     prefixes=("model.language_model.", "language_model.model."),

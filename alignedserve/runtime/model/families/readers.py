@@ -28,7 +28,13 @@ from alignedserve.runtime.model.model_config import (
     TemperatureConfig,
 )
 from alignedserve.runtime.model.product_multipliers import ProductMultipliers
-from alignedserve.runtime.model.rope_fields import longest_context_len, read_rope, read_rope_pair, yarn_angle_factor
+from alignedserve.runtime.model.rope_fields import (
+    longest_context_len,
+    read_rope,
+    read_rope_pair,
+    with_axes,
+    yarn_angle_factor,
+)
 
 
 def read_decoder(fields: JsonFields, model_type: str, form: FamilyForm) -> ModelConfig:
@@ -185,6 +191,19 @@ def read_pixtral(fields: JsonFields, model_type: str, form: FamilyForm) -> Model
     _require_text(fields, model_type, "mistral")
     config = read_with_images(fields, model_type, form)
     return replace(config, ties_embeddings=fields.flag("tie_word_embeddings", config.ties_embeddings))
+
+
+def read_qwen_vl(fields: JsonFields, model_type: str, form: FamilyForm) -> ModelConfig:
+    """Read the text part of Qwen2.5-VL, whose fields stand outside in published configs."""
+    text = fields.section("text_config") or fields
+    shared = {
+        "dtype": read_dtype(fields, "bfloat16"),
+        "eos_token_id": list(fields.token_ids("eos_token_id", MAX_VOCABULARY)),
+    }
+    config = read_decoder(text.with_defaults(shared), model_type, form)
+    assert config.rope is not None, "a decoder whose queries are not rotated"
+    is_tied = fields.flag("tie_word_embeddings", False)
+    return replace(config, rope=with_axes(text, config.rope), ties_embeddings=is_tied)
 
 
 def _require_text(fields: JsonFields, model_type: str, text_type: str) -> None:

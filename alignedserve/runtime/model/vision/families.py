@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields, read_json_object
-from alignedserve.pictures.form import CHANNELS, Rgb, RowsForm, Scaling, TiledForm
+from alignedserve.pictures.form import CHANNELS, CellsForm, Rgb, RowsForm, Scaling, TiledForm
 from alignedserve.runtime.model.hf_fields import MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, read_activation
 from alignedserve.runtime.model.model_config import Activation, NormKind
 from alignedserve.runtime.model.vision.vision_config import VisionConfig, VisionNames
@@ -88,6 +88,21 @@ _MISTRAL3 = replace(
 )
 
 
+_QWEN = VisionNames(
+    prefixes=("model.visual.", "visual."),
+    patches="patch_embed.proj",
+    layer="blocks.{layer}.",
+    attention_norm="norm1",
+    qkv=("attn.qkv",),
+    output="attn.proj",
+    mlp_norm="norm2",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    connector_norm="merger.ln_q",
+    connector=("merger.mlp.0", "merger.mlp.2"),
+)
+
+
 class _Sizes(TypedDict):
     """The sizes that every tower has, as arguments of VisionConfig."""
 
@@ -103,19 +118,21 @@ class _Sizes(TypedDict):
 def _sizes(fields: JsonFields, tower: JsonFields, defaults: tuple[int, int, int, int, int], activation: str) -> _Sizes:
     """Return the sizes; `defaults`: of width, inner width, layers, heads and patches."""
     width = tower.integer("hidden_size", 1, MAX_WIDTH, defaults[0])
-    num_heads = tower.integer("num_attention_heads", 1, MAX_HEADS, defaults[3])
+    heads, layers = ("num_heads", "depth") if tower.has("depth") else ("num_attention_heads", "num_hidden_layers")
+    num_heads = tower.integer(heads, 1, MAX_HEADS, defaults[3])
     if width % num_heads:
         raise tower.error("num_attention_heads", "must divide hidden_size")
-    if tower.integer("num_channels", 1, 16, CHANNELS) != CHANNELS:
-        raise UnsupportedModel(f"{tower.where}: num_channels other than {CHANNELS} are not supported.")
+    for name in ("num_channels", "in_channels", "in_chans"):
+        if tower.integer(name, 1, 16, CHANNELS) != CHANNELS:
+            raise UnsupportedModel(f"{tower.where}: {name} other than {CHANNELS} are not supported.")
     return {
         "hidden_size": width,
         "intermediate_size": tower.integer("intermediate_size", 1, MAX_WIDTH, defaults[1]),
-        "num_layers": tower.integer("num_hidden_layers", 1, MAX_LAYERS, defaults[2]),
+        "num_layers": tower.integer(layers, 1, MAX_LAYERS, defaults[2]),
         "num_heads": num_heads,
         "patch_size": tower.integer("patch_size", 1, _MAX_EDGE, defaults[4]),
         "activation": read_activation(tower, "hidden_act", activation),
-        "out_width": _section(fields, "text_config").integer("hidden_size", 1, MAX_WIDTH),
+        "out_width": (fields.section("text_config") or fields).integer("hidden_size", 1, MAX_WIDTH),
     }
 
 
@@ -145,6 +162,7 @@ def _idefics3(fields: JsonFields, images: JsonFields) -> VisionConfig:
         names=_IDEFICS3,
         norm=NormKind.LAYER,
         norm_eps=tower.number("layer_norm_eps", 0.0, 1.0, 1e-6),
+        has_patch_bias=True,
         has_bias=True,
         is_gated=False,
         num_sides=num_sides,
@@ -187,6 +205,7 @@ def _pixtral(fields: JsonFields, images: JsonFields) -> VisionConfig:
         names=_MISTRAL3 if is_joined else _PIXTRAL,
         norm=NormKind.RMS,
         norm_eps=1e-5,
+        has_patch_bias=False,
         has_bias=False,
         is_gated=True,
         num_sides=None,
@@ -197,6 +216,60 @@ def _pixtral(fields: JsonFields, images: JsonFields) -> VisionConfig:
         has_connector_bias=fields.flag("multimodal_projector_bias", not is_joined),
         connector_eps=_section(fields, "text_config").number("rms_norm_eps", 0.0, 1.0, 1e-6),
     )
+
+
+def _qwen_vl(fields: JsonFields, images: JsonFields) -> VisionConfig:
+    tower = _section(fields, "vision_config")
+    sizes = _sizes(fields, tower, (3584, 3420, 32, 16, 14), "silu")
+    if (sizes["hidden_size"] // sizes["num_heads"]) % 4:
+        raise tower.error("num_heads", "must leave heads of whole fours")
+    join, patch = tower.integer("spatial_merge_size", 1, 16, 2), sizes["patch_size"]
+    for name, own in (("patch_size", patch), ("merge_size", join)):
+        if images.integer(name, 1, _MAX_EDGE, own) != own:
+            raise images.error(name, f"must be that of the encoder, {own}")
+    if tower.integer("out_hidden_size", 1, MAX_WIDTH, 3584) != sizes["out_width"]:
+        raise tower.error("out_hidden_size", "must be the text's hidden_size")
+    cell = patch * join
+    least, most = _pixels(images, cell)
+    return VisionConfig(
+        **sizes,
+        form=CellsForm(
+            token_id=fields.integer("image_token_id", 0, MAX_VOCABULARY, 151655),
+            cell_edge=cell,
+            min_pixels=least,
+            max_pixels=most,
+            scaling=_scaling(images, _CLIP),
+            resample=images.integer("resample", 0, 5, 3),
+        ),
+        names=_QWEN,
+        norm=NormKind.RMS,
+        norm_eps=1e-6,
+        has_patch_bias=False,
+        has_bias=True,
+        is_gated=True,
+        num_sides=None,
+        rope_theta=(tower.section("rope_parameters") or tower).number("rope_theta", 1.0, 1e12, 1e4),
+        join=join,
+        joins_channels=False,
+        connector_activation=Activation.GELU,
+        has_connector_bias=True,
+        connector_eps=1e-6,
+        connector_width=sizes["hidden_size"] * join**2,
+        num_frames=tower.integer("temporal_patch_size", 1, 16, 2),
+        shares_frequencies=True,
+        window_edge=tower.integer("window_size", cell, _MAX_EDGE, 112) // cell * join,
+        full_layers=tower.integers("fullatt_block_indexes", 0, MAX_LAYERS) or (7, 15, 23, 31),
+    )
+
+
+def _pixels(images: JsonFields, cell: int) -> tuple[int, int]:
+    """Return the least and the most pixels of a picture, by either generation of their names."""
+    size = images.section("size") or JsonFields({}, images.where)
+    least = images.integer("min_pixels", 1, 1 << 30, size.integer("shortest_edge", 1, 1 << 30, 56 * 56))
+    most = images.integer("max_pixels", 1, 1 << 30, size.integer("longest_edge", 1, 1 << 30, 28 * 28 * 1280))
+    if least > most:
+        raise images.error("min_pixels", "must not be above max_pixels")
+    return least, min(most, _MAX_CELLS * cell**2)
 
 
 def _section(fields: JsonFields, name: str) -> JsonFields:
@@ -222,5 +295,5 @@ def _rgb(images: JsonFields, name: str, default: Rgb) -> Rgb:
 
 
 VISION_FAMILIES: Mapping[str, Reader] = MappingProxyType(
-    {"idefics3": _idefics3, "smolvlm": _idefics3, "llava": _pixtral, "mistral3": _pixtral}
+    {"idefics3": _idefics3, "smolvlm": _idefics3, "llava": _pixtral, "qwen2_5_vl": _qwen_vl, "mistral3": _pixtral}
 )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from alignedserve.core.block_layout import DTYPE_BYTES
-from alignedserve.pictures.form import CHANNELS, PictureForm
+from alignedserve.pictures.form import CHANNELS, CellsForm, PictureForm
 from alignedserve.runtime.model.model_config import Activation, NormKind
 
 CACHE_BYTES = 128 << 20  # of a worker, for embeddings of pictures
@@ -17,7 +17,7 @@ class VisionNames:
     patches: str
     layer: str  # with {layer}
     attention_norm: str
-    qkv: tuple[str, str, str]
+    qkv: tuple[str, ...]  # three modules, or one of all rows
     output: str
     mlp_norm: str
     up: tuple[str, ...]  # gate and up, or up alone
@@ -44,7 +44,8 @@ class VisionConfig:
     activation: Activation
     norm: NormKind  # LAYER or RMS
     norm_eps: float
-    has_bias: bool  # of the patches and of all products of layers
+    has_patch_bias: bool
+    has_bias: bool  # of all products of layers
     is_gated: bool
     num_sides: int | None  # patches along an edge of the table of positions; None: there is none
     rope_theta: float | None  # of rows and columns; None: nothing is rotated
@@ -54,11 +55,21 @@ class VisionConfig:
     connector_activation: Activation | None = None  # between its two products; None: it has one
     has_connector_bias: bool = False
     connector_eps: float = 0.0  # of its norm
+    connector_width: int | None = None  # between its two products; None: `out_width`
+    num_frames: int = 1  # of a film that a patch is of; a picture is all of them
+    shares_frequencies: bool = False  # rows and columns turn pairs by the same ones; False: by every other one
+    window_edge: int | None = None  # in patches, of the squares that patches attend within; None: the whole part
+    full_layers: tuple[int, ...] = ()  # that attend to the whole part all the same
 
     @property
     def head_dim(self) -> int:
         """Return the elements of one head."""
         return self.hidden_size // self.num_heads
+
+    @property
+    def counts_places(self) -> bool:
+        """Return whether the text part rotates by rows and columns of pictures."""
+        return isinstance(self.form, CellsForm)
 
     @property
     def patch_width(self) -> int:
@@ -82,15 +93,16 @@ class VisionConfig:
         norm = width * (2 if self.norm is NormKind.LAYER else 1)
         ups = 2 if self.is_gated else 1
         layer = 4 * width * (width + bias) + ups * inner * (width + bias) + width * (inner + bias) + 2 * norm
-        embedded = (self.patch_width + bias + (self.num_sides or 0) ** 2) * width
+        embedded = (self.num_frames * self.patch_width + int(self.has_patch_bias) + (self.num_sides or 0) ** 2) * width
         norms = norm * (bool(self.names.first_norm) + bool(self.names.last_norm))
         return embedded + self.num_layers * layer + norms + self._connector_parameters
 
     @property
     def _connector_parameters(self) -> int:
         out, bias = self.out_width, int(self.has_connector_bias)
-        products = out * (self.connected_width + bias)
-        products += out * (out + bias) if self.connector_activation is not None else 0
+        inner = self.connector_width or out
+        products = inner * (self.connected_width + bias)
+        products += out * (inner + bias) if self.connector_activation is not None else 0
         merger = self.joined_width * self.hidden_size if self.names.merger else 0
         return products + merger + (self.hidden_size if self.names.connector_norm else 0)
 

@@ -84,8 +84,11 @@ class _Assembler:
     def _patches(self) -> Projection:
         config, module = self._config, self._names.patches
         edge, width = config.patch_size, config.hidden_size
-        kernel = self._tensor(f"{module}.weight", width, CHANNELS, edge, edge).reshape(width, -1)
-        return Linear(kernel, self._tensor(f"{module}.bias", width) if config.has_bias else None)
+        bias = self._tensor(f"{module}.bias", width) if config.has_patch_bias else None
+        if config.num_frames == 1:
+            return Linear(self._tensor(f"{module}.weight", width, CHANNELS, edge, edge).reshape(width, -1), bias)
+        kernel = self._tensor(f"{module}.weight", width, CHANNELS, config.num_frames, edge, edge)
+        return Linear(kernel.float().sum(2).to(kernel.dtype).reshape(width, -1), bias)  # all frames are the picture
 
     def _layer(self, prefix: str) -> VisionLayer:
         config, names, width, inner = (
@@ -99,7 +102,7 @@ class _Assembler:
         )
         return VisionLayer(
             attention_norm=self._norm(prefix + names.attention_norm),
-            qkv=self._linear([prefix + name for name in names.qkv], width, width),
+            qkv=self._linear([prefix + name for name in names.qkv], 3 * width // len(names.qkv), width),
             output=self._linear([prefix + names.output], width, width),
             mlp_norm=self._norm(prefix + names.mlp_norm),
             mlp=FeedForwardPart(up, self._linear([prefix + names.down], width, inner)),
@@ -113,13 +116,13 @@ class _Assembler:
             norm = RmsNorm(weight, config.connector_eps, weight.dtype)
         if names.merger:
             merger = Linear(self._tensor(f"{names.merger}.weight", config.hidden_size, config.joined_width))
-        widths, activation = [config.connected_width, config.out_width], config.connector_activation
-        products = []
-        for number, (name, width) in enumerate(zip(names.connector, widths, strict=False)):
-            weight = self._tensor(f"{name}.weight", config.out_width, width)
-            bias = self._tensor(f"{name}.bias", config.out_width) if config.has_connector_bias else None
-            is_inner = number + 1 < len(names.connector) and activation is not None
-            products.append(Linear(weight, bias, activation=activation.value if is_inner and activation else None))
+        inner = [config.connector_width or config.out_width] * (len(names.connector) - 1)
+        widths, products = [config.connected_width, *inner, config.out_width], []
+        for number, name in enumerate(names.connector):
+            weight = self._tensor(f"{name}.weight", widths[number + 1], widths[number])
+            bias = self._tensor(f"{name}.bias", widths[number + 1]) if config.has_connector_bias else None
+            activation = config.connector_activation if number < len(inner) else None
+            products.append(Linear(weight, bias, activation=None if activation is None else activation.value))
         return Connector(norm, merger, tuple(products))
 
     def _linear(

@@ -1,5 +1,6 @@
 """Models that see against transformers: pixels, embeddings, logits and answers are equal."""
 
+import io
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -7,18 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from alignedserve.core.ids import RequestId
+from alignedserve.core.picture import Picture, picture_digest
 from alignedserve.core.request import SamplingParams
 from alignedserve.pictures.decoder import Pixels
 from alignedserve.pictures.decoding import decode
-from alignedserve.pictures.form import RowsForm, Size
+from alignedserve.pictures.form import CellsForm, RowsForm, Size
 from alignedserve.pictures.outcomes import Decoded, Task
 from alignedserve.runtime.engine.engine import NewSequence
 from alignedserve.runtime.model.vision.families import VISION_FAMILIES, read_vision
 from alignedserve.runtime.model.vision.vision_config import VisionConfig
 from alignedserve.runtime.model.vision.vision_weights import load_vision_weights
 from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
+from alignedserve.runtime.vision.rope_places import RopePlaces, rope_places
 from alignedserve.runtime.vision.tower import VisionTower
 from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, tiny_decoder
 from tests.support.tiny_vision import IMAGE, TINY_SEEING, make_tiny_seeing, picture, processed
@@ -69,6 +73,9 @@ def test_pixels_and_prompts_are_those_of_the_models_processor(made: tuple[str, P
     for width, height in SIZES:
         file, size = picture(width, height), Size(width, height)
         expected = processed(family, file)["pixel_values"]
+        if isinstance(form, CellsForm):
+            grid = processed(family, file)["image_grid_thw"][0].tolist()
+            expected = unfolded(expected, *grid[1:], config)
         expected = expected.reshape(-1, *expected.shape[-3:]).numpy()
         own = np.stack(parts_of(file, config)) * scaling.rescale
         np.testing.assert_allclose((own - mean) / deviation, expected, atol=1e-6)
@@ -76,8 +83,18 @@ def test_pixels_and_prompts_are_those_of_the_models_processor(made: tuple[str, P
         assert form.text(size).count(form.mark) == form.num_tokens(size)
 
 
+def unfolded(patches: torch.Tensor, rows: int, columns: int, config: VisionConfig) -> torch.Tensor:
+    """Return the picture whose patches lie by cells, each a row of pixels of all frames, which are the same."""
+    edge, join = config.patch_size, config.join
+    grid = patches.view(rows // join, columns // join, join, join, 3, config.num_frames, edge, edge)
+    assert torch.equal(grid[..., 0, :, :], grid[..., 1, :, :])
+    return grid[..., 0, :, :].permute(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * edge, columns * edge)
+
+
 def expected_text(family: str, form: Any, file: bytes, parts: Any) -> str:
     """Return what transformers puts into the prompt; Pixtral's processor itself needs torchvision."""
+    if isinstance(form, CellsForm):
+        return str(form.mark) * (parts.shape[-2] * parts.shape[-1] // form.cell_edge**2)
     if isinstance(form, RowsForm):
         rows, columns = (edge // form.cell_edge for edge in parts.shape[-2:])
         tokens = ([form.mark] * columns + [form.row_end]) * rows
@@ -99,27 +116,44 @@ def test_embeddings_logits_and_answers_equal_transformers(made: tuple[str, Path,
     words = random_tokens(3, 30, 190)
     prompt = [*words[:9], *[IMAGE] * len(own[0]), *words[9:20], *[IMAGE] * len(own[1]), *words[20:]]
     pictures = SequenceEmbeddings(np.flatnonzero(np.array(prompt) == IMAGE), torch.cat(own))
-    answer = generated(folder, prompt, pictures)
+    places = places_of(prompt, config)
+    answer = generated(folder, prompt, pictures, places)
     with torch.no_grad():
         given = processed(family, *FILES)
         features = reference.model.get_image_features(**given).pooler_output
-        logits = reference(torch.tensor([[*prompt, *answer]]), **given).logits[0].double()
+        ids = torch.tensor([[*prompt, *answer]])
+        kinds = {} if places is None else {"mm_token_type_ids": (ids == IMAGE).int()}
+        logits = reference(ids, **given, **kinds).logits[0].double()
     torch.testing.assert_close(torch.cat(own), torch.cat(list(features)), rtol=1e-4, atol=1e-5)
     assert answer == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
     probe = LogitsProbe(tiny_decoder(folder))
-    probe.add("a", prompt, pictures=pictures)
+    probe.add("a", prompt, pictures=pictures, places=places)
     probe.add("b", words)
     for counts in ({"a": 11, "b": 5}, {"a": 1}, {"a": 1, "b": 9}, {"a": len(prompt) - 13, "b": 1}):  # in chunks
         probe.step(**counts)
     torch.testing.assert_close(probe.logits("a").double(), logits[: len(prompt)], rtol=0.0, atol=1e-4)
 
 
-def generated(folder: Path, prompt: list[int], pictures: SequenceEmbeddings) -> list[int]:
+def places_of(prompt: list[int], config: VisionConfig) -> RopePlaces | None:
+    """Return the places of the prompt's tokens, where the model knows rows and columns."""
+    shown, at = [], 0
+    for file in FILES:
+        size = Size(*Image.open(io.BytesIO(file)).size)
+        grid, count = config.form.position_grid(size), config.form.num_tokens(size)
+        if grid is None:
+            return None
+        first = prompt.index(IMAGE, at)
+        at = first + count
+        shown.append(Picture(file, picture_digest(file), ((first, count),), grid))
+    return rope_places(len(prompt), shown)
+
+
+def generated(folder: Path, prompt: list[int], pictures: SequenceEmbeddings, places: RopePlaces | None) -> list[int]:
     tiny = TinyEngine(tiny_decoder(folder))
     tiny.blocks["a"] = blocks = tiny.take_blocks(len(prompt) + 30)
     sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     own = (RequestId("a"), tuple(prompt), len(prompt), 0, blocks, sampling)
-    tiny.engine.add_sequence(NewSequence(*own, pictures=pictures))
+    tiny.engine.add_sequence(NewSequence(*own, pictures=pictures, places=places))
     tiny.generate("a", 24)
     return tiny.tokens("a")[len(prompt) :]
 
