@@ -74,8 +74,8 @@ def test_pixels_and_prompts_are_those_of_the_models_processor(made: tuple[str, P
         file, size = picture(width, height), Size(width, height)
         expected = processed(family, file)["pixel_values"]
         if isinstance(form, CellsForm):
-            grid = processed(family, file)["image_grid_thw"][0].tolist()
-            expected = unfolded(expected, *grid[1:], config)
+            _, rows, columns = processed(family, file)["image_grid_thw"][0].tolist()
+            expected = unfolded(expected, rows, columns, config)
         expected = expected.reshape(-1, *expected.shape[-3:]).numpy()
         own = np.stack(parts_of(file, config)) * scaling.rescale
         np.testing.assert_allclose((own - mean) / deviation, expected, atol=1e-6)
@@ -98,7 +98,7 @@ def expected_text(family: str, form: Any, file: bytes, parts: Any) -> str:
     if isinstance(form, RowsForm):
         rows, columns = (edge // form.cell_edge for edge in parts.shape[-2:])
         tokens = ([form.mark] * columns + [form.row_end]) * rows
-        return "".join([*tokens[:-1], form.end])
+        return str("".join([*tokens[:-1], form.end]))
     found = processed(family, file, return_row_col_info=True)
     text_of = import_module("transformers.models.smolvlm.processing_smolvlm").get_image_prompt_string
     marks = (form.fence, form.mark, form.whole)
