@@ -1,0 +1,101 @@
+"""Models with a state in clusters: it moves with blocks, and answers are those of one engine alone."""
+
+import asyncio
+import json
+from dataclasses import replace as replace_params
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from alignedserve.config.sections import BatchingConfig, ClusterConfig, SchedulingConfig, Topology
+from alignedserve.core.request import SamplingParams, Slo
+from alignedserve.runtime.model.hf_config import read_model_config
+from tests.components.work import check, growing_prompts, prompts
+from tests.support.in_process import running, small_config
+from tests.support.tiny_llama import TINY_LLAMA
+from tests.support.waiting import holds
+
+pytestmark = pytest.mark.slow
+
+SAMPLING = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+_MAMBA2: dict[str, Any] = {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_n_heads": 4,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 48,
+}
+_DELTA: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MODELS = {
+    "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16},
+    "mamba2": _MAMBA2,
+    "delta": _DELTA,
+}
+
+
+def _config(folder: Path, model: str, topology: Topology, *, num_blocks: int = 256) -> ClusterConfig:
+    config = small_config(folder, topology=topology)
+    (folder / "config.json").write_text(json.dumps({**TINY_LLAMA, "num_hidden_layers": 3, **MODELS[model]}))
+    block = read_model_config(folder).block_layout(config.engine.block_size, "float32").block_bytes
+    return replace(
+        config,
+        pool=replace(config.pool, memory_bytes=256 * block),
+        prefill=replace(config.prefill, kv_cache_bytes=256 * block, candidate_buffer_bytes=128 * block),
+        decode=replace(config.decode, kv_cache_bytes=num_blocks * block),
+    )
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+async def test_requests_move_with_their_states(model: str, tmp_path: Path) -> None:
+    async with running(_config(tmp_path / "model", model, Topology.ELASTIC), tmp_path) as cluster:
+        longer, work = replace_params(SAMPLING, max_tokens=150), prompts(3, 2, 60, seed=0)
+        answers = [cluster.gateway.submit(prompt, longer, Slo(tpot_s=1e-6)) for prompt in work]
+        await answers[0].first_token.wait()
+        await cluster.start_decode("decode-1")
+        status = await check(cluster, work, answers, longer)
+        assert all(answer.num_repeats == 0 for answer in answers)
+    assert status.num_handoffs_verified > 0
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+async def test_a_lost_worker_of_each_kind(model: str, tmp_path: Path) -> None:
+    async with running(_config(tmp_path / "model", model, Topology.DISAGGREGATED), tmp_path) as cluster:
+        work = prompts(6, 2, 60, seed=0)
+        answers = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work]
+        for name in ("decode-0", "prefill-0"):
+            await holds(lambda: all(len(answer.token_ids) >= 3 for answer in answers))
+            await cluster.stop(name)
+            await asyncio.sleep(0.05)
+            await cluster.start_again(name)
+        await check(cluster, work, answers, SAMPLING)
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize(
+    ("topology", "policy", "preemption"),
+    [(Topology.COLOCATED, "fcfs", "swap"), (Topology.DISAGGREGATED, "alise", "recompute")],
+)
+async def test_caches_that_leave(topology: Topology, policy: str, preemption: str, model: str, tmp_path: Path) -> None:
+    config = replace(
+        _config(tmp_path / "model", model, topology, num_blocks=24),
+        scheduling=SchedulingConfig(policy=policy, policy_params={"preemption": preemption}),
+        batching=BatchingConfig(policy="fcfs", min_requests=4, starvation_s=0.2),
+    )
+    async with running(config, tmp_path) as cluster:
+        engine, work = cluster.engines["decode-0"], growing_prompts()
+        answers = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work]
+        status = await check(cluster, work, answers, SAMPLING)
+    assert status.num_evictions > 0
+    assert (engine.num_swapped_out > 0) == (preemption == "swap")
