@@ -15,7 +15,7 @@ from alignedserve.core.picture import Picture, picture_digest
 from alignedserve.core.request import SamplingParams
 from alignedserve.pictures.decoder import Pixels
 from alignedserve.pictures.decoding import decode
-from alignedserve.pictures.form import CellsForm, RowsForm, Size
+from alignedserve.pictures.form import CellsForm, PictureForm, RowsForm, Size
 from alignedserve.pictures.outcomes import Decoded, Task
 from alignedserve.runtime.engine.engine import NewSequence
 from alignedserve.runtime.model.vision.families import VISION_FAMILIES, read_vision
@@ -91,14 +91,14 @@ def unfolded(patches: torch.Tensor, rows: int, columns: int, config: VisionConfi
     return grid[..., 0, :, :].permute(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * edge, columns * edge)
 
 
-def expected_text(family: str, form: Any, file: bytes, parts: Any) -> str:
+def expected_text(family: str, form: PictureForm, file: bytes, parts: Any) -> str:
     """Return what transformers puts into the prompt; Pixtral's processor itself needs torchvision."""
     if isinstance(form, CellsForm):
-        return str(form.mark) * (parts.shape[-2] * parts.shape[-1] // form.cell_edge**2)
+        return form.mark * int(parts.shape[-2] * parts.shape[-1] // form.cell_edge**2)
     if isinstance(form, RowsForm):
         rows, columns = (edge // form.cell_edge for edge in parts.shape[-2:])
         tokens = ([form.mark] * columns + [form.row_end]) * rows
-        return str("".join([*tokens[:-1], form.end]))
+        return "".join([*tokens[:-1], form.end])
     found = processed(family, file, return_row_col_info=True)
     text_of = import_module("transformers.models.smolvlm.processing_smolvlm").get_image_prompt_string
     marks = (form.fence, form.mark, form.whole)
