@@ -110,6 +110,19 @@ def test_what_needs_the_token_on_the_host_is_not_launched_ahead(decoder: Decoder
     assert launched(tiny) is None
 
 
+def test_steps_go_ahead_again_once_a_sequence_has_left_that_fills_blocks_from_the_end(decoder: Decoder) -> None:
+    tiny = ahead(decoder)
+    tiny.add("a", random_tokens(1, 5))
+    blocks = (tiny.free_blocks.pop(), tiny.free_blocks.pop())
+    tokens = tuple(random_tokens(2, 5))
+    tiny.engine.add_sequence(NewSequence(RequestId("b"), tokens, 5, 0, blocks, GREEDY, is_reversed=True))
+    tiny.step(a=5, b=5)
+    assert launched(tiny) is None
+    tiny.engine.remove_sequence(RequestId("b"))
+    tiny.step(a=1)
+    assert launched(tiny) == ["a"]
+
+
 def test_a_prompt_goes_on_ahead_until_a_guess_was_wrong(decoder: Decoder) -> None:
     tiny = ahead(decoder, num_lent=8)
     tiny.add("a", random_tokens(1, 90))
