@@ -1,16 +1,19 @@
 """Decodes that wait in the pool of their node while memory is short, on one event loop: real blocks, real bytes."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from alignedserve.config.sections import ClusterConfig, PrefixCacheConfig, Topology
-from alignedserve.core.request import SamplingParams
+from alignedserve.config.sections import ClusterConfig, PrefixCacheConfig, SchedulingConfig, Topology
+from alignedserve.core.request import RequestClass, SamplingParams
 from alignedserve.process.process_spec import POOL
 from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.scheduling.yielding import StoppablePass, YieldConfig, Yielding
+from alignedserve.worker_core.urgent_cycle import UrgentCycle
 from decode_worker.colocated.logic import ColocatedLogic
 from decode_worker.colocated.pooled_decodes import PooledDecodes
 from decode_worker.colocated.service import ColocatedWorker
@@ -67,6 +70,37 @@ async def test_they_come_back_and_go_on_as_if_they_had_stayed(has_prefix_cache: 
         await check(cluster, work, answers, SAMPLING)
         assert decodes_of(cluster).num_left > 0
         assert cluster.engines["decode-0"].num_computed < 2 * sum(map(len, work)) + 60 * len(work)
+        await holds(lambda: num_used(cluster) == 0)
+
+
+@pytest.mark.parametrize("has_prefix_cache", [False, True])
+async def test_passes_stop_beside_them_and_every_answer_is_as_alone(
+    has_prefix_cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager = partial(YieldConfig, least_gain_s=-1.0, credit_s=1e9, least_share=0.0, most_stops=1000)
+    monkeypatch.setattr("alignedserve.scheduling.factory.YieldConfig", eager)
+    monkeypatch.setattr(Yielding, "_is_within_floor", lambda *_: True)
+    monkeypatch.setattr(StoppablePass, "left_s", lambda *_: 9.0)  # a pass of the tiny model takes a millisecond
+    begun: list[UrgentCycle] = []
+    began = UrgentCycle.began
+
+    def note(cycle: UrgentCycle) -> None:
+        begun.append(cycle)
+        began(cycle)
+
+    monkeypatch.setattr(UrgentCycle, "began", note)
+    config = config_of(tmp_path, has_prefix_cache=has_prefix_cache)
+    config = replace(config, scheduling=SchedulingConfig(yield_between_layers=True))
+    async with running(config, tmp_path) as cluster:
+        documents, chats = growing_prompts(), [[5, 6 + number] for number in range(12)]
+        submit, best_effort = cluster.gateway.submit, RequestClass.BEST_EFFORT
+        answers = [submit(document, SAMPLING, request_class=best_effort) for document in documents]
+        await holds(lambda: decodes_of(cluster).num_left > 0)
+        for chat in chats:
+            answers.append(submit(chat, SAMPLING))
+            await asyncio.sleep(0.01)
+        await check(cluster, [*documents, *chats], answers, SAMPLING)
+        assert begun
         await holds(lambda: num_used(cluster) == 0)
 
 

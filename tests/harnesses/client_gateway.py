@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.picture import Picture
-from alignedserve.core.request import FinishReason, LoraAdapter, Request, SamplingParams, Slo, TokenLogprob
+from alignedserve.core.request import (
+    FinishReason,
+    LoraAdapter,
+    Request,
+    RequestClass,
+    SamplingParams,
+    Slo,
+    TokenLogprob,
+)
 from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,
@@ -77,6 +85,7 @@ class ClientGateway:
         prefix_root: bytes = b"",
         adapter: LoraAdapter | None = None,
         pictures: tuple[Picture, ...] = (),
+        request_class: RequestClass = RequestClass.REAL_TIME,
     ) -> Answer:
         request_id = RequestId(f"r{next(self._numbers)}")
         request = Request(
@@ -89,6 +98,7 @@ class ClientGateway:
             prefix_root=prefix_root,
             adapter=adapter,
             pictures=pictures,
+            request_class=request_class,
         )
         self._requests[request_id] = request
         self.answers[request_id] = Answer()

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import json
 import os
@@ -53,6 +52,7 @@ from router.service import Router
 from tests.harnesses.client_gateway import ClientGateway
 from tests.support.counting_engine import CountingEngine
 from tests.support.device_stand_in import Machine
+from tests.support.folder_digests import contents_of
 from tests.support.tiny_engines import generate_alone
 from tests.support.tiny_llama import TINY_LLAMA
 
@@ -234,6 +234,7 @@ class RoomCluster:
             has_int8_swaps=section.has_int8_swaps,
             hidden_block_tokens=block_tokens,
             jumps_ahead=True,
+            yields_between_layers=bool(self.config.scheduling.yield_between_layers),
         )
         make = partial(
             decode_factory.make_colocated_logic,
@@ -250,6 +251,7 @@ class RoomCluster:
             prefix_cache=self.config.prefix_cache,
             prefix_pool=self.pools.get(name, POOL) if self.config.prefix_cache.pool_bytes else None,
             decode_pool=self.pools.get(name, POOL) if self.config.decode.pool_bytes else None,
+            num_layers=executor.layout.num_layers,
         )
         process_spec, transport = self._process_spec(Role.DECODE_WORKER, name), self.config.engine.kv_transport
         memory = None
@@ -306,7 +308,7 @@ class RoomCluster:
         model, engine = self.config.model, self.config.engine
         digest = None if adapter is None else adapter.digest
         sections = repr((model, engine, sampling)).replace(str(model.path), "")
-        asked = (_contents(Path(str(model.path))), sections, tuple(prompt), digest, pictures)
+        asked = (contents_of(Path(str(model.path))), sections, tuple(prompt), digest, pictures)
         if asked not in _REFERENCES:
             _REFERENCES[asked] = self._compute_alone(prompt, sampling, adapter, pictures)
         return list(_REFERENCES[asked])
@@ -383,13 +385,6 @@ class RoomCluster:
 
 def one_rank(served: ServedModel) -> ServedModel:
     return dataclasses.replace(served, tensor_parallel=1)
-
-
-def _contents(folder: Path) -> bytes:
-    digest = hashlib.blake2b()
-    for path in sorted(folder.iterdir()):
-        digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
-    return digest.digest()
 
 
 @contextlib.asynccontextmanager
