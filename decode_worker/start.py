@@ -12,7 +12,7 @@ from alignedserve.config.sections import (
 )
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.device_turns import shared_device_of
-from alignedserve.runtime.engine.engine_sizes import can_stop, engine_sizes, hidden_block_tokens, swapped_bytes
+from alignedserve.runtime.engine.engine_sizes import engine_sizes, hidden_block_tokens, swapped_bytes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.executor import make_executor
 from alignedserve.runtime.kv.arena_files import arena_path
@@ -105,7 +105,8 @@ async def start_colocated_worker(
     process_spec: ProcessSpec,
 ) -> ColocatedWorker:
     """Start a worker that computes prompts and tokens. `lending`: None: requests do not move between workers."""
-    scheduling = with_yielding(scheduling, can_stop=can_stop(engine_config.device, served))
+    # Unset they do not stop here: live that costs documents more than what was forecast (docs/yielding.md).
+    scheduling = with_yielding(scheduling, can_stop=False)
     if served.encoder is not None:  # what a token's block holds depends on the tokens after it
         prefix_cache = PrefixCacheConfig(enabled=False)
     prefix_pool = process_spec.pool_name if prefix_cache.pool_bytes else None
