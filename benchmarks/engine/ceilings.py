@@ -52,7 +52,7 @@ class ProductClock:
             layer,
             qkv=_TimedProjection(layer.qkv, self),
             output=_TimedProjection(layer.output, self),
-            mlp=self._watch_mlp(layer.mlp),
+            mlp=None if layer.mlp is None else self._watch_mlp(layer.mlp),
         )
 
     def _watch_mlp(self, mlp: FeedForwardPart | Projection) -> FeedForwardPart | Projection:

@@ -103,7 +103,7 @@ class _Decodes:
         lengths, device = self._batch.table.num_computed[self._batch.rows] + 1, self._setup.device
         num_programs = self._multiprocessors() * choice.at_once // self._planner.heads[0]
         parts = partition(lengths, tile=choice.tiling.keys, num_programs=max(1, num_programs))
-        arrays = [*parts, lengths.astype(np.int32), *self._planner.block_tables(self._batch.rows, lengths)]
+        arrays = [*parts, *self._planner.block_arrays(self._batch.rows, lengths)]
         *tables, sizes, starts, is_reversed, entries = to_device(arrays, device)
         return decode_batch(BlockTables(entries, starts, is_reversed), sizes, tables, self._planner.heads)
 

@@ -1,6 +1,9 @@
 """The plan of a step of decodes: the native kernels give what the plain forms do, and refuse other arrays."""
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kernels.cpu.native import load_native
@@ -38,7 +41,8 @@ def test_parts_are_those_of_the_plain_form(seed: int) -> None:
     num_programs, window = int(rng.integers(1, 300)), [None, 1, 64, 300][seed % 4]
     native = partition(lengths, tile=TILE, num_programs=num_programs, window=window)
     plain = plain_partition(lengths, tile=TILE, num_programs=num_programs, window=window)
-    for name, own, expected in zip(native._fields, native, plain, strict=True):
+    pairs: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = list(zip(native, plain, strict=True))
+    for name, (own, expected) in zip(native._fields, pairs, strict=True):
         assert own.dtype == expected.dtype
         assert own.tolist() == expected.tolist(), name
 

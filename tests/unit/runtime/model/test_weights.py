@@ -88,6 +88,7 @@ def test_experts_lie_side_by_side_on_a_gpu(family: str, tmp_path: Path) -> None:
     config = read_model_config(tmp_path)
     for layer, weights in enumerate(assemble_weights(config, _MetaSource()).layers):
         assert isinstance(weights.mlp, SortedExperts) == (config.experts_of(layer) is not None)
+        assert weights.mlp is not None
         assert weights.mlp(torch.empty(7, 64, dtype=torch.bfloat16, device="meta")).shape == (7, 64)
 
 

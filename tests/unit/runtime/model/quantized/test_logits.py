@@ -28,8 +28,15 @@ from tests.support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
 
-DEFAULT_FORMATS = ("w8a8", "w4a16 with zero points", "fp8 static, by tensor", "awq", "gptq desc_act", "gptq of 8 bits")
-DEFAULT_FORMATS += ("nvfp4 of modelopt",)
+DEFAULT_FORMATS = (
+    "w8a8",
+    "w4a16 with zero points",
+    "fp8 static, by tensor",
+    "awq",
+    "gptq desc_act",
+    "gptq of 8 bits",
+    "nvfp4 of modelopt",
+)
 TOKENS = random_tokens(1, 23)
 TRIED = ("gpt_neox", "qwen3_moe", *slow("llama_mha", "qwen2", "phi3", "opt", "gemma3_text", "mixtral"))
 
