@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
+import numpy.typing as npt
 import torch
 from typing_extensions import override
 
@@ -103,7 +103,7 @@ class _Decodes:
         lengths, device = self._batch.table.num_computed[self._batch.rows] + 1, self._setup.device
         num_programs = self._multiprocessors() * choice.at_once // self._planner.heads[0]
         parts = partition(lengths, tile=choice.tiling.keys, num_programs=max(1, num_programs))
-        arrays = [*parts, *self._planner.block_arrays(self._batch.rows, lengths)]
+        arrays: list[npt.NDArray[Any]] = [*parts, *self._planner.block_arrays(self._batch.rows, lengths)]
         *tables, sizes, starts, is_reversed, entries = to_device(arrays, device)
         return decode_batch(BlockTables(entries, starts, is_reversed), sizes, tables, self._planner.heads)
 
