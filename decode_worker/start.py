@@ -20,7 +20,7 @@ from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.transfers.transports import lends_device_memory
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.model.shared_weights import share_weights
+from alignedserve.runtime.model.weights.shared_weights import share_weights
 from alignedserve.scheduling.factory import calibration_s, with_yielding
 from alignedserve.scheduling.policies import wants_shared_blocks
 from alignedserve.worker_core.registration import num_active, registration_of

@@ -5,11 +5,11 @@ from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.built_in import BUILT_IN, model_path
-from alignedserve.runtime.model.decoder_weights import DecoderWeights, leave_rounded_rows_unwritten
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.model.random_weights import random_weights
-from alignedserve.runtime.model.weight_files import load_weights
+from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, leave_rounded_rows_unwritten
+from alignedserve.runtime.model.weights.random_weights import random_weights
+from alignedserve.runtime.model.weights.weight_files import load_weights
 
 
 def load_decoder(model: str, dtype: str, device: str = "cpu", seed: int = 0) -> Decoder:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.model.decoder_weights import DecoderWeights
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.packed_products import BLOCK_DTYPES, BlockRows
-from alignedserve.runtime.model.weight_loader import assemble_weights
+from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
+from alignedserve.runtime.model.weights.packed_products import BLOCK_DTYPES, BlockRows
+from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from kernels.block_formats import BLOCK_FORMATS
 from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear, block_levels
 

@@ -22,7 +22,7 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepSlice
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.hf_config import read_model_config
-from alignedserve.runtime.model.random_weights import random_weights
+from alignedserve.runtime.model.weights.random_weights import random_weights
 
 PROMPT_LEN, NUM_STREAMS, NUM_STEPS, BLOCK_SIZE = 256, 16, 8, 64
 _COMMON: dict[str, Any] = {

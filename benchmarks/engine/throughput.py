@@ -25,11 +25,11 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.built_in import model_path
-from alignedserve.runtime.model.decoder_weights import DecoderWeights
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import weights_in_files
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.sharding.tensor_shard import check_tensor_parallel
+from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
 from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec
 from benchmarks.engine.ceilings import Ceilings, ProductClock, measure_ceilings
 from benchmarks.engine.random_blocks import block_bytes, random_block_weights

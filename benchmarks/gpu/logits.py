@@ -23,7 +23,7 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.hf_config import read_model_config
-from alignedserve.runtime.model.weight_files import load_weights
+from alignedserve.runtime.model.weights.weight_files import load_weights
 from kernels.gpu_dispatch import gpu_kernels_available
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -32,9 +32,9 @@ from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.lora.adapter_files import read_adapter_files
 from alignedserve.runtime.lora.adapter_weights import load_adapter
-from alignedserve.runtime.model import feed_forward_weights, file_products
 from alignedserve.runtime.model.quantized import source
 from alignedserve.runtime.model.quantized.product_form import Computing
+from alignedserve.runtime.model.weights import feed_forward_weights, file_products
 from kernels import gpu_dispatch, linear
 from kernels.activation import Gated
 from kernels.block_digests import listed_digests, row_digests

@@ -11,7 +11,7 @@ import torch
 from alignedserve.core.block_layout import FP8
 from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.engine.decoder import Decoder
-from alignedserve.runtime.model.random_weights import random_weights
+from alignedserve.runtime.model.weights.random_weights import random_weights
 from kernels import gpu_dispatch
 from tests.support.tiny_engines import TinyEngine, capture_nothing, random_tokens
 

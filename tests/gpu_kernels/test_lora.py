@@ -14,7 +14,7 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.steps.cuda_graphs import CudaCapture
 from alignedserve.runtime.lora.adapter_files import read_adapter_files
 from alignedserve.runtime.lora.adapter_weights import load_adapter
-from alignedserve.runtime.model import file_products
+from alignedserve.runtime.model.weights import file_products
 from kernels import gpu_dispatch, linear
 from kernels.adapter_tables import cut_tiles
 from kernels.addend_layout import LayerProduct, ProductShape, site_of, up_column

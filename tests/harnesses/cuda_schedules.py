@@ -30,7 +30,7 @@ from alignedserve.runtime.kv.direct_copies import DirectCopies
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.staged_copies import StagedCopies
 from alignedserve.runtime.model.hf_config import parse_model_config
-from alignedserve.runtime.model.random_weights import random_weights
+from alignedserve.runtime.model.weights.random_weights import random_weights
 from tests.harnesses.engine_histories import (
     BLOCK_SIZE,
     MAX_RUNNING,

@@ -24,7 +24,7 @@ from alignedserve.runtime.engine.steps.step_batch import BatchBuilder
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.model.weight_files import load_weights
+from alignedserve.runtime.model.weights.weight_files import load_weights
 from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
 from alignedserve.runtime.vision.rope_places import RopePlaces
 from kernels.lora import AdapterMatrices

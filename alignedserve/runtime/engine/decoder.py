@@ -14,8 +14,8 @@ from alignedserve.runtime.engine.native_pass import native_pass
 from alignedserve.runtime.engine.rope_frequencies import inverse_frequencies
 from alignedserve.runtime.engine.state_storage import StateStorage
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.decoder_weights import DecoderWeights, LayerWeights
 from alignedserve.runtime.model.model_config import ModelConfig, TemperatureConfig
+from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights
 from kernels.addend_layout import LayerProduct
 from kernels.attention import ScoreForm
 from kernels.cpu.decode_pass import AllowedTokens, HighestLogits, PassTimes

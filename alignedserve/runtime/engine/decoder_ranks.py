@@ -5,8 +5,8 @@ from torch import Tensor
 
 from alignedserve.runtime.device.collectives import Collectives
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.row_lookup import RowLookup
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
+from alignedserve.runtime.model.weights.row_lookup import RowLookup
 from kernels.cpu.decode_pass import HighestLogits
 from kernels.cpu.rank_exchange import RankExchange
 

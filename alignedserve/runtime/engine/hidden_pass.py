@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.decoder_weights import LayerWeights
+from alignedserve.runtime.model.weights.decoder_weights import LayerWeights
 from kernels.rotary import HeadPlacement
 
 Rotation = tuple[Tensor, Tensor]

@@ -22,11 +22,11 @@ from alignedserve.runtime.engine.ranks.rank_spec import RankEngineSpec, load_sha
 from alignedserve.runtime.grammar.memory import grammar_bytes
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.decoder_weights import leave_rounded_rows_unwritten
-from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
 from alignedserve.runtime.model.vision.vision_weights import load_vision_weights
-from alignedserve.runtime.model.weight_files import load_weights
+from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
+from alignedserve.runtime.model.weights.random_weights import random_weights
+from alignedserve.runtime.model.weights.weight_files import load_weights
 from alignedserve.runtime.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)

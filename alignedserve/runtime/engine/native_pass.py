@@ -13,8 +13,8 @@ from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
 from alignedserve.runtime.engine.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.hidden_pass import Rotation
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.decoder_weights import DecoderWeights, LayerWeights
 from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights
 from kernels.cpu.decode_pass import (
     AllowedTokens,
     CacheSlots,

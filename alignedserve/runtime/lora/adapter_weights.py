@@ -12,11 +12,11 @@ from alignedserve.runtime.lora.adapter_check import check_adapter
 from alignedserve.runtime.lora.adapter_files import AdapterFiles
 from alignedserve.runtime.lora.adapter_modules import AdaptableModule, adaptable_modules, product_shapes
 from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.head_order import pairs_apart
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.sharding.packed_regions import chosen_rows
 from alignedserve.runtime.model.sharding.regions import Region, shard_regions
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
+from alignedserve.runtime.model.weights.head_order import pairs_apart
 from kernels.addend_layout import LayerProduct, ProductShape, site_of, up_column
 from kernels.cpu.lora import LoraModule
 from kernels.lora import AdapterMatrices

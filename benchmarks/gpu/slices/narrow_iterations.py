@@ -20,9 +20,9 @@ from alignedserve.runtime.engine.iteration_timing import IterationTimer
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.packed_products import Float8Rows, GroupedRows, Rows
-from alignedserve.runtime.model.random_weights import RandomSource
-from alignedserve.runtime.model.weight_loader import assemble_weights
+from alignedserve.runtime.model.weights.packed_products import Float8Rows, GroupedRows, Rows
+from alignedserve.runtime.model.weights.random_weights import RandomSource
+from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from benchmarks.gpu.slices.narrow_products import random_weight
 from kernels.narrow.grouped_linear import Numbers
 

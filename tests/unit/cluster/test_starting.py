@@ -17,8 +17,8 @@ from alignedserve.cluster.start_observer import LoggingObserver, Patience
 from alignedserve.config.environment import RUN_DIR_VARIABLE
 from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
 from alignedserve.process.loading_progress import LoadingProgress, Progress, read_progress
-from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.runtime.model.served_model import resolve_model
+from alignedserve.runtime.model.weights.random_weights import random_weights
 from tests.support.tiny_models import make_tiny_model
 
 CHOICE = SizeChoice(ClusterConfig(), resolve_model(ModelSectionConfig()), ("the context is shortened",))

@@ -21,12 +21,12 @@ from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage, Stripe
 from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
-from alignedserve.runtime.model.decoder_weights import DecoderWeights, leave_rounded_rows_unwritten
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.product_reader import LoadingObserver
-from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
-from alignedserve.runtime.model.weight_files import load_weights
+from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, leave_rounded_rows_unwritten
+from alignedserve.runtime.model.weights.product_reader import LoadingObserver
+from alignedserve.runtime.model.weights.random_weights import random_weights
+from alignedserve.runtime.model.weights.weight_files import load_weights
 from kernels.cpu.rank_exchange import RankExchange
 
 

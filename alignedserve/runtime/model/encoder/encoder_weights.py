@@ -10,9 +10,9 @@ from torch import Tensor
 
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.encoder.encoder_config import DenseConfig, EncoderConfig, EncoderFamily, HeadActivation
-from alignedserve.runtime.model.product_reader import LoadingObserver, TensorSource
-from alignedserve.runtime.model.random_weights import RandomSource
-from alignedserve.runtime.model.safetensors_source import SafetensorsSource
+from alignedserve.runtime.model.weights.product_reader import LoadingObserver, TensorSource
+from alignedserve.runtime.model.weights.random_weights import RandomSource
+from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import AdaptableProjection, Linear, Projection

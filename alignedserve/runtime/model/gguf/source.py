@@ -8,8 +8,8 @@ from alignedserve.gguf.file import GgufFile, GgufTensor
 from alignedserve.gguf.tensor_types import computed_as
 from alignedserve.runtime.model.gguf.names import find_tensor, tensor_names
 from alignedserve.runtime.model.model_config import ModelConfig, NormKind
-from alignedserve.runtime.model.packed_products import BLOCK_DTYPES, BlockRows
-from alignedserve.runtime.model.row_lookup import BlockLookup
+from alignedserve.runtime.model.weights.packed_products import BLOCK_DTYPES, BlockRows
+from alignedserve.runtime.model.weights.row_lookup import BlockLookup
 from kernels.block_values import unpack_rows
 from kernels.cpu.block_quantized_linear import block_obstacle
 from kernels.cpu.packed_linear import FileRows

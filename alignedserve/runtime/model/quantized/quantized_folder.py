@@ -17,9 +17,9 @@ from alignedserve.runtime.model.hf_config import MAX_CONFIG_BYTES, read_model_co
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.quantized.layout import BLOCK, member_of_stack
 from alignedserve.runtime.model.quantized.rounding import to_blocks, to_int8, to_mxfp4
-from alignedserve.runtime.model.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weight_index import INDEX_NAME, SINGLE_NAME
 from alignedserve.runtime.model.weight_names import LinearModule, find_head, find_prefix, linear_modules
+from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 
 _SHARD_BYTES = 2 << 30
 _COPIED = (".json", ".jinja", ".model", ".txt")

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.packed_products import BlockRows, Float8Rows, GroupedRows, Int8Rows, Rows
 from alignedserve.runtime.model.quantized.layout import IN_BLOCKS, Packing, StoredMatrix, has_weight, stored_matrix
 from alignedserve.runtime.model.quantized.nvfp4 import unpacked_nvfp4
 from alignedserve.runtime.model.quantized.product_form import Computing, ProductForm, inputs_together
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod
 from alignedserve.runtime.model.quantized.stored_blocks import read_blocks
-from alignedserve.runtime.model.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weight_names import ParameterNames
+from alignedserve.runtime.model.weights.packed_products import BlockRows, Float8Rows, GroupedRows, Int8Rows, Rows
+from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from kernels.block_formats import dequantize
 from kernels.cpu.int8_linear import has_int8_products
 from kernels.cpu.packed_linear import FileRows

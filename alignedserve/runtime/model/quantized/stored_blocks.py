@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.packed_products import BlockRows
 from alignedserve.runtime.model.quantized.layout import Packing, StoredMatrix, block_type, member_of_stack
-from alignedserve.runtime.model.safetensors_source import SafetensorsSource
+from alignedserve.runtime.model.weights.packed_products import BlockRows
+from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from kernels.block_formats import has_finite_scales
 
 _MXFP4 = "MXFP4"

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.packed_products import (
+from alignedserve.runtime.model.sharding.regions import Region
+from alignedserve.runtime.model.sharding.tensor_shard import Span
+from alignedserve.runtime.model.weights.packed_products import (
     BlockRows,
     Float8Rows,
     GroupedRows,
@@ -11,8 +13,6 @@ from alignedserve.runtime.model.packed_products import (
     PlainRows,
     Rows,
 )
-from alignedserve.runtime.model.sharding.regions import Region
-from alignedserve.runtime.model.sharding.tensor_shard import Span
 from kernels.block_formats import format_named
 
 

@@ -7,18 +7,18 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.decoder_weights import DecoderWeights
-from alignedserve.runtime.model.exact_tensors import exact_tensor
 from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.file_products import FileSource
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.packed_products import Rows
-from alignedserve.runtime.model.product_reader import LoadingObserver, PackedSource, TensorSource
 from alignedserve.runtime.model.sharding.packed_regions import packed_region, tensor_region
 from alignedserve.runtime.model.sharding.regions import Region, shard_regions
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
-from alignedserve.runtime.model.weight_loader import assemble_weights
 from alignedserve.runtime.model.weight_names import ParameterNames
+from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
+from alignedserve.runtime.model.weights.exact_tensors import exact_tensor
+from alignedserve.runtime.model.weights.file_products import FileSource
+from alignedserve.runtime.model.weights.packed_products import Rows
+from alignedserve.runtime.model.weights.product_reader import LoadingObserver, PackedSource, TensorSource
+from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from kernels.cpu.packed_linear import FileRows
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from alignedserve.pictures.form import CHANNELS
 from alignedserve.runtime.model.model_config import NormKind
-from alignedserve.runtime.model.product_reader import TensorSource
-from alignedserve.runtime.model.random_weights import RandomSource
-from alignedserve.runtime.model.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.vision.vision_config import VisionConfig
+from alignedserve.runtime.model.weights.product_reader import TensorSource
+from alignedserve.runtime.model.weights.random_weights import RandomSource
+from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import Linear, Projection
 from kernels.norm import LayerNorm, Norm, RmsNorm

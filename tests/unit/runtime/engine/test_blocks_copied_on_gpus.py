@@ -17,7 +17,7 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.kv.staged_copies import StagedCopies
 from alignedserve.runtime.model.hf_config import parse_model_config
-from alignedserve.runtime.model.random_weights import random_weights
+from alignedserve.runtime.model.weights.random_weights import random_weights
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.fake_cuda.quick_kernels import quick_kernels
 from tests.support.tiny_engines import BLOCK_SIZE, TinyEngine, random_tokens

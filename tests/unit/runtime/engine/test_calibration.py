@@ -17,7 +17,7 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.kept_calibration import KeptCalibration
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.model.hf_config import parse_model_config
-from alignedserve.runtime.model.random_weights import random_weights
+from alignedserve.runtime.model.weights.random_weights import random_weights
 from alignedserve.scheduling.factory import calibration_s, make_scheduler
 from alignedserve.scheduling.policy import IterationLimits
 from tests.harnesses.costs import decodes, prefill

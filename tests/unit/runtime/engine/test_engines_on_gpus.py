@@ -17,8 +17,8 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.kv.staged_copies import StagedCopies
 from alignedserve.runtime.model.hf_config import parse_model_config
-from alignedserve.runtime.model.random_weights import RandomSource
 from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard
+from alignedserve.runtime.model.weights.random_weights import RandomSource
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.fake_cuda.quick_kernels import quick_kernels
 from tests.support.memory_drivers import StandInCuda

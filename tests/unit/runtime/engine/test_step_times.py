@@ -6,7 +6,7 @@ import torch
 from alignedserve.runtime.attention.backend import AUTO, TORCH
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.hf_config import parse_model_config
-from alignedserve.runtime.model.random_weights import random_weights
+from alignedserve.runtime.model.weights.random_weights import random_weights
 from kernels.cpu.native import supported_levels
 from tests.support.tiny_engines import TinyEngine, random_tokens
 from tests.support.tiny_llama import TINY_LLAMA

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from alignedserve.runtime.model import shared_weights
-from alignedserve.runtime.model.shared_weights import share_weights
+from alignedserve.runtime.model.weights import shared_weights
+from alignedserve.runtime.model.weights.shared_weights import share_weights
 from kernels.cpu.packed_linear import PackedLinear, packed_levels
 
 PAGE = mmap.PAGESIZE

@@ -15,10 +15,10 @@ from alignedserve.core.errors import ModelError, UnsafeWeights
 from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.hf_config import read_model_config
-from alignedserve.runtime.model.random_weights import random_weights
-from alignedserve.runtime.model.safetensors_source import SafetensorsSource
-from alignedserve.runtime.model.weight_files import load_weights
-from alignedserve.runtime.model.weight_loader import assemble_weights
+from alignedserve.runtime.model.weights.random_weights import random_weights
+from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
+from alignedserve.runtime.model.weights.weight_files import load_weights
+from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from kernels.sorted_experts import SortedExperts
 from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, reference_generation, tiny_decoder
 from tests.support.tiny_models import make_tiny_model

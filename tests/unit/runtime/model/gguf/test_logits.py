@@ -13,7 +13,7 @@ from alignedserve.gguf.file import GgufFile
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.source import GgufSource
-from alignedserve.runtime.model.weight_loader import assemble_weights
+from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_gguf import HEAD_DIM, write_tiny_gguf
 from tests.support.tiny_models import transformers_library

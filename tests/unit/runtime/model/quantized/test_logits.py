@@ -9,15 +9,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from alignedserve.runtime.engine.decoder import Decoder
-from alignedserve.runtime.model.decoder_weights import DecoderWeights
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.quantized.source import QuantizedSource
 from alignedserve.runtime.model.quantized.stored_weights import quantized_weights
-from alignedserve.runtime.model.safetensors_source import SafetensorsSource
-from alignedserve.runtime.model.weight_files import load_weights
-from alignedserve.runtime.model.weight_loader import assemble_weights
+from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
+from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
+from alignedserve.runtime.model.weights.weight_files import load_weights
+from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from kernels.linear import Linear
 from kernels.narrow.float8_linear import Float8Linear
 from kernels.sorted_experts import SortedExperts
@@ -120,7 +120,9 @@ def weights_as_on_a_gpu(
         return Computing("cuda", dtype, has_float8)
 
     monkeypatch.setattr("alignedserve.runtime.model.quantized.source.Computing", computing)
-    monkeypatch.setattr("alignedserve.runtime.model.feed_forward_weights.has_experts_apart", lambda device: False)
+    monkeypatch.setattr(
+        "alignedserve.runtime.model.weights.feed_forward_weights.has_experts_apart", lambda device: False
+    )
     return load_weights(folder, read_config(folder), dtype)
 
 

@@ -15,9 +15,9 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.quantized.source import QuantizedSource
-from alignedserve.runtime.model.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.model.weight_loader import assemble_weights
+from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
+from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model, transformers_library
 

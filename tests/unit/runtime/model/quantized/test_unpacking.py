@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.json_fields import JsonFields
-from alignedserve.runtime.model.packed_products import BlockRows, Int8Rows
 from alignedserve.runtime.model.quantized.config import read_quantization
 from alignedserve.runtime.model.quantized.layout import StoredMatrix, stored_matrix
 from alignedserve.runtime.model.quantized.product_form import Computing, ProductForm
@@ -19,6 +18,7 @@ from alignedserve.runtime.model.quantized.source import (
     unpacked_integers,
 )
 from alignedserve.runtime.model.weight_index import TensorHeader
+from alignedserve.runtime.model.weights.packed_products import BlockRows, Int8Rows
 from kernels.block_formats import dequantize
 from tests.support.marks import each
 from tests.support.quantized_checkpoints import (

@@ -5,15 +5,15 @@ from pathlib import Path
 import torch
 
 from alignedserve.gguf.file import GgufFile, is_gguf
-from alignedserve.runtime.model.decoder_weights import DecoderWeights
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.gguf.source import GgufSource
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.product_reader import LoadingObserver
 from alignedserve.runtime.model.quantized.source import QuantizedSource
-from alignedserve.runtime.model.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
+from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
+from alignedserve.runtime.model.weights.product_reader import LoadingObserver
+from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 
 
 def load_weights(

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.exact_tensors import exact_tensor
-from alignedserve.runtime.model.head_order import gates_first
 from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig, Scoring
-from alignedserve.runtime.model.packed_experts import grouped_experts
 from alignedserve.runtime.model.product_multipliers import ProductMultipliers
-from alignedserve.runtime.model.product_reader import Nonlinearity, ProductReader
-from alignedserve.runtime.model.scaled_products import ScaledModule, scaled_product
 from alignedserve.runtime.model.weight_names import ParameterNames
+from alignedserve.runtime.model.weights.exact_tensors import exact_tensor
+from alignedserve.runtime.model.weights.head_order import gates_first
+from alignedserve.runtime.model.weights.packed_experts import grouped_experts
+from alignedserve.runtime.model.weights.product_reader import Nonlinearity, ProductReader
+from alignedserve.runtime.model.weights.scaled_products import ScaledModule, scaled_product
 from kernels.feed_forward import (
     ExpertRouter,
     Experts,

@@ -7,9 +7,15 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.file_products import FileSource, NotFiniteError, file_parts, file_product, packs_files
-from alignedserve.runtime.model.packed_products import PlainRows, Rows, packed_product
 from alignedserve.runtime.model.weight_names import ParameterNames
+from alignedserve.runtime.model.weights.file_products import (
+    FileSource,
+    NotFiniteError,
+    file_parts,
+    file_product,
+    packs_files,
+)
+from alignedserve.runtime.model.weights.packed_products import PlainRows, Rows, packed_product
 from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
 from kernels.linear import AdaptableProjection, Linear
 

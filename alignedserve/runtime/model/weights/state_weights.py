@@ -6,13 +6,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.exact_tensors import exact_tensor
-from alignedserve.runtime.model.head_order import parts_of_key_heads
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.product_reader import ProductReader
-from alignedserve.runtime.model.scaled_products import ScaledModule, scaled_product
 from alignedserve.runtime.model.state_config import DeltaConfig, ShortConvConfig, SpaceConfig, StateConfig
 from alignedserve.runtime.model.weight_names import ParameterNames
+from alignedserve.runtime.model.weights.exact_tensors import exact_tensor
+from alignedserve.runtime.model.weights.head_order import parts_of_key_heads
+from alignedserve.runtime.model.weights.product_reader import ProductReader
+from alignedserve.runtime.model.weights.scaled_products import ScaledModule, scaled_product
 from kernels.linear import AdaptableProjection
 from kernels.states.delta_rule import DeltaRule, DeltaSizes, DeltaWeights
 from kernels.states.short_convolution import ShortConvolution

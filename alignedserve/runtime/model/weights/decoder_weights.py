@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.row_lookup import RowLookup
+from alignedserve.runtime.model.weights.row_lookup import RowLookup
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import AdaptableProjection, Projection
 from kernels.narrow.float8_linear import Float8Linear

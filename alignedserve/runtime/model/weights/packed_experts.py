@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from alignedserve.runtime.model.packed_products import Float8Rows, GroupedRows, Rows, are_alike
+from alignedserve.runtime.model.weights.packed_products import Float8Rows, GroupedRows, Rows, are_alike
 from kernels.activation import Gated
 from kernels.feed_forward import Router
 from kernels.narrow.grouped_linear import GROUPS, GroupedWeight, Numbers, SortedLinear, joined_weights

@@ -5,14 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.decoder_weights import DecoderWeights, LayerWeights, round_on_the_way
 from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.feed_forward_weights import FeedForwardReader
-from alignedserve.runtime.model.file_products import FileSource
-from alignedserve.runtime.model.head_order import halves_of_heads, heads_to_qkv, pairs_apart
-from alignedserve.runtime.model.latent_weights import latent_output, latent_queries
 from alignedserve.runtime.model.model_config import HeadNormKind, ModelConfig, NormKind
-from alignedserve.runtime.model.product_reader import (
+from alignedserve.runtime.model.weight_names import ParameterNames, find_head, find_prefix, layer_prefixes
+from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights, round_on_the_way
+from alignedserve.runtime.model.weights.feed_forward_weights import FeedForwardReader
+from alignedserve.runtime.model.weights.file_products import FileSource
+from alignedserve.runtime.model.weights.head_order import halves_of_heads, heads_to_qkv, pairs_apart
+from alignedserve.runtime.model.weights.latent_weights import latent_output, latent_queries
+from alignedserve.runtime.model.weights.product_reader import (
     NONE,
     Forms,
     LoadingObserver,
@@ -20,9 +21,8 @@ from alignedserve.runtime.model.product_reader import (
     ProductReader,
     TensorSource,
 )
-from alignedserve.runtime.model.row_lookup import LookupSource, RowLookup
-from alignedserve.runtime.model.state_weights import StateReader
-from alignedserve.runtime.model.weight_names import ParameterNames, find_head, find_prefix, layer_prefixes
+from alignedserve.runtime.model.weights.row_lookup import LookupSource, RowLookup
+from alignedserve.runtime.model.weights.state_weights import StateReader
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import AdaptableProjection, Projection
 from kernels.norm import LayerNorm, NoNorm, Norm, RmsNorm

@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from alignedserve.runtime.model.head_order import rotated_first
 from alignedserve.runtime.model.latent_config import LatentConfig
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.packed_products import Rows
-from alignedserve.runtime.model.product_reader import ProductReader
 from alignedserve.runtime.model.weight_names import ParameterNames, query_modules
+from alignedserve.runtime.model.weights.head_order import rotated_first
+from alignedserve.runtime.model.weights.packed_products import Rows
+from alignedserve.runtime.model.weights.product_reader import ProductReader
 from kernels.latent_attention import LatentOutput, LatentQueries
 from kernels.linear import Linear, Projection
 from kernels.norm import Norm, RmsNorm

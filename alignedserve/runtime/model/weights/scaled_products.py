@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 
 from alignedserve.core.errors import UnsupportedModel
-from alignedserve.runtime.model.packed_products import PlainRows
-from alignedserve.runtime.model.product_reader import NONE, Nonlinearity, ProductReader
+from alignedserve.runtime.model.weights.packed_products import PlainRows
+from alignedserve.runtime.model.weights.product_reader import NONE, Nonlinearity, ProductReader
 from kernels.linear import AdaptableProjection
 
 

@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.decoder_weights import DecoderWeights
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.product_reader import LoadingObserver
 from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
+from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
+from alignedserve.runtime.model.weights.product_reader import LoadingObserver
 
 
 class RandomSource:
