@@ -62,10 +62,16 @@ def _unusable(root: Path, error: OSError) -> ResourceError:
 
 
 def _remove_old_folders(root: Path) -> None:
-    """Remove all but the latest few folders of ended clusters, and the sockets of those few; their logs stay."""
-    folders = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    """Remove all but the latest few folders of ended clusters, and the sockets of those few; their logs stay.
+
+    Another cluster that starts at the same time does so too: what is gone meanwhile is passed over.
+    """
+    folders = sorted((path for path in root.iterdir() if path.is_dir()), key=_changed_s)
     for path in folders:
-        file_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            file_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
         try:
             fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for socket_path in path.glob("*.sock"):
@@ -76,6 +82,13 @@ def _remove_old_folders(root: Path) -> None:
             continue  # its cluster runs
         finally:
             os.close(file_descriptor)
+
+
+def _changed_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> bool:

@@ -10,7 +10,7 @@ from rich.console import Console
 from typing_extensions import override
 
 from alignedserve.cli.commands.start_screen import StartScreen
-from alignedserve.cluster import machine
+from alignedserve.cluster import machine, run_folder
 from alignedserve.cluster.run_folder import make_run_folder
 from alignedserve.cluster.sizing import SizeChoice
 from alignedserve.cluster.start_observer import LoggingObserver, Patience
@@ -59,6 +59,25 @@ def test_folders_of_running_clusters_stay_and_the_logs_of_the_last_that_ended(
     kept = {path.name for path in running.parent.iterdir()}
     assert kept == {"running", "new", *(f"ended-{number}" for number in range(5, 12))}
     assert not list(running.parent.glob("ended-*/*.sock"))
+
+
+def test_folders_that_another_cluster_removes_at_the_same_time_are_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path / "run"))
+    root = make_run_folder("running").parent
+    for number in range(4):
+        (root / f"ended-{number}").mkdir()
+
+    def changed_s(path: Path) -> float:  # two leave before, two after they were looked at
+        if path.name.startswith("ended"):
+            path.rmdir()
+        return original(path) if path.name in ("ended-0", "ended-1", "running", "new") else 1.0
+
+    original = run_folder._changed_s
+    monkeypatch.setattr(run_folder, "_changed_s", changed_s)
+    make_run_folder("new")
+    assert {path.name for path in root.iterdir()} == {"running", "new"}
 
 
 def test_progress_prolongs_the_wait_and_all_workers_count(tmp_path: Path) -> None:
