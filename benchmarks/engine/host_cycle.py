@@ -214,7 +214,7 @@ def made(num_rows: int, context_len: int, sampling: SamplingParams, *, is_spread
     engine = Engine(model=model, storage=storage, launches_ahead=True, lent_blocks=list(own), **options)  # type: ignore[arg-type]
     executor = ModelExecutor.__new__(ModelExecutor)
     stand_in: Any = executor
-    stand_in._engine, stand_in._ranks, stand_in._turns = engine, None, DeviceTurns(None)
+    stand_in._engine, stand_in._ranks, stand_in._turns, stand_in._has_axes = engine, None, DeviceTurns(None), False
     stand_in._urgent = UrgentIterations()
     nobody_fails: dict[str, Any] = {"failures": lambda ids: {}, "remove": lambda request_id: None}
     stand_in._adapters = mock.Mock(add=lambda request: None, **nobody_fails)
