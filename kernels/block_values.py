@@ -59,11 +59,11 @@ def _bf16(rows: Bytes) -> Floats:
 
 
 def _q4_0(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * (_float32(_nibbles(blocks[:, 2:])) - np.float32(8))
+    return half_at(blocks, 0) * (_float32(_nibbles(blocks[:, 2:])) - np.float32(8))
 
 
 def _q4_1(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * _nibbles(blocks[:, 4:]) + _half(blocks, 2)
+    return half_at(blocks, 0) * _nibbles(blocks[:, 4:]) + half_at(blocks, 2)
 
 
 def _g4(blocks: Bytes) -> Floats:
@@ -74,12 +74,12 @@ def _g4(blocks: Bytes) -> Floats:
 
 
 def _mxfp4(blocks: Bytes) -> Floats:
-    values: Floats = np.ldexp(_FLOATS_OF_4_BITS[_nibbles(blocks[:, 1:])], blocks[:, :1].astype(np.int32) - 127)
+    values: Floats = np.ldexp(FLOATS_OF_4_BITS[_nibbles(blocks[:, 1:])], blocks[:, :1].astype(np.int32) - 127)
     return values
 
 
 def _q5_0(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * (_float32(_q5_0_quants(blocks)) - np.float32(16))
+    return half_at(blocks, 0) * (_float32(_q5_0_quants(blocks)) - np.float32(16))
 
 
 def _q5_0_quants(blocks: Bytes) -> Bytes:
@@ -87,11 +87,11 @@ def _q5_0_quants(blocks: Bytes) -> Bytes:
 
 
 def _q5_1(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * (_nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])) + _half(blocks, 2)
+    return half_at(blocks, 0) * (_nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])) + half_at(blocks, 2)
 
 
 def _q8_0(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * _float32(blocks[:, 2:].view(np.int8))
+    return half_at(blocks, 0) * _float32(blocks[:, 2:].view(np.int8))
 
 
 def _q4_k(blocks: Bytes) -> Floats:
@@ -111,7 +111,7 @@ def _q6_k(blocks: Bytes) -> Floats:
     shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[None, None, :, None]
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & np.uint8(3)
     quants = _float32(low | high.reshape(-1, 2, 128) << np.uint8(4)).reshape(-1, 16, 16) - np.float32(32)
-    scales = _half(blocks, 208) * _float32(blocks[:, 192:208].view(np.int8))
+    scales = half_at(blocks, 208) * _float32(blocks[:, 192:208].view(np.int8))
     return (scales[:, :, None] * quants).reshape(len(blocks), 256)
 
 
@@ -121,8 +121,8 @@ def _scaled_k(blocks: Bytes, quants: Bytes) -> Floats:
     six, four = np.uint8(63), np.uint8(15)
     scales = np.concatenate([low & six, high & four | low >> 6 << 4], axis=1)
     minima = np.concatenate([middle & six, high >> 4 | middle >> 6 << 4], axis=1)
-    scaled = (_half(blocks, 0) * scales)[:, :, None] * quants
-    values: Floats = (scaled - (_half(blocks, 2) * minima)[:, :, None]).reshape(len(blocks), 256)
+    scaled = (half_at(blocks, 0) * scales)[:, :, None] * quants
+    values: Floats = (scaled - (half_at(blocks, 2) * minima)[:, :, None]).reshape(len(blocks), 256)
     return values
 
 
@@ -131,7 +131,7 @@ def _float32(numbers: npt.NDArray[Any]) -> Floats:
     return converted
 
 
-def _half(blocks: Bytes, place: int) -> Floats:
+def half_at(blocks: Bytes, place: int) -> Floats:
     """Return the column [blocks, 1] of the float16 numbers at `place`."""
     return _float32(np.ascontiguousarray(blocks[:, place : place + 2]).view("<f2"))
 
@@ -147,7 +147,7 @@ def _fifth_bits(raw: Bytes) -> Bytes:
 
 
 _MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
-_FLOATS_OF_4_BITS = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
+FLOATS_OF_4_BITS = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 _PLAIN = ("F32", "F16", "BF16")
 _UNPACKING: dict[str, tuple[Callable[[Bytes], Floats], int]] = {
     "F32": (_f32, 4),

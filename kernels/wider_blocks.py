@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kernels.block_values import Bytes, Floats, unpack_rows
+from kernels.block_values import Bytes, Floats, half_at, unpack_rows
 
 _CHUNK_ROWS = 256  # at a time: intermediate results are several times as large as the values
 
@@ -48,9 +48,8 @@ def _halves(scales: Floats) -> Bytes:
     return np.ascontiguousarray(scales.astype("<f2")).view(np.uint8)
 
 
-def _half(blocks: Bytes) -> Floats:
-    """Return the float16 [blocks, 1] at the begin of each block."""
-    return np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
+def _first_half(blocks: Bytes) -> Floats:
+    return half_at(blocks, 0)
 
 
 # --- scales of 32 values, [blocks, 1], or of superblocks, [blocks, 8]
@@ -61,34 +60,34 @@ def _iq4_xs(blocks: Bytes) -> Floats:
     high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)
     low = blocks[:, 4:8].repeat(2, axis=1) >> np.tile(np.array([0, 4], np.uint8), 4)
     scales: Floats = (low & 15 | (high & 3) << 4).astype(np.float32) - np.float32(32)
-    return _half(blocks) * scales
+    return half_at(blocks, 0) * scales
 
 
 def _iq2_xxs(blocks: Bytes) -> Floats:
     """Of every 8 bytes the upper 4 bits are the scale."""
-    return _half(blocks) * (2 * (blocks[:, 9::8] >> 4).astype(np.float32) + 1) / np.float32(8)
+    return half_at(blocks, 0) * (2 * (blocks[:, 9::8] >> 4).astype(np.float32) + 1) / np.float32(8)
 
 
 def _iq3_xxs(blocks: Bytes) -> Floats:
     """Behind 64 bytes of places in the grid come 4 for each 32 values, whose upper 4 bits are the scale."""
-    return _half(blocks) * (2 * (blocks[:, 69::4] >> 4).astype(np.float32) + 1) / np.float32(4)
+    return half_at(blocks, 0) * (2 * (blocks[:, 69::4] >> 4).astype(np.float32) + 1) / np.float32(4)
 
 
 def _iq3_s(blocks: Bytes) -> Floats:
     """The last 4 bytes are eight scales of 4 bits."""
     scales = blocks[:, 106:].repeat(2, axis=1) >> np.tile(np.array([0, 4], np.uint8), 4) & 15
-    return _half(blocks) * (2 * scales.astype(np.float32) + 1)
+    return half_at(blocks, 0) * (2 * scales.astype(np.float32) + 1)
 
 
 def _iq1_s(blocks: Bytes) -> Floats:
     """Bits 12 to 14 of the last eight 16-bit numbers are the scale; values are eighths of it."""
     numbers = np.ascontiguousarray(blocks[:, 34:]).view("<u2")
-    return _half(blocks) * (2 * (numbers >> 12 & 7).astype(np.float32) + 1) / np.float32(8)
+    return half_at(blocks, 0) * (2 * (numbers >> 12 & 7).astype(np.float32) + 1) / np.float32(8)
 
 
 _SCALES: dict[str, tuple[Callable[[Bytes], Floats], int]] = {
-    "Q5_0": (_half, 22),
-    "IQ4_NL": (_half, 18),
+    "Q5_0": (_first_half, 22),
+    "IQ4_NL": (_first_half, 18),
     "IQ4_XS": (_iq4_xs, 136),
     "IQ3_S": (_iq3_s, 110),
     "IQ3_XXS": (_iq3_xxs, 98),
@@ -107,7 +106,7 @@ def _q6_k_of_q3_k(rows: Bytes) -> Bytes:
     high = blocks[:, 104:108, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
     scales = low.transpose(0, 2, 1).reshape(-1, 16) | high.transpose(0, 2, 1).reshape(-1, 16) << 4
     scales = scales.astype(np.int8) - np.int8(32)
-    size = np.ascontiguousarray(blocks[:, 108:]).view("<f2").astype(np.float32) * scales
+    size = half_at(blocks, 108) * scales
     quants = _integers(unpack_rows(rows, "Q3_K").reshape(-1, 16), size.reshape(-1, 1)).view(np.int8)
     sixes = (quants + np.int8(32)).view(np.uint8).reshape(-1, 2, 4, 32)
     four, two = sixes & 15, sixes >> 4

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.quantized.layout import NVFP4_GROUP, StoredMatrix, nvfp4_names
+from kernels.block_values import FLOATS_OF_4_BITS
 
-_MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_FLOATS = torch.cat((_MAGNITUDES, -_MAGNITUDES))
+_FLOATS = torch.from_numpy(FLOATS_OF_4_BITS)
 _CHUNK_VALUES = 1 << 22  # unpacked at a time: intermediate results are several times as large
 
 

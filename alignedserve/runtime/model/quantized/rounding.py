@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.model.quantized.layout import BLOCK, block_type
+from kernels.block_values import FLOATS_OF_4_BITS
 
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of floats of 4 bits
+_FLOATS = torch.from_numpy(FLOATS_OF_4_BITS)
 _TRIES = 21  # scales for each block of Q4
 _TINY = 1e-12
 
@@ -43,15 +44,14 @@ def to_mxfp4(values: Tensor) -> dict[str, Tensor]:
 
 
 def _floats_of_4_bits(blocks: Tensor, powers: Tensor) -> Tensor:
-    magnitudes = torch.tensor(_MAGNITUDES)
+    magnitudes = _FLOATS[:8]  # the others are negative
     between = (magnitudes[1:] + magnitudes[:-1]) / 2
     scaled = blocks / powers.exp2()[..., None]
     return torch.bucketize(scaled.abs(), between).to(torch.uint8) | (scaled < 0).to(torch.uint8) << 3
 
 
 def _of_4_bits(codes: Tensor, powers: Tensor) -> Tensor:
-    magnitudes = torch.tensor(_MAGNITUDES)
-    return torch.cat([magnitudes, -magnitudes])[codes.long()] * powers.exp2()[..., None]
+    return _FLOATS[codes.long()] * powers.exp2()[..., None]
 
 
 def to_blocks(values: Tensor) -> dict[str, Tensor]:
