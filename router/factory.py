@@ -1,6 +1,7 @@
 """Builds the router's logic from its configuration, for the live router and the simulated one."""
 
 from alignedserve.config.sections import BatchingConfig, RouterConfig
+from router.far_moves import FarLeans
 from router.leans import Leans
 from router.logic import RouterLogic
 from router.placement import Placement
@@ -10,10 +11,11 @@ from router.policies.bypass import DirectHandoff, UrgentBypass
 
 def make_logic(*, config: RouterConfig, batching: BatchingConfig) -> RouterLogic:
     """Build the logic; what is unset defaults to `aligned_slo`. Raises ConfigError naming the field."""
+    placement = Placement(max_candidate_requests=config.max_candidate_requests, batching=batching)
     return RouterLogic(
         config=config,
-        placement=Placement(max_candidate_requests=config.max_candidate_requests, batching=batching),
+        placement=placement,
         order=make_prefill_order(config.prefill_order or "least_slack"),
         bypass=DirectHandoff() if config.direct_handoff else UrgentBypass(),
-        leans=Leans(),
+        leans=FarLeans(placement.links) if config.moves_between_nodes else Leans(),
     )

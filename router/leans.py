@@ -14,7 +14,7 @@ blocks than the giver had; a request is handed over `MAX_MOVES` times at most; a
 left alone for `REST_S`, by when both have told their new loads.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -38,6 +38,13 @@ _SOON_S = 2.0  # prompts that a worker computes within this time are to find blo
 Requests = Mapping[RequestId, TrackedRequest]
 
 
+class Pair(NamedTuple):
+    """A worker that is short, and one of another node that has more."""
+
+    giver: WorkerRecord
+    receiver: WorkerRecord
+
+
 class PlannedMove(NamedTuple):
     """A request to be handed over."""
 
@@ -50,6 +57,7 @@ class Leans:
 
     def __init__(self) -> None:
         self._rests_until_s: dict[str, float] = {}
+        self.wished: Sequence[Pair] = ()  # workers of two nodes that are to have a link, as of the last turn
 
     def moves(self, workers: Iterable[WorkerRecord], requests: Requests, now: float) -> list[PlannedMove]:
         """Return the next moves: on each node, from one of its workers to another.
@@ -133,11 +141,11 @@ def _to_free(giver: WorkerRecord, receiver: WorkerRecord, requests: Requests) ->
     missing, block_size = _missing(giver), receiver.registered.block_size
     apart = int(giver.registered.num_blocks * _BLOCKS_APART)
     spare = min(_spare(receiver), _num_free(receiver) - _num_free(giver) - apart)
-    sizes = [(_blocks_of(one, block_size), one) for one in _latest(giver, requests)]
+    sizes = [(blocks_of(one, block_size), one) for one in _latest(giver, requests)]
     sizes.sort(key=lambda sized: (sized[0] < missing, abs(sized[0] - missing)))
     for tracked in _that_fit([one for _, one in sizes], spare, block_size):
         yield tracked
-        missing -= _blocks_of(tracked, block_size)
+        missing -= blocks_of(tracked, block_size)
         if missing <= 0:
             return
 
@@ -145,7 +153,7 @@ def _to_free(giver: WorkerRecord, receiver: WorkerRecord, requests: Requests) ->
 def _that_fit(requests: Iterable[TrackedRequest], spare: int, block_size: int) -> Iterator[TrackedRequest]:
     """Yield the requests that fit into `spare` blocks beside the ones before."""
     for tracked in requests:
-        num_blocks = _blocks_of(tracked, block_size)
+        num_blocks = blocks_of(tracked, block_size)
         if num_blocks <= spare:
             spare -= num_blocks
             yield tracked
@@ -171,7 +179,7 @@ def _num_free(worker: WorkerRecord) -> int:
     return worker.load.num_free_blocks if worker.load is not None else worker.registered.num_blocks
 
 
-def _blocks_of(tracked: TrackedRequest, block_size: int) -> int:
+def blocks_of(tracked: TrackedRequest, block_size: int) -> int:
     """Return the blocks that a request may soon hold: for its prompt, and its answer as far as that is foreseen."""
     return blocks_for(tracked.request.prompt_len + min(int(tracked.predicted_output_len), _FORESEEN_LEN), block_size)
 

@@ -57,7 +57,7 @@ from router.adoption import Adoption
 from router.late_predictions import expected_len, note_prediction
 from router.leans import Leans
 from router.ownership import OwnershipTransitions
-from router.peer_announcements import announce_all, announce_prefiller, need_pool, need_prefiller
+from router.peer_announcements import announce_all, announce_prefiller, need_pool, need_prefiller, need_receiver
 from router.placement import Placement
 from router.policies.bypass import Bypass
 from router.policies.prefill_order import PrefillOrder
@@ -385,8 +385,8 @@ class RouterLogic:
         self._placement.clear_refusals()  # a pool may have connected to a worker since
         self._num_ticks += 1
         moves = self._leans.moves(self._placement.workers.values(), self._registry.requests, now)
-        commands = [one for tracked, receiver in moves for one in self._ownership.order_move(tracked, receiver)]
-        commands += self._adoption.tick(now)
+        commands = [one for pair in self._leans.wished for one in need_receiver(*pair)]
+        commands += [one for move in moves for one in self._ownership.order_move(*move)] + self._adoption.tick(now)
         if self._num_ticks % _TICKS_PER_STATUS and not self._has_joined:
             return commands
         return commands + self._report_status(now)

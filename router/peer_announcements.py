@@ -52,6 +52,11 @@ def need_prefiller(prefiller: WorkerRecord, decoder: WorkerRecord) -> list[Send]
     return [] if _is_near(prefiller, decoder) else [Send(decoder.name, PeerNeeded(WorkerName(prefiller.name)))]
 
 
+def need_receiver(giver: WorkerRecord, receiver: WorkerRecord) -> list[Send]:
+    """Tell an elastic worker that it may hand requests over to this one, of another node."""
+    return [Send(giver.name, PeerNeeded(WorkerName(receiver.name)))]
+
+
 def _change(name: str, *, is_lost: bool) -> PeersChanged:
     return PeersChanged((), left=_names(name)) if is_lost else PeersChanged(_names(name))
 

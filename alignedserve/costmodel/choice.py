@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.calibration import CALIBRATIONS, PLAIN, Calibration
 from alignedserve.costmodel.hardware import hardware
 from alignedserve.costmodel.list_schedule import DIVISIONS, ListScheduledModel, accelerator_of
 from alignedserve.costmodel.model import AttentionKernel, CostModel
@@ -66,12 +68,13 @@ def make_cost_model(source: str, worker: WorkerSpec | None = None) -> CostModel:
     return ListScheduledModel(balanced, worker.kernel, on)
 
 
-def _roofline(worker: WorkerSpec) -> CostModel:
+def _roofline(worker: WorkerSpec, calibration: Calibration = PLAIN) -> CostModel:
     return RooflineModel(
         worker.shape,
         hardware(worker.hardware),
         tensor_parallel=worker.tensor_parallel,
         kernel=worker.kernel,
+        calibration=calibration,
     )
 
 
@@ -105,4 +108,5 @@ COST_MODELS: dict[str, Callable[[WorkerSpec], CostModel]] = {
     "vllm": _vllm,
     "vidur": _vidur,
     "splitwise": _splitwise,
+    **{name: partial(_roofline, calibration=calibration) for name, calibration in CALIBRATIONS.items()},
 }

@@ -66,6 +66,8 @@ def chunk_within(
     def seconds(num_tokens: int) -> float:
         trial.num_prompt_tokens = work.num_prompt_tokens + num_tokens
         trial.prompt_pairs = work.prompt_pairs + pairs_of(num_tokens, num_cached)
+        trial.prompt_keys = work.prompt_keys + num_cached + num_tokens
+        trial.prompt_squares = work.prompt_squares + num_tokens * num_tokens
         return costs.iteration_s(trial)
 
     above_s = seconds(at_most)

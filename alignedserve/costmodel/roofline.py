@@ -3,11 +3,14 @@
 linear    = max(flops / flop rate, bytes of weights / memory rate)
 attention = pairs of the chunks * flops / flop rate + cache that the decodes read / memory rate
 iteration = max(overhead + linear + attention + collectives, copies between device and host)
+
+A calibration (calibration.py) adds what these bounds leave out.
 """
 
 from dataclasses import dataclass
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.calibration import PLAIN, Calibration
 from alignedserve.costmodel.hardware import Hardware
 from alignedserve.costmodel.links import pcie_link
 from alignedserve.costmodel.model import AttentionKernel
@@ -45,11 +48,13 @@ class RooflineModel:
         tensor_parallel: int = 1,
         kernel: AttentionKernel = AttentionKernel.LOAD_BALANCED,
         efficiency: Efficiency = Efficiency(),
+        calibration: Calibration = PLAIN,
     ) -> None:
         if tensor_parallel < 1 or shape.num_heads % tensor_parallel:
             raise ConfigError(f"tensor_parallel must divide the {shape.num_heads} heads of {shape.name!r}.")
         self.shape = shape
         self._kernel = kernel
+        self._calibration = calibration
         self._num_heads = shape.num_heads // tensor_parallel  # of one accelerator
         self._num_multiprocessors = machine.num_multiprocessors
         flops_per_s = tensor_parallel * machine.peak_flops(shape.dtype)
@@ -62,7 +67,8 @@ class RooflineModel:
         self._has_experts = shape.num_expert_layers > 0
         self._projection_s = shape.projection_flops * self._flop_s
         self._hidden_gain = shape.hidden_ratio - 1.0
-        self._pair_s = shape.pair_flops / (flops_per_s * efficiency.prefill_attention_flops)
+        chunk_flops = calibration.chunk_flops or efficiency.prefill_attention_flops
+        self._pair_s = shape.pair_flops / (flops_per_s * chunk_flops)
         self._context_token_s = shape.kv_token_bytes / (bytes_per_s * efficiency.decode_attention_bytes)
         self._overhead_s = shape.num_layers * efficiency.layer_overhead_s
         self._all_reduces_s = self._reduced_token_s = 0.0
@@ -76,7 +82,9 @@ class RooflineModel:
     def iteration_s(self, work: IterationWork) -> float:
         """See CostModel."""
         num_tokens = work.num_prompt_tokens + work.num_decodes
-        attention = self._pair_s * work.prompt_pairs + self._decode_attention_s(work)
+        attention = self._pair_s * self._calibration.charged_pairs(work) + self._decode_attention_s(work)
+        if work.num_chunks and work.num_decodes:
+            attention *= self._calibration.beside
         compute = self._overhead_s + self._linear_s(work, num_tokens) + attention + self.collectives_s(num_tokens)
         copies = self._swap_token_s * (work.swap_in_tokens + work.swap_out_tokens)
         return compute if compute > copies else copies
@@ -90,7 +98,7 @@ class RooflineModel:
         if not self._has_experts or not num_tokens:
             return self._product_s(self._token_parameters, num_tokens)
         weights_s = self.shape.read_parameters(num_tokens) * self._weight_s
-        return max(2 * self._token_parameters * num_tokens * self._flop_s, weights_s)
+        return self._calibration.bounded_s(2 * self._token_parameters * num_tokens * self._flop_s, weights_s)
 
     def collectives_s(self, num_tokens: int) -> float:
         """Return the all-reduce time for num_tokens, two per layer."""
@@ -107,7 +115,7 @@ class RooflineModel:
         if not num_rows:
             return 0.0
         flops_s, weights_s = 2 * num_parameters * num_rows * self._flop_s, num_parameters * self._weight_s
-        return flops_s if flops_s > weights_s else weights_s
+        return self._calibration.bounded_s(flops_s, weights_s)
 
     def _decode_attention_s(self, work: IterationWork) -> float:
         """Return the seconds of reading the cache; a hidden one has `hidden_ratio` of the bytes, a gain that the

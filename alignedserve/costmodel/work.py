@@ -13,6 +13,8 @@ class IterationWork:
     num_prompt_tokens: int = 0  # computed by prefill chunks
     num_chunks: int = 0
     prompt_pairs: int = 0  # (query, key) pairs that the attention of those chunks scores
+    prompt_keys: int = 0  # that those chunks read: all tokens up to the end of each
+    prompt_squares: int = 0  # of their lengths: the mask hides half of that
     num_decodes: int = 0  # requests that compute one token
     decode_context_len: int = 0  # keys that decodes read, summed
     max_decode_context_len: int = 0  # of the longest of them: the straggler of kernels with one block per sequence
@@ -27,6 +29,8 @@ class IterationWork:
         self.num_chunks += 1
         self.num_prompt_tokens += num_tokens
         self.prompt_pairs += pairs_of(num_tokens, num_cached)
+        self.prompt_keys += num_cached + num_tokens
+        self.prompt_squares += num_tokens * num_tokens
         self.num_sampled += is_last
         self.num_constrained += is_last and is_constrained
 
@@ -55,6 +59,8 @@ class IterationWork:
         self.num_prompt_tokens -= other.num_prompt_tokens
         self.num_chunks -= other.num_chunks
         self.prompt_pairs -= other.prompt_pairs
+        self.prompt_keys -= other.prompt_keys
+        self.prompt_squares -= other.prompt_squares
         self.num_decodes -= other.num_decodes
         self.decode_context_len -= other.decode_context_len
         self.hidden_context_len -= other.hidden_context_len
@@ -69,6 +75,8 @@ class IterationWork:
             self.num_prompt_tokens,
             self.num_chunks,
             self.prompt_pairs,
+            self.prompt_keys,
+            self.prompt_squares,
             self.num_decodes,
             self.decode_context_len,
             self.max_decode_context_len,

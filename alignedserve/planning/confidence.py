@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from alignedserve.costmodel.calibration import CALIBRATIONS
 from alignedserve.planning.candidates import Candidate
 from alignedserve.planning.hardware_list import RECORDED
 from alignedserve.planning.trials import Machines, Outcome
@@ -104,7 +105,7 @@ def caution_of_costs(candidate: Candidate, machines: Machines) -> str:
             "Times of iterations are calculated from datasheets (docs/costmodels.md compares with measurements), not "
             "measured on this hardware; `alignedserve profile` measures them."
         )
-        return calculated if machines.costs == "roofline" else ""
+        return calculated if machines.costs in ("roofline", *CALIBRATIONS) else ""
     if offer.name == RECORDED or num_workers == 1:
         return ""
     num_threads = machines.profiles[offer.name].num_threads

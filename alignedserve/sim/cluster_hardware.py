@@ -15,6 +15,8 @@ from alignedserve.costmodel.model_shapes import ModelShape
 from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.sim.config import SimConfig, SimLinks
 
+_NETWORK = LinkModel(20e-6, 12.5e9)  # 100 Gbit/s
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterHardware:
@@ -24,6 +26,7 @@ class ClusterHardware:
     prefill: WorkerSpec | None = None  # None: as `decode`
     source: str = "roofline"  # of the cost model, as in costmodel.choice
     buffer_share: float = 0.5  # of a prefill worker's memory for caches, for the decode workers' candidate buffers
+    network: LinkModel = _NETWORK  # between two hosts
 
 
 def simulated_on(cluster_hardware: ClusterHardware, cluster: ClusterConfig) -> SimConfig:
@@ -48,7 +51,7 @@ def simulated_on(cluster_hardware: ClusterHardware, cluster: ClusterConfig) -> S
     return SimConfig(
         cluster=replace(cluster, **sections),
         layout=layout,
-        links=_links(decode),
+        links=_links(decode, cluster_hardware.network),
         decode_costs=make_cost_model(cluster_hardware.source, decode),
         prefill_costs=make_cost_model(cluster_hardware.source, prefill),
         context_len=_context_len(decode.shape, cluster),
@@ -85,10 +88,11 @@ def _cache_bytes(worker: WorkerSpec, layout: BlockLayout) -> int:
     return num_blocks * layout.block_bytes
 
 
-def _links(worker: WorkerSpec) -> SimLinks:
+def _links(worker: WorkerSpec, network: LinkModel) -> SimLinks:
     machine = hardware(worker.hardware)
     pcie, nvlink = pcie_link(machine), nvlink_link(machine)
-    return SimLinks(_widened(pcie, worker.tensor_parallel), _widened(nvlink, worker.tensor_parallel))
+    host, device = (_widened(link, worker.tensor_parallel) for link in (pcie, nvlink))
+    return SimLinks(host, device, network=network)
 
 
 def _widened(link: LinkModel, degree: int) -> LinkModel:

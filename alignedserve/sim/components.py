@@ -311,7 +311,7 @@ class SimulatedWorker:
         self._copier.arenas.pop(command.peer, None)
 
     def _open_buffer(self, command: OpenBuffer) -> None:
-        offered = self._memory.make_buffer(f"{self.component.name}-for-{command.peer}")
+        offered = self._memory.make_buffer(f"{self.component.name}-for-{command.peer}", self._copier.pool)
         if offered is not None:
             self._copier.arenas[command.peer] = self._memory.arenas[offered.path]
         self._event_queue.after(0.0, self.component.dispatch, BufferOpened(command.peer, command.link_epoch, offered))
@@ -332,9 +332,9 @@ class SharedMemory:
         self.arenas[path] = SimulatedArena(num_blocks, stamps_on_write=False)
         return ArenaOffered(path, num_blocks, self._block_bytes, layout_digest)
 
-    def make_buffer(self, path: str) -> ArenaOffered | None:
-        """Create a candidate buffer; return None if there are none."""
+    def make_buffer(self, path: str, pool: str) -> ArenaOffered | None:
+        """Create a candidate buffer on the node of this pool; return None if there are none."""
         if not self._buffer_blocks:
             return None
         self.arenas[path] = SimulatedArena(self._buffer_blocks, stamps_on_write=True)
-        return ArenaOffered(path, self._buffer_blocks, self._block_bytes, "")
+        return ArenaOffered(path, self._buffer_blocks, self._block_bytes, "", pool_name=pool)

@@ -27,6 +27,7 @@ class SimLinks:
     submit_s: float | None = None  # of a request from its arrival at the gateway to the router; None: `message_s`
     token_s: float | None = None  # of a token from its worker to the client; None: `message_s`
     submit_times_s: tuple[float, ...] = ()  # recorded; each request takes one of them, by seed, instead of `submit_s`
+    network: LinkModel | None = None  # between two workers of different nodes; None: as `device`
 
 
 class Slowdowns(NamedTuple):
@@ -182,3 +183,8 @@ class SimConfig:
     def can_move(self) -> bool:
         """True if such workers hand requests over as well."""
         return self.cluster.chosen_topology is Topology.ELASTIC
+
+    @property
+    def moves_between_nodes(self) -> bool:
+        """True if they hand them over to those of other nodes too."""
+        return self.can_move and self.num_pools > 1 and self.cluster.router.moves_between_nodes

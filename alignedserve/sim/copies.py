@@ -21,6 +21,7 @@ from alignedserve.sim.config import SimLinks
 from alignedserve.sim.event_queue import EventQueue
 
 _NOT_SUMMED = 0  # checksum, as there are no bytes
+LENT = " lends"  # ends the name of an arena that another elastic worker lends (decode_worker/colocated/moves.py)
 
 
 class SimulatedArena:
@@ -69,14 +70,30 @@ class MemoryLinks:
         self._links = links
         self._block_bytes = block_bytes
         self._free_at: dict[tuple[str, str], float] = {}
+        self.node_of: dict[str, str] = {}  # workers, by the pools of their nodes
 
-    def completion_s(self, source: str, target: str, num_blocks: int, *, is_host: bool) -> float:
-        """Queue a copy and return when it will be complete. `is_host`: one end is a pool."""
+    def completion_s(self, source: str, target: str, num_blocks: int, *, is_host: bool, is_far: bool = False) -> float:
+        """Queue a copy and return when it will be complete.
+
+        `is_host`: one end is in the memory of a host. `is_far`: the other is on another node.
+        """
         link = self._links.host if is_host else self._links.device
+        if is_far:
+            link = self._links.network or self._links.device
         begins = max(self._free_at.get((source, target), 0.0), self._event_queue.now)
         ends = begins + link.transfer_s(num_blocks * self._block_bytes)
         self._free_at[source, target] = ends
         return ends
+
+    @property
+    def now(self) -> float:
+        """Return the time."""
+        return self._event_queue.now
+
+    def are_far(self, source: str, target: str) -> bool:
+        """Return whether these are workers of two nodes."""
+        nodes = self.node_of.get(source), self.node_of.get(target)
+        return None not in nodes and nodes[0] != nodes[1]
 
 
 class SimulatedCopier:
@@ -86,16 +103,22 @@ class SimulatedCopier:
         """`is_through_host`: buffers lent to other workers are in host memory."""
         self._is_through_host = is_through_host
         self._worker = worker
-        self._pool = pool
+        self.pool = pool
         self._memory_links = memory_links
+        memory_links.node_of[worker] = pool
         self.arenas: dict[str, SimulatedArena] = {}
+        self._far_s: dict[int, float] = {}  # of loads from other nodes under way, by the id of their command
 
     # --- when a copy that begins now will be complete
 
     def load_ends_s(self, command: LoadBlocks) -> float:
         """Return when all requests of a load will be complete."""
         num_blocks = sum(part.copy.num_blocks for part in command.loads)
-        return self._ends_s(command.source, self._worker, num_blocks)
+        is_far = self._memory_links.are_far(command.source.removesuffix(LENT), self._worker)
+        ends_s = self._ends_s(command.source, self._worker, num_blocks, is_far=is_far)
+        if is_far:
+            self._far_s[id(command)] = ends_s - self._memory_links.now
+        return ends_s
 
     def offload_ends_s(self, command: OffloadBlocks) -> float:
         """Return when an offload will be complete."""
@@ -103,13 +126,13 @@ class SimulatedCopier:
 
     def relay_ends_s(self, command: RelayBlocks) -> float:
         """Return when a relay between the pool and a buffer in this worker's memory will be complete."""
-        is_return = command.target == self._pool
-        source, target = (self._worker, self._pool) if is_return else (self._pool, self._worker)
+        is_return = command.target == self.pool
+        source, target = (self._worker, self.pool) if is_return else (self.pool, self._worker)
         return self._ends_s(source, target, len(command.target_block_ids))
 
-    def _ends_s(self, source: str, target: str, num_blocks: int) -> float:
-        is_host = self._is_through_host or self._pool in (source, target)
-        return self._memory_links.completion_s(source, target, num_blocks, is_host=is_host)
+    def _ends_s(self, source: str, target: str, num_blocks: int, *, is_far: bool = False) -> float:
+        is_host = self._is_through_host or self.pool in (source, target)
+        return self._memory_links.completion_s(source, target, num_blocks, is_host=is_host, is_far=is_far)
 
     # --- outcomes
 
@@ -117,7 +140,7 @@ class SimulatedCopier:
         """Return the outcome of a complete load."""
         arena = self.arenas.get(command.source)
         refused = [part.request_id for part in command.loads if arena is None or not arena.holds(part.copy)]
-        return BlocksLoaded(command.source, command.loads, frozenset(refused))
+        return BlocksLoaded(command.source, command.loads, frozenset(refused), self._far_s.pop(id(command), 0.0))
 
     def offloaded(self, command: OffloadBlocks) -> BlocksOffloaded:
         """Return the outcome of a complete offload."""

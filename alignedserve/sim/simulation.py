@@ -83,7 +83,7 @@ class Simulation:
         self._components: list[SimulatedComponent] = []
         self._workers: dict[str, SimulatedWorker] = {}
         self._memory_links = MemoryLinks(self._event_queue, config.links, config.layout.block_bytes)
-        num_decode = config.cluster.decode.count // config.num_pools
+        num_decode = config.cluster.decode.count // (1 if config.moves_between_nodes else config.num_pools)
         buffer_blocks = prefill_factory.buffer_blocks_of(config.cluster.prefill, config.layout, num_decode)
         cores = SharedCores(self._event_queue, config.slowdowns) if any(config.slowdowns) else None
         self._memory = SharedMemory(block_bytes=config.layout.block_bytes, buffer_blocks=buffer_blocks, cores=cores)
@@ -146,6 +146,8 @@ class Simulation:
                 [self._add_prefill_worker(number, node) for number in prefillers],
                 [self._add_decode_worker(number, node) for number in decoders],
             )
+        if self._config.moves_between_nodes:
+            self._link_nodes()
 
     def _make_router(self, name: str) -> SimulatedRouter:
         event_s = self._config.routers.event_s
@@ -288,6 +290,13 @@ class Simulation:
                 self._network.link(decoder, peer)
         for name in pools + prefillers + decoders:
             self._network.link(name, _router(node % self._config.routers.count, self._config.routers.count))
+
+    def _link_nodes(self) -> None:
+        """Link the workers of each node with those of all others; live ones link when they are about to need it."""
+        count, num_nodes = self._config.cluster.decode.count, self._config.num_pools
+        for one, other in combinations(range(count), 2):
+            if one % num_nodes != other % num_nodes:
+                self._network.link(self._config.decode_name(one), self._config.decode_name(other))
 
     # --- losses
 

@@ -201,6 +201,10 @@ class Handoffs:
         """Return the requests that are leaving."""
         return list(self._entries)
 
+    def peers(self) -> set[str]:
+        """Return the workers that they are on their way to."""
+        return {entry.target for entry in self._entries.values()}
+
     def can_ask(self, tracked: HeldRequest) -> bool:
         """Return whether it can leave, and neither does already nor follows an attempt that still does."""
         is_free = not tracked.is_leaving and tracked.request.request_id not in self._entries

@@ -148,7 +148,7 @@ class ColocatedLogic:
         return []
 
     def _hang_up_unused(self, now: float) -> list[HangUp]:
-        return self._pooled.hang_up_unused(now) if self._pooled is not None else []
+        return [one for part in (self._pooled, self._moves) if part is not None for one in part.hang_up_unused(now)]
 
     # --- peers and messages
 

@@ -24,7 +24,7 @@ from alignedserve.messages.caches import (
     ReservationRefused,
     ReserveBlocks,
 )
-from alignedserve.messages.events import Dial, PeerConnected, PeerDisconnected, Received, Send, StopDialling
+from alignedserve.messages.events import Dial, HangUp, PeerConnected, PeerDisconnected, Received, Send, StopDialling
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     BlocksLoaded,
@@ -36,7 +36,14 @@ from alignedserve.messages.iterations import (
     UnmapArena,
 )
 from alignedserve.messages.wire import Message
-from alignedserve.messages.workers import MoveRequest, PeersChanged, RequestMoved, WorkerRegistered
+from alignedserve.messages.workers import (
+    BlocksFetched,
+    MoveRequest,
+    PeerNeeded,
+    PeersChanged,
+    RequestMoved,
+    WorkerRegistered,
+)
 from alignedserve.scheduling.scheduler_state import Progress
 from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.batching.buffer_space import BufferSpace
@@ -64,10 +71,12 @@ class Arriving:
 class Arrivals:
     """The buffers that other workers lend this one, and the requests on their way out of them."""
 
-    def __init__(self, held: HeldRequests, router: RouterLink, max_held: int) -> None:
+    def __init__(self, held: HeldRequests, router: RouterLink, registered: WorkerRegistered) -> None:
         self._held = held
         self._router = router
-        self._max_held = max_held
+        self._max_held = registered.max_running_requests
+        self._node = registered.pool_name
+        self._far: set[str] = set()  # workers of other nodes that lend a buffer; membership only
         self._space = BufferSpace()
         self.num_taken = 0
         self._entries: dict[RequestId, Arriving] = {}
@@ -77,11 +86,14 @@ class Arrivals:
     def offered(self, peer: str, message: ArenaOffered) -> list[ArrivalCommand]:
         """Use the empty buffer that a worker lends."""
         self._space.opened(peer, message.num_blocks)
+        if message.pool_name not in ("", self._node):
+            self._far.add(peer)
         return [MapArena(lent_by(peer), message, stamps=True)]
 
     def disconnected(self, peer: str) -> list[ArrivalCommand]:
         """Give up what was to come from a worker that is gone."""
         self._space.lost(peer)
+        self._far.discard(peer)
         for request_id, entry in list(self._entries.items()):
             if entry.slot.peer == peer:
                 self._give_up(request_id, entry)
@@ -124,6 +136,9 @@ class Arrivals:
                 is_taken = False
                 self._held.free_held(entry.block_ids)
             commands.append(Send(entry.slot.peer, BlocksTaken(load.request_id, entry.attempt, is_taken)))
+            if is_taken and entry.slot.peer in self._far:
+                fetched = BlocksFetched(entry.slot.peer, len(load.block_ids), event.duration_s)
+                commands += self._router.send(fetched)
         return commands
 
     def cancel(self, request_id: RequestId, attempt: int | None) -> None:
@@ -135,6 +150,10 @@ class Arrivals:
     def request_ids(self) -> Sequence[RequestId]:
         """Return the requests that are coming."""
         return list(self._entries)
+
+    def peers(self) -> set[str]:
+        """Return the workers that they come from."""
+        return {entry.slot.peer for entry in self._entries.values()}
 
     # --- inside
 
@@ -206,7 +225,7 @@ class RequestMoves:
 
     def __init__(self, held: HeldRequests, router: RouterLink, registered: WorkerRegistered) -> None:
         self._departures = Departures(held, router, registered.block_size)
-        self._arrivals = Arrivals(held, router, registered.max_running_requests)
+        self._arrivals = Arrivals(held, router, registered)
         self._peers = BlockPeers(registered.pool_name)
 
     def on_event(self, event: MoveEvent, now: float) -> list[MoveCommand]:
@@ -234,6 +253,10 @@ class RequestMoves:
     def leave(self, now: float) -> list[MoveCommand]:
         """Take requests out that are to leave; to be called while no iteration is in flight."""
         return [*self._departures.leave(now)]
+
+    def hang_up_unused(self, now: float) -> list[HangUp]:
+        """Hang up on workers of other nodes that were not needed for long."""
+        return self._peers.hang_up_unused(now, lambda: self._arrivals.peers() | self._departures.peers())
 
     def abort(self, request_id: RequestId, attempt: int | None) -> None:
         """Abort a request that is leaving or coming; with an attempt, only that one and earlier ones."""
@@ -266,4 +289,6 @@ class RequestMoves:
                 return []
             case PeersChanged():
                 return [*self._peers.changed(message)]
+            case PeerNeeded(needed):
+                return [*self._peers.needed(needed, now)]
         raise AssertionError(f"a colocated worker does not take {type(message).__name__}")

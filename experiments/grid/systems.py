@@ -64,7 +64,7 @@ class System(NamedTuple):
         roles = f"{self.num_prefill} + {accelerators - self.num_prefill}" if is_split else self.topology.value
         return f"{self.policy}{budget} {roles}"
 
-    def config(self, accelerators: int) -> SimConfig:
+    def config(self, accelerators: int, machines: ClusterHardware = _MACHINES) -> SimConfig:
         """Configure it, with the sizes of a server and queues without a limit."""
         cluster = ClusterConfig(
             router=RouterConfig(max_queued_requests=MANY, max_queued_tokens=MANY),
@@ -81,7 +81,7 @@ class System(NamedTuple):
             ),
         )
         settings: Mapping[str, int] = {"token_budget": self.token_budget} if self.token_budget else {}
-        return simulated_policy(_MACHINES, with_policy(cluster, self.policy, settings, topology=self.topology))
+        return simulated_policy(machines, with_policy(cluster, self.policy, settings, topology=self.topology))
 
 
 DEFAULT = System(UNION, Topology.ELASTIC, knows_classes=True)

@@ -26,6 +26,9 @@ class RouterConfig(Section, frozen=True):
     max_retries: int = 3  # after that a request fails
     length_predictor: str = "hashed_ngrams"  # a name in router/prediction
     max_learnt_bytes: int = 192 * MIB  # of the finished requests that it learns from; the oldest make room
+    # Decodes move between elastic workers of several nodes too, where their own node has no time or room for them and
+    # the link is fast enough (router/far_moves.py).
+    moves_between_nodes: bool = False
 
     def __post_init__(self) -> None:
         self._require_positive("max_queued_requests", "max_queued_tokens", "max_prefill_tokens_per_worker")

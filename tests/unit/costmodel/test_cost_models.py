@@ -215,7 +215,7 @@ def assert_grows(source: str, spec: WorkerSpec) -> None:
 @each(
     ("source", "spec", "problem"),
     [
-        ("guess", None, "none of roofline, distserve, vllm, vidur, splitwise, fitted:FILE"),
+        ("guess", None, "none of roofline, distserve, vllm, vidur, splitwise, calibrated, contended, fitted:FILE"),
         ("roofline", WorkerSpec(model="opt-14b"), "model 'opt-14b' is none of opt-125m, "),
         ("roofline", WorkerSpec(hardware="a10"), "hardware 'a10' is none of v100-32g, "),
         ("roofline", WorkerSpec(tensor_parallel=3), "tensor_parallel must divide the 40 heads"),

@@ -1,5 +1,6 @@
 """Requests that move between elastic workers, step by step: a giver and a receiver of twenty blocks of four tokens."""
 
+import msgspec
 import pytest
 
 from alignedserve.core.ids import LeaseId, RequestId, WorkerName
@@ -14,7 +15,7 @@ from alignedserve.messages.caches import (
     ReservationRefused,
     ReserveBlocks,
 )
-from alignedserve.messages.events import PeerConnected, PeerDisconnected, Received, Send
+from alignedserve.messages.events import Dial, HangUp, PeerConnected, PeerDisconnected, Received, Send, Ticked
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
@@ -31,11 +32,14 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
+    BlocksFetched,
     MoveRequest,
+    PeerNeeded,
     RequestMoved,
     RequestPreempted,
     RequestStayed,
 )
+from decode_worker.block_peers import LINK_IDLE_S
 from decode_worker.colocated.logic import ColocatedCommand
 from decode_worker.colocated.moves import lent_by
 from tests.harnesses.colocated import EOS, FOUR, SEVEN, ColocatedHarness, run, runs, to_router
@@ -311,3 +315,29 @@ def test_who_outgrows_what_was_foreseen_waits_for_blocks_on_their_way(monkeypatc
         made.sampled(r2=9)
     assert made.follow(Step(r2=1)) == []
     assert [one.slices for one in runs(hear(made, CancelReservation(R1, 1)))] == [((RequestId("r2"), 1),)]
+
+
+def test_a_worker_of_another_node_is_dialled_when_it_is_needed_and_hung_up_on_later() -> None:
+    made = ColocatedHarness(can_move=True)
+    needed = PeerNeeded(WorkerName("decode-9"))
+    assert made.hear(needed) == [Dial("decode-9")]
+    assert made.hear(needed) == []
+    made.do(PeerConnected(Role.DECODE_WORKER, "decode-9"))
+    made.now += LINK_IDLE_S - 1.0
+    assert HangUp("decode-9") not in made.do(Ticked())
+    made.now += 1.0
+    assert HangUp("decode-9") in made.do(Ticked())
+
+
+@each("pool", ["", "pool-0", "pool-9"])
+def test_a_request_from_another_node_tells_how_long_its_blocks_took(pool: str) -> None:
+    made = ColocatedHarness(can_move=True)
+    made.do(PeerConnected(Role.DECODE_WORKER, OTHER))
+    hear(made, msgspec.structs.replace(BUFFER, pool_name=pool))
+    hear(made, ReserveBlocks(R1, 1, 2, may_wait=False))
+    hear(made, WRITTEN)
+    load = Load(R1, WRITTEN.copy, blocks(0))
+    commands = made.do(BlocksLoaded(lent_by(OTHER), (load,), frozenset(), 0.25))
+    assert to_router(RequestMoved(R1, 2, 1)) in commands
+    fetched = to_router(BlocksFetched(OTHER, 1, 0.25))
+    assert (fetched in commands) is (pool == "pool-9")

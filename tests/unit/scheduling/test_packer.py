@@ -31,6 +31,8 @@ def test_what_is_packed_is_taken_off_every_account() -> None:
         num_prompt_tokens=40,
         num_chunks=1,
         prompt_pairs=820,
+        prompt_keys=40,
+        prompt_squares=1600,
         num_decodes=1,
         decode_context_len=33,
         max_decode_context_len=33,
@@ -138,7 +140,9 @@ def test_nothing_comes_back_of_what_is_dropped() -> None:
     packer.evict(0, EvictionMode.DROP)
     assert packer.chunk(0) == 33
     assert packer.add(0, 33)
-    assert packer.work == IterationWork(num_prompt_tokens=33, num_chunks=1, prompt_pairs=561, num_sampled=1)
+    assert packer.work == IterationWork(
+        num_prompt_tokens=33, num_chunks=1, prompt_pairs=561, prompt_keys=33, prompt_squares=1089, num_sampled=1
+    )
     assert packer.num_free == 1000 - 3
     assert_sound(view, packer.plan())
 

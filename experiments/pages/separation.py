@@ -1,0 +1,90 @@
+"""Tables of docs/experiments/separation.md."""
+
+from collections.abc import Sequence
+from statistics import mean
+
+from experiments.common import Row
+from experiments.pages.record import bold, bullets, digits, figures, table
+from experiments.separation import BEHIND, NAME, PARTS
+
+
+def compared() -> str:
+    """Return every point of every part."""
+    head = [
+        "costs",
+        "point",
+        "requests/s",
+        "elastic",
+        "colocated",
+        "best split",
+        "ahead of it",
+        "of colocated",
+        "moved",
+    ]
+    return table(head, map(_cells, figures(NAME)["compared"]))
+
+
+def _cells(row: Row) -> list[str]:
+    split = f"{row['split']}: " + (f"{row['split_held']:.1f} %" if row["split_held"] is not None else "abandoned")
+    return [
+        row["part"],
+        row["point"],
+        digits(row["rate"], 3),
+        f"{row['elastic']:.1f} %",
+        f"{row['colocated']:.1f} %",
+        split,
+        _lead(row["ahead"], row["ahead_half"], row["num_abandoned"]),
+        _lead(row["of_colocated"], row["of_colocated_half"]),
+        f"{row['handoffs']:.0f}",
+    ]
+
+
+def _lead(lead: float | None, half: float | None, num_abandoned: int = 0) -> str:
+    if lead is None:
+        return f"over {100 * BEHIND:.0f} with {num_abandoned} of 5 seeds"
+    said = f"{lead:+.1f} ± {half or 0.0:.1f}"
+    return bold(said) if lead < 0.0 else said
+
+
+def verdict() -> str:
+    """Return, for each part, who is ahead at how many points."""
+    return bullets(_said(part, rows) for part in PARTS if (rows := _of(part)))
+
+
+def _of(part: str) -> Sequence[Row]:
+    return [row for row in figures(NAME)["compared"] if row["part"] == part]
+
+
+def _said(part: str, rows: Sequence[Row]) -> str:
+    behind = [row for row in rows if row["ahead"] is not None and row["ahead"] + (row["ahead_half"] or 0.0) < 0.0]
+    near = [row for row in rows if row["ahead"] is not None and row not in behind and row["ahead"] < 1.0]
+    lost = [row for row in rows if row["ahead"] is None]
+    leads = [row["of_colocated"] for row in rows]
+    return (
+        f"`{part}`, {len(rows)} points ({sum(row['contested'] for row in rows)} of them below 99 % with elastic "
+        f"workers): the best split is ahead of elastic workers at **{len(behind)}**, within a point at {len(near)}, "
+        f"over {100 * BEHIND:.0f} points behind with some seed at {len(lost)}; elastic workers are "
+        f"{mean(leads):+.1f} points ahead of colocated ones in the mean ({min(leads):+.1f} to {max(leads):+.1f})"
+    )
+
+
+def hosts() -> str:
+    """Return what moves between hosts gain."""
+    head = ["costs", "point", "one host", "hosts apart", "with moves", "gain", "of one host", "moved"]
+    cells = (
+        [
+            row["part"],
+            row["point"],
+            f"{row['alone'] + row['of_one_host']:.1f} %",
+            f"{row['alone']:.1f} %",
+            f"{row['moving']:.1f} %",
+            _lead(row["gain"], row["gain_half"]),
+            _lead(row["of_one_host"], row["of_one_host_half"]),
+            f"{row['handoffs']:.0f}",
+        ]
+        for row in figures(NAME)["hosts"]
+    )
+    return table(head, cells)
+
+
+TABLES = {"compared": compared, "verdict": verdict, "hosts": hosts}
