@@ -56,3 +56,13 @@ class ColocatedWorkerActor(ActorHost):
 
         arguments = (config, scheduling, engine_config, served, lending, prefix_cache, process_spec)
         super().__init__(process_spec, lambda: start_colocated_worker(*arguments))
+
+
+@ray.remote
+class StageActor(ActorHost):
+    """A stage of a worker of another host."""
+
+    def __init__(self, process_spec: ProcessSpec) -> None:
+        from alignedserve.runtime.engine.stages.stage_service import start_stage
+
+        super().__init__(process_spec, lambda: start_stage(process_spec))

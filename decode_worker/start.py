@@ -14,6 +14,7 @@ from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.device_turns import shared_device_of
 from alignedserve.runtime.engine.engine_sizes import engine_sizes, hidden_block_tokens, swapped_bytes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.engine.stages.far_stages import far_stages
 from alignedserve.runtime.executor import make_executor
 from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
@@ -132,7 +133,8 @@ async def start_colocated_worker(
     )
 
     device = shared_device_of(process_spec, engine_config)
-    executor = make_executor(served, sizes, process_spec.progress_path(), device)
+    stages = far_stages(process_spec, served)
+    executor = make_executor(served, sizes, process_spec.progress_path(), device, stages)
     if config.standby:
         share_weights(_weights_path(process_spec), process_spec.addresses.folder)
     make = partial(

@@ -24,7 +24,7 @@ from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.model.served_deployment import ServedDeployment
 from alignedserve.runtime.model.served_model import ServedModel
-from decode_worker.actor import ColocatedWorkerActor, DecodeWorkerActor
+from decode_worker.actor import ColocatedWorkerActor, DecodeWorkerActor, StageActor
 from decode_worker.lending import Lending
 from kvpool.actor import KvPoolActor
 from prefill_worker.actor import PrefillWorkerActor
@@ -179,6 +179,8 @@ class ActorFactory:
             yield _Process(KvPoolActor, Role.KV_POOL, share.pool_name, pool)
         for name, engine in engines_of(share, config.engine, node.capacity).items():
             yield self._worker(node, name, engine)
+        for name in share.stages:
+            yield _Process(StageActor, Role.DECODE_WORKER, name, ())
 
     def _worker(self, node: PreparedNode, name: str, engine: EngineConfig) -> _Process:
         config, share, served = node.config, node.share, self._served

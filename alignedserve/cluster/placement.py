@@ -15,6 +15,7 @@ from alignedserve.config.sections import ClusterConfig, EngineConfig, Section
 from alignedserve.config.unset_sizes import DefaultSize
 from alignedserve.core.errors import ConfigError
 from alignedserve.process.addresses import FIRST_DEPLOYMENT, ROUTER, deployed_name
+from alignedserve.process.stage_names import stage_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class NodeShare:
     deployment_id: str = FIRST_DEPLOYMENT  # of the model that its workers serve
     num_standby: int = 0  # of its decode workers, whichever has no work
     has_model: bool = True  # False: the deployment has ended, and only the gateways and what else is shared are left
+    stages: tuple[str, ...] = ()  # names of stages of workers of other nodes
+    num_far_stages: int = 0  # of each of its workers, on other nodes
 
     @property
     def router(self) -> str:
@@ -68,7 +71,7 @@ class NodeShare:
 
     def without_model(self) -> "NodeShare":
         """Return the share without its deployment, which has ended."""
-        return replace(self, prefill=(), decode=(), num_standby=0, has_model=False)
+        return replace(self, prefill=(), decode=(), num_standby=0, has_model=False, stages=(), num_far_stages=0)
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -113,6 +116,7 @@ class Placement:
         self.deployment_id = deployment_id
         self._is_separate = config.chosen_topology.is_separate
         self.counts = counts or PlacedCounts()
+        self.spans_hosts = False  # the stages of a worker are on as many nodes
 
     def place(self, nodes: Sequence[NodeCapacity], room: Mapping[str, int] | None = None) -> list[NodeShare]:
         """Share everything out over the first nodes of the cluster, the head first.
@@ -120,15 +124,50 @@ class Placement:
         `room`: the nodes that may have workers, with how many of other deployments they have; None: all, with none.
         """
         able = [index for index, node in enumerate(nodes) if room is None or node.name in room]
+        groups = self._groups(able)
+        able = [group[0] for group in groups]
         taken = [room.get(nodes[index].name, 0) if room is not None else 0 for index in able]
         prefill, decode = self._worker_counts([nodes[index] for index in able], taken)
         placed = dict(zip(able, zip(prefill, decode, strict=True), strict=True))
         wanted = self._config.gateway.count
         gateways = [1] * len(nodes) if isinstance(wanted, DefaultSize) else _in_turn(wanted, len(nodes))
-        return [
+        shares = [
             self._share(node, *placed.get(index, (0, 0)), num_gateways)
             for index, (node, num_gateways) in enumerate(zip(nodes, gateways, strict=True))
         ]
+        for first, *others in groups:
+            for stage, index in enumerate(others, 1):
+                shares[index] = replace(shares[index], stages=(stage_name(shares[first].decode[0], stage),))
+            shares[first] = replace(shares[first], num_far_stages=len(others))
+        return shares
+
+    def _groups(self, able: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the nodes of each worker, where its stages are on several; else each by itself. Raises ConfigError."""
+        size, count = self._config.engine.pipeline_parallel, _set_count(self._config.decode.count)
+        self.spans_hosts = size > 1 and len(able) > 1
+        if not self.spans_hosts:
+            return [(index,) for index in able]
+        problem = None
+        if len(able) < size:
+            problem = f"there are {len(able)} nodes for its stages; set it to {len(able)}, or start as many nodes"
+        elif self._is_separate:
+            problem = "separate workers hand over blocks, of which stages on hosts have parts; leave topology out"
+        elif count is not None and count != len(able) // size:
+            problem = f"{len(able)} nodes make {len(able) // size} workers of so many stages; leave decode.count out"
+        elif self._pool_setting() is not None:
+            problem = f"stages on several hosts have parts of blocks, and {self._pool_setting()} keeps whole ones"
+        elif self._config.decode.standby:
+            problem = "stages on several hosts have no standby; leave decode.standby out"
+        if problem is not None:
+            raise ConfigError(f"engine.pipeline_parallel is {size}, but {problem}")
+        return [tuple(able[first : first + size]) for first in range(0, len(able) - size + 1, size)]
+
+    def _pool_setting(self) -> str | None:
+        """Return what is set that needs the pool of a node; None: nothing."""
+        host_bytes = self._config.prefix_cache.host_bytes
+        if host_bytes and not isinstance(host_bytes, DefaultSize):
+            return "prefix_cache.host_bytes"
+        return "decode.pool_bytes" if self._config.decode.pool_bytes else None
 
     def join(self, node: NodeCapacity) -> NodeShare:
         """Give a node that joins later what follows from it; nothing of what is configured, which is placed.
@@ -136,6 +175,8 @@ class Placement:
         Raises ConfigError as `first_gpus` does.
         """
         prefill = decode = 0
+        if self.spans_hosts:  # a worker takes several nodes, which are there from the start
+            return self._share(node, 0, 0, int(isinstance(self._config.gateway.count, DefaultSize)))
         sections = (self._config.prefill, self._config.decode) if self._is_separate else (self._config.decode,)
         if all(isinstance(section.count, DefaultSize) for section in sections):
             prefill, decode = _default_counts(node, self._config.engine.tensor_parallel, is_separate=self._is_separate)

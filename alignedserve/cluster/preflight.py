@@ -48,6 +48,8 @@ def check_configuration(config: ClusterConfig, served: ServedModel) -> None:
     block_tokens = hidden_block_tokens(served, config.scheduling, config.engine.block_size)
     if served.encoder is None and served.decoder.state is not None:
         _check_states(config, served.decoder.state.title)
+    if served.pipeline_parallel > 1:
+        _check_stages(config)
     _check_policy(config, block_tokens)
     _check_yielding(config, served)
     if config.lora.is_enabled and block_tokens is not None:
@@ -74,7 +76,8 @@ def check_machine(config: ClusterConfig, served: ServedModel, ports: Iterable[in
 
     Raises NotEnoughMemory, AddressInUse or ConfigError.
     """
-    check_ranks(config.engine.device, config.engine.tensor_parallel)
+    num_stages = config.engine.pipeline_parallel if served.num_hosts == 1 else 1
+    check_ranks(config.engine.device, config.engine.tensor_parallel, num_stages)
     if config.gateway.tls_certificate is not None and config.gateway.tls_key is not None:
         ServerCertificate(config.gateway.tls_certificate, config.gateway.tls_key)
     _check_ports(config.gateway.host, ports)
@@ -87,6 +90,18 @@ def _check_encoder(config: ClusterConfig) -> None:
         raise ConfigError("an encoder's workers compute whole prompts; set topology to elastic or colocated")
     if config.lora.adapters or config.lora.allowed_folder is not None:
         raise ConfigError("lora has no effect on an encoder: adapters are for decoders; leave it out")
+
+
+def _check_stages(config: ClusterConfig) -> None:
+    """Check that no setting wants what stages cannot do."""
+    setting = f"engine.pipeline_parallel={config.engine.pipeline_parallel}"
+    if config.lora.is_enabled:
+        raise ConfigError(f"lora: stages load no adapters of their layers ({setting}); leave it out")
+    if Mechanism.HIDDEN_CACHE in wanted_mechanisms(config.scheduling):
+        raise ConfigError(
+            f"policy {config.scheduling.policy!r} keeps layer inputs in place of keys and values, which stages do not "
+            f"({setting}); choose another policy, or scheduling.policy_params.hybrid_cache=false"
+        )
 
 
 def _check_states(config: ClusterConfig, title: str) -> None:
@@ -133,6 +148,7 @@ def _check_yielding(config: ClusterConfig, served: ServedModel) -> None:
     obstacles = {
         "an encoder's passes are short, and stop nowhere": served.encoder is not None,
         "ranks go through the layers of a pass together": served.tensor_parallel > 1,
+        "stages go through the layers of several passes at once": served.pipeline_parallel > 1,
         "a GPU runs what is queued on it to its end": config.engine.device.startswith(CUDA),
     }
     scheduling = config.scheduling
@@ -210,6 +226,7 @@ def _check_memory(config: ClusterConfig, served: ServedModel) -> None:
     workers = 0
     if not config.engine.device.startswith(CUDA):  # on GPUs each worker checks its own memory
         workers = config.decode.count * (weights + config.decode.kv_cache_bytes) + config.decode.standby * weights
+        workers //= served.num_hosts
         workers += config.prefill.count * (weights + config.prefill.kv_cache_bytes) if is_separate else 0
     if pool:
         folder = arena_folder()

@@ -19,6 +19,7 @@ from alignedserve.costmodel.published.prompt_tables import prompt_table_model
 from alignedserve.costmodel.roofline import RooflineModel
 
 FITTED = "fitted:"  # followed by the path of a profile
+ROOFLINE = "roofline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class WorkerSpec:
     hardware: str = "a100-80g"
     tensor_parallel: int = 1
     kernel: AttentionKernel = AttentionKernel.LOAD_BALANCED
+    pipeline_parallel: int = 1  # stages, of so many accelerators each
 
     @property
     def shape(self) -> ModelShape:
@@ -60,6 +62,8 @@ def make_cost_model(source: str, worker: WorkerSpec | None = None) -> CostModel:
     if source not in COST_MODELS:
         raise ConfigError(f"cost model {source!r} is none of {', '.join(COST_MODELS)}, {FITTED}FILE.")
     worker = worker or WorkerSpec()
+    if worker.pipeline_parallel > 1 and source != ROOFLINE:
+        raise ConfigError(f"cost model {source!r} was measured without stages; {ROOFLINE!r} works them out.")
     if worker.kernel not in DIVISIONS:
         return COST_MODELS[source](worker)
     balanced = COST_MODELS[source](replace(worker, kernel=AttentionKernel.LOAD_BALANCED))
@@ -73,6 +77,7 @@ def _roofline(worker: WorkerSpec, calibration: Calibration = PLAIN) -> CostModel
         worker.shape,
         hardware(worker.hardware),
         tensor_parallel=worker.tensor_parallel,
+        pipeline_parallel=worker.pipeline_parallel,
         kernel=worker.kernel,
         calibration=calibration,
     )
@@ -103,7 +108,7 @@ def _splitwise(worker: WorkerSpec) -> CostModel:
 
 
 COST_MODELS: dict[str, Callable[[WorkerSpec], CostModel]] = {
-    "roofline": _roofline,
+    ROOFLINE: _roofline,
     "distserve": _distserve,
     "vllm": _vllm,
     "vidur": _vidur,

@@ -32,10 +32,14 @@ class Efficiency:
     layer_overhead_s: float = 40e-6  # of a layer's kernels, launched one by one
     all_reduce_s: float = 30e-6  # latency of one among 2 (10 us) to 8 accelerators (38 to 62 us; Vidur's tables)
     nvlink_bytes: float = 0.60  # an all-reduce of 64 MiB: 0.5 to 0.8 of the datasheet's rate
+    hop_s: float = 100e-6  # of hidden vectors from a machine to the next, by way of both hosts
 
 
 class RooflineModel:
-    """One worker: a model on `tensor_parallel` accelerators of one kind. See CostModel.
+    """One worker: a model on `tensor_parallel` accelerators of one kind, or on so many for each of its stages.
+
+    Stages compute as many groups of requests at once as there are stages: each reads its weights once for every group,
+    so that more of them read no faster, and compute and read caches as many times faster. See CostModel.
 
     Raises ConfigError when the accelerator has no such dtype or the heads cannot be divided.
     """
@@ -46,6 +50,7 @@ class RooflineModel:
         machine: Hardware,
         *,
         tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
         kernel: AttentionKernel = AttentionKernel.LOAD_BALANCED,
         efficiency: Efficiency = Efficiency(),
         calibration: Calibration = PLAIN,
@@ -57,7 +62,7 @@ class RooflineModel:
         self._calibration = calibration
         self._num_heads = shape.num_heads // tensor_parallel  # of one accelerator
         self._num_multiprocessors = machine.num_multiprocessors
-        flops_per_s = tensor_parallel * machine.peak_flops(shape.dtype)
+        flops_per_s = tensor_parallel * pipeline_parallel * machine.peak_flops(shape.dtype)
         bytes_per_s = tensor_parallel * machine.memory_bytes_per_s
         elementwise = 1.0 + efficiency.elementwise_share
         self._flop_s = elementwise / (flops_per_s * efficiency.linear_flops)
@@ -69,15 +74,19 @@ class RooflineModel:
         self._hidden_gain = shape.hidden_ratio - 1.0
         chunk_flops = calibration.chunk_flops or efficiency.prefill_attention_flops
         self._pair_s = shape.pair_flops / (flops_per_s * chunk_flops)
-        self._context_token_s = shape.kv_token_bytes / (bytes_per_s * efficiency.decode_attention_bytes)
+        cache_bytes_per_s = pipeline_parallel * bytes_per_s * efficiency.decode_attention_bytes
+        self._context_token_s = shape.kv_token_bytes / cache_bytes_per_s
         self._overhead_s = shape.num_layers * efficiency.layer_overhead_s
+        self._overhead_s += efficiency.hop_s * (pipeline_parallel if pipeline_parallel > 1 else 0)
         self._all_reduces_s = self._reduced_token_s = 0.0
         if tensor_parallel > 1:
             self._all_reduces_s = 2 * shape.num_layers * efficiency.all_reduce_s
             reduced_bytes = 2 * shape.num_layers * shape.hidden_size * shape.dtype_bytes
             travelling = 2 * (tensor_parallel - 1) / tensor_parallel  # of each byte, over every accelerator's links
             self._reduced_token_s = reduced_bytes * travelling / (efficiency.nvlink_bytes * machine.nvlink_bytes_per_s)
-        self._swap_token_s = shape.kv_token_bytes / tensor_parallel / pcie_link(machine).bytes_per_s
+        self._swap_token_s = (
+            shape.kv_token_bytes / (tensor_parallel * pipeline_parallel) / pcie_link(machine).bytes_per_s
+        )
 
     def iteration_s(self, work: IterationWork) -> float:
         """See CostModel."""

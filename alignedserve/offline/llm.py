@@ -22,7 +22,7 @@ from alignedserve.config.sections import (
     SchedulingConfig,
 )
 from alignedserve.core.block_allocator import blocks_for
-from alignedserve.core.errors import ContextTooLong, InvalidRequest, ModelError
+from alignedserve.core.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import LoraAdapter, Request, SamplingParams
 from alignedserve.messages.events import PeerConnected, Received, Send, SendTo
@@ -76,15 +76,21 @@ class LLM:
         reasoning_format: str | None = None,
         enable_lora: bool = False,
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
     ) -> None:
         """Load the model onto `device`; this and `kv_cache_dtype` are given like those of engine.
 
         `prefix_cache`: prompts that begin like earlier ones are computed from where they differ. The next three are
         like those of model: a file with a template, the name of a format (docs/tools.md). `enable_lora`: prompts may
         have adapters, for which memory is kept. `tensor_parallel_size`: so many processes compute the model together
-        (docs/tensor-parallelism.md).
+        (docs/tensor-parallelism.md); `pipeline_parallel_size`: one after another (docs/pipeline-parallelism.md).
         """
-        engine = EngineConfig(device=device, kv_cache_dtype=kv_cache_dtype, tensor_parallel=tensor_parallel_size)
+        engine = EngineConfig(
+            device=device,
+            kv_cache_dtype=kv_cache_dtype,
+            tensor_parallel=tensor_parallel_size,
+            pipeline_parallel=pipeline_parallel_size,
+        )
         choice = choose_device(engine.device)
         choice.log()
         (worker_device,) = worker_devices(choice.device, 1)
@@ -105,8 +111,11 @@ class LLM:
             has_bfloat16=has_native_bfloat16(),
             has_float8=has_float8_products(worker_device),
             tensor_parallel=tensor_parallel_size,
+            pipeline_parallel=pipeline_parallel_size,
         )
-        check_ranks(worker_device, tensor_parallel_size)
+        check_ranks(worker_device, tensor_parallel_size, pipeline_parallel_size)
+        if enable_lora and pipeline_parallel_size > 1:
+            raise ConfigError("enable_lora: stages load no adapters of their layers; leave it out")
         if served.stored is not None and served.stored.warning is not None:
             logger.warning("Weights: %s.", served.stored.warning)
         self._served = served = replace(served, lora=ANY_FOLDER if enable_lora else served.lora)

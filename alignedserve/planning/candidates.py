@@ -6,7 +6,7 @@ holds the objectives is found by bisection.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from alignedserve.config.sections import Topology
 from alignedserve.core.errors import ConfigError
@@ -14,7 +14,8 @@ from alignedserve.planning.hardware_list import Offer
 from alignedserve.scheduling.policies import policy_config, policy_entry
 from alignedserve.scheduling.policy import Mechanism
 
-MAX_DEGREE = 8  # accelerators of one worker: those of one machine
+MAX_DEGREE = 8  # accelerators of one worker, or of each of its stages: those of one machine
+MAX_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,17 @@ class Candidate:
     num_prefill: int  # 0: workers do both phases
     num_decode: int
     policy: PolicyChoice
+    pipeline_parallel: int = 1  # machines of a worker, with layers of their own
+
+    @property
+    def worker_size(self) -> int:
+        """Return the accelerators of one worker."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def num_accelerators(self) -> int:
         """Return the accelerators of all workers."""
-        return (self.num_prefill + self.num_decode) * self.tensor_parallel
+        return (self.num_prefill + self.num_decode) * self.worker_size
 
     @property
     def cost(self) -> float:
@@ -60,13 +67,14 @@ class Candidate:
 
     @property
     def can_be_served(self) -> bool:
-        """Return whether `serve` can start it."""
-        return self.policy.can_be_served
+        """Return whether `serve` can start it: its stages are processes of CPUs."""
+        return self.policy.can_be_served and self.pipeline_parallel == 1
 
     @property
     def shape(self) -> str:
         """Return the workers in words."""
-        degree = f" of {self.tensor_parallel} each" if self.tensor_parallel > 1 else ""
+        degree = f" of {self.worker_size} each" if self.worker_size > 1 else ""
+        degree += f" in {self.pipeline_parallel} stages" if self.pipeline_parallel > 1 else ""
         if self.topology.is_separate:
             return f"{self.num_prefill} prefill + {self.num_decode} decode{degree}"
         return f"{self.num_decode} {self.topology.value}{degree}"
@@ -125,27 +133,42 @@ def families_of(choices: Choices) -> list[Family]:
     return families
 
 
-def _degrees(offer: Offer, asked: Sequence[int] | None) -> list[int]:
+class _Degree(NamedTuple):
+    tensor: int
+    stages: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.tensor * self.stages
+
+
+def _degrees(offer: Offer, asked: Sequence[int] | None) -> list[_Degree]:
+    """Return how workers may be divided: over several machines where those of one do not hold the model."""
     if offer.is_profiled:
-        return [1] if asked is None or 1 in asked else []
-    most = min(offer.count, MAX_DEGREE)
-    degrees = [1 << power for power in range(MAX_DEGREE.bit_length())] if asked is None else sorted(set(asked))
-    return [degree for degree in degrees if degree <= most]
+        return [_Degree(1)] if asked is None or 1 in asked else []
+    if asked is not None:
+        return [_Degree(degree) for degree in sorted(set(asked)) if degree <= min(offer.count, MAX_DEGREE)]
+    degrees = [_Degree(1 << power) for power in range(MAX_DEGREE.bit_length())]
+    degrees += [_Degree(MAX_DEGREE, 1 << power) for power in range(1, MAX_STAGES.bit_length())]
+    return [degree for degree in degrees if degree.size <= offer.count]
 
 
 def _rows(
-    offer: Offer, degree: int, topology: Topology, policy: PolicyChoice, *, has_elastic: bool
+    offer: Offer, degree: _Degree, topology: Topology, policy: PolicyChoice, *, has_elastic: bool
 ) -> Iterator[tuple[Candidate, ...]]:
     """Yield the rows of one topology: of separate workers one for each number of prefill workers."""
-    most = offer.count // degree
+    most, tensor = offer.count // degree.size, degree.tensor
     if topology.is_separate:
+        if degree.stages > 1:  # which hand no blocks over
+            return
         for num_prefill in range(1, most):
             counts = range(1, most - num_prefill + 1)
-            yield tuple(Candidate(offer, degree, topology, num_prefill, count, policy) for count in counts)
+            yield tuple(Candidate(offer, tensor, topology, num_prefill, count, policy) for count in counts)
         return
     # A single elastic worker is a colocated one.
     least = 2 if topology is Topology.COLOCATED and has_elastic else 1
-    yield tuple(Candidate(offer, degree, topology, 0, count, policy) for count in range(least, most + 1))
+    counts = range(least, most + 1)
+    yield tuple(Candidate(offer, tensor, topology, 0, count, policy, degree.stages) for count in counts)
 
 
 def _affordable(row: tuple[Candidate, ...], max_cost: float | None) -> tuple[Candidate, ...]:
@@ -154,5 +177,5 @@ def _affordable(row: tuple[Candidate, ...], max_cost: float | None) -> tuple[Can
 
 def _name(first: Candidate) -> str:
     prefill = f"{first.num_prefill} prefill, " if first.topology.is_separate else ""
-    degree = f", {first.tensor_parallel} each" if first.tensor_parallel > 1 else ""
+    degree = f", {first.worker_size} each" if first.worker_size > 1 else ""
     return f"{first.offer.label}{degree}: {prefill}{first.topology.value}, {first.policy.label}"

@@ -337,5 +337,5 @@ def _least_parallel(families: Sequence[Family]) -> list[Family]:
     degrees: dict[str, int] = {}
     for family in families:
         first = family.members[0]
-        degrees[first.offer.name] = min(degrees.get(first.offer.name, first.tensor_parallel), first.tensor_parallel)
-    return [one for one in families if one.members[0].tensor_parallel == degrees[one.members[0].offer.name]]
+        degrees[first.offer.name] = min(degrees.get(first.offer.name, first.worker_size), first.worker_size)
+    return [one for one in families if one.members[0].worker_size == degrees[one.members[0].offer.name]]

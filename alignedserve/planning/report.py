@@ -185,7 +185,7 @@ def _groups(plan: Plan) -> list[str]:
 
 
 def _group(candidate: Candidate) -> str:
-    degree = f", {candidate.tensor_parallel} accelerators a worker" if candidate.tensor_parallel > 1 else ""
+    degree = f", {candidate.worker_size} accelerators a worker" if candidate.worker_size > 1 else ""
     return f"{candidate.topology.value}, {candidate.policy.label}{degree}"
 
 
@@ -320,6 +320,7 @@ def _values(plan: Plan, one: Tried) -> dict[str, Any]:
         "hardware": candidate.offer.name,
         "num_accelerators": candidate.num_accelerators,
         "tensor_parallel": candidate.tensor_parallel,
+        "pipeline_parallel": candidate.pipeline_parallel,
         "topology": candidate.topology.value,
         "num_prefill": candidate.num_prefill,
         "num_decode": candidate.num_decode,

@@ -56,7 +56,13 @@ class Machines:
             config = replace(simulated_policy(profile, cluster), slowdowns=self.slowdowns)
         else:
             assert self.model is not None, "named accelerators have no model of their own"
-            worker = WorkerSpec(self.model, candidate.offer.name, candidate.tensor_parallel, self.kernel)
+            worker = WorkerSpec(
+                self.model,
+                candidate.offer.name,
+                candidate.tensor_parallel,
+                self.kernel,
+                candidate.pipeline_parallel,
+            )
             config = simulated_policy(ClusterHardware(worker, source=self.costs), cluster)
             if self.runs_what_fits:
                 config = _running_what_fits(config, worker)

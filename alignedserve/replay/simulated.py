@@ -203,7 +203,7 @@ def simulation_of(machine: SimulatedMachine, seed: int) -> SimConfig:
         num_pools=machine.num_nodes,
         measured=machine.measured,
         unmeasured_costs=machine.unmeasured,
-        can_stop=machine.cluster.engine.device == "cpu" and machine.cluster.engine.tensor_parallel == 1,
+        can_stop=machine.cluster.engine.device == "cpu" and machine.cluster.engine.num_processes == 1,
         seed=seed,
     )
 

@@ -14,6 +14,7 @@ from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.encoder.executor import EncoderExecutor
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.engine.model_loading import ConnectStages
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.model.served_model import ServedModel
@@ -58,7 +59,9 @@ def make_executor(
     sizes: EngineSizes,
     progress_path: Path | None = None,
     shared_device: SharedDevice | None = None,
+    connect_stages: ConnectStages | None = None,
 ) -> Executor:
     """Load the model and return what runs it; takes as long as that. Arguments and errors as of ModelExecutor."""
-    kind = EncoderExecutor if served.encoder is not None else ModelExecutor
-    return kind(served, sizes, progress_path, shared_device)
+    if served.encoder is not None:
+        return EncoderExecutor(served, sizes, progress_path, shared_device)
+    return ModelExecutor(served, sizes, progress_path, shared_device, connect_stages)

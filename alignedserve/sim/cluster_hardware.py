@@ -83,7 +83,7 @@ def _layout(shape: ModelShape, cluster: ClusterConfig) -> BlockLayout:
 
 
 def _cache_bytes(worker: WorkerSpec, layout: BlockLayout) -> int:
-    machine, degree = hardware(worker.hardware), worker.tensor_parallel
+    machine, degree = hardware(worker.hardware), worker.tensor_parallel * worker.pipeline_parallel
     num_blocks = num_cache_blocks(worker.shape, machine, tensor_parallel=degree, block_size=layout.block_size)
     return num_blocks * layout.block_bytes
 

@@ -162,7 +162,7 @@ def record_of(
     """Return what the record of the cluster says of this node. `problems`: of processes that do not serve."""
     node, share, config = member.ray_node, member.prepared.share, member.prepared.config
     devices: dict[str, str] = {}
-    routers, pools = [], []
+    routers, pools, stages = [], [], []
     for part in member.models.values():
         engines = engines_of(part.share, part.config.engine, part.capacity)
         devices |= {
@@ -170,6 +170,7 @@ def record_of(
             for name, engine in engines.items()
         }
         routers.append(part.share.router)
+        stages += part.share.stages
         if part.share.num_workers and part.config.node_pool is not None:
             pools.append(part.share.pool_name)
     of_head = [DRIVER, *routers, *([BATCHES] if config.batches.enabled else [])]
@@ -184,7 +185,7 @@ def record_of(
         agent=agent_name(member.prepared.folder.name),
         actors=tuple(
             ActorRecord(name, devices.get(name, ""), problems.get(name, ""))
-            for name in (*others, *(name for name, _ in share.gateways), *devices)
+            for name in (*others, *(name for name, _ in share.gateways), *devices, *stages)
         ),
         urls=tuple(f"{config.gateway.scheme}://{reachable}:{port}" for _, port in share.gateways),
         drain=DRAINING if is_draining else "",

@@ -87,6 +87,8 @@ def sized_plan(plan: ClusterPlan, shares: Sequence[NodeShare], nodes: Sequence[N
 
     Raises NotEnoughMemory, naming the node where there are several.
     """
+    if plan.placement.spans_hosts:
+        plan = replace(plan, served=replace(plan.served, num_hosts=plan.config.engine.pipeline_parallel))
     choose = choose_named if len(nodes) > 1 else choose_share
     while True:
         choices = {
@@ -133,7 +135,10 @@ def node_config(config: ClusterConfig, share: NodeShare, address: str) -> Cluste
 
 def choose_share(plan: ClusterPlan, share: NodeShare, machine: Machine) -> SizeChoice:
     """Choose the sizes of a node with workers. Raises NotEnoughMemory."""
-    beside = plan.recomputing_bytes
+    beside, num_hosts = plan.recomputing_bytes, plan.served.num_hosts
+    if num_hosts > 1:  # as many nodes as this one hold a worker together
+        available, shared = machine.available_bytes * num_hosts, machine.shared_bytes * num_hosts
+        machine = replace(machine, available_bytes=available, shared_bytes=shared)
     return choose_sizes(share.config_of(plan.config), plan.served, machine, recomputing_bytes=beside)
 
 
@@ -157,4 +162,5 @@ def resolve_for(machines: Sequence[Machine], config: ClusterConfig) -> ServedMod
         has_bfloat16=all(machine.has_bfloat16 for machine in machines),
         has_float8=all(machine.has_float8 for machine in machines),
         tensor_parallel=config.engine.tensor_parallel,
+        pipeline_parallel=config.engine.pipeline_parallel,
     )

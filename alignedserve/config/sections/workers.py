@@ -64,6 +64,8 @@ class EngineConfig(Section, frozen=True):
     tensor_parallel: int = (
         1  # ranks of each worker, which compute the model together, each on cores or a GPU of its own
     )
+    # Stages of each worker, which compute layers of their own one after another; on several hosts each on one of them.
+    pipeline_parallel: int = 1
     attention_backend: str = (
         "auto"  # native kernels (avx512bf16, avx2, plain), triton on a GPU, or torch; auto: the best here
     )
@@ -86,6 +88,7 @@ class EngineConfig(Section, frozen=True):
             self.threads_per_worker is None or self.threads_per_worker > 0, "threads_per_worker", "must be above 0"
         )
         self._require(1 <= self.tensor_parallel <= 64, "tensor_parallel", "must be between 1 and 64")
+        self._require(1 <= self.pipeline_parallel <= 64, "pipeline_parallel", "must be between 1 and 64")
         levels = ("auto", "avx512bf16", "avx2", "plain", "triton", "torch")
         self._require(self.attention_backend in levels, "attention_backend", f"must be one of {', '.join(levels)}")
         self._require(0.0 <= self.calibration_s <= 600.0, "calibration_s", "must be between 0 and 600")
@@ -102,3 +105,8 @@ class EngineConfig(Section, frozen=True):
         )
         is_device = re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is not None
         self._require(is_device, "device", "must be auto, cpu, cuda or cuda:N")
+
+    @property
+    def num_processes(self) -> int:
+        """Return how many processes compute a worker's steps: its ranks, or its stages."""
+        return self.tensor_parallel * self.pipeline_parallel

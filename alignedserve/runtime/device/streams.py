@@ -98,7 +98,8 @@ class HostStream:
         return self._EVENT
 
     def wait(self, event: Event) -> None:
-        """See Stream."""
+        """See Stream. The event may be of another process."""
+        event.synchronize()
 
     def copy_out(self, rows: Tensor, pinned: Tensor) -> None:
         """See Stream. Need not be page-locked."""

@@ -94,11 +94,17 @@ class Decoder:
         The result is what `logits` takes: the final norm is not yet applied, since few rows need it. With `batch.last`
         it has the hidden vectors of these rows alone, in their order.
         """
+        return self.through_layers(self._embed(batch), batch, storage)
+
+    def through_layers(self, hidden: Tensor, batch: ForwardBatch, storage: BlockStorage) -> Tensor:
+        """Do as `forward` does with the inputs of the first layer [tokens, hidden_size], which may change.
+
+        In inference mode.
+        """
         if len(batch.fresh_blocks):
             storage.zero_blocks(batch.fresh_blocks)
         for block_id, first_slot in batch.unclean_tails:
             storage.zero_tail(block_id, first_slot)
-        hidden = self._embed(batch)
         rotations = self._rotations(batch.rotated_at)
         if self._native_pass is not None and self._native_pass.suits(batch):
             self._note(self._native_pass.run(hidden, batch, storage, rotations), has_head=False)

@@ -89,8 +89,8 @@ def jumps_ahead(wanted: bool | None, device: str) -> bool:
 
 def can_stop(device: str, served: ServedModel) -> bool:
     """Return whether the engine can stop a pass between two layers: not on a GPU, which runs what is queued to its end,
-    nor where ranks go through the layers together; an encoder's passes are short."""
-    return device_type(device) == CPU and served.tensor_parallel == 1 and served.encoder is None
+    nor where ranks or stages go through the layers together; an encoder's passes are short."""
+    return device_type(device) == CPU and served.num_processes == 1 and served.encoder is None
 
 
 def engine_mechanisms(

@@ -31,7 +31,6 @@ from alignedserve.process.worker_threads import WorkerThreads, run_quietly
 from alignedserve.runtime.attention.registry import try_libraries
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.device_work import use_device, working
-from alignedserve.runtime.device.devices import CPU, device_type, rank_devices
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.device.streams import streams_of
@@ -42,18 +41,23 @@ from alignedserve.runtime.engine.engine import Engine, NewSequence, StepTimes
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, storage_blocks, threads_per_rank
 from alignedserve.runtime.engine.kept_calibration import KeptCalibration
 from alignedserve.runtime.engine.model_loading import (
+    ConnectStages,
     check_memory,
     load_decoder,
     load_ranks,
+    load_stages,
     load_tower,
     load_vocabulary,
 )
 from alignedserve.runtime.engine.ranks.rank_group import RankGroup
-from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec, RankEngineSpec
 from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
+from alignedserve.runtime.engine.stages.block_lender import num_stage_loans
+from alignedserve.runtime.engine.stages.stage_group import StageGroup
+from alignedserve.runtime.engine.stages.staged_engine import StagedEngine
 from alignedserve.runtime.engine.steps.block_loans import num_lent_blocks
 from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
+from alignedserve.runtime.engine.worker_specs import described, rank_spec_of, stage_spec_of
 from alignedserve.runtime.grammar.compiler import GrammarCompiler
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_copier import BlockCopier
@@ -74,8 +78,6 @@ from kernels.lora import AdapterMatrices
 logger = logging.getLogger(__name__)
 
 _COMPUTE = "compute"
-# For which a rank waits for others within a step before it takes them for hung.
-_RANK_TIMEOUT_S = 60.0
 
 
 class ModelExecutor:
@@ -90,10 +92,12 @@ class ModelExecutor:
         sizes: EngineSizes,
         progress_path: Path | None = None,
         shared_device: SharedDevice | None = None,
+        connect_stages: ConnectStages | None = None,
     ) -> None:
-        """`progress_path`: the file for how far the loading has come. `shared_device`: None: no other model's."""
+        """`progress_path`: the file for how far the loading has come. `shared_device`: None: no other model's.
+        `connect_stages`: to those on other hosts; None: all are on this one."""
         self._turns = DeviceTurns(shared_device)
-        torch.set_num_threads(threads_per_rank(sizes, served.tensor_parallel))
+        torch.set_num_threads(threads_per_rank(sizes, served.processes_per_host))
         device = torch.device(sizes.device)
         check_memory(served, sizes.kv_cache_bytes, device, lent_bytes=sizes.lent_bytes)
         use_device(device)
@@ -104,8 +108,11 @@ class ModelExecutor:
                 f"kv_cache_bytes is {sizes.kv_cache_bytes}, less than one block of {layout.block_bytes}"
             )
         max_running = sizes.max_running or sizes.max_sequences
-        launches_ahead = sizes.may_launch_ahead and served.tensor_parallel == 1
+        launches_ahead = sizes.may_launch_ahead and served.num_processes == 1
         num_lent = num_lent_blocks(num_blocks, max_running, sizes.block_size) if launches_ahead else 0
+        has_stages = served.pipeline_parallel > 1
+        if has_stages:
+            num_lent = num_stage_loans(num_blocks, max_running)
         self.num_blocks = num_blocks - num_lent
         self.layout = layout
         self.eos_token_ids = frozenset(served.config.eos_token_ids)
@@ -115,15 +122,19 @@ class ModelExecutor:
             vocab_size=served.config.vocab_size,
             eos_token_ids=served.config.eos_token_ids,
             num_threads=sizes.num_threads or num_cores(),
-            jumps_ahead=sizes.jumps_ahead,
+            jumps_ahead=sizes.jumps_ahead and not has_stages,
         )
         shard = TensorShard(0, served.tensor_parallel) if served.tensor_parallel > 1 else None
         self._adapters = SequenceAdapters(served.lora, served.decoder, torch_dtype(served.dtype), device, shard)
-        self._ranks: RankGroup | None = None
+        self._ranks: RankGroup | StageGroup | None = None
         if served.tensor_parallel > 1:
-            rank = load_ranks(served, _rank_spec(served, sizes, num_blocks), layout, progress_path)
+            rank = load_ranks(served, rank_spec_of(served, sizes, num_blocks), layout, progress_path)
             decoder, storage, self._ranks = rank.decoder, rank.storage, rank.group
             self._storage = rank.whole_storage or storage
+        elif has_stages:
+            first = load_stages(served, stage_spec_of(served, sizes, num_blocks), progress_path, connect_stages)
+            decoder, storage, self._ranks = first.decoder, first.storage, first.group
+            self._storage = first.all_blocks
         else:
             load = partial(load_decoder, served, device, progress_path)
             decoder = run_quietly(load) if sizes.loads_quietly else load()
@@ -131,22 +142,33 @@ class ModelExecutor:
             self._storage = storage = BlockStorage(layout, num_blocks, device)
         self._moves_all = self._storage.layout == layout
         streams = streams_of(device)
-        self._engine = Engine(
+        make_engine: Callable[..., Engine] = partial(
+            Engine,
+            hidden_block_tokens=sizes.hidden_block_tokens,
+            ranks=self._ranks,
+            launches_ahead=launches_ahead,
+        )
+        if isinstance(self._ranks, StageGroup):
+            make_engine = partial(
+                StagedEngine,
+                stages=self._ranks,
+                num_stages=served.pipeline_parallel,
+                all_blocks=self._storage,
+                goes_ahead=sizes.is_decoding,
+            )
+        self._engine = make_engine(
             model=decoder,
             storage=storage,
             max_sequences=sizes.max_sequences,
             max_context_len=served.max_context_len,
             attention=sizes.attention_backend,
             streams=streams,
-            hidden_block_tokens=sizes.hidden_block_tokens,
             masks=self._masks,
-            ranks=self._ranks,
-            launches_ahead=launches_ahead,
             lent_blocks=[BlockId(self.num_blocks + index) for index in range(num_lent)],
             max_running=max_running,
         )
         self.has_shared_blocks = sizes.wants_shared_blocks and self._engine.can_share_blocks
-        swap_bytes = sizes.swap_space_bytes // served.tensor_parallel  # of this rank's parts
+        swap_bytes = sizes.swap_space_bytes // served.num_processes  # of this rank's parts
         self._swap_space: HostCaches
         if sizes.wants_shared_blocks and not self.has_shared_blocks:
             reason = "a block has one state" if layout.state_bytes else "attention in torch reads slots not in use"
@@ -164,7 +186,7 @@ class ModelExecutor:
         if sizes.yields_between_layers:
             decoder.stop_for(self._urgent.between_layers)
         self._sizes, self._max_context_len = sizes, served.max_context_len
-        self._described = _described(served, sizes)
+        self._described = described(served, sizes)
 
     @property
     def lanes(self) -> CopyLanes | None:
@@ -341,43 +363,3 @@ def _times_of(step: StepTimes, started: float, changed: float, yielded_s: float)
         is_ahead=step.is_ahead,
         yielded_s=yielded_s,
     )
-
-
-def _rank_spec(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> RankEngineSpec:
-    """Return the engine of each rank, whose blocks are that part of the worker's blocks that its heads are in."""
-    size = served.tensor_parallel
-    model = ModelSpec(
-        served.decoder.for_context(served.max_context_len),
-        None if served.has_random_weights else served.folder,
-        served.dtype,
-        served.quantization,
-    )
-    return RankEngineSpec(
-        model=model,
-        size=size,
-        devices=rank_devices(sizes.device, size),
-        block_size=sizes.block_size,
-        num_blocks=num_blocks,
-        max_sequences=sizes.max_sequences,
-        max_context_len=served.max_context_len,
-        attention=sizes.attention_backend,
-        cache_dtype=served.cache_dtype or served.dtype,
-        num_threads=threads_per_rank(sizes, size),
-        timeout_s=_RANK_TIMEOUT_S,
-        has_int8_swaps=sizes.has_int8_swaps,
-        swap_space_bytes=sizes.swap_space_bytes // size,
-        wants_shared_blocks=sizes.wants_shared_blocks,
-        lora=served.lora,
-    )
-
-
-def _described(served: ServedModel, sizes: EngineSizes) -> tuple[str, ...]:
-    """Return what the length of an iteration depends on, beside the machine and its processor."""
-    stored = "" if served.stored is None else served.stored.description
-    model = (repr(served.config), served.dtype, f"{served.quantization} {stored}", str(served.cache_dtype))
-    threads = threads_per_rank(sizes, served.tensor_parallel)
-    engine = f"{sizes.attention_backend} {sizes.block_size} {sizes.hidden_block_tokens} {sizes.has_int8_swaps}"
-    has_gpu = device_type(sizes.device) != CPU
-    gpu = torch.cuda.get_device_properties(sizes.device).name if has_gpu else ""
-    ranks = f"{served.tensor_parallel} ranks of {threads} threads"
-    return (*model, engine, ranks, gpu, f"lora {served.lora.is_enabled}")

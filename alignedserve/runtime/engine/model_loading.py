@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +17,17 @@ from alignedserve.runtime.device.device_work import free_bytes, used_by_others
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.decoder import Decoder
-from alignedserve.runtime.engine.ranks.rank_group import RankGroup
+from alignedserve.runtime.engine.ranks.rank_group import RankGroup, make_block_memory
 from alignedserve.runtime.engine.ranks.rank_spec import RankEngineSpec, load_shard, make_storage, whole_storage
+from alignedserve.runtime.engine.stages.local_stages import start_stages
+from alignedserve.runtime.engine.stages.stage_group import StageGroup, StageLink
+from alignedserve.runtime.engine.stages.stage_spec import (
+    StageSpec,
+    close_blocks,
+    load_stage,
+    make_stage_storage,
+    make_whole_storage,
+)
 from alignedserve.runtime.grammar.memory import grammar_bytes
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -92,6 +101,42 @@ def load_ranks(served: ServedModel, spec: RankEngineSpec, layout: BlockLayout, p
     return LoadedRank(decoder, storage, whole, group)
 
 
+class LoadedStage(NamedTuple):
+    """The first stage of a model whose others are loaded as well."""
+
+    decoder: Decoder
+    storage: BlockStorage  # of its own part of the blocks
+    all_blocks: BlockStorage  # of all parts
+    group: StageGroup
+
+
+ConnectStages = Callable[[StageSpec], Sequence[StageLink]]
+
+
+def load_stages(
+    served: ServedModel, spec: StageSpec, progress: Path | None, connect: ConnectStages | None
+) -> LoadedStage:
+    """Start the other stages of a model on this host, or `connect` to those of others, and load the first beside them.
+
+    Raises ModelError, NotEnoughMemory, PeerLost, ExchangeBroken when a stage has ended.
+    """
+    blocks = make_block_memory(spec.memory_bytes) if connect is None else None
+    try:
+        group = StageGroup(spec, start_stages(spec, blocks) if connect is None else connect(spec))
+        try:
+            storage = make_stage_storage(spec, 0, blocks)
+            whole = storage if blocks is None else make_whole_storage(spec, blocks)
+            with _noted(served, progress) as noted:
+                decoder = load_stage(spec, 0, noted)
+                group.wait()
+        except BaseException:
+            group.close()
+            raise
+    finally:
+        close_blocks(blocks)
+    return LoadedStage(decoder, storage, whole, group)
+
+
 @contextmanager
 def _noted(served: ServedModel, progress_path: Path | None) -> Iterator[LoadingProgress]:
     """Give the progress of a model that is loaded within."""
@@ -107,7 +152,7 @@ def check_memory(served: ServedModel, kv_cache_bytes: int, device: torch.device,
 
     `lent_bytes`: candidate buffers in the device's memory. On the host what grammars take counts as well.
     """
-    available = free_bytes(device) * (served.tensor_parallel if device.type == CUDA else 1)
+    available = free_bytes(device) * (served.tensor_parallel if device.type == CUDA else served.num_hosts)
     if device.type == CUDA:  # for intermediate results, graphs and libraries
         available -= max(available // 10, 256 * _MIB)
     has_grammars = device.type != CUDA and served.encoder is None

@@ -30,11 +30,11 @@ from kernels.cpu.block_copies import BlockList
 
 
 class Stripe(NamedTuple):
-    """The part of one rank in blocks that several ranks hold, each its own heads: part `rank` of `size` equal ones."""
+    """The part of one process in blocks that several hold: heads of its own on every layer, or layers of its own."""
 
     memory: Tensor  # uint8, of all blocks with all their parts
-    rank: int
-    size: int
+    first_run: int  # of this part, in a whole block
+    num_runs: int  # of a whole block
 
 
 _COPIED_AT_ONCE = 32  # blocks, of one megabyte or two mostly
@@ -66,16 +66,17 @@ class BlockStorage:
         self.num_blocks = num_blocks
         self.device = torch.device(device)
         self.has_scratch = self.device.type != "cpu" if has_scratch is None else has_scratch
-        self._num_parts, first = 1, 0
+        self._block_runs, first = layout.runs_per_block, 0
         self._memory: mmap.mmap | None = None  # on a CPU, where the blocks are in memory of their own
         if stripe is None:
             with_scratch, self._memory = _allocate(layout, num_blocks + self.has_scratch, self.device)
             self._blocks = with_scratch[:num_blocks]
         else:
             assert not self.has_scratch, "padding has no place in memory of the ranks"
-            self._num_parts, first = stripe.size, stripe.rank * layout.block_elements
+            self._block_runs, first = stripe.num_runs, stripe.first_run * layout.run_elements
             with_scratch = stripe.memory.view(cache_dtype(layout.dtype))
-            self._blocks = with_scratch.view(num_blocks, stripe.size, layout.block_elements)[:, stripe.rank]
+            whole = with_scratch.view(num_blocks, stripe.num_runs * layout.run_elements)
+            self._blocks = whole[:, first : first + layout.block_elements]
         self.pending_copies = PendingCopies(num_blocks)
         self._bytes = self._blocks.view(torch.uint8)
         self.accelerator = accelerator_of(self.device)  # None: on the host
@@ -108,7 +109,7 @@ class BlockStorage:
     @property
     def run_stride(self) -> int:
         """Distance of the runs of consecutive blocks: block b's run is row b * run_stride of `key_runs(layer)`."""
-        return self.layout.runs_per_block * self._num_parts
+        return self._block_runs
 
     @property
     def slot_stride(self) -> int:
@@ -148,7 +149,7 @@ class BlockStorage:
         Blocks, which have no scales, hold layer inputs [num_layers, tokens, hidden_size]; the next block is
         num_layers * tokens rows further.
         """
-        assert self._num_parts == 1, "blocks of several ranks hold no layer inputs"
+        assert self._block_runs == self.layout.runs_per_block, "blocks of several ranks hold no layer inputs"
         start = layer * (self.layout.block_elements // self.layout.num_layers)
         return self._blocks.view(-1)[start:].view(-1, hidden_size)
 

@@ -15,6 +15,7 @@ from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_served_config, weights_in_files
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.sampling_defaults import SamplingDefaults, sampling_defaults
+from alignedserve.runtime.model.sharding.layer_stages import check_pipeline_parallel
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard, check_tensor_parallel
 from alignedserve.runtime.model.stored_weights import StoredWeights
 from alignedserve.runtime.model.vision.families import read_vision
@@ -46,6 +47,8 @@ class ServedModel:
     aliases: tuple[str, ...] = ()  # further names that clients may call it by
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that name nothing
     tensor_parallel: int = 1  # ranks of a worker, which compute the model together
+    pipeline_parallel: int = 1  # stages of a worker, each with layers of its own
+    num_hosts: int = 1  # that the stages of a worker are on, one each; 1: all on its own
     vision: VisionConfig | None = None  # by which it sees pictures; None: it does not
 
     @property
@@ -92,6 +95,16 @@ class ServedModel:
             size *= 2
         return size
 
+    @property
+    def num_processes(self) -> int:
+        """Return how many processes compute a worker's steps: its ranks, or its stages."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def processes_per_host(self) -> int:
+        """Return how many of them share the cores of a host."""
+        return self.num_processes // self.num_hosts
+
     def block_layout(self, block_size: int) -> BlockLayout:
         """Return the layout of a worker's KV blocks: of each its ranks' parts, one after another, as if more layers."""
         layout = self.rank_config.block_layout(block_size, self.cache_dtype or self.dtype)
@@ -106,9 +119,11 @@ def resolve_model(
     has_bfloat16: bool = False,
     has_float8: bool = False,
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
 ) -> ServedModel:
     """Read the model's config; `device` and `kv_cache_dtype` as in the engine's section; `has_bfloat16`: the processor
-    multiplies it natively; `has_float8`: the GPU multiplies FP8; `tensor_parallel`: ranks of a worker.
+    multiplies it natively; `has_float8`: the GPU multiplies FP8; `tensor_parallel`, `pipeline_parallel`: ranks and
+    stages of a worker.
 
     Raises ModelError or ConfigError saying what is missing, unknown or too large.
     """
@@ -120,8 +135,11 @@ def resolve_model(
     if isinstance(config, ModelConfig):
         _check_device(config, device)
         check_tensor_parallel(config, tensor_parallel)
+        check_pipeline_parallel(config, pipeline_parallel, tensor_parallel, device)
     elif tensor_parallel > 1:
         raise ConfigError("engine.tensor_parallel has no effect on an encoder, which one rank computes; leave it out")
+    elif pipeline_parallel > 1:
+        raise ConfigError("engine.pipeline_parallel has no effect on an encoder, which is one stage; leave it out")
     longest = config.max_position_embeddings
     if section.max_context_len is not None and section.max_context_len > longest:
         raise ConfigError(f"model.max_context_len is {section.max_context_len}; the model was made for {longest}")
@@ -148,7 +166,8 @@ def resolve_model(
         aliases=section.aliases,
         sampling=_sampling(section, config, file or folder, template),
         tensor_parallel=tensor_parallel,
-        vision=_vision(config, folder if file is None else None, tensor_parallel),
+        pipeline_parallel=pipeline_parallel,
+        vision=_vision(config, folder if file is None else None, tensor_parallel * pipeline_parallel),
     )
 
 
@@ -161,9 +180,9 @@ def _sampling(
     return sampling_defaults(section.sampling, files, template)
 
 
-def _vision(config: ModelConfig | EncoderConfig, folder: Path | None, tensor_parallel: int) -> VisionConfig | None:
+def _vision(config: ModelConfig | EncoderConfig, folder: Path | None, num_ranks: int) -> VisionConfig | None:
     """Return how a decoder in a folder sees; None: it does not, or its ranks would not. Raises ModelError."""
-    if folder is None or tensor_parallel > 1 or isinstance(config, EncoderConfig):
+    if folder is None or num_ranks > 1 or isinstance(config, EncoderConfig):
         return None
     return read_vision(folder, config.family)
 

@@ -1,5 +1,7 @@
 """Model shapes, accelerators, links, cache memory, and the roofline over them."""
 
+from dataclasses import replace
+
 import pytest
 
 from alignedserve.core.errors import ConfigError
@@ -154,3 +156,13 @@ def test_experts_cost_the_products_of_a_few_and_the_bytes_of_those_that_are_met(
     assert costs.layers_s(2) == pytest.approx(2 * shape.read_parameters(2) / bytes_per_s)
     assert costs.layers_s(4096) == pytest.approx(2 * shape.token_parameters * 4096 / flops_per_s)
     assert costs.layers_s(0) == 0.0
+
+
+def test_stages_compute_faster_and_read_weights_no_faster() -> None:
+    one, two = (
+        RooflineModel(model_shape("opt-13b"), A100, pipeline_parallel=size, efficiency=replace(PERFECT, hop_s=0.0))
+        for size in (1, 2)
+    )
+    assert two.layers_s(4096) == pytest.approx(one.layers_s(4096) / 2)
+    assert two.layers_s(8) == pytest.approx(one.layers_s(8))
+    assert two.swap_s(1000) == pytest.approx(one.swap_s(1000) / 2)

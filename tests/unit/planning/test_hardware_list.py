@@ -68,6 +68,13 @@ def test_a_worker_has_at_most_the_accelerators_that_there_are() -> None:
     }
 
 
+def test_a_worker_that_one_machine_does_not_hold_has_stages() -> None:
+    families = families_of(Choices((Offer("a100-40g", 16),), (UNION,)))
+    (own,) = [one for one in families if one.members[0].pipeline_parallel > 1]
+    assert [member.label for member in own.members] == ["16 x a100-40g, 1 elastic of 16 each in 2 stages, aligned_slo"]
+    assert not own.can_be_served  # stages are processes of CPUs
+
+
 def test_costs_are_prices_and_limit_the_plans() -> None:
     choices = Choices((Offer("h100", 4, 2.5),), (UNION,), topologies=(Topology.ELASTIC,), degrees=(1,), max_cost=5.0)
     (family,) = families_of(choices)

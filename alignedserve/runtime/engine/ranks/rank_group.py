@@ -37,9 +37,9 @@ from alignedserve.runtime.engine.ranks.frames import Start, Started, decode, enc
 from alignedserve.runtime.engine.ranks.group_copies import GroupCopies
 from alignedserve.runtime.engine.ranks.rank_commands import (
     AppendBlocks,
-    Command,
     CopyBlocks,
     PerformSwaps,
+    RankCommand,
     RemoveSequence,
     ReplaceBlock,
     RunStep,
@@ -67,7 +67,7 @@ class ToldRanks(ABC):
     """Implements RankMirror; how a frame gets to the ranks is a subclass's."""
 
     def __init__(self) -> None:
-        self._told: list[Command] = []
+        self._told: list[RankCommand] = []
         self._encoder = msgspec.msgpack.Encoder()
 
     def add_sequence(self, sequence: NewSequence) -> None:

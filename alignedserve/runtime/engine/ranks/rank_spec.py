@@ -116,7 +116,8 @@ def make_storage(spec: RankEngineSpec, rank: int, meeting: Meeting) -> BlockStor
         try_libraries(spec.attention, layout, spec.num_blocks, spec.model.config, spec.device(rank))
         return BlockStorage(layout, spec.num_blocks, spec.device(rank), part=ArenaPart(rank, spec.size))
     memory = torch.frombuffer(map_file(meeting.blocks, spec.memory_bytes), dtype=torch.uint8)
-    return BlockStorage(layout, spec.num_blocks, stripe=Stripe(memory, rank, spec.size))
+    runs = layout.runs_per_block
+    return BlockStorage(layout, spec.num_blocks, stripe=Stripe(memory, rank * runs, spec.size * runs))
 
 
 def whole_storage(spec: RankEngineSpec, layout: BlockLayout, meeting: Meeting) -> BlockStorage | None:
@@ -124,7 +125,7 @@ def whole_storage(spec: RankEngineSpec, layout: BlockLayout, meeting: Meeting) -
     if meeting.blocks is None:
         return None
     memory = torch.frombuffer(map_file(meeting.blocks, spec.memory_bytes), dtype=torch.uint8)
-    return BlockStorage(layout, spec.num_blocks, stripe=Stripe(memory, 0, 1))
+    return BlockStorage(layout, spec.num_blocks, stripe=Stripe(memory, 0, layout.runs_per_block))
 
 
 def _weights(

@@ -97,6 +97,10 @@ class ControlSocket:
             # Not SSLSocket's own, which drops TLS first: the other thread would go on in clear on the same socket.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
+    def release(self) -> socket.socket:
+        """Return the connection, once both ends have proved what they are; the caller owns it from now on."""
+        return self._socket
+
     def close(self) -> None:
         """Close the connection, on the thread that uses it. May be repeated."""
         self.disconnect()

@@ -18,7 +18,7 @@ from alignedserve.runtime.model.weights.exact_tensors import exact_tensor
 from alignedserve.runtime.model.weights.file_products import FileSource
 from alignedserve.runtime.model.weights.packed_products import Rows
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver, PackedSource, TensorSource
-from alignedserve.runtime.model.weights.weight_loader import assemble_weights
+from alignedserve.runtime.model.weights.weight_loader import StageReading, assemble_weights
 from kernels.cpu.packed_linear import FileRows
 
 
@@ -103,6 +103,18 @@ class WholeSource(NamedTuple):
     dtype: torch.dtype
     packed: PackedSource | None = None  # the same source, if its matrices may be packed
     files: FileSource | None = None  # the same source, if its matrices need not be read before they are packed
+
+
+def assemble_stage(
+    config: ModelConfig,
+    source: WholeSource,
+    quantization: str | None,
+    observer: LoadingObserver | None,
+    stage: StageReading,
+) -> DecoderWeights:
+    """Assemble what one stage holds; otherwise as assemble_shard."""
+    tensors, _, packed, files = source
+    return assemble_weights(config, tensors, quantization, packed=packed, files=files, observer=observer, stage=stage)
 
 
 def assemble_shard(

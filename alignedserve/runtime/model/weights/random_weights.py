@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard
+from alignedserve.runtime.model.sharding.layer_stages import LayerStage
+from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard, assemble_stage
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver
+from alignedserve.runtime.model.weights.weight_loader import StageReading
 
 
 class RandomSource:
@@ -44,7 +46,14 @@ def random_weights(
     *,
     observer: LoadingObserver | None = None,
     shard: TensorShard | None = None,
+    stage: LayerStage | None = None,
 ) -> DecoderWeights:
-    """Make random weights of the model's shapes, the same for the same seed, or a `shard` of these. No files needed."""
+    """Make random weights of the model's shapes, the same for the same seed, or a `shard` or `stage` of these.
+
+    No files needed.
+    """
     source = WholeSource(RandomSource(seed, dtype, torch.device(device)), dtype)
+    if stage is not None:
+        reading = StageReading(stage, dtype, torch.device(device), reads_all=True)
+        return assemble_stage(config, source, quantization, observer, reading)
     return assemble_shard(config, source, quantization, observer, shard)

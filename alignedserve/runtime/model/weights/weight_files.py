@@ -9,11 +9,13 @@ from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.gguf.source import GgufSource
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.quantized.source import QuantizedSource
-from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard
+from alignedserve.runtime.model.sharding.layer_stages import LayerStage
+from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard, assemble_stage
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
+from alignedserve.runtime.model.weights.weight_loader import StageReading
 
 
 def load_weights(
@@ -25,8 +27,9 @@ def load_weights(
     *,
     observer: LoadingObserver | None = None,
     shard: TensorShard | None = None,
+    stage: LayerStage | None = None,
 ) -> DecoderWeights:
-    """Load the weights in `folder`, which may be a GGUF file, as `dtype`; of a `shard`, its share of them.
+    """Load the weights in `folder`, which may be a GGUF file, as `dtype`; of a `shard` or `stage`, its share of them.
 
     Those of linear layers with 8 bits when `quantization` is "int8".
 
@@ -36,7 +39,11 @@ def load_weights(
     naming the file that is truncated, the tensor that is missing or has the wrong shape or dtype, or the layer that
     cannot be packed with 8 bits.
     """
-    return assemble_shard(config, _source(folder, config, dtype, torch.device(device)), quantization, observer, shard)
+    source = _source(folder, config, dtype, torch.device(device))
+    if stage is not None:
+        reading = StageReading(stage, dtype, torch.device(device))
+        return assemble_stage(config, source, quantization, observer, reading)
+    return assemble_shard(config, source, quantization, observer, shard)
 
 
 def _source(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> WholeSource:

@@ -1,12 +1,14 @@
 """Assembles the weights of a model out of the tensors of a source."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_config import HeadNormKind, ModelConfig, NormKind
+from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from alignedserve.runtime.model.weight_names import ParameterNames, find_head, find_prefix, layer_prefixes
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights, round_on_the_way
 from alignedserve.runtime.model.weights.feed_forward_weights import FeedForwardReader
@@ -29,6 +31,15 @@ from kernels.norm import LayerNorm, NoNorm, Norm, RmsNorm
 from kernels.rotary import HeadNorms
 
 
+class StageReading(NamedTuple):
+    """What one stage of a worker reads."""
+
+    stage: LayerStage
+    dtype: torch.dtype
+    device: torch.device
+    reads_all: bool = False  # other layers as well, and drops them: of a source whose tensors come in order
+
+
 def assemble_weights(
     config: ModelConfig,
     source: TensorSource,
@@ -37,16 +48,18 @@ def assemble_weights(
     packed: PackedSource | None = None,
     files: FileSource | None = None,
     observer: LoadingObserver | None = None,
+    stage: StageReading | None = None,
 ) -> DecoderWeights:
     """Assemble all weights, reading one tensor at a time, so that at most one layer is held twice.
 
     `quantization`: None, or "int8" for the linear layers. `packed`: the source, if its matrices may be; `files`:
-    if its matrices need not be read before they are packed, so that none is held twice. Raises ModelError naming a
-    layer that cannot be quantized.
+    if its matrices need not be read before they are packed, so that none is held twice. `stage`: of the layers, its own
+    alone; None: all. Raises ModelError naming a layer that cannot be quantized.
     """
     names = packed.names if packed else FAMILIES[config.family].names
     read = ProductReader(source, Forms(packed, files), observer, is_int8=quantization == "int8")
-    return _WeightAssembler(config, names, read, observer).weights()
+    assembler = _WeightAssembler(config, names, read, observer)
+    return assembler.weights() if stage is None else assembler.weights_of(stage)
 
 
 class _WeightAssembler:
@@ -57,7 +70,24 @@ class _WeightAssembler:
         self._feed_forward, self._states = FeedForwardReader(config, names, read), StateReader(config, names, read)
         self._prefix = find_prefix(names, read.source.has)
 
+    def weights_of(self, reading: StageReading) -> DecoderWeights:
+        """Return what one stage computes with."""
+        stage = reading.stage
+        layers = range(stage.first, stage.end)
+        if stage.is_first or reading.reads_all:
+            read = self._weights(range(self._config.num_layers) if reading.reads_all else layers, layers)
+            if stage.is_first:
+                return read
+            return _inner(read.layers, self._config, self._read)
+        self._read.dtype, self._read.device = reading.dtype, reading.device
+        return _inner(tuple(map(self._packed_layer, layers)), self._config, self._read)
+
     def weights(self) -> DecoderWeights:
+        layers = range(self._config.num_layers)
+        return self._weights(layers, layers)
+
+    def _weights(self, read: Iterable[int], kept: range) -> DecoderWeights:
+        """Read everything but layers, and these, of which some are kept."""
         config, names = self._config, self._names
         embedding = self._embedding(f"{self._prefix}{names.embedding}.weight", config.vocab_size, config.embedding_size)
         self._read.dtype, self._read.device = embedding.dtype, embedding.device
@@ -70,7 +100,9 @@ class _WeightAssembler:
             embedding=embedding,
             positions=positions,
             project_in=self._projection(names.project_in, config.hidden_size) if is_projected else None,
-            layers=tuple(self._packed_layer(layer) for layer in range(config.num_layers)),
+            layers=tuple(
+                weights for layer, weights in ((layer, self._packed_layer(layer)) for layer in read) if layer in kept
+            ),
             final_norm=self._norm(f"{self._prefix}{names.final_norm}") if config.has_final_norm else None,
             project_out=self._projection(names.project_out, config.embedding_size) if is_projected else None,
             lm_head=self._head(embedding),
@@ -227,3 +259,26 @@ class _WeightAssembler:
             return weight + 1.0
         # Near 1, a bfloat16 keeps 8 bits of the small number that is added.
         return weight.float() + 1.0 if self._config.norm is NormKind.RMS_PLUS_ONE else weight
+
+
+def _inner(layers: tuple[LayerWeights, ...], config: ModelConfig, read: ProductReader) -> DecoderWeights:
+    """Return the weights of a stage that neither looks tokens up nor computes logits."""
+    nothing = torch.empty((1, config.embedding_size), dtype=read.dtype, device=read.device)
+    return DecoderWeights(
+        embedding=nothing,
+        positions=None,
+        project_in=None,
+        layers=layers,
+        final_norm=None,
+        project_out=None,
+        lm_head=_NoHead(),
+    )
+
+
+class _NoHead:
+    """See Projection: that of a stage whose rows go on to another."""
+
+    in_width = out_width = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        raise AssertionError("the first stage has the head")

@@ -1,0 +1,165 @@
+"""The process of a stage behind the first: python -m .stage_process COMMANDS RESULTS LIFELINE, started by StageGroup.
+
+It ends with its parent: the lifeline is a pipe whose other end no other process has.
+"""
+
+import gc
+import logging
+import os
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from alignedserve.core.errors import AlignedServeError, ProtocolError
+from alignedserve.runtime.device.streams import streams_of
+from alignedserve.runtime.engine.ranks.frames import decode, encode
+from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
+from alignedserve.runtime.engine.stages.stage_commands import RunPart, StageCommand
+from alignedserve.runtime.engine.stages.stage_engine import StageEngine
+from alignedserve.runtime.engine.stages.stage_spec import (
+    StageSpec,
+    StageStart,
+    StageStarted,
+    close_blocks,
+    load_stage,
+    make_stage_storage,
+)
+from alignedserve.runtime.engine.stages.stage_wire import FrameKind, StageWire
+from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
+from alignedserve.runtime.kv.block_storage import BlockStorage
+
+logger = logging.getLogger(__name__)
+
+
+class Inputs:
+    """The commands and rows that come over one connection, each kind in its order."""
+
+    def __init__(self, wire: StageWire) -> None:
+        self._wire = wire
+        self._commands: deque[list[StageCommand]] = deque()
+        self._rows: deque[bytearray] = deque()
+
+    def commands(self) -> list[StageCommand] | None:
+        """Wait for the next commands; None: the first stage has ended."""
+        while not self._commands:
+            if not self._take():
+                return None
+        return self._commands.popleft()
+
+    def rows(self) -> bytearray | None:
+        """Wait for the next rows; None: the first stage has ended."""
+        while not self._rows:
+            if not self._take():
+                return None
+        return self._rows.popleft()
+
+    def _take(self) -> bool:
+        frame = self._wire.receive()
+        if frame is None:
+            return False
+        if frame.kind is FrameKind.COMMANDS:
+            self._commands.append(decode(bytes(frame.content), list[StageCommand]))
+        elif frame.kind is FrameKind.ROWS:
+            self._rows.append(frame.content)
+        else:
+            raise ProtocolError("a frame to a stage out of turn")
+        return True
+
+
+def serve_stage(commands: StageWire, results: StageWire, on_loaded: Callable[[], object] = lambda: None) -> None:
+    """Load what the first frame names and compute parts until the first stage closes its connections.
+
+    Raises OSError and ProtocolError.
+    """
+    first = commands.receive()
+    if first is None:
+        return
+    if first.kind is not FrameKind.SPECIFICATION:
+        raise ProtocolError("a frame to a stage out of turn")
+    start = decode(bytes(first.content), StageStart)
+    try:
+        engine, swap_space = _make_engine(start)
+    except AlignedServeError as error:
+        results.send(FrameKind.STARTED, encode(StageStarted(type(error).__name__, str(error))))
+        return
+    on_loaded()
+    results.send(FrameKind.STARTED, encode(StageStarted()))
+    _follow(Inputs(commands), results, engine, swap_space)
+
+
+def _follow(inputs: Inputs, results: StageWire, engine: StageEngine, swap_space: HostCaches) -> None:
+    width, dtype = engine.model.config.hidden_size, engine.model.dtype
+    while (told := inputs.commands()) is not None:
+        for command in told:
+            if not isinstance(command, RunPart):
+                engine.perform(command, swap_space)
+                continue
+            content = inputs.rows()
+            if content is None:
+                return
+            rows = torch.frombuffer(content, dtype=dtype).view(-1, width)
+            results.send(FrameKind.ROWS, bytes_of(engine.run_part(command, rows)))
+
+
+def bytes_of(rows: Tensor) -> memoryview:
+    """Return hidden vectors [rows, width] as they lie in memory."""
+    if not rows.numel():
+        return memoryview(b"")
+    return rows.contiguous().view(torch.uint8).numpy().data.cast("B")
+
+
+def _make_engine(start: StageStart) -> tuple[StageEngine, HostCaches]:
+    spec = start.spec
+    torch.set_num_threads(spec.num_threads)
+    storage = make_stage_storage(spec, start.index, start.blocks)
+    close_blocks(start.blocks)
+    engine = StageEngine(
+        model=load_stage(spec, start.index),
+        storage=storage,
+        max_sequences=spec.max_sequences,
+        max_context_len=spec.max_context_len,
+        attention=spec.attention,
+    )
+    engine.stage = spec.stages[start.index]
+    return engine, make_stage_swap_space(spec, engine.can_share_blocks, storage)
+
+
+def make_stage_swap_space(spec: StageSpec, can_share_blocks: bool, storage: BlockStorage) -> HostCaches:
+    """Return the swap space of a stage's storage, of one kind on all stages."""
+    streams = streams_of(storage.device)
+    if spec.wants_shared_blocks and can_share_blocks:
+        return SlotSwapSpace(storage, streams, host_bytes=spec.swap_space_bytes)
+    return SwapSpace(storage, streams, is_int8=spec.has_int8_swaps, host_bytes=spec.swap_space_bytes)
+
+
+def settle_heap() -> None:
+    """Look at nothing that loading has made in any later collection."""
+    gc.collect()
+    gc.freeze()
+
+
+def _end_with_parent(lifeline: int) -> None:
+    while os.read(lifeline, 1):
+        pass
+    os._exit(0)
+
+
+def main(commands: int, results: int, lifeline: int) -> int:
+    """Serve the worker at the other end of the sockets until it closes them; returns the process's exit status."""
+    threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
+    told, found = (StageWire(socket.socket(fileno=descriptor)) for descriptor in (commands, results))
+    try:
+        serve_stage(told, found, settle_heap)
+    except OSError:
+        logger.info("the first stage of this worker has ended")
+    return 0
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,114 @@
+"""The specification of a worker's stages, and what each makes by it."""
+
+import os
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+import torch
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.runtime.device.dtypes import torch_dtype
+from alignedserve.runtime.device.shared_pages import map_file
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec
+from alignedserve.runtime.kv.block_storage import BlockStorage, Stripe
+from alignedserve.runtime.model.sharding.layer_stages import LayerStage, layer_stages
+from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, leave_rounded_rows_unwritten
+from alignedserve.runtime.model.weights.product_reader import LoadingObserver
+from alignedserve.runtime.model.weights.random_weights import random_weights
+from alignedserve.runtime.model.weights.weight_files import load_weights
+
+_CPU = torch.device("cpu")
+
+
+class StageSpec(msgspec.Struct, frozen=True, dict=True):
+    """The engine that every stage makes, over its layers."""
+
+    model: ModelSpec
+    size: int  # stages
+    block_size: int  # tokens of a block
+    num_blocks: int  # a block of the worker is a part on every stage
+    max_sequences: int
+    max_context_len: int
+    attention: str  # as in EngineSizes
+    cache_dtype: str  # of keys and values
+    num_threads: int  # of a stage's computing
+    has_int8_swaps: bool = False  # as in EngineSizes, like the next
+    wants_shared_blocks: bool = False
+    swap_space_bytes: int = 0  # of a worker whose blocks are on several hosts: of each stage
+
+    @cached_property
+    def stages(self) -> tuple[LayerStage, ...]:
+        """Return the layers of each stage."""
+        return layer_stages(self.model.config, self.size)
+
+    def layout(self, index: int) -> BlockLayout:
+        """Return the layout of a stage's part of a block."""
+        return self.stages[index].local(self.model.config).block_layout(self.block_size, self.cache_dtype)
+
+    @property
+    def whole_layout(self) -> BlockLayout:
+        """Return the layout of a block: the parts of the stages, one behind another."""
+        return self.model.config.block_layout(self.block_size, self.cache_dtype)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the bytes of all blocks."""
+        return self.num_blocks * self.whole_layout.block_bytes
+
+
+class StageStart(msgspec.Struct, frozen=True):
+    """The first frame to a stage."""
+
+    index: int
+    spec: StageSpec
+    blocks: int | None  # descriptor of the memory of all blocks, as the process has it; None: they are its own
+
+
+class StageStarted(msgspec.Struct, frozen=True):
+    """The answer: its layers are loaded, or not."""
+
+    error: str = ""  # class of core.errors; empty: they are
+    message: str = ""  # of the error
+
+
+def load_stage(spec: StageSpec, index: int, observer: LoadingObserver | None = None) -> Decoder:
+    """Load one stage's layers, and what the first has beside them. Raises ModelError."""
+    stage, model = spec.stages[index], spec.model
+    weights = _weights(model, stage, observer)
+    local = stage.local(model.config)
+    leave_rounded_rows_unwritten(weights, local)
+    return Decoder(local, weights)
+
+
+def make_stage_storage(spec: StageSpec, index: int, blocks: int | None) -> BlockStorage:
+    """Make one stage's storage; `blocks` as in StageStart. Raises NotEnoughMemory."""
+    if blocks is None:
+        return BlockStorage(spec.layout(index), spec.num_blocks)
+    first = sum(spec.layout(before).runs_per_block for before in range(index))
+    return BlockStorage(spec.layout(index), spec.num_blocks, stripe=_stripe(spec, blocks, first))
+
+
+def make_whole_storage(spec: StageSpec, blocks: int) -> BlockStorage:
+    """Return the storage of all stages' parts."""
+    return BlockStorage(spec.whole_layout, spec.num_blocks, stripe=_stripe(spec, blocks, 0))
+
+
+def close_blocks(blocks: int | None) -> None:
+    """Close the descriptor, once the storages are made."""
+    if blocks is not None:
+        os.close(blocks)
+
+
+def _stripe(spec: StageSpec, blocks: int, first_run: int) -> Stripe:
+    memory = torch.frombuffer(map_file(blocks, spec.memory_bytes), dtype=torch.uint8)
+    return Stripe(memory, first_run, spec.whole_layout.runs_per_block)
+
+
+def _weights(model: ModelSpec, stage: LayerStage, observer: LoadingObserver | None) -> DecoderWeights:
+    dtype = torch_dtype(model.dtype)
+    if model.folder is None:
+        return random_weights(model.config, model.seed, dtype, _CPU, model.quantization, observer=observer, stage=stage)
+    folder = Path(model.folder)
+    return load_weights(folder, model.config, dtype, _CPU, model.quantization, observer=observer, stage=stage)

@@ -1,0 +1,74 @@
+"""What a worker's ranks or stages are told of its model and sizes, and what its measured costs depend on."""
+
+import torch
+
+from alignedserve.runtime.device.devices import CPU, device_type, rank_devices
+from alignedserve.runtime.engine.engine_sizes import EngineSizes, threads_per_rank
+from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec, RankEngineSpec
+from alignedserve.runtime.engine.stages.stage_spec import StageSpec
+from alignedserve.runtime.model.served_model import ServedModel
+
+# For which a rank waits for others within a step before it takes them for hung.
+_RANK_TIMEOUT_S = 60.0
+
+
+def rank_spec_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> RankEngineSpec:
+    """Return the engine of each rank, whose blocks are that part of the worker's blocks that its heads are in."""
+    size = served.tensor_parallel
+    return RankEngineSpec(
+        model=_model_spec(served),
+        size=size,
+        devices=rank_devices(sizes.device, size),
+        block_size=sizes.block_size,
+        num_blocks=num_blocks,
+        max_sequences=sizes.max_sequences,
+        max_context_len=served.max_context_len,
+        attention=sizes.attention_backend,
+        cache_dtype=served.cache_dtype or served.dtype,
+        num_threads=threads_per_rank(sizes, size),
+        timeout_s=_RANK_TIMEOUT_S,
+        has_int8_swaps=sizes.has_int8_swaps,
+        swap_space_bytes=sizes.swap_space_bytes // size,
+        wants_shared_blocks=sizes.wants_shared_blocks,
+        lora=served.lora,
+    )
+
+
+def stage_spec_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> StageSpec:
+    """Return the engine of each stage, whose blocks are that part of the worker's blocks that its layers are in."""
+    return StageSpec(
+        model=_model_spec(served),
+        size=served.pipeline_parallel,
+        block_size=sizes.block_size,
+        num_blocks=num_blocks,
+        max_sequences=sizes.max_sequences,
+        max_context_len=served.max_context_len,
+        attention=sizes.attention_backend,
+        cache_dtype=served.cache_dtype or served.dtype,
+        num_threads=threads_per_rank(sizes, served.processes_per_host),
+        has_int8_swaps=sizes.has_int8_swaps,
+        swap_space_bytes=sizes.swap_space_bytes // served.pipeline_parallel,
+        wants_shared_blocks=sizes.wants_shared_blocks,
+    )
+
+
+def described(served: ServedModel, sizes: EngineSizes) -> tuple[str, ...]:
+    """Return what the length of an iteration depends on, beside the machine and its processor."""
+    stored = "" if served.stored is None else served.stored.description
+    model = (repr(served.config), served.dtype, f"{served.quantization} {stored}", str(served.cache_dtype))
+    threads = threads_per_rank(sizes, served.processes_per_host)
+    engine = f"{sizes.attention_backend} {sizes.block_size} {sizes.hidden_block_tokens} {sizes.has_int8_swaps}"
+    has_gpu = device_type(sizes.device) != CPU
+    gpu = torch.cuda.get_device_properties(sizes.device).name if has_gpu else ""
+    ranks = f"{served.tensor_parallel} ranks of {threads} threads"
+    stages = (f"{served.pipeline_parallel} stages",) if served.pipeline_parallel > 1 else ()
+    return (*model, engine, ranks, gpu, f"lora {served.lora.is_enabled}", *stages)
+
+
+def _model_spec(served: ServedModel) -> ModelSpec:
+    return ModelSpec(
+        served.decoder.for_context(served.max_context_len),
+        None if served.has_random_weights else served.folder,
+        served.dtype,
+        served.quantization,
+    )

@@ -1,0 +1,40 @@
+"""A worker of two stages, served for real: the same answers, also after a stage was killed, and none left behind."""
+
+import asyncio
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.serving import EXACT, Serving, serving, token_prompts
+from tests.cluster.streams import stream_all
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+
+PROMPTS = token_prompts(8)
+STAGES = ("--set", "engine.pipeline_parallel=2")
+
+
+def texts(cluster: Serving, max_tokens: int = 60) -> list[str]:
+    streams = asyncio.run(stream_all(cluster.url, PROMPTS, max_tokens))
+    assert all(stream.is_done and stream.error is None for stream in streams), streams
+    return [stream.text for stream in streams]
+
+
+def stages_of(actor: psutil.Process) -> list[psutil.Process]:
+    return [child for child in actor.children() if any("stage_process" in part for part in child.cmdline())]
+
+
+def test_a_killed_stage_ends_its_worker_and_requests_go_on(
+    separate_cluster: Serving, tmp_path: Path, random_model: Path
+) -> None:
+    """Two workers, so that requests move between them, and caches of prefixes through the pool."""
+    with serving(tmp_path / "run", str(random_model), *EXACT, *STAGES, "--set", "decode.count=2") as cluster:
+        cluster.wait_ready()
+        expected = texts(separate_cluster)
+        assert texts(cluster) == expected
+        (stage,) = stages_of(cluster.actors("ColocatedWorker")[0])
+        stage.kill()
+        assert texts(cluster) == expected
+        code, _, err = cluster.stop()
+        assert (code, cluster.leftovers(), cluster.arenas()) == (0, [], []), err
