@@ -12,7 +12,7 @@ MAX_LONG_SLEEPS = 12
 # which a run of CI takes a fifth. With the shared ones (of elastic and of separate workers, of hosts) it starts some
 # seventeen.
 MAX_PROMISE_CLUSTERS = 8
-MAX_REST_CLUSTERS = 27
+MAX_REST_CLUSTERS = 29
 MAX_INTERPRETERS = 27  # that default tests start: most import torch or ray
 
 _STARTS_CLUSTER = re.compile(r"(?<!def )\b(?:serving|kill_cluster|RayNodes|NamespaceHosts)\(")
