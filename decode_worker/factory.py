@@ -8,6 +8,7 @@ from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig, Pre
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
+from alignedserve.costmodel.online import learned_from
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.factory import (
@@ -22,7 +23,9 @@ from alignedserve.scheduling.policies import policy_entry
 from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.worker_core.registration import num_active, registration_of, with_speed
 from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
-from decode_worker.batching.scheduled_batch import ScheduledBatch
+from decode_worker.batching.running_batch import RunningBatch
+from decode_worker.batching.scheduled_batch import DecodeBatch, ScheduledBatch
+from decode_worker.batching.slack_packing import Packing
 from decode_worker.colocated.logic import ColocatedLogic
 from decode_worker.logic import DecodeLogic
 
@@ -57,9 +60,9 @@ def make_logic(
     `memory`: empty; caches come and go in whole blocks, so none is shared. Raises ConfigError naming what is unknown.
     """
     scheduler = make_decode_scheduler(scheduling, limits_of(config), costs, measured)
-    scheduled = None
+    batch: DecodeBatch | None = None
     if scheduler is not None:
-        scheduled = ScheduledBatch(
+        batch = ScheduledBatch(
             memory=replace(memory, has_shared_blocks=False),
             scheduler=scheduler,
             max_running_requests=config.max_running_requests,
@@ -67,12 +70,22 @@ def make_logic(
             choice=policy_entry(scheduling.policy).candidate_choice,
             admission_share=admission_share(scheduling),
         )
+    elif batching.pack_share is not None:
+        packing = _packing(batching.pack_share, costs, measured)
+        batch = RunningBatch.of_worker(registered, config.max_running_requests, packing)
     return DecodeLogic(
         registered=_with_speed(registered, config, costs, measured),
         limits=batch_limits_of(config, batching, num_blocks=registered.num_blocks),
         eos_token_ids=eos_token_ids,
-        scheduled=scheduled,
+        batch=batch,
     )
+
+
+def _packing(share: float, costs: CostModel | None, measured: tuple[Sample, ...]) -> Packing:
+    if costs is not None:
+        return Packing(share, costs)
+    learned = learned_from(measured)
+    return Packing(share, learned, learned)
 
 
 def engine_places(config: DecodeWorkerConfig, scheduling: SchedulingConfig) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from alignedserve.messages.request_notes import Cause
-from alignedserve.messages.workers import JoinedBatch, WorkerLoad
+from alignedserve.messages.workers import PACKED_FROM, JoinedBatch, WorkerLoad
 from alignedserve.worker_core.request_notes import WaitingRequest
 from decode_worker.batching.batch_order import BatchOrder, is_best_effort
 from decode_worker.batching.begun import span_of
@@ -15,13 +15,14 @@ from decode_worker.state import CacheLocation, Candidate
 
 _WIDEST_JOIN = 1.5  # longest over shortest of the lengths that may join
 _SPAN_STEP = 16  # tokens; the running range is reported in such steps
+_ROOM_ITERATIONS = 4  # where slack is packed, the room is counted again after so many
 
 
 class _CandidateCounts(NamedTuple):
     num_joining: int
     num_following: int
     num_blocks: int
-    num_real_time: int  # of those that follow
+    num_real_time: int  # of those that follow, where classes are known; of all, where slack is packed
 
 
 class LoadCounts(NamedTuple):
@@ -31,7 +32,7 @@ class LoadCounts(NamedTuple):
     num_joining: int  # candidates of the running batch
     num_following: int  # and of the next
     num_blocks: int  # blocks that both will take
-    num_real_time: int  # of the next
+    num_real_time: int  # as above
     num_verified: int
     num_evictions: int
     running: JoinedBatch | None
@@ -47,7 +48,7 @@ class LoadCounter:
         self._evictions = evictions
         self._waiting_of: tuple[int, int] | None = None  # versions for which `_waiting` was counted
         self._waiting = _CandidateCounts(0, 0, 0, 0)
-        self._range_of: tuple[int, int, int] | None = None
+        self._range_of: tuple[int, int, int, int] | None = None
         self._range: JoinedBatch | None = None
 
     def counts(self, *, num_verified: int, num_iterations: int) -> LoadCounts:
@@ -98,19 +99,28 @@ class LoadCounter:
             num_joining = sum(self._order.joins_running(candidate) for candidate in staying)
             num_blocks = sum(self._batch.blocks_for(candidate.context_len) for candidate in staying)
             self._waiting_of = versions
-            following = (one for one in staying if not self._order.joins_running(one))
-            num_real_time = sum(not is_best_effort(one) for one in following) if self._order.knows_classes else 0
+            following = [one for one in staying if not self._order.joins_running(one)]
+            counted = following if self._order.knows_classes else staying if self._batch.packing is not None else ()
+            num_real_time = sum(not is_best_effort(one) for one in counted)
             self._waiting = _CandidateCounts(num_joining, len(staying) - num_joining, num_blocks, num_real_time)
         return self._waiting
 
     def _running_range(self, num_iterations: int) -> JoinedBatch | None:
         """Return the lengths that may join, in steps of tokens so that they do not change in every iteration."""
-        state = (self._batch.version, self._order.version, num_iterations // _SPAN_STEP)
+        packing = self._batch.packing
+        step = _SPAN_STEP if packing is None else _ROOM_ITERATIONS
+        state = (self._batch.version, self._order.version, num_iterations // step, self._batch.num_holding)
         if state != self._range_of:
             self._range_of, self._range = state, self._count_range()
+        if packing is not None and self._range is not None and not packing.wants_more(self._waiting.num_joining):
+            return None
         return self._range
 
     def _count_range(self) -> JoinedBatch | None:
+        packing = self._batch.packing
+        if packing is not None and len(self._batch) and packing.mixes_freely():
+            room = packing.room(self._batch.loading.candidates())
+            return JoinedBatch(self._order.running_id, PACKED_FROM, room) if room else None
         span = span_of(self._batch, self._order.running_id) if self._order.is_aligned else None
         if span is None:
             return None

@@ -64,7 +64,7 @@ from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.entries import Entries
 from decode_worker.batching.eviction import EvictionCommand, Evictions
 from decode_worker.batching.running_batch import RunningBatch
-from decode_worker.batching.scheduled_batch import DecodeBatch, ScheduledBatch
+from decode_worker.batching.scheduled_batch import DecodeBatch
 from decode_worker.block_peers import BlockPeers
 from decode_worker.load import LoadCounter, LoadCounts
 from decode_worker.pace import Pace
@@ -87,16 +87,15 @@ class DecodeLogic:
         registered: WorkerRegistered,
         limits: DecodeLimits,
         eos_token_ids: frozenset[int],
-        scheduled: ScheduledBatch | None = None,
+        batch: DecodeBatch | None = None,
     ) -> None:
-        """`scheduled`: an empty batch that a policy decides; None: all requests are in every iteration."""
+        """`batch`: empty; None: all requests are in every iteration, and no objective bounds it."""
         self._registered = registered
-        self._batch: DecodeBatch = (
-            scheduled if scheduled is not None else RunningBatch.of_worker(registered, limits.max_running_requests)
-        )
+        self._batch = batch if batch is not None else RunningBatch.of_worker(registered, limits.max_running_requests)
         self._candidates = Candidates(registered.pool_name, knows_classes=limits.switch.best_effort_floor is not None)
         self._peers = BlockPeers(registered.pool_name)
-        self._order = BatchOrder(limits.switch, scheduled.is_mixing_cheaper if scheduled is not None else None)
+        packs = self._batch.packing is not None
+        self._order = BatchOrder(limits.switch, self._batch.is_mixing_cheaper, packs=packs)
         self._evictions = Evictions(self._batch, self._candidates, self._order)
         self._aborted: list[BatchMember] = []  # dropped at the end of the iteration
         self._load = LoadCounter(self._batch, self._candidates, self._order, self._evictions)
@@ -106,7 +105,7 @@ class DecodeLogic:
         self._num_iterations = 0
         self._num_verified = 0
         self._counted: LoadCounts | None = None  # as last reported
-        self._pace = Pace(registered.pool_name, scheduled.decode_s if scheduled is not None else None)
+        self._pace = Pace(registered.pool_name, self._batch.decode_s)
         self.iteration_log = IterationLog()
         self._router = RouterLink(registered)
         self._iterations: IterationCycle[BatchMember, DecodeCommand] = IterationCycle(

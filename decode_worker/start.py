@@ -64,6 +64,7 @@ async def start_decode_worker(
 
     device = shared_device_of(process_spec, engine_config)
     executor = ModelExecutor(served, sizes, process_spec.progress_path(), device)
+    calibrating_s = calibration_s(engine_config, scheduling, batching)
     if config.standby:
         share_weights(_weights_path(process_spec), process_spec.addresses.folder)
     registered = registration_of(
@@ -84,7 +85,7 @@ async def start_decode_worker(
         scheduling=scheduling,
         memory=memory_of(config, layout, num_blocks=executor.num_blocks, hidden_block_tokens=block_tokens),
         eos_token_ids=executor.eos_token_ids,
-        measured=executor.measure_iterations(calibration_s(engine_config, scheduling), config.max_num_batched_tokens),
+        measured=executor.measure_iterations(calibrating_s, config.max_num_batched_tokens),
     )
     worker = DecodeWorker(
         make=make,

@@ -6,7 +6,7 @@ from router.leans import Leans
 from router.logic import RouterLogic
 from router.placement import Placement
 from router.policies import make_prefill_order
-from router.policies.bypass import DirectHandoff, UrgentBypass
+from router.policies.bypass import Bypass, DirectHandoff, PackedBypass, UrgentBypass
 
 
 def make_logic(*, config: RouterConfig, batching: BatchingConfig) -> RouterLogic:
@@ -16,6 +16,12 @@ def make_logic(*, config: RouterConfig, batching: BatchingConfig) -> RouterLogic
         config=config,
         placement=placement,
         order=make_prefill_order(config.prefill_order or "least_slack"),
-        bypass=DirectHandoff() if config.direct_handoff else UrgentBypass(),
+        bypass=_bypass(config, batching),
         leans=FarLeans(placement.links) if config.moves_between_nodes else Leans(),
     )
+
+
+def _bypass(config: RouterConfig, batching: BatchingConfig) -> Bypass:
+    if config.direct_handoff:
+        return DirectHandoff()
+    return UrgentBypass() if batching.pack_share is None else PackedBypass()

@@ -45,6 +45,30 @@ def wants_more(
     return on_the_way + pooled < max(_POOLED_SHARE * places, _LEAST_POOLED)
 
 
+def is_decoded_soon(
+    num_tokens: int, num_promised: int, pool: PoolRecord | None, beside: Collection[WorkerRecord]
+) -> bool:
+    """Return whether a prompt of so many tokens, computed now, would find room to decode.
+
+    Where slack is packed (BatchingConfig.pack_share), a request with a TPOT objective waits for that before its first
+    token, as after it every second counts as a gap: until a decode worker of the node has room for it, and all have for
+    it and for the prompts that room is promised to, while fewer wait with their first token than there are workers.
+    What best effort waits for does not count: it goes after these. Where a worker keeps lengths apart, the pool needs
+    many to choose from. `num_promised`: tokens of those prompts. `beside`: the workers of the node.
+    """
+    rooms: list[int] = []
+    waiting = len(pool.pooled_real_time) if pool is not None else 0
+    for one in beside:
+        if one.num_places and not one.is_draining:
+            if not one.takes_any_length:
+                return True
+            rooms.append(one.room)
+            waiting += one.load.num_real_time_candidates if one.load is not None else 0
+    if not rooms:
+        return True
+    return waiting < len(rooms) and num_tokens <= max(rooms) and num_tokens + num_promised <= sum(rooms)
+
+
 def _allowed_tokens(worker: WorkerRecord) -> float:
     """Return the prompt tokens that a worker computes in 0.1 s."""
     speed, short_prompt_s = worker.prompt_tokens_per_s, worker.registered.speed.short_prompt_s

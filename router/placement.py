@@ -32,6 +32,7 @@ class Placement:
     def __init__(self, *, max_candidate_requests: int, batching: BatchingConfig) -> None:
         self.workers: dict[str, WorkerRecord] = {}
         self.pools: dict[str, PoolRecord] = {}
+        self.packs = batching.pack_share is not None  # requests of any length into the slack of what runs
         self._num_pooled = 0
         self._num_pool_epochs = 0
         self._num_registrations = 0  # of workers

@@ -23,18 +23,21 @@ a and costs 0.2 s more at b: it goes to b, which has the adapter from then on. W
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass
 from router.adapter_index import LOAD_S
 from router.late_predictions import expected_len
-from router.look_ahead import wants_more
+from router.look_ahead import is_decoded_soon, wants_more
 from router.placement import Placement
 from router.prefill_queue import Turn
 from router.prefix_index import hit_of
+from router.promised_room import PromisedRoom
 from router.request_registry import RequestRegistry
 from router.state import NO_HIT, PrefixHit, TrackedRequest, WorkerRecord
 
 _WORK_OF_REAL_TIME = 3.0
 _WORK_OF_BEST_EFFORT = 4.0
+_MOST_HELD_S = 5.0  # a prompt is held back for a decode worker with room
 
 
 class ChosenPrefill(NamedTuple):
@@ -51,6 +54,7 @@ class _Seeker(NamedTuple):
     tracked: TrackedRequest
     beside: RequestClass | None  # whose prompts at a worker leave less room for it; None: all of them
     is_bounded: bool  # to workers that have less than tenants may have there who share its class
+    now: float
 
 
 class PrefillChoice:
@@ -60,6 +64,9 @@ class PrefillChoice:
         self._registry = registry
         self._placement = placement
         self._max_tokens_per_worker = max_tokens_per_worker
+        self._packs = placement.packs
+        self._promised = PromisedRoom(registry.requests, placement.workers)
+        self._held: tuple[RequestId, float] | None = None  # the last prompt held back until it is decoded soon
 
     def next(self, gateways: Mapping[str, str], now: float) -> ChosenPrefill | None:
         """Take the next request out of the queue, and return it with its worker; None: no worker can have one now.
@@ -71,13 +78,15 @@ class PrefillChoice:
             chosen = self._place(seeker, gateways)
             if chosen is not None:
                 self._registry.take(chosen.tracked, chosen.tracked.num_prefill_tokens - chosen.hit.num_tokens)
+                if self._packs and _begins_gaps(chosen.tracked):
+                    self._promised.add(chosen.tracked)
                 return chosen
         return None
 
     def _seeker(self, turn: Turn, now: float) -> _Seeker:
         tracked = self._registry.requests[turn.request_id]
         is_bounded = self._registry.queue.is_bounded(turn.request_id, now)
-        return _Seeker(tracked, self._counted_beside(tracked, turn), is_bounded)
+        return _Seeker(tracked, self._counted_beside(tracked, turn), is_bounded, now)
 
     def _place(self, seeker: _Seeker, gateways: Mapping[str, str]) -> ChosenPrefill | None:
         tracked = seeker.tracked
@@ -136,6 +145,8 @@ class PrefillChoice:
         tracked = seeker.tracked
         if seeker.is_bounded and not self._wants_more(tracked, worker):
             return False
+        if self._packs and _begins_gaps(tracked) and not self._may_begin_gaps(tracked, worker, seeker.now):
+            return False
         leaves_room = self._registry.queue.order.knows_classes and not tracked.is_real_time
         num_tokens = tracked.num_prefill_tokens - hit.num_tokens
         return worker.has_room(num_tokens, self._max_tokens_per_worker, beside=seeker.beside, leaves_room=leaves_room)
@@ -143,6 +154,15 @@ class PrefillChoice:
     def _wants_more(self, tracked: TrackedRequest, worker: WorkerRecord) -> bool:
         beside = self._placement.beside(worker)
         return wants_more(worker, self._placement.pool_of(worker.name), beside, is_real_time=tracked.is_real_time)
+
+    def _may_begin_gaps(self, tracked: TrackedRequest, worker: WorkerRecord, now: float) -> bool:
+        """Return whether it is decoded soon, or has been held back for that for long enough."""
+        pool, beside = self._placement.pool_of(worker.name), self._placement.beside(worker)
+        if is_decoded_soon(tracked.num_prefill_tokens, self._promised.num_tokens(), pool, beside):
+            return True
+        if self._held is None or self._held[0] != tracked.request.request_id:
+            self._held = (tracked.request.request_id, now)
+        return now - self._held[1] >= _MOST_HELD_S
 
     def _near_gateway(
         self,
@@ -165,3 +185,8 @@ class PrefillChoice:
         if hit.num_tokens < chosen.hit.num_tokens or not has_room:
             return chosen
         return ChosenPrefill(tracked, near, hit)
+
+
+def _begins_gaps(tracked: TrackedRequest) -> bool:
+    """Return whether its first token begins gaps that count."""
+    return tracked.is_real_time and tracked.request.slo.tpot_s is not None and not tracked.num_emitted

@@ -12,7 +12,7 @@ from alignedserve.core.lifecycle import Stage, advance
 from alignedserve.core.request import Request, RequestClass
 from alignedserve.messages.cluster_view import BatchShape, LengthTree
 from alignedserve.messages.prefixes import BLOCK_NAME_BYTES
-from alignedserve.messages.workers import IterationLogReport, WorkerLoad, WorkerRegistered
+from alignedserve.messages.workers import PACKED_FROM, IterationLogReport, WorkerLoad, WorkerRegistered
 
 _KEPT_SHARE = 1 / 8  # of the places of a worker that does both phases, from best effort
 _USUAL_TOKENS_PER_S = 5000  # of prompts, where workers do not tell their speed
@@ -305,6 +305,22 @@ class WorkerRecord:
     def awaits_batch(self) -> bool:
         """True if a batch may be on its way to it, or has arrived since it last told its load."""
         return self.pending_batch is not None or self.is_load_stale
+
+    @property
+    def takes_any_length(self) -> bool:
+        """True unless only requests of similar lengths may join what it runs."""
+        running = self.load.running if self.load is not None else None
+        return running is None or running.start == PACKED_FROM
+
+    @property
+    def room(self) -> int:
+        """Return the longest context that may join what a decode worker runs, where slack is packed; 0: none."""
+        load, registered = self.load, self.registered
+        if load is None or not load.num_running:
+            return registered.num_blocks * registered.block_size
+        if load.running is None:
+            return 0
+        return min(load.running.stop, (load.num_free_blocks - load.num_candidate_blocks) * registered.block_size)
 
     @property
     def num_blocks_used(self) -> int:

@@ -152,6 +152,12 @@ class AttemptFailed(Message, frozen=True):
     reason: Text
 
 
+ANY_LENGTH = 1 << 16  # the end of a range that holds every length: longer ones count as this where batches are formed
+PACKED_FROM = (
+    1  # the start of a range up to the longest context that slack has room for; ranges of lengths start at 16s
+)
+
+
 class JoinedBatch(msgspec.Struct, frozen=True, array_like=True):
     """A running batch that requests may join, and the half-open range of its context lengths."""
 
@@ -180,7 +186,7 @@ class WorkerLoad(Message, frozen=True):
     num_prefix_hit_tokens: Count = 0  # of those, taken from it
     num_prefix_blocks: Count = 0  # cached now, those that requests use included
     num_prefix_evictions: Count = 0  # blocks that left the cache for others, since it started
-    num_real_time_candidates: Count = 0  # of the next batches' candidates, where classes are known
+    num_real_time_candidates: Count = 0  # of the next batches' candidates, where classes are known; of all, packed
 
 
 class BlocksFetched(Message, frozen=True):

@@ -33,7 +33,12 @@ def is_mixing_cheaper(table: RequestTable, costs: CostModel, context_lens: Colle
     similar contexts. The comparison is with equal lengths, not with the lengths given: otherwise two batches with
     stragglers of their own would be mixed, and never be separated again.
     """
-    here, among_like = decode_work(table), IterationWork()
+    return is_cheap_beside(decode_work(table), costs, context_lens)
+
+
+def is_cheap_beside(here: IterationWork, costs: CostModel, context_lens: Collection[int]) -> bool:
+    """Return the same for decodes that are `here`."""
+    among_like = IterationWork()
     num_others, sum_others = len(context_lens), sum(context_lens)
     among_like.add_decodes(num_others, sum_others, -(-sum_others // num_others))
     both = here.copy()

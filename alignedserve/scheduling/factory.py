@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from alignedserve.config.sections import (
+    BatchingConfig,
     ClusterConfig,
     DecodeWorkerConfig,
     EngineConfig,
@@ -31,6 +32,7 @@ from alignedserve.scheduling.topology import topology_of
 from alignedserve.scheduling.yielding import YieldConfig, Yielding
 
 _INTERFERENCE = "interference"
+_PACK_SHARE = "pack_share"
 _NOT_YIELDING = frozenset({Mechanism.SHARED_BLOCKS, Mechanism.HIDDEN_CACHE})  # what passes do not stop with
 _CLASSLESS_ORDERS = ("fcfs",)  # of prompts, in the router
 
@@ -90,9 +92,13 @@ def measured_speed(
     return speed_of(known, max_tokens=limits.max_tokens, max_context_len=max_context_len)
 
 
-def calibration_s(engine: EngineConfig, scheduling: SchedulingConfig) -> float:
-    """Return how long a prefill or decode worker calibrates iteration costs; 0 if its policy does not use them."""
-    return engine.calibration_s if policy_entry(scheduling.policy).schedules_iterations else 0.0
+def calibration_s(engine: EngineConfig, scheduling: SchedulingConfig, batching: BatchingConfig | None = None) -> float:
+    """Return how long a prefill or decode worker calibrates iteration costs; 0 if it does not use them.
+
+    `batching`: of a decode worker.
+    """
+    packs = batching is not None and batching.pack_share is not None
+    return engine.calibration_s if packs or policy_entry(scheduling.policy).schedules_iterations else 0.0
 
 
 def make_iteration_scheduler(
@@ -190,7 +196,7 @@ def resolve_policy(config: ClusterConfig) -> ClusterConfig:
         scheduling = msgspec.structs.replace(scheduling, policy_params=params)
     if _may_yield(scheduling) and scheduling.best_effort_floor is None:
         scheduling = msgspec.structs.replace(scheduling, best_effort_floor=config.router.best_effort_floor)
-    policy_config(scheduling.policy, params_of(scheduling))
+    own = policy_config(scheduling.policy, params_of(scheduling))
     router: dict[str, Any] = {}
     if config.router.prefill_order is None:
         router["prefill_order"] = entry.prefill_order
@@ -202,6 +208,10 @@ def resolve_policy(config: ClusterConfig) -> ClusterConfig:
     }
     if config.batching.policy is None:
         batching["policy"] = entry.batching
+    if _PACK_SHARE in entry.batching_settings:
+        batching.setdefault(_PACK_SHARE, config.batching.pack_share or getattr(own, _PACK_SHARE))
+    elif config.batching.pack_share is not None:
+        raise ConfigError(f"batching.{_PACK_SHARE} has no effect with policy {scheduling.policy!r}; leave it out")
     knows_classes = (config.router.prefill_order or entry.prefill_order) not in _CLASSLESS_ORDERS
     if config.batching.best_effort_floor is None and knows_classes and topology.is_separate:
         batching["best_effort_floor"] = config.router.best_effort_floor

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from alignedserve.config.sections import PoolConfig
+from alignedserve.config.sections import BatchingConfig, PoolConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
@@ -210,7 +210,7 @@ class Simulation:
         name = self._config.decode_name(number)
         cluster, true_costs = self._config.cluster, self._config.costs_of(name)
         costs = self._known(true_costs)
-        measured = self._measured(name, true_costs, num_blocks, limits_of(config))
+        measured = self._measured(name, true_costs, num_blocks, limits_of(config), cluster.batching)
         if self._config.is_colocated:
             make = partial(
                 decode_factory.make_colocated_logic,
@@ -248,8 +248,18 @@ class Simulation:
         """Return the costs that a worker's policy knows from the start."""
         return None if self._config.learns_costs else costs
 
-    def _measured(self, name: str, costs: CostModel, num_blocks: int, limits: IterationLimits) -> tuple[Sample, ...]:
-        """Return the iterations that a worker measures before it serves, to learn costs from."""
+    def _measured(
+        self,
+        name: str,
+        costs: CostModel,
+        num_blocks: int,
+        limits: IterationLimits,
+        batching: BatchingConfig | None = None,
+    ) -> tuple[Sample, ...]:
+        """Return the iterations that a worker measures before it serves, to learn costs from.
+
+        `batching`: of a decode worker.
+        """
         config = self._config
         if not config.learns_costs:
             return ()
@@ -257,7 +267,7 @@ class Simulation:
             return config.measured[name]
         has_hidden_cache = config.mechanisms.hidden_ratio is not None
         points = points_of(config.layout, limits, num_blocks=num_blocks, has_hidden_cache=has_hidden_cache)
-        return calibrated(costs, points, calibration_s(config.cluster.engine, config.cluster.scheduling))
+        return calibrated(costs, points, calibration_s(config.cluster.engine, config.cluster.scheduling, batching))
 
     def _add_worker(self, name: str, role: Role, make: Callable[[], AnyLogic], pool: str, costs: CostModel) -> str:
         keeps_timeline = name == self._config.timeline_of

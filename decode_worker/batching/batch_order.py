@@ -77,12 +77,17 @@ class BatchOrder:
     """The running batch's number and the batches behind it."""
 
     def __init__(
-        self, limits: SwitchLimits, is_mixing_cheaper: Callable[[Collection[int]], bool] | None = None
+        self,
+        limits: SwitchLimits,
+        is_mixing_cheaper: Callable[[Collection[int]], bool] | None = None,
+        *,
+        packs: bool = False,
     ) -> None:
         """`is_mixing_cheaper`: whether decodes of these contexts cost less beside the running ones than after them;
-        None: never, so batches of different lengths stay apart."""
+        None: never, so batches of different lengths stay apart. `packs`: one that has waited too long joins as well."""
         self._limits = limits
         self._is_mixing_cheaper = is_mixing_cheaper
+        self._packs = packs
         self._waiting: dict[BatchId, WaitingBatch] = {}
         self.version = 0  # changes with which batches there are
         self.running_id = NO_BATCH
@@ -203,10 +208,10 @@ class BatchOrder:
         if following is None or (own and not is_overdue):
             return own
         members = by_id.get(following.batch_id, [])
-        if not is_overdue and self._should_mix(members, num_running):
+        if (self._packs or not is_overdue) and self._should_mix(members, num_running):
             self._begin(following)
             self._join(members)
-            return members
+            return own + members
         if not (is_overdue or self._may_follow(following, num_running, num_blocks)):
             return own
         self._take_up(following, members, num_running)

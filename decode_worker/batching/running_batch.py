@@ -9,6 +9,7 @@ from alignedserve.messages.iterations import Addition, IterationCompleted, RunIt
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.batching.begun import Begun, Leaving, LoadingCandidates, growth_of
+from decode_worker.batching.slack_packing import Packing, SlackPacking
 from decode_worker.state import Candidate, Loading, RunningRequest
 
 Slices = tuple[tuple[RequestId, int], ...]
@@ -34,13 +35,18 @@ class RunningBatch:
     """Requests in the engine or about to enter it, and those whose cache is being copied in or out."""
 
     num_preemptions = 0  # nothing leaves but into a candidate buffer
-    admission = None  # and no objective holds a candidate back
+    decode_s = None  # its pace is that of the iterations that were
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_running_requests: int) -> None:
+    def __init__(
+        self, *, num_blocks: int, block_size: int, max_running_requests: int, packing: Packing | None = None
+    ) -> None:
+        """`packing`: None: no objective holds a candidate back, and batches of different lengths stay apart."""
         self._allocator = BlockAllocator(num_blocks)
         self._block_size = block_size
         self._max_running_requests = max_running_requests
         self._running: dict[RequestId, RunningRequest] = {}
+        self.packing = self.admission = SlackPacking(self._running, packing) if packing is not None else None
+        self.is_mixing_cheaper = self.packing.is_mixing_cheaper if self.packing is not None else None
         self.loading = LoadingCandidates()
         self._num_leaving_blocks = 0  # of requests that are being copied out
         self._foreseen: int | None = None  # blocks that all will grow by; None: to be counted anew
@@ -53,12 +59,15 @@ class RunningBatch:
         self._decodes_of = -1
 
     @classmethod
-    def of_worker(cls, registered: WorkerRegistered, max_running_requests: int) -> "RunningBatch":
+    def of_worker(
+        cls, registered: WorkerRegistered, max_running_requests: int, packing: Packing | None = None
+    ) -> "RunningBatch":
         """Build the empty batch of this worker."""
         return cls(
             num_blocks=registered.num_blocks,
             block_size=registered.block_size,
             max_running_requests=max_running_requests,
+            packing=packing,
         )
 
     def __len__(self) -> int:
@@ -193,12 +202,16 @@ class RunningBatch:
         slices = self.slices()
         if not slices:
             return None
+        if self.packing is not None:
+            self.packing.began(now)
         changes = self.take_changes()
         has_changed = bool(changes.additions or changes.removals)
         return Begun(RunIteration(*changes, slices), self._running.values(), has_changed=has_changed)
 
     def completed(self, event: IterationCompleted, now: float, duration_s: float) -> None:
-        """Do nothing: what was computed is noted by `append`."""
+        """Learn what it cost; what was computed is noted by `append`."""
+        if self.packing is not None:
+            self.packing.completed(duration_s, event.grammar_s)
 
     def slices(self) -> Slices:
         """Return the tokens to compute by request, all up to its next token.

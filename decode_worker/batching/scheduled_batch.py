@@ -39,6 +39,8 @@ class _Split(NamedTuple):
 class ScheduledBatch:
     """Requests in the policy's table, and those whose cache is being copied in or out."""
 
+    packing = None  # the policy bounds iterations
+
     def __init__(
         self,
         *,

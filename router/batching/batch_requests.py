@@ -182,6 +182,8 @@ class BatchRequests:
     def _next_form(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
         if self._by_turn:
             form = self._request_by_turn(worker, pool)
+        elif self._batching.pack_share is not None:
+            form = self._request_joining(worker, pool, now) or self._request_batch(worker, pool, now)
         else:
             form = (
                 self._request_real_time(worker, pool, now)

@@ -79,6 +79,38 @@ class UrgentBypass:
         return min(able, key=lambda worker: _order_of(worker, context_len), default=None)
 
 
+class PackedBypass:
+    """Lets requests with a TPOT objective go straight to the decode worker with most room, where slack is packed.
+
+    Their prompts have waited until some have room (look_ahead.py). While a worker keeps lengths apart, as UrgentBypass.
+    """
+
+    def __init__(self) -> None:
+        self._otherwise = UrgentBypass()
+
+    def observe_wait(self, wait_s: float) -> None:
+        """See Bypass."""
+        self._otherwise.observe_wait(wait_s)
+
+    def observe_waiting(self, wait_s: float) -> None:
+        """See Bypass."""
+        self._otherwise.observe_waiting(wait_s)
+
+    def observe_bypass(self) -> None:
+        """See Bypass."""
+        self._otherwise.observe_bypass()
+
+    def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
+        """See Bypass."""
+        known = list(workers)
+        if not all(worker.takes_any_length for worker in known):
+            return self._otherwise.target(request, context_len, known)
+        if request.request_class is not RequestClass.REAL_TIME or request.slo.tpot_s is None:
+            return None
+        able = [worker for worker in known if worker.has_real_time_slot]
+        return min(able, key=lambda worker: (not worker.has_free_slot, -worker.room, worker.name), default=None)
+
+
 def _order_of(worker: WorkerRecord, context_len: int) -> tuple[bool, int, str]:
     return (not worker.has_free_slot, _distance(worker, context_len), worker.name)
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from alignedserve.config.sections import BatchingConfig, ClusterConfig, SchedulingConfig
-from alignedserve.core.request import SamplingParams
+from alignedserve.core.request import SamplingParams, Slo
 from tests.components.work import check, prompts
 from tests.support.in_process import RoomCluster, running, small_config
 from tests.support.waiting import holds
@@ -57,6 +57,20 @@ async def test_without_buffers_a_request_that_gives_way_is_computed_again(tmp_pa
         answers = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work]
         status = await check(cluster, work, answers, SAMPLING)
         assert status.num_evictions == 0
+
+
+async def test_requests_of_any_length_are_packed_beside_each_other_and_answers_stay_the_same(tmp_path: Path) -> None:
+    config = config_of("density_first", tmp_path / "model", decode_blocks=60, num_workers=2)
+    packed = replace(config.batching, pack_share=0.9)
+    async with running(
+        replace(config, scheduling=SchedulingConfig(policy="aligned"), batching=packed), tmp_path
+    ) as cluster:
+        work, chat = prompts(24), Slo(tpot_s=0.5)
+        answers = [
+            cluster.gateway.submit(prompt, SAMPLING, chat if number % 2 else None) for number, prompt in enumerate(work)
+        ]
+        await check(cluster, work, answers, SAMPLING)
+    assert cluster.files_in_memory() == []
 
 
 async def test_a_lost_decode_workers_requests_go_on_from_the_pools_copies(tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ from alignedserve.messages.workers import WorkerLoad
 from alignedserve.scheduling.policy import CandidateChoice, DeviceMemory, IterationLimits, IterationPolicy
 from alignedserve.scheduling.scheduler import Scheduler
 from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
-from decode_worker.batching.scheduled_batch import ScheduledBatch
+from decode_worker.batching.running_batch import RunningBatch
+from decode_worker.batching.scheduled_batch import DecodeBatch, ScheduledBatch
+from decode_worker.batching.slack_packing import Packing
 from decode_worker.logic import DecodeCommand, DecodeLogic
 from tests.harnesses.scheduling import EasyCosts
 from tests.support.samples import POOL, PREFILL, REPLY_TO, ROUTER, blocks, handoff, request, worker
@@ -56,6 +58,7 @@ class DecodeHarness:
         min_requests: int = 36,
         buffer_blocks: int = 0,
         policy: IterationPolicy | None = None,
+        packing: Packing | None = None,
         host_tokens: int = 0,
         **scheduled: Any,
     ) -> None:
@@ -64,14 +67,12 @@ class DecodeHarness:
         limits = DecodeLimits(
             max_running_requests, SwitchLimits(min_requests, low_running=min_requests, starvation_s=2.0)
         )
-        self.logic = DecodeLogic(
-            registered=self.registered,
-            limits=limits,
-            eos_token_ids=frozenset({EOS}),
-            scheduled=scheduled_batch(policy, num_blocks, max_running_requests, host_tokens, **scheduled)
-            if policy is not None
-            else None,
-        )
+        batch: DecodeBatch | None = None
+        if policy is not None:
+            batch = scheduled_batch(policy, num_blocks, max_running_requests, host_tokens, **scheduled)
+        elif packing is not None:
+            batch = RunningBatch.of_worker(self.registered, max_running_requests, packing)
+        self.logic = DecodeLogic(registered=self.registered, limits=limits, eos_token_ids=frozenset({EOS}), batch=batch)
         self.do(PeerConnected(Role.ROUTER, ROUTER))
         if buffer_blocks:
             self.lend(buffer_blocks)

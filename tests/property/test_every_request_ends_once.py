@@ -62,6 +62,7 @@ SHAPES = (
     Shape(pool_blocks=120, worker_blocks=24, buffer_blocks=40, max_running_requests=5, min_requests=2),
     Shape(num_prefill=2, num_decode=2, pool_blocks=100, worker_blocks=20, buffer_blocks=12, min_requests=2),
     Shape(policy="fcfs", buffer_blocks=0, worker_blocks=20),
+    Shape(num_decode=2, worker_blocks=24, buffer_blocks=12, min_requests=2, pack_share=0.9),
     # Two nodes: requests that cannot wait go from one to the other.
     Shape(num_nodes=2, num_prefill=2, num_decode=2, pool_blocks=60, worker_blocks=24, min_requests=2, **DIRECT),
     Shape(num_nodes=2, num_prefill=2, num_decode=3, worker_blocks=20, buffer_blocks=12, max_running_requests=3),

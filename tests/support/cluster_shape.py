@@ -25,6 +25,7 @@ class Shape:
     host_tokens: int = 0
     hidden_ratio: float | None = None
     disaggregated_scheduling: SchedulingConfig = field(default_factory=lambda: SchedulingConfig(policy="aligned"))
+    pack_share: float | None = None  # of separate workers: slack is packed
     refuse: float = 0.0
     direct_handoff: bool | None = None
     has_prefix_cache: bool = False
@@ -48,7 +49,9 @@ class Shape:
     @property
     def batching(self) -> BatchingConfig:
         """Return the batching section of router, pool and decode workers."""
-        return BatchingConfig(policy=self.policy, min_requests=self.min_requests, starvation_s=0.3)
+        return BatchingConfig(
+            policy=self.policy, min_requests=self.min_requests, starvation_s=0.3, pack_share=self.pack_share
+        )
 
     @property
     def decode(self) -> DecodeWorkerConfig:

@@ -75,9 +75,15 @@ class BatchingConfig(Section, frozen=True):
     # Share of the tokens that best effort has in batches while real-time requests wait for one; unset: that of the
     # router, where its order of prompts knows classes.
     best_effort_floor: float | None = None
+    # Share of a TPOT objective that an iteration of a decode worker may take. Up to it requests of any length join what
+    # runs where mixing lengths costs nothing, the shortest first, and prompts wait for such room; unset: neither.
+    pack_share: float | None = None
 
     def __post_init__(self) -> None:
         self._require_positive("min_requests", "starvation_s")
+        self._require(
+            self.pack_share is None or 0.0 < self.pack_share <= 1.0, "pack_share", "must be above 0 and at most 1"
+        )
         self._require(
             self.best_effort_floor is None or 0.0 <= self.best_effort_floor <= 0.5,
             "best_effort_floor",

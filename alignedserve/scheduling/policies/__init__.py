@@ -44,6 +44,7 @@ class PolicyEntry:
     topologies: tuple[Topology, ...] = COLOCATED  # the first one is its own
     needs: frozenset[Mechanism] = frozenset()  # refused where the engine has not all of these
     uses: frozenset[Mechanism] = frozenset()  # used where the engine has them
+    uses_with: tuple[tuple[str, Mechanism], ...] = ()  # likewise, where this parameter is set to true
     needed_by: str | None = None  # the parameter that, set to false, makes `needs` unnecessary
     prefill_order: str = "fcfs"  # in the router (router/policies)
     batching: str = "fcfs"  # in the pool (kvpool/policies), disaggregated only
@@ -71,6 +72,10 @@ class PolicyEntry:
         is_needed = self.needed_by is None or getattr(config, self.needed_by)
         return self.needs if is_needed else frozenset()
 
+    def uses_of(self, config: Any) -> frozenset[Mechanism]:
+        """Return the mechanisms used with these parameters."""
+        return self.uses | {mechanism for name, mechanism in self.uses_with if getattr(config, name)}
+
 
 POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
     {
@@ -88,7 +93,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             RunAllRequests,
             DISAGGREGATED,
             batching="density_first",
-            batching_settings=("min_requests", "max_block_share", "starvation_s"),
+            batching_settings=("min_requests", "max_block_share", "starvation_s", "pack_share"),
         ),
         "aligned_slo": PolicyEntry(
             "objectives as constraints, throughput with what is left: the union of the five papers",
@@ -96,6 +101,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             AlignedSlo,
             (Topology.ELASTIC, Topology.COLOCATED, Topology.DISAGGREGATED),
             uses=frozenset({Mechanism.SWAP, Mechanism.POOL}),
+            uses_with=(("hidden_caches", Mechanism.HIDDEN_CACHE),),
             prefill_order="least_slack",
             batching="density_first",
             candidate_choice=CandidateChoice.OVER_BEST_EFFORT,
@@ -255,8 +261,8 @@ def make_policy(name: str, settings: Mapping[str, Any] | None = None) -> Iterati
 
 def wanted_mechanisms(scheduling: SchedulingConfig) -> frozenset[Mechanism]:
     """Return the mechanisms that the policy needs or uses. Raises ConfigError as `policy_config` does."""
-    entry = policy_entry(scheduling.policy)
-    return entry.needs_with(policy_config(scheduling.policy, scheduling.policy_params)) | entry.uses
+    entry, config = policy_entry(scheduling.policy), policy_config(scheduling.policy, scheduling.policy_params)
+    return entry.needs_with(config) | entry.uses_of(config)
 
 
 def wants_shared_blocks(scheduling: SchedulingConfig, *, can_move: bool, has_int8_swaps: bool) -> bool:

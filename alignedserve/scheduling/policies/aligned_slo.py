@@ -18,6 +18,7 @@ import numpy as np
 
 from alignedserve.config.sections.scheduling import MAX_INTERFERENCE
 from alignedserve.core.class_floor import OVERDUE_S
+from alignedserve.scheduling.policies.slo_choices import HiddenPacking, by_density, in_levels
 from alignedserve.scheduling.policies.slo_floor import Floor, behind_real_time
 from alignedserve.scheduling.policies.slo_forecast import (
     BEST_EFFORT,
@@ -60,6 +61,10 @@ class AlignedSloConfig:
     growth_tokens: int = 16  # newcomers leave blocks for this many more tokens of each request with objectives
     interference: float | None = None  # `scheduling.interference`: best effort prolongs gaps of chat by this factor
     best_effort_floor: float = 0.05  # share of the time that it has all the same, `router.best_effort_floor`
+    # What other papers' policies always do, for what it is worth (docs/experiments/ablations.md).
+    levels: bool = False  # ALISE's, of the time left
+    knapsack: bool = False  # Apt-Serve's, of first tokens where blocks are short
+    hidden_caches: bool = False  # Apt-Serve's, for first tokens for which blocks are short
 
     def __post_init__(self) -> None:
         if self.interference is not None and not 1.0 <= self.interference <= MAX_INTERFERENCE:
@@ -91,8 +96,7 @@ class AlignedSlo:
             cap_s = min(cap_s, interference.without_gaps_s(view.now, self._config.memory_s))
             interference = None
         forecast = self._forecast(view, cap_s, interference)
-        make = SloPacking if view.pool is None else PooledPacking
-        packing = make(view, forecast, growth_tokens=self._config.growth_tokens)
+        packing = self._packing_of(view)(view, forecast, growth_tokens=self._config.growth_tokens)
         allowed_s = forecast.allowed_s
         if interference is not None:
             packing.add_decodes(_ON_TIME, np.inf)
@@ -116,6 +120,11 @@ class AlignedSlo:
             packing.add_decodes(group, until_s)
             packing.add_prompts(group, until_s)
         return packing.plan()
+
+    def _packing_of(self, view: WorkerView) -> type[SloPacking]:
+        if view.pool is not None:
+            return PooledPacking
+        return HiddenPacking if self._config.hidden_caches else SloPacking
 
     def _cap_s(self, view: WorkerView) -> float:
         """Return the longest iteration for which a prompt that arrives during it is not late; inf without such prompts.
@@ -161,6 +170,10 @@ class AlignedSlo:
             rows = without_starving_chat(view.table, rows)
             copies_s = min(copies_s, interference.copies_s(view, real_time_work(view.table).decodes))
         rows, hold, is_floor_held = self._floor.apply(view, rows)
+        if config.levels:
+            rows = in_levels(rows, view.table, decode_s=runtime.decode_s, now=now)
+        if config.knapsack:
+            rows = by_density(rows, view.table, view.memory, now)
         return SloForecast(
             rows=rows,
             hold=hold,

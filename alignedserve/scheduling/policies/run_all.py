@@ -18,6 +18,13 @@ class AlignedConfig:
     min_requests: int = 36  # a batch of fewer does not saturate a decode worker
     max_block_share: float = 0.4  # of a decode worker's blocks, for what is granted to it ahead of need
     starvation_s: float = 2.0  # lengths that were in no batch for this long go first; the paper gives no value
+    # Not AlignedServe's but Kairos's: of a TPOT objective, what an iteration may take with requests of other lengths
+    # packed in (docs/policies/aligned.md); None: batches of different lengths stay apart.
+    pack_share: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.pack_share is not None and not 0.0 < self.pack_share <= 1.0:
+            raise ValueError("pack_share must be above 0 and at most 1, or unset")
 
 
 @dataclass(frozen=True, slots=True)

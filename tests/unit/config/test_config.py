@@ -137,6 +137,7 @@ def test_what_is_not_a_size(text: str) -> None:
         ("batching: {starvation_s: 0}", r"batching\.starvation_s"),
         ("batching: {max_block_share: 0}", r"batching\.max_block_share"),
         ("batching: {max_block_share: 1.01}", r"batching\.max_block_share"),
+        ("batching: {pack_share: 0}", r"batching\.pack_share"),
         ("batching: {max_blocks: 3}", "max_blocks"),
         ("prefill: {candidate_buffer_bytes: -1}", r"prefill\.candidate_buffer_bytes"),
         ("prefill: {count: 0}", r"prefill\.count"),

@@ -4,8 +4,8 @@ from typing import Any
 
 from alignedserve.core.ids import BatchId
 from alignedserve.core.request import Request, RequestClass, Slo
-from alignedserve.messages.workers import JoinedBatch, WorkerLoad
-from router.policies.bypass import DirectHandoff, UrgentBypass
+from alignedserve.messages.workers import ANY_LENGTH, PACKED_FROM, JoinedBatch, WorkerLoad
+from router.policies.bypass import DirectHandoff, PackedBypass, UrgentBypass
 from router.state import WorkerRecord
 from tests.support.marks import each
 from tests.support.samples import R1, R2, request, worker
@@ -164,3 +164,33 @@ def test_no_request_goes_to_a_full_worker_or_to_one_that_does_not_only_decode() 
     )
     assert handed_to(full, prefill, holding("decode-1", 0, can_prefill=True)) is None
     assert handed_to(full, prefill, holding("decode-2", 1, max_running_requests=2)) == "decode-2"
+
+
+def packed(of: Request, *workers: WorkerRecord) -> str | None:
+    target = PackedBypass().target(of, of.prompt_len, workers)
+    return target.name if target is not None else None
+
+
+def with_room(name: str, num_free_blocks: int, room: int = ANY_LENGTH, **load: Any) -> WorkerRecord:
+    """Return a decoder that runs some, and has so much slack, and blocks of four tokens."""
+    running = JoinedBatch(BatchId(1), PACKED_FROM, room) if room else None
+    counts: dict[str, Any] = {"num_running": 2, "running": running, "num_free_blocks": num_free_blocks, **load}
+    return WorkerRecord(name, worker(), load=WorkerLoad(**counts))
+
+
+def test_packed_it_goes_to_the_worker_with_most_room() -> None:
+    roomy, tight = with_room("decode-0", 12), with_room("decode-1", 9)
+    assert packed(chat(), roomy, tight) == "decode-0"
+    assert packed(chat(), with_room("decode-0", 12, num_candidate_blocks=4), tight) == "decode-1"
+    assert packed(chat(), with_room("decode-0", 12, 32), tight) == "decode-1"
+    assert packed(chat(), with_room("decode-0", 12, 0), tight) == "decode-1"
+    assert packed(chat(), with_room("decode-0", 12, 0)) == "decode-0"
+    assert packed(chat(None), roomy) is None  # it has no gaps to hold
+
+
+def test_packed_it_is_as_before_where_a_worker_keeps_lengths_apart() -> None:
+    bypass = PackedBypass()
+    bypass.observe_wait(0.08)
+    workers = [decoder("decode-0", 16, 512), decoder("decode-1", 512, 832)]
+    assert bypass.target(chat(), 900, workers) is workers[1]
+    assert bypass.target(chat(0.2), 900, workers) is None

@@ -271,3 +271,19 @@ def test_sizes_that_were_worked_out_ask_for_nothing() -> None:
     fixed = with_fixed_sizes(from_mapping({}))
     assert topology_of(fixed) is Topology.ELASTIC
     assert topology_of(ClusterConfig(prefill=PrefillWorkerConfig(count=2))) is Topology.DISAGGREGATED
+
+
+def test_slack_is_packed_where_the_policy_or_its_batching_says_so() -> None:
+    def share_of(params: dict[str, Any], batching: BatchingConfig | None = None) -> float | None:
+        config = ClusterConfig(
+            scheduling=SchedulingConfig(policy="aligned", policy_params=params), batching=batching or BatchingConfig()
+        )
+        return resolve_policy(config).batching.pack_share
+
+    assert share_of({"pack_share": 0.8}) == 0.8
+    assert share_of({}, BatchingConfig(pack_share=0.7)) == 0.7
+    assert share_of({"pack_share": None}, BatchingConfig(pack_share=0.7)) is None
+    with pytest.raises(ConfigError, match="pack_share"):
+        share_of({"pack_share": 1.5})
+    with pytest.raises(ConfigError, match=r"batching\.pack_share has no effect with policy 'aligned_slo'"):
+        resolve_policy(ClusterConfig(batching=BatchingConfig(pack_share=0.9)))

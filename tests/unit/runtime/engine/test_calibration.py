@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from alignedserve.config.sections import EngineConfig, SchedulingConfig
+from alignedserve.config.sections import BatchingConfig, EngineConfig, SchedulingConfig
 from alignedserve.costmodel.iteration_points import calibration_points
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel, Sample
 from alignedserve.costmodel.online import learned_from
@@ -106,7 +106,9 @@ def test_copies_to_the_host_are_measured_in_full_width_tokens(swaps: str) -> Non
 def test_it_can_be_left_out() -> None:
     assert measured(duration_s=0.0) == ()
     assert calibration_s(EngineConfig(calibration_s=0.5), SchedulingConfig(policy="aligned_slo")) == 0.5
-    assert calibration_s(EngineConfig(calibration_s=0.5), SchedulingConfig(policy="aligned")) == 0.0
+    aligned = SchedulingConfig(policy="aligned")
+    assert calibration_s(EngineConfig(calibration_s=0.5), aligned) == 0.0
+    assert calibration_s(EngineConfig(calibration_s=0.5), aligned, BatchingConfig(pack_share=0.9)) == 0.5
 
 
 def test_a_scheduler_knows_from_the_start_what_was_measured() -> None:

@@ -1,0 +1,88 @@
+"""Choices that other papers' policies always make, as choices of `aligned_slo`: off unless set, for what each is worth.
+
+- Levels (ALISE): of requests behind those on time, levels of remaining time that double, and within one the order of
+  arrival; a long wait raises them. Wrong predictions then change the order less.
+- Knapsack (Apt-Serve): where blocks are short, first tokens in the order of pending time per block.
+- Hidden caches (Apt-Serve): where blocks are short for a first token that would be late, layer inputs in place of keys
+  and values, if the iterations that recompute these still make no token late.
+docs/experiments/ablations.md has the worth of each.
+"""
+
+import numpy as np
+from typing_extensions import override
+
+from alignedserve.scheduling.policies.slo_forecast import LATE, ON_TIME, URGENT, SloForecast
+from alignedserve.scheduling.policies.slo_packing import SloPacking
+from alignedserve.scheduling.policy import DeviceMemory, WorkerView
+from alignedserve.scheduling.runtime_estimate import remaining_output_len
+from alignedserve.scheduling.table import Ints, RequestTable
+from kernels.cpu.request_table import RowForecasts
+
+# As of `alise`: docs/policies/alise.md says how they were chosen.
+_NUM_LEVELS, _FIRST_LEVEL_TOKENS, _RAISED_AFTER_S = 8, 16, 60.0
+_LEAST_PENDING_S = 0.001
+
+
+def in_levels(rows: RowForecasts, table: RequestTable, *, decode_s: float, now: float) -> RowForecasts:
+    """Return the forecast with levels in place of the time left, for requests behind those on time.
+
+    `decode_s`: of a short context alone; sixteen of them are the first level, and each is twice as wide as the last.
+    """
+    first_s = _FIRST_LEVEL_TOKENS * decode_s
+    by_time = np.frexp(rows.left_s / first_s)[1].astype(np.int64)
+    level = np.clip(np.maximum(by_time, remaining_output_len(table)[1]), 0, _NUM_LEVELS - 1)
+    waited_s = np.maximum(now - table.arrival_s - table.service_s, 0.0)
+    level = np.maximum(level - (waited_s // _RAISED_AFTER_S).astype(np.int64), 0)
+    return rows._replace(left_s=np.where(rows.rank >= LATE, np.ldexp(first_s, level), rows.left_s))
+
+
+def by_density(rows: RowForecasts, table: RequestTable, memory: DeviceMemory, now: float) -> RowForecasts:
+    """Return the forecast in which first tokens that are on time go by pending time per block, if blocks are short."""
+    waits = (rows.rank >= URGENT) & (rows.rank <= ON_TIME) & (table.num_blocks == 0) & (table.num_generated == 0)
+    wanted = memory.blocks_for_each(table.prompt_len + table.num_generated, is_hidden=table.is_hidden)
+    if int(wanted[waits].sum()) <= memory.num_free:
+        return rows
+    pending_s = np.maximum(now - table.arrival_s, _LEAST_PENDING_S)
+    return rows._replace(left_s=np.where(waits, wanted / pending_s, rows.left_s))
+
+
+class HiddenPacking(SloPacking):
+    """One decision that may begin hidden caches."""
+
+    def __init__(self, view: WorkerView, forecast: SloForecast, *, growth_tokens: int) -> None:
+        super().__init__(view, forecast, growth_tokens=growth_tokens)
+        self._hidden: set[int] = set()  # newcomers whose keys and values do not fit
+
+    @override
+    def _wanted(self, rows: Ints) -> list[int]:
+        wanted, memory, num_free = super()._wanted(rows), self._view.memory, self._packer.num_free
+        if memory.hidden_ratio is None:
+            return wanted
+        for place, row in enumerate(rows.tolist()):
+            if wanted[place] > num_free and self._pays_hidden(row):
+                num_tokens = self._packer.remaining(row)
+                wanted[place] -= memory.blocks_for(num_tokens) - memory.blocks_for(num_tokens, is_hidden=True)
+                self._hidden.add(row)
+        return wanted
+
+    def _pays_hidden(self, row: int) -> bool:
+        """Return whether its first token is urgent, and iterations with its hidden cache would make no token late."""
+        table = self._table
+        is_newcomer = not (table.num_blocks[row] or table.num_generated[row] or table.num_cached[row])
+        if self._rows.rank[row] != URGENT or not is_newcomer:
+            return False
+        beside = self._packer.work.copy()
+        beside.add_decode(self._packer.remaining(row), is_hidden=True)
+        return self._view.costs.iteration_s(beside) <= self._forecast.allowed_s
+
+    @override
+    def _add_prompt(self, row: int, budget_s: float) -> bool:
+        packer = self._packer
+        num_tokens = packer.remaining(row)
+        if row not in self._hidden or packer.blocks_needed(row, num_tokens) <= packer.num_free:
+            return super()._add_prompt(row, budget_s)
+        # It is not extended in parts, so all of the prompt is computed at once.
+        within_s = max(budget_s, self._forecast.stretched_s)
+        if num_tokens <= packer.num_tokens_left and self._chunk_within(row, num_tokens, within_s) == num_tokens:
+            packer.add(row, num_tokens, is_hidden=True)
+        return True
