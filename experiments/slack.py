@@ -97,8 +97,15 @@ class SlackPoint:
 
 
 POINTS = (
-    SlackPoint(0.025, PaperCell(1, 1), {PACKED: (11.0, 11.5), DISTSERVE: (10.0, 10.5), APART: (10.0,)}),
-    SlackPoint(0.030, PaperCell(1, 1), {PACKED: (13.0, 13.5), DISTSERVE: (12.0, 12.5), APART: (12.0,)}),
+    SlackPoint(
+        0.025, PaperCell(1, 1), {PACKED: (10.5, 11.0, 11.5), DISTSERVE: (7.0, 7.5, 9.0, 9.5), APART: (7.0, 9.0)}
+    ),
+    SlackPoint(
+        0.030, PaperCell(1, 1), {PACKED: (12.0, 12.5, 13.0), DISTSERVE: (8.5, 9.0, 10.5, 11.0), APART: (9.0, 11.0)}
+    ),
+    SlackPoint(
+        0.050, PaperCell(1, 1), {PACKED: (13.5, 14.0, 14.5), DISTSERVE: (12.0, 12.5, 13.0, 13.5), APART: (12.0,)}
+    ),
 )
 
 
@@ -156,8 +163,8 @@ def parts_of(*, is_quick: bool) -> list[list[LabelledCase]]:
         return [[POINTS[0].case(system, 10.0, 1, 40.0) for system in SYSTEMS]]
     return [
         [point.case(system, rate, seed) for system, rates in point.rates.items() for rate in rates]
-        for seed in range(1, LEAST_SEEDS + 1)
         for point in POINTS
+        for seed in range(1, LEAST_SEEDS + 1)
     ]
 
 

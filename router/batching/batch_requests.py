@@ -182,7 +182,7 @@ class BatchRequests:
     def _next_form(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
         if self._by_turn:
             form = self._request_by_turn(worker, pool)
-        elif self._batching.pack_share is not None:
+        elif self._batching.pack_share is not None and worker.takes_any_length:
             form = self._request_joining(worker, pool, now) or self._request_batch(worker, pool, now)
         else:
             form = (
