@@ -67,11 +67,10 @@ SYSTEMS: Mapping[str, tuple[str, Topology]] = {
     "aligned_slo, colocated": ("aligned_slo", Topology.COLOCATED),
 }
 COMPARED = ("aligned", "aligned_slo", "distserve", "vllm", "fastgen")
-BASELINES = ("vllm", "distserve", "fastgen")
-CORE = ("aligned", "distserve", "vllm")
+BASELINES, CORE = ("vllm", "distserve", "fastgen"), ("aligned", "distserve", "vllm")
 STEADY = "steady"  # ten minutes: rates; all other parts are bursts
-WITHOUT_PREFETCH, WITHOUT_BOTH = "aligned w/o P", "aligned w/o P&B"
-FCFS_BATCHES = "aligned w/o B"
+WITHOUT_PREFETCH, WITHOUT_BOTH, FCFS_BATCHES = "aligned w/o P", "aligned w/o P&B", "aligned w/o B"
+PAPERS = {"aligned": {"pack_share": None}}  # slack packed is not AlignedServe's: experiments.slack
 
 COLUMNS: Mapping[str, str] = {
     "lengths": "lengths",
@@ -142,8 +141,7 @@ def applications() -> dict[str, str]:
     return {name: f"{source}, max_prompt={_MAX_PROMPT}, rate={_RATE}" for name, source in sources.items()}
 
 
-_RATE = 100  # requests/s, more than any of these systems serves: what is measured is how fast they work it off
-_MAX_PROMPT = 16000
+_RATE, _MAX_PROMPT = 100, 16000  # requests/s: more than any of these serves, as how fast they work it off is measured
 OUTSTANDING = 512  # in steady state: twice what a decode worker may run
 
 
@@ -204,7 +202,8 @@ class AlignedServeLoad:
     def case(self, part: str, system: str, seed: int) -> LabelledCase:
         """Return the case of one of SYSTEMS."""
         policy, topology = SYSTEMS[system]
-        return self._case(part, system, seed, with_policy(self.cell.cluster(topology), policy, topology=topology))
+        cluster = with_policy(self.cell.cluster(topology), policy, PAPERS.get(policy), topology=topology)
+        return self._case(part, system, seed, cluster)
 
     def ablated(self, part: str, name: str, seed: int) -> LabelledCase:
         """Return AlignedServe without batching by length (FCFS), without prefetching (no buffers), or without both."""
@@ -213,7 +212,8 @@ class AlignedServeLoad:
             fcfs = msgspec.structs.replace(settings.batching, policy="fcfs")
             settings = msgspec.structs.replace(settings, batching=fcfs)
         buffer_share = 0.0 if name in (WITHOUT_PREFETCH, WITHOUT_BOTH) else 0.5
-        return self._case(part, name, seed, with_policy(settings, "aligned"), buffer_share=buffer_share)
+        settings = with_policy(settings, "aligned", PAPERS["aligned"])
+        return self._case(part, name, seed, settings, buffer_share=buffer_share)
 
     def _case(
         self, part: str, system: str, seed: int, cluster: ClusterConfig, *, buffer_share: float = 0.5

@@ -41,7 +41,7 @@ def disaggregated(
     """Configure prefill and decode workers of so many blocks each; buffers of so many blocks for each pair."""
     cluster = ClusterConfig(
         topology=Topology.DISAGGREGATED,
-        scheduling=SchedulingConfig(policy="aligned"),
+        scheduling=SchedulingConfig(policy="aligned", policy_params={"pack_share": None}),
         router=RouterConfig(prefill_order="least_slack"),
         batching=BatchingConfig(policy=policy, min_requests=8),
         pool=PoolConfig(memory_bytes=pool_blocks * BLOCK_BYTES),

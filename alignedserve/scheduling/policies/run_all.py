@@ -20,7 +20,7 @@ class AlignedConfig:
     starvation_s: float = 2.0  # lengths that were in no batch for this long go first; the paper gives no value
     # Not AlignedServe's but Kairos's: of a TPOT objective, what an iteration may take with requests of other lengths
     # packed in (docs/policies/aligned.md); None: batches of different lengths stay apart.
-    pack_share: float | None = None
+    pack_share: float | None = 0.95
 
     def __post_init__(self) -> None:
         if self.pack_share is not None and not 0.0 < self.pack_share <= 1.0:

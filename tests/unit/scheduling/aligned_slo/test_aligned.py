@@ -44,4 +44,5 @@ def test_the_example_of_its_page_a_batch_of_three_joins() -> None:
 def test_its_parameters_are_the_papers() -> None:
     config = policy_config("aligned")
     assert (config.min_requests, config.max_block_share) == (36, 0.4)
+    assert config.pack_share == 0.95  # this one is not of the paper
     assert policy_entry("aligned").batching == "density_first"
