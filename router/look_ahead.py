@@ -45,16 +45,14 @@ def wants_more(
     return on_the_way + pooled < max(_POOLED_SHARE * places, _LEAST_POOLED)
 
 
-def is_decoded_soon(
-    num_tokens: int, num_promised: int, pool: PoolRecord | None, beside: Collection[WorkerRecord]
-) -> bool:
+def is_decoded_soon(num_tokens: int, pool: PoolRecord | None, beside: Collection[WorkerRecord]) -> bool:
     """Return whether a prompt of so many tokens, computed now, would find room to decode.
 
     Where slack is packed (BatchingConfig.pack_share), a request with a TPOT objective waits for that before its first
-    token, as after it every second counts as a gap: until a decode worker of the node has room for it, and all have for
-    it and for the prompts that room is promised to, while fewer wait with their first token than there are workers.
-    What best effort waits for does not count: it goes after these. Where a worker keeps lengths apart, the pool needs
-    many to choose from. `num_promised`: tokens of those prompts. `beside`: the workers of the node.
+    token, as after it every second counts as a gap: until a decode worker of the node has room for it, beside all that
+    its room is promised to, while fewer wait with their first token than there are workers. What best effort waits for
+    does not count: it goes after these. Where a worker keeps lengths apart, the pool needs many to choose from.
+    `beside`: the workers of the node.
     """
     rooms: list[int] = []
     waiting = len(pool.pooled_real_time) if pool is not None else 0
@@ -66,7 +64,7 @@ def is_decoded_soon(
             waiting += one.load.num_real_time_candidates if one.load is not None else 0
     if not rooms:
         return True
-    return waiting < len(rooms) and num_tokens <= max(rooms) and num_tokens + num_promised <= sum(rooms)
+    return waiting < len(rooms) and num_tokens <= max(rooms)
 
 
 def _allowed_tokens(worker: WorkerRecord) -> float:

@@ -158,7 +158,8 @@ class PrefillChoice:
     def _may_begin_gaps(self, tracked: TrackedRequest, worker: WorkerRecord, now: float) -> bool:
         """Return whether it is decoded soon, or has been held back for that for long enough."""
         pool, beside = self._placement.pool_of(worker.name), self._placement.beside(worker)
-        if is_decoded_soon(tracked.num_prefill_tokens, self._promised.num_tokens(), pool, beside):
+        self._promised.count()
+        if is_decoded_soon(tracked.num_prefill_tokens, pool, beside):
             return True
         if self._held is None or self._held[0] != tracked.request.request_id:
             self._held = (tracked.request.request_id, now)

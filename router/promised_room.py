@@ -27,21 +27,31 @@ class PromisedRoom:
         self._requests = requests
         self._workers = workers
         self._promises: dict[RequestId, _Promise] = {}
+        self._promised: dict[str, None] = {}  # workers whose room is
 
     def add(self, tracked: TrackedRequest) -> None:
         """Promise room to a prompt that is given out."""
         self._promises[tracked.request.request_id] = _Promise(tracked.num_prefill_tokens)
 
-    def num_tokens(self) -> int:
-        """Return the tokens of all prompts that have a promise still."""
+    def count(self) -> None:
+        """Count at every worker the tokens of the prompts that have a promise of its room still."""
+        for name in self._promised:
+            if (worker := self._workers.get(name)) is not None:
+                worker.num_promised = 0
+        self._promised = {}
         for request_id, promise in list(self._promises.items()):
-            if self._is_settled(self._requests.get(request_id), promise):
+            tracked = self._requests.get(request_id)
+            if tracked is None or self._is_settled(tracked, promise):
                 del self._promises[request_id]
-        return sum(promise.num_tokens for promise in self._promises.values())
+                continue
+            having = tracked.destination if tracked.stage is Stage.PREFILLING else tracked.holder
+            if (worker := self._workers.get(having or "")) is not None:
+                worker.num_promised += promise.num_tokens
+                self._promised[worker.name] = None
 
-    def _is_settled(self, tracked: TrackedRequest | None, promise: _Promise) -> bool:
-        """Return whether it counts no more: it waits elsewhere, has ended, or is in its worker's load."""
-        if tracked is None or tracked.stage not in (Stage.PREFILLING, Stage.DECODING):
+    def _is_settled(self, tracked: TrackedRequest, promise: _Promise) -> bool:
+        """Return whether it counts no more: it waits elsewhere, or is in its worker's load."""
+        if tracked.stage not in (Stage.PREFILLING, Stage.DECODING):
             return True
         worker = self._workers.get(tracked.holder or "")
         if tracked.stage is Stage.PREFILLING or worker is None:

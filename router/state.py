@@ -171,6 +171,7 @@ class WorkerRecord:
     num_real_time_prompts: int = 0
     late: dict[RequestId, None] = field(default_factory=dict)  # real-time prompts among them that are late by now
     num_late_tokens: int = 0  # those of these
+    num_promised: int = 0  # tokens of prompts that its room is promised to
     decoding: set[RequestId] = field(default_factory=set)  # running or candidate; membership only
     decoding_real_time: set[RequestId] = field(default_factory=set)  # of those, real-time ones; membership only
     pending_batch: BatchId | None = None  # of a FormBatch without an answer
@@ -314,13 +315,17 @@ class WorkerRecord:
 
     @property
     def room(self) -> int:
-        """Return the longest context that may join what a decode worker runs, where slack is packed; 0: none."""
+        """Return the longest context that may join what a decode worker runs, where slack is packed; none from 0 on.
+
+        Beside what room is promised to (promised_room.py).
+        """
         load, registered = self.load, self.registered
         if load is None or not load.num_running:
-            return registered.num_blocks * registered.block_size
+            return registered.num_blocks * registered.block_size - self.num_promised
         if load.running is None:
             return 0
-        return min(load.running.stop, (load.num_free_blocks - load.num_candidate_blocks) * registered.block_size)
+        num_free = (load.num_free_blocks - load.num_candidate_blocks) * registered.block_size
+        return min(load.running.stop, num_free) - self.num_promised
 
     @property
     def num_blocks_used(self) -> int:

@@ -20,17 +20,19 @@ def decoder(room: int = 40, **load: Any) -> WorkerRecord:
     return WorkerRecord(DECODE, worker(), load=WorkerLoad(**counts))
 
 
-def soon(num_tokens: int, *decoders: WorkerRecord, promised: int = 0, pool: PoolRecord | None = None) -> bool:
+def soon(num_tokens: int, *decoders: WorkerRecord, pool: PoolRecord | None = None) -> bool:
     prefiller = WorkerRecord(PREFILL, worker(can_prefill=True, can_decode=False))
-    return is_decoded_soon(num_tokens, promised, pool, [prefiller, *decoders])
+    return is_decoded_soon(num_tokens, pool, [prefiller, *decoders])
 
 
-def test_it_needs_room_at_one_worker_and_beside_what_is_promised_at_all() -> None:
+def test_it_needs_room_at_one_worker_beside_what_that_is_promised_to() -> None:
     assert soon(40, decoder(40))
     assert not soon(41, decoder(40), decoder(0))
-    assert soon(30, decoder(40), promised=10)
-    assert not soon(31, decoder(40), promised=10)
-    assert soon(40, decoder(40), decoder(30), promised=30)
+    having = decoder(40)
+    having.num_promised = 10
+    assert soon(30, having)
+    assert not soon(31, having)
+    assert soon(31, having, decoder(32))
     assert not soon(61, decoder(ANY_LENGTH))  # memory
     assert soon(80, decoder(0, num_running=0))  # it is idle
 
@@ -62,24 +64,31 @@ def test_room_is_promised_until_the_worker_has_told_a_load_with_it() -> None:
     requests = {R1: tracked}
     promised = PromisedRoom(requests, workers)
     tracked.move(Stage.PREFILLING, PREFILL)
+    tracked.destination = DECODE
     promised.add(tracked)
-    assert promised.num_tokens() == 7
+    assert counted(promised, having) == 7
     tracked.move(Stage.DECODING, DECODE)
-    assert promised.num_tokens() == 7
+    assert counted(promised, having) == 7
     having.load = WorkerLoad(num_running=3)
-    assert promised.num_tokens() == 0
+    assert counted(promised, having) == 0
+
+
+def counted(promised: PromisedRoom, having: WorkerRecord) -> int:
+    promised.count()
+    return having.num_promised
 
 
 def test_a_promise_ends_with_its_request_and_where_that_waits_again() -> None:
     for stage in (Stage.POOLED, None):
         tracked = TrackedRequest(request(prompt_len=7), GATEWAY, 1.0)
-        requests = {R1: tracked}
-        promised = PromisedRoom(requests, {PREFILL: WorkerRecord(PREFILL, worker())})
+        requests, having = {R1: tracked}, decoder()
+        promised = PromisedRoom(requests, {PREFILL: WorkerRecord(PREFILL, worker()), DECODE: having})
         tracked.move(Stage.PREFILLING, PREFILL)
+        tracked.destination = DECODE
         promised.add(tracked)
-        assert promised.num_tokens() == 7
+        assert counted(promised, having) == 7
         if stage is None:
             requests.clear()
         else:
             tracked.move(stage, POOL)
-        assert promised.num_tokens() == 0
+        assert counted(promised, having) == 0
