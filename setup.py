@@ -74,6 +74,7 @@ HEADERS = (
     "attention_tiles",
     "attention_types",
     "buffers",
+    "levels",
     "rows",
     "rows_level",
     "products",

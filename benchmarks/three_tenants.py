@@ -1,7 +1,7 @@
 """Shows three tenants on one server for ten minutes: one chats, one floods, and one has a batch for the night.
 
     python -m benchmarks.three_tenants                     # or --minutes 3
-    python -m benchmarks.three_tenants --port 8000         # and watch http://127.0.0.1:8000/live meanwhile
+    python -m benchmarks.three_tenants --port 8000         # and watch http://127.0.0.1:8000/dashboard meanwhile
 
 The pocket model and a file of three keys. `chatty` sends a chat a second, `flood` keeps 48 streams open, and `nightly`
 submits a batch that may not begin before 60 % of the time is over: the night. Every minute says what each has had. At
@@ -94,7 +94,7 @@ def main() -> None:
         write_keys(folder / "keys.yaml", WEIGHTS)
         settings = [f"gateway.keys_file={folder / 'keys.yaml'}", "decode.max_running_requests=16"]
         with served(POCKET, settings) as port:
-            print(f"http://127.0.0.1:{port}/live")
+            print(f"http://127.0.0.1:{port}/dashboard")
             batch = submit(port, folder, time.time() + NIGHT_BEGINS * seconds)
             asyncio.run(show(port, seconds, batch))
             print(client(port, "batch", "status", batch))

@@ -15,9 +15,8 @@ from alignedserve.api.services import ApiServices
 from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import BatchLocation, DriverStores, open_driver_stores
-from alignedserve.batches.remote.state_server import StateServer
+from alignedserve.batches.remote.state_server import SharedLimits, StateServer
 from alignedserve.config.sections import GatewayConfig, Observing
-from alignedserve.core.quotas import QuotaPool
 from alignedserve.keys.ring import CurrentKeys
 from alignedserve.keys.shared import SharedKeys
 from alignedserve.keys.watch import KeysFile, KeysWatch
@@ -119,7 +118,7 @@ class BatchService:
             records=stores.records,
             blobs=stores.blobs,
             logs=stores.logs,
-            quotas=QuotaPool(self._state.gateways, time.monotonic()),
+            limits=SharedLimits.beginning(self._state.gateways, time.monotonic()),
             keys=self._shared_keys,
         )
         await self._state_server.start()

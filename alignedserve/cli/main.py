@@ -348,9 +348,12 @@ def demo(options: DemoOptions) -> None:
 
     Exit code 1 when a request was lost, a block leaked or an answer was corrupted on its way.
     """
-    from alignedserve.cli.commands.demo import demo as run
+    from alignedserve.cli.forked_workers import forked_workers
 
-    raise typer.Exit(run(options))
+    with forked_workers(is_wanted=options.url is None) as template:
+        from alignedserve.cli.commands.demo import demo as run
+
+        raise typer.Exit(run(options, template))
 
 
 @app.command()
@@ -360,9 +363,12 @@ def certify(options: CertifyOptions) -> None:
 
     Bursts of chat alone, the same beside three batches, the batches alone. Exit code 1 when a bound does not hold.
     """
-    from alignedserve.cli.certify.command import certify as run
+    from alignedserve.cli.forked_workers import forked_workers
 
-    raise typer.Exit(run(options))
+    with forked_workers(is_wanted=options.url is None and not options.is_simulated) as template:
+        from alignedserve.cli.certify.command import certify as run
+
+        raise typer.Exit(run(options, template))
 
 
 @app.command()

@@ -1,5 +1,5 @@
 """Limits of each key: requests and tokens per minute, counted for all gateways together by the state server (without
-one, here alone), and open requests, of which each gateway has an equal part.
+one, here alone), and open requests (open_requests.py).
 
 A request waits for one answer of the state server where its key is limited at all, for another where its tokens are. Of
 a gateway that cannot reach it the first requests wait until its lease is over (LEASE_S at most); then its own share of
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from alignedserve.api.errors import QuotaExceeded, Unavailable
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.core.errors import StorageError
-from alignedserve.core.quotas import LEASE_S, Charge, OwnShare, Taken, share_of_open, unused
+from alignedserve.core.quotas import LEASE_S, Charge, OwnShare, Taken, unused
+from alignedserve.gateway.open_requests import OpenRequests
 from alignedserve.gateway.shown_limits import ShownLimits, duration
 from alignedserve.keys.entry import KeyEntry, Limit
 from alignedserve.messages.state import QuotaAnswer, UseQuota
@@ -22,7 +23,6 @@ from alignedserve.process.background_tasks import start_background
 
 _SIGN_OF_LIFE_S = LEASE_S / 5
 _ANSWER_S = 0.5
-_OPEN_RETRY_S = 1.0
 
 
 class RequestQuotas:
@@ -35,35 +35,38 @@ class RequestQuotas:
         gateway: str = "",
         gateways: Sequence[str] = (),
         client: StateClient | None = None,
+        has_others: bool = True,
         is_first_process: bool = True,
     ) -> None:
         """`requests_per_minute`: of keys that have no limit of their own. `gateways`: that are there from the start,
         and have a share of every limit; none: this is the only one. `client`: None: there is no state server.
-        `is_first_process`: none of this name ran before."""
+        `has_others`: beside it; alone it counts open ones by itself. `is_first_process`: it is the first of its name.
+        """
         self._per_minute = requests_per_minute
         self._gateway = gateway
-        self._gateways = tuple(gateways)
         self._client = client
         share = 1.0 if not gateways else (gateway in gateways) / len(gateways)
         self._has_share = share > 0.0
-        now = time.monotonic()
-        self._share = OwnShare(share, secrets.token_hex(8), now, is_alone=client is None)
+        now, process_id = time.monotonic(), secrets.token_hex(8)
+        self._share = OwnShare(share, process_id, now, is_alone=client is None)
         if client is not None or not is_first_process:
             self._share.begin_used_up(now, is_first_process=is_first_process)
         if client is not None:
             client.on_new_link = lambda: self._share.on_new_link(time.monotonic())
         self._signs: asyncio.Task[None] | None = None
-        self._open: dict[str, int] = {}  # requests by owner, of keys whose number is limited
+        self.open_requests = OpenRequests(gateway, gateways, process_id, client if has_others else None)
 
     def start(self) -> None:
         """Give signs of life, so that this gateway's share can be used by others."""
         if self._client is not None:
             self._signs = start_background(self._give_signs(), "the count of requests")
+        self.open_requests.start()
 
     def stop(self) -> None:
         """Stop. May be repeated."""
         if self._signs is not None:
             self._signs.cancel()
+        self.open_requests.stop()
 
     async def count(self, key: KeyEntry, shown: ShownLimits | None = None) -> None:
         """Count one request. Raises QuotaExceeded with the time until the next one is allowed, or Unavailable where it
@@ -118,30 +121,6 @@ class RequestQuotas:
 
     async def _give_back(self, charges: tuple[Charge, ...]) -> None:
         await self._call(charges)
-
-    def open(self, key: KeyEntry) -> None:
-        """Count a request as open until `close`. Raises QuotaExceeded."""
-        if key.open_requests is None:
-            return
-        most = share_of_open(key.open_requests, self._gateways, self._gateway)
-        num_open = self._open.get(key.owner, 0)
-        if num_open >= most:
-            part = "" if most == key.open_requests else f", of which this gateway has {most}"
-            message = (
-                f"Rate limit reached for the key {key.name} on {Limit.OPEN.value}: Limit {key.open_requests}{part}."
-            )
-            raise QuotaExceeded(message, retry_after_s=_OPEN_RETRY_S)
-        self._open[key.owner] = num_open + 1
-
-    def close(self, key: KeyEntry) -> None:
-        """Count a request that was opened with this entry as open no more."""
-        if key.open_requests is None:
-            return
-        num_open = self._open[key.owner] - 1
-        if num_open:
-            self._open[key.owner] = num_open
-        else:
-            del self._open[key.owner]
 
     def _requests_of(self, key: KeyEntry) -> int | None:
         return self._per_minute if key.requests_per_minute is None else key.requests_per_minute

@@ -195,13 +195,12 @@ class GatewayServer:
     def _open_shared_state(self) -> None:
         """Open the stores and the count of requests, and dial the state server where one of them needs it."""
         batches, name = self._state.batches, self._links.identity.name
+        has_others = shares_limits(name, self._state.gateways, self._links.book)
         if batches is not None:
             client = StateClient(self._links.identity, self._links.book)
             self._stores = open_stores(batches, client)
             is_limited = self._config.requests_per_minute is not None or self._config.keys_file is not None
-            if batches.needs_state_server or (
-                is_limited and shares_limits(name, self._state.gateways, self._links.book)
-            ):
+            if batches.needs_state_server or (is_limited and has_others):
                 self._client = client
                 client.start()
         self._quotas = RequestQuotas(
@@ -209,6 +208,7 @@ class GatewayServer:
             gateway=name,
             gateways=self._state.gateways,
             client=self._client,
+            has_others=has_others,
             is_first_process=not (self._is_restarted or self._state.have_run),
         )
         self._quotas.start()

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import msgspec
 
+from alignedserve.core.open_counts import Verdict
 from alignedserve.keys.entry import MAX_KEYS_BYTES
 from alignedserve.messages.fields import Count, Seconds, Text
 from alignedserve.messages.handshake import Ping
@@ -19,6 +20,8 @@ _Value = Annotated[bytes, msgspec.Meta(max_length=8 << 20)]
 _Spent = Annotated[dict[_Key, Seconds], msgspec.Meta(max_length=4096)]
 _Cost = Annotated[float, msgspec.Meta(ge=-1.0, le=1.0)]
 _Charges = Annotated[tuple[tuple[_Key, _Cost], ...], msgspec.Meta(max_length=4)]
+_OpenLimit = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
+_Open = Annotated[dict[_Key, Count], msgspec.Meta(max_length=65_536)]
 _Chunk = Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNK_BYTES)]
 _Clock = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 _Score = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
@@ -149,6 +152,19 @@ class UseQuota(_Part, frozen=True):
     charges: _Charges = ()  # name of a limit and part of it; below zero: given back
 
 
+class StateOpen(_Part, frozen=True):
+    """State how many requests of keys a gateway has open, and ask for one more. Answered by OpenStated.
+
+    Sent by every gateway several times a second, and for each request of a key with such a limit (core/open_counts.py).
+    """
+
+    process_id: _Key  # differs after a restart
+    number: Count  # of this process's statements
+    num_open: _Open
+    is_whole: bool  # of other keys nothing is open; else they are as they were
+    wish: tuple[_Key, _OpenLimit] | None = None  # a key of which one more asks to be let in, counted already; its limit
+
+
 class ReadKeys(_Part, frozen=True):
     """Read clients' keys, in parts, if they are others than the caller has. Answered by KeysRead."""
 
@@ -168,6 +184,7 @@ Call = (
     | ReadResults
     | RemoveResults
     | UseQuota
+    | StateOpen
     | ReadKeys
 )
 
@@ -212,6 +229,12 @@ class QuotaAnswer(_Part, frozen=True):
     limit: Seconds = 0.0
 
 
+class OpenStated(_Part, frozen=True):
+    """What becomes of the wish; IN where there was none."""
+
+    verdict: Verdict
+
+
 class KeysRead(_Part, frozen=True):
     """A part of the text of clients' keys, which hold digests and no secrets; empty where the caller has them."""
 
@@ -227,7 +250,7 @@ class CallFailed(_Part, frozen=True):
     reason: Text
 
 
-Answer = Values | Done | PageRead | ChunkRead | QuotaAnswer | KeysRead | CallFailed
+Answer = Values | Done | PageRead | ChunkRead | QuotaAnswer | OpenStated | KeysRead | CallFailed
 
 # --- messages
 

@@ -5,7 +5,6 @@ about than a service that continues after a broken invariant.
 """
 
 import asyncio
-import ctypes
 import gc
 import logging
 import os
@@ -18,6 +17,7 @@ import psutil
 import uvloop
 
 from alignedserve.core.errors import AlignedServeError
+from alignedserve.process.heap import give_free_memory_back
 from alignedserve.process.loading_progress import read_progress
 from alignedserve.process.log_files import LogFileHandler
 from alignedserve.process.process_spec import ProcessSpec
@@ -134,10 +134,3 @@ def settle_heap() -> None:
     gc.set_threshold(_YOUNG, _OLDER, _OLDER)
     gc.enable()
     give_free_memory_back()
-
-
-def give_free_memory_back() -> None:
-    """Give back to the system what the C library keeps of freed memory: tens of megabytes after a start."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; other libraries have none
-    if trim is not None:
-        trim(0)

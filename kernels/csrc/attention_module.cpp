@@ -14,6 +14,7 @@
 #include "attention.h"
 #include "attention_division.h"
 #include "decode_pass/parts.h"
+#include "levels.h"
 
 namespace nb = nanobind;
 
@@ -24,7 +25,9 @@ extern const Level plain_level;
 extern const Level avx2_level, avx512bf16_level;
 #endif
 
-const std::vector<Level>& levels() {
+namespace {
+
+const std::vector<Level>& all_levels() {
     static const std::vector<Level> all = {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
         avx512bf16_level, avx2_level,
@@ -32,24 +35,6 @@ const std::vector<Level>& levels() {
         plain_level,
     };
     return all;
-}
-
-namespace {
-
-const Level& level_named(const std::string& name) {
-    for (const Level& level : levels())
-        if (name == level.name) {
-            if (!level.is_supported()) throw std::invalid_argument("this processor has no " + name);
-            return level;
-        }
-    throw std::invalid_argument("no attention level " + name);
-}
-
-std::vector<std::string> supported_levels() {
-    std::vector<std::string> names;
-    for (const Level& level : levels())
-        if (level.is_supported()) names.emplace_back(level.name);
-    return names;
 }
 
 using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -64,7 +49,7 @@ class Cache {
     Cache(const std::string& level, uintptr_t address, int64_t num_blocks, int num_layers, int block_size,
           int kv_heads, int group, int head_dim, bool is_bfloat16, bool is_int8, int64_t block_bytes, int num_parts,
           uintptr_t sinks, float cap)
-        : level_(level_named(level)),
+        : level_(levels::named(all_levels(), level)),
           shape_{kv_heads, group, head_dim, block_size, is_bfloat16, is_int8, 1.0f / std::sqrt(float(head_dim)),
                  kv_heads, 0, cap},
           base_(reinterpret_cast<const char*>(address)),
@@ -302,7 +287,7 @@ class ChunkPlan {
 }  // namespace
 
 void bind(nb::module_& module) {
-    module.def("supported_levels", supported_levels);
+    module.def("supported_levels", [] { return levels::supported(all_levels()); });
     nb::class_<Cache>(module, "BlockCache")
         .def(nb::init<const std::string&, uintptr_t, int64_t, int, int, int, int, int, bool, bool, int64_t, int,
                       uintptr_t, float>());

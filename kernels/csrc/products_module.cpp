@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "decode_pass/parts.h"
+#include "levels.h"
 #include "products.h"
 #include "weight_rows.h"
 #include "work.h"
@@ -36,7 +37,7 @@ namespace {
 // Inputs that are multiplied by all panels before the next rows are: they stay in the core's second cache.
 constexpr int64_t kInputBytes = 512 << 10;
 
-const std::vector<Level>& levels() {
+const std::vector<Level>& all_levels() {
     static const std::vector<Level> all = {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
         avx512_level,
@@ -53,18 +54,9 @@ Element element_named(const std::string& name) {
     throw std::invalid_argument("no products of " + name);
 }
 
-const Level& level_named(const std::string& name, Element element) {
-    for (const Level& level : levels())
-        if (name == level.name && level.is_supported(element)) return level;
-    throw std::invalid_argument("this processor has no such products at level " + name);
-}
-
 // The best level first.
 std::vector<std::string> product_levels(const std::string& element) {
-    std::vector<std::string> names;
-    for (const Level& level : levels())
-        if (level.is_supported(element_named(element))) names.emplace_back(level.name);
-    return names;
+    return levels::supported(all_levels(), element_named(element));
 }
 
 constexpr int kNotFinite = -1;                // beside the system's errors
@@ -125,7 +117,7 @@ class PackedWeight : public decode_pass::Product {
                  const std::vector<std::tuple<int, int64_t, int64_t, std::string>>& runs, int64_t in_width, uintptr_t bias,
                  const std::string& activation, bool is_gated, uintptr_t scales, int num_threads)
         : element_(element_named(element)),
-          level_(level_named(level, element_)),
+          level_(levels::named(all_levels(), level, element_)),
           runs_(runs_of(runs)),
           columns_(num_rows(runs_)),
           in_width_(in_width),

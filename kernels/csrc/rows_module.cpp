@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "decode_pass/parts.h"
+#include "levels.h"
 #include "rows.h"
 
 namespace nb = nanobind;
@@ -25,19 +26,14 @@ namespace {
 // With fewer elements than this, waking another thread takes longer than the work.
 constexpr int64_t kSerialElements = 1 << 14;
 
-const Level& level_named(const std::string& name) {
+const std::vector<Level>& all_levels() {
     static const std::vector<Level> all = {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
         avx512_level, avx2_level,
 #endif
         plain_level,
     };
-    for (const Level& level : all)
-        if (name == level.name) {
-            if (!level.is_supported()) throw std::invalid_argument("this processor has no " + name);
-            return level;
-        }
-    throw std::invalid_argument("no level " + name);
+    return all;
 }
 
 template <typename Work>
@@ -58,7 +54,8 @@ class RowNormaliser : public decode_pass::RowNorm {
    public:
     RowNormaliser(const std::string& level, uintptr_t weight, uintptr_t bias, int64_t width, float eps, bool is_rms,
                bool is_bfloat16)
-        : level_(level_named(level)), norm_{at<float>(weight), at<float>(bias), width, eps, is_rms, is_bfloat16} {}
+        : level_(levels::named(all_levels(), level)),
+          norm_{at<float>(weight), at<float>(bias), width, eps, is_rms, is_bfloat16} {}
 
     // Strides in elements; residual 0: there is none.
     void run(uintptr_t x, int64_t x_stride, uintptr_t residual, int64_t residual_stride, uintptr_t out,
@@ -86,7 +83,7 @@ class RowNormaliser : public decode_pass::RowNorm {
 class Gates {
    public:
     Gates(const std::string& level, const std::string& activation, bool is_bfloat16)
-        : level_(level_named(level)),
+        : level_(levels::named(all_levels(), level)),
           gate_(activation == "silu" ? Gate::silu : Gate::gelu_tanh),
           is_bfloat16_(is_bfloat16) {
         if (activation != "silu" && activation != "gelu_tanh") throw std::invalid_argument("no gate " + activation);
@@ -106,7 +103,7 @@ class Gates {
 class Placer : public decode_pass::Placement {
    public:
     Placer(const std::string& level, int64_t num_heads, int64_t kv_heads, int64_t head_dim, bool is_bfloat16)
-        : level_(level_named(level)),
+        : level_(levels::named(all_levels(), level)),
           num_heads_(num_heads),
           kv_heads_(kv_heads),
           head_dim_(head_dim),
@@ -148,7 +145,7 @@ class Placer : public decode_pass::Placement {
 
 void highest(const std::string& level, uintptr_t x, int64_t stride, int64_t num_rows, int64_t width, bool is_bfloat16,
              uintptr_t indices, uintptr_t values, int num_threads) {
-    const Level& chosen = level_named(level);
+    const Level& chosen = levels::named(all_levels(), level);
     const HighestRows call{at<char>(x),          stride * (is_bfloat16 ? 2 : 4), width,
                            at<int64_t>(indices), at<float>(values),              is_bfloat16};
     divide(num_rows, width, num_threads, [&](int64_t first, int64_t last) { chosen.highest(call, first, last); });

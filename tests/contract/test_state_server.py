@@ -19,9 +19,11 @@ from alignedserve.batches.remote import remote_stores, state_client, state_serve
 from alignedserve.batches.remote.remote_stores import RemoteBlobs, RemoteLogs, RemoteRecords
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.core.errors import StorageError, StoreUnavailable
+from alignedserve.core.open_counts import OpenPool
 from alignedserve.core.quotas import LEASE_S, QuotaPool
+from alignedserve.gateway.open_requests import OpenRequests
 from alignedserve.gateway.request_quotas import RequestQuotas
-from alignedserve.keys.entry import ANYONE
+from alignedserve.keys.entry import ANYONE, KeyEntry
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.state import (
     BeginUpload,
@@ -279,4 +281,60 @@ async def test_without_the_server_each_gateway_has_its_share(tmp_path: Path) -> 
         counted.stop()
 
 
-# --- the Redis behind it
+# --- open requests
+
+TEAM = KeyEntry("team-a", "key.team-a", open_requests=4)
+
+
+def open_requests(hosts: StateHosts, name: str, process_id: str = "1") -> OpenRequests:
+    opened = OpenRequests(name, GATEWAYS, process_id, hosts.client(name))
+    opened.start()
+    return opened
+
+
+async def opened_now(opened: OpenRequests, num_requests: int, key: KeyEntry = TEAM) -> int:
+    """Open these at once; return how many were let in."""
+    results = await asyncio.gather(*(opened.open(key) for _ in range(num_requests)), return_exceptions=True)
+    assert all(result is None or isinstance(result, QuotaExceeded) for result in results)
+    return sum(result is None for result in results)
+
+
+async def test_open_requests_are_counted_together_of_late_gateways_too(tmp_path: Path) -> None:
+    async with state_hosts(tmp_path, quotas=QuotaPool(GATEWAYS, time.monotonic())) as hosts:
+        first = open_requests(hosts, "gateway-0")
+        assert await opened_now(first, 6) == 4  # all of it, not a part
+        first.close(TEAM)
+        late = open_requests(hosts, "gateway-7")
+        await holds(lambda: hosts.open_requests.num_open(TEAM.owner, time.monotonic()) == 3)
+        assert await opened_now(late, 3) == 1
+        with pytest.raises(QuotaExceeded, match=r"key team-a on open_requests: Limit 4\.$"):
+            await first.open(TEAM)
+        for one in (first, late):
+            one.stop()
+
+
+async def test_what_a_gateway_had_open_ends_with_it(tmp_path: Path) -> None:
+    async with state_hosts(tmp_path, quotas=QuotaPool(GATEWAYS, time.monotonic())) as hosts:
+        dying = open_requests(hosts, "gateway-0")
+        assert await opened_now(dying, 4) == 4
+        dying.stop()
+        again = open_requests(hosts, "gateway-0", process_id="2")
+        assert await opened_now(again, 5) == 4
+        again.stop()
+
+
+async def test_a_gateway_that_is_cut_off_has_its_part(tmp_path: Path) -> None:
+    async with state_hosts(tmp_path, quotas=QuotaPool(GATEWAYS, time.monotonic())) as hosts:
+        owner, late = open_requests(hosts, "gateway-0"), open_requests(hosts, "gateway-7")
+        assert await opened_now(owner, 1) == 1
+        await hosts.stop()
+        async with asyncio.timeout(2 * LEASE_S):
+            assert await opened_now(owner, 4) == 1  # two in all
+            with pytest.raises(Unavailable, match="joined later"):
+                await late.open(TEAM)
+        hosts.open_requests = OpenPool(time.monotonic())
+        await hosts.start(QuotaPool(GATEWAYS, time.monotonic()))
+        await holds(lambda: hosts.open_requests.num_open(TEAM.owner, time.monotonic()) == 2)
+        assert await opened_now(late, 3) == 2
+        for one in (owner, late):
+            one.stop()

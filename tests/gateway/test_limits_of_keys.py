@@ -80,10 +80,10 @@ async def test_open_requests() -> None:
     async with served(open_requests=1) as (running, client):
         key = running.services.keys.ring.named("team-a")
         assert key is not None
-        running.services.quotas.open(key)
+        await running.services.quotas.open_requests.open(key)
         with pytest.raises(openai.RateLimitError, match=r"key team-a on open_requests: Limit 1\."):
             await client.chat.completions.create(**CHAT)
-        running.services.quotas.close(key)
+        running.services.quotas.open_requests.close(key)
         for stream in (False, True, False):  # each has ended before the next begins
             answer = await client.chat.completions.create(**CHAT, stream=stream)
             if isinstance(answer, openai.AsyncStream):

@@ -1,13 +1,15 @@
 """A state server and the clients of gateways on another node, joined by links with TLS, in one process."""
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from alignedserve.batches.location import DriverStores, stores_in
 from alignedserve.batches.remote.state_client import STATE, StateClient
-from alignedserve.batches.remote.state_server import StateServer
-from alignedserve.core.quotas import QuotaPool
+from alignedserve.batches.remote.state_server import SharedLimits, StateServer
+from alignedserve.core.open_counts import OpenPool
+from alignedserve.core.quotas import LEASE_S, QuotaPool
 from alignedserve.keys.shared import SharedKeys
 from alignedserve.messages.handshake import Role
 from alignedserve.process.addresses import AddressBook
@@ -39,6 +41,7 @@ class StateHosts:
         self.entries = Entries()
         self.records = MemoryRecords()
         self.keys = SharedKeys()
+        self.open_requests = OpenPool(time.monotonic() - LEASE_S)  # as if everything had been told to it
         self.stores = stores or stores_in(folder / "state", self.records)
         self.book = self._book(folder, "node-0")
         self.other_book = self._book(folder, "node-1")
@@ -58,7 +61,7 @@ class StateHosts:
             records=stores.records,
             blobs=stores.blobs,
             logs=stores.logs,
-            quotas=quotas,
+            limits=None if quotas is None else SharedLimits(quotas, self.open_requests),
             keys=self.keys,
         )
         await self.server.start()

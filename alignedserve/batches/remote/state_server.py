@@ -7,12 +7,15 @@ other process is refused. What it serves is what gateways of the head read and w
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import singledispatchmethod
+from typing import Self
 
 from alignedserve.batches.interfaces import BlobStore, BlobWriter, RecordStore, ResultLogs
 from alignedserve.batches.records import BatchKey, FileId, ResultKind, parsed_batch_key, parsed_file_id
 from alignedserve.core.errors import ProtocolError, StorageError, StoreUnavailable
+from alignedserve.core.open_counts import OpenPool, OpenStatement, Wish
 from alignedserve.core.quotas import Charge, Owed, QuotaCall, QuotaPool
 from alignedserve.keys.shared import SharedKeys
 from alignedserve.messages.handshake import Role
@@ -27,6 +30,7 @@ from alignedserve.messages.state import (
     Done,
     FinishUpload,
     KeysRead,
+    OpenStated,
     PageRead,
     QuotaAnswer,
     ReadContent,
@@ -38,6 +42,7 @@ from alignedserve.messages.state import (
     RemoveResults,
     StateAnswer,
     StateCall,
+    StateOpen,
     StateServerInbound,
     UseQuota,
     Values,
@@ -53,6 +58,19 @@ logger = logging.getLogger(__name__)
 
 _MAX_CALLS = 256  # of one gateway at a time, and as many uploads
 _MAX_REASON_LEN = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLimits:
+    """What is counted here for all gateways."""
+
+    quotas: QuotaPool
+    open_requests: OpenPool
+
+    @classmethod
+    def beginning(cls, gateways: Sequence[str], now: float) -> Self:
+        """Return the counts of a state server that has just begun. `gateways`: that have shares of every limit."""
+        return cls(QuotaPool(gateways, now), OpenPool(now))
 
 
 @dataclass(slots=True)
@@ -82,16 +100,16 @@ class StateServer:
         records: RecordStore,
         blobs: BlobStore,
         logs: ResultLogs,
-        quotas: QuotaPool | None = None,
+        limits: SharedLimits | None = None,
         keys: SharedKeys | None = None,
     ) -> None:
-        """`quotas`: None: requests are not limited. `keys`: None: none are shared."""
+        """`limits`: None: nothing is counted here. `keys`: None: none are shared."""
         self._identity = identity
         self._links = LinkManager(identity, Codec(StateServerInbound), self, book)
         self._records = records
         self._blobs = blobs
         self._logs = logs
-        self._quotas = quotas
+        self._limits = limits
         self._keys = keys or SharedKeys()
         self._linked: dict[str, _Linked] = {}  # by gateway
 
@@ -121,8 +139,9 @@ class StateServer:
     def on_message(self, peer: Peer, message: Message) -> None:
         """Answer a call."""
         assert isinstance(message, StateCall), "a message of no union of this server"
-        if isinstance(message.call, UseQuota):  # waits for nothing, and is not refused for calls that do
-            self._links.send(peer.name, StateAnswer(message.call_id, self._count(peer.name, message.call)))
+        counted = self._counted(peer.name, message.call)
+        if counted is not None:  # waits for nothing, and is not refused for calls that do
+            self._links.send(peer.name, StateAnswer(message.call_id, counted))
             return
         linked = self._linked.setdefault(peer.name, _Linked(peer.name))
         if len(linked.calls) >= _MAX_CALLS:
@@ -217,15 +236,26 @@ class StateServer:
         chunk = b"" if version == call.known else content[call.start : call.start + MAX_CHUNK_BYTES]
         return KeysRead(version, len(content), chunk)
 
-    def _count(self, gateway: str, call: UseQuota) -> Answer:
-        # Refused, so that the gateway's lease ends and it counts against its own share.
-        if self._quotas is None:
+    def _counted(self, gateway: str, call: Call) -> Answer | None:
+        """Return the answer to a call that counts something; None: it does not."""
+        if not isinstance(call, UseQuota | StateOpen):
+            return None
+        if self._limits is None:
+            # So that the gateway counts by itself, against its own part of the limits.
             return CallFailed(ProtocolError.__name__, "a count of requests that is not kept here")
         now = time.monotonic()
-        spent = None if call.least is None else Owed(call.least, call.spent)
-        charges = tuple(Charge(*charge) for charge in call.charges)
-        taken = self._quotas.on_call(QuotaCall(gateway, call.process_id, call.seen_s, spent, charges), now)
-        return QuotaAnswer(now, self._quotas.is_member(gateway), taken.wait_s, taken.owed, taken.limit)
+        if isinstance(call, UseQuota):
+            return _charged(self._limits.quotas, gateway, call, now)
+        wish = None if call.wish is None else Wish(*call.wish)
+        statement = OpenStatement(gateway, call.process_id, call.number, call.num_open, call.is_whole, wish)
+        return OpenStated(self._limits.open_requests.on_statement(statement, now))
+
+
+def _charged(quotas: QuotaPool, gateway: str, call: UseQuota, now: float) -> QuotaAnswer:
+    spent = None if call.least is None else Owed(call.least, call.spent)
+    charges = tuple(Charge(*charge) for charge in call.charges)
+    taken = quotas.on_call(QuotaCall(gateway, call.process_id, call.seen_s, spent, charges), now)
+    return QuotaAnswer(now, quotas.is_member(gateway), taken.wait_s, taken.owed, taken.limit)
 
 
 async def _forget(linked: _Linked) -> None:

@@ -20,6 +20,7 @@ from alignedserve.cli.certify.options import CertifyOptions
 from alignedserve.cli.commands.output_folder import command_line, make_folder, write_file
 from alignedserve.cli.console import FAILURE, notes, printable, results, write_json
 from alignedserve.cli.machine import describe_machine
+from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.config.environment import client_api_key
 from alignedserve.core.errors import ConfigError, InvalidRequest
 from alignedserve.gateway.files.schemas import window_s
@@ -29,11 +30,14 @@ from alignedserve.loadgen.prompts import to_json
 _STAGE_S, _SMALL_STAGE_S = 6.0, 2.0  # of measuring
 
 
-def certify(options: CertifyOptions) -> int:
-    """Run the command and return its exit code: 1 when a bound does not hold or a phase was not reached."""
+def certify(options: CertifyOptions, template: WorkerTemplate | None = None) -> int:
+    """Run the command and return its exit code: 1 when a bound does not hold or a phase was not reached.
+
+    `template`: of the processes of a server that is started.
+    """
     wanted = wanted_of(options)
     make_folder(options.output)
-    certificate = _simulated(options, wanted) if options.is_simulated else _live(options, wanted)
+    certificate = _simulated(options, wanted) if options.is_simulated else _live(options, wanted, template)
     document = to_json(certificate.to_builtins())
     write_file(options.output / "certificate.json", document)
     page = options.output / "certificate.html"
@@ -94,7 +98,7 @@ def _window(text: str) -> float:
 # --- live
 
 
-def _live(options: CertifyOptions, wanted: Wanted) -> Certificate:
+def _live(options: CertifyOptions, wanted: Wanted, template: WorkerTemplate | None) -> Certificate:
     # Ray prints to stdout that a process was lost; what is printed there is the report.
     with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as stack:
         url, words = options.url, ""
@@ -102,7 +106,7 @@ def _live(options: CertifyOptions, wanted: Wanted) -> Certificate:
             # Here and not above: it loads Ray, which a URL does not need.
             from alignedserve.cli.certify.server import started_server
 
-            started = stack.enter_context(started_server(options))
+            started = stack.enter_context(started_server(options, template))
             url, words = started.url, started.words
         began_s, load_before = time.time(), describe_machine()["load_1min"]
         measured = asyncio.run(LiveRun(_live_options(options, url), wanted, _say).run())

@@ -12,6 +12,7 @@ from alignedserve.cli.certify.cluster_words import cluster_words
 from alignedserve.cli.certify.options import CertifyOptions
 from alignedserve.cli.console import notes
 from alignedserve.cli.wiring import start_cluster
+from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.config.model_settings import load_models
 
 READY_TIMEOUT_S = 120.0
@@ -26,13 +27,16 @@ class Started:
 
 
 @contextlib.contextmanager
-def started_server(options: CertifyOptions) -> Iterator[Started]:
-    """Run a server as long as the context. Raises an error of the tree, with nothing left running."""
+def started_server(options: CertifyOptions, template: WorkerTemplate | None) -> Iterator[Started]:
+    """Run a server, of processes that the template forks, as long as the context.
+
+    Raises an error of the tree, with nothing left running.
+    """
     with tempfile.TemporaryDirectory(prefix="certify-state-") as folder, contextlib.ExitStack() as stack:
         settings = load_models(options.config, _overrides(options, folder), ())
         began_s = time.monotonic()
         with notes().status("starting a server"):
-            cluster = stack.enter_context(start_cluster(settings))
+            cluster = stack.enter_context(start_cluster(settings, template=template))
             cluster.wait_ready(READY_TIMEOUT_S)
         notes().print(f"server ready at {cluster.url} after {time.monotonic() - began_s:.1f} s", markup=False)
         yield Started(cluster.url, cluster_words(cluster.config))

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from alignedserve.cli.commands.options import DemoOptions
 from alignedserve.cli.console import FAILURE, notes, printable, progress, results, write_json
+from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.config.environment import client_api_key
 from alignedserve.config.model_settings import load_models
 from alignedserve.evaluation.batch_alignment import Alignment, alignment_of
@@ -51,8 +52,8 @@ _SETTLE_S = 1.0  # the gateway's numbers are reports of the other processes, a m
 _SHOWN_WRONG = 5
 
 
-def demo(options: DemoOptions) -> int:
-    """Run the command and return its exit code.
+def demo(options: DemoOptions, template: WorkerTemplate | None = None) -> int:
+    """Run the command and return its exit code. `template`: of the processes of a cluster that is started.
 
     It is 1 when a request was lost, a block leaked or an answer was corrupted.
     """
@@ -67,7 +68,7 @@ def demo(options: DemoOptions) -> int:
         has_structured=options.has_faults,
     )
     # Ray prints to stdout that a process was lost; what is printed there is the report.
-    with contextlib.redirect_stdout(sys.stderr), _server(options) as (url, is_separate):
+    with contextlib.redirect_stdout(sys.stderr), _server(options, template) as (url, is_separate):
         faults = plan_faults(options.duration_s, options.seed, is_separate=is_separate) if options.has_faults else []
         report = asyncio.run(_Demo(checked, count_tokens, url, faults).run())
     if options.json_output:
@@ -78,7 +79,7 @@ def demo(options: DemoOptions) -> int:
 
 
 @contextlib.contextmanager
-def _server(options: DemoOptions) -> Iterator[tuple[str, bool]]:
+def _server(options: DemoOptions, template: WorkerTemplate | None) -> Iterator[tuple[str, bool]]:
     """Return the address of the running server, or of a cluster that lives as long as the context.
 
     And whether it is known to have workers of one phase each.
@@ -98,7 +99,7 @@ def _server(options: DemoOptions) -> Iterator[tuple[str, bool]]:
     began_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         with notes().status("starting a cluster"):
-            cluster = stack.enter_context(start_cluster(settings))
+            cluster = stack.enter_context(start_cluster(settings, template=template))
             cluster.wait_ready(READY_TIMEOUT_S)
         notes().print(f"cluster ready at {cluster.url} after {time.monotonic() - began_s:.1f} s", markup=False)
         yield cluster.url, cluster.config.chosen_topology.is_separate

@@ -35,6 +35,7 @@ from alignedserve.core.errors import AlignedServeError, NodeLost
 from alignedserve.gateway.connections.limits import file_shortage
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.actor_host import settle_heap
+from alignedserve.process.heap import forget_pages_of_files
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.served_model import ServedModel
 
@@ -81,6 +82,7 @@ def _serve(
         with notes().status("Waiting for the first token …"):
             cluster.wait_ready(_READY_TIMEOUT_S)
         settle_heap()
+        forget_pages_of_files()
         results().print(_welcome(cluster, time.monotonic() - started_s))
         _look_after(cluster, ending)
         _drain(cluster, ending)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn, Self
 
 from alignedserve.config.environment import SHORT_SPINS, SPIN_VARIABLE
+from alignedserve.process.heap import forget_pages_of_files
 from alignedserve.runtime.device.driver import driver_version
 
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -32,6 +33,7 @@ _WORKER = "ray._private.workers.default_worker"
 _JOB_VARIABLE, _JOB = "RAY_JOB_ID", "01000000"  # the first one of a Ray that has just been started
 _MAX_ORDER_BYTES = 4 << 20  # the system's limit of a command's words and environment is half of it
 _ORDER_TIMEOUT_S = 5.0
+_SETTLED_S = 5.0  # without an order, after which the cluster is up
 _NUM_FILES = 3  # open ones of a process: what it reads, writes and complains to
 _FORKED, _LISTEN = b"1", b"1"
 # As Ray gives its workers: the engine sets the threads of its products by itself.
@@ -152,6 +154,9 @@ def _run(control: socket.socket, loads: TemplateLoads) -> NoReturn:
             importlib.import_module(module)
             if number >= loads.early_at:
                 orders.take(loads.num_early, timeout_s=0.0)
+        while orders.take(None, timeout_s=_SETTLED_S):
+            pass
+        forget_pages_of_files()  # which no worker gets from here: each finds them in the system's cache
         while True:
             orders.take(None, timeout_s=None)
     except _Ended:
@@ -172,21 +177,23 @@ class _Orders:
         self._listening: socket.socket | None = None
         self._num_taken = 0
 
-    def take(self, most: int | None, timeout_s: float | None) -> None:
+    def take(self, most: int | None, timeout_s: float | None) -> bool:
         """Wait for an order or the end, at most this long (None: for ever), and obey all that wait. Raises _Ended.
 
-        `most`: of all orders that were ever taken, for those that wait to be taken now.
+        `most`: of all orders that were ever taken, for those that wait to be taken now. Returns whether there was any.
         """
+        num_before = self._num_taken
         while most is None or self._num_taken < most:
             sources = [one for one in (self._control, self._listening) if one is not None]
             ready, _, _ = select.select(sources, [], [], timeout_s)
             if not ready:
-                return
+                break
             if self._control in ready:
                 self._obey()
             elif self._listening is not None:
                 self._take_one(self._listening)
             timeout_s = 0.0
+        return self._num_taken > num_before
 
     def _obey(self) -> None:
         said, files, _, _ = socket.recv_fds(self._control, len(_LISTEN), 1)

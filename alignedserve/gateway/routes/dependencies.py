@@ -75,8 +75,8 @@ async def hold_limits(http: Request, generation: Generation) -> None:
     """
     services, key = services_of(http), key_of(http)
     held = http.state.held_until_response
-    services.quotas.open(key)
-    held.callback(services.quotas.close, key)
+    await services.quotas.open_requests.open(key)
+    held.callback(services.quotas.open_requests.close, key)
     if key.tokens_per_minute is None:
         return
     request, counted_s = generation.request, time.monotonic()

@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "../levels.h"
 #include "block_copies.h"
 
 namespace nb = nanobind;
@@ -33,7 +34,7 @@ constexpr int64_t kStreamAlignment = 64;
 
 using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-const std::vector<Level>& levels() {
+const std::vector<Level>& all_levels() {
     static const std::vector<Level> all = {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
         avx512_level, avx2_level,
@@ -41,22 +42,6 @@ const std::vector<Level>& levels() {
         plain_level,
     };
     return all;
-}
-
-const Level& level_named(const std::string& name) {
-    for (const Level& level : levels())
-        if (name == level.name) {
-            if (!level.is_supported()) throw std::invalid_argument("this processor has no " + name);
-            return level;
-        }
-    throw std::invalid_argument("no level " + name);
-}
-
-std::vector<std::string> supported_levels() {
-    std::vector<std::string> names;
-    for (const Level& level : levels())
-        if (level.is_supported()) names.emplace_back(level.name);
-    return names;
 }
 
 // Blocks of one piece of memory, in an order.
@@ -102,7 +87,7 @@ int useful_threads(int64_t num_bytes, int num_threads) {
 void copy_blocks(const std::string& level_name, uintptr_t source_at, int64_t num_sources, const Ids& source_ids,
                  uintptr_t target_at, int64_t num_targets, const Ids& target_ids, int64_t block_bytes,
                  uintptr_t digests_at, bool is_streamed, int num_threads) {
-    const Level& level = level_named(level_name);
+    const Level& level = levels::named(all_levels(), level_name);
     const int64_t count = source_ids.shape(0);
     if (int64_t(target_ids.shape(0)) != count) throw std::invalid_argument("as many targets as sources");
     if (block_bytes < 1) throw std::invalid_argument("blocks have bytes");
@@ -127,7 +112,7 @@ void copy_blocks(const std::string& level_name, uintptr_t source_at, int64_t num
 // digests[i] becomes the digest of block ids[i].
 void digest_blocks(const std::string& level_name, uintptr_t at, int64_t num_blocks, const Ids& ids,
                    int64_t block_bytes, uintptr_t digests_at, int num_threads) {
-    const Level& level = level_named(level_name);
+    const Level& level = levels::named(all_levels(), level_name);
     if (block_bytes < 1) throw std::invalid_argument("blocks have bytes");
     const int64_t count = ids.shape(0);
     const BlockList blocks(at, num_blocks, ids, block_bytes);
@@ -144,7 +129,7 @@ void digest_blocks(const std::string& level_name, uintptr_t at, int64_t num_bloc
 }  // namespace
 
 void bind(nb::module_& module) {
-    module.def("block_copy_levels", supported_levels);
+    module.def("block_copy_levels", [] { return levels::supported(all_levels()); });
     module.def("copy_with_digests", copy_blocks);
     module.def("digest_blocks", digest_blocks);
 }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "../decode_pass/parts.h"
+#include "../levels.h"
 #include "block_products.h"
 #include "packing.h"
 #include "work.h"
@@ -38,7 +39,7 @@ constexpr int64_t kSerialInputs = 1 << 13;
 constexpr int64_t kInputBytes = 512 << 10;
 constexpr int64_t kFewestRows = 28;  // that a block is unpacked for
 
-const std::vector<BlockLevel>& levels() {
+const std::vector<BlockLevel>& all_levels() {
     static const std::vector<BlockLevel> all = {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
         block_avx512vnni_level,
@@ -50,15 +51,6 @@ const std::vector<BlockLevel>& levels() {
         block_plain_level,
     };
     return all;
-}
-
-const BlockLevel& level_named(const std::string& name) {
-    for (const BlockLevel& level : levels())
-        if (name == level.name) {
-            if (!level.is_supported()) throw std::invalid_argument("this processor has no " + name);
-            return level;
-        }
-    throw std::invalid_argument("no level " + name);
 }
 
 Format format_named(const std::string& name) {
@@ -74,20 +66,13 @@ Format format_named(const std::string& name) {
     throw std::invalid_argument("no products of blocks " + name);
 }
 
-std::vector<std::string> block_levels() {
-    std::vector<std::string> names;
-    for (const BlockLevel& level : levels())
-        if (level.is_supported()) names.emplace_back(level.name);
-    return names;
-}
-
 class BlockWeight : public decode_pass::Product {
    public:
     // `rows`: `columns` rows of the file, one after another; `bias`: 0, or [columns] float32. Read here and not kept.
     BlockWeight(const std::string& level, const std::string& format, uintptr_t rows, int64_t columns, int64_t in_width,
                 uintptr_t bias, const std::string& activation, bool is_gated)
         : format_(format_named(format)),
-          level_(level_named(level)),
+          level_(levels::named(all_levels(), level)),
           in_width_(checked_width(format_, columns, in_width, is_gated)),
           out_width_(is_gated ? columns / 2 : columns),
           panel_columns_(kVectors * level_.width),
@@ -257,7 +242,7 @@ class BlockWeight : public decode_pass::Product {
 }  // namespace
 
 void bind_blocks(nb::module_& module) {
-    module.def("block_levels", block_levels);
+    module.def("block_levels", [] { return levels::supported(all_levels()); });
     nb::class_<BlockWeight, decode_pass::Product>(module, "BlockWeight")
         .def(nb::init<const std::string&, const std::string&, uintptr_t, int64_t, int64_t, uintptr_t,
                       const std::string&, bool>())

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "../decode_pass/parts.h"
+#include "../levels.h"
 #include "../work.h"
 #include "lora.h"
 
@@ -32,7 +33,7 @@ namespace {
 constexpr int64_t kPartProducts = 1 << 16;
 constexpr int64_t kTaskColumns = 1024;  // of B
 
-const std::vector<Level>& levels() {
+const std::vector<Level>& all_levels() {
     static const std::vector<Level> all = {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
         avx512_level, avx2_level,
@@ -40,19 +41,6 @@ const std::vector<Level>& levels() {
         plain_level,
     };
     return all;
-}
-
-const Level& level_named(const std::string& name) {
-    for (const Level& level : levels())
-        if (name == level.name && level.is_supported()) return level;
-    throw std::invalid_argument("this processor has no low-rank products at level " + name);
-}
-
-std::vector<std::string> lora_levels() {
-    std::vector<std::string> names;
-    for (const Level& level : levels())
-        if (level.is_supported()) names.emplace_back(level.name);
-    return names;
 }
 
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -86,7 +74,8 @@ struct Site {
 
 class LoraAdapter {
    public:
-    LoraAdapter(const std::string& level, int num_sites) : level_(level_named(level)), sites_(num_sites) {}
+    LoraAdapter(const std::string& level, int num_sites)
+        : level_(levels::named(all_levels(), level)), sites_(num_sites) {}
     LoraAdapter(const LoraAdapter&) = delete;
     LoraAdapter& operator=(const LoraAdapter&) = delete;
 
@@ -291,7 +280,7 @@ class LoraGroups final : public decode_pass::LowRank {
 }  // namespace
 
 void bind(nb::module_& module) {
-    module.def("lora_levels", lora_levels);
+    module.def("lora_levels", [] { return levels::supported(all_levels()); });
     nb::class_<LoraAdapter>(module, "LoraAdapter")
         .def(nb::init<const std::string&, int>())
         .def("set", &LoraAdapter::set)

@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../levels.h"
 #include "states.h"
 
 namespace nb = nanobind;
@@ -23,19 +24,14 @@ extern const Level avx2_level, avx512_level;
 
 namespace {
 
-const Level& level_named(const std::string& name) {
+const std::vector<Level>& all_levels() {
     static const std::vector<Level> all = {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
         avx512_level, avx2_level,
 #endif
         plain_level,
     };
-    for (const Level& level : all)
-        if (name == level.name) {
-            if (!level.is_supported()) throw std::invalid_argument("this processor has no " + name);
-            return level;
-        }
-    throw std::invalid_argument("no level " + name);
+    return all;
 }
 
 template <typename T>
@@ -79,7 +75,7 @@ void scan_space(const std::string& level, RowAddresses rows, uintptr_t dt, uintp
                             at<const float>(dt),    at<const float>(decay), at<const float>(skip),
                             at<float>(out),         heads,                 head_dim,           groups,
                             state_size};
-    const Level& own = level_named(level);
+    const Level& own = levels::named(all_levels(), level);
     const Sequences all = sequences_of(sequences);
     const Memory states = memory_of(memory);
     for_heads(num_sequences, heads, num_threads,
@@ -94,7 +90,7 @@ void scan_delta(const std::string& level, RowAddresses rows, uintptr_t beta, uin
     const DeltaScan scan = {at<const float>(q),    at<const float>(k),     at<const float>(v), stride,
                             at<const float>(beta), at<const float>(decay), at<float>(out),     heads,
                             value_dim,             key_heads,              key_dim};
-    const Level& own = level_named(level);
+    const Level& own = levels::named(all_levels(), level);
     const Sequences all = sequences_of(sequences);
     const Memory states = memory_of(memory);
     for_heads(num_sequences, heads, num_threads,
@@ -105,7 +101,7 @@ void scan_delta(const std::string& level, RowAddresses rows, uintptr_t beta, uin
 constexpr int64_t kSerialElements = 1 << 14;
 
 void silu(const std::string& level, uintptr_t x, int64_t count, int num_threads) {
-    const Level& own = level_named(level);
+    const Level& own = levels::named(all_levels(), level);
     nb::gil_scoped_release released;
     if (count < kSerialElements || num_threads < 2) return own.silu(at<float>(x), 0, count);
 #pragma omp parallel for num_threads(num_threads) schedule(static)

@@ -1,10 +1,14 @@
-"""Garbage collection of a process after its start."""
+"""What a process keeps after its start: garbage collection, free memory, pages of files."""
 
 import gc
+import sys
 
+import numpy as np
+import psutil
 import pytest
 
 from alignedserve.process.actor_host import settle_heap
+from alignedserve.process.heap import forget_pages_of_files, unwritten_mappings
 
 
 @pytest.fixture
@@ -26,3 +30,41 @@ def test_what_exists_is_looked_at_no_more_and_later_cycles_are_still_freed() -> 
     assert len(gc.get_objects()) > before
     del cycle
     assert gc.collect() >= 1
+
+
+SMAPS = """\
+7f00000-7f02000 r--p 00000000 08:01 12 /lib/clean.so
+Rss:                   8 kB
+Anonymous:             0 kB
+Swap:                  0 kB
+7f02000-7f03000 r-xp 00002000 08:01 12 /lib/clean.so
+Anonymous:             0 kB
+Swap:                  0 kB
+7f03000-7f04000 r--p 00003000 08:01 12 /lib/relocated.so
+Anonymous:             4 kB
+Swap:                  0 kB
+7f04000-7f05000 r--p 00003000 08:01 12 /lib/swapped out.so
+Anonymous:             0 kB
+Swap:                  4 kB
+7f05000-7f06000 rw-p 00004000 08:01 12 /lib/written.so
+Anonymous:             0 kB
+7f06000-7f07000 r--s 00000000 00:01 13 /dev/shm/shared
+Anonymous:             0 kB
+7f07000-7f08000 r--p 00000000 00:00 0
+Anonymous:             0 kB
+7f08000-7f09000 r-xp 00000000 00:00 0                                    [vdso]
+Anonymous:             0 kB
+"""
+
+
+def test_pages_of_files_that_nobody_wrote_are_told_from_all_others() -> None:
+    assert unwritten_mappings(SMAPS) == [(0x7F00000, 0x7F02000), (0x7F02000, 0x7F03000)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forgotten")
+def test_a_process_goes_on_without_the_pages_of_its_files() -> None:
+    before = psutil.Process().memory_full_info()
+    forget_pages_of_files()
+    after = psutil.Process().memory_full_info()
+    assert before.shared - after.shared > 4 << 20
+    assert np.linalg.norm(np.eye(3)) == pytest.approx(3**0.5)
