@@ -2,12 +2,18 @@
 
     python -m benchmarks.stages_on_hosts [--model pocket]    # as root
 
-Three hosts share the cores of this machine: on two a worker has a stage each, with one thread, and on the third one has
-as many threads as there are cores. Each serves, all through its own gateway, and they take turns at the same prompts; a
-client reads streams until all have ended. Target: 90 % of the tokens per second of one process, and the same tokens.
+Three hosts share the cores of this machine: on two a worker has a stage each, with one thread or --threads, and on the
+third one has as many threads as there are cores. Each serves, all through its own gateway, and they take turns at the
+same prompts; a client reads streams until all have ended. Target: 90 % of the tokens per second of one process, and the
+same tokens.
+
+Stages with a core each read their weights once for each of two groups. What that costs is measured on one core alone:
+the rate of half the streams by that of all is the most that two such stages can have of one process.
 """
 
 import json
+import multiprocessing
+import os
 import statistics
 import sys
 import threading
@@ -17,6 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec
+from benchmarks.engine.throughput import run_engine_benchmark
+from benchmarks.engine.workloads import parse_workload
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_opt_125m
 from benchmarks.measuring.recording import write_result
@@ -28,7 +37,8 @@ NAME = "engine/stages_on_hosts"
 OPT = "opt-125m"
 _READY_S = 300.0
 _SETTINGS = ("gateway.host=node", "batches.enabled=false", "engine.calibration_s=0.5", "decode.count=1")
-_STAGED = ("engine.pipeline_parallel=2", "engine.threads_per_worker=1")
+_STAGED = "engine.pipeline_parallel=2"
+_PROMPT_LEN = 32  # of the measurement on one core
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,15 @@ class Streams:
         with urllib.request.urlopen(request, timeout=600.0) as response:
             lines = [line[6:] for line in response if line.startswith(b"data: {")]
         texts[place] = "".join(json.loads(line)["choices"][0]["text"] for line in lines if b'"choices":[{' in line)
+
+
+def rate_of_one_core(model: str, dtype: str, num_streams: int, num_tokens: int) -> float:
+    """Return the tokens per second of an engine that has one core."""
+    groups = parse_workload(f"{num_streams}x{_PROMPT_LEN}:{num_tokens}")
+    spec = EngineBenchmarkSpec(model=model, groups=groups, dtype=dtype)
+    core = {min(os.sched_getaffinity(0))}
+    with multiprocessing.get_context("spawn").Pool(1, os.sched_setaffinity, (0, core)) as pool:
+        return pool.apply(run_engine_benchmark, (spec,)).output_tokens_per_s
 
 
 def serve_alone(host: NamespaceHost, model: str, settings: tuple[str, ...]) -> None:
@@ -107,6 +126,7 @@ def main() -> None:
     parser.add_argument("--model", default=OPT, help=f"{OPT}: of that shape, with random weights")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=1, help="of a stage")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--base", type=Path, default=Path("/run/alignedserve-stages"))
     options = parser.parse_args()
@@ -118,7 +138,7 @@ def main() -> None:
         model, random = str(make_opt_125m(options.base / OPT)), ("model.random_weights=true",)
     settings = (*_SETTINGS, f"model.dtype={options.dtype}", *random)
     first = TwoHosts(hosts.hosts[:2], options.base, options.base / "key")
-    rehearsal = Rehearsal(first, (*settings, *_STAGED), models=(model,))  # type: ignore[arg-type]
+    rehearsal = Rehearsal(first, (*settings, _STAGED, f"engine.threads_per_worker={options.threads}"), models=(model,))  # type: ignore[arg-type]
     rehearsal.prepare()
     with hosts:
         serve_alone(hosts.hosts[2], model, settings)
@@ -130,6 +150,10 @@ def main() -> None:
         one, staged = (Streams(url, rehearsal.api_key, name, options.tokens) for url in urls)
         found = measure(one, staged, options.streams, options.rounds)
         rehearsal.ray("down")
+    alone = [
+        statistics.median(rate_of_one_core(options.model, options.dtype, count, options.tokens) for _ in range(3))
+        for count in (options.streams // 2, options.streams)
+    ]
     num_tokens = options.streams * options.tokens
     rates = {name: [num_tokens / one for one in took] for name, took in found["seconds"].items()}
     ratios = [staged / one for one, staged in zip(*rates.values(), strict=True)]
@@ -143,6 +167,9 @@ def main() -> None:
         "stages_by_one_process": ratios,
         "median_ratio": statistics.median(ratios),
         "target": 0.9,
+        "threads_of_a_stage": options.threads,
+        "tokens_per_s_of_one_core": {"half the streams": alone[0], "all": alone[1]},
+        "most_with_a_core_each": alone[0] / alone[1],
         "same_texts": found["are_same"],
     }
     print(figures["median_tokens_per_s"], figures["median_ratio"])
