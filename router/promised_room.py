@@ -12,6 +12,8 @@ from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.workers import WorkerLoad
 from router.state import TrackedRequest, WorkerRecord
 
+_MORE_TOKENS = 96  # for what it grows by until the others are there, and for time of its own that it adds to iterations
+
 
 @dataclass(slots=True)
 class _Promise:
@@ -31,7 +33,7 @@ class PromisedRoom:
 
     def add(self, tracked: TrackedRequest) -> None:
         """Promise room to a prompt that is given out."""
-        self._promises[tracked.request.request_id] = _Promise(tracked.num_prefill_tokens)
+        self._promises[tracked.request.request_id] = _Promise(tracked.num_prefill_tokens + _MORE_TOKENS)
 
     def count(self) -> None:
         """Count at every worker the tokens of the prompts that have a promise of its room still."""
