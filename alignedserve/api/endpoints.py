@@ -30,6 +30,7 @@ from alignedserve.api.embeddings.response_format import (
     cosines,
 )
 from alignedserve.api.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from alignedserve.api.errors import NeedsGateway
 from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.conversation import checked_conversation
@@ -64,10 +65,6 @@ Body = dict[str, Any]
 AskedT = TypeVar("AskedT")
 
 _SHORT = "-"  # for a prompt that is encoded
-
-
-class NeedsGateway(Exception):
-    """Only the gateway can make the prompts of this body: they depend on more than the body."""
 
 
 @dataclass(frozen=True, slots=True)

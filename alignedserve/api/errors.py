@@ -17,6 +17,7 @@ AlignedServeError
     ├── Overloaded              no capacity now (503), with the time to retry after
     │   └── ResourceUnavailable     none for best effort (429)
     ├── Unavailable             no router, or a worker was lost
+    ├── Unfetched               a picture that a request names by its URL could not be fetched now (502)
     ├── Draining                it is about to end and takes nothing new
     ├── Unservable              can never fit this cluster
     ├── TimedOut                silent past its deadline
@@ -36,6 +37,10 @@ from alignedserve.core.errors import (
     StorageFull,
     StoreFull,
 )
+
+
+class NeedsGateway(Exception):
+    """Only the gateway can make the prompts of this body: they depend on more than the body."""
 
 
 class Unauthorized(InvalidRequest):
@@ -114,6 +119,12 @@ class Unavailable(GenerationError):
     retry_after_s = 1.0
 
 
+class Unfetched(GenerationError):
+    """What a request names by its URL could not be fetched now."""
+
+    retry_after_s = 1.0
+
+
 class Draining(GenerationError):
     """It is about to end and takes nothing new; another gateway, or the next process at this address, does."""
 
@@ -162,6 +173,7 @@ ERROR_TABLE: tuple[tuple[type[Exception], HttpError], ...] = (
     (ResourceUnavailable, HttpError(429, "server_error", "resource_unavailable")),
     (Overloaded, HttpError(503, "server_error", "overloaded")),
     (Unavailable, HttpError(503, "server_error", "unavailable")),
+    (Unfetched, HttpError(502, "server_error", "fetch_failed")),
     (Draining, HttpError(503, "server_error", "draining")),
     (Unservable, HttpError(400, "invalid_request_error", "unservable")),
     (TimedOut, HttpError(504, "server_error", "timeout")),

@@ -2,7 +2,10 @@
 
 from functools import partial
 
+from alignedserve.api.errors import NeedsGateway
+from alignedserve.api.picture_fetcher import PictureFetcher
 from alignedserve.api.work_lanes import Lane
+from alignedserve.config.sections import GatewayConfig
 from alignedserve.pictures.decoder import PictureDecoder
 from alignedserve.pictures.form import Size
 
@@ -10,13 +13,21 @@ from alignedserve.pictures.form import Size
 class PictureReader:
     """What all models of a gateway share. Its process is started when the first picture comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fetches: bool = True) -> None:
+        """`fetches`: False: pictures that have a URL are for the gateway itself."""
         self._decoder = PictureDecoder()
         self._lane = Lane("pictures", num_threads=1)
+        self.fetcher = PictureFetcher() if fetches else None
 
     async def size(self, content: bytes, max_pixels: int) -> Size:
         """Return the size of a picture, which has been decoded whole. Raises PictureError, and Overloaded."""
         return await self._lane.run(partial(self._decoder.size, content, max_pixels))
+
+    async def fetch(self, url: str, at: str, config: GatewayConfig) -> bytes:
+        """Return the picture at a URL; see PictureFetcher. Raises also NeedsGateway."""
+        if self.fetcher is None:
+            raise NeedsGateway
+        return await self.fetcher.fetch(url, at, config)
 
     def close(self) -> None:
         """End the process and the thread. May be repeated."""

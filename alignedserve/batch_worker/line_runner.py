@@ -39,7 +39,7 @@ class ClusterLineRunner:
                 job = await build_job(line, self._services, held)
             except InvalidRequest as error:
                 return _error_response(line, error)
-            except Unavailable as error:
+            except GenerationError as error:
                 return _failure(line, error, has_started=False)
             generation = Generation(job.request, job.model)
             try:

@@ -36,7 +36,7 @@ class TextBlock(Block):
 
 
 class ImageSource(Schema):
-    """Where a picture is: in the body, or at a URL, which is fetched from nowhere."""
+    """Where a picture is: in the body, or at a URL of a host that pictures are fetched from."""
 
     type: Literal["base64", "url"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] = "image/png"

@@ -1,5 +1,6 @@
-"""The pictures of a conversation: from data URLs to places in the prompt."""
+"""The pictures of a conversation: from URLs to places in the prompt."""
 
+import asyncio
 import base64
 import binascii
 import re
@@ -31,7 +32,7 @@ async def read_pictures(messages: Sequence[ChatMessage], services: PromptService
     """Return the pictures of a conversation in their order.
 
     Raises InvalidRequest naming the field: of a model that does not see, of too many or too large ones, of URLs that
-    carry no picture, of files that cannot be decoded.
+    carry no picture or lead where none is fetched from, of files that cannot be decoded. Raises also Unfetched.
     """
     named = list(_image_parts(messages))
     if not named:
@@ -43,10 +44,10 @@ async def read_pictures(messages: Sequence[ChatMessage], services: PromptService
     config = services.config
     if len(named) > config.max_pictures:
         raise InvalidRequest(f"More than {config.max_pictures} pictures in one request.", param="messages")
-    contents = [(f"{path}.image_url.url", part.image_url.url) for path, part in named]
+    places = [f"{path}.image_url.url" for path, _ in named]
+    urls = [part.image_url.url for _, part in named]
     read, num_bytes = [], 0
-    for at, url in contents:
-        content = await services.lanes.run(len(url), partial(_content_of, url, at, config))
+    for at, content in zip(places, await _contents(urls, places, services), strict=True):
         num_bytes += len(content)
         if num_bytes > MAX_PICTURE_BYTES:
             raise InvalidRequest(f"The pictures have more than {MAX_PICTURE_BYTES} bytes together.", param="messages")
@@ -83,16 +84,28 @@ def _image_parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, ImagePa
                 yield f"messages[{place}].content[{number}]", part
 
 
+async def _contents(urls: Sequence[str], places: Sequence[str], services: PromptServices) -> list[bytes]:
+    """Return the pictures of these URLs, all fetched at once that are elsewhere."""
+    config = services.config
+
+    async def content(url: str, at: str) -> bytes:
+        if url[:8].lower().startswith(("http:", "https:")):
+            return await services.pictures.fetch(url, at, config)
+        return await services.lanes.run(len(url), partial(_content_of, url, at, config))
+
+    reading = [asyncio.create_task(content(url, at)) for url, at in zip(urls, places, strict=True)]
+    try:
+        return await asyncio.gather(*reading)
+    finally:
+        for task in reading:
+            task.cancel()  # those beside one that has failed
+
+
 def _content_of(url: str, path: str, config: GatewayConfig) -> bytes:
     """Return what a data URL carries. Raises InvalidRequest, which shows nothing of the URL."""
     found = _DATA_URL.match(url[:64])
     if found is None:
-        is_remote = url[:8].lower().startswith(("http:", "https:"))
-        problem = (
-            "pictures are not fetched from the network; send a data URL"
-            if is_remote
-            else "it must be a data URL such as data:image/png;base64,..."
-        )
+        problem = "it must be a data URL such as data:image/png;base64,..."
         raise InvalidRequest(f"Invalid value for {path}: {problem}.", param=path, code="invalid_image_url")
     encoded_len = len(url) - found.end()
     if encoded_len > config.max_picture_bytes * 4 // 3 + 4:

@@ -173,7 +173,7 @@ class TextPart(Schema):
 
 
 class ImagePart(Schema):
-    """A picture as a data URL. `detail` is a hint without effect."""
+    """A picture as a data URL, or where it is. `detail` is a hint without effect."""
 
     type: Literal["input_image"]
     image_url: str

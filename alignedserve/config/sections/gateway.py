@@ -10,6 +10,8 @@ from alignedserve.core.request import Slo
 
 AUTO, NONE = "auto", "none"  # of default objectives
 _ORIGIN = re.compile(r"\*|https?://[^/\s,]+", re.ASCII)
+_LABEL = "[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+_HOST = re.compile(rf"(\*\.)?({_LABEL}\.)*[a-z]([a-z0-9-]*[a-z0-9])?(:[1-9][0-9]{{0,4}})?", re.ASCII)  # no address
 
 
 HEAD, HOST = KEYS_FROM = ("head", "host")
@@ -41,6 +43,9 @@ class GatewayConfig(Section, frozen=True):
     max_pictures: int = 8  # of one request
     max_picture_bytes: int = 8 * MIB  # of each; max_body_bytes bounds all of a request, as base64
     max_picture_pixels: int = 1 << 25  # of each
+    picture_hosts: tuple[str, ...] = ()  # of which URLs are fetched, as images.example, *.example:8443; none: nothing is
+    picture_fetch_timeout_s: float = 5.0  # of one URL, redirects and waiting included
+    max_picture_redirects: int = 3  # to the same host; none are followed to others
     max_concurrent_requests: int = 1024  # real-time ones; best effort takes none of their places
     max_best_effort_requests: int = 8192
     access_log: bool = False  # a line for every answer: who asked for what, how it ended, how long it took
@@ -111,9 +116,7 @@ class GatewayConfig(Section, frozen=True):
         )
         check_issuers(self.jwt)
         self._require_positive("max_body_bytes", "max_choices", "max_stop_strings")
-        self._require(0 <= self.max_pictures <= MAX_PICTURES, "max_pictures", f"must be at most {MAX_PICTURES}")
-        self._require_positive("max_picture_bytes", "max_picture_pixels")
-        self._require(self.max_picture_pixels <= MAX_PIXELS, "max_picture_pixels", f"must be at most {MAX_PIXELS}")
+        self._check_pictures()
         self._require_positive("max_json_depth", "max_json_containers", "max_json_values")
         self._require_positive("max_concurrent_requests", "first_token_timeout_s", "token_timeout_s")
         self._require_positive("load_patience_s")
@@ -130,6 +133,15 @@ class GatewayConfig(Section, frozen=True):
         self._require(
             self.requests_per_minute is None or self.requests_per_minute > 0, "requests_per_minute", "must be above 0"
         )
+
+    def _check_pictures(self) -> None:
+        self._require(0 <= self.max_pictures <= MAX_PICTURES, "max_pictures", f"must be at most {MAX_PICTURES}")
+        self._require_positive("max_picture_bytes", "max_picture_pixels")
+        self._require(self.max_picture_pixels <= MAX_PIXELS, "max_picture_pixels", f"must be at most {MAX_PIXELS}")
+        are_hosts = all(_HOST.fullmatch(host) for host in self.picture_hosts)
+        self._require(are_hosts, "picture_hosts", "must be names of hosts such as images.example or *.images.example")
+        self._require(0.0 < self.picture_fetch_timeout_s <= 60.0, "picture_fetch_timeout_s", "must be at most 60 s")
+        self._require(0 <= self.max_picture_redirects <= 10, "max_picture_redirects", "must be between 0 and 10")
 
 
 def _is_objective(value: float | str) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 
 import orjson
 
-from alignedserve.api.endpoints import ENDPOINTS, TOKEN_ENDPOINTS, NeedsGateway
+from alignedserve.api.endpoints import ENDPOINTS, TOKEN_ENDPOINTS
+from alignedserve.api.errors import NeedsGateway
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.openai.parsing import parse_json
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
@@ -124,7 +125,7 @@ class _Models:
     def __init__(self) -> None:
         self._tokenizers: dict[tuple[Path, int | None, str | None], Tokenizer] = {}
         self._lanes = WorkLanes()
-        self._pictures = PictureReader()
+        self._pictures = PictureReader(fetches=False)
 
     def get(self, card: ModelCard, config: GatewayConfig) -> LoadedModel | None:
         """Return the model of a card; None: its tokenizer cannot be loaded."""

@@ -24,7 +24,7 @@ class TextPart(Schema):
 
 
 class ImageUrl(Schema):
-    """A picture as a data URL. `detail` is a hint without effect: every model has one way of seeing."""
+    """A picture as a data URL, or where it is. `detail` is a hint without effect: each model has one way of seeing."""
 
     url: str
     detail: Literal["auto", "low", "high", "original"] = "auto"
