@@ -179,7 +179,8 @@ class HeldRequests:
         for row in self.state.filling_rows():
             tracked = self.of_row(row)
             if tracked.request.request_id not in failed:
-                self._store(tracked, int(self.state.table.num_cached[row]) // self.block_size)
+                num_settled = tracked.settled_len(int(self.state.table.num_cached[row]))
+                self._store(tracked, num_settled // self.block_size)
         self.state.settle(self.allocator.num_free)
 
     def leave_blocks(self, tracked: HeldRequest, num_kept: int, *, is_swapped: bool, shares_last: bool) -> None:

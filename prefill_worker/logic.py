@@ -308,7 +308,7 @@ class PrefillLogic:
         if self._urgent.cycle.keeps(event):
             return []
         duration_s = self._iterations.end(event, now)
-        self._scheduler.completed(now, duration_s, event.grammar_s, is_urgent=event.is_urgent)
+        self._scheduler.completed(now, duration_s, event.grammar_s, is_urgent=event.is_urgent, turn_s=event.turn_s)
         for token in event.sampled:
             job = self._jobs[token.request_id]
             self._blocks.store(job)

@@ -80,8 +80,8 @@ class TrackedRequest:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Number of tokens that a prefill worker has to compute."""
-        return self.request.prompt_len + len(self.generated_token_ids)
+        """Number of tokens that a prefill worker has to compute; an encoder's passes count as those they cost."""
+        return self.request.prompt_len + len(self.generated_token_ids) + self.request.num_encoder_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Fetches pictures that clients name by their URLs: by https, from hosts that the configuration lists, and no others.
 
 Whoever names a URL decides where this process connects to. So, before a byte is sent:
-1. The URL has the one form that is read: https, the name of a host, maybe a port. No user, no address, no odd character.
+1. The URL has the one form that is read: https, the name of a host, maybe a port. No user, address or odd character.
 2. Its host and port are in the list.
 3. The host's addresses are looked up, and all of them must be public. The connection goes to one of these, so that a
    name that changes its addresses meanwhile changes nothing.

@@ -57,7 +57,7 @@ def check_configuration(config: ClusterConfig, served: ServedModel) -> None:
             f"lora: policy {config.scheduling.policy!r} recomputes keys and values from layer inputs, which is not "
             "done with adapters; choose another policy, or scheduling.policy_params.hybrid_cache=false"
         )
-    if served.vision is not None and served.vision.counts_places and block_tokens is not None:
+    if served.vision is not None and served.vision.needs_caches and block_tokens is not None:
         raise ConfigError(
             f"policy {config.scheduling.policy!r} recomputes keys and values from layer inputs, which is not done with "
             f"pictures of {served.decoder.family}; choose another, or scheduling.policy_params.hybrid_cache=false"

@@ -24,6 +24,8 @@ class Picture:
     digest: bytes  # of the content
     runs: tuple[PictureRun, ...]  # ascending; the tokens there tell nothing of what it shows
     grid: tuple[int, int] | None = None  # rows and columns of its tokens, for models whose positions know them
+    is_whole: bool = False  # the tokens of a run read one another both ways, so that one pass computes all of them
+    num_encoder_tokens: int = 0  # what its encoder's pass costs, in prompt tokens; 0: it is not known
 
     def __post_init__(self) -> None:
         _require(len(self.digest) == DIGEST_BYTES, "have a digest of another length")
@@ -32,6 +34,7 @@ class Picture:
             _require(first >= at and count > 0, "stand in no order")
             at = first + count
         _require(bool(self.runs), "stand nowhere")
+        _require(self.num_encoder_tokens >= 0, "cost less than nothing")
         if self.grid is not None:
             _require(len(self.runs) == 1 and self.grid[0] * self.grid[1] == self.num_tokens, "have another grid")
 
@@ -75,6 +78,22 @@ def with_picture_keys(token_ids: tuple[int, ...], pictures: Sequence[Picture]) -
         for index, position in enumerate(picture.positions):
             keys[position] = own + index
     return tuple(keys)
+
+
+def whole_runs(pictures: Sequence[Picture]) -> tuple[PictureRun, ...]:
+    """Return the runs of a prompt whose tokens read one another both ways."""
+    return tuple(run for picture in pictures if picture.is_whole for run in picture.runs)
+
+
+def settled_len(runs: Sequence[PictureRun], num_tokens: int) -> int:
+    """Return how many of the first `num_tokens` tokens of a context can be computed, or are, if no more are computed.
+
+    `runs`: those of which one pass computes all tokens, or none.
+    """
+    for first, count in runs:
+        if first < num_tokens < first + count:
+            return first
+    return num_tokens
 
 
 def _require(holds: bool, problem: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.ids import RequestId
-from alignedserve.core.picture import Picture, check_pictures, with_picture_keys
+from alignedserve.core.picture import Picture, PictureRun, check_pictures, with_picture_keys
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
@@ -160,6 +160,8 @@ class Request:
     tenant: str = ""  # the client that it counts for where several share (core/fair_shares.py)
     weight: float = 1.0  # of that client's share
     pictures: tuple[Picture, ...] = ()  # in the order of their places in the prompt
+    whole_runs: tuple[PictureRun, ...] = ()  # of tokens that read one another both ways: those of some pictures
+    num_encoder_tokens: int = 0  # what an encoder's passes over its pictures cost, in prompt tokens
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_token_ids) > 0, "prompt", "must hold at least one token")

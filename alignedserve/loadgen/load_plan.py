@@ -142,6 +142,7 @@ def _traffic_class(spec: ClassSpec) -> TrafficClass:
         "instruction": spec.instruction is not None,
         "hours": spec.hours is not None,
         "not_before": spec.not_before_s > 0,
+        "encoder": spec.encoder > 0,
     }
     for key, is_set in unsent.items():
         if is_set:

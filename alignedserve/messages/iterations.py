@@ -102,6 +102,7 @@ class IterationTimes(msgspec.Struct, frozen=True):
     grammar_s: float | None = None  # waiting for the masks of rows under a grammar; None: not measured
     is_ahead: bool = False  # its decodes were launched before the tokens of the iteration before were known
     yielded_s: float = 0.0  # that its pass stood still for urgent iterations, in none of its parts
+    turn_s: float = 0.0  # of an encoder of pictures, that ended before it began; in none of its parts
 
     @property
     def computed_s(self) -> float:
@@ -128,6 +129,11 @@ class IterationCompleted:
     def grammar_s(self) -> float | None:
         """Seconds that the iteration waited for grammars; None: that was not measured."""
         return None if self.times is None else self.times.grammar_s
+
+    @property
+    def turn_s(self) -> float:
+        """Seconds of the turn of an encoder before the iteration; 0: there was none."""
+        return 0.0 if self.times is None else self.times.turn_s
 
     def duration_s(self, started_s: float, now: float) -> float:
         """Return the time measured by the engine, else the time since the logic started the iteration."""

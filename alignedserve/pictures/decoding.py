@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from alignedserve.pictures.form import CellsForm, PictureForm, RowsForm, Size, TiledForm
+from alignedserve.pictures.form import CellsForm, PictureForm, RowsForm, Size, SquareForm, TiledForm
 from alignedserve.pictures.outcomes import Decoded, Outcome, Refused, Task
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # no others are tried, whatever the file says
@@ -45,7 +45,7 @@ def _tiles(image: Image.Image, form: TiledForm) -> Iterator[Pixels]:
     yield _channels_first(_resized(image, Size(edge, edge), form.resample) if columns else image)
 
 
-def _whole(image: Image.Image, form: RowsForm | CellsForm) -> Iterator[Pixels]:
+def _whole(image: Image.Image, form: RowsForm | CellsForm | SquareForm) -> Iterator[Pixels]:
     yield _channels_first(_resized(image, form.scaled(Size(*image.size)), form.resample))
 
 
@@ -61,4 +61,5 @@ _PARTS: dict[type[PictureForm], Callable[[Image.Image, Any], Iterator[Pixels]]] 
     TiledForm: _tiles,
     RowsForm: _whole,
     CellsForm: _whole,
+    SquareForm: _whole,
 }

@@ -5,7 +5,7 @@ decodes makes pixels by it.
 """
 
 import math
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
@@ -30,12 +30,33 @@ class Scaling(msgspec.Struct, frozen=True):
     deviation: Rgb
 
 
+class EncoderWork(msgspec.Struct, frozen=True):
+    """What an encoder's pass over a picture costs: in prompt tokens of the text part, by products of numbers.
+
+    Example: SigLIP before a text part of 3.2G weights a token: 27 layers of 15.2M weights, and 2 * 1152 products for a
+    pair of patches; 4096 patches cost 4096 * (0.128 + 4096 * 1.94e-5) = 850 tokens, beside the 256 that they become.
+    """
+
+    token_patches: int  # of each token of a picture
+    patch_tokens: float  # what a patch costs alone
+    pair_tokens: float  # what it costs for each patch that it attends to
+    part_patches: int | None = None  # that attend to one another; None: all of a picture
+
+    def num_tokens(self, num_tokens: int) -> int:
+        """Return what a picture of so many tokens costs."""
+        patches = num_tokens * self.token_patches
+        seen = patches if self.part_patches is None else min(self.part_patches, patches)
+        return math.ceil(patches * (self.patch_tokens + seen * self.pair_tokens))
+
+
 class TiledForm(msgspec.Struct, frozen=True, tag=True):
     """Idefics3, SmolVLM: a picture is made large and cut into square tiles, and seen whole in one more tile.
 
     Example: tiles of 512 and `longest_edge` 2048; 1600 x 900 pixels become 2048 x 1152, then 2048 x 1536, 3 rows of 4
     tiles and the whole; with 64 tokens each 832 tokens of the picture.
     """
+
+    is_whole: ClassVar[bool] = False  # the tokens of a picture are computed in one pass, and read one another
 
     token_id: int  # that stands in prompts for each embedding, in place of `mark`
     tile_edge: int
@@ -44,6 +65,7 @@ class TiledForm(msgspec.Struct, frozen=True, tag=True):
     scaling: Scaling
     resample: int  # as Pillow numbers its filters
     is_cut: bool = True  # False: it is seen whole alone, however large it is
+    work: EncoderWork | None = None  # None: it is not known
     mark: str = "<image>"  # what the chat template writes for a picture, and each of its tokens in the prompt
     fence: str = "<fake_token_around_image>"
     whole: str = "<global-img>"
@@ -112,11 +134,14 @@ class RowsForm(msgspec.Struct, frozen=True, tag=True):
     token, and behind each row one more.
     """
 
+    is_whole: ClassVar[bool] = False  # the tokens of a picture are computed in one pass, and read one another
+
     token_id: int  # that stands in prompts for each embedding, in place of `mark`
     cell_edge: int  # of the patches that become one token
     longest_edge: int  # a larger picture is made smaller
     scaling: Scaling
     resample: int  # as Pillow numbers its filters
+    work: EncoderWork | None = None  # None: it is not known
     mark: str = "[IMG]"
     row_end: str = "[IMG_BREAK]"
     end: str = "[IMG_END]"
@@ -148,10 +173,12 @@ class RowsForm(msgspec.Struct, frozen=True, tag=True):
 
 
 class CellsForm(msgspec.Struct, frozen=True, tag=True):
-    """Qwen2.5-VL: a picture keeps its shape, and its tokens have positions of rows and columns.
+    """Qwen2.5-VL, Qwen3-VL: a picture keeps its shape, and its tokens have positions of rows and columns.
 
     Example: cells of 28 and at most 1 003 520 pixels; 1600 x 900 pixels become 1316 x 728, 26 rows of 47 cells.
     """
+
+    is_whole: ClassVar[bool] = False  # the tokens of a picture are computed in one pass, and read one another
 
     token_id: int  # that stands in prompts for each embedding, as `mark`
     cell_edge: int  # of the patches that become one token
@@ -159,6 +186,7 @@ class CellsForm(msgspec.Struct, frozen=True, tag=True):
     max_pixels: int
     scaling: Scaling
     resample: int  # as Pillow numbers its filters
+    work: EncoderWork | None = None  # None: it is not known
     mark: str = "<|image_pad|>"
 
     def scaled(self, size: Size) -> Size:
@@ -188,7 +216,42 @@ class CellsForm(msgspec.Struct, frozen=True, tag=True):
         return height // self.cell_edge, width // self.cell_edge
 
 
-PictureForm = TiledForm | RowsForm | CellsForm
+class SquareForm(msgspec.Struct, frozen=True, tag=True):
+    """Gemma 3: a picture becomes a square, whatever its shape, and its tokens read one another both ways.
+
+    Example: an edge of 896; 1600 x 900 pixels become 896 x 896, and 256 tokens.
+    """
+
+    is_whole: ClassVar[bool] = True
+
+    token_id: int  # that stands in prompts for each embedding, in place of `token`
+    edge: int
+    tokens: int  # of the prompt for each picture
+    scaling: Scaling
+    resample: int  # as Pillow numbers its filters
+    work: EncoderWork | None = None  # None: it is not known
+    mark: str = "<start_of_image>"  # what the chat template writes for a picture
+    token: str = "<image_soft_token>"  # noqa: S105  (no password)
+    end: str = "<end_of_image>"
+
+    def scaled(self, size: Size) -> Size:
+        """Return the size that the picture is made."""
+        return Size(self.edge, self.edge)
+
+    def num_tokens(self, size: Size) -> int:
+        """Return the positions of the prompt that the picture's embeddings take."""
+        return self.tokens
+
+    def text(self, size: Size) -> str:
+        """Return what stands in the prompt in place of the template's mark."""
+        return f"\n\n{self.mark}{self.token * self.tokens}{self.end}\n\n"
+
+    def position_grid(self, size: Size) -> tuple[int, int] | None:
+        """Return None: the prompt's positions are as of words."""
+        return None
+
+
+PictureForm = TiledForm | RowsForm | CellsForm | SquareForm
 
 
 def _even(edge: int) -> int:

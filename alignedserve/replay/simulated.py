@@ -249,6 +249,7 @@ def _timed(observed: ObservedRequest, begin_s: float) -> TimedRequest:
         slo=request.slo,
         priority=request.priority,
         predicted_len=None if observed.predicted_len is None else round(observed.predicted_len),
+        num_encoder_tokens=request.num_encoder_tokens,
     )
 
 

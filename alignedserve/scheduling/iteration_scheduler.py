@@ -54,7 +54,13 @@ class FcfsIterationScheduler:
         return ()
 
     def completed(
-        self, now: float, duration_s: float, grammar_s: float | None = None, *, is_urgent: bool = False
+        self,
+        now: float,
+        duration_s: float,
+        grammar_s: float | None = None,
+        *,
+        is_urgent: bool = False,
+        turn_s: float = 0.0,
     ) -> None:
         """See PolicyIterationScheduler."""
 
@@ -112,15 +118,27 @@ class PolicyIterationScheduler:
         return () if plan is None else self._slices_of(plan)
 
     def completed(
-        self, now: float, duration_s: float, grammar_s: float | None = None, *, is_urgent: bool = False
+        self,
+        now: float,
+        duration_s: float,
+        grammar_s: float | None = None,
+        *,
+        is_urgent: bool = False,
+        turn_s: float = 0.0,
     ) -> None:
-        """Note the end of the iteration, before any request leaves because of it. An urgent one ends first."""
+        """Note the end of the iteration, before any request leaves because of it. An urgent one ends first.
+
+        `turn_s`: of an encoder before it.
+        """
+        if not is_urgent:
+            self._scheduler.turns.note(turn_s)
         self._scheduler.completed(self._state, now=now, duration_s=duration_s, grammar_s=grammar_s, is_urgent=is_urgent)
         if is_urgent and self._urgent is not None:
             self._urgent.end(duration_s)
 
     def _view(self, now: float) -> WorkerView:
-        view = self._state.view(limits=self._scheduler.limits, costs=self._scheduler.costs, now=now)
+        costs = self._scheduler.present_costs
+        view = self._state.view(limits=self._scheduler.limits, costs=costs, now=now)
         return replace(view, memory=replace(view.memory, num_blocks=len(view.table)), can_evict=False)
 
     def _slices_of(self, plan: IterationPlan) -> Slices:

@@ -1,12 +1,13 @@
 """A policy with the costs and limits of its worker, and what these allow."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from alignedserve.costmodel.model import CostModel, LearningCostModel
 from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.picture_turns import ExpectedTurns
 from alignedserve.scheduling.policy import IterationLimits, IterationPlan, IterationPolicy
 from alignedserve.scheduling.scheduler_state import SchedulerState
 from alignedserve.scheduling.table_operations import note_decodes
@@ -29,10 +30,16 @@ class Scheduler:
     costs: CostModel
     limits: IterationLimits
     learner: LearningCostModel | None = None  # `costs` again, where it is one that learns
+    turns: ExpectedTurns = field(default_factory=ExpectedTurns)  # of an encoder of pictures, between iterations
+
+    @property
+    def present_costs(self) -> CostModel:
+        """Return the costs of iterations as they are now, with what is done between them."""
+        return self.turns.beside(self.costs)
 
     def plan(self, state: SchedulerState, now: float) -> IterationPlan:
         """Plan the next iteration."""
-        return self.policy.plan(state.view(limits=self.limits, costs=self.costs, now=now))
+        return self.policy.plan(state.view(limits=self.limits, costs=self.present_costs, now=now))
 
     def prompt_capacity(self, state: SchedulerState) -> PromptCapacity:
         """Return what an iteration's decodes leave for prompts, if it lasts as long as they allow.
@@ -44,11 +51,11 @@ class Scheduler:
         allowed_s = float(np.min(table.tpot_s[decodes], initial=np.inf))
         work = IterationWork()
         note_decodes(work, table, decodes)
-        decodes_s = self.costs.iteration_s(work)
-        share = max(0.0, 1.0 - decodes_s / allowed_s)
+        costs, decodes_s = self.present_costs, self.costs.iteration_s(work)
+        share = max(0.0, 1.0 - costs.iteration_s(work) / allowed_s)
         num_tokens = self.limits.max_tokens
         work.add_chunk(num_tokens, 0, is_last=True)
-        token_s = (self.costs.iteration_s(work) - decodes_s) / num_tokens
+        token_s = (costs.iteration_s(work) - decodes_s) / num_tokens
         return PromptCapacity(share, 1.0 / max(token_s, _LEAST_TOKEN_S))
 
     def completed(

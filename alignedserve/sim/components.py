@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from alignedserve.core.request import SampledToken
 from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.caches import ArenaOffered
@@ -39,6 +41,7 @@ from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import RegistrationRefused
 from alignedserve.sim.config import SimLinks
 from alignedserve.sim.copies import SimulatedArena, SimulatedCopier
+from alignedserve.sim.encoding import SimulatedEncoder
 from alignedserve.sim.engine import SimulatedEngine
 from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.shared_cores import Job, SharedCores
@@ -121,14 +124,18 @@ class SimulatedComponent:
         self.num_events = 0
         self.logic = logic
         self.is_lost = False
+        self.holds: Callable[[Any], bool] = lambda _: False  # takes an event that is to wait
         self._event_queue = event_queue
         self._network = network
         network.add(name, role, self.dispatch)
 
     def dispatch(self, event: Any) -> None:
         """Pass an event to the logic and perform its commands; a lost process does nothing."""
-        if self.is_lost:
-            return
+        if not (self.is_lost or self.holds(event)):
+            self.deliver(event)
+
+    def deliver(self, event: Any) -> None:
+        """Pass an event to the logic, one that has waited too, and perform its commands."""
         self.num_events += 1
         commands: Sequence[Any] = self.logic.on_event(event, self._event_queue.now)
         for command in commands:
@@ -163,7 +170,10 @@ class SimulatedComponent:
 class _Flight:
     """The iteration in flight on a worker."""
 
-    __slots__ = ("duration_s", "ends_s", "job", "measured", "sampled", "started_s", "straggler_share", "yielded_s")
+    __slots__ = (
+        *("duration_s", "ends_s", "job", "measured", "sampled", "started_s"),
+        *("straggler_share", "turn_s", "yielded_s"),
+    )
 
     def __init__(
         self,
@@ -172,13 +182,16 @@ class _Flight:
         sampled: tuple[SampledToken, ...],
         measured: float,
         straggler_share: float,
+        turn_s: float = 0.0,
     ) -> None:
-        self.started_s = started_s
+        """`turn_s`: of an encoder, that it waits for."""
+        self.started_s = started_s + turn_s
+        self.turn_s = turn_s
         self.duration_s = duration_s  # by itself
         self.sampled = sampled
         self.measured = measured  # share of its time, by its engine
         self.straggler_share = straggler_share
-        self.ends_s = started_s + duration_s
+        self.ends_s = self.started_s + duration_s
         self.yielded_s = 0.0
         self.job: Job | None = None  # on shared cores
 
@@ -191,7 +204,8 @@ class _Flight:
     def times(self, started_s: float, duration_s: float, yielded_s: float = 0.0) -> IterationTimes:
         """Return what an engine measures of it."""
         share, finished_s = self.straggler_share, started_s + duration_s + yielded_s
-        return IterationTimes(started_s, finished_s, 0.0, duration_s, 0.0, straggler_share=share, yielded_s=yielded_s)
+        times = IterationTimes(started_s, finished_s, 0.0, duration_s, 0.0, straggler_share=share, yielded_s=yielded_s)
+        return msgspec.structs.replace(times, turn_s=self.turn_s) if self.turn_s else times
 
 
 class SimulatedWorker:
@@ -221,6 +235,8 @@ class SimulatedWorker:
         self._copier = copier
         self._memory = memory
         self._event_queue = event_queue
+        self._encoder = SimulatedEncoder(event_queue, engine.costs, component.deliver)
+        component.holds = self._encoder.takes
         component.performers = {
             RunIteration: self._run_iteration,
             LoadBlocks: partial(self._copy, copier.load_ends_s, copier.loaded),
@@ -235,6 +251,7 @@ class SimulatedWorker:
     def lose(self) -> None:
         """End as a killed process does, with its memory and what it was computing and copying."""
         self._num_losses += 1
+        self._encoder.forget()
         self.component.lose()
 
     def restart(self) -> None:
@@ -260,7 +277,8 @@ class SimulatedWorker:
         if self._unmeasured_costs is not None and duration_s > 0.0:
             unmeasured_s = self._unmeasured_costs.iteration_s(self.engine.latest_work)
             measured = max(1.0 - unmeasured_s / duration_s, _LEAST_MEASURED)
-        flight = _Flight(now, duration_s, sampled, measured, self.engine.latest_straggler_share)
+        turn_s = 0.0 if command.is_urgent else self._encoder.before(command)
+        flight = _Flight(now, duration_s, sampled, measured, self.engine.latest_straggler_share, turn_s)
         if command.is_urgent:
             self._run_within(flight)
             return
@@ -268,7 +286,7 @@ class SimulatedWorker:
         if self._memory.cores is not None:
             ended = self._unless_lost(lambda _: self._end(flight))
             has_prompt = self.engine.latest_work.num_chunks > 0
-            flight.job = self._memory.cores.begin(duration_s, has_prompt, partial(ended, None))
+            flight.job = self._memory.cores.begin(duration_s + turn_s, has_prompt, partial(ended, None))
             return
         self._event_queue.at(flight.ends_s, self._unless_lost(self._end), flight)
 
@@ -297,7 +315,9 @@ class SimulatedWorker:
             taken_s = self._event_queue.now - flight.started_s - flight.yielded_s
             self.engine.prolong(taken_s - flight.duration_s)
         times = flight.times(flight.started_s, flight.measured * taken_s, flight.yielded_s)
+        self._encoder.ran(taken_s)
         self.component.dispatch(IterationCompleted(flight.sampled, times=times))
+        self._encoder.go_on()
 
     def _copy(self, ends_s: Callable[[Any], float], outcome: Callable[[Any], Any], command: object) -> None:
         """Schedule the outcome of a copy for the time when it ends."""

@@ -106,7 +106,7 @@ class SimulatedEngine:
         *,
         keeps_timeline: bool,
     ) -> None:
-        self._costs = costs
+        self.costs = costs
         self._memory = memory
         self._on_host: set[RequestId] = (
             set()
@@ -134,7 +134,7 @@ class SimulatedEngine:
             self._sequences[request_id].num_blocks += len(block_ids)
             self._num_blocks += len(block_ids)
         work = self._latest.work
-        duration_s = self._costs.iteration_s(work)
+        duration_s = self.costs.iteration_s(work)
         self.num_iterations += 1
         self.num_decodes += work.num_decodes
         self.num_prompt_tokens += work.num_prompt_tokens
@@ -158,7 +158,7 @@ class SimulatedEngine:
     @property
     def latest_straggler_share(self) -> float:
         """Return the share of the latest iteration's decode attention that a straggler costs."""
-        return straggler_share(self._costs, self._latest.work)
+        return straggler_share(self.costs, self._latest.work)
 
     @property
     def latest_work(self) -> IterationWork:

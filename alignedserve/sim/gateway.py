@@ -172,6 +172,7 @@ class SimulatedGateway:
             prefix_root=self._texts.root(timed),
             tenant=timed.tenant,
             weight=timed.weight,
+            num_encoder_tokens=timed.num_encoder_tokens,
         )
         router = self._routers.choose(request_id)
         self._open[request_id] = _SentRequest(self._num_sent, timed, now, array("d"), request, router)

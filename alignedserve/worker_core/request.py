@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from alignedserve.core.picture import settled_len
 from alignedserve.core.progress import end_token_ids
 from alignedserve.core.request import FinishReason, Request, SampledToken
 from alignedserve.messages.gateways import TokenDelta
@@ -67,6 +68,10 @@ class WorkerRequest:
             return tuple(self.generated_token_ids[start - prompt_len : stop - prompt_len])
         generated = self.generated_token_ids[max(start - prompt_len, 0) : max(stop - prompt_len, 0)]
         return prompt[start:stop] + tuple(generated)
+
+    def settled_len(self, num_cached: int) -> int:
+        """Return how many of its first tokens, cached so far, are computed: of those of some pictures all, or none."""
+        return settled_len(self.request.whole_runs, num_cached)
 
     def is_up_to(self, attempt: int | None) -> bool:
         """Return whether this is the given attempt or an earlier one; None stands for any attempt."""

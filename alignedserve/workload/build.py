@@ -224,6 +224,7 @@ class _ClassTraffic:
                 prediction,
                 tenant=spec.tenant,
                 weight=spec.weight,
+                num_encoder_tokens=spec.encoder,
             )
             for arrival, prompt, output, limit, request_class, slo, prediction in zip(
                 arrival_s, *columns, self._predicted(output_len, block), strict=False

@@ -31,6 +31,7 @@ RECORDED = "recorded"
 MAX_OUTSTANDING = 10_000
 MAX_TURNS = 64
 MAX_INSTRUCTIONS = 10_000
+MAX_ENCODER_TOKENS = 1_000_000
 _NAME = re.compile(r"\s*([A-Za-z][\w-]*)\s*:(.*)", re.DOTALL)
 _SOURCE = re.compile(r"[\w./~-]+")
 
@@ -94,6 +95,7 @@ class ClassSpec:
     think_s: float = 0.0  # from an answer to the next turn
     instruction: ValueDistribution | None = None  # tokens before everything else
     instructions: int = 1  # different ones, each as likely as the others
+    encoder: int = 0  # what an encoder of pictures has to do for each, in prompt tokens
     arrivals: str = GapDistribution.GAMMA.value  # or weibull, recorded, or the name of a rate profile
     rate: float | None = None  # requests per second
     cv: float = 1.0
@@ -292,6 +294,7 @@ _READERS: dict[str, Callable[[str, str], object]] = {
     "think": _not_negative,
     "instruction": _law,
     "instructions": _up_to(MAX_INSTRUCTIONS),
+    "encoder": _up_to(MAX_ENCODER_TOKENS),
     "class": _request_class,
     "be_share": _share,
     "ttft": _law,

@@ -37,6 +37,7 @@ class TimedRequest:
     follow_up: "TimedRequest | None" = None  # the next turn; its arrival counts from the end of this one
     tenant: str = ""  # the client that it counts for where several share (core/fair_shares.py)
     weight: float = 1.0  # of that client's share
+    num_encoder_tokens: int = 0  # what an encoder's passes over its pictures cost, in prompt tokens
 
     @property
     def final_context_len(self) -> int:

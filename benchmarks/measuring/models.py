@@ -42,3 +42,66 @@ def make_opt_125m(folder: Path) -> Path:
     vocab |= {f"word{number}": number for number in range(OPT_125M.vocab_size) if number not in known}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
+
+
+_IMAGE, _START, _END = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
+_SEEING_TEMPLATE = (
+    "{{ '<|bos|>' }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}"
+    f"{_START}{_IMAGE}{_END}"
+    "{% endif %}{% endfor %}{% endif %}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+_SEEING_VOCAB = 4096
+_SEEING: dict[str, Any] = {
+    "model_type": "qwen3_vl",
+    "text_config": {
+        "vocab_size": _SEEING_VOCAB,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [12, 10, 10]},
+    },
+    "vision_config": {
+        "hidden_size": 384,
+        "intermediate_size": 1536,
+        "depth": 12,
+        "num_heads": 6,
+        "patch_size": 16,
+        "num_position_embeddings": 576,
+        "deepstack_visual_indexes": [3, 6, 9],
+        "out_hidden_size": 512,
+    },
+    "image_token_id": _SEEING_VOCAB - 3,
+    "eos_token_id": 2,
+}
+
+
+def make_seeing(folder: Path) -> Path:
+    """Write a small model that sees, in the form of Qwen3-VL, into a new folder and return it; see `make_opt_125m`.
+
+    27M weights of the text part, 22M of the encoder; a picture of a megapixel is 1 024 tokens, the smallest one is one.
+    """
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(_SEEING))
+    images = {"size": {"shortest_edge": 1024, "longest_edge": 1 << 20}, "patch_size": 16, "merge_size": 2}
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    settings = json.loads((pocket_folder() / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": _SEEING_TEMPLATE}))
+    tokenizer = json.loads((pocket_folder() / "tokenizer.json").read_text())
+    first = _SEEING_VOCAB - 3
+    marks = [{**tokenizer["added_tokens"][0], "id": first + at, "content": mark} for at, mark in enumerate(_MARKS)]
+    tokenizer["added_tokens"] += marks
+    vocab = tokenizer["model"]["vocab"]
+    known = {*vocab.values(), *(token["id"] for token in tokenizer["added_tokens"])}
+    vocab |= {f"word{number}": number for number in range(_SEEING_VOCAB) if number not in known}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+_MARKS = (_IMAGE, _START, _END)

@@ -92,8 +92,7 @@ class ColocatedLogic:
         self._are_prefilled = False  # all of them: then they stay so
         self._postponed: dict[RequestId, PrefillRequest] = {}  # until blocks that are held for moves are free again
         self._performer = PlanPerformer(self._requests)
-        self._lean = 1.0
-        self._prompt_rate = 0
+        self._lean, self._prompt_rate = 1.0, 0
         self.iteration_log = IterationLog()
         self._router = RouterLink(registered)
         self._pooled = None
@@ -313,6 +312,7 @@ class ColocatedLogic:
         for request_id, num_tokens in event.forced:
             self._state.note_forced(request_id, num_tokens)
         duration_s = self._iterations.end(event, now)
+        self._scheduler.turns.note(event.turn_s)
         self._scheduler.completed(
             self._state, now=now, duration_s=duration_s, grammar_s=event.grammar_s, is_urgent=event.is_urgent
         )

@@ -121,13 +121,18 @@ class PagedAttention:
         is_reversed: BoolArray | None = None,
         is_bidirectional: bool = False,
         is_chunked: bool = False,
+        ends: Int64Array | None = None,
     ) -> PagedPlan:
         """Divide the work of chunks likewise: the last counts[i] of the first lengths[i] tokens of sequence i each read
         up to themselves, or with `is_bidirectional`, which excludes a window, all lengths[i]. The token rows of a chunk
-        follow those of the one before."""
+        follow those of the one before.
+
+        `ends` [token rows]: of what each token reads, itself or a later token of its chunk included; a window reaches
+        back from the token itself. None: each reads up to itself."""
         directions = np.zeros(len(rows), np.bool_) if is_reversed is None else is_reversed
         args = (block_tables, rows, directions, lengths, counts, window or 0, is_chunked, num_threads)
-        plan: PagedPlan = _native.ChunkPlan(self._cache, *args, is_bidirectional)
+        own_ends = () if ends is None else (ends,)
+        plan: PagedPlan = _native.ChunkPlan(self._cache, *args, is_bidirectional, *own_ends)
         return plan
 
     def run(self, plan: PagedPlan, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:

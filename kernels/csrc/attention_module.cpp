@@ -1,12 +1,14 @@
 // The Python side of paged attention: checks what it is given, divides the work over cores, runs a level.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -213,28 +215,38 @@ class DecodePlan : public decode_pass::Attention {
 };
 
 // Chunks of some sequences: the last counts[i] of the first lengths[i] tokens of row rows[i] of `tables`, whose query
-// rows follow one another in this order. Each reads up to itself or, if bidirectional, all of the lengths[i] tokens.
-// Otherwise as DecodePlan.
+// rows follow one another in this order. Each reads up to itself or, if bidirectional, all of the lengths[i] tokens; with
+// `ends`, one for each query row, those before its end. Otherwise as DecodePlan.
 class ChunkPlan {
    public:
     ChunkPlan(const Cache& cache, Tables tables, Ids rows, Flags reversed, Ids lengths, Ids counts, int64_t window,
-              bool is_chunked, int num_threads, bool is_bidirectional)
+              bool is_chunked, int num_threads, bool is_bidirectional, std::optional<Ids> ends = std::nullopt)
         : cache_(cache), tables_(tables), num_threads_(num_threads) {
         if (lengths.shape(0) != rows.shape(0)) throw std::invalid_argument("as many lengths as rows");
         if (reversed.shape(0) != rows.shape(0)) throw std::invalid_argument("as many directions as rows");
         if (counts.shape(0) != rows.shape(0)) throw std::invalid_argument("as many counts as rows");
         if (num_threads < 1) throw std::invalid_argument("at least one thread");
         if (is_bidirectional && window > 0) throw std::invalid_argument("a window reaches back only");
+        const int64_t num_ends = ends ? int64_t(ends->shape(0)) : 0;
+        if (num_ends && (is_chunked || is_bidirectional)) throw std::invalid_argument("ends of parts that are cut");
         std::vector<ChunkPiece> chunks;
         bool is_window_narrow = false;
         for (size_t i = 0; i < rows.shape(0); ++i) {
             const int64_t count = counts(i), length = lengths(i);
             if (count < 1 || count > length) throw std::invalid_argument("a count outside its length");
             const int64_t* blocks = blocks_of(cache, tables, rows(i), length);
-            chunks.push_back({num_rows_, count, length - count, 0, is_bidirectional ? length : 0, blocks, reversed(i), 0});
+            const ChunkPiece chunk = {num_rows_, count, length - count, 0, is_bidirectional ? length : 0, blocks,
+                                      reversed(i), 0, 0};
+            if (num_ends) {
+                if (num_rows_ + count > num_ends) throw std::invalid_argument("as many ends as query rows");
+                divide(chunk, *ends, length, chunks);
+            } else {
+                chunks.push_back(chunk);
+            }
             num_rows_ += count;
             is_window_narrow |= window > 0 && length > window;
         }
+        if (num_ends && num_ends != num_rows_) throw std::invalid_argument("as many ends as query rows");
         whole_.build(cache.shape(), chunks, num_threads);
         if (!is_window_narrow) return;
         if (is_chunked) chunks = divided(chunks, window);
@@ -261,6 +273,23 @@ class ChunkPlan {
     int64_t num_rows() const { return num_rows_; }
 
    private:
+    // The tokens of a chunk in runs that read alike: each up to itself, or all of them up to the same end.
+    static void divide(const ChunkPiece& chunk, const Ids& ends, int64_t length, std::vector<ChunkPiece>& pieces) {
+        for (int64_t done = 0; done < chunk.num_tokens;) {
+            const int64_t end = ends(chunk.row + done), own = chunk.position + done + 1;
+            if (end < own || end > length) throw std::invalid_argument("an end outside its context");
+            int64_t last = done + 1;
+            while (last < chunk.num_tokens && ends(chunk.row + last) == (end == own ? chunk.position + last + 1 : end)) ++last;
+            ChunkPiece piece = chunk;
+            piece.row += done;
+            piece.position += done;
+            piece.num_tokens = last - done;
+            piece.context = end == own ? 0 : end;
+            pieces.push_back(piece);
+            done = last;
+        }
+    }
+
     // The tokens of each part of a context, `size` positions long, by themselves: they read that part alone.
     static std::vector<ChunkPiece> divided(const std::vector<ChunkPiece>& chunks, int64_t size) {
         std::vector<ChunkPiece> pieces;
@@ -297,6 +326,7 @@ void bind(nb::module_& module) {
         .def("run", &DecodePlan::run);
     nb::class_<ChunkPlan>(module, "ChunkPlan")
         .def(nb::init<const Cache&, Tables, Ids, Flags, Ids, Ids, int64_t, bool, int, bool>())
+        .def(nb::init<const Cache&, Tables, Ids, Flags, Ids, Ids, int64_t, bool, int, bool, std::optional<Ids>>())
         .def_prop_ro("num_rows", &ChunkPlan::num_rows)
         .def("run", &ChunkPlan::run);
 }

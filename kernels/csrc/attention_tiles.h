@@ -16,6 +16,12 @@ struct QueryRows {
     int64_t position;
     int64_t window;
     int64_t lowest;  // position that all of them read, without a window
+    int64_t latest;  // position up to which all of them read, where that is behind their own
+
+    int64_t last_read(int row) const {
+        const int64_t own = position + row / group;
+        return own > latest ? own : latest;
+    }
 };
 
 // A packed tile of keys first, first + 1, ...
@@ -43,7 +49,7 @@ inline void multiply_by(const float* factors, int count, float* numbers) {
 
 // Keys of the tile that the last of `n` rows from `at` on reads; 0: none of them reads any.
 inline int visible_keys(const QueryRows& rows, int at, int n, const Tile& tile) {
-    const int64_t latest = rows.position + (at + n - 1) / rows.group, earliest = rows.position + at / rows.group;
+    const int64_t latest = rows.last_read(at + n - 1), earliest = rows.position + at / rows.group;
     if (latest < tile.first) return 0;
     if (rows.window && tile.first + tile.count <= earliest - rows.window + 1) return 0;
     return latest - tile.first + 1 < tile.count ? int(latest - tile.first + 1) : tile.count;
@@ -56,7 +62,8 @@ struct Span {
     Span(const QueryRows& rows, int row, const Tile& tile, int count, int limit) {
         const int64_t position = rows.position + row / rows.group - tile.first;  // relative to the tile
         const int64_t lowest = rows.window ? position - rows.window + 1 : rows.lowest - tile.first;
-        last = position + 1 < count ? int(position + 1) : count;
+        const int64_t keys = rows.last_read(row) - tile.first + 1;
+        last = keys < count ? int(keys) : count;
         first = lowest <= 0 ? 0 : lowest < limit ? int(lowest) : limit;
     }
 };
@@ -172,8 +179,10 @@ template <typename Type, typename Tiles = PackedTiles<Type>>
 void chunk_typed(const Shape& shape, const Call& call, const ChunkPiece& piece, const Scratch& scratch) {
     const int64_t head_bytes = shape.head_bytes(), head = piece.kv_head * head_bytes;
     const int num_rows = int(piece.num_tokens) * shape.group;
-    const QueryRows rows = piece.context ? QueryRows{0, num_rows, num_rows, piece.context - 1, 0, 0}
-                                         : QueryRows{0, num_rows, shape.group, piece.position, piece.window, piece.lowest};
+    const bool is_even = piece.context && !piece.window;  // all rows read the same
+    const QueryRows rows = is_even ? QueryRows{0, num_rows, num_rows, piece.context - 1, 0, 0, 0}
+                                   : QueryRows{0, num_rows, shape.group, piece.position, piece.window, piece.lowest,
+                                               piece.context ? piece.context - 1 : 0};
     begin_chunk<Type>(shape, call, piece, scratch);
     Tiles::begin(shape, scratch, rows.count);
     const int64_t last = piece.context ? piece.context : piece.position + piece.num_tokens;

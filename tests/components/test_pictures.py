@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.config.sections import ClusterConfig, RecordingConfig, Topology
@@ -33,9 +34,14 @@ def seeing_config(folder: Path, topology: Topology, family: str = "smolvlm", **c
     """Configure a tiny model of random weights: 20 tokens of a picture that is about square."""
     config = small_config(folder / "model", topology=topology, **changes)
     fields = {"model_type": family, "text_config": TINY_LLAMA, "image_token_id": IMAGE, "eos_token_id": 2}
+    images: dict[str, Any] = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
     if family == "smolvlm":
         fields |= {"vision_config": {**TOWER, "image_size": 16, "patch_size": 4}, "scale_factor": 2}
-        images: dict[str, Any] = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+    elif family == "gemma3":
+        fields |= {"vision_config": {**TOWER, "image_size": 32, "patch_size": 4}, "mm_tokens_per_image": 16}
+        own = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 9}  # shorter than a picture
+        fields |= {"text_config": {**TINY_LLAMA, **own, "layer_types": ["sliding_attention", "full_attention"]}}
+        images = {}
     else:
         text = {**TINY_LLAMA, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
         tower = {**TOWER, "depth": 2, "num_heads": 2, "patch_size": 4, "window_size": 16, "out_hidden_size": 32}
@@ -122,3 +128,30 @@ async def test_a_file_that_cannot_be_decoded_fails_its_request_alone(tmp_path: P
             await bad.done.wait()
         assert isinstance(bad.failure, RequestFailed)
         assert "truncated or damaged" in bad.failure.reason
+
+
+def both_ways(content: bytes, *words: int) -> tuple[list[int], tuple[Picture, ...]]:
+    """Return a prompt with this picture, whose 16 tokens read one another, and words behind it."""
+    shown = Picture(content, picture_digest(content), ((3, 16),), is_whole=True)
+    return [5, 6, 7, *[IMAGE] * 16, 9, 10, *words], (shown,)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+async def test_pictures_that_are_read_both_ways_are_computed_whole(topology: Topology, tmp_path: Path) -> None:
+    """However prompts are cut, also where half a picture is in the prefix cache, and where a worker is lost."""
+    config = seeing_config(tmp_path, topology, "gemma3")
+    shorter = {name: replace(getattr(config, name), max_num_batched_tokens=7) for name in ("prefill", "decode")}
+    config = replace(config, **shorter)
+    files = [picture(32, 32, seed) for seed in (1, 2)]
+    work = [both_ways(file, *range(first, first + 9)) for first in (20, 40) for file in files]
+    root = HASHER.root("tenant", None)
+    async with running(config, tmp_path) as cluster:
+        await check(cluster, [submit(cluster, one, root) for one in work[:2]], work[:2])
+        await check(cluster, [submit(cluster, one, root) for one in work], work)
+        if topology is not Topology.COLOCATED:
+            answers = [submit(cluster, one, root) for one in work]
+            await holds(lambda: all(len(answer.token_ids) >= 5 for answer in answers))
+            await cluster.stop("decode-0")
+            await cluster.start_decode("decode-0")
+            await check(cluster, answers, work)
+        await cluster.gateway.idle()

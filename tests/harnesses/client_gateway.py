@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from alignedserve.core.ids import RequestId
-from alignedserve.core.picture import Picture
+from alignedserve.core.picture import Picture, whole_runs
 from alignedserve.core.request import (
     FinishReason,
     LoraAdapter,
@@ -98,6 +98,7 @@ class ClientGateway:
             prefix_root=prefix_root,
             adapter=adapter,
             pictures=pictures,
+            whole_runs=whole_runs(pictures),
             request_class=request_class,
         )
         self._requests[request_id] = request

@@ -23,7 +23,7 @@ from alignedserve.config.sections import (
     Topology,
 )
 from alignedserve.core.ids import RequestId
-from alignedserve.core.picture import Picture
+from alignedserve.core.picture import Picture, whole_runs
 from alignedserve.core.request import LoraAdapter, Request, SamplingParams
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.workers import WorkerRegistered
@@ -314,11 +314,7 @@ class RoomCluster:
         return list(_REFERENCES[asked])
 
     def _compute_alone(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        adapter: LoraAdapter | None,
-        pictures: tuple[Picture, ...],
+        self, prompt: list[int], sampling: SamplingParams, adapter: LoraAdapter | None, pictures: tuple[Picture, ...]
     ) -> list[int]:
         worker = self._engine("", 1 << 22, 1, served=one_rank(self.served))
         matrices = None if adapter is None else worker._adapters.cache.acquire(adapter)
@@ -326,7 +322,10 @@ class RoomCluster:
         request = Request(RequestId("alone"), tuple(prompt), sampling, "", 0.0, pictures=pictures)
         shown = worker._pictures.add(request, 0)
         places = rope_places(len(prompt), pictures) if worker._has_axes else None
-        tokens = generate_alone(worker._engine, prompt, sampling, ends, adapter=matrices, pictures=shown, places=places)
+        runs, engine = whole_runs(pictures), worker._engine
+        tokens = generate_alone(
+            engine, prompt, sampling, ends, adapter=matrices, pictures=shown, places=places, whole_runs=runs
+        )
         worker.close()
         return tokens
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.picture import PictureRun
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.attention.backend import AUTO
 from alignedserve.runtime.attention.registry import attention_planner
@@ -167,17 +168,20 @@ class LogitsProbe:
         adapter: AdapterMatrices | None = None,
         pictures: SequenceEmbeddings | None = None,
         places: RopePlaces | None = None,
+        whole_runs: tuple[PictureRun, ...] = (),
     ) -> None:
         count = blocks_for(len(tokens), self._table.block_size)
         blocks = tuple(self._free_blocks.pop() for _ in range(count))
         own = (RequestId(name), tuple(tokens), len(tokens), 0, blocks, GREEDY)
-        row = self._table.add(
-            NewSequence(*own, is_reversed=is_reversed, adapter=adapter, pictures=pictures, places=places)
-        )
+        seen = (places, pictures, whole_runs)
+        row = self._table.add(NewSequence(*own, False, is_reversed, adapter, None, *seen))
         self._parts[row] = []
 
     def step(self, **slices: int) -> None:
-        step = self._builder.build([RequestId(name) for name in slices], list(slices.values()))
+        whole = self._table.whole_slices([(RequestId(name), count) for name, count in slices.items()])
+        if not whole:
+            return
+        step = self._builder.build([part[0] for part in whole], [part[1] for part in whole])
         hidden = self._decoder.forward(step.forward_batch(self._decoder.device), self._storage)
         for row, first, count in zip(step.rows.tolist(), step.first_rows.tolist(), step.counts.tolist(), strict=True):
             self._parts[row].append(self._decoder.logits(hidden[first : first + count]))
@@ -222,12 +226,14 @@ def generate_alone(
     adapter: AdapterMatrices | None = None,
     pictures: SequenceEmbeddings | None = None,
     places: RopePlaces | None = None,
+    whole_runs: tuple[PictureRun, ...] = (),
 ) -> list[int]:
     """Return the tokens of one request, on an engine without any other. `ends`: tokens after which it stops."""
     num_blocks = blocks_for(len(prompt) + sampling.max_tokens, engine.storage.layout.block_size)
     request_id, blocks = RequestId("alone"), tuple(map(BlockId, range(num_blocks)))
     own = (request_id, tuple(prompt), len(prompt), 0, blocks, sampling)
-    engine.add_sequence(NewSequence(*own, adapter=adapter, pictures=pictures, places=places))
+    seen = (places, pictures, whole_runs)
+    engine.add_sequence(NewSequence(*own, False, False, adapter, None, *seen))
     tokens: list[int] = []
     num_tokens = len(prompt)
     while len(tokens) < sampling.max_tokens:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from tests.support.tiny_models import transformers_library
 
@@ -68,6 +69,48 @@ _CELLS: dict[str, Any] = {
     "vision_end_token_id": 197,
     "tie_word_embeddings": False,
 }
+_DEEP: dict[str, Any] = {
+    "text_config": {
+        **_TEXT,
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+    },
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "depth": 4,
+        "num_heads": 2,
+        "patch_size": 4,
+        "num_position_embeddings": 25,
+        "deepstack_visual_indexes": [0, 2],
+        "out_hidden_size": 64,
+    },
+    "image_token_id": IMAGE,
+    "vision_start_token_id": 196,
+    "vision_end_token_id": 197,
+    "tie_word_embeddings": False,
+}
+_DEEP_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_SQUARE: dict[str, Any] = {
+    "text_config": {
+        **_TEXT,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 11,  # shorter than a picture
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "vision_config": {
+        **_TOWER,
+        "model_type": "siglip_vision_model",
+        "image_size": 32,
+        "patch_size": 4,
+        "vision_use_head": False,
+    },
+    "mm_tokens_per_image": 16,
+    "image_token_index": IMAGE,
+    "boi_token_index": 196,
+    "eoi_token_index": 197,
+}
 _TILES_OF = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
 # Family: config class, its arguments, the sizes of its processor of images.
 TINY_SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -83,6 +126,17 @@ TINY_SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         _CELLS,
         {"size": {"shortest_edge": 256, "longest_edge": 1600}, "patch_size": 4, "merge_size": 2},
     ),
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        _DEEP,
+        {"size": {"shortest_edge": 256, "longest_edge": 1600}, "patch_size": 4, "merge_size": 2},
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeConfig",
+        {**_DEEP, "text_config": {**_DEEP["text_config"], **_DEEP_EXPERTS}},
+        {"size": {"shortest_edge": 256, "longest_edge": 1600}, "patch_size": 4, "merge_size": 2},
+    ),
+    "gemma3": ("Gemma3Config", _SQUARE, {"size": {"height": 32, "width": 32}}),
     "mistral3": (
         "Mistral3Config",
         {**_ROWS, "spatial_merge_size": 2},
@@ -91,6 +145,9 @@ TINY_SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 _PROCESSORS = {
     "qwen2_5_vl": "Qwen2VL",
+    "qwen3_vl": "Qwen2VL",
+    "qwen3_vl_moe": "Qwen2VL",
+    "gemma3": "Gemma3",
     "idefics3": "Idefics3",
     "smolvlm": "SmolVLM",
     "llava": "Pixtral",
@@ -112,6 +169,11 @@ def make_tiny_seeing(folder: Path, family: str) -> Any:
     model.train(False)
     library.utils.logging.disable_progress_bar()
     model.save_pretrained(folder, safe_serialization=True)
+    if family == "qwen3_vl_moe":  # published files have experts' matrices turned
+        path = folder / "model.safetensors"
+        tensors = load_file(path).items()
+        turned = {name: own.mT.contiguous() if ".experts." in name else own for name, own in tensors}
+        save_file(turned, path, {"format": "pt"})
     (folder / "preprocessor_config.json").write_text(json.dumps(images))
     return model
 
@@ -123,7 +185,9 @@ def processed(family: str, *files: bytes, **options: bool) -> Any:
     module = import_module(f"transformers.models.{place}.image_processing_pil_{place}")
     processor = getattr(module, f"{name}ImageProcessorPil")(**TINY_SEEING[family][2])
     images = [Image.open(io.BytesIO(file)) for file in files]
-    return processor([images] if place in ("idefics3", "smolvlm") else images, return_tensors="pt", **options)
+    made = processor([images] if place in ("idefics3", "smolvlm") else images, return_tensors="pt", **options)
+    made.pop("num_crops", None)  # of which the models know nothing
+    return made
 
 
 @cache

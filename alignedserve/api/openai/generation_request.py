@@ -13,6 +13,7 @@ from alignedserve.api.openai.prompt_encoding import Prompt
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.ids import RequestId
+from alignedserve.core.picture import whole_runs
 from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
 from alignedserve.keys.entry import KeyEntry
 
@@ -107,6 +108,8 @@ class CallTerms(NamedTuple):
             prompt_token_ids=prompt.token_ids,
             second_text_at=prompt.second_text_at,
             pictures=prompt.pictures,
+            whole_runs=whole_runs(prompt.pictures),
+            num_encoder_tokens=sum(picture.num_encoder_tokens for picture in prompt.pictures),
             sampling=sampling,
             reply_to=self.services.reply_to,
             arrival_s=self.arrival.arrival_s,

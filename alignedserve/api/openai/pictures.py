@@ -72,7 +72,9 @@ def placed(pictures: Sequence[ReadPicture], token_ids: Sequence[int], form: Pict
     done, shown = 0, []
     for picture, count in zip(pictures, counts, strict=True):
         runs, grid = tuple(_runs(places[done : done + count])), form.position_grid(picture.size)
-        shown.append(Picture(picture.content, picture_digest(picture.content), runs, grid))
+        cost = 0 if form.work is None else form.work.num_tokens(count)
+        digest = picture_digest(picture.content)
+        shown.append(Picture(picture.content, digest, runs, grid, form.is_whole, cost))
         done += count
     return tuple(shown)
 

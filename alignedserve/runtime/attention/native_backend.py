@@ -1,6 +1,6 @@
 """Attention by the native CPU kernels, which read blocks in place."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from alignedserve.runtime.attention.backend import Contexts
 from alignedserve.runtime.attention.sequence_table import IntArray, tokens_of
+from alignedserve.runtime.attention.whole_runs import Runs, ends_of
 from alignedserve.runtime.device.arrays import Array
 from kernels.cpu.paged_attention import PagedAttention, PagedPlan
 
@@ -57,9 +58,19 @@ class PagedPlanner:
     reads_unused_slots = False
     plans_ahead = False
 
-    def __init__(self, table: Contexts, window: int | None, paged: PagedAttention, *, is_chunked: bool = False) -> None:
-        """`is_chunked`: contexts are cut at multiples of the window, and a token reads the part that it is in."""
+    def __init__(
+        self,
+        table: Contexts,
+        window: int | None,
+        paged: PagedAttention,
+        *,
+        is_chunked: bool = False,
+        whole_runs: Mapping[int, Runs] | None = None,
+    ) -> None:
+        """`is_chunked`: contexts are cut at multiples of the window, and a token reads the part that it is in.
+        `whole_runs`: of rows of the table; None: no tokens read later ones."""
         self._table = table
+        self._whole_runs = whole_runs if whole_runs is not None else {}
         self._window, self._is_chunked = window, is_chunked
         self._paged = paged
         # Plans have block tables of their own: they may be computed when those of the sequences have changed.
@@ -96,5 +107,6 @@ class PagedPlanner:
             if self.keeps_tables:
                 tables, rows = tables[rows], np.arange(len(rows))
             own = (tables, rows, lengths, chunk_counts, self._window, num_threads)
-            chunks = self._paged.plan_chunks(*own, is_reversed=directions, is_chunked=self._is_chunked)
+            ends = ends_of(self._whole_runs, chunk_rows, table.num_computed[chunk_rows], chunk_counts)
+            chunks = self._paged.plan_chunks(*own, is_reversed=directions, is_chunked=self._is_chunked, ends=ends)
         return PagedStep(self._paged, decode_rows, decodes, chunks)

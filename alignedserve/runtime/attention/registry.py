@@ -11,6 +11,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON, AttentionPlanner, Contexts, attention_level
 from alignedserve.runtime.attention.native_backend import PagedPlanner
 from alignedserve.runtime.attention.prompt_choice import FAR_BYTES
+from alignedserve.runtime.attention.sequence_table import SequenceTable
 from alignedserve.runtime.attention.torch_backend import GatheredPlanner
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -50,12 +51,13 @@ def attention_planner(
         on_gpu = _gpu_planner(table, storage, config)
         if on_gpu is not None:
             return on_gpu
+    runs = table.whole_runs if isinstance(table, SequenceTable) else None
+    is_chunked, window = config.has_chunked_windows, config.sliding_window
     if level in (TORCH, TRITON):
-        window, is_chunked = config.sliding_window, config.has_chunked_windows
-        return GatheredPlanner(table, storage, window, dtype, scores, is_chunked=is_chunked)
+        return GatheredPlanner(table, storage, window, dtype, scores, is_chunked=is_chunked, whole_runs=runs)
     int8 = Int8Heads(config.num_kv_heads, dtype) if storage.layout.is_int8 else None
     paged = PagedAttention(storage.blocks, group=config.group_size, level=level, int8=int8, scores=scores)
-    return PagedPlanner(table, config.sliding_window, paged, is_chunked=config.has_chunked_windows)
+    return PagedPlanner(table, window, paged, is_chunked=is_chunked, whole_runs=runs)
 
 
 def try_libraries(choice: str, layout: BlockLayout, num_blocks: int, config: ModelConfig, device: torch.device) -> None:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.picture import PictureRun, settled_len
 from alignedserve.core.request import LoraAdapter, SamplingParams
 from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
 from alignedserve.runtime.vision.rope_places import RopePlaces
@@ -34,6 +35,7 @@ class NewSequence:
     lora: LoraAdapter | None = None  # by which other ranks find their part of the adapter
     places: RopePlaces | None = None  # as rotations count them; None: as tokens follow one another
     pictures: SequenceEmbeddings | None = None  # in place of tokens; None: of no token that is to be computed
+    whole_runs: tuple[PictureRun, ...] = ()  # of tokens that read one another both ways, see whole_runs.py
     is_trial: bool = False  # its cached tokens are not computed, and its answer is of no use: to time steps
 
 
@@ -78,6 +80,8 @@ class SequenceTable:
         self.has_adapter = np.zeros(max_sequences, np.bool_)
         self.has_places = np.zeros(max_sequences, np.bool_)
         self.pictures_end = np.zeros(max_sequences, np.int64)  # behind the last position that is a picture's
+        self.whole_runs: dict[int, tuple[PictureRun, ...]] = {}  # by row, of sequences that have some
+        self.num_owed = np.zeros(max_sequences, np.int64)  # tokens that slices had, and that are not computed yet
         self._row_of: dict[RequestId, int] = {}
         self._known_ids = _KnownIds(-1, np.empty(0, np.int64), [])
         self._free_rows = list(range(max_sequences - 1, -1, -1))
@@ -121,7 +125,10 @@ class SequenceTable:
         self.request_ids[row] = request_id
         self.tokens[row, :count] = sequence.token_ids
         self.num_tokens[row] = count
-        self.num_computed[row] = sequence.num_cached
+        self.num_computed[row] = settled_len(sequence.whole_runs, sequence.num_cached)
+        self.num_owed[row] = sequence.num_cached - self.num_computed[row]
+        if sequence.whole_runs:
+            self.whole_runs[row] = sequence.whole_runs
         self.num_blocks[row] = 0
         self.prompt_lens[row] = sequence.prompt_len
         # The token sampled at the end of the longest context is known as well.
@@ -133,7 +140,7 @@ class SequenceTable:
         self.num_reversed += sequence.is_reversed
         self.block_tokens[row] = self._block_tokens_of(sequence)
         # Behind a reversed sequence's tokens lie slots that may be those of another one.
-        self.has_unclean_tail[row] = sequence.num_cached > 0 and not (sequence.is_hidden or sequence.is_reversed)
+        self.has_unclean_tail[row] = self.num_computed[row] > 0 and not (sequence.is_hidden or sequence.is_reversed)
         self.wants_prompt_logprobs[row] = sequence.sampling.num_prompt_logprobs is not None
         self.wants_embedding[row] = sequence.sampling.wants_embedding
         assert sequence.adapter is None or not sequence.is_hidden, f"{request_id}: a hidden cache with an adapter"
@@ -191,9 +198,29 @@ class SequenceTable:
         del self._row_of[request_id]
         self.num_reversed -= self.sequence(row).is_reversed
         self.sequences[row] = None
+        self.whole_runs.pop(row, None)
         self._free_rows.append(row)
         self.version += 1
         return row
+
+    @property
+    def has_runs_left(self) -> bool:
+        """Return whether some sequence has tokens to compute that no slice may cut."""
+        return any(self.num_computed[row] < runs[-1][0] + 1 for row, runs in self.whole_runs.items())
+
+    def whole_slices(self, slices: Sequence[tuple[RequestId, int]]) -> Sequence[tuple[RequestId, int]]:
+        """Return what of these slices is computed, and what earlier ones left out with it; see whole_runs.py."""
+        if not self.whole_runs:
+            return slices
+        whole = []
+        for request_id, count in slices:
+            row = self.row(request_id)
+            asked = int(self.num_computed[row] + self.num_owed[row]) + count
+            until = settled_len(self.whole_runs.get(row, ()), asked)
+            self.num_owed[row] = asked - until
+            if until > self.num_computed[row]:
+                whole.append((request_id, until - int(self.num_computed[row])))
+        return whole
 
     def sequence(self, row: int) -> NewSequence:
         """Return the sequence in this row as it was added."""

@@ -1,6 +1,6 @@
 """Attention in plain PyTorch: contexts are gathered into buffers, similar lengths together, padded and masked."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from alignedserve.runtime.attention.backend import Contexts
 from alignedserve.runtime.attention.sequence_table import IntArray
 from alignedserve.runtime.attention.torch_plan import ChunkPlan, DecodeBucket, DecodePlan, Window, plan_chunk
+from alignedserve.runtime.attention.whole_runs import Runs, ends_of
 from alignedserve.runtime.device.arrays import Array
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.attention import PLAIN_SCORES, GatherBuffers, ScoreForm, attend_chunk, attend_decode, gather_context
@@ -76,8 +77,10 @@ class GatheredPlanner:
         scores: ScoreForm = PLAIN_SCORES,
         *,
         is_chunked: bool = False,
+        whole_runs: Mapping[int, Runs] | None = None,
     ) -> None:
-        """`dtype`: of queries. `is_chunked`: see PagedPlanner."""
+        """`dtype`: of queries. `is_chunked`, `whole_runs`: see PagedPlanner."""
+        self._whole_runs = whole_runs if whole_runs is not None else {}
         self._dtype = dtype
         self._scores = scores
         self._table = table
@@ -100,8 +103,11 @@ class GatheredPlanner:
     def plan_chunks(self, rows: IntArray, counts: IntArray, first: int) -> GatheredStep:
         """Plan a step of chunks alone, whose token rows start at `first`."""
         plans = []
-        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-            plans.append(plan_chunk(self._table, self._storage, row, first, count, self._window, self._dtype))
+        for place, (row, count) in enumerate(zip(rows.tolist(), counts.tolist(), strict=True)):
+            own = slice(place, place + 1)
+            ends = ends_of(self._whole_runs, rows[own], self._table.num_computed[rows[own]], counts[own])
+            window, dtype = self._window, self._dtype
+            plans.append(plan_chunk(self._table, self._storage, row, first, count, window, dtype, ends))
             first += count
         step = GatheredStep(self._storage, self._buffers, rows[:0], 0.0, (), tuple(plans))
         return step._replace(scores=self._scores)

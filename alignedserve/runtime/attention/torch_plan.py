@@ -224,11 +224,12 @@ def plan_chunk(
     num_tokens: int,
     window: Window | None,
     dtype: torch.dtype,
+    ends: IntArray | None = None,
 ) -> ChunkPlan:
     """Plan the next `num_tokens` tokens of the sequence in `row`, which are token rows from `first` on.
 
-    `dtype`: of queries. Where the cache rounds, new tokens too are read from it: however a prompt is cut, its results
-    are the same.
+    `dtype`: of queries. `ends`: see `ends_of`. Where the cache rounds, new tokens too are read from it: however a
+    prompt is cut, its results are the same.
     """
     before = int(table.num_computed[row])
     context_len = before + num_tokens
@@ -239,23 +240,29 @@ def plan_chunk(
         reversed_at = torch.arange(num_blocks, device=storage.device) if table.is_reversed[row] else None
         runs = RunSelection(run_ids, reversed_at)
     is_window_narrow = window is not None and context_len > window.size
+    is_masked = before > 0 or ends is not None
     return ChunkPlan(
         first=first,
         last=first + num_tokens,
         context_len=context_len,
         runs=runs,
-        mask=_chunk_mask(before, num_tokens, None, dtype, storage.device) if before else None,
-        window_mask=_chunk_mask(before, num_tokens, window, dtype, storage.device) if is_window_narrow else None,
+        mask=_chunk_mask(before, num_tokens, None, dtype, storage.device, ends) if is_masked else None,
+        window_mask=_chunk_mask(before, num_tokens, window, dtype, storage.device, ends) if is_window_narrow else None,
     )
 
 
 def _chunk_mask(
-    before: int, num_tokens: int, window: Window | None, dtype: torch.dtype, device: torch.device
+    before: int,
+    num_tokens: int,
+    window: Window | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    ends: IntArray | None = None,
 ) -> Tensor:
     """Build a mask [num_tokens, before + num_tokens]: 0 where new token i reads slot j, else -inf."""
     own = torch.arange(before, before + num_tokens, device=device)[:, None]
     others = torch.arange(before + num_tokens, device=device)
-    is_hidden = others > own
+    is_hidden = others > own if ends is None else others >= torch.from_numpy(ends).to(device)[:, None]
     if window is not None:
         first = own // window.size * window.size if window.is_chunked else own - window.size + 1
         is_hidden |= others < first

@@ -126,6 +126,8 @@ class Decoder:
                 hidden, pending = hidden[:0], None
                 break
             hidden, pending = self._run_layer(hidden, pending, layer, weights, run)
+            if batch.pictures is not None and run.last is None:  # it is behind the first layers that something is added
+                batch.pictures.add_behind(layer, hidden)
             if self._between_layers is not None:
                 self._between_layers()
         if batch.states is not None and run.states is not None:

@@ -32,6 +32,7 @@ from alignedserve.runtime.engine.steps.prompt_results import PromptResults
 from alignedserve.runtime.engine.steps.step_batch import BatchBuilder, StepBatch
 from alignedserve.runtime.engine.steps.step_launch import MASKS_FIRST_S, StepLaunch
 from alignedserve.runtime.engine.steps.step_output import (
+    NO_TIMES,
     Forced,
     PromptLogprobs,
     Slices,
@@ -241,15 +242,17 @@ class Engine:
         grammar forces. `may_go_on`: the device may be computing when this returns.
         """
         started = time.perf_counter()
-        slices = slices if self._late is None else self._late.caught_up(slices)
+        slices = self._table.whole_slices(slices if self._late is None else self._late.caught_up(slices))
         forced = self._jumps.take(slices)
         ahead, rest = self._next.take_launched(slices)
+        if ahead is None and not rest:
+            return StepOutput([], [], {}, [], NO_TIMES)
         step = self._build(rest, forced) if rest else None
         prepared = time.perf_counter()
         launches = [] if ahead is None else [ahead]
         if step is not None:
             launches.append(self._launch(step, rest, forced, first_place=0 if ahead is None else ahead.end_place))
-        self._go_on(launches, may_launch=may_go_on)
+        self._go_on(launches, may_launch=may_go_on and not self._table.has_runs_left)
         sampled, failed = self._collect(launches[0])
         for launch in launches[1:]:
             more, more_failed = self._collect(launch)

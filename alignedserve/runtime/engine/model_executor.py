@@ -72,6 +72,7 @@ from alignedserve.runtime.vision.encoding_queue import Turn
 from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
 from alignedserve.runtime.vision.rope_places import rope_places
 from alignedserve.runtime.vision.sequence_pictures import NoPictures, Pictures, SequencePictures
+from alignedserve.scheduling.picture_turns import TurnLengths
 from kernels.cpu.rank_exchange import ExchangeBroken
 from kernels.lora import AdapterMatrices
 
@@ -180,6 +181,7 @@ class ModelExecutor:
         self._engine.record_graphs(has_adapters=served.lora.is_enabled)
         self._threads = WorkerThreads(partial(use_device, device))
         self._pictures = self._see(served, device)
+        self._turn_lengths = TurnLengths()
         rope = served.decoder.rope
         self._has_axes = rope is not None and bool(rope.axes)
         self._urgent = UrgentIterations()
@@ -257,7 +259,11 @@ class ModelExecutor:
     def _take_picture_turn(self, turn: Turn, is_real_time: bool) -> "Future[bool]":
         def perform() -> bool:
             with self._turns.taken(is_real_time=is_real_time), working(self._storage.device):
-                return turn()
+                began = time.monotonic()
+                try:
+                    return turn(self._turn_lengths.turn_s)
+                finally:
+                    self._turn_lengths.took(time.monotonic() - began)
 
         return self._threads.call(_COMPUTE, perform)
 
@@ -302,7 +308,9 @@ class ModelExecutor:
         reasons = tuple((output.reasons | lacking).items())
         forced = tuple(count for count in output.forced if count[0] not in lacking)
         yielded_s = 0.0 if command.is_urgent else self._urgent.take_stopped_s()
-        times = _times_of(output.times, started, changed, yielded_s)
+        turn_s = 0.0 if command.is_urgent else self._turn_lengths.before_iteration()
+        times = _times_of(output.times, started, changed, yielded_s, turn_s)
+        self._turn_lengths.ran(times.computed_s)
         return IterationCompleted(sampled, scores, failed, reasons, forced, times, command.is_urgent)
 
     def _change_sequences(self, command: RunIteration) -> None:
@@ -320,7 +328,9 @@ class ModelExecutor:
             self._engine.remove_sequence(request_id)
             self._adapters.remove(request_id)
             self._pictures.remove(request_id)
+            self._turn_lengths.leave(request_id)
         for addition in command.additions:
+            self._turn_lengths.enter(addition.request)
             adapter = self._adapters.add(addition.request)
             pictures = self._pictures.add(addition.request, addition.num_cached)
             self._engine.add_sequence(_sequence_of(addition, adapter, pictures, has_axes=self._has_axes))
@@ -345,12 +355,13 @@ def _sequence_of(
         lora=None if adapter is None else request.adapter,
         places=rope_places(request.prompt_len, request.pictures) if has_axes else None,
         pictures=pictures,
+        whole_runs=request.whole_runs,
     )
 
 
-def _times_of(step: StepTimes, started: float, changed: float, yielded_s: float) -> IterationTimes:
+def _times_of(step: StepTimes, started: float, changed: float, yielded_s: float, turn_s: float) -> IterationTimes:
     """Return the times of an iteration that ends now, whose sequences were changed until `changed` and whose pass stood
-    still for `yielded_s`."""
+    still for `yielded_s`, after a turn of `turn_s`."""
     return IterationTimes(
         started_s=started,
         finished_s=time.monotonic(),
@@ -362,4 +373,5 @@ def _times_of(step: StepTimes, started: float, changed: float, yielded_s: float)
         grammar_s=step.grammar_s,
         is_ahead=step.is_ahead,
         yielded_s=yielded_s,
+        turn_s=turn_s,
     )

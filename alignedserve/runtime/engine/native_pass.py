@@ -68,7 +68,7 @@ class NativePass:
         norm = layers[0].attention_norm
         exchange = None if ranks is None else ranks.exchange
         self._pass = DecodePass(layers, place, config.hidden_size, norm.dtype, head, exchange)
-        self._num_layers = len(layers)
+        self._num_layers, self._hidden_size = len(layers), config.hidden_size
         self._num_tokens = config.vocab_size if ranks is None else ranks.num_own_tokens
         row_bytes = config.hidden_size * norm.dtype.itemsize
         self._most_rows = None if exchange is None else exchange.slot_bytes // row_bytes
@@ -81,6 +81,8 @@ class NativePass:
     def suits(self, batch: ForwardBatch) -> bool:
         """Return whether `run` and `logits` take this batch."""
         if self._most_rows is not None and len(batch.token_ids) > self._most_rows:
+            return False
+        if batch.pictures is not None and not batch.pictures.are_inputs_alone(self._hidden_size):
             return False
         adapters = batch.adapters
         has_kernels = adapters is None or (isinstance(adapters, AdapterRows) and adapters.is_native)

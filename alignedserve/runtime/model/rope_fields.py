@@ -31,13 +31,20 @@ def read_rope(
     return scaled_rope(fields, section, rope)
 
 
-def with_axes(fields: JsonFields, rope: RopeConfig) -> RopeConfig:
-    """Return `rope` with the axis of each pair: runs of pairs for time, rows and columns, by `mrope_section`."""
+def with_axes(fields: JsonFields, rope: RopeConfig, *, takes_turns: bool) -> RopeConfig:
+    """Return `rope` with the axis of each pair, for time, rows and columns as many as `mrope_section` says.
+
+    `takes_turns`: pairs are of the three in turn, and of time where the others have had all; else in runs of each.
+    """
     section = fields.section("rope_parameters") or fields.section("rope_scaling") or JsonFields({}, fields.where)
-    runs = section.integers("mrope_section", 0, _MAX_RUN) or (16, 24, 24)
-    axes = tuple(place % 3 for place, count in enumerate(runs) for _ in range(count))
-    if len(runs) != 3 or 2 * len(axes) != rope.rotary_dim:
-        raise section.error("mrope_section", f"must be three numbers with the sum {rope.rotary_dim // 2}")
+    runs = section.integers("mrope_section", 0, _MAX_RUN) or ((24, 20, 20) if takes_turns else (16, 24, 24))
+    num_pairs = rope.rotary_dim // 2
+    if len(runs) != 3 or sum(runs) != num_pairs:
+        raise section.error("mrope_section", f"must be three numbers with the sum {num_pairs}")
+    if takes_turns:
+        axes = tuple(pair % 3 if pair < 3 * runs[pair % 3] else 0 for pair in range(num_pairs))
+    else:
+        axes = tuple(axis for axis, count in enumerate(runs) for _ in range(count))
     return replace(rope, axes=axes)
 
 

@@ -167,7 +167,7 @@ def resolve_model(
         sampling=_sampling(section, config, file or folder, template),
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
-        vision=_vision(config, folder if file is None else None, tensor_parallel * pipeline_parallel),
+        vision=_vision(config, folder if file is None else None, tensor_parallel * pipeline_parallel, device),
     )
 
 
@@ -180,11 +180,16 @@ def _sampling(
     return sampling_defaults(section.sampling, files, template)
 
 
-def _vision(config: ModelConfig | EncoderConfig, folder: Path | None, num_ranks: int) -> VisionConfig | None:
+def _vision(
+    config: ModelConfig | EncoderConfig, folder: Path | None, num_ranks: int, device: str
+) -> VisionConfig | None:
     """Return how a decoder in a folder sees; None: it does not, or its ranks would not. Raises ModelError."""
     if folder is None or num_ranks > 1 or isinstance(config, EncoderConfig):
         return None
-    return read_vision(folder, config.family)
+    vision = read_vision(folder, config.family)
+    if vision is None or (vision.form.is_whole and device.startswith("cuda")):  # no kernels read both ways there
+        return None
+    return vision.with_work(config.shape("", config.dtype).token_parameters)
 
 
 def _check_device(config: ModelConfig, device: str) -> None:

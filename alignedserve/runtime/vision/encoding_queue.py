@@ -17,13 +17,12 @@ from torch import Tensor
 from alignedserve.core.picture import Picture
 from alignedserve.runtime.vision.tower import Steps
 
-TURN_S = 0.02  # of an encoder's pass between two iterations; it ends after the step that reaches this
 _RESTS = 9  # after a step of a document's picture, of the step's time
 
 logger = logging.getLogger(__name__)
 
 Passes = Callable[[Picture], Sequence[Steps]]  # decodes a picture; raises PictureError
-Turn = Callable[[], bool]  # returns whether the picture is encoded
+Turn = Callable[[float], bool]  # takes steps for so many seconds; returns whether the picture is encoded
 TakeTurn = Callable[[Turn, bool], "Future[bool]"]  # True: somebody waits for the picture
 
 
@@ -123,7 +122,7 @@ class EncodingQueue:
         run, is_real_time = job.run, job.is_real_time
         gives_way = not is_real_time and self._has_real_time()
         began = time.perf_counter()
-        is_done = self._take_turn(lambda: run.turn(0.0 if gives_way else TURN_S), is_real_time).result()
+        is_done = self._take_turn(lambda turn_s: run.turn(0.0 if gives_way else turn_s), is_real_time).result()
         if gives_way and not is_done:
             self._came.wait(_RESTS * (time.perf_counter() - began))
         return is_done

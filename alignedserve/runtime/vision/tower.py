@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from alignedserve.pictures.decoder import Pixels
-from alignedserve.runtime.model.vision.vision_config import VisionConfig
-from alignedserve.runtime.model.vision.vision_weights import VisionLayer, VisionWeights
+from alignedserve.runtime.model.vision.vision_config import PositionKind, VisionConfig
+from alignedserve.runtime.model.vision.vision_weights import Connector, VisionLayer, VisionWeights
 
 _STEP_ROWS = 256  # of a product, after which a pass may stand still
 
@@ -26,27 +26,39 @@ class VisionTower:
         self._dtype, self._device = dtype, device
 
     def steps(self, pixels: Pixels) -> Steps:
-        """Compute one part [channels, height, width] -> [tokens, out_width], in steps of milliseconds."""
+        """Compute one part [channels, height, width] -> [tokens, embedding_width], in steps of milliseconds."""
         weights, (patches, rows, columns) = self._weights, self._patches(pixels)
         hidden = weights.patches(patches)
         if weights.positions is not None:
-            hidden = hidden + weights.positions.index_select(0, self._places(rows, columns))
+            hidden = hidden + self._positions(weights.positions, rows, columns)
         if weights.first_norm is not None:
             hidden = weights.first_norm(hidden)
         rotation = self._rotation(rows, columns)
         yield
         windows = self._windows(rows, columns)
+        deep: list[Tensor] = []
         for number, layer in enumerate(weights.layers):
             is_full = windows is None or number in self.config.full_layers
             yield from self._run_layer(hidden, layer, rotation, None if is_full else windows)
-        return self._connected(hidden if weights.last_norm is None else weights.last_norm(hidden), rows, columns)
+            if number in self.config.deep_layers:
+                connector = weights.deep[self.config.deep_layers.index(number)]
+                deep.append(self._connected(hidden, rows, columns, connector, joins=True))
+                yield
+        hidden = hidden if weights.last_norm is None else weights.last_norm(hidden)
+        tokens = self._connected(hidden, rows, columns, weights.connector, joins=self.config.norms_joined)
+        return torch.cat((tokens, *deep), 1) if deep else tokens
 
-    def _connected(self, hidden: Tensor, rows: int, columns: int) -> Tensor:
-        """Make prompt tokens [tokens, out_width] of patches [patches, hidden_size]."""
-        config, connector = self.config, self._weights.connector
-        if connector.norm is not None:
+    def _connected(self, hidden: Tensor, rows: int, columns: int, connector: Connector, *, joins: bool) -> Tensor:
+        """Make prompt tokens [tokens, out_width] of patches [patches, hidden_size]. `joins`: before its norm."""
+        config = self.config
+        if connector.norm is not None and not joins:
             hidden = connector.norm(hidden)
-        hidden = _joined(hidden, rows, columns, config.join, by_channel=config.joins_channels)
+        if config.is_pooled:
+            hidden = _pooled(hidden, rows, columns, config.join)
+        else:
+            hidden = _joined(hidden, rows, columns, config.join, by_channel=config.joins_channels)
+        if connector.norm is not None and joins:
+            hidden = connector.norm(hidden)
         if connector.merger is not None:
             hidden = connector.merger(hidden)
         for product in connector.products:
@@ -64,6 +76,22 @@ class VisionTower:
         rows, columns = height // edge, width // edge
         values = values[:, : rows * edge, : columns * edge].reshape(channels, rows, edge, columns, edge)
         return values.permute(1, 3, 0, 2, 4).reshape(rows * columns, -1), rows, columns
+
+    def _positions(self, table: Tensor, rows: int, columns: int) -> Tensor:
+        """Return what patches get of the table of positions [patches, hidden_size]."""
+        kind, sides = self.config.positions, self.config.num_sides
+        assert sides is not None, "a tower without a table of positions"
+        if kind is PositionKind.EACH:
+            assert rows == columns == sides, "a part of another size than the table"
+            return table
+        if kind is PositionKind.BUCKETS:
+            return table.index_select(0, self._places(rows, columns))
+        (down, down_weights), (across, across_weights) = (_between(count, sides) for count in (rows, columns))
+        places = down[:, None, :, None] * sides + across[None, :, None, :]
+        weights = down_weights[:, None, :, None] * across_weights[None, :, None, :]
+        of_patches = table[places.reshape(rows * columns, -1).to(self._device)]
+        own_weights = weights.reshape(rows * columns, -1, 1).to(self._device)
+        return (of_patches * own_weights).sum(1).to(table.dtype)
 
     def _places(self, rows: int, columns: int) -> Tensor:
         """Return the rows of the table of positions [patches], by the patches' places as fractions of the part."""
@@ -129,11 +157,26 @@ def _buckets(count: int, boundaries: Tensor) -> Tensor:
     return torch.bucketize(places.clamp(max=1.0 - 1e-6), boundaries, right=True)
 
 
+def _between(count: int, sides: int) -> tuple[Tensor, Tensor]:
+    """Return the two neighbours [count, 2], and their weights, of so many places spread over an edge of the table."""
+    places = torch.arange(count, dtype=torch.float32) * (sides - 1) / max(count - 1, 1)
+    below = torch.floor(places)
+    weight = places - below
+    neighbours = torch.stack((below, below + 1), 1).long().clamp(max=sides - 1)
+    return neighbours, torch.stack((1.0 - weight, weight), 1)
+
+
 def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
     """Rotate heads [heads, patches, head_dim]: of each, elements half a head apart."""
     cosines, sines = rotation
     first, second = heads.chunk(2, -1)
     return torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1)
+
+
+def _pooled(hidden: Tensor, rows: int, columns: int, edge: int) -> Tensor:
+    """Put the means of squares of patches in their place: [patches, width] -> [patches / edge ** 2, width]."""
+    grid = hidden.view(rows, columns, -1).permute(2, 0, 1)
+    return functional.avg_pool2d(grid[None], edge)[0].flatten(1).t().contiguous()
 
 
 def _joined(hidden: Tensor, rows: int, columns: int, edge: int, *, by_channel: bool) -> Tensor:

@@ -41,6 +41,9 @@ class StepTimes:
     is_ahead: bool = False  # its decodes were launched before the tokens of the step before were known
 
 
+NO_TIMES = StepTimes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """The results of one step."""

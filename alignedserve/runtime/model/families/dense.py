@@ -18,6 +18,7 @@ from alignedserve.runtime.model.families.readers import (
     read_with_images,
 )
 from alignedserve.runtime.model.families.windows import (
+    NO_WINDOW,
     WindowRule,
     all_but_every,
     all_but_first_of_four,
@@ -161,7 +162,7 @@ DENSE: dict[str, FamilyForm] = {
     "gemma3_text": _GEMMA3,
     "gemma3": replace(
         _GEMMA3,
-        title="Gemma 3 with images (its text part)",
+        title="Gemma 3, with pictures",
         read=read_with_images,
     ),
     "llava": replace(_MISTRAL, title="Pixtral, with pictures", names=names.MISTRAL3, read=read_pixtral),
@@ -169,6 +170,9 @@ DENSE: dict[str, FamilyForm] = {
         _MISTRAL, title="Mistral Small 3.1 and 3.2, with pictures", names=names.MISTRAL3, read=read_pixtral
     ),
     "qwen2_5_vl": replace(_QWEN2, title="Qwen2.5-VL, with pictures", names=names.QWEN_VL, read=read_qwen_vl),
+    "qwen3_vl": replace(
+        QWEN3, title="Qwen3-VL, with pictures", names=names.QWEN_VL, read=read_qwen_vl, theta=5e5, windows=NO_WINDOW
+    ),
     "idefics3": replace(LLAMA, title="Idefics3, with pictures", names=names.IDEFICS3, read=read_idefics3),
     "smolvlm": replace(LLAMA, title="SmolVLM, with pictures", names=names.IDEFICS3, read=read_idefics3),
     "gemma2": _GEMMA2,

@@ -67,6 +67,11 @@ def qwen3(fields: JsonFields, num_layers: int) -> ExpertConfig:
     return _qwen(fields, num_layers, num_experts=128, num_chosen=8, inner=768)
 
 
+def qwen3_vl(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    """Read those of Qwen3-VL, whose shares always add up to 1."""
+    return replace(_qwen(fields, num_layers, num_experts=60, num_chosen=4, inner=1408), normalises=True)
+
+
 def qwen2(fields: JsonFields, num_layers: int) -> ExpertConfig:
     """Read Qwen 2's, which has an expert for all tokens, with a share of its own."""
     return replace(

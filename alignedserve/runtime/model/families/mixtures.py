@@ -9,9 +9,11 @@ from alignedserve.runtime.model.families.readers import (
     granite,
     llama4,
     read_latent,
+    read_qwen_vl,
     read_with_images,
 )
 from alignedserve.runtime.model.families.windows import (
+    NO_WINDOW,
     WindowRule,
     all_but_every,
     every_layer,
@@ -74,6 +76,16 @@ _LLAMA4 = replace(
 MIXTURES: dict[str, FamilyForm] = {
     "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE,
+    "qwen3_vl_moe": replace(
+        _QWEN3_MOE,
+        title="Qwen3-VL with experts, with pictures",
+        names=names.QWEN_VL_MOE,
+        read=read_qwen_vl,
+        num_kv_heads=16,
+        theta=5e5,
+        windows=NO_WINDOW,
+        experts=experts.qwen3_vl,
+    ),
     "qwen2_moe": replace(
         LLAMA,
         title="Qwen1.5-MoE, Qwen2-MoE",

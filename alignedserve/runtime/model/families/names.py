@@ -116,6 +116,13 @@ GEMMA3 = replace(
 
 IDEFICS3 = replace(LLAMA, prefixes=("model.text_model.",))
 QWEN_VL = replace(LLAMA, prefixes=("model.language_model.", "model."))
+QWEN_VL_MOE = replace(
+    QWEN_VL,
+    router=QWEN3_MOE.router,
+    expert_gate_up=("mlp.experts.gate_up_proj.{expert}",),
+    expert_down="mlp.experts.down_proj.{expert}",
+    transposes_experts=True,
+)
 MISTRAL3 = replace(
     LLAMA,
     prefixes=("model.language_model.", "language_model.model."),

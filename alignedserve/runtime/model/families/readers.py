@@ -194,7 +194,7 @@ def read_pixtral(fields: JsonFields, model_type: str, form: FamilyForm) -> Model
 
 
 def read_qwen_vl(fields: JsonFields, model_type: str, form: FamilyForm) -> ModelConfig:
-    """Read the text part of Qwen2.5-VL, whose fields stand outside in published configs."""
+    """Read the text part of Qwen's models; of Qwen2.5-VL its fields stand outside in published configs."""
     text = fields.section("text_config") or fields
     shared = {
         "dtype": read_dtype(fields, "bfloat16"),
@@ -203,7 +203,8 @@ def read_qwen_vl(fields: JsonFields, model_type: str, form: FamilyForm) -> Model
     config = read_decoder(text.with_defaults(shared), model_type, form)
     assert config.rope is not None, "a decoder whose queries are not rotated"
     is_tied = fields.flag("tie_word_embeddings", False)
-    return replace(config, rope=with_axes(text, config.rope), ties_embeddings=is_tied)
+    rope = with_axes(text, config.rope, takes_turns=model_type.startswith("qwen3"))
+    return replace(config, rope=rope, ties_embeddings=is_tied)
 
 
 def _require_text(fields: JsonFields, model_type: str, text_type: str) -> None:

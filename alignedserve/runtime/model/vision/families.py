@@ -1,17 +1,18 @@
 """Reads how a model sees from config.json and from the files of its processor: a row of the table for each family."""
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypedDict
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields, read_json_object
-from alignedserve.pictures.form import CHANNELS, CellsForm, Rgb, RowsForm, Scaling, TiledForm
+from alignedserve.pictures.form import CHANNELS, CellsForm, Rgb, RowsForm, Scaling, SquareForm, TiledForm
 from alignedserve.runtime.model.hf_fields import MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, read_activation
 from alignedserve.runtime.model.model_config import Activation, NormKind
-from alignedserve.runtime.model.vision.vision_config import VisionConfig, VisionNames
+from alignedserve.runtime.model.vision import names
+from alignedserve.runtime.model.vision.vision_config import PositionKind, VisionConfig
 
 _MAX_FILE_BYTES = 1 << 20
 _MAX_EDGE = 1 << 13
@@ -20,11 +21,11 @@ _MAX_CELLS = 16384
 _PROCESSOR, _IMAGES = "processor_config.json", "preprocessor_config.json"
 _ALWAYS = ("do_resize", "do_rescale", "do_normalize")
 
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _HALVES: Rgb = (0.5, 0.5, 0.5)
 _CLIP: tuple[Rgb, Rgb] = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))  # mean, deviation
 
-Reader = Callable[[JsonFields, JsonFields], VisionConfig]  # of the model's fields and those of its processor of images
+# Of the model's fields and those of its processor of images; None: it does not see.
+Reader = Callable[[JsonFields, JsonFields], VisionConfig | None]
 
 
 def read_vision(folder: Path, family: str) -> VisionConfig | None:
@@ -52,55 +53,6 @@ def _processor(folder: Path) -> JsonFields:
             return inner
     path = folder / _IMAGES
     return JsonFields(read_json_object(path, _MAX_FILE_BYTES) if path.exists() else {}, str(path))
-
-
-_IDEFICS3 = VisionNames(
-    prefixes=("model.",),
-    patches="vision_model.embeddings.patch_embedding",
-    positions="vision_model.embeddings.position_embedding",
-    layer="vision_model.encoder.layers.{layer}.",
-    attention_norm="layer_norm1",
-    qkv=_QKV,
-    output="self_attn.out_proj",
-    mlp_norm="layer_norm2",
-    up=("mlp.fc1",),
-    down="mlp.fc2",
-    last_norm="vision_model.post_layernorm",
-    connector=("connector.modality_projection.proj",),
-)
-_PIXTRAL = VisionNames(
-    prefixes=("model.", ""),
-    patches="vision_tower.patch_conv",
-    first_norm="vision_tower.ln_pre",
-    layer="vision_tower.transformer.layers.{layer}.",
-    attention_norm="attention_norm",
-    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
-    output="attention.o_proj",
-    mlp_norm="ffn_norm",
-    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
-    down="feed_forward.down_proj",
-    connector=("multi_modal_projector.linear_1", "multi_modal_projector.linear_2"),
-)
-_MISTRAL3 = replace(
-    _PIXTRAL,
-    connector_norm="multi_modal_projector.norm",
-    merger="multi_modal_projector.patch_merger.merging_layer",
-)
-
-
-_QWEN = VisionNames(
-    prefixes=("model.visual.", "visual."),
-    patches="patch_embed.proj",
-    layer="blocks.{layer}.",
-    attention_norm="norm1",
-    qkv=("attn.qkv",),
-    output="attn.proj",
-    mlp_norm="norm2",
-    up=("mlp.gate_proj", "mlp.up_proj"),
-    down="mlp.down_proj",
-    connector_norm="merger.ln_q",
-    connector=("merger.mlp.0", "merger.mlp.2"),
-)
 
 
 class _Sizes(TypedDict):
@@ -159,7 +111,7 @@ def _idefics3(fields: JsonFields, images: JsonFields) -> VisionConfig:
     return VisionConfig(
         **sizes,
         form=form,
-        names=_IDEFICS3,
+        names=names.IDEFICS3,
         norm=NormKind.LAYER,
         norm_eps=tower.number("layer_norm_eps", 0.0, 1.0, 1e-6),
         has_patch_bias=True,
@@ -202,7 +154,7 @@ def _pixtral(fields: JsonFields, images: JsonFields) -> VisionConfig:
     return VisionConfig(
         **sizes,
         form=form,
-        names=_MISTRAL3 if is_joined else _PIXTRAL,
+        names=names.MISTRAL3 if is_joined else names.PIXTRAL,
         norm=NormKind.RMS,
         norm_eps=1e-5,
         has_patch_bias=False,
@@ -218,9 +170,8 @@ def _pixtral(fields: JsonFields, images: JsonFields) -> VisionConfig:
     )
 
 
-def _qwen_vl(fields: JsonFields, images: JsonFields) -> VisionConfig:
-    tower = _section(fields, "vision_config")
-    sizes = _sizes(fields, tower, (3584, 3420, 32, 16, 14), "silu")
+def _cells(fields: JsonFields, images: JsonFields, tower: JsonFields, sizes: _Sizes) -> CellsForm:
+    """Read how Qwen's models see pictures of a size, and check what their parts have to agree on."""
     if (sizes["hidden_size"] // sizes["num_heads"]) % 4:
         raise tower.error("num_heads", "must leave heads of whole fours")
     join, patch = tower.integer("spatial_merge_size", 1, 16, 2), sizes["patch_size"]
@@ -231,17 +182,25 @@ def _qwen_vl(fields: JsonFields, images: JsonFields) -> VisionConfig:
         raise tower.error("out_hidden_size", "must be the text's hidden_size")
     cell = patch * join
     least, most = _pixels(images, cell)
+    return CellsForm(
+        token_id=fields.integer("image_token_id", 0, MAX_VOCABULARY, 151655),
+        cell_edge=cell,
+        min_pixels=least,
+        max_pixels=most,
+        scaling=_scaling(images, _CLIP),
+        resample=images.integer("resample", 0, 5, 3),
+    )
+
+
+def _qwen_vl(fields: JsonFields, images: JsonFields) -> VisionConfig:
+    tower = _section(fields, "vision_config")
+    sizes = _sizes(fields, tower, (3584, 3420, 32, 16, 14), "silu")
+    form = _cells(fields, images, tower, sizes)
+    cell, join = form.cell_edge, form.cell_edge // sizes["patch_size"]
     return VisionConfig(
         **sizes,
-        form=CellsForm(
-            token_id=fields.integer("image_token_id", 0, MAX_VOCABULARY, 151655),
-            cell_edge=cell,
-            min_pixels=least,
-            max_pixels=most,
-            scaling=_scaling(images, _CLIP),
-            resample=images.integer("resample", 0, 5, 3),
-        ),
-        names=_QWEN,
+        form=form,
+        names=names.QWEN,
         norm=NormKind.RMS,
         norm_eps=1e-6,
         has_patch_bias=False,
@@ -259,6 +218,93 @@ def _qwen_vl(fields: JsonFields, images: JsonFields) -> VisionConfig:
         shares_frequencies=True,
         window_edge=tower.integer("window_size", cell, _MAX_EDGE, 112) // cell * join,
         full_layers=tower.integers("fullatt_block_indexes", 0, MAX_LAYERS) or (7, 15, 23, 31),
+    )
+
+
+def _qwen3_vl(fields: JsonFields, images: JsonFields) -> VisionConfig:
+    """Read Qwen3-VL's tower: no windows, a table of positions, and inner layers that add to the text's first ones."""
+    tower = _section(fields, "vision_config")
+    sizes = _sizes(fields, tower, (1152, 4304, 27, 16, 16), "gelu_pytorch_tanh")
+    form = _cells(fields, images, tower, sizes)
+    join = form.cell_edge // sizes["patch_size"]
+    num_positions = tower.integer("num_position_embeddings", 1, 1 << 20, 2304)
+    deep_name = "deepstack_visual_indexes"
+    deep_layers = tower.integers(deep_name, 0, MAX_LAYERS) if tower.has(deep_name) else (8, 16, 24)
+    if math.isqrt(num_positions) ** 2 != num_positions:
+        raise tower.error("num_position_embeddings", "must be a square")
+    if len(set(deep_layers)) < len(deep_layers) or max(deep_layers, default=0) >= sizes["num_layers"]:
+        raise tower.error(deep_name, "must be layers of the encoder, each once")
+    if len(deep_layers) >= _section(fields, "text_config").integer("num_hidden_layers", 1, MAX_LAYERS, MAX_LAYERS):
+        raise tower.error(deep_name, "must be fewer than the text has layers")
+    return VisionConfig(
+        **sizes,
+        form=form,
+        names=names.QWEN3,
+        norm=NormKind.LAYER,
+        norm_eps=1e-6,
+        has_patch_bias=True,
+        has_bias=True,
+        is_gated=False,
+        num_sides=math.isqrt(num_positions),
+        positions=PositionKind.BETWEEN,
+        rope_theta=(tower.section("rope_parameters") or tower).number("rope_theta", 1.0, 1e12, 1e4),
+        join=join,
+        joins_channels=False,
+        connector_activation=Activation.GELU,
+        has_connector_bias=True,
+        connector_norm=NormKind.LAYER,
+        connector_eps=1e-6,
+        connector_width=sizes["hidden_size"] * join**2,
+        num_frames=tower.integer("temporal_patch_size", 1, 16, 2),
+        shares_frequencies=True,
+        deep_layers=deep_layers,
+    )
+
+
+def _gemma3(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
+    """Read Gemma 3's tower, which is SigLIP's; there are checkpoints of the text part alone."""
+    tower = fields.section("vision_config")
+    if tower is None:
+        return None
+    if tower.text("model_type", "siglip_vision_model") != "siglip_vision_model":
+        raise UnsupportedModel(f"{tower.where}: a tower other than siglip_vision_model is not supported.")
+    if images.flag("do_pan_and_scan", False):  # pictures would be seen in parts
+        return None
+    sizes = _sizes(fields, tower, (768, 3072, 12, 12, 16), "gelu_pytorch_tanh")
+    edge = tower.integer("image_size", sizes["patch_size"], _MAX_EDGE, 224)
+    num_sides, num_tokens = edge // sizes["patch_size"], fields.integer("mm_tokens_per_image", 1, _MAX_CELLS, 256)
+    sides = math.isqrt(num_tokens)
+    if sides**2 != num_tokens or num_sides % sides:
+        raise fields.error("mm_tokens_per_image", f"must be a square whose side divides {num_sides}")
+    size = images.section("size") or JsonFields({}, images.where)
+    for name in ("height", "width"):
+        if size.integer(name, 1, _MAX_EDGE, edge) != edge:
+            raise images.error("size", f"must be that of the encoder, {edge} x {edge}")
+    token_name = "image_token_index" if fields.has("image_token_index") else "image_token_id"
+    return VisionConfig(
+        **sizes,
+        form=SquareForm(
+            token_id=fields.integer(token_name, 0, MAX_VOCABULARY, 262144),
+            edge=edge,
+            tokens=num_tokens,
+            scaling=_scaling(images, (_HALVES, _HALVES)),
+            resample=images.integer("resample", 0, 5, 2),
+        ),
+        names=names.GEMMA,
+        norm=NormKind.LAYER,
+        norm_eps=tower.number("layer_norm_eps", 0.0, 1.0, 1e-6),
+        has_patch_bias=True,
+        has_bias=True,
+        is_gated=False,
+        num_sides=num_sides,
+        positions=PositionKind.EACH,
+        rope_theta=None,
+        join=num_sides // sides,
+        joins_channels=False,
+        is_pooled=True,
+        norms_joined=True,
+        connector_norm=NormKind.RMS_PLUS_ONE,
+        connector_eps=tower.number("layer_norm_eps", 0.0, 1.0, 1e-6),
     )
 
 
@@ -295,5 +341,14 @@ def _rgb(images: JsonFields, name: str, default: Rgb) -> Rgb:
 
 
 VISION_FAMILIES: Mapping[str, Reader] = MappingProxyType(
-    {"idefics3": _idefics3, "smolvlm": _idefics3, "llava": _pixtral, "qwen2_5_vl": _qwen_vl, "mistral3": _pixtral}
+    {
+        "idefics3": _idefics3,
+        "smolvlm": _idefics3,
+        "llava": _pixtral,
+        "mistral3": _pixtral,
+        "qwen2_5_vl": _qwen_vl,
+        "qwen3_vl": _qwen3_vl,
+        "qwen3_vl_moe": _qwen3_vl,
+        "gemma3": _gemma3,
+    }
 )

@@ -1,9 +1,12 @@
 """The configuration of the encoder by which a model sees: sizes, and the form of its pictures; without torch."""
 
-from dataclasses import dataclass
+import enum
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from alignedserve.core.block_layout import DTYPE_BYTES
-from alignedserve.pictures.form import CHANNELS, CellsForm, PictureForm
+from alignedserve.pictures.form import CHANNELS, CellsForm, EncoderWork, PictureForm, TiledForm
 from alignedserve.runtime.model.model_config import Activation, NormKind
 
 CACHE_BYTES = 128 << 20  # of a worker, for embeddings of pictures
@@ -28,6 +31,29 @@ class VisionNames:
     last_norm: str = ""
     connector_norm: str = ""
     merger: str = ""  # the product of joined patches, before the connector's
+    inside: tuple[str, ...] = ("",)  # what may stand before all names but those of the connector
+    deep_norm: str = ""  # with {level}: of the connectors of inner layers, as the next
+    deep: tuple[str, ...] = ()  # with {level}
+    transposes_connector: bool = False  # its one product is a tensor of this name, [inputs, outputs]
+
+    def within(self, inside: str) -> "VisionNames":
+        """Return the names with this before those that are not of the connector."""
+        return replace(
+            self,
+            patches=inside + self.patches,
+            layer=inside + self.layer,
+            positions=inside + self.positions,
+            first_norm=inside + self.first_norm if self.first_norm else "",
+            last_norm=inside + self.last_norm if self.last_norm else "",
+        )
+
+
+class PositionKind(enum.Enum):
+    """Which rows of the table of positions a patch has."""
+
+    BUCKETS = "buckets"  # the one at its place as a fraction of the part
+    EACH = "each"  # its own: parts are as large as the table
+    BETWEEN = "between"  # the four around its place, weighed by their distances
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +81,16 @@ class VisionConfig:
     connector_activation: Activation | None = None  # between its two products; None: it has one
     has_connector_bias: bool = False
     connector_eps: float = 0.0  # of its norm
+    connector_norm: NormKind = NormKind.RMS
+    norms_joined: bool = False  # its norm is of joined patches; False: of each
+    is_pooled: bool = False  # joined patches become their mean
     connector_width: int | None = None  # between its two products; None: `out_width`
     num_frames: int = 1  # of a film that a patch is of; a picture is all of them
     shares_frequencies: bool = False  # rows and columns turn pairs by the same ones; False: by every other one
     window_edge: int | None = None  # in patches, of the squares that patches attend within; None: the whole part
     full_layers: tuple[int, ...] = ()  # that attend to the whole part all the same
+    positions: PositionKind = PositionKind.BUCKETS
+    deep_layers: tuple[int, ...] = ()  # behind which a connector makes what is added behind the text's first layers
 
     @property
     def head_dim(self) -> int:
@@ -67,9 +98,9 @@ class VisionConfig:
         return self.hidden_size // self.num_heads
 
     @property
-    def counts_places(self) -> bool:
-        """Return whether the text part rotates by rows and columns of pictures."""
-        return isinstance(self.form, CellsForm)
+    def needs_caches(self) -> bool:
+        """Return whether keys and values of pictures cannot be recomputed token by token, as from layer inputs."""
+        return isinstance(self.form, CellsForm) or self.form.is_whole
 
     @property
     def patch_width(self) -> int:
@@ -79,23 +110,49 @@ class VisionConfig:
     @property
     def joined_width(self) -> int:
         """Return the elements of the patches that become one token."""
-        return self.hidden_size * self.join**2
+        return self.hidden_size * (1 if self.is_pooled else self.join**2)
+
+    @property
+    def embedding_width(self) -> int:
+        """Return the elements of a prompt token's embedding: its input, and what inner layers add."""
+        return self.out_width * (1 + len(self.deep_layers))
 
     @property
     def connected_width(self) -> int:
         """Return the elements that the connector's first product reads."""
         return self.hidden_size if self.names.merger else self.joined_width
 
+    def with_work(self, text_parameters: int) -> "VisionConfig":
+        """Return the config whose form knows what pictures cost; `text_parameters`: that a prompt token is multiplied
+        with."""
+        num_full = self.num_layers if self.window_edge is None else len(self.full_layers)
+        window = 0 if self.window_edge is None else self.window_edge**2 * (self.num_layers - num_full)
+        alone = self.num_layers * self._layer_parameters + 2 * self.hidden_size * window
+        part = self.form.tile_tokens * self.join**2 if isinstance(self.form, TiledForm) else None
+        work = EncoderWork(
+            token_patches=self.join**2,
+            patch_tokens=alone / text_parameters,
+            pair_tokens=2 * self.hidden_size * num_full / text_parameters,
+            part_patches=part,
+        )
+        return replace(self, form=msgspec.structs.replace(self.form, work=work))
+
     @property
     def num_parameters(self) -> int:
         """Return the number of weights."""
-        width, inner, bias = self.hidden_size, self.intermediate_size, int(self.has_bias)
+        width = self.hidden_size
         norm = width * (2 if self.norm is NormKind.LAYER else 1)
-        ups = 2 if self.is_gated else 1
-        layer = 4 * width * (width + bias) + ups * inner * (width + bias) + width * (inner + bias) + 2 * norm
+        layer = self._layer_parameters + 2 * norm
         embedded = (self.num_frames * self.patch_width + int(self.has_patch_bias) + (self.num_sides or 0) ** 2) * width
         norms = norm * (bool(self.names.first_norm) + bool(self.names.last_norm))
         return embedded + self.num_layers * layer + norms + self._connector_parameters
+
+    @property
+    def _layer_parameters(self) -> int:
+        """Return the weights of a layer, but for its norms."""
+        width, inner, bias = self.hidden_size, self.intermediate_size, int(self.has_bias)
+        ups = 2 if self.is_gated else 1
+        return 4 * width * (width + bias) + ups * inner * (width + bias) + width * (inner + bias)
 
     @property
     def _connector_parameters(self) -> int:
@@ -104,7 +161,10 @@ class VisionConfig:
         products = inner * (self.connected_width + bias)
         products += out * (inner + bias) if self.connector_activation is not None else 0
         merger = self.joined_width * self.hidden_size if self.names.merger else 0
-        return products + merger + (self.hidden_size if self.names.connector_norm else 0)
+        weights = 2 if self.connector_norm is NormKind.LAYER else 1
+        own_norm = weights * (self.joined_width if self.norms_joined else self.hidden_size)
+        deep = len(self.deep_layers) * (products + weights * self.joined_width)
+        return products + merger + deep + (own_norm if self.names.connector_norm else 0)
 
     def weight_bytes(self, dtype: str) -> int:
         """Return the bytes of all weights in `dtype`."""

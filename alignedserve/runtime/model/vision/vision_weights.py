@@ -35,7 +35,7 @@ class VisionLayer:
 class Connector:
     """What makes prompt tokens of patches."""
 
-    norm: Norm | None  # of patches
+    norm: Norm | None  # of patches, or of those that are joined
     merger: Projection | None  # [hidden_size, joined_width]
     products: tuple[Projection, ...]
 
@@ -50,6 +50,7 @@ class VisionWeights:
     layers: tuple[VisionLayer, ...]
     last_norm: Norm | None
     connector: Connector
+    deep: tuple[Connector, ...] = ()  # of inner layers
 
 
 def load_vision_weights(
@@ -63,9 +64,11 @@ def load_vision_weights(
 
 class _Assembler:
     def __init__(self, config: VisionConfig, source: TensorSource) -> None:
-        self._config, self._source, self._names = config, source, config.names
-        found = (prefix for prefix in self._names.prefixes if source.has(f"{prefix}{self._names.patches}.weight"))
-        self._prefix = next(found, self._names.prefixes[0])
+        self._config, self._source = config, source
+        of_both = [(prefix, inside) for prefix in config.names.prefixes for inside in config.names.inside]
+        found = (each for each in of_both if source.has(f"{each[0]}{each[1]}{config.names.patches}.weight"))
+        self._prefix, inside = next(found, of_both[0])
+        self._names = config.names.within(inside)
 
     def weights(self) -> VisionWeights:
         config, names, width = self._config, self._names, self._config.hidden_size
@@ -78,7 +81,8 @@ class _Assembler:
             first_norm=self._norm(names.first_norm) if names.first_norm else None,
             layers=tuple(self._layer(names.layer.format(layer=number)) for number in range(config.num_layers)),
             last_norm=self._norm(names.last_norm) if names.last_norm else None,
-            connector=self._connector(),
+            connector=self._connector(names.connector_norm, names.connector, joins=config.norms_joined),
+            deep=tuple(self._deep_connector(level) for level in range(len(config.deep_layers))),
         )
 
     def _patches(self) -> Projection:
@@ -108,22 +112,40 @@ class _Assembler:
             mlp=FeedForwardPart(up, self._linear([prefix + names.down], width, inner)),
         )
 
-    def _connector(self) -> Connector:
+    def _deep_connector(self, level: int) -> Connector:
+        names = self._names
+        products = [name.format(level=level) for name in names.deep]
+        return self._connector(names.deep_norm.format(level=level), products, joins=True)
+
+    def _connector(self, norm_name: str, modules: Sequence[str], *, joins: bool) -> Connector:
+        """Load a connector whose norm is of joined patches (`joins`) or of each."""
         config, names = self._config, self._names
         norm = merger = None
-        if names.connector_norm:
-            weight = self._tensor(f"{names.connector_norm}.weight", config.hidden_size)
-            norm = RmsNorm(weight, config.connector_eps, weight.dtype)
+        if norm_name:
+            norm = self._connector_norm(norm_name, config.joined_width if joins else config.hidden_size)
         if names.merger:
             merger = Linear(self._tensor(f"{names.merger}.weight", config.hidden_size, config.joined_width))
-        inner = [config.connector_width or config.out_width] * (len(names.connector) - 1)
+        inner = [config.connector_width or config.out_width] * (len(modules) - 1)
         widths, products = [config.connected_width, *inner, config.out_width], []
-        for number, name in enumerate(names.connector):
-            weight = self._tensor(f"{name}.weight", widths[number + 1], widths[number])
+        for number, name in enumerate(modules):
+            weight = self._product_weight(name, widths[number + 1], widths[number])
             bias = self._tensor(f"{name}.bias", widths[number + 1]) if config.has_connector_bias else None
             activation = config.connector_activation if number < len(inner) else None
             products.append(Linear(weight, bias, activation=None if activation is None else activation.value))
         return Connector(norm, merger, tuple(products))
+
+    def _product_weight(self, name: str, rows: int, width: int) -> Tensor:
+        if self._names.transposes_connector:
+            return self._tensor(name, width, rows).t().contiguous()
+        return self._tensor(f"{name}.weight", rows, width)
+
+    def _connector_norm(self, module: str, width: int) -> Norm:
+        config, weight = self._config, self._tensor(f"{module}.weight", width)
+        if config.connector_norm is NormKind.LAYER:
+            return LayerNorm(weight, self._tensor(f"{module}.bias", width), config.connector_eps)
+        if config.connector_norm is NormKind.RMS_PLUS_ONE:
+            return RmsNorm(weight.float() + 1.0, config.connector_eps, weight.dtype)
+        return RmsNorm(weight, config.connector_eps, weight.dtype)
 
     def _linear(
         self, modules: Sequence[str], rows: int, in_width: int, activation: str | None = None, *, is_gated: bool = False

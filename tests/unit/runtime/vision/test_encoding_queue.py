@@ -39,7 +39,7 @@ class Encoder:
 
     def take_turn(self, turn: Turn, is_real_time: bool) -> "Future[bool]":
         taken: Future[bool] = Future()
-        taken.set_result(turn())
+        taken.set_result(turn(0.02))
         return taken
 
 

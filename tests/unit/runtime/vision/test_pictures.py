@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 
 from alignedserve.core.ids import RequestId
-from alignedserve.core.picture import Picture, picture_digest
+from alignedserve.core.picture import Picture, PictureRun, picture_digest
 from alignedserve.core.request import SamplingParams
 from alignedserve.pictures.decoder import Pixels
 from alignedserve.pictures.decoding import decode
-from alignedserve.pictures.form import CellsForm, PictureForm, RowsForm, Size
+from alignedserve.pictures.form import CellsForm, PictureForm, RowsForm, Size, SquareForm
 from alignedserve.pictures.outcomes import Decoded, Task
 from alignedserve.runtime.engine.engine import NewSequence
 from alignedserve.runtime.model.vision.families import VISION_FAMILIES, read_vision
@@ -80,7 +80,8 @@ def test_pixels_and_prompts_are_those_of_the_models_processor(made: tuple[str, P
         own = np.stack(parts_of(file, config)) * scaling.rescale
         np.testing.assert_allclose((own - mean) / deviation, expected, atol=1e-6)
         assert form.text(size) == expected_text(family, form, file, own)
-        assert form.text(size).count(form.mark) == form.num_tokens(size)
+        token = form.token if isinstance(form, SquareForm) else form.mark
+        assert form.text(size).count(token) == form.num_tokens(size)
 
 
 def unfolded(patches: torch.Tensor, rows: int, columns: int, config: VisionConfig) -> torch.Tensor:
@@ -95,6 +96,8 @@ def expected_text(family: str, form: PictureForm, file: bytes, parts: Any) -> st
     """Return what transformers puts into the prompt; Pixtral's processor itself needs torchvision."""
     if isinstance(form, CellsForm):
         return form.mark * int(parts.shape[-2] * parts.shape[-1] // form.cell_edge**2)
+    if isinstance(form, SquareForm):
+        return f"\n\n{form.mark}{form.token * 16}{form.end}\n\n"
     if isinstance(form, RowsForm):
         rows, columns = (edge // form.cell_edge for edge in parts.shape[-2:])
         tokens = ([form.mark] * columns + [form.row_end]) * rows
@@ -117,17 +120,21 @@ def test_embeddings_logits_and_answers_equal_transformers(made: tuple[str, Path,
     prompt = [*words[:9], *[IMAGE] * len(own[0]), *words[9:20], *[IMAGE] * len(own[1]), *words[20:]]
     pictures = SequenceEmbeddings(np.flatnonzero(np.array(prompt) == IMAGE), torch.cat(own))
     places = places_of(prompt, config)
-    answer = generated(folder, prompt, pictures, places)
+    runs = whole_runs_of(prompt) if config.form.is_whole else ()
+    answer = generated(folder, prompt, pictures, places, runs)
     with torch.no_grad():
         given = processed(family, *FILES)
-        features = reference.model.get_image_features(**given).pooler_output
+        seen = reference.model.get_image_features(**given)
+        deep = getattr(seen, "deepstack_features", None) or ()
+        features = torch.cat([torch.cat(list(level)) for level in (seen.pooler_output, *deep)], 1)
         ids = torch.tensor([[*prompt, *answer]])
-        kinds = {} if places is None else {"mm_token_type_ids": (ids == IMAGE).int()}
+        kinds = {"mm_token_type_ids": (ids == IMAGE).int()} if places is not None else {}
+        kinds |= {"token_type_ids": (ids == IMAGE).int()} if runs else {}
         logits = reference(ids, **given, **kinds).logits[0].double()
-    torch.testing.assert_close(torch.cat(own), torch.cat(list(features)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat(own), features, rtol=1e-4, atol=1e-5)
     assert answer == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
     probe = LogitsProbe(tiny_decoder(folder))
-    probe.add("a", prompt, pictures=pictures, places=places)
+    probe.add("a", prompt, pictures=pictures, places=places, whole_runs=runs)
     probe.add("b", words)
     for counts in ({"a": 11, "b": 5}, {"a": 1}, {"a": 1, "b": 9}, {"a": len(prompt) - 13, "b": 1}):  # in chunks
         probe.step(**counts)
@@ -148,13 +155,30 @@ def places_of(prompt: list[int], config: VisionConfig) -> RopePlaces | None:
     return rope_places(len(prompt), shown)
 
 
-def generated(folder: Path, prompt: list[int], pictures: SequenceEmbeddings, places: RopePlaces | None) -> list[int]:
+def whole_runs_of(prompt: list[int]) -> tuple[PictureRun, ...]:
+    first, second = prompt.index(IMAGE), len(prompt) - prompt[::-1].index(IMAGE) - 16
+    return (first, 16), (second, 16)
+
+
+def generated(
+    folder: Path,
+    prompt: list[int],
+    pictures: SequenceEmbeddings,
+    places: RopePlaces | None,
+    runs: tuple[PictureRun, ...],
+) -> list[int]:
     tiny = TinyEngine(tiny_decoder(folder))
     tiny.blocks["a"] = blocks = tiny.take_blocks(len(prompt) + 30)
     sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     own = (RequestId("a"), tuple(prompt), len(prompt), 0, blocks, sampling)
-    tiny.engine.add_sequence(NewSequence(*own, pictures=pictures, places=places))
-    tiny.generate("a", 24)
+    tiny.engine.add_sequence(NewSequence(*own, pictures=pictures, places=places, whole_runs=runs))
+    if runs:  # of which slices that end inside compute nothing
+        assert [tiny.step(a=count).sampled for count in (9 + 3, 5, 20)] == [[], [], []]
+        tiny.step(a=len(prompt) - 37)
+        for _ in range(23):
+            tiny.step(a=1)
+    else:
+        tiny.generate("a", 24)
     return tiny.tokens("a")[len(prompt) :]
 
 

@@ -1,0 +1,80 @@
+"""The names of tensors in the files of models that see: of their towers, and of what makes prompt tokens of patches."""
+
+from dataclasses import replace
+
+from alignedserve.runtime.model.vision.vision_config import VisionNames
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+IDEFICS3 = VisionNames(
+    prefixes=("model.",),
+    patches="vision_model.embeddings.patch_embedding",
+    positions="vision_model.embeddings.position_embedding",
+    layer="vision_model.encoder.layers.{layer}.",
+    attention_norm="layer_norm1",
+    qkv=_QKV,
+    output="self_attn.out_proj",
+    mlp_norm="layer_norm2",
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+    last_norm="vision_model.post_layernorm",
+    connector=("connector.modality_projection.proj",),
+)
+PIXTRAL = VisionNames(
+    prefixes=("model.", ""),
+    patches="vision_tower.patch_conv",
+    first_norm="vision_tower.ln_pre",
+    layer="vision_tower.transformer.layers.{layer}.",
+    attention_norm="attention_norm",
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    output="attention.o_proj",
+    mlp_norm="ffn_norm",
+    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    connector=("multi_modal_projector.linear_1", "multi_modal_projector.linear_2"),
+)
+MISTRAL3 = replace(
+    PIXTRAL,
+    connector_norm="multi_modal_projector.norm",
+    merger="multi_modal_projector.patch_merger.merging_layer",
+)
+QWEN = VisionNames(
+    prefixes=("model.visual.", "visual."),
+    patches="patch_embed.proj",
+    layer="blocks.{layer}.",
+    attention_norm="norm1",
+    qkv=("attn.qkv",),
+    output="attn.proj",
+    mlp_norm="norm2",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    connector_norm="merger.ln_q",
+    connector=("merger.mlp.0", "merger.mlp.2"),
+)
+QWEN3 = replace(
+    QWEN,
+    positions="pos_embed",
+    up=("mlp.linear_fc1",),
+    down="mlp.linear_fc2",
+    connector_norm="merger.norm",
+    connector=("merger.linear_fc1", "merger.linear_fc2"),
+    deep_norm="deepstack_merger_list.{level}.norm",
+    deep=("deepstack_merger_list.{level}.linear_fc1", "deepstack_merger_list.{level}.linear_fc2"),
+)
+GEMMA = VisionNames(
+    prefixes=("model.", ""),
+    inside=("vision_tower.", "vision_tower.vision_model."),
+    patches="embeddings.patch_embedding",
+    positions="embeddings.position_embedding",
+    layer="encoder.layers.{layer}.",
+    attention_norm="layer_norm1",
+    qkv=_QKV,
+    output="self_attn.out_proj",
+    mlp_norm="layer_norm2",
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+    last_norm="post_layernorm",
+    connector_norm="multi_modal_projector.mm_soft_emb_norm",
+    connector=("multi_modal_projector.mm_input_projection_weight",),
+    transposes_connector=True,
+)
