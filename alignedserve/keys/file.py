@@ -96,7 +96,7 @@ class KeyRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    keys: list[Any] = msgspec.field(default_factory=list)
+    keys: list[Any]
 
 
 def parse_keys(text: str) -> tuple[KeyRow, ...]:
@@ -130,7 +130,7 @@ def render_keys(rows: Sequence[KeyRow]) -> str:
 def _plain_rows(text: str) -> tuple[KeyRow, ...] | None:
     """Return the keys of a file that `render_keys` wrote; None: it is another, or has a mistake."""
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    if not lines or lines[0] != _HEAD.rstrip() or not all(line.startswith(_ROW) for line in lines[1:]):
+    if len(lines) < 2 or lines[0] != _HEAD.rstrip() or not all(line.startswith(_ROW) for line in lines[1:]):
         return None
     rows: list[KeyRow] = []
     try:
@@ -145,7 +145,7 @@ def _plain_rows(text: str) -> tuple[KeyRow, ...] | None:
 def _items(text: str) -> list[Any]:
     try:
         loaded = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506  (a safe loader)
-        return [] if loaded is None else msgspec.convert(loaded, _Document).keys
+        items = None if loaded is None else msgspec.convert(loaded, _Document).keys
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
         raise ConfigError(f"it is no YAML: a mistake{line}") from error
@@ -153,6 +153,9 @@ def _items(text: str) -> list[Any]:
         if isinstance(error, msgspec.ValidationError):
             raise ConfigError(f"it must have one list, keys: {_words(error)}") from error
         raise ConfigError("it is no YAML") from error
+    if items is None:  # a file that is just being written begins so, too
+        raise ConfigError("it is empty; a file without any key has `keys: []`")
+    return items
 
 
 def parse_row(item: Any, number: int = 1) -> KeyRow:

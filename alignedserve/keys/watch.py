@@ -37,6 +37,8 @@ class KeysFile:
         self.name = str(path)
         self._path = path
         self._file = LastSeen(path)
+        self._was_read = False
+        self._is_awaited = False
 
     async def changed(self) -> Sequence[KeyRow] | None:
         """See KeysSource."""
@@ -47,7 +49,13 @@ class KeysFile:
         self._file.forget()
 
     def _changed(self) -> Sequence[KeyRow] | None:
-        return read_keys(self._path) if self._file.has_changed() else None
+        """Read the file at the first look, and later when it has changed and stays so: it may be half written."""
+        has_changed = self._file.has_changed()
+        self._is_awaited |= has_changed
+        if not self._is_awaited or (has_changed and self._was_read):
+            return None
+        self._was_read, self._is_awaited = True, False
+        return read_keys(self._path)
 
 
 class KeysWatch:
