@@ -2,12 +2,13 @@
 
     python -m experiments.separation [--quick] [--processes 2] [--parts calibrated contended roofline ...]
 
-Twelve points of four traces and three kinds of objectives, on four accelerators, ten minutes of arrivals and five seeds
-each. A part is a cost model (docs/costmodels.md): `calibrated` has chunks that cost more than their tokens, `contended`
-also the most that prompts and decodes have been seen to take from each other, `roofline` neither.
+Twenty points of four traces and five kinds of objectives and load, on four accelerators, ten minutes of arrivals and up
+to five seeds each. A part is a cost model (docs/costmodels.md): `calibrated` has chunks that cost more than their
+tokens, `contended` also the most that prompts and decodes have been seen to take from each other, `roofline` neither.
 
-A split is abandoned as soon as it is sure to hold over 15 points less than elastic workers did with that seed. All are
-simulated with the first seed, the best of them with the others. What is done is recorded at once, and not done again.
+A split is abandoned as soon as it is sure to hold over ten points less than elastic workers did with that seed. All are
+simulated with the first seed. A point where none comes nearer is decided; at the others elastic workers, colocated ones
+and the best split are simulated with further seeds. What is done is recorded at once, and not done again.
 docs/experiments/separation.md says what was found.
 """
 
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,6 +25,7 @@ from alignedserve.config.sections import Topology
 from alignedserve.costmodel.calibration import CALIBRATIONS
 from alignedserve.costmodel.choice import WorkerSpec
 from alignedserve.sim.cluster_hardware import ClusterHardware
+from alignedserve.sim.config import SimConfig
 from alignedserve.sim.result import SimulationResult
 from alignedserve.sim.sweep import Case, WorkloadLine
 from benchmarks.measuring.intervals import interval
@@ -47,7 +49,7 @@ NAME = "separation"
 PARTS = (*CALIBRATIONS, "roofline")
 ACCELERATORS = 4
 SEEDS = tuple(range(1, LEAST_SEEDS + 1))
-BEHIND = 0.15  # of the requests: so far behind elastic workers a split is abandoned
+BEHIND = 0.1  # of the requests: so far behind elastic workers a split is abandoned
 _ENOUGH = 0.99
 
 ELASTIC, COLOCATED = System(UNION, Topology.ELASTIC), System(UNION, Topology.COLOCATED)
@@ -94,32 +96,44 @@ class Point:
         return round(self.load * TRACES[self.trace].capacity * ACCELERATORS, 3)
 
     def workload(self, seed: int) -> WorkloadLine:
-        """Return the requests; with both objectives tight, documents are outstanding beside them."""
+        """Return the requests; with documents outstanding beside them where the kind has some."""
         trace = TRACES[self.trace]
-        wide, tpot_s, has_documents = KINDS[self.kind]
+        kind = KINDS[self.kind]
         text = (
             f"rt: {self.trace}, max_total={MAX_TOTAL}, arrivals=gamma, rate={self.rate:g}, "
-            f"ttft={wide * trace.ttft_s:g}, tpot={tpot_s:g}"
+            f"ttft={kind.wide * trace.ttft_s:g}, tpot={kind.tpot_s:g}"
         )
-        if has_documents:
+        if kind.has_documents:
             text += f"; be: {trace.beside}, max_total={MAX_TOTAL}, outstanding={OUTSTANDING * ACCELERATORS}"
         return line(text, seed, duration_s=self.seconds)
 
 
-KINDS: Mapping[str, tuple[float, float, bool]] = {
-    "gaps": (4.0, 0.04, False),  # where separate workers are said to be best (TaiChi): first tokens may wait
-    "first tokens": (1.0, 0.2, False),
-    "both, beside documents": (1.0, 0.05, True),
+class Kind(NamedTuple):
+    """Objectives, and what is served beside them."""
+
+    wide: float  # times as long as the trace's tight TTFT
+    tpot_s: float
+    share: float = 1.0  # of the trace's load
+    has_documents: bool = False
+
+
+KINDS: Mapping[str, Kind] = {
+    "gaps": Kind(4.0, 0.04),
+    "short gaps": Kind(4.0, 0.025, share=0.5),  # hardly above what decodes alone take: chunks find no time beside them
+    "both, beside documents": Kind(1.0, 0.05, has_documents=True),
+    "first tokens": Kind(1.0, 0.2),
+    "first tokens, more load": Kind(1.0, 0.2, share=1.25),
 }
-"""Times as long as the trace's tight TTFT, seconds of TPOT, and whether documents are outstanding beside."""
 LOADS: Mapping[str, float] = {"azure_conv": 0.8, "azure_code": 0.9, "arxiv": 0.7, "sharegpt": 0.8}
-POINTS = [Point(trace, kind, load) for (trace, load), kind in product(LOADS.items(), KINDS)]
+POINTS = [Point(trace, kind, load * KINDS[kind].share) for (trace, load), kind in product(LOADS.items(), KINDS)]
 
 
 def case_of(part: str, point: Point, system: System, seed: int) -> LabelledCase:
     """Return the simulation of a system at a point, until all is known of each request."""
     machines = ClusterHardware(WorkerSpec(MODEL, HARDWARE), source=part)
     config = replace(system.config(ACCELERATORS, machines), ends_when_settled=True, miss_limits={"rt": 1 << 40})
+    if system.topology is Topology.DISAGGREGATED:  # over NVLink, not through a pool in the host's memory
+        config = _with_router(config, direct_handoff=True)
     labels: Mapping[str, str | float] = {
         "part": part,
         "point": point.name,
@@ -132,12 +146,15 @@ def case_of(part: str, point: Point, system: System, seed: int) -> LabelledCase:
     return LabelledCase(labels, Case(name, config, point.workload(seed)))
 
 
+def _with_router(config: SimConfig, **settings: bool) -> SimConfig:
+    changed = msgspec.structs.replace
+    return replace(config, cluster=changed(config.cluster, router=changed(config.cluster.router, **settings)))
+
+
 def on_hosts(case: LabelledCase, *, has_moves: bool) -> LabelledCase:
     """Return elastic workers each on a host of its own, with moves between them or without."""
     name = HOSTS_MOVES if has_moves else HOSTS
-    changed, config = msgspec.structs.replace, case.case.config
-    router = changed(config.cluster.router, moves_between_nodes=has_moves)
-    config = replace(config, num_pools=ACCELERATORS, cluster=changed(config.cluster, router=router))
+    config = replace(_with_router(case.case.config, moves_between_nodes=has_moves), num_pools=ACCELERATORS)
     return LabelledCase(
         {**case.labels, "system": name}, replace(case.case, name=f"{case.case.name} {name}", config=config)
     )
@@ -183,17 +200,22 @@ class Runs:
             write_record(NAME, figures_of(self.rows))
 
     def search(self, part: str, points: Sequence[Point], seeds: Sequence[int]) -> None:
-        """Simulate what is missing of a part."""
-        for seed in seeds:
-            self.add([case_of(*of, seed) for of in product((part,), points, (ELASTIC, COLOCATED))])
-            splits = []
-            for point in points:
-                elastic = self.find(case_of(part, point, ELASTIC, seed))
-                assert elastic is not None
-                systems = SPLITS if seed == seeds[0] else [best_split(self.rows, part, point.name)]
-                cases = [case_of(part, point, system, seed) for system in systems]
-                splits += [bounded(one, elastic["rt.attainment"], elastic["rt.num_sent"]) for one in cases]
-            self.add(splits)
+        """Simulate what is missing of a part: further seeds only where a split is not abandoned with the first."""
+        first, *further = seeds
+        self.add([case_of(part, point, ELASTIC, first) for point in points])
+        self.add([self._bounded(part, point, split, first) for point, split in product(points, SPLITS)])
+        open_ones = [point for point in points if is_open(self.rows, part, point.name)]
+        for seed in further:
+            self.add([case_of(part, point, ELASTIC, seed) for point in open_ones])
+            self.add([self._bounded(part, one, best_split(self.rows, part, one.name), seed) for one in open_ones])
+            self.add([case_of(part, point, COLOCATED, seed) for point in open_ones])
+        self.add([case_of(part, point, COLOCATED, first) for point in points])
+
+    def _bounded(self, part: str, point: Point, system: System, seed: int) -> LabelledCase:
+        elastic = self.find(case_of(part, point, ELASTIC, seed))
+        assert elastic is not None
+        case = case_of(part, point, system, seed)
+        return bounded(case, elastic["rt.attainment"], elastic["rt.num_sent"])
 
     def search_hosts(self, part: str, points: Sequence[Point], seeds: Sequence[int]) -> None:
         """Simulate elastic workers on hosts apart, with and without moves between them."""
@@ -204,6 +226,13 @@ class Runs:
 
 def _further(result: SimulationResult) -> Row:
     return {"num_handoffs": result.num_handoffs_verified, "is_abandoned": result.is_abandoned}
+
+
+def is_open(rows: Sequence[Row], part: str, point: str) -> bool:
+    """Return whether a split ran to its end with the first seed."""
+    names = [split.name(ACCELERATORS) for split in SPLITS]
+    at = pick(rows, part=part, point=point, seed=SEEDS[0], is_abandoned=False)
+    return any(row["system"] in names for row in at)
 
 
 def best_split(rows: Sequence[Row], part: str, point: str) -> System:
@@ -241,52 +270,57 @@ def recorded_rows() -> list[Row]:
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """Return a row for each point of each part that has every seed."""
+    """Return a row for each point of each part that is done: one seed where that decides, else all of them."""
     found = []
     for part, point in product(PARTS, POINTS):
         at = pick(rows, part=part, point=point.name)
-        ours, near = (_held(at, system.name(ACCELERATORS)) for system in (ELASTIC, COLOCATED))
-        has_splits = all(pick(at, system=one.name(ACCELERATORS), seed=SEEDS[0]) for one in SPLITS)
-        if len(ours) < len(SEEDS) or len(near) < len(SEEDS) or not has_splits:
+        if not all(pick(at, system=one.name(ACCELERATORS), seed=SEEDS[0]) for one in (ELASTIC, COLOCATED, *SPLITS)):
             continue
         split = best_split(at, part, point.name)
-        theirs = _held(at, split.name(ACCELERATORS))
-        apart, of_colocated = _apart(ours, theirs), _apart(ours, near)
+        theirs = pick(at, system=split.name(ACCELERATORS))
+        ours, near = (_held(at, system.name(ACCELERATORS)) for system in (ELASTIC, COLOCATED))
+        num_seeds = len(SEEDS) if is_open(at, part, point.name) else 1
+        if min(len(ours), len(near), len(theirs)) < num_seeds:
+            continue
+        held = _held(theirs, split.name(ACCELERATORS))
+        apart, of_colocated = _apart(ours, held), _apart(ours, near)
         found.append(
             {
                 "part": part,
                 "point": point.name,
                 "rate": point.rate,
+                "num_seeds": num_seeds,
                 "elastic": mean(ours.values()),
                 "colocated": mean(near.values()),
                 "split": split.name(ACCELERATORS).removeprefix(f"{UNION} "),
-                "split_held": mean(theirs.values()) if len(theirs) == len(SEEDS) else None,
-                "num_abandoned": len(SEEDS) - len(theirs),
+                "split_held": mean(held.values()) if len(held) == num_seeds else None,
+                "num_abandoned": num_seeds - len(held),
                 "contested": mean(ours.values()) < 100 * _ENOUGH,
                 "ahead": apart[0],
                 "ahead_half": apart[1],
                 "of_colocated": of_colocated[0],
                 "of_colocated_half": of_colocated[1],
-                "handoffs": mean(
-                    row["num_handoffs"] for row in pick(at, system=ELASTIC.name(ACCELERATORS), is_abandoned=False)
-                ),
+                "handoffs": mean(row["num_handoffs"] for row in pick(at, system=ELASTIC.name(ACCELERATORS))),
             }
         )
     return chosen(found, found[0]) if found else []
 
 
 def hosts(rows: Sequence[Row]) -> list[Row]:
-    """Return a row for each point of each part at which elastic workers on hosts apart have every seed."""
+    """Return a row for each point of each part at which elastic workers were simulated on hosts apart."""
     found = []
     for part, point in product(PARTS, POINTS):
         at = pick(rows, part=part, point=point.name)
         alone, moving, together = (_held(at, name) for name in (HOSTS, HOSTS_MOVES, ELASTIC.name(ACCELERATORS)))
-        if len(alone) == len(moving) == len(together) == len(SEEDS):
+        seeds = set(alone) & set(moving) & set(together)
+        if seeds:
+            alone, moving, together = ({seed: one[seed] for seed in seeds} for one in (alone, moving, together))
             (gain, gain_half), (lost, lost_half) = _apart(moving, alone), _apart(together, alone)
             found.append(
                 {
                     "part": part,
                     "point": point.name,
+                    "num_seeds": len(seeds),
                     "alone": mean(alone.values()),
                     "moving": mean(moving.values()),
                     "gain": gain,

@@ -5,7 +5,19 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from experiments.pages import accelgen, alignedserve, alise, apt_serve, bros, grid, leak, stale, summary, unseen
+from experiments.pages import (
+    accelgen,
+    alignedserve,
+    alise,
+    apt_serve,
+    bros,
+    grid,
+    leak,
+    separation,
+    stale,
+    summary,
+    unseen,
+)
 from experiments.pages.record import provenance
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "experiments"
@@ -17,6 +29,7 @@ _OF_RECORDS: Mapping[str, Tables] = {
     "apt_serve": apt_serve.TABLES,
     "bros": bros.TABLES,
     "leak": leak.TABLES,
+    "separation": separation.TABLES,
     "unseen": unseen.TABLES,
 }
 PAGES: Mapping[str, Tables] = {

@@ -33,16 +33,16 @@ def _cells(row: Row) -> list[str]:
         f"{row['elastic']:.1f} %",
         f"{row['colocated']:.1f} %",
         split,
-        _lead(row["ahead"], row["ahead_half"], row["num_abandoned"]),
+        _lead(row["ahead"], row["ahead_half"], f"{row['num_abandoned']} of {row['num_seeds']}"),
         _lead(row["of_colocated"], row["of_colocated_half"]),
         f"{row['handoffs']:.0f}",
     ]
 
 
-def _lead(lead: float | None, half: float | None, num_abandoned: int = 0) -> str:
+def _lead(lead: float | None, half: float | None, abandoned: str = "") -> str:
     if lead is None:
-        return f"over {100 * BEHIND:.0f} with {num_abandoned} of 5 seeds"
-    said = f"{lead:+.1f} ± {half or 0.0:.1f}"
+        return f"over {100 * BEHIND:.0f} with {abandoned} seeds"
+    said = f"{lead:+.1f}" + (f" ± {half:.1f}" if half is not None else "")
     return bold(said) if lead < 0.0 else said
 
 
@@ -70,7 +70,7 @@ def _said(part: str, rows: Sequence[Row]) -> str:
 
 def hosts() -> str:
     """Return what moves between hosts gain."""
-    head = ["costs", "point", "one host", "hosts apart", "with moves", "gain", "of one host", "moved"]
+    head = ["costs", "point", "one host", "hosts apart", "with moves", "gain", "of one host", "moved", "seeds"]
     cells = (
         [
             row["part"],
@@ -81,6 +81,7 @@ def hosts() -> str:
             _lead(row["gain"], row["gain_half"]),
             _lead(row["of_one_host"], row["of_one_host_half"]),
             f"{row['handoffs']:.0f}",
+            str(row["num_seeds"]),
         ]
         for row in figures(NAME)["hosts"]
     )

@@ -9,7 +9,7 @@ from experiments.pages.record import bold, figures, table
 from experiments.validity.rows import State, is_stale, num_bursts, states
 
 GRID = "grid"
-PAGES = ("alignedserve", "bros", "accelgen", "alise", "apt_serve", "leak", "unseen", GRID)
+PAGES = ("alignedserve", "bros", "accelgen", "alise", "apt_serve", "leak", "unseen", "separation", GRID)
 
 
 def rows_of(page: str) -> Sequence[Row]:

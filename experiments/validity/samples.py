@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from alignedserve.sim.sweep import WorkloadLine
-from experiments import accelgen, alignedserve, alise, apt_serve, bros, leak, unseen
+from experiments import accelgen, alignedserve, alise, apt_serve, bros, leak, separation, unseen
 from experiments.common import LabelledCase, Row, chosen, run
 from experiments.validity.rows import State, state_of, system_of
 
@@ -28,6 +28,7 @@ CASES: Mapping[str, Callable[[], Sequence[LabelledCase]]] = {
         for case in of_part()
     ],
     "unseen": lambda: list(chain.from_iterable(unseen.parts_of(is_quick=False))),
+    "separation": lambda: separation.cases_of(is_quick=False),
 }
 
 
