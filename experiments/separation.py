@@ -270,7 +270,7 @@ def recorded_rows() -> list[Row]:
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """Return a row for each point of each part that is done: one seed where that decides, else all of them."""
+    """Return a row for each point of each part, of the seeds that all are done with."""
     found = []
     for part, point in product(PARTS, POINTS):
         at = pick(rows, part=part, point=point.name)
@@ -279,10 +279,12 @@ def compared(rows: Sequence[Row]) -> list[Row]:
         split = best_split(at, part, point.name)
         theirs = pick(at, system=split.name(ACCELERATORS))
         ours, near = (_held(at, system.name(ACCELERATORS)) for system in (ELASTIC, COLOCATED))
-        num_seeds = len(SEEDS) if is_open(at, part, point.name) else 1
-        if min(len(ours), len(near), len(theirs)) < num_seeds:
-            continue
-        held = _held(theirs, split.name(ACCELERATORS))
+        seeds = set(ours) & set(near) & {row["seed"] for row in theirs}
+        ours, near, held = (
+            {seed: one[seed] for seed in seeds if seed in one}
+            for one in (ours, near, _held(theirs, split.name(ACCELERATORS)))
+        )
+        num_seeds = len(seeds)
         apart, of_colocated = _apart(ours, held), _apart(ours, near)
         found.append(
             {

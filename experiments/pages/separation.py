@@ -17,9 +17,10 @@ def compared() -> str:
         "elastic",
         "colocated",
         "best split",
-        "ahead of it",
+        "ahead",
         "of colocated",
         "moved",
+        "seeds",
     ]
     return table(head, map(_cells, figures(NAME)["compared"]))
 
@@ -36,12 +37,13 @@ def _cells(row: Row) -> list[str]:
         _lead(row["ahead"], row["ahead_half"], f"{row['num_abandoned']} of {row['num_seeds']}"),
         _lead(row["of_colocated"], row["of_colocated_half"]),
         f"{row['handoffs']:.0f}",
+        str(row["num_seeds"]),
     ]
 
 
 def _lead(lead: float | None, half: float | None, abandoned: str = "") -> str:
     if lead is None:
-        return f"over {100 * BEHIND:.0f} with {abandoned} seeds"
+        return f"over {100 * BEHIND:.0f}" + (f" ({abandoned} seeds)" if abandoned != "1 of 1" else "")
     said = f"{lead:+.1f}" + (f" ± {half:.1f}" if half is not None else "")
     return bold(said) if lead < 0.0 else said
 
