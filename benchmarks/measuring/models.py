@@ -85,7 +85,7 @@ _SEEING: dict[str, Any] = {
 def make_seeing(folder: Path) -> Path:
     """Write a small model that sees, in the form of Qwen3-VL, into a new folder and return it; see `make_opt_125m`.
 
-    27M weights of the text part, 22M of the encoder; a picture of a megapixel is 1 024 tokens, the smallest one is one.
+    28M weights of the text part, 35M of the encoder; a picture of a megapixel is 1 024 tokens, the smallest one is one.
     """
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(_SEEING))
