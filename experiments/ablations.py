@@ -31,7 +31,7 @@ from experiments.steady import LEAST_S, LEAST_SEEDS
 
 UNION = "aligned_slo"
 MODEL, LENGTHS = "opt-13b", "sharegpt"
-RATES: Mapping[str, float] = {"alise": 1.25, "apt_serve": 3.2, "bros": 10.0}
+RATES: Mapping[str, float] = {"alise": 1.1, "apt_serve": 3.2, "bros": 10.0}
 _HIDDEN_RATIO = 0.5  # bytes of a hidden cache of OPT, whose query heads all have keys of their own
 
 COLUMNS: Mapping[str, str] = {

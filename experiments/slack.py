@@ -97,7 +97,9 @@ class SlackPoint:
 
 
 POINTS = (
-    SlackPoint(0.025, PaperCell(1, 1), {PACKED: (10.5, 11.0, 11.5), DISTSERVE: (6.5, 7.0, 9.0, 9.5), APART: (9.0,)}),
+    SlackPoint(
+        0.025, PaperCell(1, 1), {PACKED: (10.0, 11.0, 11.5), DISTSERVE: (7.0, 7.5, 9.0, 9.5, 10.0), APART: (9.0,)}
+    ),
     SlackPoint(0.030, PaperCell(1, 1), {PACKED: (12.0, 12.5, 13.0), DISTSERVE: (8.5, 9.0, 10.5, 11.0), APART: (11.0,)}),
     SlackPoint(
         0.050, PaperCell(1, 1), {PACKED: (13.5, 14.0, 14.5), DISTSERVE: (12.0, 12.5, 13.0, 13.5), APART: (12.0,)}

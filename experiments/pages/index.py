@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from experiments.pages import (
+    ablations,
     accelgen,
     alignedserve,
     alise,
@@ -14,6 +15,7 @@ from experiments.pages import (
     grid,
     leak,
     separation,
+    slack,
     stale,
     summary,
     unseen,
@@ -23,6 +25,7 @@ from experiments.pages.record import provenance
 DOCS = Path(__file__).parent.parent.parent / "docs" / "experiments"
 Tables = Mapping[str, Callable[[], str]]
 _OF_RECORDS: Mapping[str, Tables] = {
+    "ablations": ablations.TABLES,
     "accelgen": accelgen.TABLES,
     "alignedserve": alignedserve.TABLES,
     "alise": alise.TABLES,
@@ -30,6 +33,7 @@ _OF_RECORDS: Mapping[str, Tables] = {
     "bros": bros.TABLES,
     "leak": leak.TABLES,
     "separation": separation.TABLES,
+    "slack": slack.TABLES,
     "unseen": unseen.TABLES,
 }
 PAGES: Mapping[str, Tables] = {

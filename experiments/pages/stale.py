@@ -9,7 +9,10 @@ from experiments.pages.record import bold, figures, table
 from experiments.validity.rows import State, is_stale, num_bursts, states
 
 GRID = "grid"
-PAGES = ("alignedserve", "bros", "accelgen", "alise", "apt_serve", "leak", "unseen", "separation", GRID)
+PAGES = (
+    *("alignedserve", "bros", "accelgen", "alise", "apt_serve", "leak", "unseen", "separation", "slack", "ablations"),
+    GRID,
+)
 
 
 def rows_of(page: str) -> Sequence[Row]:

@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from alignedserve.sim.sweep import WorkloadLine
-from experiments import accelgen, alignedserve, alise, apt_serve, bros, leak, separation, unseen
+from experiments import ablations, accelgen, alignedserve, alise, apt_serve, bros, leak, separation, slack, unseen
 from experiments.common import LabelledCase, Row, chosen, run
 from experiments.validity.rows import State, state_of, system_of
 
@@ -13,6 +13,7 @@ _LABELS_ONLY = ("code", "workload", "knew_more", "sent_s")
 _HELD = ("rt.attainment", "all.p99_attainment", "all.attainment")
 _FULL = apt_serve.WorkerSizes(300, (1, 2, 3), 1)
 CASES: Mapping[str, Callable[[], Sequence[LabelledCase]]] = {
+    "ablations": lambda: list(chain.from_iterable(ablations.parts_of(is_quick=False))),
     "accelgen": lambda: accelgen.cases_of(is_quick=False),
     "alignedserve": lambda: list(chain.from_iterable(alignedserve.parts_of(is_quick=False))),
     "alise": lambda: alise.cases_of(is_quick=False),
@@ -27,6 +28,7 @@ CASES: Mapping[str, Callable[[], Sequence[LabelledCase]]] = {
         for name, of_part in leak.PARTS.items()
         for case in of_part()
     ],
+    "slack": lambda: list(chain.from_iterable(slack.parts_of(is_quick=False))),
     "unseen": lambda: list(chain.from_iterable(unseen.parts_of(is_quick=False))),
     "separation": lambda: separation.cases_of(is_quick=False),
 }

@@ -4,7 +4,7 @@
   arrival; a long wait raises them. Wrong predictions then change the order less.
 - Knapsack (Apt-Serve): where blocks are short, first tokens in the order of pending time per block.
 - Hidden caches (Apt-Serve): where blocks are short for a first token that would be late, layer inputs in place of keys
-  and values, if the iterations that recompute these still make no token late.
+  and values, if the iterations that recompute these make no token late and take less than computing the prompt again.
 docs/experiments/ablations.md has the worth of each.
 """
 
@@ -66,14 +66,22 @@ class HiddenPacking(SloPacking):
         return wanted
 
     def _pays_hidden(self, row: int) -> bool:
-        """Return whether its first token is urgent, and iterations with its hidden cache would make no token late."""
+        """Return whether its first token is urgent, and its hidden cache costs less than dropping a cache for it would.
+
+        That is, all its iterations add less to what they take with keys and values than the prompt takes to compute
+        again, and none of them makes a token late.
+        """
         table = self._table
         is_newcomer = not (table.num_blocks[row] or table.num_generated[row] or table.num_cached[row])
         if self._rows.rank[row] != URGENT or not is_newcomer:
             return False
-        beside = self._packer.work.copy()
-        beside.add_decode(self._packer.remaining(row), is_hidden=True)
-        return self._view.costs.iteration_s(beside) <= self._forecast.allowed_s
+        num_tokens, costs = self._packer.remaining(row), self._view.costs
+        plain, hidden = self._packer.work.copy(), self._packer.work.copy()
+        plain.add_decode(num_tokens)
+        hidden.add_decode(num_tokens, is_hidden=True)
+        hidden_s = costs.iteration_s(hidden)
+        added_s = (hidden_s - costs.iteration_s(plain)) * float(table.predicted_len[row])
+        return hidden_s <= self._forecast.allowed_s and added_s <= num_tokens * self._forecast.prefill_token_s
 
     @override
     def _add_prompt(self, row: int, budget_s: float) -> bool:
