@@ -2,8 +2,9 @@
 
 A turn makes one gap of every answer longer. So it ends in time for the tightest mean gap that a client was promised:
 what its objective allows, less the time of an iteration. At least one step is taken, so that pictures are never stuck.
-Example: a promise of 150 ms, iterations of 100 ms: 0.9 * 150 - 100 = 35 ms, of which the longest turn, 20 ms, is taken;
-with iterations of 130 ms: 5 ms.
+Example: a promise of 150 ms, iterations of 100 ms: 0.9 * 150 - 100 = 35 ms, which a turn may take; with iterations of
+130 ms: 5 ms. Beyond that a turn is no longer than iterations are (20 ms where these are shorter), and than 100 ms, as
+a chat that comes waits for it.
 
 The policy packs iterations by what gaps may be as well. What turns take has to come off that, or iterations filled with
 documents would leave no time for them: to its cost model every iteration is longer by a turn while there are some.
@@ -14,7 +15,8 @@ from alignedserve.core.request import Request
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 
-LONGEST_TURN_S = 0.02
+LONGEST_TURN_S = 0.02  # beside shorter iterations
+_MOST_S = 0.1  # beside any
 _PROMISED_SHARE = 0.9  # of a promised gap: the rest is for errors
 _WEIGHT = 0.3  # of the latest iteration, or turn, beside those before it
 _LEAST_S = 1e-4  # of expected turns: shorter ones are none
@@ -53,10 +55,11 @@ class TurnLengths:
     @property
     def turn_s(self) -> float:
         """Return the seconds after which a turn ends, with the step that reaches them."""
+        longest_s = min(max(self._iteration_s, LONGEST_TURN_S), _MOST_S)  # half of the time, of long iterations
         if not self._promised_s:
-            return LONGEST_TURN_S
+            return longest_s
         spare_s = _PROMISED_SHARE * min(self._promised_s.values()) - self._iteration_s
-        return min(max(spare_s, 0.0), LONGEST_TURN_S)
+        return min(max(spare_s, 0.0), longest_s)
 
 
 class ExpectedTurns:

@@ -12,7 +12,7 @@ from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.events import Received
 from alignedserve.messages.iterations import RunIteration
 from alignedserve.messages.workers import PrefillRequest
-from alignedserve.scheduling.picture_turns import LONGEST_TURN_S, TurnLengths
+from alignedserve.scheduling.picture_turns import TurnLengths
 from alignedserve.sim.event_queue import EventQueue
 
 _STEP_S = 0.003  # of an encoder's pass
@@ -111,7 +111,7 @@ class SimulatedEncoder:
         return not job.is_real_time and bool(self._real_time)
 
     def _turn_s(self, job: _Job) -> float:
-        longest_s = _STEP_S if self._gives_way(job) else max(min(self._lengths.turn_s, LONGEST_TURN_S), _STEP_S)
+        longest_s = _STEP_S if self._gives_way(job) else max(self._lengths.turn_s, _STEP_S)
         return min(longest_s, job.left_s)
 
     def _idle_turn_ended(self, turn: tuple[_Job, float, int]) -> None:
