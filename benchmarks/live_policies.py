@@ -10,7 +10,8 @@ answers around 60; TTFT 0.4 s, TPOT 0.2 s. Best-effort: 64 requests outstanding,
 128. Two loads, that differ in the rate of chat. Each run begins with documents outstanding already, so that none is
 measured from a cold start. Per topology first each kind alone, under `aligned_slo`: best-effort alone gives its
 throughput, real-time alone the share of the workers' time that it takes. Beside each run stands what the simulator
-makes of the same traffic (other draws from the same distributions), with costs fitted to the recording of those runs.
+makes of the same traffic (other draws from the same distributions), with costs fitted to the recording of those runs,
+and with `--own-costs`, which measures again what lacks it, also with costs fitted to the recording of the very run.
 The table stands in docs/benchmarks.md; tests/unit/docs/test_live_policies.py holds page and record together.
 """
 
@@ -53,6 +54,7 @@ _HEAD = (
     "| topology, load | policy | both held | simulated | TTFT p50, p90, longest, s | TPOT p50, p90, s | longest gap, s "
     "| documents, tokens/s | simulated |"
 )
+OWN_COSTS = "simulated_own_costs"  # of a row: with costs fitted to its own run
 _DIFFERS = 0.1  # from where on a difference between live and simulated is shown in bold
 Row = dict[str, Any]
 
@@ -81,10 +83,12 @@ def measure_alone(folder: Path, topology: str, recording: Path, duration_s: floa
         return {**chat, DOCUMENTS: row_of(traffic_report(port, folder, [_BEST_EFFORT], duration_s, LEARNING_S))}
 
 
-def measure(folder: Path, policy: str, topology: str, loads: Sequence[str], duration_s: float) -> dict[str, Row]:
-    """Measure a policy in a topology, under each of these loads in turn."""
+def measure(
+    folder: Path, policy: str, topology: str, loads: Sequence[str], duration_s: float, recording: Path
+) -> dict[str, Row]:
+    """Measure a policy in a topology, under each of these loads in turn, and leave a recording of them."""
     settings = [*settings_of(topology), *_SETTINGS_OF.get(policy, ())]
-    with served(folder, settings, "--policy", policy) as port:
+    with served(folder, settings, "--policy", policy, "--record", str(recording)) as port:
         traffic_report(port, folder, [real_time("heavy"), _BEST_EFFORT], LEARNING_S)
         return {
             load: row_of(traffic_report(port, folder, [real_time(load), _BEST_EFFORT], duration_s, LEARNING_S))
@@ -172,35 +176,34 @@ def table(figures: Mapping[str, Any]) -> str:
         alone = of_topology["alone"]
         documents = round(alone[DOCUMENTS][DOCUMENTS]["tokens_per_s"])
         for load in LOADS:
-            chat = _chat_cells(alone[load], None)
+            chat = _chat_cells(alone[load])
             rows.append(f"| {topology}, {load} | each alone (`aligned_slo`) | {chat} | {documents} | |")
             for policy, measured in of_topology["both"].items():
                 if load in measured:
-                    rows.append(f"| | `{policy}` | {_cells(measured[load]['live'], measured[load]['simulated'])} |")
+                    rows.append(f"| | `{policy}` | {_cells(measured[load])} |")
     return "\n".join(rows) + "\n"
 
 
-def _cells(live: Row, predicted: Row | None) -> str:
-    tokens, shown = live[DOCUMENTS]["tokens_per_s"], "-"
-    if predicted is not None:
-        expected = predicted[DOCUMENTS]["tokens_per_s"]
-        shown = _bold(f"{expected:.0f}", abs(expected - tokens) > _DIFFERS * tokens)
-    return f"{_chat_cells(live, predicted)} | {tokens:.0f} | {shown}"
+def _cells(measured: Mapping[str, Any]) -> str:
+    live, by_own = measured["live"], measured.get(OWN_COSTS)
+    tokens = live[DOCUMENTS]["tokens_per_s"]
+    predicted = [one[DOCUMENTS]["tokens_per_s"] for one in (measured["simulated"], by_own) if one is not None]
+    shown = [_bold(f"{expected:.0f}", abs(expected - tokens) > _DIFFERS * tokens) for expected in predicted]
+    return f"{_chat_cells(live, measured['simulated'], by_own)} | {tokens:.0f} | {', '.join(shown) or '-'}"
 
 
-def _chat_cells(live: Row, predicted: Row | None) -> str:
+def _chat_cells(live: Row, *predicted: Row | None) -> str:
     chat = live[CHAT]
-    expected = ""
-    if predicted is not None:
-        share = predicted[CHAT]["held"] or 0.0
-        expected = _bold(f"{share:.0%}", abs(share - (chat["held"] or 0.0)) > _DIFFERS)
+    held = chat["held"] or 0.0
+    shares = [one[CHAT]["held"] or 0.0 for one in predicted if one is not None]
+    expected = ", ".join(_bold(f"{share:.0%}", abs(share - held) > _DIFFERS) for share in shares)
     ttft, tpot = chat["ttft_s"], chat["tpot_s"]
     times = [
         ", ".join(_seconds(ttft and ttft[name]) for name in ("p50", "p90", "max")),
         ", ".join(_seconds(tpot and tpot[name], 3) for name in ("p50", "p90")),
         _seconds(chat["longest_gap_s"]),
     ]
-    return " | ".join([f"{chat['held'] or 0.0:.0%}", expected, *times])
+    return " | ".join([f"{held:.0%}", expected, *times])
 
 
 def _bold(text: str, is_bold: bool) -> str:
@@ -220,14 +223,23 @@ def with_table(page: str) -> str:
 # --- all of it
 
 
-def measure_all(figures: dict[str, Any], folder: Path, wanted: Sequence[tuple[str, str]], loads: Sequence[str]) -> None:
-    """Measure what `figures` do not have yet of these policies, topologies and loads; write the record after each."""
+def measure_all(
+    figures: dict[str, Any],
+    folder: Path,
+    wanted: Sequence[tuple[str, str]],
+    loads: Sequence[str],
+    has_own_costs: bool,
+) -> None:
+    """Measure what `figures` do not have yet of these policies, topologies and loads; write the record after each.
+
+    `has_own_costs`: a row without a simulation by its own costs counts as missing.
+    """
     duration_s = figures["duration_s"]
     for topology in dict.fromkeys(topology for _, topology in wanted):
         of_topology = figures["topologies"].setdefault(topology, {"both": {}})
         both: dict[str, dict[str, Row]] = of_topology["both"]
         missing = {
-            policy: [load for load in loads if load not in both.get(policy, {})]
+            policy: [load for load in loads if _is_missing(both.get(policy, {}).get(load), has_own_costs)]
             for policy, in_topology in wanted
             if in_topology == topology
         }
@@ -237,11 +249,23 @@ def measure_all(figures: dict[str, Any], folder: Path, wanted: Sequence[tuple[st
         of_topology["alone"] = measure_alone(folder, topology, recording, duration_s)
         machine = machine_of(recording)
         for policy, of_policy in missing.items():
-            for load, live in (measure(folder, policy, topology, of_policy, duration_s) if of_policy else {}).items():
-                predicted = simulated(machine, policy, topology, load, duration_s)
-                both.setdefault(policy, {})[load] = {"live": live, "simulated": predicted}
-                print(f"{topology}, {load}, {policy}: {_cells(live, predicted)}", flush=True)
+            if not of_policy:
+                continue
+            own = folder.parent / f"{topology}-{policy}"
+            live = measure(folder, policy, topology, of_policy, duration_s, own)
+            own_machine = machine_of(own)
+            for load in of_policy:
+                row = both.setdefault(policy, {})[load] = {
+                    "live": live[load],
+                    "simulated": simulated(machine, policy, topology, load, duration_s),
+                    OWN_COSTS: simulated(own_machine, policy, topology, load, duration_s),
+                }
+                print(f"{topology}, {load}, {policy}: {_cells(row)}", flush=True)
             write_result(RECORD, figures, command="python -m benchmarks.live_policies")
+
+
+def _is_missing(row: Row | None, has_own_costs: bool) -> bool:
+    return row is None or (has_own_costs and OWN_COSTS not in row)
 
 
 def main() -> None:
@@ -251,6 +275,9 @@ def main() -> None:
     parser.add_argument("--topology", nargs="+", default=TOPOLOGIES, choices=TOPOLOGIES)
     parser.add_argument("--load", nargs="+", default=list(LOADS), choices=LOADS)
     parser.add_argument("--duration", type=float, default=40.0)
+    parser.add_argument(
+        "--own-costs", action="store_true", help="measure again what was not simulated by its own costs"
+    )
     parser.add_argument("--anew", action="store_true", help="forget what is recorded")
     parser.add_argument("--page", action="store_true", help="measure nothing, write the table of the page")
     arguments = parser.parse_args()
@@ -266,7 +293,7 @@ def main() -> None:
         ]
         with tempfile.TemporaryDirectory() as name:
             folder = make_opt_125m(Path(name) / "opt-125m")
-            measure_all(figures, folder, chosen, arguments.load)
+            measure_all(figures, folder, chosen, arguments.load, arguments.own_costs)
     PAGE.write_text(with_table(PAGE.read_text()))
 
 

@@ -1,7 +1,8 @@
 """The union of the five papers, for one iteration: objectives are constraints, throughput is what is left.
 
 - Requests that can still hold their objectives go before those that cannot (Apt-Serve, section 4.2), and those that
-  would miss them by waiting for one more iteration go first (AccelGen, section 4.3).
+  would miss them by waiting for one more iteration go first (AccelGen, section 4.3). Where not all can, the fewest
+  prompts give way (slo_relegation.py).
 - The iteration lasts no longer than the least slack of its requests allows, nor so long that a prompt that arrives
   meanwhile would be late (BROS, constraint 6; AccelGen, equation 6); best-effort work fills the rest of that time.
 - Requests that can wait are ordered by predicted remaining time, the shortest first, until they have waited too long;
@@ -35,6 +36,7 @@ from alignedserve.scheduling.policies.slo_forecast import (
 from alignedserve.scheduling.policies.slo_interference import Interference, has_gaps, without_starving_chat
 from alignedserve.scheduling.policies.slo_packing import SloPacking
 from alignedserve.scheduling.policies.slo_pool import PooledPacking
+from alignedserve.scheduling.policies.slo_relegation import num_contending, relegated
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import RefreshedEstimate, fit_request_runtime, measure_prefill_times
 
@@ -57,6 +59,7 @@ class AlignedSloConfig:
     return_s: float = 10.0  # so long after its last token a late chat that has lost its cache has that share
     overdue_s: float = OVERDUE_S  # so long after its first token was due a chat that has none has it
     pause_s: float = 1.0  # so long a late chat that has begun pauses with its cache
+    most_stretch: float = 2.5  # times as long as alone that a prompt keeps others waiting, by decodes beside it
     starving_share: float = 0.1  # the share, of the time that the iteration may take and of the memory
     growth_tokens: int = 16  # newcomers leave blocks for this many more tokens of each request with objectives
     interference: float | None = None  # `scheduling.interference`: best effort prolongs gaps of chat by this factor
@@ -164,6 +167,8 @@ class AlignedSlo:
             overdue_s=config.overdue_s,
         )
         rows = behind_real_time(view.table, forecast_rows(view.table, situation, prompts))
+        if num_contending(rows) > 1:
+            rows = relegated(view.table, rows, self._stretch(view, min(rows.allowed_s, cap_s)))
         slack_share = self._slack_share(view)
         allowed_s = copies_s = slack_share * rows.allowed_s
         if interference is not None:
@@ -187,6 +192,12 @@ class AlignedSlo:
             prefill_token_s=runtime.prefill_token_s,
             loans_s=config.starving_share * config.loan_s,
         )
+
+    def _stretch(self, view: WorkerView, longest_s: float) -> float:
+        """Return how many times as long as alone a prompt takes in iterations of this length, beside the decodes."""
+        decodes_s = view.costs.iteration_s(real_time_work(view.table).decodes)
+        beside = decodes_s / longest_s if math.isfinite(longest_s) else 0.0
+        return min(1.0 / max(1.0 - beside, 1e-9), self._config.most_stretch)
 
     def _kept_blocks(self, held: int, now: float) -> int:
         """Return by how many blocks requests on time recently held more than now: they may come to need these again."""

@@ -3,9 +3,10 @@
 Those of a class are served by priority and arrival, within a share of every iteration's time, and hold a share of the
 memory that no other request takes from them: as many of the first ones as fit it, at least one. Documents are served so
 to their end, and late chats until their cache is back; those furthest behind then keep it, in a share like that. Chats
-whose first token is overdue begin so, and those that have begun so hold at most that share of the places. The rest go
-first among their own class (but for late chat, which keeps its place), and are evicted for others as they would be
-without having waited. So however many have waited too long, chat on time has the rest of the time and of the memory.
+whose first token is overdue begin so, and those that have begun so hold at most that share of places and memory, at
+least one. The rest go first among their own class (but for late chat, which keeps its place), and are evicted for
+others as they would be without having waited. So however many have waited too long, chat on time has the rest of the
+time and of the memory.
 
 A first one that needs more memory than the share has it all the same, once it has been first for so long that the
 memory it holds is the share on average:
@@ -23,7 +24,7 @@ import numpy as np
 from alignedserve.core.ids import RequestId
 from alignedserve.scheduling.policies.slo_forecast import BEST_EFFORT, LATE, STARVING, counts_of, in_order
 from alignedserve.scheduling.policy import WorkerView
-from alignedserve.scheduling.table import Ints, RequestTable
+from alignedserve.scheduling.table import Bools, Ints, RequestTable
 from kernels.cpu.request_table import RowForecasts
 
 
@@ -53,20 +54,30 @@ class Floor:
         return self._of_documents.apply(view, floored, starving[~is_chat])
 
     def _few_beginning(self, view: WorkerView, rows: RowForecasts) -> RowForecasts:
-        """Return the forecasts with chats overdue to begin behind the floor, but for a share of the places.
+        """Return the forecasts with chats overdue to begin behind the floor, but for a share of places and memory.
 
-        Those that have come so late already are counted, to the end of their answers.
+        Those that have come so late already are counted, to the end of their answers. One may begin in any case: where
+        prompts are long, a tenth of the places would be all of the memory.
         """
         table = view.table
         beginning = np.flatnonzero((rows.rank == STARVING) & table.is_real_time & (table.num_generated == 0))
         beginning = beginning[np.isfinite(table.ttft_s[beginning])]
         if not len(beginning):
             return rows
-        due_s = table.arrival_s + table.ttft_s + self._overdue_s
-        num_begun = int(np.count_nonzero(table.is_real_time & (table.first_token_s > due_s)))
-        room = max(int(self._share * view.limits.max_running_requests), 1) - num_begun
-        beyond = in_order(beginning, table, rows)[max(room, 0) :]
+        begun = np.flatnonzero(self._has_begun_overdue(table))
+        beginning = in_order(beginning, table, rows)
+        needed = _blocks_for(view, np.concatenate((begun, beginning)))
+        num_fitting = _num_within(self._share * view.memory.num_blocks, needed)
+        num_places = int(self._share * view.limits.max_running_requests)
+        num_kept = max(min(num_fitting, num_places), 1) - len(begun)
+        beyond = beginning[max(num_kept, 0) :]
         return behind(rows, beyond, first=beyond[:0]) if len(beyond) else rows
+
+    def _has_begun_overdue(self, table: RequestTable) -> Bools:
+        """Return which chats had their first token only once they were overdue to begin."""
+        overdue_s = table.arrival_s + table.ttft_s + self._overdue_s
+        begun: Bools = table.is_real_time & (table.first_token_s > overdue_s)
+        return begun
 
     def _sheltered(self, view: WorkerView, rows: RowForecasts) -> Ints:
         """Return the ranks, by which memory is kept, with late chats that are furthest behind sheltered by a share.
@@ -81,8 +92,7 @@ class Floor:
         behind = late[is_behind][np.argsort(due_s[is_behind], kind="stable")]
         if not len(behind):
             return rows.rank
-        room = self._share * view.memory.num_blocks
-        num_kept = max(int(np.searchsorted(np.cumsum(table.num_blocks[behind]), room, side="right")), 1)
+        num_kept = max(_num_within(self._share * view.memory.num_blocks, table.num_blocks[behind]), 1)
         hold = rows.rank.copy()
         hold[behind[:num_kept]] = STARVING
         return hold
@@ -101,12 +111,10 @@ class _ClassShare:
         if not len(starving):
             self._first = None
             return floored
-        rows, table, memory = floored.rows, view.table, view.memory
+        rows, table = floored.rows, view.table
         starving = in_order(starving, table, rows)
-        context_len = table.prompt_len[starving] + table.num_generated[starving] + 1
-        needed = memory.blocks_for_each(context_len, is_hidden=table.is_hidden[starving])
-        room = self._share * memory.num_blocks
-        num_kept = max(int(np.searchsorted(np.cumsum(needed), room, side="right")), 1)
+        needed, room = _blocks_for(view, starving), self._share * view.memory.num_blocks
+        num_kept = max(_num_within(room, needed), 1)
         hold, first = floored.hold, int(starving[0])
         is_held = self._is_held(table.request_ids[first], float(rows.left_s[first]), needed[0] / room, view.now)
         if num_kept < len(starving):
@@ -124,6 +132,18 @@ class _ClassShare:
         if first != self._first:
             self._first, self._due_s = first, now + left_s * max(shares - 1.0, 0.0)
         return shares <= 1.0 or now >= self._due_s
+
+
+def _blocks_for(view: WorkerView, rows: Ints) -> Ints:
+    """Return the blocks that each of these rows needs for its next token."""
+    table = view.table
+    context_len = table.prompt_len[rows] + table.num_generated[rows] + 1
+    return view.memory.blocks_for_each(context_len, is_hidden=table.is_hidden[rows])
+
+
+def _num_within(room: float, blocks: Ints) -> int:
+    """Return how many of these, from the first on, fit into so many blocks."""
+    return int(np.searchsorted(np.cumsum(blocks), room, side="right"))
 
 
 def _with(hold: Ints, rows: Ints, claim: Ints) -> Ints:
