@@ -105,11 +105,13 @@ class FairShares:
     def is_behind(self, tenant: str) -> bool:
         """Return whether a waiting tenant, with one more thing, holds no more than its share of all that is held.
 
+        One that nobody shares with at this moment has all of it, and is behind nobody: others may come at any time.
         Example: tenants of weights 2, 1 and 1 hold 20, 11 and 3 things. The third's share of 35 is 8.75, and it would
         hold four: it is behind.
         """
         known = self._tenants[tenant]
-        return (known.num_held + 1) * self._active_weight <= known.weight * (self._num_held + 1)
+        is_alone = self._num_active == 1
+        return not is_alone and (known.num_held + 1) * self._active_weight <= known.weight * (self._num_held + 1)
 
     def wait(self, tenant: str, weight: float, now: float) -> None:
         """Count one more thing for which the tenant waits. `weight`: above 0; the latest one counts from now on."""

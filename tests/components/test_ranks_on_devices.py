@@ -99,7 +99,7 @@ async def test_a_killed_process_of_a_rank_is_its_worker_s_death(tmp_path: Path, 
         work = prompts(8, 40, 100)
         answers = await submitted(cluster, work, SAMPLING)
         ranks = cluster.engines[PREFILL]._ranks
-        assert ranks is not None
+        assert isinstance(ranks, rank_group.RankGroup)
         os.kill(ranks.process_ids[0], signal.SIGKILL)
         await holds(lambda: faults_of_the_loop != [])  # which ends a real process
         await cluster.stop(PREFILL)

@@ -121,6 +121,16 @@ def test_a_tenant_is_behind_until_it_holds_its_share() -> None:
     assert shares.is_behind("c")
 
 
+def test_a_tenant_alone_is_behind_nobody() -> None:
+    """It would fill the workers, and who asks again a moment later would find no place."""
+    shares = FairShares()
+    shares.wait("a", 1.0, 0.0)
+    assert not shares.is_behind("a")
+    shares.hold("a")
+    shares.wait("b", 1.0, 0.0)
+    assert shares.is_behind("b")
+
+
 def test_what_was_charged_too_much_is_given_back() -> None:
     shares = FairShares()
     for tenant in ("a", "b"):

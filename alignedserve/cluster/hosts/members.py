@@ -162,7 +162,8 @@ def record_of(
     """Return what the record of the cluster says of this node. `problems`: of processes that do not serve."""
     node, share, config = member.ray_node, member.prepared.share, member.prepared.config
     devices: dict[str, str] = {}
-    routers, pools, stages = [], [], []
+    routers, pools = [], []
+    stages = list[str]()
     for part in member.models.values():
         engines = engines_of(part.share, part.config.engine, part.capacity)
         devices |= {

@@ -97,13 +97,14 @@ LATE: dict[str, Any] = {"prompt_len": 90, "num_generated": 5, "ttft_s": 0.1, "tp
 
 def beside_chat(**row: Any) -> dict[str, int]:
     """Return what is computed of this row beside a chat whose token takes 11.4 ms, of 11.2 that are allowed."""
-    return beside_chat_all(row=row)
+    return beside_chat_all({"row": row})
 
 
-def beside_chat_all(*, max_running_requests: int = 64, **rows: dict[str, Any]) -> dict[str, int]:
+def beside_chat_all(rows: Rows, *, max_running_requests: int = 64, **worker: Any) -> dict[str, int]:
     chat = {"prompt_len": 40, "num_generated": 1, "ttft_s": 1.0, "tpot_s": 0.0125}
     chat |= {"arrival_s": 19.99, "first_token_s": 20.0, "last_token_s": 20.0}
-    return planned({"chat": chat, **rows}, now=20.0, max_running_requests=max_running_requests)[0]
+    rows = {"chat": chat, **rows}
+    return planned(rows, now=20.0, max_running_requests=max_running_requests, **worker)[0]
 
 
 def test_an_answer_that_has_begun_late_pauses_no_longer_than_a_second() -> None:
@@ -120,7 +121,7 @@ def test_one_that_has_lost_its_cache_returns_after_ten_seconds_by_its_share() ->
 def test_it_does_not_wait_for_a_document_that_has_waited_for_longer() -> None:
     lost = {**LATE, "num_cached": 0, "last_token_s": 9.9}
     document = {"prompt_len": 90, "be": True, "arrival_s": -200.0, "predicted_len": 10}
-    assert beside_chat_all(document=document, lost=lost) == {"chat": 1, "document": 1, "lost": 1}
+    assert beside_chat_all({"document": document, "lost": lost}) == {"chat": 1, "document": 1, "lost": 1}
 
 
 def test_the_late_chat_furthest_behind_keeps_the_cache_that_was_computed_again() -> None:
@@ -146,5 +147,14 @@ def test_those_that_have_begun_so_hold_no_more_than_a_share_of_the_places() -> N
     waiting = {"prompt_len": 90, "predicted_len": 10, "ttft_s": 1.0}
     begun = {**LATE, "arrival_s": -50.0, "first_token_s": 19.0, "last_token_s": 19.9}
     rows: Rows = {"first": {**waiting, "arrival_s": -20.0}, "second": {**waiting, "arrival_s": -19.0}}
-    assert beside_chat_all(**rows, max_running_requests=10) == {"chat": 1, "first": 1}
-    assert beside_chat_all(begun=begun, **rows, max_running_requests=10) == {"chat": 1}
+    assert beside_chat_all(rows, max_running_requests=10) == {"chat": 1, "first": 1}
+    assert beside_chat_all({"begun": begun, **rows}, max_running_requests=10) == {"chat": 1}
+
+
+def test_nor_more_than_a_share_of_the_memory() -> None:
+    """One of 7 blocks has begun so, and the other would take 6: of 1 000 blocks both have a tenth, of 100 one has."""
+    begun = {**LATE, "arrival_s": -50.0, "first_token_s": 19.0, "last_token_s": 19.9}
+    first = {"prompt_len": 90, "predicted_len": 10, "ttft_s": 1.0, "arrival_s": -20.0}
+    assert beside_chat_all({"begun": begun, "first": first}, num_blocks=1000) == {"chat": 1, "first": 1}
+    assert beside_chat_all({"begun": begun, "first": first}, num_blocks=100) == {"chat": 1}
+    assert beside_chat_all({"first": first}, num_blocks=40) == {"chat": 1, "first": 1}

@@ -54,7 +54,7 @@ def test_the_rest_are_in_time_and_a_prompt_gives_way_to_none_less_important(
     kept = [place for place in range(len(prompts)) if place not in yielding]
     assert in_time(prompts, kept, *stretches)
     for gone, other in product(yielding, kept):
-        if prompts[other][1] <= prompts[gone][1]:  # due before it, and so considered with it
+        if (prompts[other][1], other) < (prompts[gone][1], gone):  # due before it, and so considered with it
             assert priorities[other] <= priorities[gone] or not in_time(prompts, [gone], *stretches)
 
 
