@@ -49,6 +49,7 @@ from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.scheduling.picture_turns import TurnLengths
 from benchmarks.measuring.recording import write_result
 from decode_worker.factory import colocated_registration, make_colocated_logic, memory_of
 from kernels.attention import PLAIN_SCORES
@@ -215,7 +216,7 @@ def made(num_rows: int, context_len: int, sampling: SamplingParams, *, is_spread
     executor = ModelExecutor.__new__(ModelExecutor)
     stand_in: Any = executor
     stand_in._engine, stand_in._ranks, stand_in._turns, stand_in._has_axes = engine, None, DeviceTurns(None), False
-    stand_in._urgent = UrgentIterations()
+    stand_in._urgent, stand_in._turn_lengths = UrgentIterations(), TurnLengths()
     nobody_fails: dict[str, Any] = {"failures": lambda ids: {}, "remove": lambda request_id: None}
     stand_in._adapters = mock.Mock(add=lambda request: None, **nobody_fails)
     stand_in._pictures = mock.Mock(add=lambda request, num_cached: None, **nobody_fails)
