@@ -130,7 +130,7 @@ class GroupRouter:
     def __call__(self, x: Tensor) -> Routing:
         """Choose for x [rows, hidden_size]."""
         logits = self._product(x.float())
-        scores = logits.softmax(-1) if self._correction is None else logits.sigmoid()
+        scores = logits.softmax(-1) if self._correction is None else _sigmoids(logits)
         ranks = scores if self._correction is None else scores + self._correction
         if self._num_groups > 1:
             ranks = self._in_chosen_groups(ranks)
@@ -147,6 +147,11 @@ class GroupRouter:
         chosen = best.topk(self._num_chosen_groups, dim=-1).indices
         others = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
         return by_group.masked_fill(others[..., None], -torch.inf).view_as(ranks)
+
+
+def _sigmoids(x: Tensor) -> Tensor:
+    """Return them by float64: PyTorch's of float32 depend in the last bit on where in `x` an element stands."""
+    return x.double().sigmoid_().to(x.dtype)
 
 
 def grouped_products(
@@ -206,7 +211,7 @@ class WithSharedExpert:
         """Compute x [rows, in_width], rows >= 1 -> [rows, out_width]."""
         shared = self._shared(x)
         if self._gate is not None:
-            shared = shared * self._gate(x).sigmoid()
+            shared = shared * _sigmoids(self._gate(x))
         return self._chosen(x).add_(shared)
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.feed_forward import ExpertRouter, Experts, FeedForwardPart, grouped_products
+from kernels.feed_forward import ExpertRouter, Experts, FeedForwardPart, GroupRouter, grouped_products
 from kernels.linear import Linear
 from kernels.sorted_experts import stacked_experts
 from tests.support.host_reads import NoHostReads
@@ -105,3 +105,13 @@ def test_rows_that_are_not_numbers_stay_alone() -> None:
     assert found[2].isnan().all()
     others = [0, 1, 3, 4]
     assert torch.equal(found[others], expected[others])
+
+
+def test_the_shares_of_a_row_do_not_depend_on_its_batch() -> None:
+    """Sigmoids of PyTorch would: in the last bit, by where in the batch a row's scores stand."""
+    router = GroupRouter(randoms(6, HIDDEN), randoms(6, seed=1), 2, normalises=True, groups=(3, 2))
+    x = randoms(37, HIDDEN, seed=2)
+    experts, shares = router(x)[:2]
+    alone = [router(x[place : place + 1]) for place in range(len(x))]
+    assert torch.equal(experts, torch.cat([one[0] for one in alone]))
+    assert torch.equal(shares, torch.cat([one[1] for one in alone]))
