@@ -116,17 +116,7 @@ def _sequence_of(command: AddSequence, adapters: SequenceAdapters | None) -> New
     if command.adapter is not None:
         assert adapters is not None, "an adapter for a rank that loads none"
         adapter = adapters.acquire(command.request_id, command.adapter)
-    return NewSequence(
-        command.request_id,
-        command.token_ids,
-        command.prompt_len,
-        command.num_cached,
-        command.block_ids,
-        command.sampling,
-        is_hidden=command.is_hidden,
-        is_reversed=command.is_reversed,
-        adapter=adapter,
-    )
+    return command.sequence(adapter)
 
 
 def main(socket_descriptor: int, copies_descriptor: int, lifeline: int) -> int:

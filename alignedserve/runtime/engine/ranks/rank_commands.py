@@ -12,6 +12,7 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import LoraAdapter, SamplingParams
 from alignedserve.messages.iterations import Swaps
 from alignedserve.runtime.attention.sequence_table import NewSequence
+from kernels.lora import AdapterMatrices
 
 
 class RankCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -30,6 +31,20 @@ class AddSequence(RankCommand, frozen=True):
     is_hidden: bool  # its blocks hold layer inputs
     is_reversed: bool  # it fills its blocks from the last slot to the first
     adapter: LoraAdapter | None  # that it is computed with
+
+    def sequence(self, adapter: AdapterMatrices | None = None) -> NewSequence:
+        """Return what an engine adds. `adapter`: this process's part of it."""
+        return NewSequence(
+            self.request_id,
+            self.token_ids,
+            self.prompt_len,
+            self.num_cached,
+            self.block_ids,
+            self.sampling,
+            is_hidden=self.is_hidden,
+            is_reversed=self.is_reversed,
+            adapter=adapter,
+        )
 
 
 class AppendBlocks(RankCommand, frozen=True):

@@ -4,7 +4,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.attention.sequence_table import NewSequence
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.ranks.rank_commands import (
     AddSequence,
@@ -30,7 +29,7 @@ class StageEngine(Engine):
         """Perform one command, but RunPart; `swap_space`: of this engine's storage."""
         match command:
             case AddSequence():
-                self.add_sequence(_sequence_of(command))
+                self.add_sequence(command.sequence())
             case AppendBlocks(request_id, block_ids):
                 self.append_blocks(request_id, block_ids)
             case RemoveSequence(request_id):
@@ -73,16 +72,3 @@ class StageEngine(Engine):
         if not len(step.sampled_at):
             return hidden[:0]
         return hidden.index_select(0, torch.from_numpy(step.sampled_at))
-
-
-def _sequence_of(command: AddSequence) -> NewSequence:
-    return NewSequence(
-        command.request_id,
-        command.token_ids,
-        command.prompt_len,
-        command.num_cached,
-        command.block_ids,
-        command.sampling,
-        is_hidden=command.is_hidden,
-        is_reversed=command.is_reversed,
-    )
