@@ -205,7 +205,7 @@ def iterations_of(run: ObservedRun, fit: MachineFit) -> dict[str, Any]:
     kinds: dict[str, list[tuple[float, float]]] = {}
     for one in run.iterations:
         kind = "decodes" if not one.work.num_chunks else "prompts" if not one.work.num_decodes else "both"
-        kinds.setdefault(kind, []).append((one.ended_s - one.started_s, fitted_s(one, fit)))
+        kinds.setdefault(kind, []).append((one.seconds, fitted_s(one, fit)))
     return {
         kind: {
             "count": len(times),
@@ -224,7 +224,7 @@ def slices_of(run: ObservedRun, fit: MachineFit) -> dict[str, list[float | None]
     sums = {kind: [[0.0, 0.0] for _ in range(num_slices)] for kind in ("decodes", "prompts")}
     for one in run.iterations:
         of_slice = sums["prompts" if one.work.num_chunks else "decodes"][int((one.started_s - begin_s) / SLICE_S)]
-        of_slice[0] += one.ended_s - one.started_s
+        of_slice[0] += one.seconds
         of_slice[1] += fitted_s(one, fit)
     return {
         kind: [round(measured / fitted, 3) if fitted else None for measured, fitted in slices]

@@ -4,6 +4,7 @@ They differ from the first word on, so that a server's prefix cache gives no adv
 """
 
 import random
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,17 +104,24 @@ class WordLengths:
 class CallMaker:
     """Turns planned requests into calls.
 
-    `output_len` exact sends max_tokens (and, with `ignore_eos`, gets just as many); without it the model decides.
+    `output_len` exact sends max_tokens (and, with `ignore_eos`, gets just as many); without it the model decides. The
+    same seed makes the same texts; without one they are new, so that no prefix cache remembers them from a run before.
     """
 
     def __init__(
-        self, *, model: str, endpoint: CompletionApi, seed: int, limits_output: bool = True, ignore_eos: bool = False
+        self,
+        *,
+        model: str,
+        endpoint: CompletionApi,
+        seed: int | None = None,
+        limits_output: bool = True,
+        ignore_eos: bool = False,
     ) -> None:
         self._fixed: dict[str, Any] = {"model": model, "temperature": 0}
         if ignore_eos:
             self._fixed["ignore_eos"] = True  # an extension that vLLM, SGLang and AlignedServe share
         self._endpoint = endpoint
-        self._seed = seed
+        self._seed = secrets.randbits(32) if seed is None else seed
         self._limits_output = limits_output
         self._prepared: dict[int, str] = {}
         self._lengths: WordLengths | None = None

@@ -97,9 +97,7 @@ def fit_mean(samples: Sequence[Sample], bends: Sequence[float] = BENDS) -> Linea
 def fit_unmeasured(iterations: Sequence[ObservedIteration]) -> LinearIterationModel:
     """Fit what an iteration takes beside its engine's time: deciding, threads, records; some for each request."""
     rows = np.array([(1.0, iteration.work.num_decodes) for iteration in iterations]).reshape(-1, 2)
-    seconds = np.array(
-        [max(iteration.ended_s - iteration.started_s - iteration.engine_s, 0.0) for iteration in iterations]
-    )
+    seconds = np.array([max(iteration.seconds - iteration.engine_s, 0.0) for iteration in iterations])
     base_s, request_s = nonnegative_least_squares(rows, seconds).tolist()
     return LinearIterationModel(LinearCoefficients(base_s=base_s, decode_s=request_s))
 
@@ -120,10 +118,9 @@ class _WorkerIterations:
         has_prompt = np.array([iteration.work.num_chunks > 0 for iteration in self.iterations], np.int64)
         table = np.array(slowdowns).reshape(2, 2)[has_prompt]
         factors = 1.0 - self.shares.sum(axis=1) + (self.shares / (1.0 + table * self.num_others)).sum(axis=1)
-        seconds = [iteration.ended_s - iteration.started_s for iteration in self.iterations]
         return [
-            Sample(one.work, factor * taken_s)
-            for one, factor, taken_s in zip(self.iterations, factors.tolist(), seconds, strict=True)
+            Sample(one.work, factor * one.seconds)
+            for one, factor in zip(self.iterations, factors.tolist(), strict=True)
         ]
 
     def thinned(self) -> "_WorkerIterations":
@@ -135,7 +132,7 @@ class _WorkerIterations:
 def _iterations_of(iterations: Sequence[ObservedIteration], prefixes: tuple[str, ...]) -> _WorkerIterations:
     by_worker: dict[str, list[ObservedIteration]] = {}
     for iteration in iterations:
-        if iteration.ended_s > iteration.started_s:
+        if iteration.seconds > 0.0:
             by_worker.setdefault(iteration.worker, []).append(iteration)
     chosen = tuple(iteration for name, theirs in by_worker.items() if name.startswith(prefixes) for iteration in theirs)
     shares = np.zeros((len(chosen), 2))
@@ -143,17 +140,22 @@ def _iterations_of(iterations: Sequence[ObservedIteration], prefixes: tuple[str,
     for name, theirs in by_worker.items():
         is_other = np.array([iteration.worker != name for iteration in chosen], np.float64)
         for kind in (0, 1):
-            edges = np.array(
-                [
-                    (iteration.started_s, iteration.ended_s)
-                    for iteration in theirs
-                    if (iteration.work.num_chunks > 0) == kind
-                ]
-            )
+            edges = _edges_of([one for one in theirs if (one.work.num_chunks > 0) == kind])
             if len(edges):
                 shares[:, kind] += is_other * _shared_s(spans, edges)
     num_others = max(len(by_worker) - 1, 1)
-    return _WorkerIterations(chosen, num_others, shares / (num_others * (spans[:, 1:] - spans[:, :1])))
+    shares /= num_others * (spans[:, 1:] - spans[:, :1])
+    shares /= np.maximum(shares.sum(axis=1, keepdims=True), 1.0)  # a prompt may have run within decodes
+    return _WorkerIterations(chosen, num_others, shares)
+
+
+def _edges_of(iterations: Sequence[ObservedIteration]) -> npt.NDArray[np.float64]:
+    """Return when a worker ran these, begin and end [spans, 2], in order; an urgent one lies within another's span."""
+    edges: list[tuple[float, float]] = []
+    for one in sorted(iterations, key=lambda iteration: iteration.started_s):
+        if not edges or one.ended_s > edges[-1][1]:
+            edges.append((one.started_s, one.ended_s))
+    return np.array(edges)
 
 
 def _shared_s(spans: npt.NDArray[np.float64], edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

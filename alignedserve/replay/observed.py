@@ -63,6 +63,12 @@ class ObservedIteration:
     ended_s: float
     work: IterationWork
     engine_s: float  # as the engine measured it, which is what policies learn
+    stood_still_s: float = 0.0  # while an urgent iteration ran between two of its layers
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran itself."""
+        return self.ended_s - self.started_s - self.stood_still_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +179,7 @@ class ComponentObserver:
         self._recording_costs = _RecordingCosts()
         self._engine = SimulatedEngine(self._recording_costs, _UnknownAnswers(), _ANY_MEMORY, keeps_timeline=False)
         self._running: dict[bool, tuple[float, IterationWork]] = {}  # start and work, by whether it is urgent
+        self._urgent_s = 0.0  # of urgent iterations within the one that runs
         self._begun_s: dict[object, float] = {}  # copies under way
 
     def take(self, decided: Decided) -> None:
@@ -183,7 +190,12 @@ class ComponentObserver:
         elif isinstance(event, IterationCompleted):
             started_s, work = self._running[event.is_urgent]
             engine_s = event.duration_s(started_s, now)
-            self._run.iterations.append(ObservedIteration(self._name, started_s, now, work, engine_s))
+            stood_still_s = 0.0
+            if event.is_urgent:
+                self._urgent_s += now - started_s
+            else:
+                stood_still_s, self._urgent_s = self._urgent_s, 0.0
+            self._run.iterations.append(ObservedIteration(self._name, started_s, now, work, engine_s, stood_still_s))
         elif isinstance(event, LengthPredicted):
             self._run.record_predicted(event)
         elif isinstance(event, BlocksLoaded | BlocksOffloaded | BlocksRelayed):

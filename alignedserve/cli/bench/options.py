@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from alignedserve.cli.console import DEFAULT_URL
-from alignedserve.cli.options import ModelOption, SeedOption, UrlOption
+from alignedserve.cli.options import ModelOption, UrlOption
 from alignedserve.core.errors import ConfigError
 
 
@@ -63,7 +63,14 @@ class LoadOptions:
         Path | None, typer.Option(help="Folder with a tokenizer.json: prompts of exact length.", file_okay=False)
     ] = None
     timeout_s: Annotated[float, typer.Option("--timeout", min=0.001, help="Give a request up after this long.")] = 600.0
-    seed: SeedOption = 0
+    seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same arrivals and lengths.")] = 0
+    prompt_seed: Annotated[
+        int | None,
+        typer.Option(
+            "--prompt-seed",
+            help="The same texts again. Without it each run has new ones, so that no cache remembers the run before.",
+        ),
+    ] = None
     json_target: Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write the report as JSON.")] = (
         None
     )

@@ -76,7 +76,7 @@ async def _run(options: LoadOptions, plan: LoadPlan) -> tuple[LoadRun, str]:
         maker = CallMaker(
             model=model,
             endpoint=CompletionApi(options.endpoint),
-            seed=options.seed,
+            seed=options.prompt_seed,
             limits_output=options.output_len == "exact",
             ignore_eos=options.ignore_eos,
         )

@@ -217,10 +217,22 @@ def test_free_output_sends_no_limit() -> None:
     assert body.keys() == {"model", "temperature", "messages"}
 
 
+def _prompt(maker: CallMaker, index: int) -> str:
+    prompt: str = maker.call(LoadRequest(index, "a", 0.0, 50, 1), TrafficClass("a")).body["prompt"]
+    return prompt
+
+
 def test_prompts_differ_from_the_first_word_and_repeat_with_the_seed() -> None:
     maker = CallMaker(model="m", endpoint=CompletionApi.COMPLETIONS, seed=0)
-    prompts = [maker.call(LoadRequest(index, "a", 0.0, 50, 1), TrafficClass("a")).body["prompt"] for index in (0, 1, 0)]
+    prompts = [_prompt(maker, index) for index in (0, 1, 0)]
     assert prompts[0] == prompts[2] != prompts[1]
+
+
+def test_prompts_of_another_run_are_new() -> None:
+    """Otherwise a prefix cache knows them from the run before, and its first tokens come too soon."""
+    first, second = (CallMaker(model="m", endpoint=CompletionApi.COMPLETIONS) for _ in range(2))
+    assert _prompt(first, 0).split()[:8] != _prompt(second, 0).split()[:8]
+    assert _prompt(first, 0) == _prompt(first, 0)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 300])

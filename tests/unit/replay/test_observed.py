@@ -12,7 +12,7 @@ from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationMod
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.gateways import SubmitRequest
 from alignedserve.messages.workers import RequestFinished
-from alignedserve.replay.fitting import fit_unmeasured
+from alignedserve.replay.fitting import fit_machine, fit_unmeasured
 from alignedserve.replay.jitter import JitteryCosts, Ratio
 from alignedserve.replay.observed import ObservedIteration, ObservedRun
 from alignedserve.replay.simulated import requests_of, think_times_s, workload_of
@@ -78,6 +78,23 @@ def test_the_part_that_no_engine_measures_grows_with_the_requests() -> None:
     assert fit_unmeasured(iterations).iteration_s(decodes(40, 10)) == pytest.approx(0.006)
     never_less = [iteration(number, 0.1, engine_s=0.2) for number in range(5)]
     assert fit_unmeasured(never_less).iteration_s(IterationWork()) == 0.0
+
+
+def test_costs_are_fitted_to_passes_that_stood_still_for_urgent_ones() -> None:
+    """Two workers; every pass of the first, of 0.2 s, has an urgent one of 0.1 s within it."""
+    run = ObservedRun()
+    for number in range(40):
+        begin_s = 0.4 * number
+        run.iterations += [
+            ObservedIteration("prefill-0", begin_s + 0.05, begin_s + 0.15, prefill(100), 0.1),
+            ObservedIteration("prefill-0", begin_s, begin_s + 0.3, prefill(200), 0.2, stood_still_s=0.1),
+            ObservedIteration("decode-0", begin_s, begin_s + 0.2, decodes(4, 10), 0.2),
+            ObservedIteration("decode-0", begin_s + 0.2, begin_s + 0.4, decodes(4, 10), 0.2),
+        ]
+    fit = fit_machine(run, 64)
+    assert fit.prefill is not None
+    doubled = fit.prefill.costs.iteration_s(prefill(200)) / fit.prefill.costs.iteration_s(prefill(100))
+    assert doubled == pytest.approx(2.0, rel=0.05)
 
 
 COSTS = LinearIterationModel(LinearCoefficients(base_s=1.0))
