@@ -1,8 +1,10 @@
 """Turns planned requests into calls of a server's completion interface, and outcomes into records."""
 
 import random
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from alignedserve.certification.protocol import PlannedRequest
@@ -16,17 +18,18 @@ from alignedserve.loadgen.prompts import slo_headers, words
 
 @dataclass(frozen=True, slots=True)
 class CallMaker:
-    """Makes bodies and calls for one model. The same seed and text make the same prompt."""
+    """Makes bodies and calls for one model. Equal texts make equal prompts, but not those of another certificate, which
+    the server's prefix cache may remember."""
 
     model: str
     api: CompletionApi
-    seed: int
+    salt: int = field(default_factory=partial(secrets.randbits, 32))
     tokens_per_word: float = 1.0
     extra: Mapping[str, Any] = field(default_factory=dict)  # fields of every body
 
     def body(self, request: PlannedRequest) -> dict[str, Any]:
         """Return a body, greedy and of a fixed length where the server can do that."""
-        rng = random.Random(f"{self.seed}/{request.text}")  # noqa: S311 - a workload, not a secret
+        rng = random.Random(f"{self.salt}/{request.text}")  # noqa: S311 - a workload, not a secret
         prompt = words(round(request.prompt_len / self.tokens_per_word), rng)
         body = {"model": self.model, "temperature": 0, "max_tokens": request.output_len, **self.extra}
         if self.api is CompletionApi.CHAT:

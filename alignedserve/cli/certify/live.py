@@ -66,9 +66,7 @@ class LiveRun:
         """Run everything. Raises PeerError where the server cannot even be measured."""
         async with self._client, self._batches:
             model = await self._model()
-            meter = SpeedMeter(
-                self._client, CallMaker(model, self._options.api, self._wanted.seed), self._options.stage_s
-            )
+            meter = SpeedMeter(self._client, CallMaker(model, self._options.api), self._options.stage_s)
             await meter.learn()
             has_batches = not self._options.streams and await self._has_batches()
             await meter.choose_tier()
