@@ -1,6 +1,9 @@
 """The parts of a certificate's page that say what was run, and how its figures are defined."""
 
+from collections.abc import Iterator
+
 from alignedserve.certification.certificate import Certificate
+from alignedserve.certification.protocol import Protocol
 from alignedserve.certification.words import duration, seconds
 from alignedserve.sim.report.document import named_values
 from alignedserve.sim.report.svg import element, shown
@@ -49,11 +52,25 @@ def protocol_section(certificate: Certificate) -> str:
         ),
         ("batches", f"{len(protocol.windows_s)} of {protocol.num_lines:,} lines, windows {windows}"),
         ("documents", f"prompts of {documents.prompt_len} tokens, answers of {documents.output_len}, likewise"),
+        *_pictures(protocol),
         ("idle server", f"first token after {seconds(speed.ttft_s)}, then {seconds(speed.tpot_s)} a token"),
         ("full server", f"{shown(speed.chats_per_s)} chats/s, or {shown(speed.documents_per_s)} documents/s"),
         ("phases took", took),
     )
     return element("h2", "The protocol, at this server's scale") + named_values(rows)
+
+
+def _pictures(protocol: Protocol) -> Iterator[tuple[str, str]]:
+    """Yield which requests carry pictures, if any do."""
+    chat, documents = protocol.chat, protocol.documents
+    if not chat.picture_share and not documents.picture_share:
+        return
+    edge, per_s = chat.picture_edge, protocol.rate * chat.picture_share
+    yield (
+        "pictures",
+        f"{chat.picture_share:.0%} of chats and {documents.picture_share:.0%} of documents carry one of {edge} x "
+        f"{edge} pixels, each its own: {shown(per_s)} a second with the chats of a burst",
+    )
 
 
 def reading_section() -> str:

@@ -143,6 +143,7 @@ def _chat(certificate: Certificate) -> str:
             element("div", _attainment(figures.alone, figures.beside)),
             class_="two",
         )
+        + _pictures(certificate)
         + _legend((Phase.CHAT_ALONE, Phase.BESIDE))
         + element(
             "div",
@@ -201,6 +202,18 @@ def _attainment(alone: StreamFigures | None, beside: StreamFigures | None) -> st
         cells = [element("td", escape(value)) for value in values]
         rows.append(element("tr", element("td", words, class_="word"), *cells))
     return _plain_table(("chat", "sent", "answered", "in time", "95 % interval", "failed"), rows)
+
+
+def _pictures(certificate: Certificate) -> str:
+    """Render chats with pictures and without, where there are both."""
+    figures, rows = certificate.figures, []
+    for words, by_phase in (("with a picture", figures.pictured), ("without", figures.plain)):
+        for phase, one in by_phase.items():
+            firsts = [seconds(_at(one.ttft_s, field)) for field in ("p50", "p99")]
+            values = (str(one.num_sent), str(one.num_answered), percent(one.attainment), *firsts)
+            cells = [element("td", escape(value)) for value in values]
+            rows.append(element("tr", element("td", escape(f"{words}, {phase}"), class_="word"), *cells))
+    return _plain_table(("chats", "sent", "answered", "in time", "TTFT p50", "p99"), rows) if figures.pictured else ""
 
 
 def _at(distribution: Distribution | None, field: str) -> float | None:

@@ -24,6 +24,7 @@ MAX_LINES = 50_000  # of a batch, as OpenAI allows
 MIN_LINES = 4
 NUM_PROBES = 8  # lines whose answers are known
 _SPREAD = (0.5, 1.5)  # of lengths around their mean
+_ROUNDING = 1e-9
 
 
 class Phase(enum.Enum):
@@ -46,10 +47,21 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Mean lengths of prompts and answers, in tokens; each is between half and three halves of it."""
+    """Mean lengths of prompts and answers, in tokens; each is between half and three halves of it. Some requests carry
+    a picture, evenly among the others.
+
+    Example: of a share of 0.3, requests 3, 6 and 9 of every ten, counted from 0.
+    """
 
     prompt_len: int
     output_len: int
+    picture_share: float = 0.0
+    picture_edge: int = 96  # in pixels: pictures are squares
+
+    def edge_of(self, number: int) -> int | None:
+        """Return the edge of the picture that the request of a number carries; None: it carries none."""
+        before, after = (math.floor(count * self.picture_share + _ROUNDING) for count in (number, number + 1))
+        return self.picture_edge if after > before else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +72,7 @@ class PlannedRequest:
     prompt_len: int
     output_len: int
     arrival_s: float = 0.0  # of a chat, from the start of the phase's chat
+    picture_edge: int | None = None  # of the picture that it carries, of which `text` is the seed; None: it carries none
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +122,7 @@ class Protocol:
         """Return the chats of a phase: the same moments and lengths in each, with texts of its own."""
         rng = _rng(f"{self.seed}/chat")
         return tuple(
-            replace(_planned(f"{phase.value}/chat {number}", self.chat, rng), arrival_s=arrival_s)
+            replace(_planned(f"{phase.value}/chat {number}", self.chat, rng, number), arrival_s=arrival_s)
             for number, arrival_s in enumerate(self._arrivals())
         )
 
@@ -138,7 +151,7 @@ class Protocol:
         probes = self.probes()
         places = {rng.randrange(self.num_lines): number for number in range(len(probes))}
         for line in range(self.num_lines):
-            own = _planned(f"{name}/line {line}", self.documents, rng)
+            own = _planned(f"{name}/line {line}", self.documents, rng, line)
             number = places.get(line)
             custom_id = f"{name.replace(' ', '-')}/{line}"
             yield PlannedLine(custom_id, own if number is None else probes[number], number)
@@ -147,13 +160,18 @@ class Protocol:
         """Return the documents that are answered alone before, and then in every batch."""
         rng = _rng(f"{self.seed}/probes")
         count = max(1, min(NUM_PROBES, self.num_lines // 10))
-        return tuple(_planned(f"probe {number}", self.documents, rng) for number in range(count))
+        return tuple(_planned(f"probe {number}", self.documents, rng, number) for number in range(count))
 
 
-def _planned(text: str, lengths: Lengths, rng: random.Random) -> PlannedRequest:
+def mean_request(text: str, lengths: Lengths, number: int) -> PlannedRequest:
+    """Return the request of a number, of mean lengths."""
+    return PlannedRequest(text, lengths.prompt_len, lengths.output_len, picture_edge=lengths.edge_of(number))
+
+
+def _planned(text: str, lengths: Lengths, rng: random.Random, number: int) -> PlannedRequest:
     factors = rng.uniform(*_SPREAD), rng.uniform(*_SPREAD)
     sizes = (max(1, round(mean * factor)) for mean, factor in zip(_both(lengths), factors, strict=True))
-    return PlannedRequest(text, *sizes)
+    return PlannedRequest(text, *sizes, picture_edge=lengths.edge_of(number))
 
 
 def _both(lengths: Lengths) -> tuple[int, int]:

@@ -20,6 +20,7 @@ class StreamRecord:
     tpot_s: float | None = None
     longest_gap_s: float | None = None
     failure: str | None = None  # its kind, such as "http 503"
+    has_picture: bool = False
 
     def has_met(self, slo: Slo) -> bool:
         """Return whether it was answered, in time."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from alignedserve.certification.protocol import Phase
 from alignedserve.certification.records import Evidence, PhaseRecord, StreamRecord
@@ -95,6 +95,8 @@ class Figures:
     left_over: LeftOver | None
     lines: dict[str, LineFigures]  # by phase
     share_of_chats_beside: float | None  # of those that were sent, while documents were there
+    pictured: dict[str, StreamFigures] = field(default_factory=dict)  # of chats with a picture, by phase
+    plain: dict[str, StreamFigures] = field(default_factory=dict)  # of those without, where others have one
 
     def compared(self) -> tuple[Compared, ...]:
         """Return chat's measures, off and on."""
@@ -116,6 +118,7 @@ class Figures:
 def figures_of(evidence: Evidence, slo: Slo) -> Figures:
     """Compute all figures."""
     alone, beside, documents = (evidence.phase(phase) for phase in Phase)
+    pictured, plain = (_by_picture(evidence, slo, has_picture=has_picture) for has_picture in (True, False))
     return Figures(
         alone=None if alone is None else _chat_of(alone, slo),
         beside=None if beside is None else _chat_of(beside, slo),
@@ -124,6 +127,8 @@ def figures_of(evidence: Evidence, slo: Slo) -> Figures:
         left_over=_left_over(evidence.chats_per_s, beside, documents),
         lines={one.phase.value: _lines_of(one) for one in (beside, documents) if one is not None},
         share_of_chats_beside=_share_beside(beside),
+        pictured=pictured,
+        plain=plain if pictured else {},
     )
 
 
@@ -131,6 +136,16 @@ def _chat_of(phase: PhaseRecord, slo: Slo) -> StreamFigures:
     chats = phase.chats_beside
     figures = _streams(chats, phase.gaps_s, phase.longest_gap_s, slo)
     return replace(figures, latest_of_objective=_latest(chats, slo))
+
+
+def _by_picture(evidence: Evidence, slo: Slo, *, has_picture: bool) -> dict[str, StreamFigures]:
+    """Return the figures of chats with a picture, or of those without, of phases that have any."""
+    found = {}
+    for phase in evidence.phases:
+        chats = [chat for chat in phase.chats_beside if chat.has_picture is has_picture]
+        if chats:
+            found[phase.phase.value] = replace(_streams(chats, (), None, slo), latest_of_objective=_latest(chats, slo))
+    return found
 
 
 def _documents_of(phase: PhaseRecord | None) -> StreamFigures | None:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from alignedserve.pictures.form import CellsForm, PictureForm, RowsForm, Size, SquareForm, TiledForm
+from alignedserve.pictures.form import CanvasForm, CellsForm, PictureForm, RowsForm, Size, SquareForm, TiledForm
 from alignedserve.pictures.outcomes import Decoded, Outcome, Refused, Task
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # no others are tried, whatever the file says
@@ -35,14 +35,29 @@ def decode(content: bytes, task: Task) -> Outcome:
 
 def _tiles(image: Image.Image, form: TiledForm) -> Iterator[Pixels]:
     edge, size = form.tile_edge, Size(*image.size)
-    columns, rows = form.grid(size)
+    grid = form.grid(size)
     image = _resized(image, form.first_scaled(size), form.resample)
     image = _resized(image, form.scaled(size), form.resample)
-    for row in range(rows):
-        for column in range(columns):
+    yield from _cut(image, grid, edge)
+    yield _channels_first(_resized(image, Size(edge, edge), form.resample) if grid.width else image)
+
+
+def _canvas(image: Image.Image, form: CanvasForm) -> Iterator[Pixels]:
+    edge, size = form.tile_edge, Size(*image.size)
+    grid = form.grid(size)
+    canvas = Image.new("RGB", (grid.width * edge, grid.height * edge))
+    canvas.paste(_resized(image, form.scaled(size), form.resample))
+    yield from _cut(canvas, grid, edge)
+    if grid.width * grid.height > 1:
+        yield _channels_first(_resized(image, Size(edge, edge), form.resample))
+
+
+def _cut(image: Image.Image, grid: Size, edge: int) -> Iterator[Pixels]:
+    """Cut so many columns and rows of tiles, row by row."""
+    for row in range(grid.height):
+        for column in range(grid.width):
             box = (column * edge, row * edge, (column + 1) * edge, (row + 1) * edge)
             yield _channels_first(image.crop(box))
-    yield _channels_first(_resized(image, Size(edge, edge), form.resample) if columns else image)
 
 
 def _whole(image: Image.Image, form: RowsForm | CellsForm | SquareForm) -> Iterator[Pixels]:
@@ -62,4 +77,5 @@ _PARTS: dict[type[PictureForm], Callable[[Image.Image, Any], Iterator[Pixels]]] 
     RowsForm: _whole,
     CellsForm: _whole,
     SquareForm: _whole,
+    CanvasForm: _canvas,
 }

@@ -5,9 +5,11 @@ decodes makes pixels by it.
 """
 
 import math
-from typing import ClassVar, NamedTuple
+from fractions import Fraction
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
+import numpy as np
 
 CHANNELS = 3
 MAX_SCALED_EDGE = 4096  # of what Idefics3 makes of a picture
@@ -28,6 +30,7 @@ class Scaling(msgspec.Struct, frozen=True):
     rescale: float
     mean: Rgb
     deviation: Rgb
+    is_short: bool = False  # each step is rounded to bfloat16
 
 
 class EncoderWork(msgspec.Struct, frozen=True):
@@ -251,7 +254,75 @@ class SquareForm(msgspec.Struct, frozen=True, tag=True):
         return None
 
 
-PictureForm = TiledForm | RowsForm | CellsForm | SquareForm
+class CanvasForm(msgspec.Struct, frozen=True, tag=True):
+    """Llama 4: a picture keeps its shape on a canvas of square tiles, black beside it, and is seen whole in one more.
+
+    Example: at most 16 tiles of 336; for 1600 x 900 pixels the smallest canvas that holds them has 5 columns and 3
+    rows; with 144 tokens a tile, and the whole, 2304 tokens of the picture.
+    """
+
+    is_whole: ClassVar[bool] = False  # the tokens of a picture are computed in one pass, and read one another
+
+    token_id: int  # that stands in prompts for each embedding, in place of `token`
+    tile_edge: int
+    max_tiles: int  # of a canvas
+    tile_tokens: int  # of the prompt for each tile
+    scaling: Scaling
+    resample: int  # as Pillow numbers its filters
+    is_enlarged: bool = False  # a picture fills the largest canvas that its shape allows
+    work: EncoderWork | None = None  # None: it is not known
+    mark: str = "<|image|>"  # what the chat template writes for a picture
+    token: str = "<|patch|>"  # noqa: S105  (no password)
+    start: str = "<|image_start|>"
+    end: str = "<|image_end|>"
+    column_end: str = "<|tile_x_separator|>"
+    row_end: str = "<|tile_y_separator|>"
+
+    def grid(self, size: Size) -> Size:
+        """Return the columns and rows of the canvas: the smallest on which the picture is as large as it can be."""
+        tiles = range(1, self.max_tiles + 1)
+        canvases = [Size(columns, rows) for columns in tiles for rows in tiles if columns * rows <= self.max_tiles]
+        factors = {own: min(Fraction(own.width, size.width), Fraction(own.height, size.height)) for own in canvases}
+        enough = [factor for factor in factors.values() if factor * self.tile_edge >= 1]
+        chosen = min(enough) if enough and not self.is_enlarged else max(factors.values())
+        fitting = [canvas for canvas, factor in factors.items() if factor == chosen]
+        return min(fitting, key=lambda canvas: canvas.width * canvas.height)
+
+    def scaled(self, size: Size) -> Size:
+        """Return the size that the picture is made on its canvas; it is enlarged to one tile at most."""
+        wide, high = (tiles * self.tile_edge for tiles in self.grid(size))
+        if not self.is_enlarged:
+            wide, high = (min(max(own, self.tile_edge), most) for own, most in zip(size, (wide, high), strict=True))
+        across, down = self._factor(wide, size.width), self._factor(high, size.height)
+        if across < down:
+            return Size(wide, max(min(math.floor(size.height * across), high), 1))
+        return Size(max(min(math.floor(size.width * down), wide), 1), high)
+
+    def _factor(self, target: int, edge: int) -> Any:
+        """Return the factor of an edge as transformers rounds it: a canvas's size has 32 bits there, others 64."""
+        is_canvas = self.is_enlarged or target < edge
+        return np.float32(target) / np.float32(edge) if is_canvas else target / edge
+
+    def num_tokens(self, size: Size) -> int:
+        """Return the positions of the prompt that the picture's embeddings take."""
+        columns, rows = self.grid(size)
+        num_tiles = columns * rows
+        return (num_tiles + (num_tiles > 1)) * self.tile_tokens
+
+    def text(self, size: Size) -> str:
+        """Return what stands in the prompt in place of the template's mark."""
+        columns, rows = self.grid(size)
+        tokens = self.token * self.tile_tokens
+        line = self.column_end.join([tokens] * columns) + self.row_end
+        lines = line * rows if columns * rows > 1 else ""
+        return f"{self.start}{lines}{self.mark}{tokens}{self.end}"
+
+    def position_grid(self, size: Size) -> tuple[int, int] | None:
+        """Return None: the prompt's positions are as of words."""
+        return None
+
+
+PictureForm = TiledForm | RowsForm | CellsForm | SquareForm | CanvasForm
 
 
 def _even(edge: int) -> int:

@@ -2,9 +2,11 @@
 
 import io
 import json
+import sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -111,6 +113,32 @@ _SQUARE: dict[str, Any] = {
     "boi_token_index": 196,
     "eoi_token_index": 197,
 }
+_CANVAS: dict[str, Any] = {
+    "text_config": {
+        **_TEXT,
+        "head_dim": 24,
+        "intermediate_size_mlp": 80,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_layers": [1],
+        "no_rope_layers": [1, 0, 1],
+        "attention_chunk_size": 9,
+        "floor_scale": 6,
+        "attn_scale": 0.4,
+    },
+    "vision_config": {
+        **_TOWER,
+        "image_size": 16,
+        "patch_size": 4,
+        "intermediate_size": 128,
+        "projector_input_dim": 40,
+        "projector_output_dim": 40,
+        "vision_output_dim": 40,
+    },
+    "image_token_index": IMAGE,
+    "boi_token_index": 196,
+    "eoi_token_index": 197,
+}
 _TILES_OF = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
 # Family: config class, its arguments, the sizes of its processor of images.
 TINY_SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -137,6 +165,7 @@ TINY_SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"size": {"shortest_edge": 256, "longest_edge": 1600}, "patch_size": 4, "merge_size": 2},
     ),
     "gemma3": ("Gemma3Config", _SQUARE, {"size": {"height": 32, "width": 32}}),
+    "llama4": ("Llama4Config", _CANVAS, {"size": {"height": 16, "width": 16}, "max_patches": 6}),
     "mistral3": (
         "Mistral3Config",
         {**_ROWS, "spatial_merge_size": 2},
@@ -180,6 +209,8 @@ def make_tiny_seeing(folder: Path, family: str) -> Any:
 
 def processed(family: str, *files: bytes, **options: bool) -> Any:
     """Return what transformers' own processor makes of pictures of one prompt, as arguments of its model."""
+    if family == "llama4":
+        return {"pixel_values": torch.cat([llama4_tiles(file)[0] for file in files])}
     name = _PROCESSORS[family]
     place = {"Qwen2VL": "qwen2_vl"}.get(name, name.lower())
     module = import_module(f"transformers.models.{place}.image_processing_pil_{place}")
@@ -188,6 +219,49 @@ def processed(family: str, *files: bytes, **options: bool) -> Any:
     made = processor([images] if place in ("idefics3", "smolvlm") else images, return_tensors="pt", **options)
     made.pop("num_crops", None)  # of which the models know nothing
     return made
+
+
+@cache
+def llama4_rules() -> Any:
+    """Return the module that has Llama 4's sizes of pictures; it imports torchvision, which they do not need."""
+    names = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
+    stubs = {name: ModuleType(name) for name in names if name not in sys.modules}
+    if stubs:
+        stubs[names[-1]].functional = None  # type: ignore[attr-defined]
+    sys.modules.update(stubs)
+    try:
+        return import_module("transformers.models.llama4.image_processing_llama4")
+    finally:
+        for name in stubs:
+            del sys.modules[name]
+
+
+def llama4_tiles(file: bytes) -> tuple[torch.Tensor, tuple[int, int]]:
+    """Return what Llama 4's processor makes of a picture, and the rows and columns of its canvas.
+
+    Its pixels are made by torchvision, which resizes by the function of PyTorch that is called here.
+    """
+    rules, options = llama4_rules(), TINY_SEEING["llama4"][2]
+    edge = options["size"]["height"]
+    pixels = torch.from_numpy(np.array(Image.open(io.BytesIO(file)))).permute(2, 0, 1)[None].contiguous()
+    size = (pixels.shape[-2], pixels.shape[-1])
+    found = rules.find_supported_resolutions(options["max_patches"], import_module("transformers.image_utils").SizeDict(**options["size"]))
+    canvas = rules.get_best_fit(size, torch.tensor(found))
+    limits = tuple(min(max(own, edge), most) for own, most in zip(size, canvas, strict=True))
+    resized = resized_by_torch(pixels, *(max(own, 1) for own in rules.get_max_res_without_distortion(size, limits)))
+    high, wide = (int(most) for most in canvas)
+    padded = torch.nn.functional.pad(resized, (0, wide - resized.shape[-1], 0, high - resized.shape[-2]))
+    tiles = padded.view(3, high // edge, edge, wide // edge, edge).permute(1, 3, 0, 2, 4).reshape(-1, 3, edge, edge)
+    if len(tiles) > 1:
+        tiles = torch.cat((tiles, resized_by_torch(pixels, edge, edge)))
+    half = torch.tensor(0.5, dtype=torch.bfloat16)
+    return ((tiles.to(torch.bfloat16) * (1 / 255) - half) / half).float(), (high // edge, wide // edge)
+
+
+def resized_by_torch(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    if (height, width) == pixels.shape[-2:]:
+        return pixels
+    return torch.nn.functional.interpolate(pixels, (height, width), mode="bilinear", antialias=True)
 
 
 @cache

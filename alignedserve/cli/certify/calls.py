@@ -13,6 +13,7 @@ from alignedserve.core import metrics
 from alignedserve.core.request import Slo
 from alignedserve.loadgen.client import CompletionApi, CompletionCall, CompletionOutcome
 from alignedserve.loadgen.load_plan import TrafficClass
+from alignedserve.loadgen.pictures import picture_url
 from alignedserve.loadgen.prompts import slo_headers, words
 
 
@@ -33,7 +34,11 @@ class CallMaker:
         prompt = words(round(request.prompt_len / self.tokens_per_word), rng)
         body = {"model": self.model, "temperature": 0, "max_tokens": request.output_len, **self.extra}
         if self.api is CompletionApi.CHAT:
-            return {**body, "messages": [{"role": "user", "content": prompt}]}
+            content: Any = prompt
+            if request.picture_edge is not None:
+                shown = {"type": "image_url", "image_url": {"url": picture_url(request.picture_edge, rng)}}
+                content = [shown, {"type": "text", "text": prompt}]
+            return {**body, "messages": [{"role": "user", "content": content}]}
         return {**body, "prompt": prompt}
 
     def call(self, request: PlannedRequest, slo: Slo, more: Mapping[str, Any] | None = None) -> CompletionCall:
@@ -42,7 +47,7 @@ class CallMaker:
         return CompletionCall(self.api, {**self.body(request), **(more or {})}, headers)
 
 
-def record_of(outcome: CompletionOutcome, began_s: float) -> StreamRecord:
+def record_of(outcome: CompletionOutcome, began_s: float, *, has_picture: bool = False) -> StreamRecord:
     """Return what a client saw, with times from `began_s` on."""
     gaps_s = metrics.tbt_s(outcome.token_times_s)
     failure = None if outcome.failure is None else outcome.failure.label
@@ -56,6 +61,7 @@ def record_of(outcome: CompletionOutcome, began_s: float) -> StreamRecord:
         tpot_s=metrics.tpot_s(outcome.token_times_s, outcome.num_tokens),
         longest_gap_s=max(gaps_s, default=None),
         failure=failure,
+        has_picture=has_picture,
     )
 
 

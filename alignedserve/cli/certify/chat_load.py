@@ -31,6 +31,7 @@ class ChatLoad:
         self._is_gone = asyncio.Event()
         self.began_s = 0.0  # on the monotonic clock
         self.outcomes: list[CompletionOutcome] = []
+        self.pictured: list[bool] = []  # of these, which carried a picture
         self.late_s: list[float] = []  # our own lateness: of sending, and of the event loop that reads
 
     async def run(self, lasts_s: float) -> None:
@@ -60,6 +61,7 @@ class ChatLoad:
 
     async def _send(self, request: LoadRequest, outcome: CompletionOutcome) -> None:
         self.outcomes.append(outcome)
+        self.pictured.append(self._chats[request.index].picture_edge is not None)
         await self._client.complete(self._calls[request.index], outcome)
 
     def _note(self, sent: SentRequest) -> None:

@@ -57,8 +57,15 @@ def wanted_of(options: CertifyOptions) -> Wanted:
         burst_s=burst_s,
         idle_s=idle_s,
         num_bursts=num_bursts,
-        chat=Lengths(options.chat_prompt_len, options.chat_output_len),
-        documents=Lengths(options.document_prompt_len, options.document_output_len),
+        chat=Lengths(
+            options.chat_prompt_len, options.chat_output_len, options.chat_pictures / 100.0, options.picture_edge
+        ),
+        documents=Lengths(
+            options.document_prompt_len,
+            options.document_output_len,
+            options.document_pictures / 100.0,
+            options.picture_edge,
+        ),
         rate=options.rate,
         num_lines=options.num_lines,
         windows_s=tuple(map(_window, options.windows)) or None,

@@ -68,6 +68,7 @@ class LiveRun:
             model = await self._model()
             meter = SpeedMeter(self._client, CallMaker(model, self._options.api), self._options.stage_s)
             await meter.learn()
+            await meter.try_pictures(self._wanted.chat, self._wanted.documents)
             has_batches = not self._options.streams and await self._has_batches()
             await meter.choose_tier()
             self._say("measuring the server, by which the protocol is fitted to it")
@@ -191,7 +192,10 @@ def _record_of(phase: Phase, chat: ChatLoad, log: DocumentsLog, began_s: float, 
     return PhaseRecord(
         phase=phase,
         duration_s=time.monotonic() - began_s,
-        chats=tuple(record_of(outcome, zero_s) for outcome in chat.outcomes),
+        chats=tuple(
+            record_of(outcome, zero_s, has_picture=is_pictured)
+            for outcome, is_pictured in zip(chat.outcomes, chat.pictured, strict=True)
+        ),
         gaps_s=gaps_s,
         longest_gap_s=longest_gap_s,
         batches=tuple(_since(batch, zero_s) for batch in log.batches),

@@ -63,6 +63,15 @@ class CertifyOptions:
     chat_output_len: Annotated[int, typer.Option("--chat-output", min=2, help="Tokens, in the mean.")] = 32
     document_prompt_len: Annotated[int, typer.Option("--document-prompt", min=1, help="Tokens, in the mean.")] = 256
     document_output_len: Annotated[int, typer.Option("--document-output", min=1, help="Tokens, at least.")] = 128
+    chat_pictures: Annotated[
+        float, typer.Option(min=0.0, max=100.0, help="Percent of chats that carry a picture, each its own.")
+    ] = 0.0
+    document_pictures: Annotated[
+        float, typer.Option(min=0.0, max=100.0, help="Percent of documents that carry one.")
+    ] = 0.0
+    picture_edge: Annotated[
+        int, typer.Option(min=16, max=4096, help="Pixels of a picture's edge; it is a square.")
+    ] = 96
     outstanding: Annotated[
         int, typer.Option(min=1, max=10_000, help="Documents in the air at a time, for a server without batches.")
     ] = 256
@@ -123,6 +132,11 @@ class CertifyOptions:
             raise ConfigError(f"--topology {self.topology}: must be one of {', '.join(TOPOLOGIES)}")
         if self.endpoint not in ENDPOINTS:
             raise ConfigError(f"--endpoint {self.endpoint}: must be chat or completions")
+        if self.chat_pictures or self.document_pictures:
+            if self.is_simulated:
+                raise ConfigError("--chat-pictures and --document-pictures: the simulated server sees no pictures")
+            if self.endpoint != "chat":
+                raise ConfigError("--endpoint completions takes no pictures: leave --chat-pictures and the like out")
 
     @property
     def bursts(self) -> tuple[float, float, int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from alignedserve.certification.protocol import Lengths, PlannedRequest, Speed
+from alignedserve.certification.protocol import Lengths, PlannedRequest, Speed, mean_request
 from alignedserve.cli.certify.calls import CallMaker
 from alignedserve.core import metrics
 from alignedserve.core.errors import PeerError
@@ -57,6 +57,16 @@ class SpeedMeter:
         else:
             self.notes.append("The server does not count tokens: a word is taken for one.")
 
+    async def try_pictures(self, *wanted: Lengths) -> None:
+        """Find out whether the server takes the pictures that requests are to carry. Raises PeerError."""
+        edge = next((one.picture_edge for one in wanted if one.picture_share), None)
+        if edge is None:
+            return
+        outcome = await self._ask(self.calls.call(PlannedRequest("picture", 16, 2, picture_edge=edge), Slo()))
+        if outcome.failure is not None:
+            reason = f"{outcome.failure.label}, {outcome.failure.message}"
+            raise PeerError(f"{self._client.url} does not answer a chat with a picture: {reason}")
+
     async def choose_tier(self) -> None:
         """Find the fields by which a stream says that it may wait."""
         for tier in _TIERS:
@@ -80,8 +90,7 @@ class SpeedMeter:
         )
 
     async def _idle(self, chat: Lengths, number: int) -> CompletionOutcome:
-        request = PlannedRequest(f"idle {number}", chat.prompt_len, chat.output_len)
-        outcome = await self._ask(self.calls.call(request, Slo()))
+        outcome = await self._ask(self.calls.call(mean_request(f"idle {number}", chat, number), Slo()))
         if outcome.failure is not None:
             raise PeerError(
                 f"{self._client.url} fails a chat on its own: {outcome.failure.label}, {outcome.failure.message}"
@@ -97,8 +106,7 @@ class SpeedMeter:
         """Return how many requests a second the server ends when it is full, and how many in the air are best."""
 
         def call(number: int) -> CompletionCall:
-            request = PlannedRequest(f"{name} {number}", lengths.prompt_len, lengths.output_len)
-            return self.calls.call(request, Slo(), more)
+            return self.calls.call(mean_request(f"{name} {number}", lengths, number), Slo(), more)
 
         loop = _ClosedLoop(self._client, call, lengths.output_len)
         try:

@@ -29,6 +29,8 @@ class VisionTower:
         """Compute one part [channels, height, width] -> [tokens, embedding_width], in steps of milliseconds."""
         weights, (patches, rows, columns) = self._weights, self._patches(pixels)
         hidden = weights.patches(patches)
+        if weights.class_token is not None:
+            hidden = torch.cat((hidden, weights.class_token))
         if weights.positions is not None:
             hidden = hidden + self._positions(weights.positions, rows, columns)
         if weights.first_norm is not None:
@@ -45,6 +47,7 @@ class VisionTower:
                 deep.append(self._connected(hidden, rows, columns, connector, joins=True))
                 yield
         hidden = hidden if weights.last_norm is None else weights.last_norm(hidden)
+        hidden = hidden[: rows * columns]  # without the class token
         tokens = self._connected(hidden, rows, columns, weights.connector, joins=self.config.norms_joined)
         return torch.cat((tokens, *deep), 1) if deep else tokens
 
@@ -68,9 +71,11 @@ class VisionTower:
     def _patches(self, pixels: Pixels) -> tuple[Tensor, int, int]:
         """Return the patches [patches, pixels of one], row by row, and the numbers of rows and columns."""
         scaling, edge = self.config.form.scaling, self.config.patch_size
-        # As transformers rounds: float64 once, then float32.
-        values = (torch.from_numpy(pixels.copy()).double() * scaling.rescale).float()
-        mean, deviation = (torch.tensor(rgb)[:, None, None] for rgb in (scaling.mean, scaling.deviation))
+        if scaling.is_short:
+            values = torch.from_numpy(pixels.copy()).to(torch.bfloat16) * scaling.rescale
+        else:  # as transformers rounds: float64 once, then float32
+            values = (torch.from_numpy(pixels.copy()).double() * scaling.rescale).float()
+        mean, deviation = (torch.tensor(rgb, dtype=values.dtype)[:, None, None] for rgb in (scaling.mean, scaling.deviation))
         values = ((values - mean) / deviation).to(self._device, self._dtype)
         channels, height, width = values.shape
         rows, columns = height // edge, width // edge
@@ -107,11 +112,14 @@ class VisionTower:
         if theta is None:
             return None
         frequencies = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
-        down, across = (torch.arange(count, dtype=torch.float32) for count in (rows, columns))
+        first = self.config.first_place
+        down, across = (torch.arange(first, first + count, dtype=torch.float32) for count in (rows, columns))
         of_columns = frequencies[0::2] if self.config.shares_frequencies else frequencies[1::2]
         by_row = (down[:, None, None] * frequencies[0::2]).expand(rows, columns, -1)
         by_column = (across[None, :, None] * of_columns).expand(rows, columns, -1)
         angles = torch.cat((by_row, by_column), -1).reshape(rows * columns, -1)
+        if self.config.names.class_token:  # which is not rotated
+            angles = torch.cat((angles, torch.zeros(1, angles.shape[1])))
         return angles.cos().to(self._device, self._dtype), angles.sin().to(self._device, self._dtype)
 
     def _windows(self, rows: int, columns: int) -> list[Tensor] | None:

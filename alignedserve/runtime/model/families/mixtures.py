@@ -181,7 +181,7 @@ MIXTURES: dict[str, FamilyForm] = {
         norm_eps=Named("rms_norm_eps", 1e-5),
     ),
     "llama4_text": _LLAMA4,
-    "llama4": replace(_LLAMA4, title="Llama 4 with images (its text part)", read=read_with_images),
+    "llama4": replace(_LLAMA4, title="Llama 4, with pictures", read=read_with_images),
     "dots1": replace(
         LLAMA,
         title="dots.llm1",

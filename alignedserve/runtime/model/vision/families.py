@@ -2,27 +2,34 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypedDict
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields, read_json_object
-from alignedserve.pictures.form import CHANNELS, CellsForm, Rgb, RowsForm, Scaling, SquareForm, TiledForm
-from alignedserve.runtime.model.hf_fields import MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, read_activation
+from alignedserve.pictures.form import CanvasForm, CellsForm, RowsForm, Scaling, SquareForm, TiledForm
+from alignedserve.runtime.model.hf_fields import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, read_activation
 from alignedserve.runtime.model.model_config import Activation, NormKind
 from alignedserve.runtime.model.vision import names
+from alignedserve.runtime.model.vision.tower_fields import (
+    CLIP,
+    HALVES,
+    MAX_CELLS,
+    MAX_EDGE,
+    MAX_FILE_BYTES,
+    TowerSizes,
+    longest_edge,
+    pixel_bounds,
+    processor_of,
+    read_scaling,
+    section_of,
+    tower_sizes,
+)
 from alignedserve.runtime.model.vision.vision_config import PositionKind, VisionConfig
 
-_MAX_FILE_BYTES = 1 << 20
-_MAX_EDGE = 1 << 13
 _MAX_TILES = 256  # of one picture, however wide or high it is
-_MAX_CELLS = 16384
-_PROCESSOR, _IMAGES = "processor_config.json", "preprocessor_config.json"
 _ALWAYS = ("do_resize", "do_rescale", "do_normalize")
-
-_HALVES: Rgb = (0.5, 0.5, 0.5)
-_CLIP: tuple[Rgb, Rgb] = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))  # mean, deviation
 
 # Of the model's fields and those of its processor of images; None: it does not see.
 Reader = Callable[[JsonFields, JsonFields], VisionConfig | None]
@@ -37,64 +44,20 @@ def read_vision(folder: Path, family: str) -> VisionConfig | None:
     if reader is None:
         return None
     path = folder / "config.json"
-    fields, images = JsonFields(read_json_object(path, _MAX_FILE_BYTES), str(path)), _processor(folder)
+    fields, images = JsonFields(read_json_object(path, MAX_FILE_BYTES), str(path)), processor_of(folder)
     for name in _ALWAYS:
         if not images.flag(name, True):
             raise UnsupportedModel(f"{images.where}: {name}=false is not supported.")
     return reader(fields, images)
 
 
-def _processor(folder: Path) -> JsonFields:
-    """Return the fields of the processor of images, whichever file has them; none are needed."""
-    path = folder / _PROCESSOR
-    if path.exists():
-        inner = JsonFields(read_json_object(path, _MAX_FILE_BYTES), str(path)).section("image_processor")
-        if inner is not None:
-            return inner
-    path = folder / _IMAGES
-    return JsonFields(read_json_object(path, _MAX_FILE_BYTES) if path.exists() else {}, str(path))
-
-
-class _Sizes(TypedDict):
-    """The sizes that every tower has, as arguments of VisionConfig."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    patch_size: int
-    activation: Activation
-    out_width: int
-
-
-def _sizes(fields: JsonFields, tower: JsonFields, defaults: tuple[int, int, int, int, int], activation: str) -> _Sizes:
-    """Return the sizes; `defaults`: of width, inner width, layers, heads and patches."""
-    width = tower.integer("hidden_size", 1, MAX_WIDTH, defaults[0])
-    heads, layers = ("num_heads", "depth") if tower.has("depth") else ("num_attention_heads", "num_hidden_layers")
-    num_heads = tower.integer(heads, 1, MAX_HEADS, defaults[3])
-    if width % num_heads:
-        raise tower.error("num_attention_heads", "must divide hidden_size")
-    for name in ("num_channels", "in_channels", "in_chans"):
-        if tower.integer(name, 1, 16, CHANNELS) != CHANNELS:
-            raise UnsupportedModel(f"{tower.where}: {name} other than {CHANNELS} are not supported.")
-    return {
-        "hidden_size": width,
-        "intermediate_size": tower.integer("intermediate_size", 1, MAX_WIDTH, defaults[1]),
-        "num_layers": tower.integer(layers, 1, MAX_LAYERS, defaults[2]),
-        "num_heads": num_heads,
-        "patch_size": tower.integer("patch_size", 1, _MAX_EDGE, defaults[4]),
-        "activation": read_activation(tower, "hidden_act", activation),
-        "out_width": (fields.section("text_config") or fields).integer("hidden_size", 1, MAX_WIDTH),
-    }
-
-
 def _idefics3(fields: JsonFields, images: JsonFields) -> VisionConfig:
-    tower = _section(fields, "vision_config")
-    sizes = _sizes(fields, tower, (1152, 3072, 12, 16, 32), "gelu_pytorch_tanh")
+    tower = section_of(fields, "vision_config")
+    sizes = tower_sizes(fields, tower, (1152, 3072, 12, 16, 32), "gelu_pytorch_tanh")
     patch = sizes["patch_size"]
-    num_sides = tower.integer("image_size", patch, _MAX_EDGE, 224) // patch
+    num_sides = tower.integer("image_size", patch, MAX_EDGE, 224) // patch
     join = fields.integer("scale_factor", 1, num_sides, 2)
-    edge, longest = _longest_edge(images, "max_image_size", 364), _longest_edge(images, "size", 4 * 364)
+    edge, longest = longest_edge(images, "max_image_size", 364), longest_edge(images, "size", 4 * 364)
     if edge // patch != num_sides or num_sides % join:
         raise images.error("max_image_size", f"must be {num_sides} patches of {patch}, divided by scale_factor")
     if (-(-longest // edge)) ** 2 > _MAX_TILES:
@@ -104,7 +67,7 @@ def _idefics3(fields: JsonFields, images: JsonFields) -> VisionConfig:
         tile_edge=edge,
         longest_edge=longest,
         tile_tokens=(num_sides // join) ** 2,
-        scaling=_scaling(images, (_HALVES, _HALVES)),
+        scaling=read_scaling(images, (HALVES, HALVES)),
         resample=images.integer("resample", 0, 5, 1),
         is_cut=images.flag("do_image_splitting", True),
     )
@@ -126,7 +89,7 @@ def _idefics3(fields: JsonFields, images: JsonFields) -> VisionConfig:
 
 def _pixtral(fields: JsonFields, images: JsonFields) -> VisionConfig:
     """Read Pixtral's tower, of its own model (`llava`) or of Mistral 3, which joins patches."""
-    tower = _section(fields, "vision_config")
+    tower = section_of(fields, "vision_config")
     if tower.text("model_type", "pixtral") != "pixtral":
         raise UnsupportedModel(f"{tower.where}: a tower other than pixtral is not supported.")
     if fields.integer("vision_feature_layer", -MAX_LAYERS, MAX_LAYERS, -1) != -1:
@@ -134,21 +97,20 @@ def _pixtral(fields: JsonFields, images: JsonFields) -> VisionConfig:
     is_joined = fields.text("model_type") == "mistral3"
     if not is_joined and fields.text("vision_feature_select_strategy", "default") != "full":
         raise UnsupportedModel(f"{fields.where}: vision_feature_select_strategy other than full is not supported.")
-    sizes = _sizes(fields, tower, (1024, 4096, 24, 16, 16), "gelu")
+    sizes = tower_sizes(fields, tower, (1024, 4096, 24, 16, 16), "gelu")
     join = fields.integer("spatial_merge_size", 1, 16, 2) if is_joined else 1
     if (sizes["hidden_size"] // sizes["num_heads"]) % 4:
         raise tower.error("num_attention_heads", "must leave heads of whole fours")
-    longest = _longest_edge(images, "size", 1024)
+    longest = longest_edge(images, "size", 1024)
     cell = sizes["patch_size"] * join
-    if (longest // cell) ** 2 > _MAX_CELLS:
-        raise UnsupportedModel(f"{images.where}: more than {_MAX_CELLS} tokens of a picture are not supported.")
+    if (longest // cell) ** 2 > MAX_CELLS:
+        raise UnsupportedModel(f"{images.where}: more than {MAX_CELLS} tokens of a picture are not supported.")
     ropes = tower.section("rope_parameters")
-    token_name = "image_token_index" if fields.has("image_token_index") else "image_token_id"
     form = RowsForm(
-        token_id=fields.integer(token_name, 0, MAX_VOCABULARY, 10),
+        token_id=fields.integer(_image_token(fields), 0, MAX_VOCABULARY, 10),
         cell_edge=cell,
         longest_edge=longest,
-        scaling=_scaling(images, _CLIP),
+        scaling=read_scaling(images, CLIP),
         resample=images.integer("resample", 0, 5, 3),
     )
     return VisionConfig(
@@ -166,37 +128,38 @@ def _pixtral(fields: JsonFields, images: JsonFields) -> VisionConfig:
         joins_channels=True,
         connector_activation=read_activation(fields, "projector_hidden_act", "gelu"),
         has_connector_bias=fields.flag("multimodal_projector_bias", not is_joined),
-        connector_eps=_section(fields, "text_config").number("rms_norm_eps", 0.0, 1.0, 1e-6),
+        connector_eps=section_of(fields, "text_config").number("rms_norm_eps", 0.0, 1.0, 1e-6),
     )
 
 
-def _cells(fields: JsonFields, images: JsonFields, tower: JsonFields, sizes: _Sizes) -> CellsForm:
+def _cells(fields: JsonFields, images: JsonFields, tower: JsonFields, sizes: TowerSizes) -> CellsForm:
     """Read how Qwen's models see pictures of a size, and check what their parts have to agree on."""
     if (sizes["hidden_size"] // sizes["num_heads"]) % 4:
         raise tower.error("num_heads", "must leave heads of whole fours")
     join, patch = tower.integer("spatial_merge_size", 1, 16, 2), sizes["patch_size"]
     for name, own in (("patch_size", patch), ("merge_size", join)):
-        if images.integer(name, 1, _MAX_EDGE, own) != own:
+        if images.integer(name, 1, MAX_EDGE, own) != own:
             raise images.error(name, f"must be that of the encoder, {own}")
     if tower.integer("out_hidden_size", 1, MAX_WIDTH, 3584) != sizes["out_width"]:
         raise tower.error("out_hidden_size", "must be the text's hidden_size")
     cell = patch * join
-    least, most = _pixels(images, cell)
+    least, most = pixel_bounds(images, cell)
     return CellsForm(
         token_id=fields.integer("image_token_id", 0, MAX_VOCABULARY, 151655),
         cell_edge=cell,
         min_pixels=least,
         max_pixels=most,
-        scaling=_scaling(images, _CLIP),
+        scaling=read_scaling(images, CLIP),
         resample=images.integer("resample", 0, 5, 3),
     )
 
 
-def _qwen_vl(fields: JsonFields, images: JsonFields) -> VisionConfig:
-    tower = _section(fields, "vision_config")
-    sizes = _sizes(fields, tower, (3584, 3420, 32, 16, 14), "silu")
+def _qwen(fields: JsonFields, images: JsonFields, defaults: tuple[int, int, int, int, int], act: str) -> VisionConfig:
+    """Read what the towers of Qwen's models have in common; `defaults`, `act`: as of tower_sizes."""
+    tower = section_of(fields, "vision_config")
+    sizes = tower_sizes(fields, tower, defaults, act)
     form = _cells(fields, images, tower, sizes)
-    cell, join = form.cell_edge, form.cell_edge // sizes["patch_size"]
+    join = form.cell_edge // sizes["patch_size"]
     return VisionConfig(
         **sizes,
         form=form,
@@ -216,49 +179,109 @@ def _qwen_vl(fields: JsonFields, images: JsonFields) -> VisionConfig:
         connector_width=sizes["hidden_size"] * join**2,
         num_frames=tower.integer("temporal_patch_size", 1, 16, 2),
         shares_frequencies=True,
-        window_edge=tower.integer("window_size", cell, _MAX_EDGE, 112) // cell * join,
+    )
+
+
+def _qwen_vl(fields: JsonFields, images: JsonFields) -> VisionConfig:
+    config = _qwen(fields, images, (3584, 3420, 32, 16, 14), "silu")
+    tower, cell = section_of(fields, "vision_config"), config.patch_size * config.join
+    return replace(
+        config,
+        window_edge=tower.integer("window_size", cell, MAX_EDGE, 112) // cell * config.join,
         full_layers=tower.integers("fullatt_block_indexes", 0, MAX_LAYERS) or (7, 15, 23, 31),
     )
 
 
 def _qwen3_vl(fields: JsonFields, images: JsonFields) -> VisionConfig:
     """Read Qwen3-VL's tower: no windows, a table of positions, and inner layers that add to the text's first ones."""
-    tower = _section(fields, "vision_config")
-    sizes = _sizes(fields, tower, (1152, 4304, 27, 16, 16), "gelu_pytorch_tanh")
-    form = _cells(fields, images, tower, sizes)
-    join = form.cell_edge // sizes["patch_size"]
+    config = _qwen(fields, images, (1152, 4304, 27, 16, 16), "gelu_pytorch_tanh")
+    tower, deep_name = section_of(fields, "vision_config"), "deepstack_visual_indexes"
     num_positions = tower.integer("num_position_embeddings", 1, 1 << 20, 2304)
-    deep_name = "deepstack_visual_indexes"
     deep_layers = tower.integers(deep_name, 0, MAX_LAYERS) if tower.has(deep_name) else (8, 16, 24)
     if math.isqrt(num_positions) ** 2 != num_positions:
         raise tower.error("num_position_embeddings", "must be a square")
-    if len(set(deep_layers)) < len(deep_layers) or max(deep_layers, default=0) >= sizes["num_layers"]:
+    if len(set(deep_layers)) < len(deep_layers) or max(deep_layers, default=0) >= config.num_layers:
         raise tower.error(deep_name, "must be layers of the encoder, each once")
-    if len(deep_layers) >= _section(fields, "text_config").integer("num_hidden_layers", 1, MAX_LAYERS, MAX_LAYERS):
+    if len(deep_layers) >= section_of(fields, "text_config").integer("num_hidden_layers", 1, MAX_LAYERS, MAX_LAYERS):
         raise tower.error(deep_name, "must be fewer than the text has layers")
-    return VisionConfig(
-        **sizes,
-        form=form,
+    return replace(
+        config,
         names=names.QWEN3,
         norm=NormKind.LAYER,
-        norm_eps=1e-6,
         has_patch_bias=True,
-        has_bias=True,
         is_gated=False,
         num_sides=math.isqrt(num_positions),
         positions=PositionKind.BETWEEN,
+        connector_norm=NormKind.LAYER,
+        deep_layers=deep_layers,
+    )
+
+
+def _llama4(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
+    """Read Llama 4's tower, with a class token; there are configs of the text part alone."""
+    tower = fields.section("vision_config")
+    if tower is None:
+        return None
+    if tower.text("vision_feature_select_strategy", "default") != "default":
+        raise UnsupportedModel(f"{tower.where}: vision_feature_select_strategy other than default is not supported.")
+    if tower.flag("multi_modal_projector_bias", False):
+        raise UnsupportedModel(f"{tower.where}: multi_modal_projector_bias is not supported.")
+    sizes = tower_sizes(fields, tower, (768, 5632, 34, 16, 14), "gelu")
+    edge, patch = tower.integer("image_size", sizes["patch_size"], MAX_EDGE, 448), sizes["patch_size"]
+    join = round(1.0 / tower.number("pixel_shuffle_ratio", 1 / 16, 1.0, 0.5))
+    width = tower.integer("projector_input_dim", 1, MAX_WIDTH, 4096)
+    for name, own in (
+        ("intermediate_size", sizes["hidden_size"] * join**2),  # the adapter is as wide
+        ("projector_output_dim", width),
+        ("vision_output_dim", width),
+    ):
+        if tower.integer(name, 1, MAX_WIDTH, own) != own:
+            raise tower.error(name, f"must be {own}, as the adapter's other widths are")
+    if edge % (patch * join) or (sizes["hidden_size"] // sizes["num_heads"]) % 4:
+        raise tower.error("image_size", "must be whole squares of joined patches, and heads whole fours")
+    _check_square(images, edge)
+    scaling = read_scaling(images, (HALVES, HALVES))
+    form = CanvasForm(
+        token_id=fields.integer(_image_token(fields), 0, MAX_VOCABULARY, 200092),
+        tile_edge=edge,
+        max_tiles=images.integer("max_patches", 1, _MAX_TILES, 16),
+        tile_tokens=(edge // patch // join) ** 2,
+        scaling=Scaling(scaling.rescale, scaling.mean, scaling.deviation, is_short=True),
+        resample=images.integer("resample", 0, 5, 2),
+        is_enlarged=images.flag("resize_to_max_canvas", False),
+    )
+    return VisionConfig(
+        **sizes,
+        form=form,
+        names=names.LLAMA4,
+        norm=NormKind.LAYER,
+        norm_eps=1e-5,
+        has_patch_bias=False,
+        has_bias=True,
+        is_gated=False,
+        num_sides=edge // patch,
+        positions=PositionKind.EACH,
         rope_theta=(tower.section("rope_parameters") or tower).number("rope_theta", 1.0, 1e12, 1e4),
         join=join,
         joins_channels=False,
         connector_activation=Activation.GELU,
-        has_connector_bias=True,
-        connector_norm=NormKind.LAYER,
-        connector_eps=1e-6,
-        connector_width=sizes["hidden_size"] * join**2,
-        num_frames=tower.integer("temporal_patch_size", 1, 16, 2),
+        connector_width=width,
         shares_frequencies=True,
-        deep_layers=deep_layers,
+        first_place=1,
     )
+
+
+def _image_token(fields: JsonFields) -> str:
+    """Return the field that names a picture's token, of either generation."""
+    return "image_token_index" if fields.has("image_token_index") else "image_token_id"
+
+
+def _check_square(images: JsonFields, edge: int) -> None:
+    """Check that the processor makes squares of pictures as large as the encoder's."""
+    size = images.section("size") or JsonFields({}, images.where)
+    for name in ("height", "width"):
+        if size.integer(name, 1, MAX_EDGE, edge) != edge:
+            raise images.error("size", f"must be that of the encoder, {edge} x {edge}")
 
 
 def _gemma3(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
@@ -270,24 +293,20 @@ def _gemma3(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
         raise UnsupportedModel(f"{tower.where}: a tower other than siglip_vision_model is not supported.")
     if images.flag("do_pan_and_scan", False):  # pictures would be seen in parts
         return None
-    sizes = _sizes(fields, tower, (768, 3072, 12, 12, 16), "gelu_pytorch_tanh")
-    edge = tower.integer("image_size", sizes["patch_size"], _MAX_EDGE, 224)
-    num_sides, num_tokens = edge // sizes["patch_size"], fields.integer("mm_tokens_per_image", 1, _MAX_CELLS, 256)
+    sizes = tower_sizes(fields, tower, (768, 3072, 12, 12, 16), "gelu_pytorch_tanh")
+    edge = tower.integer("image_size", sizes["patch_size"], MAX_EDGE, 224)
+    num_sides, num_tokens = edge // sizes["patch_size"], fields.integer("mm_tokens_per_image", 1, MAX_CELLS, 256)
     sides = math.isqrt(num_tokens)
     if sides**2 != num_tokens or num_sides % sides:
         raise fields.error("mm_tokens_per_image", f"must be a square whose side divides {num_sides}")
-    size = images.section("size") or JsonFields({}, images.where)
-    for name in ("height", "width"):
-        if size.integer(name, 1, _MAX_EDGE, edge) != edge:
-            raise images.error("size", f"must be that of the encoder, {edge} x {edge}")
-    token_name = "image_token_index" if fields.has("image_token_index") else "image_token_id"
+    _check_square(images, edge)
     return VisionConfig(
         **sizes,
         form=SquareForm(
-            token_id=fields.integer(token_name, 0, MAX_VOCABULARY, 262144),
+            token_id=fields.integer(_image_token(fields), 0, MAX_VOCABULARY, 262144),
             edge=edge,
             tokens=num_tokens,
-            scaling=_scaling(images, (_HALVES, _HALVES)),
+            scaling=read_scaling(images, (HALVES, HALVES)),
             resample=images.integer("resample", 0, 5, 2),
         ),
         names=names.GEMMA,
@@ -308,38 +327,6 @@ def _gemma3(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
     )
 
 
-def _pixels(images: JsonFields, cell: int) -> tuple[int, int]:
-    """Return the least and the most pixels of a picture, by either generation of their names."""
-    size = images.section("size") or JsonFields({}, images.where)
-    least = images.integer("min_pixels", 1, 1 << 30, size.integer("shortest_edge", 1, 1 << 30, 56 * 56))
-    most = images.integer("max_pixels", 1, 1 << 30, size.integer("longest_edge", 1, 1 << 30, 28 * 28 * 1280))
-    if least > most:
-        raise images.error("min_pixels", "must not be above max_pixels")
-    return least, min(most, _MAX_CELLS * cell**2)
-
-
-def _section(fields: JsonFields, name: str) -> JsonFields:
-    return fields.section(name) or JsonFields({}, f"{fields.where}, {name}")
-
-
-def _longest_edge(images: JsonFields, name: str, default: int) -> int:
-    section = images.section(name)
-    return default if section is None else section.integer("longest_edge", 1, _MAX_EDGE)
-
-
-def _scaling(images: JsonFields, defaults: tuple[Rgb, Rgb]) -> Scaling:
-    mean, deviation = defaults
-    rescale = images.number("rescale_factor", 0.0, 1e6, 1 / 255)
-    return Scaling(rescale, _rgb(images, "image_mean", mean), _rgb(images, "image_std", deviation))
-
-
-def _rgb(images: JsonFields, name: str, default: Rgb) -> Rgb:
-    if not images.has(name):
-        return default
-    red, green, blue = images.numbers(name, CHANNELS, -1e3, 1e3)
-    return red, green, blue
-
-
 VISION_FAMILIES: Mapping[str, Reader] = MappingProxyType(
     {
         "idefics3": _idefics3,
@@ -350,5 +337,6 @@ VISION_FAMILIES: Mapping[str, Reader] = MappingProxyType(
         "qwen3_vl": _qwen3_vl,
         "qwen3_vl_moe": _qwen3_vl,
         "gemma3": _gemma3,
+        "llama4": _llama4,
     }
 )

@@ -5,20 +5,30 @@ from dataclasses import replace
 from alignedserve.runtime.model.vision.vision_config import VisionNames
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-
-IDEFICS3 = VisionNames(
+# SigLIP's, whose connectors differ.
+_SIGLIP = VisionNames(
     prefixes=("model.",),
-    patches="vision_model.embeddings.patch_embedding",
-    positions="vision_model.embeddings.position_embedding",
-    layer="vision_model.encoder.layers.{layer}.",
+    patches="embeddings.patch_embedding",
+    positions="embeddings.position_embedding.weight",
+    layer="encoder.layers.{layer}.",
     attention_norm="layer_norm1",
     qkv=_QKV,
     output="self_attn.out_proj",
     mlp_norm="layer_norm2",
     up=("mlp.fc1",),
     down="mlp.fc2",
-    last_norm="vision_model.post_layernorm",
-    connector=("connector.modality_projection.proj",),
+    last_norm="post_layernorm",
+    connector=(),
+)
+
+IDEFICS3 = replace(_SIGLIP, inside=("vision_model.",), connector=("connector.modality_projection.proj",))
+GEMMA = replace(
+    _SIGLIP,
+    prefixes=("model.", ""),
+    inside=("vision_tower.", "vision_tower.vision_model."),
+    connector_norm="multi_modal_projector.mm_soft_emb_norm",
+    connector=("multi_modal_projector.mm_input_projection_weight",),
+    transposes_connector=True,
 )
 PIXTRAL = VisionNames(
     prefixes=("model.", ""),
@@ -53,7 +63,7 @@ QWEN = VisionNames(
 )
 QWEN3 = replace(
     QWEN,
-    positions="pos_embed",
+    positions="pos_embed.weight",
     up=("mlp.linear_fc1",),
     down="mlp.linear_fc2",
     connector_norm="merger.norm",
@@ -61,20 +71,25 @@ QWEN3 = replace(
     deep_norm="deepstack_merger_list.{level}.norm",
     deep=("deepstack_merger_list.{level}.linear_fc1", "deepstack_merger_list.{level}.linear_fc2"),
 )
-GEMMA = VisionNames(
-    prefixes=("model.", ""),
-    inside=("vision_tower.", "vision_tower.vision_model."),
-    patches="embeddings.patch_embedding",
-    positions="embeddings.position_embedding",
-    layer="encoder.layers.{layer}.",
-    attention_norm="layer_norm1",
+LLAMA4 = VisionNames(
+    prefixes=("", "model."),
+    patches="vision_model.patch_embedding.linear",
+    has_flat_patches=True,
+    positions="vision_model.positional_embedding_vlm",
+    class_token="vision_model.class_embedding",
+    first_norm="vision_model.layernorm_pre",
+    layer="vision_model.model.layers.{layer}.",
+    attention_norm="input_layernorm",
     qkv=_QKV,
-    output="self_attn.out_proj",
-    mlp_norm="layer_norm2",
+    interleaves_pairs=True,
+    output="self_attn.o_proj",
+    mlp_norm="post_attention_layernorm",
     up=("mlp.fc1",),
     down="mlp.fc2",
-    last_norm="post_layernorm",
-    connector_norm="multi_modal_projector.mm_soft_emb_norm",
-    connector=("multi_modal_projector.mm_input_projection_weight",),
-    transposes_connector=True,
+    last_norm="vision_model.layernorm_post",
+    connector=(
+        "vision_model.vision_adapter.mlp.fc1",
+        "vision_model.vision_adapter.mlp.fc2",
+        "multi_modal_projector.linear_1",
+    ),
 )

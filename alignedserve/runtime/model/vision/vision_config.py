@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from alignedserve.core.block_layout import DTYPE_BYTES
-from alignedserve.pictures.form import CHANNELS, CellsForm, EncoderWork, PictureForm, TiledForm
+from alignedserve.pictures.form import CHANNELS, CanvasForm, CellsForm, EncoderWork, PictureForm, TiledForm
 from alignedserve.runtime.model.model_config import Activation, NormKind
 
 CACHE_BYTES = 128 << 20  # of a worker, for embeddings of pictures
@@ -26,8 +26,9 @@ class VisionNames:
     up: tuple[str, ...]  # gate and up, or up alone
     down: str
     connector: tuple[str, ...]  # products one after another
-    positions: str = ""
-    first_norm: str = ""  # empty, as of the next: there is none
+    positions: str = ""  # a tensor of this name; empty, as of the next: there is none
+    class_token: str = ""  # likewise, of one more row behind the patches, of which nothing is made
+    first_norm: str = ""
     last_norm: str = ""
     connector_norm: str = ""
     merger: str = ""  # the product of joined patches, before the connector's
@@ -35,6 +36,8 @@ class VisionNames:
     deep_norm: str = ""  # with {level}: of the connectors of inner layers, as the next
     deep: tuple[str, ...] = ()  # with {level}
     transposes_connector: bool = False  # its one product is a tensor of this name, [inputs, outputs]
+    has_flat_patches: bool = False  # their weight is a matrix
+    interleaves_pairs: bool = False  # rotations turn neighbouring elements of a head, first those by columns
 
     def within(self, inside: str) -> "VisionNames":
         """Return the names with this before those that are not of the connector."""
@@ -42,7 +45,7 @@ class VisionNames:
             self,
             patches=inside + self.patches,
             layer=inside + self.layer,
-            positions=inside + self.positions,
+            positions=inside + self.positions if self.positions else "",
             first_norm=inside + self.first_norm if self.first_norm else "",
             last_norm=inside + self.last_norm if self.last_norm else "",
         )
@@ -78,15 +81,16 @@ class VisionConfig:
     join: int  # the edge of the squares of patches that become one token of the prompt
     joins_channels: bool  # of joined patches the same elements lie side by side; False: each patch's own
     out_width: int  # of a prompt token's input
-    connector_activation: Activation | None = None  # between its two products; None: it has one
+    connector_activation: Activation | None = None  # between its products; None: it has one
     has_connector_bias: bool = False
     connector_eps: float = 0.0  # of its norm
     connector_norm: NormKind = NormKind.RMS
     norms_joined: bool = False  # its norm is of joined patches; False: of each
     is_pooled: bool = False  # joined patches become their mean
-    connector_width: int | None = None  # between its two products; None: `out_width`
+    connector_width: int | None = None  # between its products; None: `out_width`
     num_frames: int = 1  # of a film that a patch is of; a picture is all of them
     shares_frequencies: bool = False  # rows and columns turn pairs by the same ones; False: by every other one
+    first_place: int = 0  # of rows and columns, where rotations begin
     window_edge: int | None = None  # in patches, of the squares that patches attend within; None: the whole part
     full_layers: tuple[int, ...] = ()  # that attend to the whole part all the same
     positions: PositionKind = PositionKind.BUCKETS
@@ -106,6 +110,11 @@ class VisionConfig:
     def patch_width(self) -> int:
         """Return the pixels of a patch, of all channels."""
         return CHANNELS * self.patch_size**2
+
+    @property
+    def num_positions(self) -> int:
+        """Return the rows of the table of positions; 0: there is none."""
+        return 0 if self.num_sides is None else self.num_sides**2 + bool(self.names.class_token)
 
     @property
     def joined_width(self) -> int:
@@ -128,7 +137,7 @@ class VisionConfig:
         num_full = self.num_layers if self.window_edge is None else len(self.full_layers)
         window = 0 if self.window_edge is None else self.window_edge**2 * (self.num_layers - num_full)
         alone = self.num_layers * self._layer_parameters + 2 * self.hidden_size * window
-        part = self.form.tile_tokens * self.join**2 if isinstance(self.form, TiledForm) else None
+        part = self.form.tile_tokens * self.join**2 if isinstance(self.form, TiledForm | CanvasForm) else None
         work = EncoderWork(
             token_patches=self.join**2,
             patch_tokens=alone / text_parameters,
@@ -143,7 +152,8 @@ class VisionConfig:
         width = self.hidden_size
         norm = width * (2 if self.norm is NormKind.LAYER else 1)
         layer = self._layer_parameters + 2 * norm
-        embedded = (self.num_frames * self.patch_width + int(self.has_patch_bias) + (self.num_sides or 0) ** 2) * width
+        num_rows = self.num_positions + bool(self.names.class_token) + int(self.has_patch_bias)
+        embedded = (self.num_frames * self.patch_width + num_rows) * width
         norms = norm * (bool(self.names.first_norm) + bool(self.names.last_norm))
         return embedded + self.num_layers * layer + norms + self._connector_parameters
 
@@ -159,7 +169,8 @@ class VisionConfig:
         out, bias = self.out_width, int(self.has_connector_bias)
         inner = self.connector_width or out
         products = inner * (self.connected_width + bias)
-        products += out * (inner + bias) if self.connector_activation is not None else 0
+        if self.connector_activation is not None:
+            products += (len(self.names.connector) - 2) * inner * (inner + bias) + out * (inner + bias)
         merger = self.joined_width * self.hidden_size if self.names.merger else 0
         weights = 2 if self.connector_norm is NormKind.LAYER else 1
         own_norm = weights * (self.joined_width if self.norms_joined else self.hidden_size)

@@ -10,6 +10,7 @@ from torch import Tensor
 from alignedserve.pictures.form import CHANNELS
 from alignedserve.runtime.model.model_config import NormKind
 from alignedserve.runtime.model.vision.vision_config import VisionConfig
+from alignedserve.runtime.model.weights.head_order import pairs_of_rows_first
 from alignedserve.runtime.model.weights.product_reader import TensorSource
 from alignedserve.runtime.model.weights.random_weights import RandomSource
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
@@ -45,7 +46,8 @@ class VisionWeights:
     """A whole tower, on one device and in one dtype."""
 
     patches: Projection  # [hidden_size, patch_width]
-    positions: Tensor | None  # [num_sides ** 2, hidden_size]
+    positions: Tensor | None  # [num_sides ** 2, hidden_size], and a row of the class token's
+    class_token: Tensor | None  # [1, hidden_size]
     first_norm: Norm | None
     layers: tuple[VisionLayer, ...]
     last_norm: Norm | None
@@ -72,12 +74,15 @@ class _Assembler:
 
     def weights(self) -> VisionWeights:
         config, names, width = self._config, self._names, self._config.hidden_size
-        positions = None
+        positions = class_token = None
         if config.num_sides is not None:
-            positions = self._tensor(f"{names.positions}.weight", config.num_sides**2, width)
+            positions = self._tensor(names.positions, config.num_positions, width)
+        if names.class_token:
+            class_token = self._tensor(names.class_token, width)[None]
         return VisionWeights(
             patches=self._patches(),
             positions=positions,
+            class_token=class_token,
             first_norm=self._norm(names.first_norm) if names.first_norm else None,
             layers=tuple(self._layer(names.layer.format(layer=number)) for number in range(config.num_layers)),
             last_norm=self._norm(names.last_norm) if names.last_norm else None,
@@ -89,6 +94,8 @@ class _Assembler:
         config, module = self._config, self._names.patches
         edge, width = config.patch_size, config.hidden_size
         bias = self._tensor(f"{module}.bias", width) if config.has_patch_bias else None
+        if self._names.has_flat_patches:
+            return Linear(self._tensor(f"{module}.weight", width, config.patch_width), bias)
         if config.num_frames == 1:
             return Linear(self._tensor(f"{module}.weight", width, CHANNELS, edge, edge).reshape(width, -1), bias)
         kernel = self._tensor(f"{module}.weight", width, CHANNELS, config.num_frames, edge, edge)
@@ -106,11 +113,20 @@ class _Assembler:
         )
         return VisionLayer(
             attention_norm=self._norm(prefix + names.attention_norm),
-            qkv=self._linear([prefix + name for name in names.qkv], 3 * width // len(names.qkv), width),
+            qkv=self._qkv([prefix + name for name in names.qkv]),
             output=self._linear([prefix + names.output], width, width),
             mlp_norm=self._norm(prefix + names.mlp_norm),
             mlp=FeedForwardPart(up, self._linear([prefix + names.down], width, inner)),
         )
+
+    def _qkv(self, modules: Sequence[str]) -> Linear:
+        config, width = self._config, self._config.hidden_size
+        weight, bias = self._stacked(modules, 3 * width // len(modules), width)
+        if self._names.interleaves_pairs:
+            for rows in (weight, bias):
+                if rows is not None:
+                    rows[: 2 * width] = pairs_of_rows_first(rows[: 2 * width], config.head_dim)
+        return Linear(weight, bias)
 
     def _deep_connector(self, level: int) -> Connector:
         names = self._names
@@ -150,10 +166,15 @@ class _Assembler:
     def _linear(
         self, modules: Sequence[str], rows: int, in_width: int, activation: str | None = None, *, is_gated: bool = False
     ) -> Linear:
-        """Stack the weights of modules that read the same input."""
-        weight = torch.cat([self._tensor(f"{name}.weight", rows, in_width) for name in modules])
-        bias = torch.cat([self._tensor(f"{name}.bias", rows) for name in modules]) if self._config.has_bias else None
+        weight, bias = self._stacked(modules, rows, in_width)
         return Linear(weight, bias, activation=activation, is_gated=is_gated)
+
+    def _stacked(self, modules: Sequence[str], rows: int, in_width: int) -> tuple[Tensor, Tensor | None]:
+        """Stack weights and biases of modules that read the same input."""
+        weight = torch.cat([self._tensor(f"{name}.weight", rows, in_width) for name in modules])
+        if not self._config.has_bias:
+            return weight, None
+        return weight, torch.cat([self._tensor(f"{name}.bias", rows) for name in modules])
 
     def _norm(self, module: str) -> Norm:
         config, width = self._config, self._config.hidden_size

@@ -53,3 +53,14 @@ def parts_of_key_heads(rows: Tensor, widths: Sequence[int]) -> Tensor:
     heads in one place."""
     heads = rows.view(-1, sum(widths), *rows.shape[1:])
     return torch.cat([part.flatten(0, 1) for part in heads.split_with_sizes(list(widths), dim=1)])
+
+
+def pairs_of_rows_first(rows: Tensor, head_dim: int) -> Tensor:
+    """Reorder rows of heads [heads * head_dim, ...] whose rotated pairs are neighbours, first those that turn by a
+    patch's column: the kernels have those by its row first, and the two rows of a pair half a head apart.
+
+    Example: of a head of 8 rows come rows 4, 6, 0, 2, 5, 7, 1, 3.
+    """
+    pairs = torch.arange(0, head_dim, 2, device=rows.device).roll(head_dim // 4)
+    heads = rows.view(-1, head_dim, *rows.shape[1:])
+    return heads[:, torch.cat([pairs, pairs + 1])].reshape(rows.shape)

@@ -1,10 +1,13 @@
 """`alignedserve certify` against small real servers, right and wrong ones."""
 
+import base64
+import io
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from alignedserve.certification.certificate import Certificate, certificate_of
 from alignedserve.certification.page import certificate_page
@@ -147,6 +150,8 @@ def test_options_that_contradict_each_other() -> None:
         {"url": "http://x", "topology": "elastic"},
         {"topology": "round"},
         {"endpoint": "responses"},
+        {"endpoint": "completions", "chat_pictures": 1.0},
+        {"is_simulated": True, "document_pictures": 1.0},
     ):
         with pytest.raises(ConfigError):
             CertifyOptions(**fields)
@@ -157,3 +162,35 @@ def test_options_that_contradict_each_other() -> None:
 def test_bounds_are_those_of_the_options() -> None:
     assert bounds_of(CertifyOptions()) == Bounds()
     assert bounds_of(CertifyOptions(min_documents=50.0)).min_documents_share == 0.5
+
+
+async def test_pictures_go_with_the_shares_that_were_asked_for_and_are_told_apart() -> None:
+    seen: list[bytes] = []
+
+    def respond(body: dict[str, Any]) -> Script:
+        content = body["messages"][0]["content"]
+        if not isinstance(content, str):
+            seen.append(base64.b64decode(content[0]["image_url"]["url"].partition("base64,")[2]))
+        return Script(pieces=("yes ",) * int(body["max_tokens"]))
+
+    async with FakeServer(respond) as server:
+        measured = await _measured(server.url, chat_pictures=50.0, document_pictures=25.0, picture_edge=32)
+    sizes = [Image.open(io.BytesIO(file)).size for file in seen]
+    assert set(sizes) == {(32, 32)}
+    beside = measured.evidence.phase(Phase.BESIDE)
+    assert beside is not None
+    assert sum(chat.has_picture for chat in beside.chats) == len(beside.chats) // 2
+    page = certificate_page(_certificate(measured))
+    assert "50% of chats and 25% of documents carry one of 32 x 32 pixels, each its own: 30 a second" in page
+    assert "with a picture, chat beside documents" in page
+    lines = [line.request for batch in measured.protocol.batches(Phase.BESIDE) for line in batch.lines]
+    assert sum(line.picture_edge is not None for line in lines) >= 6
+
+
+async def test_a_server_that_takes_no_pictures_is_named_at_once() -> None:
+    def respond(body: dict[str, Any]) -> Script:
+        return Script() if isinstance(body["messages"][0]["content"], str) else Script(status=400)
+
+    async with FakeServer(respond) as server:
+        with pytest.raises(PeerError, match="does not answer a chat with a picture: http 400, scripted refusal"):
+            await _measured(server.url, document_pictures=1.0)
