@@ -15,6 +15,7 @@ from kernels.addend_layout import LayerProduct
 from kernels.gpu_dispatch import fused_kernels
 from kernels.linear import AdaptableProjection, Linear, Projection
 from kernels.lora import LayerAdapters
+from kernels.norm import Norm
 
 # On a CPU so many rows are computed at a time: intermediate results then stay in the cache, and in memory that was used
 # before. 2048 rows of 896 x 4864 in float32: 575 ms at once, 498 ms in four parts.
@@ -99,6 +100,22 @@ class ExpertRouter:
         return Routing(experts, shares / shares.sum(-1, keepdim=True) if self._normalises else shares)
 
 
+class ScaledRouter:
+    """Chooses as ExpertRouter does, of inputs that are normalised and scaled; each expert has a factor of its own."""
+
+    __slots__ = ("_choose", "_factors", "_norm", "_scale", "num_experts")
+
+    def __init__(self, norm: Norm, scale: Tensor, choose: ExpertRouter, factors: Tensor) -> None:
+        """`scale` [hidden_size]; `factors` [experts] float32: of shares, which add up to 1 before."""
+        self._norm, self._scale, self._choose, self._factors = norm, scale, choose, factors
+        self.num_experts = choose.num_experts
+
+    def __call__(self, x: Tensor) -> Routing:
+        """Choose for x [rows, hidden_size]."""
+        routing = self._choose((self._norm(x) * self._scale).mul_(x.shape[1] ** -0.5))
+        return Routing(routing.experts, routing.shares * self._factors[routing.experts])
+
+
 class GroupRouter:
     """Chooses by sigmoids: first groups of experts by their two best, then experts in these (DeepSeek-V3, 2.1.2).
 
@@ -179,19 +196,22 @@ def grouped_products(
 class Experts:
     """x [rows, hidden_size] -> the sum of the chosen experts' results, each times its share; see `Router`."""
 
-    __slots__ = ("_experts", "_router", "_scales_inputs", "in_width", "out_width")
+    __slots__ = ("_experts", "_scales_inputs", "in_width", "out_width", "router")
 
     def __init__(self, router: Router, experts: Sequence[Projection], *, scales_inputs: bool = False) -> None:
         """`experts`: one for each row of the router's weight, all of the same widths. `scales_inputs`: shares multiply
         what they read."""
         self._scales_inputs = scales_inputs
-        self._router = router
+        self.router = router
         self._experts = experts
         self.in_width, self.out_width = experts[0].in_width, experts[0].out_width
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute x [rows, in_width], rows >= 1 -> [rows, out_width]."""
-        routing = self._router(x)
+        return self.routed(x, self.router(x))
+
+    def routed(self, x: Tensor, routing: Routing) -> Tensor:
+        """Compute the same with experts that are chosen already."""
         if self._scales_inputs:
             return grouped_products(x, routing.experts, self._experts, routing.shares).sum(1)
         return weighted(grouped_products(x, routing.experts, self._experts), routing.shares)
@@ -213,6 +233,22 @@ class WithSharedExpert:
         if self._gate is not None:
             shared = shared * _sigmoids(self._gate(x))
         return self._chosen(x).add_(shared)
+
+
+class ExpertsBeside:
+    """What experts add to a feed-forward part beside them, each with norms of its own."""
+
+    __slots__ = ("_dense_norm", "_experts", "_norms")
+
+    def __init__(self, dense_norm: Norm, experts: Experts, norms: tuple[Norm, Norm]) -> None:
+        """`norms`: before and behind the experts; their router reads the residual stream as it is."""
+        self._dense_norm, self._experts, self._norms = dense_norm, experts, norms
+
+    def __call__(self, dense: Tensor, residual: Tensor) -> Tensor:
+        """Return the sum [rows, hidden_size] of both, of what the feed-forward part gave, and of the stream."""
+        before, behind = self._norms
+        chosen = self._experts.routed(before(residual), self._experts.router(residual))
+        return self._dense_norm(dense).add_(behind(chosen))
 
 
 def weighted(results: Tensor, shares: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
 class HeadNorms:
     """The root mean square norms that some families apply to queries and keys."""
 
-    __slots__ = ("_rows", "eps", "is_after_rotation", "is_whole", "keys", "queries")
+    __slots__ = ("_rows", "eps", "is_after_rotation", "is_whole", "keys", "queries", "values")
 
     def __init__(
         self,
@@ -51,35 +51,37 @@ class HeadNorms:
         *,
         is_whole: bool = False,
         is_after_rotation: bool = False,
+        values: Tensor | None = None,
     ) -> None:
         """`queries`, `keys`: weights [head_dim], or of all heads together if the norm `is_whole`. `dtype`: of the rows,
-        where the weights' is float32 and theirs is not."""
+        where the weights' is float32 and theirs is not. `values`: a weight for values, which are normalised as well."""
         self.queries, self.keys, self.eps = queries, keys, eps
-        self.is_whole, self.is_after_rotation = is_whole, is_after_rotation
+        self.is_whole, self.is_after_rotation, self.values = is_whole, is_after_rotation, values
         dtype = dtype or queries.dtype
         level = native_level(dtype, queries.device)
-        # Of queries and of keys; None: they do not run here.
-        self._rows: tuple[NormRows, NormRows] | None = None
+        # Of queries, of keys, and of values if they have any; None: they do not run here.
+        self._rows: tuple[NormRows, ...] | None = None
         if level is not None:
-            query_rows, key_rows = (
-                NormRows(weight, None, eps, is_rms=True, level=level, dtype=dtype) for weight in (queries, keys)
-            )
-            self._rows = query_rows, key_rows
+            weights = (queries, keys) if values is None else (queries, keys, values)
+            self._rows = tuple([NormRows(weight, None, eps, is_rms=True, level=level, dtype=dtype) for weight in weights])
 
     @property
     def is_by_head(self) -> bool:
         """Return whether each head is normalised alone, before it is rotated: what kernels do on the way."""
-        return not (self.is_whole or self.is_after_rotation)
+        return not (self.is_whole or self.is_after_rotation or self.values is not None)
 
     @property
     def native_heads(self) -> tuple[NormRows, NormRows] | None:
         """Return the native kernels of heads that are normalised alone; None: they do not run here, or it is another
         norm."""
-        return self._rows if self.is_by_head else None
+        return (self._rows[0], self._rows[1]) if self.is_by_head and self._rows is not None else None
 
-    def normalise_(self, queries: Tensor, keys: Tensor) -> None:
-        """Normalise queries and keys [tokens, heads, head_dim] in place, possibly strided."""
-        for index, (own, weight) in enumerate(((queries, self.queries), (keys, self.keys))):
+    def normalise_(self, queries: Tensor, *others: Tensor) -> None:
+        """Normalise queries, keys and values [tokens, heads, head_dim], the first of these, in place; possibly strided."""
+        weights = (self.queries, self.keys, self.values)
+        for index, own in enumerate((queries, *others)):
+            weight = weights[index]
+            assert weight is not None, "values without a norm"
             rows = own.flatten(1) if self.is_whole else own
             if self._rows is None:
                 normalised = rms_norm(rows, weight, self.eps)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from alignedserve.core.json_fields import JsonFields
-from alignedserve.runtime.model.families import readers, states
+from alignedserve.runtime.model.families import gemma, readers, states
 from alignedserve.runtime.model.families.form import FamilyForm
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.hf_fields import Sizes
@@ -27,6 +27,10 @@ _STATES: dict[Callable[[JsonFields, Sizes], states.StateLayers], str] = {
     states.mamba2_beside: "Mamba-2 beside attention",
     states.delta_rule: "gated delta rule",
     states.mixed_delta_rule: "gated delta rule",
+}
+_EXTRAS = {
+    gemma.gemma3n: "layer embeddings, shared keys and values, several streams, sparse gates",
+    gemma.gemma4: "layer embeddings, shared keys and values, heads by layer",
 }
 # What they add to a config is none of the multipliers.
 _PLAIN = (readers.lfm2, readers.lfm2_moe, readers.nemotron_h)
@@ -68,6 +72,8 @@ def beyond_llama(form: FamilyForm) -> Iterator[str]:
         yield "capped scores and logits"
     if form.head_norm in _HEAD_NORMS:
         yield _HEAD_NORMS[form.head_norm]
+    if form.adapt in _EXTRAS:
+        yield _EXTRAS[form.adapt]
     if form.experts is not None:
         yield "experts"
     if form.names.router_correction:

@@ -48,6 +48,8 @@ def check_configuration(config: ClusterConfig, served: ServedModel) -> None:
     block_tokens = hidden_block_tokens(served, config.scheduling, config.engine.block_size)
     if served.encoder is None and served.decoder.state is not None:
         _check_states(config, served.decoder.state.title)
+    if served.encoder is None and served.decoder.extras is not None:
+        _check_extras(config, served.decoder.extras.title)
     if served.pipeline_parallel > 1:
         _check_stages(config)
     _check_policy(config, block_tokens)
@@ -115,6 +117,17 @@ def _check_states(config: ClusterConfig, title: str) -> None:
         raise ConfigError(
             f"policy {config.scheduling.policy!r} keeps layer inputs in place of keys and values, and a model with "
             f"{title} keeps states; choose another policy, or scheduling.policy_params.hybrid_cache=false"
+        )
+    if config.lora.is_enabled:
+        raise ConfigError(f"lora: a model with {title} has no adapters; leave it out")
+
+
+def _check_extras(config: ClusterConfig, title: str) -> None:
+    """Check that no setting wants what such layers cannot do."""
+    if Mechanism.HIDDEN_CACHE in wanted_mechanisms(config.scheduling):
+        raise ConfigError(
+            f"policy {config.scheduling.policy!r} keeps layer inputs in place of keys and values, which a model with "
+            f"{title} cannot; choose another policy, or scheduling.policy_params.hybrid_cache=false"
         )
     if config.lora.is_enabled:
         raise ConfigError(f"lora: a model with {title} has no adapters; leave it out")

@@ -131,10 +131,23 @@ class JsonFields:
         inner = (outer.section(entry) for entry in outer._fields)
         return tuple(each for each in inner if each is not None)
 
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all fields, in the file's order."""
+        return tuple(self._fields)
+
     def num_entries(self, name: str) -> int:
         """Return the number of fields of a nested object; 0 when it is absent."""
         inner = self.section(name)
         return 0 if inner is None else len(inner._fields)
+
+    def integer_of_each(self, name: str, count: int, low: int, high: int) -> tuple[int, ...]:
+        """Return `count` whole numbers in low..high: of a list, or one number that holds for all."""
+        values = self._value(name, None)
+        if not isinstance(values, list):
+            return (self.integer(name, low, high),) * count
+        if len(values) != count:
+            raise self.error(name, f"must be a whole number, or a list of {count}")
+        return tuple(JsonFields({name: value}, self._where).integer(name, low, high) for value in values)
 
     def numbers(self, name: str, count: int, low: float, high: float) -> tuple[float, ...]:
         """Return a list of exactly `count` finite numbers in low..high."""

@@ -57,6 +57,8 @@ FORMS = (
     Form("gguf", "float32"),
     Form("gpt_oss", "float32"),
     Form("deepseek_v3", "bfloat16"),
+    Form("gemma3n_text", "float32"),
+    Form("gemma4_text", "bfloat16"),
 )
 SLOW_FORMS = (
     *FORMS,
@@ -72,6 +74,9 @@ SLOW_FORMS = (
     Form("gemma2", "bfloat16"),
     Form("llama4_text", "bfloat16"),
     Form("gemma2", "float32", None, "int8"),
+    Form("gemma3n_text", "bfloat16"),
+    Form("gemma4_text", "float32", None, "int8"),
+    Form("gemma4_experts", "float32"),
 )
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from tests.support.tiny_gemma import tiny_gemmas
+
 _SIZES: dict[str, Any] = {
     "vocab_size": 199,
     "hidden_size": 64,
@@ -351,6 +353,7 @@ LATER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LLAMA_SIZES, **_DELTA, "num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
         | {"moe_intermediate_size": 40, "shared_expert_intermediate_size": 24},
     ),
+    **tiny_gemmas(_LLAMA_SIZES),
     "qwen3_5_text": ("Qwen3_5TextConfig", {**_LLAMA_SIZES, **_DELTA}),
     "qwen3_5_moe_text": (
         "Qwen3_5MoeTextConfig",
@@ -380,7 +383,7 @@ def make_tiny_model(folder: Path, family: str, seed: int = 0, **changes: Any) ->
             # Larger and less regular than a fresh model: biases that do something, logits that differ.
             parameter.add_(torch.randn(parameter.shape) * (0.05 if "norm" in name or "bias" in name else 0.08))
         for name, buffer in model.named_buffers():
-            if name.endswith(("correction_bias", "expert_bias")):
+            if name.endswith(("correction_bias", "expert_bias", "layer_scalar")):
                 buffer.add_(torch.randn(buffer.shape) * 0.2)
     model.train(False)
     library.utils.logging.disable_progress_bar()

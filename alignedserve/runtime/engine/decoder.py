@@ -1,5 +1,6 @@
 """One decoder for all model families: they differ in options of ModelConfig, not in branches over names."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -8,25 +9,24 @@ from torch import Tensor
 
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
-from alignedserve.runtime.engine.forward_batch import ForwardBatch, LastTokenRows
+from alignedserve.runtime.engine.extra_heads import ExtraHeads, cache_places
+from alignedserve.runtime.engine.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.hidden_pass import HiddenPass, Rotation
 from alignedserve.runtime.engine.native_pass import native_pass
+from alignedserve.runtime.engine.pass_state import PassState, adapted_product, temperatures
 from alignedserve.runtime.engine.rope_frequencies import inverse_frequencies
 from alignedserve.runtime.engine.state_storage import StateStorage
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.model_config import ModelConfig, TemperatureConfig
+from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights
 from kernels.addend_layout import LayerProduct
 from kernels.attention import ScoreForm
 from kernels.cpu.decode_pass import AllowedTokens, HighestLogits, PassTimes
-from kernels.device_lora import DeviceRows
 from kernels.feed_forward import FeedForwardPart
-from kernels.linear import AdaptableProjection
-from kernels.lora import AdapterRows, LayerAdapters
+from kernels.lora import LayerAdapters
 from kernels.norm import Norm
 from kernels.rotary import HeadPlacement, rotary_angles
-
-_NOTHING = torch.empty((0, 0))
+from kernels.streams import StreamMix
 
 
 class Decoder:
@@ -46,7 +46,9 @@ class Decoder:
         sinks = [layer.sinks.float() for layer in weights.layers if layer.sinks is not None]
         self.scores = ScoreForm(torch.stack(sinks) if sinks else None, config.score_cap)
         self._windowed = frozenset(config.windowed_layers)
-        self._cache_of_layer = {layer: index for index, layer in enumerate(config.attention_layers)}
+        self._cache_of_layer = cache_places(config)
+        self._extra_heads = None if config.extras is None else ExtraHeads(config, self._place)
+        self._first_shared = config.num_layers - (0 if config.extras is None else config.extras.num_shared)
         self._states: StateStorage | None = None  # of the latest storage
         self._between_layers: Callable[[], object] | None = None
         # Seconds that the latest pass spent in attention, of decoding sequences and of chunks; 0 where work is only
@@ -109,7 +111,7 @@ class Decoder:
         if self._native_pass is not None and self._native_pass.suits(batch):
             self._note(self._native_pass.run(hidden, batch, storage, rotations), has_head=False)
             return hidden
-        run = _Pass(batch, storage, self._by_layer(rotations))
+        run = PassState(batch, storage, self._by_layer(rotations))
         if batch.states is not None:
             run.states = self._states_of(storage)
             run.states.begin(batch.states)
@@ -118,13 +120,21 @@ class Decoder:
         if batch.hidden is not None:
             own = self._by_layer(self._rotations(batch.hidden.positions))
             run.hidden = HiddenPass(batch.hidden, storage, self._place, own)
-        pending = None
+        if self._weights.layer_embeddings is not None:
+            run.layer_embeddings = self._weights.layer_embeddings(batch.token_ids, hidden)
+        ends = self._weights.stream_ends
+        hidden, pending = hidden if ends is None else ends.widened(hidden), None
         for layer, weights in enumerate(self._weights.layers):
-            run.last = batch.last if layer == self.config.num_layers - 1 else None
-            if run.last is not None and not len(run.last.token_rows):
-                self._fill_cache(self._inputs(hidden, pending, weights), layer, weights, run)
-                hidden, pending = hidden[:0], None
-                break
+            if batch.last is not None and layer == min(self._first_shared, self.config.num_layers - 1):
+                run.last = batch.last
+                if not len(run.last.token_rows):
+                    if layer < self._first_shared:
+                        self._fill_cache(self._inputs(hidden, pending, weights), layer, weights, run)
+                    hidden, pending = hidden[:0], None
+                    break
+                if layer == self._first_shared:  # from here on nothing is written for later tokens
+                    assert pending is None, "a layer that leaves its end to the next"
+                    hidden = run.cut(hidden, run.last)
             hidden, pending = self._run_layer(hidden, pending, layer, weights, run)
             if batch.pictures is not None and run.last is None:  # it is behind the first layers that something is added
                 batch.pictures.add_behind(layer, hidden)
@@ -135,6 +145,8 @@ class Decoder:
         if self.device.type == "cpu":
             self.attention_s, self.chunk_attention_s = run.attention_s, run.chunk_attention_s
             self.products_s, self.had_head = 0.0, False
+        if ends is not None:
+            return ends.narrowed(hidden) if len(hidden) else hidden[:, 0]
         return hidden if pending is None else hidden.add_(pending)
 
     @torch.inference_mode()
@@ -223,12 +235,14 @@ class Decoder:
         return hidden
 
     def _run_layer(
-        self, hidden: Tensor, pending: Tensor | None, layer: int, weights: LayerWeights, run: "_Pass"
+        self, hidden: Tensor, pending: Tensor | None, layer: int, weights: LayerWeights, run: PassState
     ) -> tuple[Tensor, Tensor | None]:
         """Run one layer; return the residual stream, updated in place, and what the next norm adds to it.
 
         Both [tokens, hidden_size].
         """
+        if weights.streams is not None:
+            return self._run_streams(hidden, layer, weights, weights.streams, run), None
         config = self.config
         if not config.is_norm_first:
             if run.hidden is not None:
@@ -245,21 +259,50 @@ class Decoder:
             return hidden, attended
         if config.has_parallel_residual:
             return hidden, self._mlp(weights.mlp_norm(hidden), layer, weights, run).add_(attended)
-        return hidden, self._mlp(weights.mlp_norm.after_adding_(hidden, attended), layer, weights, run)
+        normed = weights.mlp_norm.after_adding_(hidden, attended)
+        added = self._mlp(normed, layer, weights, run, hidden)
+        if weights.end is None:
+            return hidden, added
+        return weights.end(hidden.add_(added), run.embeddings_of(layer)), None
+
+    def _run_streams(
+        self, streams: Tensor, layer: int, weights: LayerWeights, mix: StreamMix, run: PassState
+    ) -> Tensor:
+        """Run one layer of several residual streams [tokens, streams, hidden_size]."""
+        predicted = mix.predicted(streams)
+        first = predicted[:, 0].contiguous()
+        normed = weights.attention_norm(first)
+        attended = self._attention(normed, layer, weights, run)
+        predicted, first, normed = run.kept(predicted), run.kept(first), run.kept(normed)
+        hidden = first.add_(attended).add_(mix.laurel(normed)).div_(math.sqrt(2.0))
+        hidden = hidden + self._mlp(weights.mlp_norm(hidden), layer, weights, run)
+        corrected, own = mix.corrected(predicted, hidden), run.embeddings_of(layer)
+        assert weights.end is not None, "streams without layer embeddings"
+        corrected[:, 1:] += weights.end.addend(mix.scaled(corrected), own)[:, None]
+        return corrected
 
     def _inputs(self, hidden: Tensor, pending: Tensor | None, weights: LayerWeights) -> Tensor:
         """Return the inputs of a layer's attention; what is pending is added to the residual stream."""
         norm = weights.attention_norm
         if not self.config.is_norm_first:
             return hidden
+        if weights.streams is not None:
+            hidden = weights.streams.predicted(hidden)[:, 0].contiguous()
         return norm(hidden) if pending is None else norm.after_adding_(hidden, pending)
 
-    def _mlp(self, x: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> Tensor:
+    def _mlp(
+        self, x: Tensor, layer: int, weights: LayerWeights, run: PassState, residual: Tensor | None = None
+    ) -> Tensor:
+        """Return what the feed-forward part adds; `residual`: the stream, which experts beside it read."""
         mlp, adapters = weights.mlp, run.kept_adapters()
         assert mlp is not None, f"layer {layer} has no feed-forward part"
         if adapters is not None and isinstance(mlp, FeedForwardPart):  # experts have no adapters
             return self._addend(mlp.adapted(x, LayerAdapters(adapters, layer)), weights.mlp_post_norm)
-        return self._addend(mlp(x), weights.mlp_post_norm)
+        product = mlp(x)
+        if weights.beside is not None:
+            assert residual is not None, "experts without the stream"
+            product = weights.beside(product, residual)
+        return self._addend(product, weights.mlp_post_norm)
 
     def _addend(self, product: Tensor, post_norm: Norm | None) -> Tensor:
         """Return what a part of a layer adds to the residual stream."""
@@ -270,11 +313,14 @@ class Decoder:
         multiplier = self.config.residual_multiplier
         return product if multiplier == 1.0 else product.mul_(multiplier)
 
-    def _project(self, x: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, layer: int, weights: LayerWeights, run: PassState) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values [tokens, width] of a layer's inputs, the latter two also in the cache."""
         config, batch, storage = self.config, run.batch, run.storage
         rotation, cache = run.rotations[layer], self._cache_of_layer[layer]
-        fused = _product(LayerProduct.QKV, layer, weights.qkv, x, batch.adapters)
+        fused = adapted_product(LayerProduct.QKV, layer, weights.qkv, x, batch.adapters)
+        if self._extra_heads is not None:
+            cached = storage.key_slots(cache), storage.value_slots(cache)
+            return self._extra_heads.placed(fused, weights.head_norms, layer, run, cached)
         query_width, kv_width = config.query_width, config.kv_width
         if config.has_attention_gate:
             fused, run.gates = fused.split_with_sizes((query_width + 2 * kv_width, query_width), dim=1)
@@ -294,7 +340,7 @@ class Decoder:
             queries.mul_(run.temperatures)
         return queries, fused[:, query_width : query_width + kv_width], fused[:, -kv_width:]  # latents are both
 
-    def _fill_cache(self, x: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> None:
+    def _fill_cache(self, x: Tensor, layer: int, weights: LayerWeights, run: PassState) -> None:
         """Write what later tokens need of a layer's inputs, and no more."""
         attends = weights.mixer is None or weights.mixer_output is not None
         if attends:
@@ -302,7 +348,7 @@ class Decoder:
         if weights.mixer is not None:
             self._mix(run.mixer_inputs if attends else weights.qkv(x), layer, weights, run)
 
-    def _mix(self, projected: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> Tensor:
+    def _mix(self, projected: Tensor, layer: int, weights: LayerWeights, run: PassState) -> Tensor:
         """Mix the tokens of a layer through its state [tokens, width], which stands behind them then."""
         states, rows = run.states, run.batch.states
         assert weights.mixer is not None, f"layer {layer} has no state"
@@ -315,16 +361,17 @@ class Decoder:
             self._states = StateStorage(self.config, storage)
         return self._states
 
-    def _attention(self, x: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> Tensor:
+    def _attention(self, x: Tensor, layer: int, weights: LayerWeights, run: PassState) -> Tensor:
         if weights.mixer is not None and weights.mixer_output is None:
             mixed = run.kept(self._mix(weights.qkv(x), layer, weights, run))
             return self._addend(weights.output(mixed), weights.attention_post_norm)
-        config, batch, cache = self.config, run.batch, self._cache_of_layer[layer]
+        config, cache = self.config, self._cache_of_layer[layer]
         queries, keys, values = self._project(x, layer, weights, run)
-        queries = _split_heads(run.kept(queries), config.num_kv_heads, config.group_size, config.head_dim)
+        queries = run.kept(queries)
+        queries = queries.view(len(queries), config.num_kv_heads, config.group_size, config.head_dim)
         attended = torch.empty(queries.shape, dtype=x.dtype, device=x.device)
         is_windowed = layer in self._windowed
-        attention = batch.attention if run.last is None else run.last.attention
+        attention = run.attention if run.last is None else run.last.attention
         started = time.perf_counter()
         attention.decode(queries, attended, cache, is_windowed)
         decoded = time.perf_counter()
@@ -332,65 +379,12 @@ class Decoder:
         attention.chunks(queries, (keys, values), attended, cache, is_windowed)
         run.chunk_attention_s += time.perf_counter() - decoded
         attended = attended.view(-1, config.query_width)
+        if self._extra_heads is not None:
+            attended = self._extra_heads.narrowed(attended, layer)
         if run.gates is not None:  # in float64, which rounds alike wherever an element stands
             attended.mul_(run.kept(run.gates).double().sigmoid_())
-        output = _product(LayerProduct.OUTPUT, layer, weights.output, attended, run.kept_adapters())
+        output = adapted_product(LayerProduct.OUTPUT, layer, weights.output, attended, run.kept_adapters())
         if weights.mixer_output is not None:
             output = output.add_(weights.mixer_output(run.kept(self._mix(run.mixer_inputs, layer, weights, run))))
         return self._addend(output, weights.attention_post_norm)
 
-
-class _Pass:
-    """The state that all layers of one forward pass share."""
-
-    __slots__ = (
-        *("attention_s", "batch", "chunk_attention_s", "hidden", "last"),
-        *("gates", "mixer_inputs", "rotations", "states", "storage", "temperatures"),
-    )
-
-    def __init__(self, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation | None]) -> None:
-        self.batch = batch
-        self.storage = storage
-        self.rotations = rotations  # of each layer
-        self.hidden: HiddenPass | None = None  # of sequences with a hidden cache
-        self.temperatures: Tensor | None = None  # [tokens, 1]: factors of queries on layers without rotation
-        self.states: StateStorage | None = None  # of a model that has some
-        self.gates: Tensor | None = None  # of this layer's attention, where it has some [tokens, query_width]
-        self.mixer_inputs = _NOTHING  # of this layer's mixer, where it attends as well [tokens, in_width]
-        self.last: LastTokenRows | None = None  # of this layer: it goes on with these rows alone
-        self.attention_s = 0.0
-        self.chunk_attention_s = 0.0
-
-    def kept(self, rows: Tensor) -> Tensor:
-        """Return those of [tokens, width] that the layer goes on with once the keys and values are written."""
-        return rows if self.last is None else rows.index_select(0, self.last.token_rows)
-
-    def kept_adapters(self) -> AdapterRows | DeviceRows | None:
-        """Return the adapters of those rows."""
-        adapters = self.batch.adapters
-        if adapters is None or self.last is None:
-            return adapters
-        assert isinstance(adapters, AdapterRows), "on a device no layer leaves rows out"
-        return adapters.selected(self.last.token_rows.numpy())
-
-
-def _product(
-    product: LayerProduct,
-    layer: int,
-    multiply: AdaptableProjection,
-    x: Tensor,
-    adapters: AdapterRows | DeviceRows | None,
-) -> Tensor:
-    """Multiply x [rows, in_width] with what the rows' adapters add."""
-    return multiply(x) if adapters is None else LayerAdapters(adapters, layer).product(product, multiply, x)
-
-
-def _split_heads(x: Tensor, *shape: int) -> Tensor:
-    """View x [tokens, width], rows possibly strided, as [tokens, *shape]."""
-    return x.view(x.shape[0], *shape)
-
-
-def temperatures(positions: Tensor, config: TemperatureConfig) -> Tensor:
-    """Return the factors of queries at these positions [tokens] -> [tokens, 1] float32."""
-    steps = ((positions.float() + 1.0) / config.step).floor_()
-    return steps.log1p_().mul_(config.scale).add_(1.0)[:, None]

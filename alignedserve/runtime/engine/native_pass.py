@@ -166,6 +166,7 @@ def native_pass(
         return None
     has_extras = config.query_multiplier != 1.0 or config.residual_multiplier != 1.0 or config.latent is not None
     has_extras |= config.temperature is not None or config.state is not None or config.has_attention_gate
+    has_extras |= config.extras is not None
     is_plain = config.is_norm_first and not config.has_parallel_residual and not has_extras
     if not decode_pass_available() or not is_plain or place.native_rows is None:
         return None

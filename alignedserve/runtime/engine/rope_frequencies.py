@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.model_config import RopeConfig, RopeScaling
+from alignedserve.runtime.model.rope_config import RopeConfig, RopeScaling
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
@@ -59,6 +59,13 @@ def _long(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     return frequencies / torch.tensor(rope.long_divisors if rope.is_long else rope.short_divisors)
 
 
+def _proportional(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """Turn the first pairs alone."""
+    turned = frequencies / rope.factor
+    turned[rope.num_turned :] = 0.0
+    return turned
+
+
 def _mixed(frequencies: Tensor, share_kept: Tensor, factor: float) -> Tensor:
     return share_kept * frequencies + (1.0 - share_kept) * frequencies / factor
 
@@ -69,4 +76,5 @@ _SCALINGS: dict[RopeScaling, Callable[[Tensor, RopeConfig], Tensor]] = {
     RopeScaling.LLAMA3: _llama3,
     RopeScaling.YARN: _yarn,
     RopeScaling.LONG: _long,
+    RopeScaling.PROPORTIONAL: _proportional,
 }

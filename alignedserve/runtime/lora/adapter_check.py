@@ -126,6 +126,8 @@ def check_adapter(files: AdapterFiles, model: ModelConfig, *, max_rank: int) -> 
         raise AdapterError(f"{where}: the projections of latent attention cannot be adapted.")
     if model.state is not None:
         raise AdapterError(f"{where}: a model with {model.state.title} cannot be adapted.")
+    if model.extras is not None:
+        raise AdapterError(f"{where}: a model with {model.extras.title} cannot be adapted.")
     modules = adaptable_modules(model)
     found = adapted_modules(tensor_forms(files.weights, where), modules, config, where)
     return CheckedAdapter(config, {name: (modules[name], names) for name, names in found.items()})

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from alignedserve.core.block_layout import DTYPE_BYTES, BlockLayout
 from alignedserve.costmodel.model_shapes import ModelShape
 from alignedserve.runtime.model.latent_config import LatentConfig
+from alignedserve.runtime.model.layer_extras import LayerExtras
 from alignedserve.runtime.model.product_multipliers import ProductMultipliers
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization
+from alignedserve.runtime.model.rope_config import RopeConfig, RopeScaling
 from alignedserve.runtime.model.state_config import HEADER_BYTES, StateConfig, state_bytes
 
 
@@ -45,38 +47,6 @@ class Activation(enum.Enum):
     CLAMPED_SILU = "clamped_silu"  # gpt-oss's gates and ups, cut at 7
 
 
-class RopeScaling(enum.Enum):
-    """The scaling of rotary frequencies beyond the trained context."""
-
-    NONE = "default"
-    LINEAR = "linear"
-    LLAMA3 = "llama3"
-    YARN = "yarn"
-    LONG = "longrope"
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding."""
-
-    theta: float = 10000.0
-    rotary_dim: int = 0  # leading dimensions of each head that are rotated
-    scaling: RopeScaling = RopeScaling.NONE
-    factor: float = 1.0
-    low_freq_factor: float = 1.0  # this and the next: LLAMA3 only
-    high_freq_factor: float = 4.0
-    original_context_len: int = 8192  # the context of training: all but LINEAR
-    beta_fast: float = 32.0  # this and the two below: YARN only
-    beta_slow: float = 1.0
-    has_whole_bounds: bool = True  # the first and last interpolated pair are rounded outwards
-    short_divisors: tuple[float, ...] = ()  # this and the next, one per rotated pair: LONG only
-    long_divisors: tuple[float, ...] = ()  # for contexts beyond the original one
-    is_long: bool = False  # the context that is served is beyond the original one
-    angle_factor: float = 1.0  # multiplies cosines and sines
-    axes: tuple[int, ...] = ()  # of each rotated pair: 0: by time, 1: by row, 2: by column; empty: all are one
-    frequency_factors: tuple[float, ...] = ()  # divisors of the frequencies, one each, where a file has its own
-
-
 class Scoring(enum.Enum):
     """How a router makes shares of its logits."""
 
@@ -101,6 +71,7 @@ class ExpertConfig:
     has_shared_gate: bool = False  # each token has a share of that one
     has_bias: bool = False  # of the router and both products
     scales_inputs: bool = False  # shares multiply what experts read, not what they give
+    is_beside: bool = False  # the feed-forward part is there as well, and both have norms of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +131,7 @@ class ModelConfig:
     parts_in_files: tuple[tuple[int, int], ...] = ()  # numbers of both parts of each layer, if files have them apart
     has_attention_gate: bool = False  # what each head has gathered is multiplied with a sigmoid of the inputs
     has_sinks: bool = False  # each head weighs nothing, by a learned score, beside its keys
+    extras: LayerExtras | None = None
     score_cap: float | None = None  # c: scores of attention become c * tanh(score / c)
     logits_cap: float | None = None  # likewise
     query_multiplier: float = 1.0  # beside the 1 / sqrt(head_dim) of every model
@@ -191,6 +163,12 @@ class ModelConfig:
         if self.mixes_beside:
             return tuple(range(self.num_layers))
         return tuple(layer for layer in range(self.num_layers) if layer not in self.state_layers)
+
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """Return the layers whose keys and values are in the cache, in order; others read those of one of them."""
+        num_own = self.num_layers - (0 if self.extras is None else self.extras.num_shared)
+        return tuple(layer for layer in self.attention_layers if layer < num_own)
 
     def state_bytes(self, dtype: str) -> int:
         """Return the bytes of a context's states on all layers; 0: there are none."""
@@ -224,7 +202,7 @@ class ModelConfig:
         layers = self.num_layers * self._layer_parameters - self._num_expert_layers * self._mlp_parameters
         layers += self._num_expert_layers * self._expert_parameters(None)
         layers -= len(self.bare_layers) * (self._mlp_parameters + self._norm_parameters)
-        return layers + self._state_parameters + self._outer_parameters
+        return layers + self._state_parameters + self._extra_parameters + self._outer_parameters
 
     def weight_bytes(self, dtype: str) -> int:
         """Return the bytes of all weights in `dtype`."""
@@ -234,6 +212,7 @@ class ModelConfig:
     def num_projected(self) -> int:
         """Return the number of weights of linear layers, all experts, and language-model head."""
         num_looked_up = 0 if self.ties_embeddings else self.vocab_size * self.embedding_size
+        num_looked_up += 0 if self.extras is None else self.extras.looked_up_parameters(self.num_layers)
         if self.rope is None:
             num_looked_up += (self.position_offset + self.max_position_embeddings) * self.hidden_size
         return self.num_parameters - num_looked_up
@@ -262,11 +241,11 @@ class ModelConfig:
 
     def kv_token_bytes(self, dtype: str) -> int:
         """Return the bytes of one token's keys and values on all layers."""
-        return self.kv_parts * len(self.attention_layers) * self.kv_width * DTYPE_BYTES[dtype]
+        return self.kv_parts * len(self.cached_layers) * self.kv_width * DTYPE_BYTES[dtype]
 
     def hidden_block_tokens(self, block_size: int) -> int | None:
         """Return the tokens whose layer inputs fill a block; None: at most `block_size`, or with a remainder."""
-        if self.state is not None:  # whose layers have none
+        if self.state is not None or self.extras is not None:  # whose layers have none
             return None
         tokens, rest = divmod(self.kv_parts * block_size * self.kv_width, self.hidden_size)
         return tokens if not rest and tokens > block_size else None
@@ -275,7 +254,7 @@ class ModelConfig:
         """Return the layout of this model's blocks."""
         return BlockLayout(
             block_size=block_size,
-            num_layers=len(self.attention_layers),
+            num_layers=len(self.cached_layers),
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=dtype,
@@ -292,7 +271,7 @@ class ModelConfig:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            ffn_size=self.intermediate_size,
+            ffn_size=self._mean_inner_size,
             vocab_size=self.vocab_size,
             is_gated=self.is_gated,
             ties_embeddings=self.ties_embeddings,
@@ -305,7 +284,7 @@ class ModelConfig:
             shared_expert_size=0 if self.experts is None else self.experts.shared_size,
             kv_parts=self.kv_parts,
             attention_parameters=self._mean_attention_parameters,
-            num_cached_layers=0 if self.state is None else len(self.attention_layers),
+            num_cached_layers=0 if self.state is None and self.extras is None else len(self.cached_layers),
         )
 
     @property
@@ -328,6 +307,8 @@ class ModelConfig:
     @property
     def _mean_attention_parameters(self) -> int:
         """Return the weights of a layer's attention, or state, as cost models count them; 0: by heads."""
+        if self.extras is not None:
+            return self._extra_attention // self.num_layers + self._attention_parameters
         if self.state is None and self.latent is None:
             return 0
         return self._attention_parameters + self._state_parameters // self.num_layers
@@ -339,6 +320,27 @@ class ModelConfig:
             return 0
         replaced = 0 if self.mixes_beside else self._attention_parameters
         return len(self.state_layers) * (self.state.parameters(self.hidden_size) - replaced)
+
+    @property
+    def _extra_attention(self) -> int:
+        """Return how many weights more attention has than if all layers had the heads of the cache."""
+        if self.extras is None:
+            return 0
+        sizes = (self.hidden_size, self.num_heads, self.num_layers)
+        own = self.extras.attention_parameters(*sizes, self.windowed_layers)
+        return own - self.num_layers * self._attention_parameters
+
+    @property
+    def _extra_parameters(self) -> int:
+        if self.extras is None:
+            return 0
+        sizes = self.extras.inner_sizes
+        wider = (3 * self.hidden_size * (sum(sizes) - self.num_layers * self.intermediate_size)) if sizes else 0
+        beside = 0
+        if self.experts is not None and self.experts.is_beside:
+            beside = self._mlp_parameters + 4 * self.hidden_size + self.experts.num_experts
+        others = self.extras.other_parameters(self.hidden_size, self.num_layers)
+        return self._extra_attention + wider + self._num_expert_layers * beside + others
 
     @property
     def _head_norm_parameters(self) -> int:
@@ -357,6 +359,11 @@ class ModelConfig:
         num_up = 2 if self.is_gated else 1
         biases = (num_up * self.intermediate_size + self.hidden_size) * self.has_mlp_bias
         return (num_up + 1) * self.hidden_size * self.intermediate_size + biases
+
+    @property
+    def _mean_inner_size(self) -> int:
+        sizes = () if self.extras is None else self.extras.inner_sizes
+        return sum(sizes) // len(sizes) if sizes else self.intermediate_size
 
     @property
     def _num_expert_layers(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
-from alignedserve.runtime.model.model_config import RopeConfig, RopeScaling
+from alignedserve.runtime.model.rope_config import RopeConfig, RopeScaling
 
 MAX_CONTEXT = 1 << 27
 _MAX_THETA = 1e12
@@ -24,7 +24,10 @@ def read_rope(
     legacy_theta = fields.number("rotary_emb_base", 1.0, _MAX_THETA, default_theta)
     theta = fields.number("rope_theta", 1.0, _MAX_THETA, legacy_theta)
     fraction = fields.number("partial_rotary_factor", 0.0, 1.0, default_fraction)
-    rotary_dim = int(head_dim * section.number("partial_rotary_factor", 0.0, 1.0, fraction))
+    fraction = section.number("partial_rotary_factor", 0.0, 1.0, fraction)
+    if _kind(section) == RopeScaling.PROPORTIONAL.value:  # all of a head is rotated, some of it by nothing
+        fraction = 1.0
+    rotary_dim = int(head_dim * fraction)
     if rotary_dim % 2 or not rotary_dim:
         raise fields.error("head_dim", "must rotate a positive, even number of dimensions")
     rope = RopeConfig(theta=section.number("rope_theta", 1.0, _MAX_THETA, theta), rotary_dim=rotary_dim)
@@ -85,7 +88,7 @@ def read_rope_pair(fields: JsonFields, head_dim: int, *, thetas: tuple[float, fl
 
 def scaled_rope(fields: JsonFields, section: JsonFields, rope: RopeConfig) -> RopeConfig:
     """Return `rope` with the scaling that `section` describes; `fields` is the whole of config.json."""
-    kind = section.text("rope_type", section.text("type", "default"))
+    kind = _kind(section)
     if kind == "mrope" and section.has("mrope_section"):  # of words that is the plain one
         kind = RopeScaling.NONE.value
     if kind in _OLD_NAMES_OF_LONG and section.has("long_factor"):
@@ -97,6 +100,16 @@ def scaled_rope(fields: JsonFields, section: JsonFields, rope: RopeConfig) -> Ro
     if scaling is RopeScaling.NONE:
         return rope
     return _READERS[scaling](fields, section, replace(rope, scaling=scaling))
+
+
+def _kind(section: JsonFields) -> str:
+    return section.text("rope_type", section.text("type", "default"))
+
+
+def _proportional(fields: JsonFields, section: JsonFields, rope: RopeConfig) -> RopeConfig:
+    share = section.number("partial_rotary_factor", 0.0, 1.0, 1.0)
+    factor = section.number("factor", 1.0, _MAX_FACTOR, 1.0)
+    return replace(rope, factor=factor, num_turned=int(share * rope.rotary_dim // 2))
 
 
 def _linear(fields: JsonFields, section: JsonFields, rope: RopeConfig) -> RopeConfig:
@@ -180,4 +193,5 @@ _READERS: dict[RopeScaling, Callable[[JsonFields, JsonFields, RopeConfig], RopeC
     RopeScaling.LLAMA3: _llama3,
     RopeScaling.YARN: _yarn,
     RopeScaling.LONG: _long,
+    RopeScaling.PROPORTIONAL: _proportional,
 }

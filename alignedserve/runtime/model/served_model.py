@@ -200,6 +200,7 @@ def _check_device(config: ModelConfig, device: str) -> None:
         "capped scores": config.score_cap is not None,
         "chunked attention": config.has_chunked_windows,
         "" if config.state is None else config.state.title: config.state is not None,
+        "" if config.extras is None else config.extras.title: config.extras is not None,
     }
     lacking = [part for part, is_there in parts.items() if is_there]
     if lacking and device.startswith("cuda"):

@@ -5,7 +5,36 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from alignedserve.runtime.model.latent_config import LatentConfig
+from alignedserve.runtime.model.layer_extras import LayerExtras
+from alignedserve.runtime.model.layer_geometry import heads_of, inner_size
 from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraNames:
+    """Names of modules that models with LayerExtras have, as in ParameterNames; those of a layer: below `layer`."""
+
+    embedding_table: str = "embed_tokens_per_layer"
+    embedding_projection: str = "per_layer_model_projection"
+    embedding_norm: str = "per_layer_projection_norm"
+    widening: str = "altup_projections.{stream}"
+    narrowing: str = "altup_unembed_projections.{stream}"
+    # Of a layer:
+    embedding_gate: str = "per_layer_input_gate"
+    embedding_output: str = "per_layer_projection"
+    embedding_output_norm: str = "post_per_layer_input_norm"
+    stream_norm: str = "altup.router_norm"
+    stream_router: str = "altup.modality_router"
+    predictions: str = "altup.prediction_coefs"
+    corrections: str = "altup.correction_coefs"
+    corrected_scale: str = "altup.correct_output_scale"  # a full name, as the next ones that are scales
+    laurel: tuple[str, str] = ("laurel.linear_left", "laurel.linear_right")
+    laurel_norm: str = "laurel.post_laurel_norm"
+    scale: str = "layer_scalar"
+    router_scale: str = "router.scale"
+    expert_scales: str = "router.per_expert_scale"
+    dense_norm: str = "post_feedforward_layernorm_1"  # behind the feed-forward part that is beside experts
+    expert_norms: tuple[str, str] = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +81,7 @@ class ParameterNames:
     mixer: str = ""  # in front of all other names
     attention_post_norm: str = ""
     mlp_post_norm: str = ""
+    extras: ExtraNames | None = None
 
 
 class LinearModule(NamedTuple):
@@ -87,15 +117,15 @@ def linear_modules(
     for layer in range(config.num_layers):
         in_layer, in_second = (prefix + part for part in layer_prefixes(config, names, layer))
         if layer in config.attention_layers:
-            yield from _attention_modules(config, names, in_layer)
+            yield from _attention_modules(config, names, in_layer, layer)
         if layer in config.state_layers:
             yield from _state_modules(config, names, in_layer)
         experts = config.experts_of(layer)
         if layer in config.bare_layers:
             continue
-        if experts is None:
-            yield from _feed_forward(in_second, names.gate_up, names.down, config, config.intermediate_size)
-        else:
+        if experts is None or experts.is_beside:
+            yield from _feed_forward(in_second, names.gate_up, names.down, config, inner_size(config, layer))
+        if experts is not None:
             yield from _expert_modules(config, names, in_second, experts)
     if config.embedding_size != config.hidden_size:
         yield LinearModule(prefix + names.project_in, config.hidden_size, config.embedding_size)
@@ -104,15 +134,47 @@ def linear_modules(
         yield LinearModule(find_head(names, has), config.vocab_size, config.embedding_size)
 
 
-def _attention_modules(config: ModelConfig, names: ParameterNames, prefix: str) -> Iterator[LinearModule]:
+def _attention_modules(
+    config: ModelConfig, names: ParameterNames, prefix: str, layer: int
+) -> Iterator[LinearModule]:
     if config.latent is not None:
         yield from _latent_modules(config, config.latent, names, prefix)
+        return
+    if config.extras is not None:
+        yield from _extra_modules(config, config.extras, names, prefix, layer)
         return
     rows = [config.query_width * (2 if config.has_attention_gate else 1), config.kv_width, config.kv_width]
     rows = rows if len(names.qkv) == len(rows) else [sum(rows)]
     for name, count in zip(names.qkv, rows, strict=True):
         yield LinearModule(prefix + name, count, config.hidden_size)
     yield LinearModule(prefix + names.output, config.hidden_size, config.query_width)
+
+
+def _extra_modules(
+    config: ModelConfig, extras: LayerExtras, names: ParameterNames, prefix: str, layer: int
+) -> Iterator[LinearModule]:
+    own, width = names.extras, config.hidden_size
+    assert own is not None, "a family without these names"
+    kv_heads, head_dim = heads_of(config, layer)
+    queries = config.num_heads * head_dim
+    products = own_products(config, extras, layer)
+    for name, count in zip(names.qkv[:products], (queries, *(kv_heads * head_dim,) * 2), strict=False):
+        yield LinearModule(prefix + name, count, width)
+    yield LinearModule(prefix + names.output, width, queries)
+    if extras.embedding_width:
+        yield LinearModule(prefix + own.embedding_gate, extras.embedding_width, width)
+        yield LinearModule(prefix + own.embedding_output, width, extras.embedding_width)
+    if extras.laurel_rank:
+        left, right = own.laurel
+        yield LinearModule(prefix + left, extras.laurel_rank, width)
+        yield LinearModule(prefix + right, width, extras.laurel_rank)
+
+
+def own_products(config: ModelConfig, extras: LayerExtras, layer: int) -> int:
+    """Return how many of the modules of queries, keys and values a layer has, the first ones."""
+    if layer not in config.cached_layers:
+        return 1
+    return 2 if extras.repeats_keys and layer not in config.windowed_layers else 3
 
 
 def _state_modules(config: ModelConfig, names: ParameterNames, prefix: str) -> Iterator[LinearModule]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from alignedserve.runtime.model.families import names
 from alignedserve.runtime.model.families.form import FamilyForm, Flag, Named
+from alignedserve.runtime.model.families.gemma import gemma3n, gemma4, gemma4_experts
 from alignedserve.runtime.model.families.readers import (
     cohere,
     gemma,
@@ -74,6 +75,55 @@ _GEMMA3 = replace(
     activation=Named("hidden_activation", "gelu_pytorch_tanh"),
     has_post_norms=True,
     adapt=gemma3,
+)
+_GEMMA3N = replace(
+    _GEMMA3,
+    title="Gemma 3n",
+    names=names.GEMMA3N,
+    defaults=(
+        ("vocab_size", 262400),
+        ("hidden_size", 2048),
+        ("intermediate_size", 16384),
+        ("num_hidden_layers", 35),
+        ("num_attention_heads", 8),
+        ("num_key_value_heads", 2),
+        ("head_dim", 256),
+        ("max_position_embeddings", 32768),
+        ("eos_token_id", 1),
+    ),
+    refused=("attention_bias", "use_bidirectional_attention"),
+    windows=WindowRule(all_but_every(5), 512),
+    has_size_lists=True,
+    norm=NormKind.RMS,
+    adapt=gemma3n,
+)
+_GEMMA4 = replace(
+    _GEMMA3,
+    title="Gemma 4",
+    names=names.GEMMA4,
+    defaults=(
+        ("vocab_size", 262144),
+        ("hidden_size", 2304),
+        ("intermediate_size", 9216),
+        ("num_hidden_layers", 30),
+        ("num_attention_heads", 8),
+        ("num_key_value_heads", 4),
+        ("head_dim", 256),
+        ("max_position_embeddings", 131072),
+        ("eos_token_id", 1),
+        (
+            "rope_parameters",
+            {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+    ),
+    refused=("attention_bias",),
+    windows=WindowRule(all_but_every(6), 512),
+    norm=NormKind.RMS,
+    experts=gemma4_experts,
+    adapt=gemma4,
 )
 _GEMMA2 = replace(
     _GEMMA3,
@@ -165,6 +215,10 @@ DENSE: dict[str, FamilyForm] = {
         title="Gemma 3, with pictures",
         read=read_with_images,
     ),
+    "gemma3n_text": _GEMMA3N,
+    "gemma3n": replace(_GEMMA3N, title="Gemma 3n with images and sound (its text part)", read=read_with_images),
+    "gemma4_text": _GEMMA4,
+    "gemma4": replace(_GEMMA4, title="Gemma 4 with images and sound (its text part)", read=read_with_images),
     "llava": replace(_MISTRAL, title="Pixtral, with pictures", names=names.MISTRAL3, read=read_pixtral),
     "mistral3": replace(
         _MISTRAL, title="Mistral Small 3.1 and 3.2, with pictures", names=names.MISTRAL3, read=read_pixtral

@@ -79,6 +79,7 @@ class FamilyForm:
     is_gated: bool = True
     mlp_bias: Flag | bool = _MLP_BIAS
     dense_size: str = "intermediate_size"
+    has_size_lists: bool = False  # it may be a list, of each layer's
     experts: Callable[[JsonFields, int], ExpertConfig | None] | None = None  # of the fields and the number of layers
 
     # Norms and the stream between layers

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from alignedserve.runtime.model.weight_names import ParameterNames
+from alignedserve.runtime.model.weight_names import ExtraNames, ParameterNames
 
 LLAMA = ParameterNames(
     prefixes=("model.", ""),
@@ -112,6 +112,14 @@ GEMMA3 = replace(
     mlp_norm="pre_feedforward_layernorm",
     attention_post_norm="post_attention_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
+)
+
+GEMMA3N = replace(GEMMA3, extras=ExtraNames())
+GEMMA4 = replace(
+    GEMMA3N,
+    router="router.proj",
+    expert_gate_up=("experts.gate_up_proj.{expert}",),
+    expert_down="experts.down_proj.{expert}",
 )
 
 IDEFICS3 = replace(LLAMA, prefixes=("model.text_model.",))

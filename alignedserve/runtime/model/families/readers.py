@@ -23,11 +23,10 @@ from alignedserve.runtime.model.model_config import (
     HeadNormKind,
     ModelConfig,
     NormKind,
-    RopeConfig,
-    RopeScaling,
     TemperatureConfig,
 )
 from alignedserve.runtime.model.product_multipliers import ProductMultipliers
+from alignedserve.runtime.model.rope_config import RopeConfig, RopeScaling
 from alignedserve.runtime.model.rope_fields import (
     longest_context_len,
     read_rope,
@@ -53,7 +52,7 @@ def read_decoder(fields: JsonFields, model_type: str, form: FamilyForm) -> Model
     sizes["max_position_embeddings"] = longest_context_len(fields, rope)
     config = ModelConfig(
         **sizes,
-        intermediate_size=fields.integer(form.dense_size, 1, MAX_WIDTH),
+        intermediate_size=_inner_size(fields, num_layers, form),
         num_kv_heads=1 if latent else read_num_kv_heads(fields, num_heads, form.num_kv_heads or num_heads),
         head_dim=head_dim,
         activation=_activation(fields, form),
@@ -87,6 +86,13 @@ def read_decoder(fields: JsonFields, model_type: str, form: FamilyForm) -> Model
         experts=None if form.experts is None else form.experts(fields, num_layers),
     )
     return config if form.adapt is None else form.adapt(config, fields)
+
+
+def _inner_size(fields: JsonFields, num_layers: int, form: FamilyForm) -> int:
+    """Return the width of feed-forward parts, the widest where layers differ."""
+    if form.has_size_lists:
+        return max(fields.integer_of_each(form.dense_size, num_layers, 1, MAX_WIDTH))
+    return fields.integer(form.dense_size, 1, MAX_WIDTH)
 
 
 def _activation(fields: JsonFields, form: FamilyForm) -> Activation:

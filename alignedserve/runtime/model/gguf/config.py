@@ -18,8 +18,8 @@ from alignedserve.runtime.model.model_config import (
     HeadNormKind,
     ModelConfig,
     NormKind,
-    RopeConfig,
 )
+from alignedserve.runtime.model.rope_config import RopeConfig
 from alignedserve.runtime.model.rope_fields import MAX_CONTEXT
 
 EMBEDDING = "token_embd.weight"

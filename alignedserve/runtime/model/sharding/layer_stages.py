@@ -77,6 +77,10 @@ def check_pipeline_parallel(config: ModelConfig, size: int, tensor_parallel: int
         raise ConfigError(
             f"engine.pipeline_parallel is {size}, but the states of this model's layers are not divided; set it to 1"
         )
+    if config.extras is not None:
+        raise ConfigError(
+            f"engine.pipeline_parallel is {size}, but a model with {config.extras.title} is not divided; set it to 1"
+        )
     if not 1 <= size <= min(config.num_layers, MAX_STAGES):
         raise ConfigError(
             f"engine.pipeline_parallel is {size}, but the model's {config.num_layers} layers make at most "

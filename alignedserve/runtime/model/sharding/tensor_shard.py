@@ -100,6 +100,8 @@ def _obstacle(config: ModelConfig, size: int) -> str | None:
         return "the model's latents belong to all heads, which one rank must have"
     if size > 1 and config.state is not None:
         return "the states of the model's layers are not divided"
+    if size > 1 and config.extras is not None:
+        return f"a model with {config.extras.title} is not divided"
     if size > 1 and FAMILIES[config.family].names.transposes_experts:
         return "the tensors of the model's experts are not divided"
     if heads % size:

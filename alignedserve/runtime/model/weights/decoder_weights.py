@@ -8,12 +8,14 @@ from torch import Tensor
 
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weights.row_lookup import RowLookup
-from kernels.feed_forward import FeedForwardPart
+from kernels.feed_forward import ExpertsBeside, FeedForwardPart
+from kernels.layer_embeddings import LayerEnd, LayerEmbeddings
 from kernels.linear import AdaptableProjection, Projection
 from kernels.narrow.float8_linear import Float8Linear
 from kernels.norm import Norm
 from kernels.rotary import HeadNorms
 from kernels.states.state_rows import StateMixer
+from kernels.streams import StreamEnds, StreamMix
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,10 @@ class LayerWeights:
     # inputs of both, and this one has an output of its own.
     mixer: StateMixer | None = None
     mixer_output: AdaptableProjection | None = None
+    # Of models with LayerExtras:
+    beside: ExpertsBeside | None = None  # experts beside the feed-forward part
+    end: LayerEnd | None = None
+    streams: StreamMix | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,8 @@ class DecoderWeights:
     final_norm: Norm | None
     project_out: Projection | None
     lm_head: Projection
+    layer_embeddings: LayerEmbeddings | None = None
+    stream_ends: StreamEnds | None = None
 
     @property
     def layer_projections(self) -> tuple[Projection, ...]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from alignedserve.runtime.model.layer_geometry import inner_size
 from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig, Scoring
 from alignedserve.runtime.model.product_multipliers import ProductMultipliers
 from alignedserve.runtime.model.weight_names import ParameterNames
@@ -19,9 +20,11 @@ from kernels.feed_forward import (
     FeedForwardPart,
     GroupRouter,
     Router,
+    ScaledRouter,
     WithSharedExpert,
 )
 from kernels.linear import Linear, Projection
+from kernels.norm import RmsNorm
 from kernels.sorted_experts import SortedExperts, stacked_experts
 
 
@@ -31,14 +34,14 @@ class FeedForwardReader:
     def __init__(self, config: ModelConfig, names: ParameterNames, read: ProductReader) -> None:
         self._config, self._names, self._read = config, names, read
 
-    def dense(self, prefix: str) -> FeedForwardPart:
+    def dense(self, prefix: str, layer: int) -> FeedForwardPart:
         """Return the two products of a layer."""
         names, factors = self._names, self._config.multipliers
         modules = [prefix + name for name in names.gate_up]
         if factors is not None:
             return self._scaled_products(modules, prefix + names.down, factors)
         has_bias = self._config.has_mlp_bias
-        return self._two_products(modules, prefix + names.down, self._config.intermediate_size, has_bias)
+        return self._two_products(modules, prefix + names.down, inner_size(self._config, layer), has_bias)
 
     def _scaled_products(self, gate_up: Sequence[str], down: str, factors: ProductMultipliers) -> FeedForwardPart:
         config, inner = self._config, self._config.intermediate_size
@@ -65,6 +68,8 @@ class FeedForwardReader:
     def _router(self, prefix: str, experts: ExpertConfig) -> Router:
         names = self._names
         weight = self._read.tensor(f"{prefix}{names.router}.weight", experts.num_experts, self._config.hidden_size)
+        if experts.is_beside:
+            return self._scaled_router(prefix, weight)
         if experts.scoring is Scoring.SOFTMAX and experts.num_groups == 1 and experts.scale == 1.0:
             bias = self._read.tensor(f"{prefix}{names.router}.bias", experts.num_experts) if experts.has_bias else None
             return ExpertRouter(weight, experts.num_chosen, normalises=experts.normalises, bias=bias)
@@ -78,6 +83,17 @@ class FeedForwardReader:
             normalises=experts.normalises,
             scale=experts.scale,
             groups=(experts.num_groups, experts.num_chosen_groups),
+        )
+
+    def _scaled_router(self, prefix: str, weight: Tensor) -> ScaledRouter:
+        own, config = self._names.extras, self._config
+        assert own is not None and config.experts is not None, "a family without these names"
+        ones = torch.ones(config.hidden_size, dtype=weight.dtype, device=weight.device)
+        return ScaledRouter(
+            RmsNorm(ones, config.norm_eps, weight.dtype),
+            self._read.tensor(prefix + own.router_scale, config.hidden_size),
+            ExpertRouter(weight, config.experts.num_chosen, normalises=config.experts.normalises),
+            self._read.tensor(prefix + own.expert_scales, config.experts.num_experts).float(),
         )
 
     def _correction(self, prefix: str, experts: ExpertConfig) -> Tensor:

@@ -1,6 +1,7 @@
 """Assembles the weights of a model out of the tensors of a source."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from alignedserve.runtime.model.model_config import HeadNormKind, ModelConfig, N
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from alignedserve.runtime.model.weight_names import ParameterNames, find_head, find_prefix, layer_prefixes
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights, round_on_the_way
+from alignedserve.runtime.model.weights.extra_weights import ExtraReader
 from alignedserve.runtime.model.weights.feed_forward_weights import FeedForwardReader
 from alignedserve.runtime.model.weights.file_products import FileSource
 from alignedserve.runtime.model.weights.head_order import halves_of_heads, heads_to_qkv, pairs_apart
@@ -25,7 +27,7 @@ from alignedserve.runtime.model.weights.product_reader import (
 )
 from alignedserve.runtime.model.weights.row_lookup import LookupSource, RowLookup
 from alignedserve.runtime.model.weights.state_weights import StateReader
-from kernels.feed_forward import FeedForwardPart
+from kernels.feed_forward import ExpertsBeside, FeedForwardPart
 from kernels.linear import AdaptableProjection, Projection
 from kernels.norm import LayerNorm, NoNorm, Norm, RmsNorm
 from kernels.rotary import HeadNorms
@@ -68,6 +70,7 @@ class _WeightAssembler:
     ) -> None:
         self._config, self._names, self._read, self._observer = config, names, read, observer
         self._feed_forward, self._states = FeedForwardReader(config, names, read), StateReader(config, names, read)
+        self._extras = None if config.extras is None else ExtraReader(config, config.extras, names, read)
         self._prefix = find_prefix(names, read.source.has)
 
     def weights_of(self, reading: StageReading) -> DecoderWeights:
@@ -106,6 +109,8 @@ class _WeightAssembler:
             final_norm=self._norm(f"{self._prefix}{names.final_norm}") if config.has_final_norm else None,
             project_out=self._projection(names.project_out, config.embedding_size) if is_projected else None,
             lm_head=self._head(embedding),
+            layer_embeddings=None if self._extras is None else self._extras.layer_embeddings(self._prefix),
+            stream_ends=None if self._extras is None else self._extras.stream_ends(self._prefix),
         )
 
     def _packed_layer(self, layer: int) -> LayerWeights:
@@ -122,8 +127,11 @@ class _WeightAssembler:
         has_state = layer in config.state_layers
         qkv, output = (self._states.inputs, self._states.output) if has_state else (self._qkv, self._output)
         mixer_output = None
+        if self._extras is not None:
+            qkv, output = partial(self._extras.queries, layer=layer), partial(self._extras.output, layer=layer)
         if config.mixes_beside:
             qkv, output, mixer_output = self._states.beside_attention, self._states.attended, self._states.mixed
+        parts = None if self._extras is None else self._extras.parts(prefix)
         return LayerWeights(
             attention_norm=self._input_norm(prefix + names.attention_norm),
             qkv=qkv(prefix),
@@ -136,13 +144,25 @@ class _WeightAssembler:
             attention_post_norm=self._norm(prefix + names.attention_post_norm) if config.has_post_norms else None,
             mlp_post_norm=self._norm(second + names.mlp_post_norm) if config.has_post_norms else None,
             sinks=self._read.tensor(prefix + names.sinks, config.num_heads) if config.has_sinks else None,
+            beside=self._beside(second, layer),
+            end=None if parts is None else parts.end,
+            streams=None if parts is None else parts.streams,
         )
 
     def _mlp(self, prefix: str, layer: int) -> FeedForwardPart | Projection | None:
         if layer in self._config.bare_layers:
             return None
         experts = self._config.experts_of(layer)
-        return self._feed_forward.dense(prefix) if experts is None else self._feed_forward.mixed(prefix, experts)
+        if experts is not None and not experts.is_beside:
+            return self._feed_forward.mixed(prefix, experts)
+        own = None if self._extras is None else self._extras.feed_forward(prefix, layer)
+        return self._feed_forward.dense(prefix, layer) if own is None else own
+
+    def _beside(self, prefix: str, layer: int) -> ExpertsBeside | None:
+        experts = self._config.experts_of(layer)
+        if self._extras is None or experts is None:
+            return None
+        return self._extras.beside(prefix, self._feed_forward.mixed(prefix, experts))
 
     def _qkv(self, prefix: str) -> AdaptableProjection:
         config = self._config
@@ -224,6 +244,8 @@ class _WeightAssembler:
 
     def _head_norms(self, prefix: str, layer: int) -> HeadNorms | None:
         config, names, kind = self._config, self._names, self._config.head_norm
+        if self._extras is not None:
+            return self._extras.head_norms(prefix, layer)
         if kind is HeadNormKind.NONE:
             return None
         if kind is HeadNormKind.UNSCALED:

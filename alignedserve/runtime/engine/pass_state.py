@@ -1,0 +1,95 @@
+"""What the layers of one forward pass share."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from alignedserve.runtime.attention.backend import StepAttention
+from alignedserve.runtime.engine.forward_batch import ForwardBatch, LastTokenRows
+from alignedserve.runtime.engine.hidden_pass import HiddenPass, Rotation
+from alignedserve.runtime.engine.state_storage import StateStorage
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.model_config import TemperatureConfig
+from kernels.addend_layout import LayerProduct
+from kernels.device_lora import DeviceRows
+from kernels.linear import AdaptableProjection
+from kernels.lora import AdapterRows, LayerAdapters
+
+_NOTHING = torch.empty((0, 0))
+
+
+class PassState:
+    """The state that all layers of one forward pass share."""
+
+    __slots__ = (
+        *("attention", "attention_s", "batch", "chunk_attention_s", "gates", "hidden", "last", "layer_embeddings"),
+        *("mixer_inputs", "rotations", "shared", "states", "storage", "temperatures"),
+    )
+
+    def __init__(self, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation | None]) -> None:
+        self.batch = batch
+        self.storage = storage
+        self.rotations = rotations  # of each layer
+        self.attention: StepAttention = batch.attention
+        self.hidden: HiddenPass | None = None  # of sequences with a hidden cache
+        self.temperatures: Tensor | None = None  # [tokens, 1]: factors of queries on layers without rotation
+        self.states: StateStorage | None = None  # of a model that has some
+        self.gates: Tensor | None = None  # of this layer's attention, where it has some [tokens, query_width]
+        self.mixer_inputs = _NOTHING  # of this layer's mixer, where it attends as well [tokens, in_width]
+        self.layer_embeddings: Tensor | None = None  # of a model that has some [tokens, layers, width]
+        # Keys and values [tokens, kv_width] that later layers read as well, by the layer of the cache.
+        self.shared: dict[int, tuple[Tensor, Tensor]] = {}
+        self.last: LastTokenRows | None = None  # of this layer: it goes on with these rows alone
+        self.attention_s = 0.0
+        self.chunk_attention_s = 0.0
+
+    def kept(self, rows: Tensor) -> Tensor:
+        """Return those of [tokens, ...] that the layer goes on with once the keys and values are written."""
+        return rows if self.last is None else rows.index_select(0, self.last.token_rows)
+
+    def kept_adapters(self) -> AdapterRows | DeviceRows | None:
+        """Return the adapters of those rows."""
+        adapters = self.batch.adapters
+        if adapters is None or self.last is None:
+            return adapters
+        assert isinstance(adapters, AdapterRows), "on a device no layer leaves rows out"
+        return adapters.selected(self.last.token_rows.numpy())
+
+    def embeddings_of(self, layer: int) -> Tensor | None:
+        """Return a layer's own embeddings [rows, width] of the rows that it goes on with; None: there are none."""
+        return None if self.layer_embeddings is None else self.kept(self.layer_embeddings[:, layer])
+
+    def cut(self, hidden: Tensor, last: LastTokenRows) -> Tensor:
+        """Let all layers from here on, none of which has keys and values of its own, compute these rows alone.
+
+        Return those of the stream hidden [tokens, ...].
+        """
+        rows = last.token_rows
+        kept = {
+            id(one): (one[0].index_select(0, rows), one[1].index_select(0, rows))
+            for one in self.rotations
+            if one is not None
+        }
+        self.rotations = [None if one is None else kept[id(one)] for one in self.rotations]
+        if self.layer_embeddings is not None:
+            self.layer_embeddings = self.layer_embeddings.index_select(0, rows)
+        self.attention, self.last = last.attention, None
+        return hidden.index_select(0, rows)
+
+
+def temperatures(positions: Tensor, config: TemperatureConfig) -> Tensor:
+    """Return the factors of queries at these positions [tokens] -> [tokens, 1] float32."""
+    steps = ((positions.float() + 1.0) / config.step).floor_()
+    return steps.log1p_().mul_(config.scale).add_(1.0)[:, None]
+
+
+def adapted_product(
+    product: LayerProduct,
+    layer: int,
+    multiply: AdaptableProjection,
+    x: Tensor,
+    adapters: AdapterRows | DeviceRows | None,
+) -> Tensor:
+    """Multiply x [rows, in_width] with what the rows' adapters add."""
+    return multiply(x) if adapters is None else LayerAdapters(adapters, layer).product(product, multiply, x)

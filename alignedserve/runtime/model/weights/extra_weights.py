@@ -1,0 +1,146 @@
+"""Reads what layers of Gemma 3n and 4 have beyond others (LayerExtras)."""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from alignedserve.runtime.model.layer_extras import LayerExtras
+from alignedserve.runtime.model.layer_geometry import heads_of, inner_size
+from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.weight_names import ParameterNames, own_products
+from alignedserve.runtime.model.weights.product_reader import ProductReader
+from kernels.activation import Gated
+from kernels.feed_forward import Experts, ExpertsBeside
+from kernels.layer_embeddings import EmbeddingGate, LayerEnd, LayerEmbeddings
+from kernels.linear import AdaptableProjection, Projection
+from kernels.norm import RmsNorm
+from kernels.rotary import HeadNorms
+from kernels.sparse_gates import SparseFeedForward
+from kernels.streams import Laurel, StreamEnds, StreamMix
+
+
+class LayerParts(NamedTuple):
+    """What a layer has beyond attention and feed-forward part."""
+
+    end: LayerEnd
+    streams: StreamMix | None
+
+
+class ExtraReader:
+    """Reads them of one model, which has such parts."""
+
+    def __init__(self, config: ModelConfig, extras: LayerExtras, names: ParameterNames, read: ProductReader) -> None:
+        assert names.extras is not None, "a family without these names"
+        self._config, self._extras, self._read = config, extras, read
+        self._names, self._own = names, names.extras
+
+    def queries(self, prefix: str, layer: int) -> AdaptableProjection:
+        """Return the product of a layer's queries, and of its keys and values if it has any."""
+        config, width = self._config, self._config.hidden_size
+        kv_heads, head_dim = heads_of(config, layer)
+        count = own_products(config, self._extras, layer)
+        modules = [prefix + name for name in self._names.qkv[:count]]
+        rows = [config.num_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim][:count]
+        if count == 2:  # values are made of what makes keys
+            modules, rows = [*modules, modules[1]], [*rows, rows[1]]
+        return self._read.linear(modules, rows, width, has_bias=False)
+
+    def output(self, prefix: str, layer: int) -> AdaptableProjection:
+        """Return the product behind a layer's attention."""
+        _, head_dim = heads_of(self._config, layer)
+        width = self._config.hidden_size
+        return self._read.linear([prefix + self._names.output], [width], self._config.num_heads * head_dim, False)
+
+    def head_norms(self, prefix: str, layer: int) -> HeadNorms:
+        """Return the norms of a layer's queries, keys and values."""
+        config, head_dim = self._config, heads_of(self._config, layer).head_dim
+        ones = torch.ones(head_dim, dtype=self._read.dtype, device=self._read.device)
+        queries = self._read.tensor(f"{prefix}{self._names.query_norm}.weight", head_dim)
+        keys = ones
+        if layer in config.cached_layers:
+            keys = self._read.tensor(f"{prefix}{self._names.key_norm}.weight", head_dim)
+        return HeadNorms(queries, keys, config.norm_eps, self._read.dtype, values=ones)
+
+    def feed_forward(self, prefix: str, layer: int) -> Projection | None:
+        """Return a layer's feed-forward part; None: it is as that of any other family."""
+        sparsity = self._extras.sparsities[layer] if self._extras.sparsities else 0.0
+        if not sparsity:
+            return None
+        inner, width = inner_size(self._config, layer), self._config.hidden_size
+        modules = [prefix + name for name in self._names.gate_up]
+        gate_up = self._read.linear(modules, [inner, inner], width, False)
+        down = self._read.linear([prefix + self._names.down], [width], inner, False)
+        return SparseFeedForward(gate_up, down, self._gated(), sparsity)
+
+    def beside(self, prefix: str, experts: Projection) -> ExpertsBeside:
+        """Return what experts add to a layer's feed-forward part."""
+        assert isinstance(experts, Experts), "experts that are not apart"
+        before, behind = (self._norm(prefix + name) for name in self._own.expert_norms)
+        return ExpertsBeside(self._norm(prefix + self._own.dense_norm), experts, (before, behind))
+
+    def parts(self, prefix: str) -> LayerParts:
+        """Return what a layer has beyond attention and feed-forward part."""
+        extras, own, width = self._extras, self._own, self._config.hidden_size
+        gate = None
+        if extras.embedding_width:
+            gate = EmbeddingGate(
+                self._read.linear([prefix + own.embedding_gate], [extras.embedding_width], width, False),
+                self._read.linear([prefix + own.embedding_output], [width], extras.embedding_width, False),
+                self._norm(prefix + own.embedding_output_norm),
+                self._gated(),
+            )
+        scale = self._read.tensor(prefix + own.scale, 1) if extras.has_scales else None
+        return LayerParts(LayerEnd(gate, scale), self._streams(prefix) if extras.num_streams > 1 else None)
+
+    def _streams(self, prefix: str) -> StreamMix:
+        extras, own, width, count = self._extras, self._own, self._config.hidden_size, self._extras.num_streams
+        left, right = own.laurel
+        laurel = Laurel(
+            self._read.linear([prefix + left], [extras.laurel_rank], width, False),
+            self._read.linear([prefix + right], [width], extras.laurel_rank, False),
+            self._norm(prefix + own.laurel_norm),
+        )
+        scale = self._read.tensor(prefix + own.corrected_scale, width)
+        return StreamMix(
+            (self._norm(prefix + own.stream_norm), self._weight(prefix + own.stream_router, count, width)),
+            self._weight(prefix + own.predictions, count**2, count),
+            self._weight(prefix + own.corrections, count, count),
+            scale if extras.scales_corrected else None,
+            laurel,
+        )
+
+    def layer_embeddings(self, prefix: str) -> LayerEmbeddings | None:
+        """Return what makes the embeddings of all layers; None: they have none."""
+        extras, own, num_layers = self._extras, self._own, self._config.num_layers
+        if not extras.embedding_width:
+            return None
+        width = num_layers * extras.embedding_width
+        table = self._read.tensor(f"{prefix}{own.embedding_table}.weight", extras.embedding_vocab, width)
+        product = self._read.linear([prefix + own.embedding_projection], [width], self._config.hidden_size, False)
+        norm = self._norm(prefix + own.embedding_norm, extras.embedding_width)
+        return LayerEmbeddings(partial(table.index_select, 0), product, norm, num_rows=extras.embedding_vocab, num_layers=num_layers)
+
+    def stream_ends(self, prefix: str) -> StreamEnds | None:
+        """Return what makes streams, and one of them again; None: there is one."""
+        width, count = self._config.hidden_size, self._extras.num_streams - 1
+        if not count:
+            return None
+        names = (self._own.widening, self._own.narrowing)
+        widening, narrowing = (
+            [self._read.linear([prefix + name.format(stream=one)], [width], width, False) for one in range(count)]
+            for name in names
+        )
+        return StreamEnds(widening, narrowing)
+
+    def _gated(self) -> Gated:
+        return Gated(self._config.activation.value, self._read.dtype, self._read.device)
+
+    def _weight(self, module: str, rows: int, columns: int) -> Tensor:
+        return self._read.tensor(f"{module}.weight", rows, columns)
+
+    def _norm(self, module: str, width: int | None = None) -> RmsNorm:
+        weight = self._read.tensor(f"{module}.weight", width or self._config.hidden_size)
+        return RmsNorm(weight, self._config.norm_eps, self._read.dtype)
+

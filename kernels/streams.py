@@ -1,0 +1,129 @@
+"""Several residual streams, of which each layer computes one and predicts and corrects the others (AltUp, Baykal et
+al., NeurIPS 2023), and the short product beside its attention (LAuReL), as Gemma 3n has them.
+
+Streams are [rows, streams, hidden_size]; layers compute stream 0. All sums are of a few terms, one after another, so
+that a row's result does not depend on the rows beside it.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.linear import Linear, Projection
+from kernels.norm import Norm
+
+_LEAST = 1e-5  # of the mean square of a stream that is brought to another's size
+
+
+class Laurel(NamedTuple):
+    """x [rows, hidden_size] -> x + norm(right(left(x)))."""
+
+    left: Projection
+    right: Projection
+    norm: Norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute."""
+        return self.norm(self.right(self.left(x))).add_(x)
+
+
+class StreamMix:
+    """What one layer makes of the streams around its own part of them."""
+
+    __slots__ = ("_corrections", "_norm", "_num_streams", "_predictions", "_router", "_scale", "laurel")
+
+    def __init__(
+        self,
+        router: tuple[Norm, Tensor],
+        predictions: Tensor,
+        corrections: Tensor,
+        scale: Tensor | None,
+        laurel: Laurel,
+    ) -> None:
+        """`router`: a norm, and a weight [streams, hidden_size]; `predictions` [streams ** 2, streams], `corrections`
+        [streams, streams]: weights of what the router gives; `scale` [hidden_size]: of the corrected stream 0, where
+        something else is made of it."""
+        self._norm, weight = router
+        self._router = Linear(weight.float())
+        self._num_streams = len(weight)
+        self._predictions, self._corrections = predictions.float(), corrections.float()
+        self._scale, self.laurel = scale, laurel
+
+    def predicted(self, streams: Tensor) -> Tensor:
+        """Return what the streams may be behind the layer."""
+        count, given = self._num_streams, streams.float()
+        factors = _weighted(self._shares(streams[:, 0].contiguous()), self._predictions)
+        found = []
+        for one in range(count):
+            total = given[:, 0] * factors[:, count * one, None]
+            for other in range(1, count):
+                total = total + given[:, other] * factors[:, count * one + other, None]
+            found.append(total.add_(given[:, one]))
+        return torch.stack(found, 1).to(streams.dtype)
+
+    def corrected(self, predicted: Tensor, computed: Tensor) -> Tensor:
+        """Return the streams, by what the layer has made of the first one [rows, hidden_size]."""
+        factors = _weighted(self._shares(computed), self._corrections).add_(1.0)
+        given = predicted.float()
+        missed = computed.float() - given[:, 0]
+        return (missed[:, None] * factors[:, :, None]).add_(given).to(computed.dtype)
+
+    def scaled(self, corrected: Tensor) -> Tensor:
+        """Return the corrected stream 0 as the layer's inputs are multiplied with it."""
+        first = corrected[:, 0]
+        return first.contiguous() if self._scale is None else first * self._scale
+
+    def _shares(self, x: Tensor) -> Tensor:
+        """Route x [rows, hidden_size] -> [rows, streams] float32, between -1 and 1."""
+        routed = self._router(self._norm(x).float().mul_(1.0 / x.shape[1]))
+        # By float64: PyTorch's function of float32 depends in the last bit on where in a tensor an element stands.
+        return routed.double().tanh_().float()
+
+
+class StreamEnds:
+    """Makes the streams of the embeddings, and one hidden state of them in the end."""
+
+    __slots__ = ("_narrowing", "_widening")
+
+    def __init__(self, widening: Sequence[Projection], narrowing: Sequence[Projection]) -> None:
+        """Products of streams 1, 2, …, one each, with as many columns as rows."""
+        self._widening, self._narrowing = widening, narrowing
+
+    def widened(self, hidden: Tensor) -> Tensor:
+        """Make the streams of hidden [rows, hidden_size]."""
+        size = _size(hidden)
+        others = [_resized(product(hidden), size) for product in self._widening]
+        return torch.stack((hidden, *others), 1)
+
+    def narrowed(self, streams: Tensor) -> Tensor:
+        """Return the mean of the streams [rows, hidden_size], all brought to the size of the first."""
+        first = streams[:, 0].contiguous()
+        size, total = _size(first), first
+        for stream, product in enumerate(self._narrowing, start=1):
+            total = total + _resized(product(streams[:, stream].contiguous()), size)
+        return total / (len(self._narrowing) + 1)
+
+
+def _weighted(shares: Tensor, weights: Tensor) -> Tensor:
+    """Multiply shares [rows, streams] with weights [columns, streams] -> [rows, columns]."""
+    total = shares[:, :1] * weights[:, 0]
+    for stream in range(1, shares.shape[1]):
+        total = total + shares[:, stream, None] * weights[:, stream]
+    return total
+
+
+def _mean_square(x: Tensor) -> Tensor:
+    """Return the mean squares of rows [rows, 1], float64."""
+    return x.double().square_().mean(1, keepdim=True)
+
+
+def _size(x: Tensor) -> Tensor:
+    return _mean_square(x).sqrt_().to(x.dtype)
+
+
+def _resized(x: Tensor, size: Tensor) -> Tensor:
+    """Bring rows to the root mean square `size` [rows, 1], in place."""
+    own = _mean_square(x).clamp_(min=_LEAST).sqrt_().to(x.dtype)
+    return x.mul_(size).div_(own)
