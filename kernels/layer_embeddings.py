@@ -1,5 +1,5 @@
-"""Layer embeddings (per-layer embeddings, Gemma 3n and 4): a short vector of each token for every layer, and what a layer
-adds to the stream by it."""
+"""Layer embeddings (per-layer embeddings, Gemma 3n and 4): a short vector of each token for every layer, and what a
+layer adds to the stream by it."""
 
 import math
 from collections.abc import Callable
@@ -60,11 +60,12 @@ class LayerEnd:
 
     def addend(self, x: Tensor, embeddings: Tensor | None) -> Tensor:
         """Return what the layer adds by its embeddings [rows, width] and by x [rows, hidden_size]."""
-        assert self._gate is not None and embeddings is not None, "a layer without embeddings"
+        assert self._gate is not None, "a layer without embeddings"
+        assert embeddings is not None, "a layer without embeddings"
         return self._gate(x, embeddings)
 
     def __call__(self, hidden: Tensor, embeddings: Tensor | None) -> Tensor:
-        """Change hidden [rows, hidden_size] in place and return it; `embeddings` [rows, width], where there is a gate."""
+        """Change hidden [rows, hidden_size] in place and return it; `embeddings` [rows, width], if it has a gate."""
         if self._gate is not None:
             hidden.add_(self.addend(hidden, embeddings))
         return hidden if self._scale is None else hidden.mul_(self._scale)

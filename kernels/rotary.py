@@ -63,7 +63,9 @@ class HeadNorms:
         self._rows: tuple[NormRows, ...] | None = None
         if level is not None:
             weights = (queries, keys) if values is None else (queries, keys, values)
-            self._rows = tuple([NormRows(weight, None, eps, is_rms=True, level=level, dtype=dtype) for weight in weights])
+            self._rows = tuple(
+                [NormRows(weight, None, eps, is_rms=True, level=level, dtype=dtype) for weight in weights]
+            )
 
     @property
     def is_by_head(self) -> bool:
@@ -77,7 +79,7 @@ class HeadNorms:
         return (self._rows[0], self._rows[1]) if self.is_by_head and self._rows is not None else None
 
     def normalise_(self, queries: Tensor, *others: Tensor) -> None:
-        """Normalise queries, keys and values [tokens, heads, head_dim], the first of these, in place; possibly strided."""
+        """Normalise queries, keys and values [tokens, heads, head_dim], the first of these, in place, also strided."""
         weights = (self.queries, self.keys, self.values)
         for index, own in enumerate((queries, *others)):
             weight = weights[index]

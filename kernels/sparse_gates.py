@@ -1,4 +1,4 @@
-"""A feed-forward part whose gates count from a cutoff on: that of a share of them, if they were normally distributed."""
+"""A feed-forward part whose gates count from a cutoff on: that of a share of them if they were normally distributed."""
 
 import math
 
@@ -24,7 +24,7 @@ class SparseFeedForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute x [rows, in_width], rows >= 1 -> [rows, out_width]."""
-        return torch.cat([self._part(rows) for rows in x.split(_TILE_ROWS)])
+        return torch.cat([self._part(rows) for rows in torch.split(x, _TILE_ROWS)])
 
     def _part(self, x: Tensor) -> Tensor:
         both = self.gate_up(x)

@@ -72,7 +72,9 @@ class PlannedRequest:
     prompt_len: int
     output_len: int
     arrival_s: float = 0.0  # of a chat, from the start of the phase's chat
-    picture_edge: int | None = None  # of the picture that it carries, of which `text` is the seed; None: it carries none
+    picture_edge: int | None = (
+        None  # of the picture that it carries, of which `text` is the seed; None: it carries none
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +172,10 @@ def mean_request(text: str, lengths: Lengths, number: int) -> PlannedRequest:
 
 def _planned(text: str, lengths: Lengths, rng: random.Random, number: int) -> PlannedRequest:
     factors = rng.uniform(*_SPREAD), rng.uniform(*_SPREAD)
-    sizes = (max(1, round(mean * factor)) for mean, factor in zip(_both(lengths), factors, strict=True))
-    return PlannedRequest(text, *sizes, picture_edge=lengths.edge_of(number))
+    prompt_len, output_len = (
+        max(1, round(mean * factor)) for mean, factor in zip(_both(lengths), factors, strict=True)
+    )
+    return PlannedRequest(text, prompt_len, output_len, picture_edge=lengths.edge_of(number))
 
 
 def _both(lengths: Lengths) -> tuple[int, int]:

@@ -32,7 +32,6 @@ def tiny_gemmas(sizes: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
                 "num_kv_shared_layers": 0,
                 "activation_sparsity_pattern": [0.0] * 6,
                 "altup_correct_scale": False,
-                "final_logit_softcapping": None,
             },
         ),
         "gemma4_text": (

@@ -236,24 +236,28 @@ def llama4_rules() -> Any:
             del sys.modules[name]
 
 
-def llama4_tiles(file: bytes) -> tuple[torch.Tensor, tuple[int, int]]:
+def llama4_tiles(file: bytes, *, by_torch: bool = False) -> tuple[torch.Tensor, tuple[int, int]]:
     """Return what Llama 4's processor makes of a picture, and the rows and columns of its canvas.
 
-    Its pixels are made by torchvision, which resizes by the function of PyTorch that is called here.
+    Its pixels are made by torchvision, which resizes by a function of PyTorch. Here Pillow does, whose pixels are at
+    most one of 256 levels away; or `by_torch` that function.
     """
+    resized = resized_by_torch if by_torch else resized_by_pillow
     rules, options = llama4_rules(), TINY_SEEING["llama4"][2]
     edge = options["size"]["height"]
     pixels = torch.from_numpy(np.array(Image.open(io.BytesIO(file)))).permute(2, 0, 1)[None].contiguous()
     size = (pixels.shape[-2], pixels.shape[-1])
-    found = rules.find_supported_resolutions(options["max_patches"], import_module("transformers.image_utils").SizeDict(**options["size"]))
+    found = rules.find_supported_resolutions(
+        options["max_patches"], import_module("transformers.image_utils").SizeDict(**options["size"])
+    )
     canvas = rules.get_best_fit(size, torch.tensor(found))
     limits = tuple(min(max(own, edge), most) for own, most in zip(size, canvas, strict=True))
-    resized = resized_by_torch(pixels, *(max(own, 1) for own in rules.get_max_res_without_distortion(size, limits)))
+    shown = resized(pixels, *(max(own, 1) for own in rules.get_max_res_without_distortion(size, limits)))
     high, wide = (int(most) for most in canvas)
-    padded = torch.nn.functional.pad(resized, (0, wide - resized.shape[-1], 0, high - resized.shape[-2]))
+    padded = torch.nn.functional.pad(shown, (0, wide - shown.shape[-1], 0, high - shown.shape[-2]))
     tiles = padded.view(3, high // edge, edge, wide // edge, edge).permute(1, 3, 0, 2, 4).reshape(-1, 3, edge, edge)
     if len(tiles) > 1:
-        tiles = torch.cat((tiles, resized_by_torch(pixels, edge, edge)))
+        tiles = torch.cat((tiles, resized(pixels, edge, edge)))
     half = torch.tensor(0.5, dtype=torch.bfloat16)
     return ((tiles.to(torch.bfloat16) * (1 / 255) - half) / half).float(), (high // edge, wide // edge)
 
@@ -262,6 +266,11 @@ def resized_by_torch(pixels: torch.Tensor, height: int, width: int) -> torch.Ten
     if (height, width) == pixels.shape[-2:]:
         return pixels
     return torch.nn.functional.interpolate(pixels, (height, width), mode="bilinear", antialias=True)
+
+
+def resized_by_pillow(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    image = Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).resize((width, height), Image.Resampling.BILINEAR)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
 
 
 @cache

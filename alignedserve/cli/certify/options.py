@@ -69,9 +69,9 @@ class CertifyOptions:
     document_pictures: Annotated[
         float, typer.Option(min=0.0, max=100.0, help="Percent of documents that carry one.")
     ] = 0.0
-    picture_edge: Annotated[
-        int, typer.Option(min=16, max=4096, help="Pixels of a picture's edge; it is a square.")
-    ] = 96
+    picture_edge: Annotated[int, typer.Option(min=16, max=4096, help="Pixels of a picture's edge; it is a square.")] = (
+        96
+    )
     outstanding: Annotated[
         int, typer.Option(min=1, max=10_000, help="Documents in the air at a time, for a server without batches.")
     ] = 256

@@ -274,7 +274,7 @@ class Decoder:
         normed = weights.attention_norm(first)
         attended = self._attention(normed, layer, weights, run)
         predicted, first, normed = run.kept(predicted), run.kept(first), run.kept(normed)
-        hidden = first.add_(attended).add_(mix.laurel(normed)).div_(math.sqrt(2.0))
+        hidden = (first + attended).add_(mix.laurel(normed)).div_(math.sqrt(2.0))
         hidden = hidden + self._mlp(weights.mlp_norm(hidden), layer, weights, run)
         corrected, own = mix.corrected(predicted, hidden), run.embeddings_of(layer)
         assert weights.end is not None, "streams without layer embeddings"
@@ -387,4 +387,3 @@ class Decoder:
         if weights.mixer_output is not None:
             output = output.add_(weights.mixer_output(run.kept(self._mix(run.mixer_inputs, layer, weights, run))))
         return self._addend(output, weights.attention_post_norm)
-

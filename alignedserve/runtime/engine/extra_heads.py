@@ -39,7 +39,7 @@ class ExtraHeads:
         rows = self._widened(fused, norms, layer)
         if source == layer:
             self._place(rows, None, rotation, run.batch.slots, *cached)
-            keys, values = rows[:, config.query_width :].split(config.kv_width, dim=1)
+            keys, values = torch.split(rows[:, config.query_width :], config.kv_width, dim=1)
             if layer in self._shared:
                 run.shared[layer] = keys, values
         elif rotation is not None:
@@ -55,7 +55,8 @@ class ExtraHeads:
         kv_heads, head_dim = own = self._of_layer[layer]
         counts = [self._config.num_heads]
         counts += [kv_heads, kv_heads] if self._source_of[layer] == layer else []
-        queries, *others = parts = fused.view(len(fused), -1, head_dim).split(counts, dim=1)
+        parts = torch.split(fused.view(len(fused), -1, head_dim), counts, dim=1)
+        queries, *others = parts
         norms.normalise_(*parts)
         if own == self._cached:
             return fused

@@ -21,8 +21,8 @@ class LayerExtras:
 
     The last layers have neither keys nor values. They read those of the last layer before them that is of their kind.
 
-    Layer embeddings: every layer has a short vector of a token, of a table and of what the first
-    layer reads. It is multiplied with a gate that is made of the stream, and what comes of it is added behind the layer.
+    Layer embeddings: every layer has a short vector of a token, of a table and of what the first layer reads. It is
+    multiplied with a gate that is made of the stream, and what comes of it is added behind the layer.
 
     Streams (AltUp, Baykal et al., 2023): several residual streams, of which a layer computes one and predicts and
     corrects the others. Beside its attention there is a short product (LAuReL).

@@ -134,9 +134,7 @@ def linear_modules(
         yield LinearModule(find_head(names, has), config.vocab_size, config.embedding_size)
 
 
-def _attention_modules(
-    config: ModelConfig, names: ParameterNames, prefix: str, layer: int
-) -> Iterator[LinearModule]:
+def _attention_modules(config: ModelConfig, names: ParameterNames, prefix: str, layer: int) -> Iterator[LinearModule]:
     if config.latent is not None:
         yield from _latent_modules(config, config.latent, names, prefix)
         return

@@ -75,7 +75,9 @@ class VisionTower:
             values = torch.from_numpy(pixels.copy()).to(torch.bfloat16) * scaling.rescale
         else:  # as transformers rounds: float64 once, then float32
             values = (torch.from_numpy(pixels.copy()).double() * scaling.rescale).float()
-        mean, deviation = (torch.tensor(rgb, dtype=values.dtype)[:, None, None] for rgb in (scaling.mean, scaling.deviation))
+        mean, deviation = (
+            torch.tensor(rgb, dtype=values.dtype)[:, None, None] for rgb in (scaling.mean, scaling.deviation)
+        )
         values = ((values - mean) / deviation).to(self._device, self._dtype)
         channels, height, width = values.shape
         rows, columns = height // edge, width // edge

@@ -1,4 +1,4 @@
-"""Reads what config.json says of Gemma 3n and 4 beyond Gemma 3: layer embeddings, shared keys, streams, heads by layer."""
+"""Reads what configs of Gemma 3n and 4 say beyond Gemma 3: layer embeddings, shared keys, streams, heads by layer."""
 
 import math
 from dataclasses import replace
@@ -51,7 +51,7 @@ def gemma4(config: ModelConfig, fields: JsonFields) -> ModelConfig:
     windowed_heads = HeadSizes(config.num_kv_heads, config.head_dim)
     full_heads = _full_heads(config, fields, windowed_heads, repeats=repeats)
     num_shared = _num_shared(config, fields, 0)
-    inner, sizes = config.intermediate_size, ()
+    inner, sizes = config.intermediate_size, tuple[int, ...]()
     if num_shared and fields.flag("use_double_wide_mlp", False):
         sizes = (inner,) * (num_layers - num_shared) + (2 * inner,) * num_shared
     width = fields.integer("hidden_size_per_layer_input", 0, MAX_WIDTH, 256) if _is_given(fields) else 0
@@ -66,7 +66,9 @@ def gemma4(config: ModelConfig, fields: JsonFields) -> ModelConfig:
         has_scales=True,
     )
     cached = extras.cached_heads
-    if config.num_heads % cached.num_kv_heads or any(cached.num_kv_heads % own[0] for own in (windowed_heads, full_heads)):
+    if config.num_heads % cached.num_kv_heads or any(
+        cached.num_kv_heads % own[0] for own in (windowed_heads, full_heads)
+    ):
         raise fields.error("num_global_key_value_heads", "must divide, or be a multiple of, the others")
     config = replace(
         config,

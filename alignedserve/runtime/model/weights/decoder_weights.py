@@ -9,7 +9,7 @@ from torch import Tensor
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weights.row_lookup import RowLookup
 from kernels.feed_forward import ExpertsBeside, FeedForwardPart
-from kernels.layer_embeddings import LayerEnd, LayerEmbeddings
+from kernels.layer_embeddings import LayerEmbeddings, LayerEnd
 from kernels.linear import AdaptableProjection, Projection
 from kernels.narrow.float8_linear import Float8Linear
 from kernels.norm import Norm

@@ -13,7 +13,7 @@ from alignedserve.runtime.model.weight_names import ParameterNames, own_products
 from alignedserve.runtime.model.weights.product_reader import ProductReader
 from kernels.activation import Gated
 from kernels.feed_forward import Experts, ExpertsBeside
-from kernels.layer_embeddings import EmbeddingGate, LayerEnd, LayerEmbeddings
+from kernels.layer_embeddings import EmbeddingGate, LayerEmbeddings, LayerEnd
 from kernels.linear import AdaptableProjection, Projection
 from kernels.norm import RmsNorm
 from kernels.rotary import HeadNorms
@@ -120,7 +120,9 @@ class ExtraReader:
         table = self._read.tensor(f"{prefix}{own.embedding_table}.weight", extras.embedding_vocab, width)
         product = self._read.linear([prefix + own.embedding_projection], [width], self._config.hidden_size, False)
         norm = self._norm(prefix + own.embedding_norm, extras.embedding_width)
-        return LayerEmbeddings(partial(table.index_select, 0), product, norm, num_rows=extras.embedding_vocab, num_layers=num_layers)
+        return LayerEmbeddings(
+            partial(table.index_select, 0), product, norm, num_rows=extras.embedding_vocab, num_layers=num_layers
+        )
 
     def stream_ends(self, prefix: str) -> StreamEnds | None:
         """Return what makes streams, and one of them again; None: there is one."""
@@ -143,4 +145,3 @@ class ExtraReader:
     def _norm(self, module: str, width: int | None = None) -> RmsNorm:
         weight = self._read.tensor(f"{module}.weight", width or self._config.hidden_size)
         return RmsNorm(weight, self._config.norm_eps, self._read.dtype)
-

@@ -87,7 +87,8 @@ class FeedForwardReader:
 
     def _scaled_router(self, prefix: str, weight: Tensor) -> ScaledRouter:
         own, config = self._names.extras, self._config
-        assert own is not None and config.experts is not None, "a family without these names"
+        assert own is not None, "a family without these names"
+        assert config.experts is not None, "a router without experts"
         ones = torch.ones(config.hidden_size, dtype=weight.dtype, device=weight.device)
         return ScaledRouter(
             RmsNorm(ones, config.norm_eps, weight.dtype),

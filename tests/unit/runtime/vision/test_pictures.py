@@ -81,6 +81,8 @@ def test_pixels_and_prompts_are_those_of_the_models_processor(made: tuple[str, P
         atol = 4.5e-3 if scaling.is_short else 1e-6  # bfloat16 tells the 256 levels, 7.8e-3 apart, from one another
         np.testing.assert_allclose((own - mean) / deviation, expected, atol=atol)
         assert form.text(size) == expected_text(family, form, file, own)
+        if family == "llama4":
+            np.testing.assert_allclose(llama4_tiles(file, by_torch=True)[0], expected, atol=1.2e-2)  # a level, rounded
         token = form.token if isinstance(form, SquareForm | CanvasForm) else form.mark
         assert form.text(size).count(token) == form.num_tokens(size)
 
