@@ -29,8 +29,8 @@ _STATES: dict[Callable[[JsonFields, Sizes], states.StateLayers], str] = {
     states.mixed_delta_rule: "gated delta rule",
 }
 _EXTRAS = {
-    gemma.gemma3n: "layer embeddings, shared keys and values, several streams, sparse gates",
-    gemma.gemma4: "layer embeddings, shared keys and values, heads by layer",
+    gemma.gemma3n: "layer embeddings, shared KV, streams",
+    gemma.gemma4: "layer embeddings, shared KV, own heads",
 }
 # What they add to a config is none of the multipliers.
 _PLAIN = (readers.lfm2, readers.lfm2_moe, readers.nemotron_h)
