@@ -92,7 +92,8 @@ class DecodeLogic:
         """`batch`: empty; None: all requests are in every iteration, and no objective bounds it."""
         self._registered = registered
         self._batch = batch if batch is not None else RunningBatch.of_worker(registered, limits.max_running_requests)
-        self._candidates = Candidates(registered.pool_name, knows_classes=limits.switch.best_effort_floor is not None)
+        knows_classes = limits.switch.best_effort_floor is not None
+        self._candidates = Candidates(registered.pool_name, registered.block_size, knows_classes=knows_classes)
         self._peers = BlockPeers(registered.pool_name)
         packs = self._batch.packing is not None
         self._order = BatchOrder(limits.switch, self._batch.is_mixing_cheaper, packs=packs)
@@ -195,7 +196,7 @@ class DecodeLogic:
             case PeerNeeded():
                 return [*self._peers.needed(message.peer, now)]
             case CancelReservation():
-                self._candidates.cancel_reservation(message.request_id, message.attempt)
+                self._candidates.receiver.cancel(message.request_id, message.attempt)
                 return []
             case BlocksWritten():
                 return self._written(peer, message, now)
@@ -253,7 +254,7 @@ class DecodeLogic:
         if self._latest_attempt(request_id) > candidate.attempt:
             return [*self._candidates.release(candidate)]
         commands = self._abort(request_id, earlier)
-        self._candidates.cancel_reservation(request_id, earlier)
+        self._candidates.receiver.cancel(request_id, earlier)
         if self._batch.never_fits(candidate):
             return [*commands, *self._candidates.release(candidate), *self._fail_too_large(candidate)]
         self._candidates.add(candidate)

@@ -13,6 +13,7 @@ from alignedserve.messages.caches import BlockCopy, Handoff
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.gateways import TokenDelta
 from alignedserve.messages.workers import SetPredictedLength
+from alignedserve.worker_core.handoff.buffer_space import BufferSlot
 from alignedserve.worker_core.request import WorkerRequest
 
 
@@ -61,16 +62,6 @@ class CacheLocation(enum.Enum):
     PREFETCHING = "coming"  # there, and on its way into a prefill worker's memory
     BUFFER = "buffer"  # in a prefill worker's memory
     RETURNING = "returning"  # there, and on its way back to the pool
-
-
-@dataclass(frozen=True, slots=True)
-class BufferSlot:
-    """Blocks of the buffer that this worker has in a prefill worker's memory."""
-
-    peer: str
-    link_epoch: int  # of the link to it: a buffer does not outlive its link
-    block_ids: tuple[BlockId, ...]
-    generation: int  # stamped on them by their writer
 
 
 @dataclass(slots=True, eq=False)
@@ -136,12 +127,3 @@ class Loading:
 
     candidate: Candidate
     block_ids: tuple[BlockId, ...]
-
-
-@dataclass(slots=True)
-class Evicting:
-    """A request on its way out of the running batch: its cache is being copied into a buffer."""
-
-    candidate: Candidate  # as it will be afterwards
-    block_ids: tuple[BlockId, ...]  # on this worker, freed when the copy is done
-    num_cached: int  # tokens whose cache is copied

@@ -3,11 +3,11 @@
 import enum
 from dataclasses import dataclass
 
-from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import BlocksWritten, Handoff
 from alignedserve.messages.fields import NO_BATCH
+from alignedserve.worker_core.handoff.receiver import is_described
 
 NO_GENERATION = 0
 
@@ -77,18 +77,9 @@ class Lease:
 
     def is_described_by(self, peer: str, written: BlocksWritten, block_size: int) -> bool:
         """Return whether this peer may say so of the lease, and says it of exactly its first blocks."""
-        copy = written.copy
-        if not 0 < copy.num_blocks <= len(self.block_ids):
-            return False  # checked before the runs are expanded: they may claim anything
-        covered = tuple(run.first_block + offset for run in copy.runs for offset in range(run.num_blocks))
-        return (
-            self.stage is LeaseStage.RESERVED
-            and self.holder == peer
-            and (copy.generation, copy.num_before) == (self.lease_id, 0)
-            and (written.request.request_id, written.attempt) == (self.request_id, self.attempt)
-            and covered == self.block_ids[: copy.num_blocks]
-            and blocks_for(copy.context_len, block_size) == copy.num_blocks
-        )
+        is_holder = self.stage is LeaseStage.RESERVED and self.holder == peer
+        is_its = (written.request.request_id, written.attempt) == (self.request_id, self.attempt)
+        return is_holder and is_its and is_described(written, self.block_ids, self.lease_id, block_size)
 
 
 @dataclass(frozen=True, slots=True)

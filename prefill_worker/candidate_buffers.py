@@ -4,43 +4,47 @@ The decode worker allocates the blocks of its buffer. This worker opens it, copi
 ahead of need, and returns evicted requests from it to the pool. One such copy runs at a time for each buffer, so that
 plans can change for all others; copies of other buffers and offloads of computed prompts do not wait for it.
 
-A request on its way back to the pool:
-1. ReturnRequest: the worker asks the pool for blocks. 2. BlocksReserved: copied from buffer to arena, BlocksWritten.
-3. BlocksTaken: RequestReturned tells the decode worker, which frees the buffer's blocks.
-If this fails before the blocks were offered to the pool, the request stays in the buffer.
+ReturnRequest begins a handoff to the pool (worker_core/handoff/sender.py), of what lies in a buffer. RequestReturned
+tells the decode worker how it ended: unless the pool has the request, or may have it, it stays in the buffer.
 """
 
 from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import (
     BlockCopy,
     BlocksPrefetched,
-    BlocksReserved,
-    BlocksTaken,
-    BlocksWritten,
     CancelPrefetch,
-    CancelReservation,
     PrefetchBlocks,
     RequestReturned,
-    ReservationRefused,
-    ReserveBlocks,
     ReturnOutcome,
     ReturnRequest,
 )
 from alignedserve.messages.events import Send
-from alignedserve.messages.iterations import BlocksRelayed, BufferOpened, CloseBuffer, OpenBuffer, RelayBlocks
-from prefill_worker.state import ReturningRequest
+from alignedserve.messages.iterations import BlocksRelayed, CloseBuffer, RelayBlocks
+from alignedserve.worker_core.handoff.lender import Lender
+from alignedserve.worker_core.handoff.sender import Contents, HandoffEnd, HandoffStage, Outgoing, Sender
 
-BufferCommand = Send | RelayBlocks | OpenBuffer | CloseBuffer
+BufferCommand = Send | RelayBlocks | CloseBuffer
+
+_OUTCOMES = {HandoffEnd.TAKEN: ReturnOutcome.TAKEN, HandoffEnd.UNKNOWN: ReturnOutcome.UNKNOWN}
+
+
+@dataclass(slots=True, eq=False)
+class _Returning(Outgoing):
+    """One evicted request on its way from a buffer back to the pool."""
+
+    peer: str  # the decode worker that evicted it
+    message: ReturnRequest
 
 
 class _WaitingCopy(NamedTuple):
     peer: str  # the decode worker
     relay: RelayBlocks
     is_best_effort: bool = False  # goes after others
+    returning: _Returning | None = None
 
 
 class CandidateBuffers:
@@ -49,42 +53,23 @@ class CandidateBuffers:
     def __init__(self, pool_name: str) -> None:
         self._pool_name = pool_name
         self._has_pool = False
-        self._link_epochs: dict[str, int] = {}  # of the decode workers linked now
-        self._offered: dict[str, None] = {}  # those that have a buffer
-        self._num_link_epochs = 0
+        self.lender = Lender()
         self._waiting: deque[_WaitingCopy] = deque()  # in order
-        self._relaying: dict[str, tuple[int, RelayBlocks]] = {}  # by decode worker: the link epoch it began in
-        self._returning: dict[RequestId, ReturningRequest] = {}
-
-    def has_buffer(self, peer: str) -> bool:
-        """Return whether this decode worker is connected and was offered a buffer."""
-        return peer in self._offered
+        self._relaying: dict[str, int | None] = {}  # decode workers with a copy under way: the link epoch it began in
+        self.returns: Sender[_Returning, BufferCommand] = Sender(
+            reserved=self._reserved, contents=_contents_of, ended=self._returned, aborted=lambda entry: ()
+        )
 
     # --- decode workers
 
-    def connected(self, peer: str) -> list[BufferCommand]:
-        """Open a buffer for a decode worker that is new or back."""
-        self._num_link_epochs += 1
-        self._link_epochs[peer] = self._num_link_epochs
-        return [OpenBuffer(peer, self._num_link_epochs)]
-
     def disconnected(self, peer: str) -> list[BufferCommand]:
         """Close the buffer of a decode worker that is gone."""
-        del self._link_epochs[peer]
-        self._offered.pop(peer, None)
         self._waiting = deque(entry for entry in self._waiting if entry.peer != peer)
-        commands: list[BufferCommand] = [CloseBuffer(peer)]
-        for request_id, entry in list(self._returning.items()):
-            if entry.peer == peer and not self._is_under_way(request_id):
-                commands += self._fail_return(request_id)
+        commands: list[BufferCommand] = [self.lender.disconnected(peer)]
+        for entry in self.returns:
+            if entry.peer == peer:
+                commands += self.returns.abort(entry)
         return commands
-
-    def opened(self, event: BufferOpened) -> list[BufferCommand]:
-        """Offer the buffer to the decode worker that it was made for, if that one is still connected."""
-        if self._link_epochs.get(event.peer) != event.link_epoch or event.offered is None:
-            return []
-        self._offered[event.peer] = None
-        return [Send(event.peer, event.offered)]
 
     def prefetch(self, peer: str, message: PrefetchBlocks) -> list[BufferCommand]:
         """Queue a copy from the pool into this decode worker's buffer."""
@@ -119,18 +104,12 @@ class CandidateBuffers:
 
     def return_to_pool(self, peer: str, message: ReturnRequest) -> list[BufferCommand]:
         """Ask the pool for blocks for a request that this decode worker evicted."""
-        request_id = message.request.request_id
-        if not self._has_pool or request_id in self._returning:
-            return [Send(peer, RequestReturned(request_id, message.attempt, ReturnOutcome.STAYED))]
-        self._returning[request_id] = ReturningRequest(peer, self._link_epochs[peer], message)
-        reserve = ReserveBlocks(
-            request_id,
-            message.attempt,
-            message.copy.num_blocks,
-            may_wait=False,
-            is_best_effort=message.request.request_class is RequestClass.BEST_EFFORT,
-        )
-        return [Send(self._pool_name, reserve)]
+        request = message.request
+        if not self._has_pool or self.returns.get(request.request_id) is not None:
+            return [Send(peer, RequestReturned(request.request_id, message.attempt, ReturnOutcome.STAYED))]
+        entry = _Returning(request, message.attempt, self._pool_name, peer, message)
+        is_best_effort = request.request_class is RequestClass.BEST_EFFORT
+        return [self.returns.ask(entry, message.copy.num_blocks, is_best_effort=is_best_effort)]
 
     # --- the pool
 
@@ -138,75 +117,50 @@ class CandidateBuffers:
         """Note that the pool is connected."""
         self._has_pool = True
 
-    def pool_disconnected(self) -> list[BufferCommand]:
+    def pool_disconnected(self, now: float) -> list[BufferCommand]:
         """Cancel all queued copies: leases are void, and requests on their way back did not arrive."""
         self._has_pool = False
         waiting, self._waiting = self._waiting, deque()
-        commands: list[BufferCommand] = []
-        for peer, relay, _ in waiting:
-            if relay.target == peer:
-                commands.append(_not_prefetched(peer, relay))
-        for request_id in list(self._returning):
-            if not self._is_under_way(request_id):
-                commands += self._fail_return(request_id)
-        return commands
+        prefetches = [entry for entry in waiting if entry.returning is None]
+        ended = [_not_prefetched(entry.peer, entry.relay) for entry in prefetches]
+        return [*ended, *self.returns.lost(self._pool_name, now)]
 
-    def answered(self, message: BlocksReserved | BlocksTaken | ReservationRefused) -> list[BufferCommand]:
-        """Handle the pool's answer; return nothing when it concerns no request on its way back."""
-        match message:
-            case BlocksReserved():
-                return self._reserved(message)
-            case BlocksTaken():
-                return self._taken(message)
-            case ReservationRefused():
-                return self._refused(message)
-
-    def _reserved(self, message: BlocksReserved) -> list[BufferCommand]:
+    def _reserved(self, entry: _Returning) -> list[BufferCommand]:
         """Queue the copy to the reserved blocks."""
-        entry = self._returning_at(message.request_id, message.attempt)
-        if entry is None or entry.is_reserved:
-            return []
-        entry.is_reserved = True
+        reserved = entry.reserved
+        assert reserved is not None, "reserved without blocks"
         relay = RelayBlocks(
-            message.request_id,
-            message.attempt,
+            reserved.request_id,
+            reserved.attempt,
             entry.peer,
             entry.message.copy,
             self._pool_name,
-            message.block_ids,
-            message.generation,
-            message.lease_id,
+            reserved.block_ids,
+            reserved.generation,
+            reserved.lease_id,
         )
-        self._waiting.appendleft(_WaitingCopy(entry.peer, relay))  # before prefetches: it frees buffer blocks
+        waiting = _WaitingCopy(entry.peer, relay, returning=entry)
+        self._waiting.appendleft(waiting)  # before prefetches: it frees buffer blocks
         return self._next()
 
-    def _taken(self, message: BlocksTaken) -> list[BufferCommand]:
-        """Tell the decode worker whether the pool took its request."""
-        entry = self._returning_at(message.request_id, message.attempt)
-        if entry is None or not entry.is_written:
-            return []
-        outcome = ReturnOutcome.TAKEN if message.is_accepted else ReturnOutcome.STAYED
-        return self._answer(message.request_id, outcome)
-
-    def _refused(self, message: ReservationRefused) -> list[BufferCommand]:
-        """Tell the decode worker that its request stays: the pool has no free blocks for it now."""
-        entry = self._returning_at(message.request_id, message.attempt)
-        if entry is None or entry.is_reserved:
-            return []
-        return self._answer(message.request_id, ReturnOutcome.STAYED)
+    def _returned(self, entry: _Returning, how: HandoffEnd, now: float) -> list[BufferCommand]:
+        """Tell the decode worker where its request is."""
+        outcome = _OUTCOMES.get(how, ReturnOutcome.STAYED)
+        return [Send(entry.peer, RequestReturned(entry.request.request_id, entry.attempt, outcome))]
 
     # --- copies
 
-    def relayed(self, event: BlocksRelayed) -> list[BufferCommand]:
+    def relayed(self, event: BlocksRelayed, now: float) -> list[BufferCommand]:
         """Report a finished copy and start the next."""
-        peer = event.command.source if event.command.target == self._pool_name else event.command.target
+        is_return = event.command.target == self._pool_name
+        peer = event.command.source if is_return else event.command.target
         assert peer in self._relaying, "a copy ended that was not started"
-        link_epoch, relay = self._relaying.pop(peer)
-        is_there = self._link_epochs.get(peer) == link_epoch
-        if relay.target == self._pool_name:
-            commands = self._returned(relay, event, is_there=is_there)
-        else:
-            commands = self._prefetched(peer, event) if is_there else []
+        link_epoch = self._relaying.pop(peer)
+        commands: list[BufferCommand] = []
+        if is_return:
+            commands += self.returns.copied(event, now)
+        elif self.lender.link_epoch(peer) == link_epoch:
+            commands += self._prefetched(peer, event)
         return commands + self._next()
 
     def _prefetched(self, peer: str, event: BlocksRelayed) -> list[BufferCommand]:
@@ -216,25 +170,6 @@ class CandidateBuffers:
         copy = BlockCopy(relay.generation, relay.copy.context_len, event.runs)
         return [Send(peer, BlocksPrefetched(relay.request_id, relay.generation, copy))]
 
-    def _returned(self, relay: RelayBlocks, event: BlocksRelayed, *, is_there: bool) -> list[BufferCommand]:
-        entry = self._returning[relay.request_id]
-        if event.runs is None or not is_there or not self._has_pool:
-            return self._fail_return(relay.request_id)
-        assert relay.lease_id is not None, "a copy to the pool without a lease"
-        entry.is_written = True
-        message = entry.message
-        copy = BlockCopy(relay.generation, message.copy.context_len, event.runs)
-        written = BlocksWritten(
-            relay.lease_id,
-            copy,
-            relay.attempt,
-            message.request,
-            message.generated_token_ids,
-            message.predicted_output_len,
-            message.begun_s,
-        )
-        return [Send(self._pool_name, written)]
-
     def _next(self) -> list[BufferCommand]:
         """Start the first waiting copy of every buffer that has none under way."""
         started: list[BufferCommand] = []
@@ -243,33 +178,18 @@ class CandidateBuffers:
             if entry.peer in self._relaying:
                 self._waiting.append(entry)
             else:
-                self._relaying[entry.peer] = (self._link_epochs[entry.peer], entry.relay)
+                self._relaying[entry.peer] = self.lender.link_epoch(entry.peer)
+                if entry.returning is not None:
+                    entry.returning.stage = HandoffStage.COPYING
                 started.append(entry.relay)
         return started
 
-    # --- ends
 
-    def _returning_at(self, request_id: RequestId, attempt: int) -> ReturningRequest | None:
-        entry = self._returning.get(request_id)
-        return entry if entry is not None and entry.message.attempt == attempt else None
-
-    def _is_under_way(self, request_id: RequestId) -> bool:
-        """Return whether this request is being copied to the pool now; it is handled when that is done."""
-        relays = (relay for _, relay in self._relaying.values())
-        return any(relay.target == self._pool_name and relay.request_id == request_id for relay in relays)
-
-    def _fail_return(self, request_id: RequestId) -> list[BufferCommand]:
-        entry = self._returning[request_id]
-        cancel = CancelReservation(request_id, entry.message.attempt)
-        cancels: list[BufferCommand] = [Send(self._pool_name, cancel)] if self._has_pool else []
-        outcome = ReturnOutcome.UNKNOWN if entry.is_written else ReturnOutcome.STAYED
-        return cancels + self._answer(request_id, outcome)
-
-    def _answer(self, request_id: RequestId, outcome: ReturnOutcome) -> list[BufferCommand]:
-        entry = self._returning.pop(request_id)
-        if self._link_epochs.get(entry.peer) != entry.link_epoch:
-            return []
-        return [Send(entry.peer, RequestReturned(request_id, entry.message.attempt, outcome))]
+def _contents_of(entry: _Returning, now: float) -> Contents:
+    message = entry.message
+    return Contents(
+        message.copy.context_len, message.generated_token_ids, message.predicted_output_len, message.begun_s
+    )
 
 
 def _is_of(relay: RelayBlocks, message: CancelPrefetch) -> bool:

@@ -1,136 +1,80 @@
 """Departure of a computed request from a prefill worker: to the pool, or first to a decode worker if it is urgent.
 
-1. ReserveBlocks asks the target for blocks. 2. BlocksReserved: the request's blocks are copied there, beside the
-running iteration. 3. BlocksWritten offers it. 4. BlocksTaken: the target owns it. A request that a decode worker took
-is then offered to the pool as a copy, which is dropped if the pool is full; one that it refused goes to the pool.
+It is a handoff (worker_core/handoff/sender.py), copied beside the running iteration. A request that a decode worker
+took is then offered to the pool as a copy, which is dropped if the pool is full; one that it did not take goes to the
+pool. Without a pool it waits for one.
 """
 
-import enum
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from alignedserve.messages.caches import (
-    BlockCopy,
-    BlocksReserved,
-    BlocksTaken,
-    BlocksWritten,
-    ReservationRefused,
-    ReserveBlocks,
-)
 from alignedserve.messages.events import Send
-from alignedserve.messages.iterations import BlocksOffloaded, OffloadBlocks
-from prefill_worker.candidate_buffers import CandidateBuffers
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.iterations import OffloadBlocks
+from alignedserve.worker_core.handoff.lender import Lender
+from alignedserve.worker_core.handoff.sender import Contents, HandoffEnd, Outgoing, Sender
+from alignedserve.worker_core.router_link import RouterLink
 from prefill_worker.state import PrefillJob
 
-
-class JobEnd(enum.Enum):
-    """Reason why a job has ended on this worker."""
-
-    GONE = "gone"  # its receiver owns it, and no blocks are reserved for it
-    UNKNOWN = "unknown"  # it was offered to a receiver that is lost; only the router can know whether that took it
-    DROPPED = "dropped"  # it was aborted, and blocks may be reserved for it
-    TOO_LARGE = "too large"  # for the pool, ever
+DepartureCommand = Send | OffloadBlocks
 
 
-class DepartureStep(NamedTuple):
-    """Commands for a departing job, and whether it ends on this worker with them."""
+@dataclass(slots=True, eq=False)
+class Departing(Outgoing):
+    """One job that leaves."""
 
-    commands: tuple[Send | OffloadBlocks, ...] = ()
-    end: JobEnd | None = None
+    job: PrefillJob
 
 
 class Departure:
-    """Decides where jobs go and what follows from each answer. It changes jobs and keeps none."""
+    """Decides where jobs go, and what follows when they are there, or do not get there."""
 
-    def __init__(self, buffers: CandidateBuffers) -> None:
+    def __init__(
+        self, lender: Lender, router: RouterLink, forget: Callable[[PrefillJob], Sequence[DepartureCommand]]
+    ) -> None:
+        """`lender`: of buffers to decode workers. `forget`: removes a job that has left."""
         self.pool: str | None = None  # the pool that is linked
-        self._buffers = buffers
+        self._lender = lender
+        self._router = router
+        self._forget = forget
+        self.sender: Sender[Departing, DepartureCommand] = Sender(
+            reserved=lambda entry: [self.sender.copy(entry, entry.job.block_ids)],
+            contents=_contents_of,
+            ended=self._ended,
+            aborted=lambda entry: self._forget(entry.job),
+        )
 
-    def begin(self, job: PrefillJob) -> DepartureStep:
+    def begin(self, job: PrefillJob) -> Sequence[DepartureCommand]:
         """Ask the job's target for blocks; without a target it waits for the pool."""
-        if job.bypass_to is not None and self._buffers.has_buffer(job.bypass_to):
-            job.target = job.bypass_to
-        else:
-            job.target = self.pool
-        job.is_written = False
-        if job.target is None:
-            return DepartureStep(end=JobEnd.GONE if job.is_taken else None)
-        reserve = ReserveBlocks(
-            job.request.request_id,
-            job.attempt,
-            len(job.block_ids),
-            is_copy=job.is_taken,
-            may_wait=not job.is_taken,
-            is_best_effort=not job.is_real_time,
-        )
-        return DepartureStep((Send(job.target, reserve),))
+        is_bypass = job.bypass_to is not None and self._lender.lends_to(job.bypass_to)
+        target = job.bypass_to if is_bypass else self.pool
+        if target is None:
+            return self._forget(job) if job.is_taken else ()
+        job.leaving = entry = Departing(job.request, job.attempt, target, job)
+        kind = {"is_copy": job.is_taken, "may_wait": not job.is_taken, "is_best_effort": not job.is_real_time}
+        return [self.sender.ask(entry, len(job.block_ids), **kind)]
 
-    def answered(self, job: PrefillJob, message: BlocksReserved | BlocksTaken | ReservationRefused) -> DepartureStep:
-        """Handle the answer that the job was waiting for."""
-        match message:
-            case BlocksReserved():
-                return self._reserved(job, message)
-            case BlocksTaken():
-                return self._taken(job, message)
-            case ReservationRefused():
-                return self._refused(job)
-
-    def offloaded(self, job: PrefillJob, event: BlocksOffloaded, now: float) -> DepartureStep:
-        """Offer the copied blocks, or begin again if the copy failed."""
-        command = event.command
-        job.is_copying = False
-        if job.is_aborted:
-            return DepartureStep(end=JobEnd.DROPPED)
-        if job.target != command.target or event.runs is None:
+    def _ended(self, entry: Departing, how: HandoffEnd, now: float) -> Sequence[DepartureCommand]:
+        job = entry.job
+        job.leaving = None
+        if entry.target == job.bypass_to and how is not HandoffEnd.UNKNOWN:
+            job.bypass_to, job.is_taken = None, how is HandoffEnd.TAKEN
             return self.begin(job)
-        assert command.lease_id is not None, "a copy out without a lease"
-        copy = BlockCopy(command.generation, job.num_cached, event.runs)
-        written = BlocksWritten(
-            command.lease_id,
-            copy,
-            job.attempt,
-            job.request,
-            tuple(job.generated_token_ids),
-            job.predicted_output_len,
-            now - job.first_token_s if job.first_token_s is not None else 0.0,
-        )
-        job.is_written = True
-        return DepartureStep((Send(command.target, written),))
+        is_optional = job.is_taken  # a decode worker has it, and the pool was to get a copy
+        match how:
+            case HandoffEnd.FAILED if not (is_optional and entry.is_target_lost):
+                return self.begin(job)
+            case HandoffEnd.REFUSED if not is_optional:
+                reason = "the KV pool is too small for it"
+                told = self._router.failed(job, FailureKind.UNSERVABLE, reason)
+            case HandoffEnd.UNKNOWN if not is_optional:
+                told = self._router.send(job.preempted())
+            case _:
+                told = []
+        return [*told, *self._forget(job)]
 
-    def target_lost(self, job: PrefillJob) -> DepartureStep:
-        """Handle the loss of the job's target."""
-        job.target = None
-        if job.is_taken:  # only the pool's copy is lost, which is optional
-            job.is_aborted = True
-            return DepartureStep(end=None if job.is_copying else JobEnd.DROPPED)
-        if job.is_written:
-            return DepartureStep(end=JobEnd.UNKNOWN)
-        return DepartureStep() if job.is_copying else self.begin(job)
 
-    # --- inside
-
-    def _reserved(self, job: PrefillJob, reserved: BlocksReserved) -> DepartureStep:
-        assert job.target is not None, "blocks reserved for a job without a target"
-        job.is_copying = True
-        offload = OffloadBlocks(
-            reserved.request_id,
-            reserved.attempt,
-            job.block_ids,
-            job.target,
-            reserved.block_ids,
-            reserved.generation,
-            reserved.lease_id,
-        )
-        return DepartureStep((offload,))
-
-    def _taken(self, job: PrefillJob, message: BlocksTaken) -> DepartureStep:
-        if job.target == job.bypass_to:
-            job.bypass_to = None
-            job.is_taken = message.is_accepted
-            return self.begin(job)
-        return DepartureStep(end=JobEnd.GONE) if message.is_accepted else self.begin(job)
-
-    def _refused(self, job: PrefillJob) -> DepartureStep:
-        if job.target == job.bypass_to:
-            job.bypass_to = None
-            return self.begin(job)
-        return DepartureStep(end=JobEnd.GONE if job.is_taken else JobEnd.TOO_LARGE)
+def _contents_of(entry: Departing, now: float) -> Contents:
+    job = entry.job
+    begun_s = now - job.first_token_s if job.first_token_s is not None else 0.0
+    return Contents(job.num_cached, tuple(job.generated_token_ids), job.predicted_output_len, begun_s)

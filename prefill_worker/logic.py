@@ -21,7 +21,6 @@ from alignedserve.messages.caches import (
     BlocksReserved,
     BlocksTaken,
     CancelPrefetch,
-    CancelReservation,
     CopyGranted,
     CopyMissing,
     FetchCopy,
@@ -58,7 +57,7 @@ from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.request_notes import WaitingRequest
 from alignedserve.worker_core.router_link import RouterLink
 from prefill_worker.candidate_buffers import CandidateBuffers
-from prefill_worker.departure import Departure, DepartureStep, JobEnd
+from prefill_worker.departure import Departure, DepartureCommand
 from prefill_worker.job_blocks import JobBlocks
 from prefill_worker.state import JobStage, PrefillJob, waiting_cause, waiting_jobs
 from prefill_worker.urgent_jobs import UrgentJobs
@@ -92,10 +91,10 @@ class PrefillLogic:
         self._additions: dict[RequestId, Addition] = {}  # entering with the next iteration
         self._removals: list[RequestId] = []
         self._num_reused_tokens = self._num_recomputed_tokens = 0  # of retried requests
-        self._departure = Departure(self._buffers)
         self._urgent = UrgentJobs(scheduler)
         self._pool: str | None = None
         self._router = RouterLink(registered)
+        self._departure = Departure(self._buffers.lender, self._router, self._forget)
         self._iterations: IterationCycle[PrefillJob, PrefillCommand] = IterationCycle(
             router=self._router, eos_token_ids=eos_token_ids, release=self._end, proceed=self._depart
         )
@@ -113,12 +112,11 @@ class PrefillLogic:
             case BlocksLoaded():
                 return self._loaded(event, now)
             case BlocksOffloaded():
-                job = self._jobs[event.command.request_id]
-                return self._departed(job, self._departure.offloaded(job, event, now))
+                return [*self._departure.sender.copied(event, now)]
             case BlocksRelayed():
-                return [*self._buffers.relayed(event)]
+                return [*self._buffers.relayed(event, now)]
             case BufferOpened():
-                return [*self._buffers.opened(event)]
+                return [*self._buffers.lender.opened(event)]
             case Received(peer, message):
                 return self._on_message(peer, message, now)
             case PeerConnected(role, peer):
@@ -132,7 +130,7 @@ class PrefillLogic:
 
     def _on_connected(self, role: Role, peer: str) -> list[PrefillCommand]:
         if role is Role.DECODE_WORKER:
-            return [*self._buffers.connected(peer)]
+            return [self._buffers.lender.connected(peer)]
         if role is not Role.ROUTER:
             return []
         commands: list[PrefillCommand] = [*self._router.connected(peer)]
@@ -146,30 +144,31 @@ class PrefillLogic:
         commands: list[PrefillCommand] = []
         if peer == self._pool:
             self._pool = self._departure.pool = None
-            commands += self._buffers.pool_disconnected()
+            commands += self._buffers.pool_disconnected(now)
             for job in [job for job in self._jobs.values() if job.stage is JobStage.ASKING]:
                 self._enter(job, 0, now)
         elif role is Role.DECODE_WORKER:
             commands += self._buffers.disconnected(peer)
-        for job in [job for job in self._jobs.values() if job.target == peer]:
-            commands += self._departed(job, self._departure.target_lost(job))
-        return commands
+        return [*commands, *self._departure.sender.lost(peer, now)]
 
     def _on_message(self, peer: str, message: Message, now: float) -> list[PrefillCommand]:
         match message:
             case PrefillRequest():
-                return self._begin(message)
+                return [*self._begin(message)]
             case SetPredictedLength(request_id=request_id):
                 job = self._jobs.get(request_id)
                 if job is not None and job.set_predicted_length(message):
                     self._scheduler.set_predicted_length(request_id, message.predicted_output_len)
                 return []
             case AbortRequest():
-                return self._abort(message.request_id, message.attempt)
+                return [*self._abort(message.request_id, message.attempt)]
             case ArenaOffered():
                 return self._map_arena(peer, message)
-            case BlocksReserved() | BlocksTaken() | ReservationRefused():
-                return self._answered(peer, message)
+            case (
+                BlocksReserved() | BlocksTaken() | ReservationRefused()
+            ):  # about a job, or what comes back from a buffer
+                departing = self._departure.sender.answered(peer, message, now)
+                return [*departing, *self._buffers.returns.answered(peer, message, now)]
             case CopyGranted():
                 return self._copy_granted(message, now)
             case CopyMissing():
@@ -182,7 +181,7 @@ class PrefillLogic:
                 return [*self._buffers.return_to_pool(peer, message)]
         raise AssertionError(f"a prefill worker does not take {type(message).__name__}")
 
-    def _begin(self, message: PrefillRequest) -> list[PrefillCommand]:
+    def _begin(self, message: PrefillRequest) -> list[DepartureCommand]:
         request = message.request
         self._router.observe(message.attempt)
         # What an earlier attempt left here is stale: its receiver's acknowledgement is still on the way.
@@ -199,11 +198,13 @@ class PrefillLogic:
         self._urgent.came(job)
         return commands
 
-    def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[PrefillCommand]:
+    def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[DepartureCommand]:
         """Abort a job; with an attempt, only if it is that attempt or an earlier one."""
         job = self._jobs.get(request_id)
         if job is None or not job.abort(attempt):
             return []
+        if (leaving := self._departure.sender.get(request_id)) is not None:
+            return [*self._departure.sender.abort(leaving)]
         is_computing = job.stage is JobStage.COMPUTING and self._iterations.is_running
         return [] if is_computing or job.is_copying else self._end(job)
 
@@ -212,8 +213,8 @@ class PrefillLogic:
         self._pool = self._departure.pool = peer
         self._buffers.pool_connected()
         for job in [job for job in self._jobs.values() if job.stage is JobStage.DEPARTING]:
-            if job.target is None and not job.is_copying:
-                commands += self._departed(job, self._departure.begin(job))
+            if job.leaving is None:
+                commands += self._departure.begin(job)
         return commands
 
     # --- copies of earlier attempts
@@ -222,13 +223,13 @@ class PrefillLogic:
         handoff = message.handoff
         job = self._jobs.get(handoff.request.request_id)
         if job is None or job.attempt != message.attempt or job.stage is not JobStage.ASKING:
-            return self._release(handoff.lease_id)
+            return [*self._release(handoff.lease_id)]
         # A copy of more blocks than the job has would not fit into them.
         does_fit = self._blocks.count_for(handoff.copy.context_len) <= len(job.block_ids)
         if not does_fit or not job.num_usable(handoff):
             self._enter(job, 0, now)
-            return self._release(handoff.lease_id)
-        job.stage, job.handoff, job.is_copying = JobStage.LOADING, handoff, True
+            return [*self._release(handoff.lease_id)]
+        job.stage, job.handoff = JobStage.LOADING, handoff
         load = Load(job.request.request_id, handoff.copy, job.block_ids)
         return [LoadBlocks(self._registered.pool_name, (load,))]
 
@@ -244,7 +245,6 @@ class PrefillLogic:
             job = self._jobs[load.request_id]
             handoff, job.handoff = job.handoff, None
             assert handoff is not None, "loaded without a copy"
-            job.is_copying = False
             commands += self._release(handoff.lease_id)
             if job.is_aborted:
                 commands += self._end(job)
@@ -252,7 +252,7 @@ class PrefillLogic:
                 self._enter(job, 0 if load.request_id in event.refused else job.num_usable(handoff), now)
         return commands
 
-    def _release(self, lease_id: LeaseId) -> list[PrefillCommand]:
+    def _release(self, lease_id: LeaseId) -> list[DepartureCommand]:
         return [Send(self._pool, LeasesReleased((lease_id,)))] if self._pool is not None else []
 
     # --- iterations
@@ -329,45 +329,20 @@ class PrefillLogic:
         self._removals.append(job.request.request_id)
         job.stage = JobStage.DEPARTING
         self._scheduler.leave(job.request.request_id)
-        return self._departed(job, self._departure.begin(job))
-
-    # --- departing to the pool, or to a decode worker
-
-    def _answered(self, peer: str, message: BlocksReserved | BlocksTaken | ReservationRefused) -> list[PrefillCommand]:
-        """Handle an answer to a departing job, or to a request on its way back from a buffer; it may be stale."""
-        job = self._jobs.get(message.request_id)
-        if job is None or not job.is_departing_to(peer, message.attempt):
-            return [*self._buffers.answered(message)]
-        return self._departed(job, self._departure.answered(job, message))
-
-    def _departed(self, job: PrefillJob, step: DepartureStep) -> list[PrefillCommand]:
-        match step.end:
-            case None:
-                return [*step.commands]
-            case JobEnd.GONE:
-                return [*step.commands, *self._forget(job)]
-            case JobEnd.UNKNOWN:
-                return [*self._router.send(job.preempted()), *self._forget(job)]
-            case JobEnd.DROPPED:
-                return [*step.commands, *self._end(job)]
-            case JobEnd.TOO_LARGE:
-                reason = "the KV pool is too small for it"
-                return [*self._end(job), *self._router.failed(job, FailureKind.UNSERVABLE, reason)]
+        return [*self._departure.begin(job)]
 
     # --- ends
 
-    def _end(self, job: PrefillJob) -> list[PrefillCommand]:
-        """Remove a job that is no longer computed or copied, and cancel what is reserved for it."""
+    def _end(self, job: PrefillJob) -> list[DepartureCommand]:
+        """Remove a job that is no longer computed or copied."""
         request_id = job.request.request_id
         commands = self._release(job.handoff.lease_id) if job.handoff is not None else []
         was_added = self._additions.pop(request_id, None) is None and job.stage is JobStage.COMPUTING
         if was_added and request_id not in self._removals:
             self._removals.append(request_id)
-        if job.target is not None:
-            commands.append(Send(job.target, CancelReservation(request_id, job.attempt)))
         return commands + self._forget(job)
 
-    def _forget(self, job: PrefillJob) -> list[PrefillCommand]:
+    def _forget(self, job: PrefillJob) -> list[DepartureCommand]:
         self._scheduler.leave(job.request.request_id)
         self._blocks.free(job)
         del self._jobs[job.request.request_id]

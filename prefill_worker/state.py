@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from alignedserve.core.ids import BlockId
 from alignedserve.core.request import RequestClass
-from alignedserve.messages.caches import Handoff, ReturnRequest
+from alignedserve.messages.caches import Handoff
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.prefix_cache.contexts import CachedContext
+from alignedserve.worker_core.handoff.sender import HandoffStage, Outgoing
 from alignedserve.worker_core.request import WorkerRequest
 
 
@@ -33,10 +34,8 @@ class PrefillJob(WorkerRequest):
     has_copy: bool = False  # the pool may keep a copy of it from then
     handoff: Handoff | None = None  # the pool's copy of an earlier attempt, to begin from
     bypass_to: str | None = None  # the decode worker that it is to be offered first
-    target: str | None = None  # where it leaves for: the pool, or that decode worker
     is_taken: bool = False  # by a decode worker: what leaves for the pool now is a copy
-    is_copying: bool = False  # the transfer thread reads its blocks: they must not be freed
-    is_written: bool = False  # offered to its target, which may have taken it already
+    leaving: Outgoing | None = None  # while its receiver is asked, until that has it
     context: CachedContext | None = None  # None: it shares nothing
     first_token_s: float | None = None  # when it was sampled here; None: not yet, or elsewhere
 
@@ -63,10 +62,11 @@ class PrefillJob(WorkerRequest):
         """Tokens whose cache its blocks hold once it is computed: all but the one sampled last."""
         return self.context_len - (self.stage is JobStage.DEPARTING)
 
-    def is_departing_to(self, peer: str, attempt: int) -> bool:
-        """Return whether it waits for this peer's answer to this attempt."""
-        is_waiting = self.stage is JobStage.DEPARTING and not self.is_copying
-        return is_waiting and (self.target, self.attempt) == (peer, attempt)
+    @property
+    def is_copying(self) -> bool:
+        """True while the transfer thread reads or writes its blocks: they must not be freed."""
+        is_copied_out = self.leaving is not None and self.leaving.stage is HandoffStage.COPYING
+        return is_copied_out or self.stage is JobStage.LOADING
 
     def num_usable(self, handoff: Handoff) -> int:
         """Return how many of its first tokens have their cache in this copy; at least one is left to compute.
@@ -88,8 +88,9 @@ def waiting_cause(job: PrefillJob, *, is_full: bool) -> Cause | None:
             return Cause.BATCH_FULL if is_full else Cause.BLOCKS_SHORT
         case JobStage.ASKING | JobStage.LOADING:
             return Cause.PREFETCH
-        case JobStage.DEPARTING if not (job.is_copying or job.is_written or job.is_taken):
-            return Cause.POOL_FULL
+        case JobStage.DEPARTING if not job.is_taken:
+            is_going = job.leaving is not None and job.leaving.stage is not HandoffStage.ASKED
+            return None if is_going else Cause.POOL_FULL
     return None
 
 
@@ -99,14 +100,3 @@ def waiting_jobs(jobs: Iterable[PrefillJob], *, real_time_first: bool) -> list[P
     if real_time_first:
         waiting.sort(key=lambda job: not job.is_real_time)
     return waiting
-
-
-@dataclass(slots=True)
-class ReturningRequest:
-    """An evicted request on its way from a candidate buffer back to the pool."""
-
-    peer: str  # the decode worker that evicted it
-    link_epoch: int  # of that worker's link
-    message: ReturnRequest
-    is_reserved: bool = False  # the pool has reserved blocks for it
-    is_written: bool = False  # offered to the pool, which may have taken it already

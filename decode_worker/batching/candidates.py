@@ -8,17 +8,16 @@ A request returned to the pool is tracked here until the router has learned of i
 the pool were lost before that, no other component could report that the request is gone.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from alignedserve.core.attempts import next_step
-from alignedserve.core.ids import LeaseId, RequestId
+from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import (
     ArenaOffered,
     BlockCopy,
     BlocksPrefetched,
-    BlocksReserved,
     BlocksTaken,
     BlocksWritten,
     CancelPrefetch,
@@ -26,22 +25,23 @@ from alignedserve.messages.caches import (
     LeasesReturned,
     PrefetchBlocks,
     RequestReturned,
-    ReservationRefused,
     ReserveBlocks,
     ReturnOutcome,
     ReturnRequest,
 )
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import NO_BATCH
-from decode_worker.batching.buffer_space import BufferSpace
-from decode_worker.state import BufferSlot, CacheLocation, Candidate
+from alignedserve.worker_core.handoff.buffer_space import BufferSlot, BufferSpace
+from alignedserve.worker_core.handoff.receiver import Incoming, Receiver
+from decode_worker.state import CacheLocation, Candidate
 
 
 class Candidates:
     """Candidate batch and candidate requests of one decode worker, in order of arrival."""
 
-    def __init__(self, pool_name: str, *, knows_classes: bool = False) -> None:
+    def __init__(self, pool_name: str, block_size: int, *, knows_classes: bool = False) -> None:
         self.space = BufferSpace()
+        self.receiver = Receiver(self.space, block_size)  # of requests straight from a prefill worker
         self._pool_name = pool_name
         self._knows_classes = knows_classes
         self.version = 0  # changes with the candidates, and with which of them should be moved
@@ -49,7 +49,6 @@ class Candidates:
         self._prefetching: dict[int, BufferSlot] = {}  # by generation; being written by a prefill worker
         self._returning: dict[tuple[RequestId, int], Candidate] = {}  # being read by a prefill worker
         self._returned: dict[RequestId, Candidate] = {}  # the pool has them; the router may not know it yet
-        self._reserved: dict[RequestId, tuple[int, BufferSlot]] = {}  # for requests straight from a prefill worker
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -102,11 +101,9 @@ class Candidates:
         `moving`: candidates that are being copied in or out. For membership only.
         """
         known = (*self._entries.values(), *self._returning.values(), *self._returned.values(), *moving)
-        slots = (*(candidate.slot for candidate in known), *(slot for _, slot in self._reserved.values()))
-        buffers = (*slots, *self._prefetching.values())
-        return {self._granted_by(candidate) for candidate in known} | {
-            slot.peer for slot in buffers if slot is not None
-        }
+        buffers = (*(candidate.slot for candidate in known), *self._prefetching.values())
+        lending = {slot.peer for slot in buffers if slot is not None} | self.receiver.peers()
+        return lending | {self._granted_by(candidate) for candidate in known}
 
     def buffer_offered(self, peer: str, offered: ArenaOffered) -> None:
         """Add the empty candidate buffer at a prefill worker."""
@@ -259,38 +256,23 @@ class Candidates:
 
     def reserve(self, peer: str, message: ReserveBlocks) -> list[Send]:
         """Reserve blocks in the buffer at this prefill worker for an urgent request."""
-        self.cancel_reservation(message.request_id, message.attempt)
-        slot = self._with_dropped_copies(partial(self.space.at, peer, message.num_blocks))
-        if slot is None:
-            return [Send(peer, ReservationRefused(message.request_id, message.attempt))]
-        self._reserved[message.request_id] = (message.attempt, slot)
-        lease_id = LeaseId(slot.generation)
-        reserved = BlocksReserved(message.request_id, message.attempt, lease_id, slot.generation, slot.block_ids)
-        return [Send(peer, reserved)]
 
-    def cancel_reservation(self, request_id: RequestId, attempt: int) -> None:
-        """Free the blocks reserved for this attempt or an earlier one, if any."""
-        entry = self._reserved.get(request_id)
-        if entry is not None and entry[0] <= attempt:
-            self.space.free(self._reserved.pop(request_id)[1])
+        def hold() -> Incoming | None:
+            slot = self._with_dropped_copies(partial(self.space.at, peer, message.num_blocks))
+            return None if slot is None else Incoming(message.attempt, slot)
 
-    def written(self, peer: str, message: BlocksWritten, now: float) -> tuple[Candidate | None, list[Send]]:
+        return [self.receiver.reserve(peer, message, hold)]
+
+    def written(self, peer: str, message: BlocksWritten, now: float) -> tuple[Candidate | None, Sequence[Send]]:
         """Build the candidate from what a prefill worker wrote into the buffer; return it and the answer."""
-        request_id = message.request.request_id
-        attempt, slot = self._reserved.get(request_id, (0, None))
-        given = (message.attempt, message.copy.generation, peer)
-        is_accepted = (
-            slot is not None
-            and (attempt, slot.generation, slot.peer) == given
-            and message.copy.num_blocks == len(slot.block_ids)
-        )
-        answer = [Send(peer, BlocksTaken(request_id, message.attempt, is_accepted))]
-        if slot is None or not is_accepted:
-            return None, answer
-        del self._reserved[request_id]
+        entry, refused = self.receiver.written(peer, message)
+        if entry is None:
+            return None, refused
+        request_id, slot = message.request.request_id, entry.slot
+        self.receiver.end(request_id)
         candidate = Candidate(
             message.request,
-            next_step(attempt),
+            next_step(entry.attempt),
             list(message.generated_token_ids),
             NO_BATCH,
             CacheLocation.BUFFER,
@@ -303,7 +285,7 @@ class Candidates:
             first_token_s=now - message.begun_s,
             last_token_s=now - (message.begun_s if len(message.generated_token_ids) == 1 else 0.0),
         )
-        return candidate, answer
+        return candidate, [Send(peer, BlocksTaken(request_id, message.attempt, is_accepted=True))]
 
     # --- losses
 
@@ -312,7 +294,7 @@ class Candidates:
         self.version += 1
         self.space.lost(peer)
         self._prefetching = {key: slot for key, slot in self._prefetching.items() if slot.peer != peer}
-        self._reserved = {key: entry for key, entry in self._reserved.items() if entry[1].peer != peer}
+        self.receiver.cancel_all(peer)
         for key in [key for key, candidate in self._returning.items() if _is_at(candidate, peer)]:
             del self._returning[key]
         lost = []
@@ -340,8 +322,7 @@ class Candidates:
     def clear(self) -> list[Send]:
         """Abort all candidates and reservations."""
         self._returned.clear()
-        for request_id in list(self._reserved):
-            self.space.free(self._reserved.pop(request_id)[1])
+        self.receiver.cancel_all()
         return [command for request_id in list(self._entries) for command in self.abort(request_id)]
 
 

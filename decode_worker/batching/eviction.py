@@ -14,10 +14,10 @@ from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.iterations import BlocksOffloaded, OffloadBlocks
 from alignedserve.messages.workers import RequestPreempted
 from decode_worker.batching.batch_order import BatchOrder
-from decode_worker.batching.begun import BatchMember
+from decode_worker.batching.begun import BatchMember, Leaving
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.scheduled_batch import DecodeBatch
-from decode_worker.state import CacheLocation, Candidate, Evicting
+from decode_worker.state import CacheLocation, Candidate
 
 _EVICTIONS_PER_ITERATION = 8  # of an outgoing batch, so that a switch is short and its copies keep up
 
@@ -31,17 +31,17 @@ class Evictions:
         self._batch = batch
         self._candidates = candidates
         self._order = order
-        self._evicting: dict[RequestId, Evicting] = {}
+        self._evicting: dict[RequestId, tuple[Candidate, Leaving]] = {}
         self.num_evictions = 0
 
     def get(self, request_id: RequestId) -> Candidate | None:
         """Return the candidate it will be, if its cache is being copied out."""
-        entry = self._evicting.get(request_id)
-        return entry.candidate if entry is not None else None
+        candidate, _ = self._evicting.get(request_id, (None, None))
+        return candidate
 
     def candidates(self) -> list[Candidate]:
         """Return all requests whose cache is being copied out, as the candidates they will be."""
-        return [entry.candidate for entry in self._evicting.values()]
+        return [candidate for candidate, _ in self._evicting.values()]
 
     def evict_outgoing(self) -> list[OffloadBlocks]:
         """Evict the batch that is being replaced, except real-time requests with a TPOT objective."""
@@ -70,15 +70,14 @@ class Evictions:
 
     def evicted(self, event: BlocksOffloaded) -> list[EvictionCommand]:
         """Note the end of a copy, which may have failed."""
-        entry = self._evicting.pop(event.command.request_id)
-        candidate = entry.candidate
+        candidate, leaving = self._evicting.pop(event.command.request_id)
         assert candidate.slot is not None, "evicted to nowhere"
-        self._batch.end_eviction(entry.block_ids)
+        self._batch.end_eviction(leaving.block_ids)
         is_there = event.runs is not None and self._candidates.space.holds(candidate.slot)
         if candidate.is_aborted or event.runs is None or not is_there:
             self._candidates.space.free(candidate.slot)
             return [] if candidate.is_aborted else [candidate.preempted()]
-        candidate.buffer_copy = BlockCopy(event.command.generation, entry.num_cached, event.runs)
+        candidate.buffer_copy = BlockCopy(event.command.generation, leaving.num_cached, event.runs)
         self._candidates.add(candidate)
         return []
 
@@ -113,7 +112,7 @@ class Evictions:
             granted_s=running.granted_s,
             predicted_output_len=running.predicted_output_len,
         )
-        self._evicting[request_id] = Evicting(candidate, leaving.block_ids, leaving.num_cached)
+        self._evicting[request_id] = candidate, leaving
         self.num_evictions += 1
         offload = OffloadBlocks(
             request_id, running.attempt, leaving.block_ids[:num_blocks], slot.peer, slot.block_ids, slot.generation

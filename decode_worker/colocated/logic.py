@@ -161,7 +161,7 @@ class ColocatedLogic:
             commands += self._moves.abort_all(now)
             self._measure_lean()
         if self._decodes is not None:
-            commands += self._decodes.abort_leaving(now)
+            commands += self._decodes.abort_all(now)
         for tracked in list(self._requests):
             if not tracked.can_outlast_router:
                 commands += self._abort(tracked.request.request_id)
@@ -245,9 +245,8 @@ class ColocatedLogic:
             del self._postponed[request_id]
         if self._pooled is not None:
             self._pooled.abort(request_id, attempt)
-        if self._moves is not None:
-            self._moves.abort(request_id, attempt)
-        return [*self._decodes.abort_request(request_id, attempt)] if self._decodes is not None else []
+        parts = (self._moves, self._decodes)
+        return [one for part in parts if part is not None for one in part.abort(request_id, attempt)]
 
     # --- starting an iteration
 

@@ -11,10 +11,11 @@ lost after BlocksWritten, when it may have taken the request, does the giver giv
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from typing_extensions import override
 
 from alignedserve.core.attempts import next_step
-from alignedserve.core.ids import BlockId, LeaseId, RequestId
+from alignedserve.core.ids import RequestId
 from alignedserve.messages.caches import (
     ArenaOffered,
     BlocksReserved,
@@ -30,9 +31,11 @@ from alignedserve.messages.iterations import (
     BlocksLoaded,
     BlocksOffloaded,
     BufferOpened,
+    CloseBuffer,
     Load,
     LoadBlocks,
     MapArena,
+    OpenBuffer,
     UnmapArena,
 )
 from alignedserve.messages.wire import Message
@@ -45,27 +48,45 @@ from alignedserve.messages.workers import (
     WorkerRegistered,
 )
 from alignedserve.scheduling.scheduler_state import Progress
+from alignedserve.worker_core.handoff.buffer_space import BufferSpace
+from alignedserve.worker_core.handoff.lender import Lender
+from alignedserve.worker_core.handoff.receiver import Incoming, Receiver
+from alignedserve.worker_core.handoff.sender import HandoffEnd
 from alignedserve.worker_core.router_link import RouterLink
-from decode_worker.batching.buffer_space import BufferSpace
 from decode_worker.block_peers import BlockPeers
-from decode_worker.colocated.departures import DepartureCommand, Departures
+from decode_worker.colocated.handoffs import Departing, HandoffCommand, Handoffs
 from decode_worker.held_requests import HeldRequest, HeldRequests
-from decode_worker.state import BufferSlot
 
+DepartureCommand = HandoffCommand | OpenBuffer | CloseBuffer
 ArrivalCommand = Send | LoadBlocks | MapArena | UnmapArena
 MoveEvent = PeerConnected | PeerDisconnected | Received | BufferOpened | BlocksOffloaded | BlocksLoaded
 MoveCommand = DepartureCommand | ArrivalCommand | Dial | StopDialling
 
 
-@dataclass(slots=True, eq=False)
-class Arriving:
-    """One request that may come."""
+class Departures(Handoffs):
+    """The requests on their way into buffers that this worker lends to others."""
 
-    attempt: int  # of the giver
-    slot: BufferSlot  # at the giver
-    block_ids: tuple[BlockId, ...]  # here
-    written: BlocksWritten | None = None  # its cache is being loaded
-    is_aborted: bool = False
+    def __init__(self, held: HeldRequests, router: RouterLink, block_size: int) -> None:
+        super().__init__(held, block_size)
+        self._router = router
+        self.lender = Lender()
+
+    def ordered(self, message: MoveRequest) -> Sequence[HandoffCommand]:
+        """Ask the receiver for blocks, if the request can leave."""
+        request_id, attempt, target = message.request_id, message.attempt, str(message.to)
+        tracked = self._held.get(request_id)
+        is_current = tracked is not None and tracked.attempt == attempt
+        if tracked is None or not is_current or not self.lender.lends_to(target) or not self.can_ask(tracked):
+            return self._router.stayed(request_id, attempt)
+        return self.ask(tracked, target)
+
+    @override
+    def _ended(self, entry: Departing, how: HandoffEnd, now: float) -> Sequence[HandoffCommand]:
+        super()._ended(entry, how, now)
+        if how in (HandoffEnd.REFUSED, HandoffEnd.FAILED):
+            return self._router.stayed(entry.request.request_id, entry.attempt)
+        # Whether a receiver that is lost had taken it, the router alone can know. Others tell it themselves.
+        return self._router.send(entry.tracked.preempted()) if how is HandoffEnd.UNKNOWN else ()
 
 
 class Arrivals:
@@ -78,8 +99,8 @@ class Arrivals:
         self._node = registered.pool_name
         self._far: set[str] = set()  # workers of other nodes that lend a buffer; membership only
         self._space = BufferSpace()
+        self.receiver = Receiver(self._space, registered.block_size, held.free_held)
         self.num_taken = 0
-        self._entries: dict[RequestId, Arriving] = {}
 
     # --- other workers
 
@@ -94,40 +115,29 @@ class Arrivals:
         """Give up what was to come from a worker that is gone."""
         self._space.lost(peer)
         self._far.discard(peer)
-        for request_id, entry in list(self._entries.items()):
-            if entry.slot.peer == peer:
-                self._give_up(request_id, entry)
+        self.receiver.cancel_all(peer)
         return [UnmapArena(lent_by(peer))]
 
     # --- one request, step by step
 
     def reserve(self, peer: str, message: ReserveBlocks) -> list[ArrivalCommand]:
         """Hold blocks for a request, here and in the buffer, if there are enough of both."""
-        request_id, num_blocks = message.request_id, message.num_blocks
         self._router.observe(message.attempt)
-        is_known = request_id in self._entries or self._held.get(request_id) is not None
-        slot = self._space.at(peer, num_blocks) if not is_known and self._has_room(num_blocks) else None
-        if slot is None:
-            return [Send(peer, ReservationRefused(request_id, message.attempt))]
-        self._entries[request_id] = Arriving(message.attempt, slot, self._held.hold(num_blocks))
-        lease_id = LeaseId(slot.generation)
-        return [Send(peer, BlocksReserved(request_id, message.attempt, lease_id, slot.generation, slot.block_ids))]
+        return [self.receiver.reserve(peer, message, lambda: self._hold(peer, message))]
 
     def written(self, peer: str, message: BlocksWritten) -> list[ArrivalCommand]:
         """Load what the giver wrote into the buffer."""
-        request_id, copy = message.request.request_id, message.copy
-        entry = self._entries.get(request_id)
-        if entry is None or entry.written is not None or not _is_of(entry, peer, message):
-            return [Send(peer, BlocksTaken(request_id, message.attempt, is_accepted=False))]
-        entry.written = message
-        load = Load(request_id, copy, entry.block_ids[: copy.num_blocks])
+        entry, answer = self.receiver.written(peer, message)
+        if entry is None:
+            return [*answer]
+        load = Load(message.request.request_id, message.copy, entry.block_ids[: message.copy.num_blocks])
         return [LoadBlocks(lent_by(peer), (load,))]
 
     def loaded(self, event: BlocksLoaded, now: float) -> list[ArrivalCommand]:
         """Take the requests over whose copies verified."""
         commands: list[ArrivalCommand] = []
         for load in event.loads:
-            entry = self._entries.pop(load.request_id)
+            entry = self.receiver.end(load.request_id)
             self._space.free(entry.slot)
             is_taken = not entry.is_aborted and load.request_id not in event.refused
             if is_taken and self._held.get(load.request_id) is None:
@@ -141,29 +151,21 @@ class Arrivals:
                 commands += self._router.send(fetched)
         return commands
 
-    def cancel(self, request_id: RequestId, attempt: int | None) -> None:
-        """Give up a request that is to come; with an attempt, only that one and earlier ones."""
-        entry = self._entries.get(request_id)
-        if entry is not None and (attempt is None or entry.attempt <= attempt):
-            self._give_up(request_id, entry)
-
-    def request_ids(self) -> Sequence[RequestId]:
-        """Return the requests that are coming."""
-        return list(self._entries)
-
-    def peers(self) -> set[str]:
-        """Return the workers that they come from."""
-        return {entry.slot.peer for entry in self._entries.values()}
-
     # --- inside
+
+    def _hold(self, peer: str, message: ReserveBlocks) -> Incoming | None:
+        num_blocks = message.num_blocks
+        may_come = self._held.get(message.request_id) is None and self._has_room(num_blocks)
+        slot = self._space.at(peer, num_blocks) if may_come else None
+        return None if slot is None else Incoming(message.attempt, slot, self._held.hold(num_blocks))
 
     def _has_room(self, num_blocks: int) -> bool:
         """Return whether these blocks are free beside the blocks that the next iterations may need."""
         held = self._held
-        has_place = len(held) + len(self._entries) < self._max_held and not held.is_copying_out
+        has_place = len(held) + len(self.receiver) < self._max_held and not held.is_copying_out
         return has_place and held.state.num_free >= num_blocks + len(held) and held.has_room_beside(num_blocks)
 
-    def _take(self, entry: Arriving, now: float) -> list[ArrivalCommand]:
+    def _take(self, entry: Incoming, now: float) -> list[ArrivalCommand]:
         message = entry.written
         self.num_taken += 1
         assert message is not None, "loaded before it was written"
@@ -194,30 +196,10 @@ class Arrivals:
         )
         return [*self._router.send(RequestMoved(request.request_id, tracked.attempt, len(generated)))]
 
-    def _give_up(self, request_id: RequestId, entry: Arriving) -> None:
-        if entry.written is not None:  # its blocks are being written
-            entry.is_aborted = True
-            return
-        del self._entries[request_id]
-        self._space.free(entry.slot)
-        self._held.free_held(entry.block_ids)
-
 
 def lent_by(peer: str) -> str:
     """Return the name of the arena that a worker lends; the one lent to it goes by its own name."""
     return f"{peer} lends"
-
-
-def _is_of(entry: Arriving, peer: str, message: BlocksWritten) -> bool:
-    """Return whether this is the request that blocks were reserved for, with all tokens except the last."""
-    copy, num_tokens = message.copy, message.request.prompt_len + len(message.generated_token_ids)
-    given = (message.attempt, copy.generation, peer)
-    return (
-        (entry.attempt, entry.slot.generation, entry.slot.peer) == given
-        and bool(message.generated_token_ids)
-        and copy.context_len == num_tokens - 1
-        and 0 < copy.num_blocks <= len(entry.block_ids)
-    )
 
 
 class RequestMoves:
@@ -232,13 +214,14 @@ class RequestMoves:
         """Return the commands that follow from an event about moves."""
         match event:
             case PeerConnected(Role.DECODE_WORKER, peer):
-                return [*self._departures.connected(peer)]
+                return [self._departures.lender.connected(peer)]
             case PeerDisconnected(Role.DECODE_WORKER, peer):
-                return [*self._departures.disconnected(peer, now), *self._arrivals.disconnected(peer)]
+                closed, lost = self._departures.lender.disconnected(peer), self._departures.sender.lost(peer, now)
+                return [closed, *lost, *self._arrivals.disconnected(peer)]
             case BufferOpened():
-                return [*self._departures.opened(event)]
+                return [*self._departures.lender.opened(event)]
             case BlocksOffloaded():
-                return [*self._departures.offloaded(event, now)]
+                return [*self._departures.sender.copied(event, now)]
             case BlocksLoaded():
                 return [*self._arrivals.loaded(event, now)]
             case Received(peer, message):
@@ -256,28 +239,25 @@ class RequestMoves:
 
     def hang_up_unused(self, now: float) -> list[HangUp]:
         """Hang up on workers of other nodes that were not needed for long."""
-        return self._peers.hang_up_unused(now, lambda: self._arrivals.peers() | self._departures.peers())
+        leaving = {entry.target for entry in self._departures.sender}
+        return self._peers.hang_up_unused(now, lambda: self._arrivals.receiver.peers() | leaving)
 
-    def abort(self, request_id: RequestId, attempt: int | None) -> None:
+    def abort(self, request_id: RequestId, attempt: int | None) -> list[HandoffCommand]:
         """Abort a request that is leaving or coming; with an attempt, only that one and earlier ones."""
-        self._departures.abort(request_id, attempt)
-        self._arrivals.cancel(request_id, attempt)
+        self._arrivals.receiver.cancel(request_id, attempt)
+        return self._departures.abort(request_id, attempt)
 
     def abort_all(self, now: float) -> list[MoveCommand]:
         """End every move: a router is new, and knows none. What has not left yet is decoded on here."""
-        commands: list[MoveCommand] = [*self._departures.stay_all(now)]
-        for request_id in (*self._departures.request_ids(), *self._arrivals.request_ids()):
-            self.abort(request_id, None)
-        return commands
+        self._arrivals.receiver.cancel_all()
+        return [*self._departures.abort_all(now)]
 
     def _on_message(self, peer: str, message: Message, now: float) -> list[MoveCommand]:
         match message:
             case MoveRequest():
-                return [*self._departures.ordered(message, now)]
-            case BlocksReserved() | ReservationRefused():
-                return [*self._departures.answered(peer, message, now)]
-            case BlocksTaken():
-                return [*self._departures.taken(peer, message, now)]
+                return [*self._departures.ordered(message)]
+            case BlocksReserved() | ReservationRefused() | BlocksTaken():
+                return [*self._departures.sender.answered(peer, message, now)]
             case ArenaOffered():
                 return [*self._arrivals.offered(peer, message)]
             case ReserveBlocks():
@@ -285,7 +265,7 @@ class RequestMoves:
             case BlocksWritten():
                 return [*self._arrivals.written(peer, message)]
             case CancelReservation(request_id, attempt):
-                self._arrivals.cancel(request_id, attempt)
+                self._arrivals.receiver.cancel(request_id, attempt)
                 return []
             case PeersChanged():
                 return [*self._peers.changed(message)]

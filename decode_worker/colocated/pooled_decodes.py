@@ -42,6 +42,7 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.pools import DropRequest
 from alignedserve.scheduling.policy import PoolView
+from alignedserve.worker_core.handoff.sender import HandoffEnd, HandoffStage
 from decode_worker.colocated.handoffs import Departing, HandoffCommand, Handoffs
 from decode_worker.held_requests import HeldRequest, HeldRequests
 
@@ -96,14 +97,14 @@ class PooledDecodes(Handoffs):
         """Return what the policy sees of the pool; None: it is not linked, and nothing is on its way."""
         if not self._is_linked and not self.has_copies:
             return None
-        early = [entry.tracked for entry in self.entries() if entry.is_early]
+        early = [entry.tracked for entry in self.sender if entry.is_early]
         return PoolView(
             block_s=self._block_s,
             begin_s=_MESSAGES_S + iteration_s / 2,
             has_room=self._is_linked and now >= self._rests_until_s,
             is_busy=self.has_copies,
             leaving=tuple(tracked.request.request_id for tracked in early if self._is_here(tracked)),
-            num_coming=sum(self._held.num_own(entry.tracked) for entry in self.entries()),
+            num_coming=sum(self._held.num_own(entry.tracked) for entry in self.sender),
             away={request_id: bool(entry.block_ids) for request_id, entry in self._away.items()},
             num_returning=sum(len(entry.block_ids) for entry in self._away.values()),
         )
@@ -118,11 +119,11 @@ class PooledDecodes(Handoffs):
     @property
     def has_copies(self) -> bool:
         """Return whether anything is on its way, or is asked for: an event follows."""
-        return bool(self._entries or self._loading) or any(entry.block_ids for entry in self._away.values())
+        return bool(self.sender or self._loading) or any(entry.block_ids for entry in self._away.values())
 
     def _num_copying(self) -> int:
         """Return the blocks of requests on their way, here and in no row."""
-        leaving = sum(len(entry.tracked.block_ids) for entry in self.entries() if not entry.is_early)
+        leaving = sum(len(entry.tracked.block_ids) for entry in self.sender if not entry.is_early)
         aborted = sum(len(entry.block_ids) for entry in self._loading.values() if entry.is_aborted)
         return leaving + aborted + sum(len(entry.block_ids) for entry in self._away.values())
 
@@ -176,20 +177,19 @@ class PooledDecodes(Handoffs):
                 return [MapArena(self._pool, offered)]
             case PeerDisconnected():
                 return [UnmapArena(self._pool), *self._disconnected(now)]
-            case Received(peer, BlocksReserved() | ReservationRefused() as answer):
+            case Received(peer, BlocksReserved() | ReservationRefused() | BlocksTaken() as answer):
                 if isinstance(answer, ReservationRefused):
                     self.rest(now)
-                return [*self.answered(peer, answer, now)]
-            case Received(peer, BlocksTaken() as taken):
-                return [*self.taken(peer, taken, now)]
+                return [*self.sender.answered(peer, answer, now)]
             case Received(_, CopyGranted() as granted):
                 return self._granted(granted, now)
             case Received(_, CopyMissing(request_id, attempt)):
                 entry = self._asked(request_id, attempt)
                 return self._lose(entry) if entry is not None else []
             case BlocksOffloaded():
-                self._learn(event.command.block_ids, self._entries[event.command.request_id].began_s, now)
-                return [*self.offloaded(event, now)]
+                if (leaving := self.sender.get(event.command.request_id)) is not None:
+                    self._learn(event.command.block_ids, leaving.began_s, now)
+                return [*self.sender.copied(event, now)]
             case BlocksLoaded():
                 return [command for load in event.loads for command in self._loaded(load, event, now)]
         raise AssertionError("an event of others")
@@ -197,28 +197,21 @@ class PooledDecodes(Handoffs):
     def _disconnected(self, now: float) -> list[PooledCommand]:
         """Compute again what was in a pool that is gone; loads go on, as memory of this node outlives its owner."""
         self._is_linked = False
-        commands: list[PooledCommand] = [*self.lost(self._pool, now)]
+        commands: list[PooledCommand] = [*self.sender.lost(self._pool, now)]
         for entry in [entry for entry in self._away.values() if entry.lease_id is None]:
             self._lose(entry)
         return commands
 
-    def abort_request(self, request_id: RequestId, attempt: int | None) -> list[PooledCommand]:
+    @override
+    def abort(self, request_id: RequestId, attempt: int | None) -> list[HandoffCommand]:
         """Abort a request on its way or in the pool; with an attempt, only that one and earlier ones."""
-        offered, entry = self.abort(request_id, attempt), self._away.get(request_id)
-        tracked = offered.tracked if offered is not None else None
+        commands, entry = super().abort(request_id, attempt), self._away.get(request_id)
         if entry is not None and entry.tracked.is_up_to(attempt):
-            tracked = entry.tracked
             del self._away[request_id]
             entry.is_aborted = True
             if entry.lease_id is None:
                 self._held.free_held(entry.block_ids)
-        return [] if tracked is None else self._drop(tracked)
-
-    def abort_leaving(self, now: float) -> list[PooledCommand]:
-        """End what is on its way there: a router is new, and is told of what is here alone."""
-        commands: list[PooledCommand] = [*self.stay_all(now)]
-        for request_id in self.request_ids():
-            commands += self.abort_request(request_id, None)
+            commands += self._drop(entry.tracked)
         return commands
 
     # --- the giver's side
@@ -230,20 +223,21 @@ class PooledDecodes(Handoffs):
         return is_decoding and self._held.is_portable(tracked.request.request_id)
 
     @override
-    def _stayed(self, entry: Departing, now: float) -> Sequence[HandoffCommand]:
+    def _ended(self, entry: Departing, how: HandoffEnd, now: float) -> Sequence[HandoffCommand]:
+        if how is HandoffEnd.UNKNOWN:  # what the pool had is gone with it
+            how = HandoffEnd.FAILED
+        super()._ended(entry, how, now)
+        if how is HandoffEnd.TAKEN:
+            assert entry.progress is not None, "taken before it was copied"
+            self.num_left += 1
+            self._held.send_away(entry.tracked, entry.progress, now)
+            self._away[entry.request.request_id] = _Away(entry.tracked, entry.progress.num_cached)
         return ()
 
     @override
-    def _left(self, entry: Departing, now: float) -> Sequence[HandoffCommand]:
-        assert entry.progress is not None, "taken before it was copied"
-        self.num_left += 1
-        self._held.send_away(entry.tracked, entry.progress, now)
-        self._away[entry.tracked.request.request_id] = _Away(entry.tracked, entry.progress.num_cached)
-        return ()
-
-    @override
-    def _offered_to_lost(self, entry: Departing, now: float) -> Sequence[HandoffCommand]:
-        return self._stay(entry, now)  # what the pool had is gone with it
+    def _aborted(self, entry: Departing) -> Sequence[HandoffCommand]:
+        super()._aborted(entry)
+        return self._drop(entry.tracked) if entry.stage is HandoffStage.OFFERED else ()
 
     # --- the way back
 
@@ -288,7 +282,7 @@ class PooledDecodes(Handoffs):
     def _release(self, lease_id: LeaseId) -> list[PooledCommand]:
         return [Send(self._pool, LeasesReleased((lease_id,)))] if self._is_linked else []
 
-    def _drop(self, tracked: HeldRequest) -> list[PooledCommand]:
+    def _drop(self, tracked: HeldRequest) -> list[Send]:
         message = DropRequest(tracked.request.request_id, epoch_end(tracked.attempt))
         return [Send(self._pool, message)] if self._is_linked else []
 

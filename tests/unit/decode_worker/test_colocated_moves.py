@@ -113,8 +113,7 @@ def test_a_request_that_was_taken_is_gone() -> None:
 
 def test_one_that_was_not_taken_is_decoded_on() -> None:
     made = offered()
-    cancelled = to_other(CancelReservation(R1, 1))
-    assert hear(made, BlocksTaken(R1, 1, is_accepted=False)) == [cancelled, to_router(RequestStayed(R1, 1))]
+    assert hear(made, BlocksTaken(R1, 1, is_accepted=False)) == [to_router(RequestStayed(R1, 1))]
     (iteration,) = runs(made.follow(Step(r1=1)))
     assert [(one.request.request_id, one.num_cached, one.block_ids) for one in iteration.additions] == [
         (R1, 4, blocks(0, 1))

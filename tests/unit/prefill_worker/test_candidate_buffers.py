@@ -220,17 +220,6 @@ def test_one_return_of_a_request_at_a_time() -> None:
     assert made.hear(RETURN, OTHER) == [to_decode(RequestReturned(R1, 3, ReturnOutcome.STAYED), OTHER)]
 
 
-@each(
-    "stale",
-    [BlocksReserved(R1, 2, LeaseId(49), 49, blocks(1)), BlocksTaken(R1, 2, True), ReservationRefused(R1, 2)],
-    ids=lambda value: type(value).__name__,
-)
-def test_word_of_another_attempt_changes_nothing(stale: Message) -> None:
-    made = returning()
-    assert made.hear(stale, POOL) == []
-    assert made.hear(ROOM, POOL) == [BACK]
-
-
 def test_the_pool_is_lost_while_it_is_copied_back() -> None:
     made = on_its_way()
     assert lose_pool(made) == []
@@ -241,9 +230,7 @@ def test_the_pool_is_lost_and_back_while_it_is_copied_back() -> None:
     made = on_its_way()
     lose_pool(made)
     assert made.hear(ARENA, POOL) == [MapArena(POOL, ARENA)]
-    # Offered under a lease that the new pool does not know, which it refuses.
-    made.relayed(BACK)
-    assert made.hear(BlocksTaken(R1, 3, is_accepted=False), POOL) == [answer(ReturnOutcome.STAYED)]
+    assert made.relayed(BACK) == [answer(ReturnOutcome.STAYED)]
 
 
 def test_the_pool_is_lost_while_room_for_it_waits_for_its_turn() -> None:

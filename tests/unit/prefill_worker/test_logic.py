@@ -13,7 +13,6 @@ from alignedserve.messages.workers import AttemptFailed, PrefillCompleted, Reque
 from alignedserve.scheduling.iteration_scheduler import FcfsIterationScheduler
 from prefill_worker.logic import PrefillLogic
 from tests.harnesses.prefill import (
-    CANCEL,
     EOS,
     REGISTERED,
     RESERVE,
@@ -154,7 +153,6 @@ def test_what_the_pool_did_not_take_is_reserved_again() -> None:
 def test_a_pool_that_is_too_small_fails_the_request() -> None:
     made = leaving()
     assert made.hear(ReservationRefused(R1, 1), POOL) == [
-        CANCEL,
         to_router(AttemptFailed(R1, 1, FailureKind.UNSERVABLE, "the KV pool is too small for it")),
     ]
     assert made.free_blocks() == 12

@@ -5,8 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from alignedserve.core.ids import LeaseId
-from alignedserve.messages.caches import BlocksReserved, BlocksTaken, ReservationRefused
+from alignedserve.messages.caches import BlocksTaken, ReservationRefused
 from alignedserve.messages.events import PeerConnected, PeerDisconnected
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
@@ -37,7 +36,7 @@ from tests.harnesses.prefill import (
     written,
 )
 from tests.support.marks import each
-from tests.support.samples import POOL, R1, R2, ROUTER, blocks, request
+from tests.support.samples import POOL, R1, ROUTER, request
 
 # --- stale attempts
 
@@ -66,25 +65,6 @@ def second() -> PrefillHarness:
 def test_word_of_an_earlier_attempt_changes_nothing(second: PrefillHarness, peer: str, stale: Message) -> None:
     assert second.hear(stale, peer) == []
     assert second.copied(offload(4, 2)) == [to_pool(written(4, 2))]
-
-
-@each(
-    "unknown",
-    [
-        AbortRequest(R2),
-        AbortRequest(R2, 5),
-        BlocksReserved(R2, 1, LeaseId(1), 1, blocks(5)),
-        BlocksTaken(R2, 1, is_accepted=True),
-        ReservationRefused(R2, 1),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_word_of_an_unknown_request_is_ignored(unknown: Message) -> None:
-    assert leaving().hear(unknown, POOL) == []
-
-
-def test_a_second_lease_while_the_first_is_written_is_ignored() -> None:
-    assert copying().hear(reserved(lease=2), POOL) == []
 
 
 def test_given_again_while_it_waits_the_later_attempt_counts() -> None:

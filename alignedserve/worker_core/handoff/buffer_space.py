@@ -1,12 +1,24 @@
-"""Block accounting of the candidate buffers that this worker has in prefill workers' memory."""
+"""Block accounting of the buffers that a worker has in others' memory (of a decode worker: candidate buffers)."""
+
+from dataclasses import dataclass
 
 from alignedserve.core.block_allocator import BlockAllocator
-from decode_worker.state import BufferSlot
+from alignedserve.core.ids import BlockId
 
 # Prefetches leave this share of a buffer free, so that an eviction finds free blocks without waiting.
 _EVICTION_SHARE = 0.25
 # Evictions of best effort leave this share free, so that chat finds blocks that comes straight from a prefill worker.
 _CHAT_SHARE = 0.125
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSlot:
+    """Blocks of the buffer that this worker has in another's memory."""
+
+    peer: str
+    link_epoch: int  # of the link to it: a buffer does not outlive its link
+    block_ids: tuple[BlockId, ...]
+    generation: int  # stamped on them by their writer
 
 
 class BufferSpace:
