@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.addend_layout import LayerProduct
+from kernels.cpu.expert_products import ExpertProducts, native_experts
 from kernels.gpu_dispatch import fused_kernels
 from kernels.linear import AdaptableProjection, Linear, Projection
 from kernels.lora import LayerAdapters
@@ -172,13 +173,18 @@ def _sigmoids(x: Tensor) -> Tensor:
 
 
 def grouped_products(
-    x: Tensor, experts: Tensor, products: Sequence[Callable[[Tensor], Tensor]], shares: Tensor | None = None
+    x: Tensor,
+    experts: Tensor,
+    products: Sequence[Callable[[Tensor], Tensor]],
+    shares: Tensor | None = None,
+    native: ExpertProducts | None = None,
 ) -> Tensor:
     """Multiply each row with the products of its experts, all rows of an expert at once.
 
     x         [rows, in_width], rows >= 1
     experts   [rows, chosen] int64: indices of `products`, which map [n, in_width] to [n, out_width]
     shares    [rows, chosen]: what rows are multiplied by before; None: nothing
+    native    all products in one call, for where experts have few rows
     returns   [rows, chosen, out_width]
     """
     chosen = experts.shape[1]
@@ -187,16 +193,18 @@ def grouped_products(
     rows = x.index_select(0, order // chosen)
     if shares is not None:
         rows.mul_(shares.flatten()[order][:, None].to(x.dtype))
-    groups = zip(products, counts, accumulate(counts), strict=True)
-    results = [product(rows[end - count : end]) for product, count, end in groups if count]
-    out = torch.empty((len(order), results[0].shape[1]), dtype=x.dtype, device=x.device)
-    return out.index_copy_(0, order, torch.cat(results)).view(len(x), chosen, -1)
+    if native is not None and max(counts) <= _TILE_ROWS:
+        results = native(rows, counts)
+    else:
+        groups = zip(products, counts, accumulate(counts), strict=True)
+        results = torch.cat([product(rows[end - count : end]) for product, count, end in groups if count])
+    return torch.empty_like(results).index_copy_(0, order, results).view(len(x), chosen, -1)
 
 
 class Experts:
     """x [rows, hidden_size] -> the sum of the chosen experts' results, each times its share; see `Router`."""
 
-    __slots__ = ("_experts", "_scales_inputs", "in_width", "out_width", "router")
+    __slots__ = ("_experts", "_native", "_scales_inputs", "in_width", "out_width", "router")
 
     def __init__(self, router: Router, experts: Sequence[Projection], *, scales_inputs: bool = False) -> None:
         """`experts`: one for each row of the router's weight, all of the same widths. `scales_inputs`: shares multiply
@@ -205,6 +213,7 @@ class Experts:
         self.router = router
         self._experts = experts
         self.in_width, self.out_width = experts[0].in_width, experts[0].out_width
+        self._native = native_experts(experts, self.in_width, self.out_width)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute x [rows, in_width], rows >= 1 -> [rows, out_width]."""
@@ -212,9 +221,9 @@ class Experts:
 
     def routed(self, x: Tensor, routing: Routing) -> Tensor:
         """Compute the same with experts that are chosen already."""
-        if self._scales_inputs:
-            return grouped_products(x, routing.experts, self._experts, routing.shares).sum(1)
-        return weighted(grouped_products(x, routing.experts, self._experts), routing.shares)
+        shares = routing.shares if self._scales_inputs else None
+        results = grouped_products(x, routing.experts, self._experts, shares, self._native)
+        return results.sum(1) if self._scales_inputs else weighted(results, routing.shares)
 
 
 class WithSharedExpert:

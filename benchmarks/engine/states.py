@@ -1,19 +1,20 @@
-"""Layers with a state against transformers, on one thread: python -m benchmarks.engine.states [--dtype bfloat16].
+"""Layers with a state against transformers, in turns: python -m benchmarks.engine.states [--dtype bfloat16].
 
-Random weights of three kinds of layers, eight of width 1024; seconds of the process, so that others on the machine
-count little. Prints a row of a table for each.
+Random weights of three kinds of layers, eight of width 1024. Of every figure the best of many turns counts, by seconds
+of the process with one thread, so that others on the machine count little. Prints a row of a table for each.
 """
 
 import argparse
+import json
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import override
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
@@ -23,8 +24,10 @@ from alignedserve.runtime.engine.engine import Engine, NewSequence, StepSlice
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.weights.random_weights import random_weights
+from benchmarks.measuring.recording import write_result
 
-PROMPT_LEN, NUM_STREAMS, NUM_STEPS, BLOCK_SIZE = 256, 16, 8, 64
+PROMPT_LEN, NUM_STREAMS, NUM_STEPS, NUM_ROUNDS = 256, 16, 4, 8
+BLOCK_SIZE = 512  # of a whole request, as blocks with states are large
 _COMMON: dict[str, Any] = {
     "vocab_size": 8192,
     "max_position_embeddings": 2048,
@@ -51,7 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"linear_num_key_heads": 8, "linear_num_value_heads": 16},
     ),
 }
-_SAMPLING = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+_SAMPLING = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 
 
 class Rates(NamedTuple):
@@ -62,66 +65,121 @@ class Rates(NamedTuple):
     streams: float
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    began = time.process_time()
-    work()
-    return time.process_time() - began
+class Contender:
+    """One side: what it computes, a turn at a time."""
+
+    def prompt(self, stream: int) -> None:
+        """Compute the prompt of a stream."""
+        raise NotImplementedError
+
+    def decode(self, count: int) -> None:
+        """Compute NUM_STEPS tokens of each of the first streams."""
+        raise NotImplementedError
 
 
-def own_rates(folder: Path, dtype: str) -> Rates:
-    """Measure the engine."""
-    config = read_model_config(folder)
-    num_blocks = -(-(PROMPT_LEN + _SAMPLING.max_tokens) // BLOCK_SIZE)
-    engine = Engine(
-        model=Decoder(config, random_weights(config, 0, torch_dtype(dtype))),
-        storage=BlockStorage(config.block_layout(BLOCK_SIZE, dtype), num_blocks * NUM_STREAMS),
-        max_sequences=NUM_STREAMS,
-        max_context_len=512,
-    )
-    for stream in range(NUM_STREAMS):
+class Own(Contender):
+    """The engine."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        config = read_model_config(folder)
+        self._engine = Engine(
+            model=Decoder(config, random_weights(config, 0, torch_dtype(dtype))),
+            storage=BlockStorage(config.block_layout(BLOCK_SIZE, dtype), NUM_STREAMS),
+            max_sequences=NUM_STREAMS,
+            max_context_len=BLOCK_SIZE,
+        )
+
+    @override
+    def prompt(self, stream: int) -> None:
         tokens = tuple(3 + (7 * stream + place) % 8000 for place in range(PROMPT_LEN))
-        blocks = tuple(map(BlockId, range(stream * num_blocks, (stream + 1) * num_blocks)))
-        engine.add_sequence(NewSequence(RequestId(str(stream)), tokens, PROMPT_LEN, 0, blocks, _SAMPLING))
-        whole = _seconds(partial(engine.execute, [StepSlice(RequestId(str(stream)), PROMPT_LEN)]))
+        request_id = RequestId(str(stream))
+        self._engine.add_sequence(NewSequence(request_id, tokens, PROMPT_LEN, 0, (BlockId(stream),), _SAMPLING))
+        self._engine.execute([StepSlice(request_id, PROMPT_LEN)])
 
-    def decode(count: int) -> float:
+    @override
+    def decode(self, count: int) -> None:
         slices = [StepSlice(RequestId(str(stream)), 1) for stream in range(count)]
-        return NUM_STEPS * count / _seconds(lambda: [engine.execute(slices) for _ in range(NUM_STEPS)])
+        for _ in range(NUM_STEPS):
+            self._engine.execute(slices)
 
-    return Rates(PROMPT_LEN / whole, decode(1), decode(NUM_STREAMS))
+
+class Reference(Contender):
+    """The same by transformers, whose streams are one batch."""
+
+    def __init__(self, config: Any, dtype: str) -> None:
+        auto = import_module("transformers").AutoModelForCausalLM
+        self._model = auto.from_config(config, dtype=torch_dtype(dtype)).eval()
+        self._caches: dict[int, Any] = {}
+
+    @override
+    def prompt(self, stream: int) -> None:
+        self._prompts(1)
+
+    @override
+    def decode(self, count: int) -> None:
+        with torch.inference_mode():
+            if count not in self._caches:
+                self._caches[count] = self._prompts(count)
+            tokens = torch.randint(3, 8000, (count, 1))
+            for _ in range(NUM_STEPS):
+                self._model(tokens, past_key_values=self._caches[count])
+
+    def _prompts(self, count: int) -> Any:
+        with torch.inference_mode():
+            tokens = torch.randint(3, 8000, (count, PROMPT_LEN))
+            return self._model(tokens, use_cache=True, logits_to_keep=1).past_key_values
 
 
-def reference_rates(config: Any, dtype: str) -> Rates:
-    """Measure transformers."""
-    model = import_module("transformers").AutoModelForCausalLM.from_config(config, dtype=torch_dtype(dtype)).eval()
+def best_rates(contenders: Sequence[Contender], clock: Callable[[], float]) -> list[Rates]:
+    """Measure all of them, in turns."""
 
-    def decode(count: int) -> tuple[float, float]:
-        tokens = torch.randint(3, 8000, (count, PROMPT_LEN))
-        kept: dict[str, Any] = {}
-        whole = _seconds(lambda: kept.update(out=model(tokens, use_cache=True, logits_to_keep=1)))
-        cache = kept["out"].past_key_values
-        steps = _seconds(lambda: [model(tokens[:, -1:], past_key_values=cache) for _ in range(NUM_STEPS)])
-        return PROMPT_LEN * count / whole, NUM_STEPS * count / steps
+    def best(num_tokens: int, turns: Iterable[Callable[[Contender], None]]) -> list[float]:
+        least = [float("inf")] * len(contenders)
+        for turn in turns:
+            for index, contender in enumerate(contenders):
+                began = clock()
+                turn(contender)
+                least[index] = min(least[index], clock() - began)
+        return [num_tokens / seconds for seconds in least]
 
-    with torch.inference_mode():
-        decode(1)
-        prompt, one = decode(1)
-        return Rates(prompt, one, decode(NUM_STREAMS)[1])
+    def prompted(stream: int) -> Callable[[Contender], None]:
+        return lambda contender: contender.prompt(stream)
+
+    def decoded(count: int) -> list[Callable[[Contender], None]]:
+        return [lambda contender: contender.decode(count)] * NUM_ROUNDS
+
+    prompts = best(PROMPT_LEN, [prompted(stream) for stream in range(NUM_STREAMS)])
+    one, streams = best(NUM_STEPS, decoded(1)), best(NUM_STEPS * NUM_STREAMS, decoded(NUM_STREAMS))
+    return [Rates(*each) for each in zip(prompts, one, streams, strict=True)]
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table and write it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    dtype = parser.parse_args().dtype
-    torch.set_num_threads(1)
-    for name, (class_name, arguments) in MODELS.items():
-        config = getattr(import_module("transformers"), class_name)(**_COMMON | arguments)
+    parser.add_argument("--threads", default=1, type=int, help="with more than one the wall's seconds count")
+    parser.add_argument("--record", action="store_true", help="write the result")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    figures: dict[str, Any] = {"threads": arguments.threads, "dtype": arguments.dtype, "kinds": {}}
+    for name, (class_name, options) in MODELS.items():
+        config = getattr(import_module("transformers"), class_name)(**_COMMON | options)
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
-            own = own_rates(Path(folder), dtype)
-        pairs = zip(own, reference_rates(config, dtype), strict=True)
-        print(f"| {name} | {dtype} | {' | '.join(f'{ours:.0f}; {theirs:.0f}' for ours, theirs in pairs)} |", flush=True)
+            contenders = (Own(Path(folder), arguments.dtype), Reference(config, arguments.dtype))
+        own, theirs = best_rates(contenders, time.process_time if arguments.threads == 1 else time.perf_counter)
+        print(f"| {name} | {arguments.dtype} | {' | '.join(_pairs(own, theirs))} |", flush=True)
+        times = {each: getattr(own, each) / getattr(theirs, each) for each in Rates._fields}
+        figures["kinds"][name] = {"alignedserve": own._asdict(), "transformers": theirs._asdict(), "times": times}
+    if arguments.record:
+        write_result(f"engine/states_{arguments.dtype}_{arguments.threads}", figures)
+    else:
+        print(json.dumps(figures))
+
+
+def _pairs(own: Rates, theirs: Rates) -> Iterator[str]:
+    for ours, other in zip(own, theirs, strict=True):
+        yield f"{ours:.0f}; {other:.0f}: {ours / other:.1f}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Matrix products with weights packed for the native kernels (kernels/csrc/products.h).
 
-Panels of 32 columns are read from memory once and multiplied by up to 14 rows at a time, whose sums stay in registers;
-meanwhile the next panel is fetched. Bias, nonlinearity and gates are applied before a result is written.
+Panels of 32 columns are read from memory once and multiplied by up to 14 rows at a time, or by 32 where the processor
+has tiles (AMX), whose sums stay in registers; meanwhile the next panel is fetched. Bias, nonlinearity
+and gates are applied before a result is written.
 """
 
 import os

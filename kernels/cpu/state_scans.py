@@ -1,7 +1,10 @@
-"""Recurrent states, token by token, by the native kernels where they are built.
+"""Recurrent states, token by token, and what is done with rows before and behind them, by the native kernels.
 
-The plain forms beside each of them are in `kernels.states`. All tensors are float32, on the CPU.
+The plain forms beside each of them are in `kernels.states`. All tensors are on the CPU; states, and what has no other
+dtype here, are float32.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,8 +12,17 @@ from torch import Tensor
 from kernels.cpu.native import load_native, supported_levels
 from kernels.states.state_rows import StateRows
 
-_native = load_native("scan_space")
+_native = load_native("convolve")
 _LANES = 16  # floats that the widest level computes at a time
+_ELEMENTS = (torch.float32, torch.bfloat16)
+
+
+class GatedForm(NamedTuple):
+    """How results are gated, and normalised group by group."""
+
+    num_groups: int
+    eps: float
+    gates_first: bool  # before the norm
 
 
 def scan_level(*tensors: Tensor) -> str | None:
@@ -19,6 +31,21 @@ def scan_level(*tensors: Tensor) -> str | None:
         return None
     levels = supported_levels()
     return levels[0] if levels else None
+
+
+def suits_convolution(x: Tensor, weight: Tensor, tails: Tensor) -> bool:
+    """Return whether `convolve` computes such rows with such states."""
+    if _native is None or x.device.type != "cpu" or x.dtype not in _ELEMENTS or tails.dtype != x.dtype:
+        return False
+    taps, channels = weight.shape
+    return channels % _LANES == 0 and 2 <= taps <= _native.most_taps
+
+
+def suits_gates(gates: Tensor, num_groups: int) -> bool:
+    """Return whether `gate_rows_` computes such rows."""
+    if _native is None or gates.device.type != "cpu" or gates.dtype not in _ELEMENTS:
+        return False
+    return gates.shape[1] % (num_groups * _LANES) == 0
 
 
 def suits_space(head_dim: int) -> bool:
@@ -79,6 +106,65 @@ def scan_delta(
         (num_heads, value_dim, q.shape[1] // key_dim, key_dim),
         *_sequences(sequences),
         _memory(states),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def convolve(
+    rows: tuple[Tensor, Tensor, Tensor] | tuple[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    sequences: StateRows,
+    tails: Tensor,
+    *,
+    level: str,
+) -> Tensor:
+    """Compute `kernels.states.convolution.causal_convolution` of x, or of x, a gate and the gate behind, which are
+    parts of the same rows [tokens, channels]."""
+    x = rows[0]
+    taps, channels = weight.shape
+    assert all(each.shape == x.shape and each.dtype == x.dtype for each in rows), "rows of one kind"
+    assert all(len(x) == 1 or each.stride() == (x.stride(0), 1) for each in rows), "rows of different lengths"
+    assert x.shape[1] == channels, f"not [tokens, {channels}]: {x.shape}"
+    assert tails.shape[1:] == (taps - 1, channels), f"not {taps - 1} rows: {tails.shape}"
+    assert tails[0].is_contiguous(), "a state is one run of memory"
+    assert weight.is_contiguous(), "taps apart"
+    out = torch.empty(x.shape, dtype=x.dtype if len(rows) > 1 else torch.float32)
+    addresses = [each.data_ptr() for each in rows]
+    _native.convolve(
+        level,
+        (*addresses, *[0] * (3 - len(rows)), x.stride(0) * x.element_size()),
+        (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), taps),
+        tails.data_ptr(),
+        tails.stride(0) * tails.element_size(),
+        out.data_ptr(),
+        channels,
+        x.dtype == torch.bfloat16,
+        *_sequences(sequences),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def gate_rows_(x: Tensor, gates: Tensor, weight: Tensor | None, form: GatedForm, *, level: str) -> Tensor:
+    """Compute `kernels.states.gated_rows.GatedRows`: x [rows, groups * width] contiguous, overwritten, and gates, whose
+    rows may be apart -> [rows, groups * width], dtype of the gates."""
+    assert x.shape == gates.shape, f"not a gate for each result: {gates.shape}"
+    assert x.is_contiguous(), "rows apart"
+    assert len(gates) == 1 or gates.stride(1) == 1, "gates apart"
+    out = torch.empty(x.shape, dtype=gates.dtype)
+    _native.gate_rows(
+        level,
+        x.data_ptr(),
+        gates.data_ptr(),
+        gates.stride(0) * gates.element_size(),
+        0 if weight is None else weight.data_ptr(),
+        out.data_ptr(),
+        (len(x), form.num_groups, x.shape[1] // form.num_groups),
+        form.eps,
+        form.gates_first,
+        gates.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )
     return out

@@ -70,6 +70,12 @@ void bind(nb::module_& module);  // recurrent states, see states/module.cpp
 
 }  // namespace states
 
+namespace expert_products {
+
+void bind(nb::module_& module);  // of a mixture, see expert_products.cpp
+
+}  // namespace expert_products
+
 namespace rank_exchange {
 
 void bind(nb::module_& module);  // between the ranks of a worker, see rank_exchange/module.cpp
@@ -90,6 +96,7 @@ NB_MODULE(_native, module) {
     products::bind_blocks(module);
     rank_exchange::bind(module);
     decode_pass::bind(module);
+    expert_products::bind(module);
     block_copies::bind(module);
     length_prediction::bind(module);
     request_table::bind(module);

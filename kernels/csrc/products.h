@@ -9,6 +9,13 @@
 #include <cstddef>
 #include <cstdint>
 
+// Older compilers do not know the instructions for tiles.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11 && defined(__linux__)
+#define HAS_AMX_LEVEL 1
+#else
+#define HAS_AMX_LEVEL 0
+#endif
+
 namespace products {
 
 enum class Element { float32, bfloat16, int8 };  // of the packed weight
@@ -24,7 +31,8 @@ struct Weights {
     const float* column_scales;   // int8: likewise, of a step of 1
     const int32_t* column_sums;   // int8: likewise, the sum of the column's weights
     int64_t num_panels;
-    int64_t num_steps;            // words of an input row
+    int64_t num_words;            // of an input row that may be read
+    int64_t num_steps;            // of a panel: as many, and more that hold zeros where a level takes several at once
     int64_t out_width;
     Element element;
     Activation activation;
@@ -76,6 +84,7 @@ struct Level {
     bool (*is_supported)(Element);
     int width;      // columns of a vector
     int max_rows;   // rows that are multiplied at a time
+    int steps;      // that it takes at once: those of a panel are a multiple
     void (*multiply)(const Weights&, const Call&, const Part&);
     void (*round)(const Rounding&, int64_t first, int64_t last);
     // Packs `num_steps` words each of as many rows as a vector is wide, as one vector of a panel's steps.

@@ -18,7 +18,7 @@ namespace products {
 
 static bool is_supported(Element) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
-extern const Level avx2_level = {"avx2",           is_supported, WIDTH,           MAX_ROWS, avx2::multiply,
+extern const Level avx2_level = {"avx2",      is_supported,     WIDTH, MAX_ROWS, 1, avx2::multiply,
                                   avx2::round, avx2::interleave, avx2::convert};
 
 }  // namespace products

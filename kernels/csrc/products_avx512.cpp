@@ -21,7 +21,7 @@ static bool is_supported(Element) {
            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-extern const Level avx512_level = {"avx512bf16",           is_supported, WIDTH,           MAX_ROWS, avx512::multiply,
+extern const Level avx512_level = {"avx512bf16",  is_supported,       WIDTH, MAX_ROWS, 1, avx512::multiply,
                                   avx512::round, avx512::interleave, avx512::convert};
 
 }  // namespace products

@@ -1,7 +1,7 @@
 // The kernels of one level. Included by one source file per level, which sets the target and defines
 //   LEVEL the namespace
 //   WIDTH floats per vector
-//   MAX_ROWS rows whose sums fit in the registers: kVectors * MAX_ROWS, and some more for the operands
+//   MAX_ROWS rows whose sums fit in the registers: kVectors * MAX_ROWS, and some more for the operands; 0: tiles multiply
 //   HAS_BF16_DOT whether there are instructions for products of bfloat16 and int8 (AVX-512), and for bfloat16 results;
 //   without them AVX2 widens what it multiplies
 // after all headers: what a header defines must not be compiled for this level's instructions.
@@ -14,8 +14,6 @@ namespace {
 #include "results_level.h"
 
 constexpr int64_t kStepBytes = kVectors * WIDTH * 4;
-// Up to so many rows there is time to fetch both lines of a step of the next panel.
-constexpr int64_t kRowsAlone = (MAX_ROWS + 2) / 2;
 
 // How words of weights and inputs are multiplied and summed, and what the sums are.
 struct Float32 {
@@ -133,6 +131,10 @@ inline void finish(const Weights& weights, const Call& call, int64_t row, int64_
         }
 }
 
+#if MAX_ROWS
+// Up to so many rows there is time to fetch both lines of a step of the next panel.
+constexpr int64_t kRowsAlone = (MAX_ROWS + 2) / 2;
+
 // kRows rows from `row` by one panel, the sums in registers all along. Meanwhile `ahead_bytes` per step of what comes
 // next are fetched from memory, so that the products never wait for it.
 template <typename Type, int kRows>
@@ -194,6 +196,7 @@ void multiply(const Weights& weights, const Call& call, const Part& part) {
         case Element::int8: return multiply_typed<Int8>(weights, call, part);
     }
 }
+#endif
 
 #if HAS_BF16_DOT
 // Of elements [i, i + WIDTH) of a row, 0 behind its end.

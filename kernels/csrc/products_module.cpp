@@ -31,6 +31,9 @@ namespace products {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 extern const Level avx512_level, avx2_level;
 #endif
+#if HAS_AMX_LEVEL
+extern const Level amx_level;
+#endif
 
 namespace {
 
@@ -39,6 +42,9 @@ constexpr int64_t kInputBytes = 512 << 10;
 
 const std::vector<Level>& all_levels() {
     static const std::vector<Level> all = {
+#if HAS_AMX_LEVEL
+        amx_level,
+#endif
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
         avx512_level,
         avx2_level,
@@ -122,7 +128,8 @@ class PackedWeight : public decode_pass::Product {
           columns_(num_rows(runs_)),
           in_width_(in_width),
           per_word_(element_ == Element::float32 ? 1 : element_ == Element::bfloat16 ? 2 : 4),
-          num_steps_((in_width + per_word_ - 1) / per_word_),
+          num_words_((in_width + per_word_ - 1) / per_word_),
+          num_steps_((num_words_ + level_.steps - 1) / level_.steps * level_.steps),
           out_width_(is_gated ? columns_ / 2 : columns_),
           num_panels_((out_width_ + panel_width(is_gated) - 1) / panel_width(is_gated)),
           panels_(size_t(num_panels_ * num_steps_ * kVectors * level_.width) * 4) {
@@ -137,9 +144,10 @@ class PackedWeight : public decode_pass::Product {
             scales_.resize(padded);
             sums_.resize(padded);
         }
-        weights_ = {panels_.data(), bias_.data(),  scales_.data(), sums_.data(),
-                    num_panels_,    num_steps_,    out_width_,     element_,
-                    activation_named(activation), is_gated};
+        // Rounded inputs fill whole steps.
+        const int64_t num_readable = element_ == Element::int8 ? num_steps_ : num_words_;
+        weights_ = {panels_.data(), bias_.data(), scales_.data(), sums_.data(), num_panels_, num_readable,
+                    num_steps_,     out_width_,   element_,       activation_named(activation), is_gated};
         nb::gil_scoped_release released;
         const Numbers wanted = scales ? Numbers::int8 : is_bfloat16 ? Numbers::bfloat16 : Numbers::float32;
         pack_all(wanted, {reinterpret_cast<const float*>(bias), reinterpret_cast<const float*>(scales)}, num_threads);
@@ -235,7 +243,8 @@ class PackedWeight : public decode_pass::Product {
 
     int pack(PanelPacker& packer, const ColumnNumbers& numbers, int64_t panel) {
         const int64_t vector_columns = level_.width, panel_columns = kVectors * vector_columns;
-        char* words = panels_.data() + panel * num_steps_ * panel_columns * 4;
+        const int64_t step_bytes = panel_columns * 4;
+        char* words = panels_.data() + panel * num_steps_ * step_bytes;
         packer.reader.clear();
         for (int j = 0; j < kVectors; ++j) {
             const int64_t first_at = panel * panel_columns + j * vector_columns, first = column_of(first_at);
@@ -248,8 +257,9 @@ class PackedWeight : public decode_pass::Product {
                 const float* scale = numbers.scales ? numbers.scales + first + i : nullptr;
                 if (element_ == Element::int8 && !pack_integers(packer, i, first_at + i, scale)) return kNotFinite;
             }
-            level_.interleave(packer.rows.data(), num_steps_, words + j * vector_columns * 4);
+            level_.interleave(packer.rows.data(), num_words_, words + j * vector_columns * 4);
         }
+        std::memset(words + num_words_ * step_bytes, 0, (num_steps_ - num_words_) * step_bytes);
         return 0;
     }
 
@@ -325,6 +335,7 @@ class PackedWeight : public decode_pass::Product {
     const int64_t columns_;
     const int64_t in_width_;
     const int per_word_;
+    const int64_t num_words_;  // of a row
     const int64_t num_steps_, out_width_, num_panels_;
     const WeightMemory panels_;
     std::vector<float> bias_, scales_;

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu.state_scans import scan_delta, scan_level, suits_delta
-from kernels.norm import RmsNorm
-from kernels.states.state_rows import StateRows, causal_convolution
-from kernels.states.state_space import silu_in_place
+from kernels.cpu.state_scans import GatedForm, scan_delta, scan_level, suits_delta
+from kernels.states.convolution import causal_convolution
+from kernels.states.gated_rows import GatedRows
+from kernels.states.state_rows import StateRows
 from kernels.states.steps import run_steps
 
 _LENGTH_EPS = 1e-6
@@ -56,7 +56,8 @@ class DeltaRule:
         """`eps`: of the norm of each head's results."""
         self._sizes, self._weights = sizes, weights
         self._decay = -weights.log_decay.exp()
-        self._norm = RmsNorm(weights.norm, eps, torch.float32)
+        norm = weights.norm.repeat(sizes.num_heads)
+        self._gated = GatedRows(sizes.values, norm, GatedForm(sizes.num_heads, eps, gates_first=False))
 
     def __call__(self, projected: Tensor, rows: StateRows, state: Sequence[Tensor]) -> Tensor:
         """See StateMixer. The state has the rows before the convolution, and [blocks, heads, key_dim, value_dim]."""
@@ -64,14 +65,10 @@ class DeltaRule:
         keys, values, num_heads = sizes.keys, sizes.values, sizes.num_heads
         convolved, gates, b, a = projected.split_with_sizes((2 * keys + values, values, num_heads, num_heads), dim=1)
         mixed = causal_convolution(convolved, weights.convolution, None, rows, tails)
-        silu_in_place(mixed)
         q, k, v = mixed.split_with_sizes((keys, keys, values), dim=1)
         beta = b.double().sigmoid().float()
         decay = (functional.softplus(a.double() + weights.dt_bias) * self._decay).exp().float()
-        out = scan((q, k, v), (beta, decay), rows, memories).view(-1, sizes.value_dim)
-        gates = gates.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-        silu_in_place(gates)
-        return self._norm(out).view(gates.shape).mul_(gates).to(projected.dtype)
+        return self._gated(scan((q, k, v), (beta, decay), rows, memories).view(-1, values), gates)
 
 
 def scan(

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kernels.states.state_rows import StateRows, causal_convolution
+from kernels.states.convolution import ConvolutionGates, causal_convolution
+from kernels.states.state_rows import StateRows
 
 
 class ShortConvolution:
@@ -20,5 +21,4 @@ class ShortConvolution:
         """See StateMixer. The state has the rows before: [blocks, kernel_size - 1, width]."""
         gate, gate_behind, x = projected.chunk(3, dim=1)
         (tails,) = state
-        convolved = causal_convolution(gate * x, self._weight, self._bias, rows, tails)
-        return gate_behind * convolved.to(projected.dtype)
+        return causal_convolution(x, self._weight, self._bias, rows, tails, ConvolutionGates(gate, gate_behind))

@@ -76,28 +76,3 @@ class StateMixer(Protocol):
 
         state   its parts, each [blocks, ..]; those of `rows.targets` are written
         """
-
-
-def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, rows: StateRows, tails: Tensor) -> Tensor:
-    """Convolve each channel with its last tokens: x [tokens, channels] -> [tokens, channels] float32.
-
-    weight  [kernel_size, channels] float32: the last row is a token's own
-    bias    [channels] float32
-    tails   [blocks, kernel_size - 1, channels]: the rows before
-    """
-    places = rows.convolved(len(weight) - 1)
-    extended = x.new_empty((places.num_rows, x.shape[1]))
-    extended[places.own] = x
-    extended[places.fresh] = 0
-    extended[places.kept] = tails.index_select(0, places.sources).flatten(0, 1).to(x.dtype)
-    # Tap by tap, in one order: what a row is does not depend on the others.
-    out = extended.new_zeros(x.shape, dtype=torch.float32) if bias is None else bias.expand(x.shape).clone()
-    for tap, own in enumerate(weight):
-        if places.is_one:
-            read = extended[tap : tap + len(x)]
-        else:
-            read = extended.index_select(0, places.own - (places.num_before - tap))
-        out += read.float() * own
-    left = extended.index_select(0, places.left).view(-1, *tails.shape[1:])
-    tails.index_copy_(0, places.targets, left.to(tails.dtype))
-    return out

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu.state_scans import scan_level, scan_space, silu_, suits_space
-from kernels.norm import RmsNorm
-from kernels.states.state_rows import StateRows, causal_convolution
+from kernels.cpu.state_scans import GatedForm, scan_level, scan_space, suits_space
+from kernels.states.convolution import causal_convolution
+from kernels.states.gated_rows import GatedRows
+from kernels.states.state_rows import StateRows
 from kernels.states.steps import run_steps
 
 
@@ -63,9 +64,8 @@ class StateSpace:
         """`eps`: of the norm, of each group's results by itself. `gates_first`: they are gated before the norm."""
         self._sizes, self._weights = sizes, weights
         self._decay = -weights.log_decay.exp()
-        self._limits, self._gates_first = dt_limits, gates_first
-        width = sizes.inner // sizes.num_groups
-        self._norm = None if weights.norm is None else RmsNorm(torch.ones(width), eps, torch.float32)
+        self._limits = dt_limits
+        self._gated = GatedRows(sizes.inner, weights.norm, GatedForm(sizes.num_groups, eps, gates_first))
 
     def __call__(self, projected: Tensor, rows: StateRows, state: Sequence[Tensor]) -> Tensor:
         """See StateMixer. The state has the rows before the convolution, and [blocks, heads, state_size, head_dim]."""
@@ -73,32 +73,11 @@ class StateSpace:
         inner, shared = sizes.inner, sizes.shared
         gates, convolved, dt = projected.split_with_sizes((inner, inner + 2 * shared, sizes.num_heads), dim=1)
         mixed = causal_convolution(convolved, weights.convolution, weights.convolution_bias, rows, tails)
-        silu_in_place(mixed)
         x, b, c = mixed.split_with_sizes((inner, shared, shared), dim=1)
         dt = functional.softplus(dt.double() + weights.dt_bias).clamp(*self._limits)
         decay = (dt * self._decay).exp().float()
         out = scan((x, b, c), (dt.float(), decay), weights.skip, rows, spaces)
-        return self._gated(out.view(-1, inner), gates).to(projected.dtype)
-
-    def _gated(self, x: Tensor, gates: Tensor) -> Tensor:
-        """Gate and normalise x [tokens, inner] float32."""
-        gates = gates.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-        silu_in_place(gates)
-        if self._gates_first or self._norm is None:
-            x = x.mul_(gates)
-        if self._norm is None or self._weights.norm is None:
-            return x
-        x = self._norm(x.view(len(x) * self._sizes.num_groups, -1)).view(x.shape).mul_(self._weights.norm)
-        return x if self._gates_first else x.mul_(gates)
-
-
-def silu_in_place(x: Tensor) -> None:
-    """Compute x = x * sigmoid(x), contiguous float32."""
-    level = scan_level(x)
-    if level is None:
-        functional.silu(x, inplace=True)
-    else:
-        silu_(x, level)
+        return self._gated(out.view(-1, inner), gates)
 
 
 def scan(

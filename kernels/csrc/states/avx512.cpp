@@ -11,6 +11,7 @@
 #define WIDTH 16
 #define HAS_BF16_DOT 1
 #include "level.h"
+#include "ends_level.h"
 
 namespace states {
 
@@ -19,7 +20,8 @@ static bool is_supported() {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-extern const Level avx512_level = {"avx512bf16", is_supported, avx512::scan_space, avx512::scan_delta, avx512::silu};
+extern const Level avx512_level = {"avx512bf16",          is_supported, avx512::scan_space, avx512::scan_delta,
+                                  avx512::convolve, avx512::gate,   avx512::silu};
 
 }  // namespace states
 #endif

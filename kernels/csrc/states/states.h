@@ -53,12 +53,47 @@ struct DeltaScan {
 
 constexpr int64_t kMostKeys = 512;
 
+// Before a recurrence: each channel of x with its last tokens, and the silu of that. Or, with gates, gate_behind times each
+// channel of gate * x with its last tokens, every product rounded to the rows' elements.
+struct Convolution {
+    const char* x;            // [tokens, channels], float32 or bfloat16, as are gates and tails
+    const char* gate;         // likewise, or null
+    const char* gate_behind;  // likewise, or null; both or none
+    int64_t row_bytes;        // from row to row of x and of gates
+    const float* weight;      // [taps, channels]: the last row is a token's own
+    const float* bias;        // [channels], or null
+    char* tails;              // of block 0: the inputs before, [taps - 1, channels]
+    int64_t tail_bytes;       // from block to block
+    char* out;                // [tokens, channels]: of the rows' elements with gates, else float32
+    int64_t channels;         // a multiple of 16
+    int64_t taps;             // kLeastTaps to kMostTaps
+    bool is_bfloat16;
+};
+
+constexpr int64_t kLeastTaps = 2, kMostTaps = 4;
+
+// Behind one: results are multiplied by the silu of their gates, and groups of them normalised, before or after.
+struct GatedRows {
+    float* x;               // [rows, groups * width], overwritten
+    const char* gates;      // likewise, float32 or bfloat16
+    int64_t gate_row_bytes;
+    const float* weight;    // [groups * width]; null: nothing is normalised
+    char* out;              // [rows, groups * width], of the gates' elements
+    int64_t groups, width;  // width: a multiple of 16
+    float eps;
+    bool gates_first, is_bfloat16;
+};
+
 struct Level {
     const char* name;
     bool (*is_supported)();
     // All tokens of one sequence, on one head.
     void (*scan_space)(const SpaceScan&, const Sequences&, const Memory&, int64_t sequence, int64_t head);
     void (*scan_delta)(const DeltaScan&, const Sequences&, const Memory&, int64_t sequence, int64_t head);
+    // All tokens of one sequence, of channels [first, last).
+    void (*convolve)(const Convolution&, const Sequences&, int64_t sequence, int64_t first, int64_t last);
+    // Groups of rows, counted over all rows.
+    void (*gate)(const GatedRows&, int64_t first, int64_t last);
     // x = x * sigmoid(x), of elements [first, last).
     void (*silu)(float* x, int64_t first, int64_t last);
 };

@@ -1,11 +1,14 @@
 """Feed-forward parts: mixtures of experts against loops over tokens in float64."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.cpu.expert_products import native_experts
+from kernels.cpu.int8_linear import Int8Linear
 from kernels.feed_forward import ExpertRouter, Experts, FeedForwardPart, GroupRouter, grouped_products
 from kernels.linear import Linear
 from kernels.sorted_experts import stacked_experts
@@ -115,3 +118,20 @@ def test_the_shares_of_a_row_do_not_depend_on_its_batch() -> None:
     alone = [router(x[place : place + 1]) for place in range(len(x))]
     assert torch.equal(experts, torch.cat([one[0] for one in alone]))
     assert torch.equal(shares, torch.cat([one[1] for one in alone]))
+
+
+@pytest.mark.parametrize("kind", [Linear, Int8Linear])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_in_one_call_give_the_same_bits(kind: type[Linear] | type[Int8Linear], dtype: torch.dtype) -> None:
+    weights = [(randoms(2 * INNER, HIDDEN, seed=expert), randoms(HIDDEN, INNER, seed=expert)) for expert in range(5)]
+    experts = [
+        FeedForwardPart(kind(first.to(dtype), activation="silu", is_gated=True), kind(second.to(dtype)))
+        for first, second in weights
+    ]
+    native = native_experts(experts, HIDDEN, HIDDEN)
+    if native is None:
+        pytest.skip("the native kernels are not built")
+    for num_rows in (1, 40):
+        x = randoms(num_rows, HIDDEN).to(dtype)
+        chosen = randoms(num_rows, 4, seed=7).topk(2).indices  # the last expert has no row
+        assert torch.equal(grouped_products(x, chosen, experts, native=native), grouped_products(x, chosen, experts))

@@ -115,11 +115,22 @@ def test_rows_that_do_not_fit_the_cache_are_taken_in_parts(dtype: torch.dtype, l
 @float_levels
 def test_a_row_is_the_same_in_any_batch(threads: int, dtype: torch.dtype, level: str) -> None:
     """Bit by bit: what else is in the batch decides neither the order of a sum nor its rounding."""
-    linear = PackedLinear(randoms(0, 100, 96, dtype=dtype), None, level=level, element=dtype)
-    x = randoms(1, 61, 96, dtype=dtype)
-    together = linear(x)
-    for first, last in ((0, 1), (5, 12), (20, 61)):
-        assert torch.equal(linear(x[first:last]), together[first:last]), threads
+    for in_width in (96, 1026):
+        linear = PackedLinear(randoms(0, 100, in_width, dtype=dtype), None, level=level, element=dtype)
+        x = randoms(1, 61, in_width, dtype=dtype)
+        together = linear(x)
+        for first, last in ((0, 1), (5, 12), (10, 27), (20, 61)):
+            assert torch.equal(linear(x[first:last]), together[first:last]), (in_width, threads)
+
+
+def test_tiles_of_8_bits_give_what_vectors_do() -> None:
+    if "amx" not in packed_levels(INT8, CPU):
+        pytest.skip("not built, or no such processor")
+    weight, bias, x = randoms(0, 100, 90), randoms(1, 100), randoms(2, 37, 90)
+    by_level = [
+        PackedLinear(weight, bias, level=level, element=INT8, activation="silu")(x) for level in ("amx", "avx512bf16")
+    ]
+    assert torch.equal(*by_level)
 
 
 @float_levels

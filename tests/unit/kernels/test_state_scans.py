@@ -5,8 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.states import delta_rule, state_space
-from kernels.states.state_rows import NO_BLOCK, StateParts, StateRows, causal_convolution
+from kernels.cpu.state_scans import GatedForm
+from kernels.states import convolution, delta_rule, gated_rows, state_space
+from kernels.states.convolution import ConvolutionGates, causal_convolution
+from kernels.states.gated_rows import GatedRows
+from kernels.states.state_rows import NO_BLOCK, StateParts, StateRows
 
 COUNTS = (5, 1, 9)
 NUM_TOKENS, NUM_BLOCKS = sum(COUNTS), 8
@@ -25,7 +28,7 @@ def _random(*shape: int) -> Tensor:
 @pytest.fixture(params=["native", "plain"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "plain":
-        for module in (state_space, delta_rule):
+        for module in (state_space, delta_rule, convolution, gated_rows):
             monkeypatch.setattr(module, "scan_level", lambda *tensors: None)
     return str(request.param)
 
@@ -86,16 +89,58 @@ def test_delta_rule(form: str) -> None:
     _check(states, out, expected, {token: left[token] for token in ROWS.ends.tolist()})
 
 
-def test_convolution() -> None:
-    channels, size = 10, 4
-    x, weight, bias = _random(NUM_TOKENS, channels), _random(size, channels), _random(channels)
-    tails = _random(NUM_BLOCKS, size - 1, channels)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("has_gates", [False, True])
+def test_convolution(form: str, size: int, has_gates: bool) -> None:
+    channels = 80
+    x, before, behind = _random(NUM_TOKENS, 3 * channels).chunk(3, dim=1)
+    gates = ConvolutionGates(before, behind) if has_gates else None
+    weight, bias, tails = _random(size, channels), _random(channels), _random(NUM_BLOCKS, size - 1, channels)
     expected, left = torch.empty(NUM_TOKENS, channels).double(), {}
     for sequence in range(len(COUNTS)):
         known = [*_before(tails, sequence)]
         for token in _tokens(sequence):
-            known.append(x[token].double())
-            expected[token] = (torch.stack(known[-size:]) * weight.double()).sum(0) + bias.double()
+            own = x[token].double() * (before[token].double() if has_gates else 1.0)
+            known.append(own)
+            result = (torch.stack(known[-size:]) * weight.double()).sum(0) + bias.double()
+            expected[token] = result * (behind[token].double() if has_gates else result.sigmoid())
             left[token] = torch.stack(known[1 - size :])
-    out = causal_convolution(x, weight, bias, ROWS, tails)
+    out = causal_convolution(x, weight, bias, ROWS, tails, gates)
     _check(tails, out, expected, {token: left[token] for token in ROWS.ends.tolist()})
+
+
+def test_a_convolution_in_bfloat16_is_the_same_bits_however_rows_are_cut() -> None:
+    """With gates, as layers of short convolutions have them: token by token through the state, and all at once."""
+    count, channels, size = 11, 320, 3
+    rows = _random(count, 3 * channels).bfloat16()
+    weight, tails = _random(size, channels), torch.zeros(1, size - 1, channels, dtype=torch.bfloat16)
+
+    def computed(first: int, last: int) -> Tensor:
+        source, number = (NO_BLOCK if first == 0 else 0), last - first
+        own = StateRows(
+            np.array([0]), np.array([source]), StateParts(*(np.array([each]) for each in (number - 1, 0, last, 0)))
+        )
+        x, before, behind = rows[first:last].chunk(3, dim=1)
+        return causal_convolution(x, weight, None, own, tails, ConvolutionGates(before, behind))
+
+    whole, left = computed(0, count), tails.clone()
+    assert torch.equal(torch.cat([computed(token, token + 1) for token in range(count)]), whole)
+    assert torch.equal(tails, left)
+
+
+@pytest.mark.parametrize("gates_first", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_gated_rows(form: str, gates_first: bool, has_norm: bool) -> None:
+    groups, width, eps = 3, 48, 1e-5
+    x, gates = _random(NUM_TOKENS, groups * width), _random(NUM_TOKENS, groups * width + 5)[:, 2:-3]
+    weight = _random(groups * width) if has_norm else None
+    expected, factors = x.double(), gates.double() * gates.double().sigmoid()
+    if gates_first or weight is None:
+        expected = expected * factors
+    if weight is not None:
+        by_group = expected.view(NUM_TOKENS, groups, width)
+        expected = by_group / (by_group.square().mean(-1, keepdim=True) + eps).sqrt()
+        expected = expected.reshape(x.shape) * weight.double()
+        expected = expected if gates_first else expected * factors
+    out = GatedRows(groups * width, weight, GatedForm(groups, eps, gates_first))(x.clone(), gates)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,31 @@
+"""Results of a recurrence, gated and normalised."""
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.state_scans import GatedForm, gate_rows_, scan_level, suits_gates
+from kernels.norm import RmsNorm
+from kernels.states.convolution import silu_in_place
+
+
+class GatedRows:
+    """Results [tokens, groups * width] float32, times the silu of their gates, and normalised group by group."""
+
+    def __init__(self, width: int, weight: Tensor | None, form: GatedForm) -> None:
+        """`width` of all groups; `weight` [width] float32, None: nothing is normalised."""
+        self._weight, self._form = None if weight is None else weight.contiguous(), form
+        self._norm = RmsNorm(torch.ones(width // form.num_groups), form.eps, torch.float32)
+
+    def __call__(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Gate x, which is overwritten, by gates [tokens, groups * width] -> the same, dtype of the gates."""
+        level = scan_level(x)
+        if level is not None and suits_gates(gates, self._form.num_groups):
+            return gate_rows_(x, gates, self._weight, self._form, level=level)
+        factors = silu_in_place(gates.to(torch.float32, memory_format=torch.contiguous_format, copy=True))
+        if self._form.gates_first or self._weight is None:
+            x = x.mul_(factors)
+        if self._weight is not None:
+            x = self._norm(x.view(len(x) * self._form.num_groups, -1)).view(x.shape).mul_(self._weight)
+        if self._weight is not None and not self._form.gates_first:
+            x = x.mul_(factors)
+        return x.to(gates.dtype)
