@@ -11,6 +11,7 @@ from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.online import learned_from
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.prefix_cache.contexts import PrefixCache
+from alignedserve.prefix_cache.kept_states import StateBudget
 from alignedserve.scheduling.factory import (
     admission_share,
     limits_of,
@@ -145,6 +146,7 @@ def memory_of(
         hidden_ratio=None if hidden_block_tokens is None else layout.block_size / hidden_block_tokens,
         has_shared_blocks=has_shared_blocks,
         swap_width=copy_bytes / layout.block_bytes,
+        state_blocks=layout.state_blocks,
     )
 
 
@@ -165,22 +167,31 @@ def make_colocated_logic(
 ) -> ColocatedLogic:
     """Build the logic of one colocated worker; the rest as for `make_logic`. `prefix_cache`: None: it has none.
     `prefix_pool`: the pool of its node, if that keeps prefix blocks; `decode_pool`: the same, if it keeps decodes.
-    `num_layers`: between which a pass may stop. `has_states`: blocks hold recurrent states.
+    `num_layers`: between which a pass may stop. `has_states`: blocks of tokens hold recurrent states.
 
     Blocks that hold layer inputs, or tokens of two requests, are not cached: a worker that may have such has no cache.
     """
     is_plain = memory.hidden_ratio is None and not memory.has_shared_blocks
-    has_cache = prefix_cache is not None and prefix_cache.enabled and is_plain
+    prefixes = None
+    if prefix_cache is not None and prefix_cache.enabled and is_plain:
+        prefixes = _prefix_cache(prefix_cache, memory, takes_whole=has_states)
     return ColocatedLogic(
         registered=_with_speed(registered, config, costs, measured),
         memory=memory,
         scheduler=make_scheduler(scheduling, limits_of(config), costs, measured),
         eos_token_ids=eos_token_ids,
-        prefixes=PrefixCache(memory.block_size, takes_whole=has_states) if has_cache else None,
-        prefix_pool=prefix_pool if has_cache else None,
+        prefixes=prefixes,
+        prefix_pool=None if prefixes is None or memory.state_blocks else prefix_pool,
         yielding=make_yielding(scheduling, num_layers),
         decode_pool=decode_pool,
     )
+
+
+def _prefix_cache(config: PrefixCacheConfig, memory: DeviceMemory, *, takes_whole: bool) -> PrefixCache:
+    if not memory.state_blocks:
+        return PrefixCache(memory.block_size, takes_whole=takes_whole)
+    max_states = int(config.state_share * memory.num_blocks) // memory.state_blocks
+    return PrefixCache(memory.block_size, takes_whole=True, states=StateBudget(memory.state_blocks, max_states))
 
 
 def _with_speed(

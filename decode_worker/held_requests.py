@@ -3,7 +3,6 @@
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BatchId, BlockId, RequestId
 from alignedserve.core.request import Request, RequestClass
 from alignedserve.messages.fields import NO_BATCH
@@ -15,6 +14,7 @@ from alignedserve.scheduling.block_users import num_shared
 from alignedserve.scheduling.policy import DeviceMemory, ScheduledRequest
 from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
 from alignedserve.worker_core.request import WorkerRequest
+from decode_worker.states_on_way import StatesOnWay
 
 _FORESEEN_TOKENS = 256  # of a request, while another moves
 
@@ -23,7 +23,7 @@ _FORESEEN_TOKENS = 256  # of a request, while another moves
 class HeldRequest(WorkerRequest):
     """One request on such a worker; its progress is in the table."""
 
-    block_ids: list[BlockId] = field(default_factory=list)
+    block_ids: list[BlockId] = field(default_factory=list)  # those of its states first, if it has some
     is_in_engine: bool = False
     is_on_host: bool = False  # the engine keeps a host copy of it
     is_finished: bool = False  # it has had its last token, or has failed
@@ -56,7 +56,11 @@ class HeldRequests:
             self.state.held_blocks = self._shareable
         self._has_exact_swaps = memory.swap_width >= 1.0
         self._replacements: list[BlockReplacement] = []  # for the engine, with the next iteration
-        self._to_copy: list[tuple[HeldRequest, CachedBlock]] = []  # for requests that enter
+        # For requests that enter: where their first own block begins like this one, or their states are these.
+        self._to_copy: list[tuple[HeldRequest, CachedBlock]] = []
+        self._states_to_copy: list[tuple[HeldRequest, tuple[BlockId, ...]]] = []
+        self.states = StatesOnWay(self.allocator, prefixes)
+        self._state_blocks = memory.state_blocks
         self.num_away = 0  # blocks of requests that are leaving or coming, in no row
         self.num_copying: Callable[[], int] = lambda: 0  # of these, blocks of copies to and from the pool
         self.is_copying_out = False  # the engine copies from blocks that may be free already: none may be loaded
@@ -115,6 +119,7 @@ class HeldRequests:
         """Remove a request and free its blocks; cached blocks stay in the cache until they are needed."""
         request_id = tracked.request.request_id
         del self._requests[request_id]
+        self.states.settle(request_id, tracked.context, is_whole=False)
         shares_last = self.state.shared.partner(request_id) is not None
         (self.state.remove_elsewhere if tracked.is_away else self.state.remove)(request_id)
         self._leave_blocks(tracked, 0, shares_last=shares_last)
@@ -135,6 +140,14 @@ class HeldRequests:
         if tracked.is_on_host:
             self._forgotten.append(tracked.request.request_id)
             tracked.is_on_host = False
+
+    def num_of_states(self, tracked: HeldRequest) -> int:
+        """Return how many of a request's first blocks are those of its states: it has them with its first own block."""
+        return self._state_blocks if len(tracked.block_ids) > tracked.num_shareable else 0
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return the blocks of a request of so many tokens."""
+        return self._state_blocks + -(-num_tokens // self.block_size)
 
     # --- the prefix cache
 
@@ -157,6 +170,8 @@ class HeldRequests:
         self.state.settle(self.allocator.num_free)
         if run.copied is not None:
             self._to_copy.append((tracked, run.copied))
+        if run.state is not None:
+            self._states_to_copy.append((tracked, run.state.state_ids))
         if not tracked.is_prefilled:
             tracked.num_hit_tokens = run.num_tokens
 
@@ -169,7 +184,10 @@ class HeldRequests:
         copies = [
             BlockCopied(source.block_id, tracked.block_ids[tracked.num_shareable]) for tracked, source in self._to_copy
         ]
+        for tracked, state_ids in self._states_to_copy:
+            copies += map(BlockCopied, state_ids, tracked.block_ids)
         self._to_copy.clear()
+        self._states_to_copy.clear()
         return tuple(copies)
 
     def store_filled(self, failed: Container[RequestId]) -> None:
@@ -178,9 +196,11 @@ class HeldRequests:
             return
         for row in self.state.filling_rows():
             tracked = self.of_row(row)
-            if tracked.request.request_id not in failed:
+            request_id = tracked.request.request_id
+            if request_id not in failed:
                 num_settled = tracked.settled_len(int(self.state.table.num_cached[row]))
                 self._store(tracked, num_settled // self.block_size)
+            self.states.settle(request_id, tracked.context, is_whole=request_id not in failed)
         self.state.settle(self.allocator.num_free)
 
     def leave_blocks(self, tracked: HeldRequest, num_kept: int, *, is_swapped: bool, shares_last: bool) -> None:
@@ -213,7 +233,7 @@ class HeldRequests:
         context, prefixes = tracked.context, self._prefixes
         if context is None or prefixes is None:
             return
-        for adopted in prefixes.store(context, num_full, tracked.block_ids, tracked.tokens_between):
+        for adopted in prefixes.store(context, num_full, tracked.block_ids, tracked.tokens_between, self._state_blocks):
             self.allocator.free((adopted.freed,))
             if tracked.is_in_engine:
                 request_id = tracked.request.request_id
@@ -221,10 +241,13 @@ class HeldRequests:
 
     def _leave_blocks(self, tracked: HeldRequest, num_kept: int, *, shares_last: bool = False) -> None:
         """Free the request's own blocks after the first `num_kept`; shared ones stay cached."""
-        own = tracked.block_ids[max(num_kept, tracked.num_shareable) :]
+        first = self.num_of_states(tracked)
+        if first and not num_kept:
+            self.allocator.free(tracked.block_ids[:first])
+        own = tracked.block_ids[max(num_kept, first + tracked.num_shareable) :]
         self.allocator.free(own[:-1] if shares_last else own)
         if tracked.context is not None and self._prefixes is not None:
-            self._prefixes.leave(tracked.context, num_kept)
+            self._prefixes.leave(tracked.context, max(num_kept - first, 0))
         del tracked.block_ids[num_kept:]
         self.state.settle(self.allocator.num_free)
 
@@ -249,7 +272,7 @@ class HeldRequests:
     def has_room_for(self, request: Request, context_len: int, num_held: int = 0) -> bool:
         """Return whether a request could have what it may soon need, alone, beside blocks on their way and these."""
         soon = min(context_len + _FORESEEN_TOKENS, request.max_context_len)
-        return blocks_for(soon, self.block_size) <= self._num_usable - num_held
+        return self.blocks_for(soon) <= self._num_usable - num_held
 
     @property
     def can_compute(self) -> bool:
@@ -258,7 +281,7 @@ class HeldRequests:
         False only while a request that has grown far needs blocks that are on their way.
         """
         left = self._num_usable
-        return not self.num_away or all(blocks_for(held.context_len, self.block_size) <= left for held in self)
+        return not self.num_away or all(self.blocks_for(held.context_len) <= left for held in self)
 
     @property
     def _num_usable(self) -> int:
@@ -287,7 +310,7 @@ class HeldRequests:
     @property
     def num_promised(self) -> int:
         """Blocks that begun requests will need for their known tokens and one more each."""
-        needs = (blocks_for(held.context_len + 1, self.block_size) - len(held.block_ids) for held in self)
+        needs = (self.blocks_for(held.context_len + 1) - len(held.block_ids) for held in self)
         return sum(max(need, 0) for one, need in zip(self, needs, strict=True) if one.block_ids)
 
     def detach(self, tracked: HeldRequest) -> Progress:

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.messages.iterations import Addition, RunIteration, Swap, Swaps
+from alignedserve.messages.iterations import Addition, RunIteration, StateKept, Swap, Swaps
 from alignedserve.scheduling.iteration_scheduler import Slices
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, PlannedShare, ScheduledRequest
 from alignedserve.scheduling.scheduler_state import AllocationResult
 from decode_worker.held_requests import HeldRequest, HeldRequests
+from decode_worker.states_on_way import Passed
 
 
 class _Entered(NamedTuple):
@@ -59,7 +60,25 @@ class PlanPerformer:
         moves = Swaps(forgotten, tuple(swaps.outs), tuple(swaps.ins)) if forgotten or swaps.outs or swaps.ins else None
         slices, copies = self._slices(plan.scheduled, members), self._held.begin_copies()
         self._held.is_copying_out |= bool(swaps.outs or copies)
-        return RunIteration(removals, *entered, slices, moves, self._held.take_replacements(), copies)
+        replacements, states = self._held.take_replacements(), self._begin_states(members, plan.scheduled)
+        return RunIteration(removals, *entered, slices, moves, replacements, copies, states=states)
+
+    def _begin_states(
+        self, members: Sequence[HeldRequest], scheduled: Sequence[ScheduledRequest]
+    ) -> tuple[StateKept, ...]:
+        """Return where the iteration leaves states for later requests, now that all its blocks are allocated."""
+        states = self._held.states
+        if not states.are_kept:
+            return ()
+        kept: list[StateKept] = []
+        for tracked, part in zip(members, scheduled, strict=True):
+            if tracked.context is not None:
+                first = int(self._state.table.num_cached[part.row])
+                slice_ = Passed(first, first + part.num_tokens, tracked.is_prefilled)
+                # Beside them every request may need a block soon.
+                kept += states.begin(tracked.request.request_id, tracked.context, slice_, num_kept_free=len(self._held))
+        self._state.settle(self._held.allocator.num_free)
+        return tuple(kept)
 
     def completed(self) -> None:
         """Note the end of the iteration: its copies are made."""
@@ -119,7 +138,11 @@ class PlanPerformer:
         iteration, and what it has in a block that it leaves to another moves with it."""
         allocated = self._held.allocator.allocate(entered.num_blocks)
         assert allocated is not None, "a plan that does not fit"
-        block_ids, num_brought = allocated + shared, entered.num_swapped + entered.num_moved
+        num_brought = entered.num_swapped + entered.num_moved
+        num_states = self._held.blocks_for(0) - self._held.num_of_states(tracked) if allocated else 0
+        if num_states:  # that it enters with
+            tracked.block_ids[:0], allocated = allocated[:num_states], allocated[num_states:]
+        block_ids = allocated + shared
         first_token = self._held.num_cached(tracked) - num_brought
         if entered.num_moved:
             left = (tracked.block_ids.pop(),)

@@ -16,6 +16,7 @@ def make_logic(
     first_lease: int,
     link_wait_s: float = LINK_WAIT_S,
     takes_requests: bool = True,
+    state_blocks: int = 0,
 ) -> PoolLogic:
     """Build the logic; `first_lease` should differ after each restart. Raises ConfigError naming the field."""
     former = make_batch_former(
@@ -32,4 +33,5 @@ def make_logic(
         first_lease=first_lease,
         link_wait_s=link_wait_s,
         takes_requests=takes_requests,
+        state_blocks=state_blocks,
     )

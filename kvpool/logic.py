@@ -84,14 +84,16 @@ class PoolLogic:
         first_lease: int = NO_GENERATION + 1,
         link_wait_s: float = LINK_WAIT_S,
         takes_requests: bool = True,
+        state_blocks: int = 0,
     ) -> None:
         """`link_wait_s`: time that a batch waits for the link of its worker; 0: links that are not there never come.
+        `state_blocks`: of every request, before those of its tokens.
 
         `takes_requests`: from routers, with which it registers; False: it keeps what workers give it for themselves.
         """
         self._takes_requests = takes_requests
         self._arena = arena
-        self._block_size = block_size
+        self._block_size, self._state_blocks = block_size, state_blocks
         self._former = batch_former
         self._lease_s = lease_s
         self._lease_table = LeaseTable(arena.num_blocks, first_lease)
@@ -239,7 +241,7 @@ class PoolLogic:
 
     def _written(self, peer: str, written: BlocksWritten, now: float) -> list[PoolCommand]:
         lease = self._lease_table.get(written.lease_id)
-        is_accepted = lease is not None and lease.is_described_by(peer, written, self._block_size)
+        is_accepted = lease is not None and lease.is_described_by(peer, written, self._block_size, self._state_blocks)
         taken = Send(peer, BlocksTaken(written.request.request_id, written.attempt, is_accepted))
         if lease is None or not is_accepted:
             return [taken]  # stale or malformed: its blocks are not believed

@@ -66,6 +66,7 @@ class KvPool:
             block_size=layout.block_size,
             first_lease=1 + secrets.randbelow(_MAX_FIRST_LEASE),
             takes_requests=takes_requests,
+            state_blocks=layout.state_blocks,
         )
         self._driver: LogicDriver[CommonEvent, SetBlockGeneration] = LogicDriver(
             make(), process_spec, Codec(PoolInbound), self._perform, process_spec.recorder(make)

@@ -75,11 +75,12 @@ class Lease:
             content.begun_s + now - self.written_s,
         )
 
-    def is_described_by(self, peer: str, written: BlocksWritten, block_size: int) -> bool:
-        """Return whether this peer may say so of the lease, and says it of exactly its first blocks."""
+    def is_described_by(self, peer: str, written: BlocksWritten, block_size: int, state_blocks: int = 0) -> bool:
+        """Return whether this peer may say so of the lease, and says it of exactly its first blocks. `state_blocks`:
+        of those, before the ones of its tokens."""
         is_holder = self.stage is LeaseStage.RESERVED and self.holder == peer
         is_its = (written.request.request_id, written.attempt) == (self.request_id, self.attempt)
-        return is_holder and is_its and is_described(written, self.block_ids, self.lease_id, block_size)
+        return is_holder and is_its and is_described(written, self.block_ids, self.lease_id, block_size, state_blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,7 @@ class MemoryPlanner:
     def _memories(self, context_len: int) -> list[Memory]:
         config, is_on_gpu = self.config, bool(self.machine.gpu_bytes)
         block = self.served.block_layout(config.engine.block_size)
-        one = block.token_bytes * (context_len + config.engine.block_size)
+        one = block.token_bytes * (context_len + config.engine.block_size) + block.context_bytes
         hidden = -(-one // block.block_bytes) * (block.block_bytes + self._recomputing_bytes)
         decode_places = {Place.DECODE_GPU: 1} if is_on_gpu else {Place.HOST: config.decode.count}
         prefill_places = {Place.PREFILL_GPU: 1} if is_on_gpu else {Place.HOST: config.prefill.count}
@@ -224,6 +224,8 @@ class MemoryPlanner:
         cache = self.config.prefix_cache
         if not isinstance(cache.host_bytes, DefaultSize):
             return cache.pool_bytes > 0
+        if self._context_bytes:
+            return False  # it would keep tokens without the states behind them
         return cache.enabled and not self.topology.is_separate and self.config.decode.count > 1
 
     def _prefixes(self, wanted: int) -> Memory:
@@ -253,9 +255,14 @@ class MemoryPlanner:
     def _token_bytes(self) -> int:
         return self.served.block_layout(self.config.engine.block_size).token_bytes
 
+    @property
+    def _context_bytes(self) -> int:
+        return self.served.block_layout(self.config.engine.block_size).context_bytes
+
     def _wanted(self, num_requests: int) -> int:
-        """Return the bytes of so many ordinary requests."""
-        return num_requests * REQUEST_TOKENS * self._token_bytes
+        """Return the bytes of so many ordinary requests, and of a state that is kept for the next turn of each."""
+        num_states = 2 if self.config.prefix_cache.enabled else 1
+        return num_requests * (REQUEST_TOKENS * self._token_bytes + num_states * self._context_bytes)
 
     def _memory(self, section: str, field: str, least: int, wanted: int, counts: Mapping[Place, int]) -> Memory:
         """Describe a memory; one that is set has just that size."""

@@ -51,7 +51,7 @@ def check_configuration(config: ClusterConfig, served: ServedModel) -> None:
     if served.encoder is None and served.decoder.extras is not None:
         _check_extras(config, served.decoder.extras.title)
     if served.pipeline_parallel > 1:
-        _check_stages(config)
+        _check_stages(config, served.num_hosts)
     _check_policy(config, block_tokens)
     _check_yielding(config, served)
     if config.lora.is_enabled and block_tokens is not None:
@@ -94,11 +94,11 @@ def _check_encoder(config: ClusterConfig) -> None:
         raise ConfigError("lora has no effect on an encoder: adapters are for decoders; leave it out")
 
 
-def _check_stages(config: ClusterConfig) -> None:
+def _check_stages(config: ClusterConfig, num_hosts: int) -> None:
     """Check that no setting wants what stages cannot do."""
     setting = f"engine.pipeline_parallel={config.engine.pipeline_parallel}"
-    if config.lora.is_enabled:
-        raise ConfigError(f"lora: stages load no adapters of their layers ({setting}); leave it out")
+    if config.lora.is_enabled and num_hosts > 1:
+        raise ConfigError(f"lora: stages of other hosts load no adapters of their layers ({setting}); leave it out")
     if Mechanism.HIDDEN_CACHE in wanted_mechanisms(config.scheduling):
         raise ConfigError(
             f"policy {config.scheduling.policy!r} keeps layer inputs in place of keys and values, which stages do not "
@@ -214,7 +214,7 @@ def _advice(error: OSError) -> str:
 def _check_blocks(config: ClusterConfig, served: ServedModel, block_tokens: int | None) -> None:
     """Check that a request of the longest context fits every memory that it passes through."""
     layout = served.block_layout(config.engine.block_size)
-    needed = layout.token_bytes * (served.max_context_len + config.engine.block_size)
+    needed = layout.token_bytes * (served.max_context_len + config.engine.block_size) + layout.context_bytes
     decode_bytes = config.decode.kv_cache_bytes
     if block_tokens is not None:
         decode_bytes = layout.block_bytes * storage_blocks(layout, decode_bytes, block_tokens)

@@ -61,6 +61,8 @@ class SizeChoice:
         if layout.state_bytes:
             state = _spelt(layout.block_bytes - layout.kv_bytes)
             parts.append(f"{state} of states in each block of {layout.block_size} tokens")
+        if layout.state_blocks:
+            parts.append(f"{_spelt(layout.context_bytes)} of it for the states of each request, however long")
         if config.prefix_cache.pool_bytes:
             parts.append(f"{_spelt(config.prefix_cache.pool_bytes)} for prefixes that workers share")
         chunk = config.decode.max_num_batched_tokens
@@ -128,7 +130,7 @@ def _with_limits(config: ClusterConfig, sized: ClusterConfig, planner: MemoryPla
     chunk = _chunk(served, threads, machine.has_bfloat16)
     if machine.gpu_bytes:
         chunk = _LARGE_GPU_CHUNK if min(machine.gpu_bytes) >= _LARGE_GPU_BYTES else _GPU_CHUNK
-    token_bytes = served.block_layout(sized.engine.block_size).token_bytes
+    layout = served.block_layout(sized.engine.block_size)
     sections = {}
     for name in ("prefill", "decode"):
         given, section = getattr(config, name), getattr(sized, name)
@@ -136,7 +138,7 @@ def _with_limits(config: ClusterConfig, sized: ClusterConfig, planner: MemoryPla
         if name == "decode" and machine.gpu_bytes and served.encoder is None:
             limits["max_running_requests"] = planner.running_requests(section.kv_cache_bytes)
         elif isinstance(given.max_running_requests, DefaultSize) and isinstance(given.kv_cache_bytes, DefaultSize):
-            room = section.kv_cache_bytes // token_bytes // LEAST_TOKENS
+            room = section.kv_cache_bytes // (layout.token_bytes * LEAST_TOKENS + layout.context_bytes)
             limits["max_running_requests"] = min(max(room, 1), given.max_running_requests)
         if isinstance(given.max_num_batched_tokens, DefaultSize):
             limits["max_num_batched_tokens"] = chunk
@@ -154,7 +156,8 @@ def _chunk(served: ServedModel, num_threads: int, has_bfloat16: bool) -> int:
 
 def _shortened_remark(planner: MemoryPlanner, context_len: int) -> str:
     full = planner.served.max_context_len
-    cache = planner.served.block_layout(planner.config.engine.block_size).token_bytes * full
+    layout = planner.served.block_layout(planner.config.engine.block_size)
+    cache = layout.token_bytes * full + layout.context_bytes
     needed = planner.needed_bytes(full, Kept.USUALLY)
     possible = planner.longest_that_fits() or 0
     settable = f"; model.max_context_len={possible} is the most that can be set" if possible > context_len else ""

@@ -1,7 +1,7 @@
 """The shape and byte size of one KV block, shared by the engine, the pool and the transports (no torch here)."""
 
 import hashlib
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from alignedserve.core.errors import ConfigError
 
@@ -11,6 +11,8 @@ INT8 = "int8"
 FP8 = "fp8"  # the same of e4m3 (kernels.float8_rows)
 _CACHE_DTYPE_BYTES = {**DTYPE_BYTES, INT8: 1, FP8: 1}
 _SCALE_BYTES = 4
+STATE_HEADER_BYTES = 64  # in front of states: how many tokens of the context they stand behind
+LARGEST_BLOCK = 1024  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class BlockLayout:
     Order inside a block, outermost first: [num_layers, 2 (keys, values), block_size, num_kv_heads, head_dim]; of int8
     and fp8 [num_layers, 2, block_size, slot_width]. With one part in place of 2 the values are read from the keys.
     Behind them lie, of models that have some, the states behind the last of its tokens that is computed, in as many
-    whole runs as they need.
+    whole runs as they need; or each context has blocks for them alone, before those of its tokens.
     Raises ConfigError naming the field.
     """
 
@@ -31,6 +33,7 @@ class BlockLayout:
     dtype: str  # a key of DTYPE_BYTES, INT8 or FP8
     num_parts: int = 2  # keys and values; 1: the keys are both
     state_bytes: int = 0  # of recurrent states; num_layers counts the layers with keys and values alone
+    state_blocks: int = 0  # in place of these: blocks of its own that a context has for its states
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_layers", "num_kv_heads", "head_dim"):
@@ -106,15 +109,39 @@ class BlockLayout:
         """Bytes of one token's keys and values on all layers, and of its share in a block's states."""
         return self.block_bytes // self.block_size
 
+    @property
+    def has_states(self) -> bool:
+        """Return whether contexts have recurrent states, in their blocks or in blocks of their own."""
+        return self.state_bytes > 0 or self.state_blocks > 0
+
+    @property
+    def context_bytes(self) -> int:
+        """Bytes of a context's states in blocks of their own, however long it is."""
+        return self.state_blocks * self.block_bytes
+
+    def with_own_states(self, num_layers: int, layer_bytes: int) -> "BlockLayout":
+        """Return the layout where states have blocks of their own, each with those of some layers behind a header.
+
+        Unchanged where there are none, or a layer's are larger than a block without them.
+        """
+        plain = replace(self, state_bytes=0)
+        num_in_block = max(plain.block_bytes - STATE_HEADER_BYTES, 0) // layer_bytes if layer_bytes else 0
+        return replace(plain, state_blocks=-(-num_layers // num_in_block)) if num_in_block else self
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return the blocks of a context of so many tokens, those of its states included."""
+        return self.state_blocks + -(-num_tokens // self.block_size)
+
     def blocks_in(self, memory_bytes: int) -> int:
         """Return the number of blocks that fit into this much memory."""
         return memory_bytes // self.block_bytes
 
     def digest(self) -> bytes:
         """Return 32 bytes that identify the layout; processes compare them before they share blocks."""
-        *fields, num_parts, state_bytes = astuple(self)
-        fields += [num_parts] if num_parts == 1 or state_bytes else []
-        fields += [state_bytes] if state_bytes else []
+        *fields, num_parts, state_bytes, state_blocks = astuple(self)
+        fields += [num_parts] if num_parts == 1 or state_bytes or state_blocks else []
+        fields += [state_bytes] if state_bytes or state_blocks else []
+        fields += [state_blocks] if state_blocks else []
         return hashlib.sha256(repr(tuple(fields)).encode()).digest()
 
 

@@ -66,13 +66,14 @@ class Point:
 
 
 def feasible_points(
-    points: Sequence[Point], *, max_context_len: int, num_blocks: int, block_size: int, spare: int
+    points: Sequence[Point], *, max_context_len: int, num_blocks: int, block_size: int, spare: int, beside: int = 0
 ) -> list[Point]:
-    """Return the points that fit a model's context and a storage."""
+    """Return the points that fit a model's context and a storage. `beside`: blocks of a request beside its tokens'."""
     return [
         point
         for point in points
-        if point.max_context_len + spare < max_context_len and point.num_blocks(block_size, spare) <= num_blocks
+        if point.max_context_len + spare < max_context_len
+        and point.num_blocks(block_size, spare) + beside * point.num_requests <= num_blocks
     ]
 
 

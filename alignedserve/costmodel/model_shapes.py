@@ -33,6 +33,8 @@ class ModelShape:
     kv_parts: int = 2  # keys and values are cached; 1: latents, which are both
     attention_parameters: int = 0  # of a layer; 0: those of queries, keys, values and output
     num_cached_layers: int = 0  # with keys and values, where others keep a state of fixed size; 0: all
+    num_state_layers: int = 0  # those others
+    state_layer_bytes: int = 0  # of a context's state on one of them
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:

@@ -2,6 +2,7 @@
 
 linear    = max(flops / flop rate, bytes of weights / memory rate)
 attention = pairs of the chunks * flops / flop rate + cache that the decodes read / memory rate
+          + recurrent states, of each request read and written once / memory rate
 iteration = max(overhead + linear + attention + collectives, copies between device and host)
 
 A calibration (calibration.py) adds what these bounds leave out.
@@ -76,6 +77,7 @@ class RooflineModel:
         self._pair_s = shape.pair_flops / (flops_per_s * chunk_flops)
         cache_bytes_per_s = pipeline_parallel * bytes_per_s * efficiency.decode_attention_bytes
         self._context_token_s = shape.kv_token_bytes / cache_bytes_per_s
+        self._state_s = 2 * shape.num_state_layers * shape.state_layer_bytes / cache_bytes_per_s
         self._overhead_s = shape.num_layers * efficiency.layer_overhead_s
         self._overhead_s += efficiency.hop_s * (pipeline_parallel if pipeline_parallel > 1 else 0)
         self._all_reduces_s = self._reduced_token_s = 0.0
@@ -94,6 +96,7 @@ class RooflineModel:
         attention = self._pair_s * self._calibration.charged_pairs(work) + self._decode_attention_s(work)
         if work.num_chunks and work.num_decodes:
             attention *= self._calibration.beside
+        attention += self._state_s * (work.num_chunks + work.num_decodes)
         compute = self._overhead_s + self._linear_s(work, num_tokens) + attention + self.collectives_s(num_tokens)
         copies = self._swap_token_s * (work.swap_in_tokens + work.swap_out_tokens)
         return compute if compute > copies else copies

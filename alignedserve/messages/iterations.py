@@ -62,6 +62,14 @@ class BlockCopied(NamedTuple):
     target: BlockId
 
 
+class StateKept(NamedTuple):
+    """An edge within a sequence's slice, or at its end, where its states are left in blocks of their own as well."""
+
+    request_id: RequestId
+    num_tokens: int  # of its context, up to the edge
+    block_ids: tuple[BlockId, ...]
+
+
 class RunIteration(msgspec.Struct, frozen=True):
     """Command: one iteration: copies are read, then swaps, copies written, replacements, removals, additions,
     extensions, in this order, then one forward pass.
@@ -78,6 +86,7 @@ class RunIteration(msgspec.Struct, frozen=True):
     replacements: tuple[BlockReplacement, ...] = ()
     copies: tuple[BlockCopied, ...] = ()
     is_urgent: bool = False
+    states: tuple[StateKept, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

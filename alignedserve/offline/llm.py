@@ -21,8 +21,7 @@ from alignedserve.config.sections import (
     PrefixCacheConfig,
     SchedulingConfig,
 )
-from alignedserve.core.block_allocator import blocks_for
-from alignedserve.core.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError
+from alignedserve.core.errors import ContextTooLong, InvalidRequest, ModelError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import LoraAdapter, Request, SamplingParams
 from alignedserve.messages.events import PeerConnected, Received, Send, SendTo
@@ -112,10 +111,9 @@ class LLM:
             has_float8=has_float8_products(worker_device),
             tensor_parallel=tensor_parallel_size,
             pipeline_parallel=pipeline_parallel_size,
+            states_apart=True,
         )
         check_ranks(worker_device, tensor_parallel_size, pipeline_parallel_size)
-        if enable_lora and pipeline_parallel_size > 1:
-            raise ConfigError("enable_lora: stages load no adapters of their layers; leave it out")
         if served.stored is not None and served.stored.warning is not None:
             logger.warning("Weights: %s.", served.stored.warning)
         self._served = served = replace(served, lora=ANY_FOLDER if enable_lora else served.lora)
@@ -253,12 +251,13 @@ class LLM:
         max_tokens = self._max_context_len - len(prompt)
         if max_tokens < 1:
             raise ContextTooLong(f"the prompt has {len(prompt)} tokens, the model's context {self._max_context_len}")
-        cached = self._executor.num_blocks * self._executor.layout.block_size - len(prompt)
+        layout, num_blocks = self._executor.layout, self._executor.num_blocks
+        cached = (num_blocks - layout.state_blocks) * layout.block_size - len(prompt)
         wanted = sampling or SamplingParams(max_tokens=max(cached, 1), temperature=0.0)
         if grammar and wanted.grammar:
             raise InvalidRequest("sampling has a grammar, and the options ask for another", param="grammar")
         wanted = replace(wanted, max_tokens=min(wanted.max_tokens, max_tokens), grammar=grammar or wanted.grammar)
-        if blocks_for(len(prompt) + wanted.max_tokens, self._executor.layout.block_size) > self._executor.num_blocks:
+        if layout.blocks_for(len(prompt) + wanted.max_tokens) > num_blocks:
             raise InvalidRequest("the request needs more KV cache than memory_bytes allows", param="max_tokens")
         self._executor.check_grammar(wanted.grammar)
         request_id = RequestId(secrets.token_hex(8))

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from alignedserve.core.block_allocator import BlockAllocator
 from alignedserve.core.ids import BlockId
 from alignedserve.prefix_cache.block_hashes import BlockHash, NamedBlock
+from alignedserve.prefix_cache.kept_states import KeptStates
 
 MAX_COUNTED_USES = 8  # more uses do not make a block more valuable
 REMEMBERED_SHARE = 4  # blocks that have left and are remembered, by those in the cache
@@ -63,6 +64,7 @@ class CachedBlock:
     num_children: int = 0  # cached blocks that follow it
     value: float = 0.0  # since its last user left; while it has none
     ticket: int = 0  # of that moment; 0: it has users
+    state_ids: tuple[BlockId, ...] = ()  # where the states behind it are kept; none: nowhere
 
     @property
     def is_leaf(self) -> bool:
@@ -104,7 +106,8 @@ class CachedBlocks:
         self._former_uses: OrderedDict[BlockHash, int] = OrderedDict()  # of blocks evicted, the latest of them last
         self._changes: dict[BlockHash, bool] = {}  # True: stored
         self.observers: list[BlockObserver] = []
-        self.num_unused = 0  # blocks without users, which `evict` frees
+        self.states: KeptStates[CachedBlock] = KeptStates()  # behind some of the blocks
+        self.num_unused = 0  # blocks without users, and blocks of states, which `evict` frees
         self.num_evicted = 0  # since it was made
 
     def __len__(self) -> int:
@@ -178,18 +181,42 @@ class CachedBlocks:
                     self._offer(block)
 
     def evict(self, count: int) -> list[BlockId]:
-        """Remove this many blocks without users, the least valuable leaf first; return their ids, which are free."""
+        """Remove this many blocks without users, the least valuable leaf first; return their ids, which are free.
+
+        A leaf leaves with its state, and once there is none, the states that were used last the longest ago: so there
+        may be more.
+        """
         assert count <= self.num_unused, "more blocks evicted than have no users"
         freed: list[BlockId] = []
         while len(freed) < count:
+            if not self._leaves:
+                freed += self.drop_state(self.states.oldest())
+                continue
             value, ticket, block = heapq.heappop(self._leaves)
             if ticket != block.ticket:
                 continue
             self._age = max(self._age, value)
+            freed += self.drop_state(block)
             self._remove(block)
             freed.append(block.block_id)
-        self.num_evicted += count
+            self.num_evicted += 1
         return freed
+
+    def keep_state(self, block: CachedBlock, state_ids: tuple[BlockId, ...]) -> None:
+        """Keep the states behind a cached block, which has none, in these blocks."""
+        assert not block.state_ids, "a state that is kept twice"
+        assert self._blocks.get(block.block_hash) is block, "the state of a block that has left"
+        block.state_ids = state_ids
+        self.num_unused += len(state_ids)
+        self.states.add(block)
+
+    def drop_state(self, block: CachedBlock) -> tuple[BlockId, ...]:
+        """Forget the states behind a block; return their blocks, which are free; none: it had none."""
+        state_ids, block.state_ids = block.state_ids, ()
+        if state_ids:
+            self.num_unused -= len(state_ids)
+            self.states.remove(block)
+        return state_ids
 
     def take_changes(self) -> BlockChanges:
         """Return what has come and gone since it was last asked."""

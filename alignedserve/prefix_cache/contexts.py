@@ -21,6 +21,7 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.prefixes import names_told
 from alignedserve.prefix_cache.block_hashes import BlockHash, BlockHasher, NamedBlock, block_hash, packed_tokens
 from alignedserve.prefix_cache.cached_blocks import BlockObserver, CachedBlock, CachedBlocks
+from alignedserve.prefix_cache.kept_states import KeptEdge, StateBudget
 
 TokensBetween = Callable[[int, int], tuple[int, ...]]  # of a context, from the first to before the second
 
@@ -38,6 +39,8 @@ class CachedContext:
     held: list[CachedBlock] = field(default_factory=list)  # its first blocks, as far as it uses cached ones
     is_waiting: bool = False
     is_closed: bool = False  # it stores nothing more
+    edges: tuple[int, ...] = ()  # in tokens, where its states are to be kept (kept_states.py)
+    latest: CachedBlock | None = None  # the last one that its answer has passed
 
     @property
     def wanted(self) -> BlockHash | None:
@@ -52,6 +55,7 @@ class EnteredRun(NamedTuple):
     held: list[CachedBlock]  # that it uses now
     copied: CachedBlock | None  # whose first tokens it begins its next block with
     num_tokens: int  # in all of them
+    state: CachedBlock | None = None  # behind which the states are that it begins with; None: there are none
 
 
 class AdoptedBlock(NamedTuple):
@@ -76,11 +80,13 @@ class WaitingRuns(BlockObserver):
         self._cached = cached
         self._by_wanted: dict[BlockHash, dict[CachedContext, None]] = {}
         self._by_last: dict[BlockHash, dict[CachedContext, None]] = {}
+        self._all: dict[CachedContext, None] = {}
         self._changed: dict[CachedContext, None] = {}
 
     def add(self, context: CachedContext) -> None:
         """Begin to follow a context, which has no run yet."""
         context.is_waiting = True
+        self._all[context] = None
         self._prolong(context)
         self._enlist(context)
         self._changed[context] = None
@@ -89,6 +95,7 @@ class WaitingRuns(BlockObserver):
         """Stop following a context; return its run."""
         self._delist(context)
         self._changed.pop(context, None)
+        del self._all[context]
         run, context.run, context.is_waiting = context.run, [], False
         return run
 
@@ -116,6 +123,11 @@ class WaitingRuns(BlockObserver):
             context.run.pop()
             self._enlist(context)
             self._changed[context] = None
+
+    def state_changed(self, block: CachedBlock) -> None:
+        """Note that the states behind a block are kept now, or are not any more."""
+        depth = block.depth
+        self._changed |= {one: None for one in self._all if depth < len(one.run) and one.run[depth] is block}
 
     def _prolong(self, context: CachedContext) -> bool:
         """Take cached blocks that follow its run into it; return whether there were any."""
@@ -153,13 +165,16 @@ def _discard(
 class PrefixCache:
     """The cached blocks of a worker's memory, and the contexts of its requests."""
 
-    def __init__(self, block_size: int, *, takes_whole: bool = False) -> None:
-        """`takes_whole`: no part of a block is of use: it has a state, which stands behind all of its tokens."""
+    def __init__(self, block_size: int, *, takes_whole: bool = False, states: StateBudget | None = None) -> None:
+        """`takes_whole`: no part of a block is of use: it has a state, which stands behind all of its tokens.
+        `states`: contexts have states in blocks of their own, and go on where these are kept; None: they have none."""
         self.block_size, self._takes_whole = block_size, takes_whole
+        self.states = states
         self.blocks = CachedBlocks(block_size)
         self._hasher = BlockHasher(block_size)
         self._waiting = WaitingRuns(self.blocks)
         self.blocks.observers.append(self._waiting)
+        self.blocks.states.changed = self._waiting.state_changed
         self.num_query_tokens = 0  # of contexts that entered
         self.num_hit_tokens = 0  # of those, taken from the cache
 
@@ -182,7 +197,14 @@ class PrefixCache:
 
     def num_foreseen(self, context: CachedContext) -> int:
         """Return the tokens that a context which waits would find cached now."""
+        if self.states is not None:
+            return self._num_behind_state(context) * self.block_size
         return min(len(context.run) * self.block_size, context.max_hit_tokens)
+
+    def _num_behind_state(self, context: CachedContext) -> int:
+        """Return how many blocks of a context's run end where states are kept, or lie before such."""
+        run = context.run
+        return next((index + 1 for index in reversed(range(len(run))) if run[index].state_ids), 0)
 
     def take_changed(self) -> list[CachedContext]:
         """Return the contexts that wait and whose runs have changed since it was last asked."""
@@ -193,10 +215,62 @@ class PrefixCache:
         num_tokens = self.num_foreseen(context)
         run, num_whole = self._waiting.remove(context), num_tokens // self.block_size
         context.held += run[:num_whole]
+        if self.states is not None:
+            return self._enter_behind_state(context, run, context_len)
         self.blocks.acquire(context.held)
         self.num_query_tokens += context_len
         self.num_hit_tokens += num_tokens
         return EnteredRun(context.held, run[num_whole] if len(run) > num_whole else None, num_tokens)
+
+    def _enter_behind_state(self, context: CachedContext, run: list[CachedBlock], context_len: int) -> EnteredRun:
+        """Do the rest of `enter` where states are kept apart; what is cached behind the last of them is of no use."""
+        state, size = (context.held[-1] if context.held else None), self.block_size
+        self.blocks.acquire(context.held)
+        if state is not None:
+            self.blocks.states.use(state)
+        edges = {(context_len - 1) // size * size, len(run) * size}
+        context.edges = tuple(sorted(edge for edge in edges if edge > len(context.held) * size))
+        context.latest = None
+        self.num_query_tokens += context_len
+        self.num_hit_tokens += len(context.held) * size
+        return EnteredRun(context.held, None, len(context.held) * size, state)
+
+    def edges_in(self, context: CachedContext, first: int, last: int, *, is_answer: bool) -> list[tuple[int, bool]]:
+        """Return the edges behind `first` up to `last` tokens of a context where its states are to be kept, and of each
+        whether it replaces the one before. `is_answer`: the tokens are of its answer."""
+        if context.is_closed:
+            return []
+        edges = [(edge, False) for edge in context.edges if first < edge <= last and not self._has_state(context, edge)]
+        latest = last // self.block_size * self.block_size
+        return [*edges, (latest, True)] if is_answer and latest > first else edges
+
+    def _has_state(self, context: CachedContext, edge: int) -> bool:
+        at = edge // self.block_size - 1
+        block = self.blocks.get(context.names[at].block_hash) if at < len(context.names) else None
+        return block is not None and bool(block.state_ids)
+
+    def room_for_state(self, context: CachedContext, num_coming: int, *, is_latest: bool) -> list[BlockId]:
+        """Forget states that one more takes the place of; return their blocks, which are free. `num_coming`: other
+        states that are to be kept soon."""
+        assert self.states is not None, "states that are not kept"
+        freed: list[BlockId] = []
+        if is_latest and context.latest is not None:
+            freed += self.blocks.drop_state(context.latest)
+            context.latest = None
+        while self.blocks.states and len(self.blocks.states) + num_coming >= self.states.max_states:
+            freed += self.blocks.drop_state(self.blocks.states.oldest())
+        return freed
+
+    def keep_state(self, context: CachedContext, kept: KeptEdge) -> bool:
+        """Keep what an iteration has left at an edge; return False if there is no use for it."""
+        at = kept.num_tokens // self.block_size - 1
+        block = context.held[at] if at < len(context.held) else None
+        if block is None or block.state_ids:
+            return False
+        self.blocks.keep_state(block, kept.state_ids)
+        if kept.is_latest:
+            context.latest = block
+        return True
 
     def leave(self, context: CachedContext, num_kept: int = 0) -> None:
         """Stop using all but its first blocks, or stop waiting."""
@@ -220,12 +294,17 @@ class PrefixCache:
         return names_told(block.block_hash for block in self.blocks)
 
     def store(
-        self, context: CachedContext, num_full: int, block_ids: list[BlockId], tokens_between: TokensBetween
+        self,
+        context: CachedContext,
+        num_full: int,
+        block_ids: list[BlockId],
+        tokens_between: TokensBetween,
+        num_before: int = 0,
     ) -> Iterator[AdoptedBlock]:
         """Store the blocks that a context has computed since; yield blocks that equal cached ones replace.
 
-        `num_full`: its blocks that are full and computed. `block_ids`: of all its blocks; what is adopted is written
-        there.
+        `num_full`: its blocks that are full and computed. `block_ids`: of all its blocks, behind `num_before` others;
+        what is adopted is written there.
         """
         held, names = context.held, context.names
         if context.is_closed:
@@ -233,14 +312,14 @@ class PrefixCache:
         if len(names) < num_full:
             self._name(context, num_full, tokens_between)
         for index in range(len(held), num_full):
-            block_id = block_ids[index]
+            block_id = block_ids[num_before + index]
             block = self.blocks.store(held[-1] if held else None, *names[index], block_id)
             if block is None:  # another block has its hash
                 context.is_closed = True
                 return
             if block.block_id != block_id:
                 self.blocks.acquire((block,))
-                block_ids[index] = block.block_id
+                block_ids[num_before + index] = block.block_id
                 yield AdoptedBlock(index, block.block_id, block_id)
             held.append(block)
 

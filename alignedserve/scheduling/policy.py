@@ -103,6 +103,7 @@ class DeviceMemory:
     hidden_ratio: float | None = None  # bytes of a hidden cache by bytes of keys and values; None: cannot be had
     has_shared_blocks: bool = False  # two requests may share a block (scheduling/shared_blocks.py)
     swap_width: float = 1.0  # bytes of a token on the host by its bytes on the device; below 1: int8
+    state_blocks: int = 0  # that every cache has beside those of its tokens, for recurrent states
 
     def with_free(self, num_free: int, num_free_host: int) -> "DeviceMemory":
         """Return a copy with `num_free` free blocks and room for `num_free_host` tokens on the host."""
@@ -114,6 +115,7 @@ class DeviceMemory:
             self.hidden_ratio,
             self.has_shared_blocks,
             self.swap_width,
+            self.state_blocks,
         )
 
     def copy_tokens(self, num_tokens: int, *, is_hidden: bool = False) -> float:
@@ -127,11 +129,11 @@ class DeviceMemory:
         if is_hidden:
             assert self.hidden_ratio is not None, "a hidden cache where there is none"
             slots = int(-(-num_tokens * self.hidden_ratio // 1))
-        return -(-slots // self.block_size)
+        return -(-slots // self.block_size) + self.state_blocks
 
     def slots_in(self, num_blocks: int) -> int:
         """Return the most tokens whose keys and values these blocks hold: the inverse of `blocks_for`."""
-        return num_blocks * self.block_size
+        return max(num_blocks - self.state_blocks, 0) * self.block_size
 
     def blocks_for_each(self, num_tokens: Ints, *, is_hidden: Bools) -> Ints:
         """Return `blocks_for` of many caches at once."""
@@ -139,7 +141,7 @@ class DeviceMemory:
         if is_hidden.any():
             assert self.hidden_ratio is not None, "a hidden cache where there is none"
             slots = np.where(is_hidden, np.ceil(num_tokens * self.hidden_ratio).astype(np.int64), num_tokens)
-        whole: Ints = -(-slots // self.block_size)
+        whole: Ints = -(-slots // self.block_size) + self.state_blocks
         return whole
 
     def blocks_needed(self, table: RequestTable, part: ScheduledRequest, *, is_evicted: bool = False) -> int:

@@ -33,7 +33,7 @@ def fitting_decodes(
     table: RequestTable, memory: DeviceMemory, rows: Ints, *, at_most: int, num_free: int
 ) -> FittingDecodes:
     """Add up the first of these decodes that `num_free` blocks hold with one more token each."""
-    if table.has_kernels:
+    if table.has_kernels and not memory.state_blocks:
         return native.fitting_decodes(
             table.columns, len(table), rows, at_most=at_most, num_free=num_free, sizes=_sizes(memory)
         )
@@ -46,7 +46,7 @@ def fitting_decodes(
 
 def growing_rows(table: RequestTable, memory: DeviceMemory, rows: Ints, num_tokens: Ints) -> list[bool]:
     """Return which of these rows take blocks or come back from the host as they compute `num_tokens`."""
-    if table.has_kernels:
+    if table.has_kernels and not memory.state_blocks:
         grows = native.growing_rows(table.columns, len(table), rows, num_tokens, _sizes(memory))
         assert grows is not None, "computes tokens that are not known yet"
         return grows

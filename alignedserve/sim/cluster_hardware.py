@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import msgspec
 
 from alignedserve.config.sections import ClusterConfig
-from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.block_layout import LARGEST_BLOCK, BlockLayout
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import WorkerSpec, make_cost_model
 from alignedserve.costmodel.hardware import hardware
@@ -79,7 +79,14 @@ def _layout(shape: ModelShape, cluster: ClusterConfig) -> BlockLayout:
     if cluster.engine.kv_cache_dtype != "auto":
         raise ConfigError("engine.kv_cache_dtype: simulated caches have the model's dtype; leave it at auto")
     sizes = (shape.num_cached_layers or shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype)
-    return BlockLayout(cluster.engine.block_size, *sizes, num_parts=shape.kv_parts)
+    state_bytes, size = shape.num_state_layers * shape.state_layer_bytes, int(cluster.engine.block_size)
+    layout = BlockLayout(size, *sizes, num_parts=shape.kv_parts, state_bytes=state_bytes)
+    while layout.state_bytes > layout.kv_bytes and size < LARGEST_BLOCK:  # as live, or larger
+        size *= 2
+        layout = BlockLayout(size, *sizes, num_parts=shape.kv_parts, state_bytes=state_bytes)
+        if cluster.keeps_states_apart:
+            layout = layout.with_own_states(shape.num_state_layers, shape.state_layer_bytes)
+    return layout
 
 
 def _cache_bytes(worker: WorkerSpec, layout: BlockLayout) -> int:

@@ -7,7 +7,6 @@ is taken out and copied. Its blocks are held here until it is taken, so that wha
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.events import Send
 from alignedserve.messages.iterations import OffloadBlocks
@@ -35,9 +34,8 @@ class Departing(Outgoing):
 class Handoffs:
     """The requests that leave. What follows from the end of a handoff is for its kinds to say."""
 
-    def __init__(self, held: HeldRequests, block_size: int) -> None:
+    def __init__(self, held: HeldRequests) -> None:
         self._held = held
-        self._block_size = block_size
         self.sender: Sender[Departing, HandoffCommand] = Sender(
             reserved=lambda entry: (), contents=_contents_of, ended=self._ended, aborted=self._aborted
         )
@@ -62,7 +60,7 @@ class Handoffs:
                 commands += self.sender.give_up(entry, now)
                 continue
             entry.progress, entry.began_s = self._held.detach(tracked), now
-            num_blocks = blocks_for(entry.progress.num_cached, self._block_size)
+            num_blocks = self._held.blocks_for(entry.progress.num_cached)
             commands.append(self.sender.copy(entry, tuple(tracked.block_ids[:num_blocks])))
         return commands
 

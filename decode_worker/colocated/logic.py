@@ -16,7 +16,6 @@ keeps decodes, the policy may let one wait there: pooled_decodes.py.
 
 import msgspec
 
-from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.events import (
     CommonEvent,
@@ -175,7 +174,7 @@ class ColocatedLogic:
         """Add a request that comes; `may_ask`: of the pool, for what it could begin with."""
         request, request_id = message.request, message.request.request_id
         self._router.observe(message.attempt)
-        if blocks_for(request.max_context_len, self._registered.block_size) > self._registered.num_blocks:
+        if self._requests.blocks_for(request.max_context_len) > self._registered.num_blocks:
             reason = "its context needs more cache blocks than a worker has"
             return [*self._router.failed(message, FailureKind.UNSERVABLE, reason)]
         # What an earlier attempt left here is stale: its abort is on the way, over another link.

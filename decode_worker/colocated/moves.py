@@ -66,8 +66,8 @@ MoveCommand = DepartureCommand | ArrivalCommand | Dial | StopDialling
 class Departures(Handoffs):
     """The requests on their way into buffers that this worker lends to others."""
 
-    def __init__(self, held: HeldRequests, router: RouterLink, block_size: int) -> None:
-        super().__init__(held, block_size)
+    def __init__(self, held: HeldRequests, router: RouterLink) -> None:
+        super().__init__(held)
         self._router = router
         self.lender = Lender()
 
@@ -99,7 +99,7 @@ class Arrivals:
         self._node = registered.pool_name
         self._far: set[str] = set()  # workers of other nodes that lend a buffer; membership only
         self._space = BufferSpace()
-        self.receiver = Receiver(self._space, registered.block_size, held.free_held)
+        self.receiver = Receiver(self._space, registered.block_size, held.free_held, state_blocks=held.blocks_for(0))
         self.num_taken = 0
 
     # --- other workers
@@ -206,7 +206,7 @@ class RequestMoves:
     """Both sides of moves on one worker."""
 
     def __init__(self, held: HeldRequests, router: RouterLink, registered: WorkerRegistered) -> None:
-        self._departures = Departures(held, router, registered.block_size)
+        self._departures = Departures(held, router)
         self._arrivals = Arrivals(held, router, registered)
         self._peers = BlockPeers(registered.pool_name)
 

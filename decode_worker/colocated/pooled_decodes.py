@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from alignedserve.core.attempts import epoch_end
-from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, LeaseId, RequestId
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import (
@@ -78,7 +77,7 @@ class PooledDecodes(Handoffs):
 
     def __init__(self, held: HeldRequests, pool: str, *, swap_s: Callable[[float], float]) -> None:
         """`swap_s`: by the cost model, for tokens: what copies take while none has been seen."""
-        super().__init__(held, held.block_size)
+        super().__init__(held)
         self._swap_s = swap_s
         held.num_copying = self._num_copying
         self._pool = pool
@@ -144,7 +143,7 @@ class PooledDecodes(Handoffs):
     def _fetch(self, tracked: HeldRequest) -> list[PooledCommand]:
         """Hold blocks, and ask the pool."""
         entry = self._away[tracked.request.request_id]
-        num_blocks = blocks_for(entry.num_cached, self._block_size)
+        num_blocks = self._held.blocks_for(entry.num_cached)
         if num_blocks > self._held.state.num_free or self._held.is_copying_out:
             return []
         entry.block_ids = self._held.hold(num_blocks)
@@ -173,7 +172,7 @@ class PooledDecodes(Handoffs):
             case Received(_, ArenaOffered(block_bytes=block_bytes) as offered):
                 self._is_linked = True
                 if not self._is_learned:
-                    self._block_s = self._swap_s(self._block_size) or block_bytes / _FIRST_BYTES_PER_S
+                    self._block_s = self._swap_s(self._held.block_size) or block_bytes / _FIRST_BYTES_PER_S
                 return [MapArena(self._pool, offered)]
             case PeerDisconnected():
                 return [UnmapArena(self._pool), *self._disconnected(now)]

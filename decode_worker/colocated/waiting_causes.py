@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 
-from alignedserve.core.block_allocator import blocks_for
 from alignedserve.messages.request_notes import Cause
 from alignedserve.worker_core.request_notes import WaitingRequest
 from decode_worker.held_requests import HeldRequest, HeldRequests
@@ -22,5 +21,5 @@ def causes_of(held: HeldRequests, members: Collection[HeldRequest], max_running:
 def _cause_of(one: HeldRequest, held: HeldRequests, is_full: bool) -> Cause:
     if is_full:
         return Cause.BATCH_FULL
-    num_missing = blocks_for(one.context_len, held.block_size) - len(one.block_ids)
+    num_missing = held.blocks_for(one.context_len) - len(one.block_ids)
     return Cause.BLOCKS_SHORT if held.state.num_free < num_missing else Cause.OTHERS_FIRST

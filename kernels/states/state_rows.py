@@ -3,9 +3,13 @@
 A state lies in a block, behind the keys and values of the block's tokens, and is what the layer keeps of everything up
 to the last of these that is computed. A sequence that goes on into its next block writes there from then on: the full
 block keeps the state at its end, from which any other sequence with the same beginning may go on.
+
+Or each sequence has blocks for its states alone: a row of them, a column for some of the layers. It goes on in these,
+and leaves its states in others where it is told to.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,23 +24,49 @@ NO_BLOCK = -1
 class StateRows:
     """The token rows of a pass, sequence by sequence, each cut where it leaves a state."""
 
-    __slots__ = ("_convolved", "counts", "ends", "first_parts", "firsts", "num_tokens", "sources", "targets")
+    __slots__ = (
+        *("_convolved", "_further", "counts", "ends", "first_parts", "firsts"),
+        *("num_tokens", "sources", "targets"),
+    )
 
-    def __init__(self, firsts: IntArray, sources: IntArray, parts: "StateParts") -> None:
+    def __init__(
+        self, firsts: IntArray, sources: IntArray, parts: "StateParts", further: Sequence["StateColumn"] = ()
+    ) -> None:
         """`firsts`, `sources` [sequences]: the first token row, and the block that has the state before it; NO_BLOCK:
-        nothing is before."""
+        nothing is before. `further`: the columns behind the first, whose blocks are those here."""
         self.firsts, self.sources = firsts, sources
         self.ends, self.targets, self.num_tokens, sequences = parts
         # [sequences + 1] and [sequences]: the first part of each, and how many tokens it computes.
         self.first_parts: IntArray = np.searchsorted(sequences, np.arange(len(firsts) + 1))
         self.counts: IntArray = self.ends[self.first_parts[1:] - 1] - firsts + 1
         self._convolved: ConvolvedRows | None = None
+        self._further: list[StateRows | StateColumn] = [*further]
+
+    def at(self, column: int) -> "StateRows":
+        """Return the same rows with the blocks of a column."""
+        if not column:
+            return self
+        found = self._further[column - 1]
+        if isinstance(found, StateColumn):
+            rows = copy(self)
+            rows.sources, rows.targets, rows._further = *found, []
+            if self._convolved is not None:
+                rows._convolved = self._convolved.at(found)
+            self._further[column - 1] = found = rows
+        return found
 
     def convolved(self, num_before: int) -> "ConvolvedRows":
         """Return the rows of convolutions that read so many tokens before each, the same on all layers."""
         if self._convolved is None or self._convolved.num_before != num_before:
             self._convolved = ConvolvedRows(self, num_before)
         return self._convolved
+
+
+class StateColumn(NamedTuple):
+    """The blocks of some layers' states."""
+
+    sources: IntArray  # [sequences]
+    targets: IntArray  # [parts]
 
 
 class StateParts(NamedTuple):
@@ -66,6 +96,13 @@ class ConvolvedRows:
         self.sources = torch.from_numpy(rows.sources[has_state])
         self.left = torch.from_numpy((own[rows.ends][:, None] - before[::-1]).reshape(-1))  # places of rows to states
         self.targets = torch.from_numpy(rows.targets)
+
+    def at(self, column: StateColumn) -> "ConvolvedRows":
+        """Return the same rows with the blocks of a column."""
+        rows = copy(self)
+        rows.sources = torch.from_numpy(column.sources[column.sources != NO_BLOCK])
+        rows.targets = torch.from_numpy(column.targets)
+        return rows
 
 
 class StateMixer(Protocol):

@@ -3,13 +3,16 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
-from alignedserve import LLM, SamplingParams
-from alignedserve.core.errors import ConfigError
+from alignedserve import LLM, LoRARequest, SamplingParams
+from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.model_files import read_config
 from kernels.cpu.rank_exchange import ExchangeBroken
+from tests.support.lora_folders import write_adapter
 
 pytestmark = [pytest.mark.slow]
 
@@ -50,6 +53,16 @@ def test_a_killed_stage_fails_the_next_step(staged: LLM) -> None:
         staged.generate(PROMPTS[:1], SAMPLING)
 
 
-def test_adapters_are_refused() -> None:
-    with pytest.raises(ConfigError, match="stages load no adapters"):
-        LLM("pocket", pipeline_parallel_size=2, enable_lora=True)
+def test_each_stage_has_its_part_of_adapters(tmp_path: Path) -> None:
+    model = read_config(pocket_folder())
+    for seed, name in enumerate(("one", "two")):
+        write_adapter(tmp_path / name, model, seed=seed)
+    asked = [None, *(LoRARequest(name, tmp_path / name) for name in ("one", "two"))]
+    found = []
+    for size in (1, 2):
+        llm = LLM("pocket", dtype="float32", memory_bytes=16 * 2**20, enable_lora=True, pipeline_parallel_size=size)
+        outputs = llm.generate(["what is 4 + 5?"] * 3, SAMPLING, lora_request=asked)
+        found.append([output.token_ids for output in outputs])
+        llm.close()
+    assert found[0] == found[1]
+    assert len({tuple(tokens) for tokens in found[0]}) == 3

@@ -45,8 +45,11 @@ MODELS = {
 }
 
 
-def _config(folder: Path, model: str, topology: Topology, *, num_blocks: int = 256) -> ClusterConfig:
+def _config(
+    folder: Path, model: str, topology: Topology, *, num_blocks: int = 256, block_size: int = 8
+) -> ClusterConfig:
     config = small_config(folder, topology=topology)
+    config = replace(config, engine=replace(config.engine, block_size=block_size))
     (folder / "config.json").write_text(json.dumps({**TINY_LLAMA, "num_hidden_layers": 3, **MODELS[model]}))
     block = read_model_config(folder).block_layout(config.engine.block_size, "float32").block_bytes
     return replace(
@@ -67,6 +70,34 @@ async def test_requests_move_with_their_states(model: str, tmp_path: Path) -> No
         status = await check(cluster, work, answers, longer)
         assert all(answer.num_repeats == 0 for answer in answers)
     assert status.num_handoffs_verified > 0
+
+
+@pytest.mark.parametrize("model", ["mamba2", "delta"])
+async def test_states_in_blocks_of_their_own_move(model: str, tmp_path: Path) -> None:
+    config = _config(tmp_path / "model", model, Topology.ELASTIC, block_size=64)
+    async with running(config, tmp_path) as cluster:
+        longer, work = replace_params(SAMPLING, max_tokens=150), prompts(6, 30, 60, seed=0)
+        answers = [cluster.gateway.submit(prompt, longer, Slo(tpot_s=1e-6)) for prompt in work]
+        await answers[0].first_token.wait()
+        assert cluster.engines["decode-0"].layout.state_blocks
+        await cluster.start_decode("decode-1")
+        status = await check(cluster, work, answers, longer)
+    assert status.num_handoffs_verified > 0
+
+
+async def test_states_in_blocks_of_their_own_leave(tmp_path: Path) -> None:
+    config = replace(
+        _config(tmp_path / "model", "mamba2", Topology.COLOCATED, num_blocks=5, block_size=64),
+        scheduling=SchedulingConfig(policy="fcfs", policy_params={"preemption": "swap"}),
+    )
+    async with running(config, tmp_path) as cluster:
+        engine, work = cluster.engines["decode-0"], growing_prompts()
+        longer = replace_params(SAMPLING, max_tokens=120)
+        answers = [cluster.gateway.submit(prompt, longer) for prompt in work]
+        status = await check(cluster, work, answers, longer)
+    assert engine.layout.state_blocks
+    assert status.num_evictions > 0
+    assert engine.num_swapped_out > 0
 
 
 @pytest.mark.parametrize("model", list(MODELS))

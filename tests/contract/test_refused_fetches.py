@@ -89,7 +89,7 @@ COPY = BlockCopy(77, 37, RUNS)
 
 
 def is_asked_for(copy: BlockCopy, num_targets: int = 6) -> bool:
-    return bool(plan_fetch([FetchRequest(copy, blocks(*range(num_targets)))], BLOCK_SIZE, NUM_POOL_BLOCKS))
+    return bool(plan_fetch([FetchRequest(copy, blocks(*range(num_targets)))], layout_of("float32"), NUM_POOL_BLOCKS))
 
 
 @each(

@@ -14,6 +14,7 @@ from alignedserve.messages.iterations import Addition, IterationCompleted, RunIt
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest, WorkerLoad
 from alignedserve.prefix_cache.contexts import PrefixCache
+from alignedserve.prefix_cache.kept_states import StateBudget
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPolicy, WorkerView
 from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.yielding import Yielding
@@ -38,19 +39,23 @@ class ColocatedHarness:
         prefix_pool: str | None = None,
         yielding: Yielding | None = None,
         decode_pool: str | None = None,
+        state_blocks: int = 0,
+        max_states: int = 0,
         **memory: Any,
     ) -> None:
+        """`state_blocks`: that each request has for its states; `max_states`: that are kept for others."""
         self.now = 0.0
         self.loads: list[WorkerLoad] = []
         self.script = Script()
         self.registered = worker(num_blocks=num_blocks, can_prefill=True, max_running_requests=16, can_move=can_move)
         limits = IterationLimits(max_running_requests=4, max_tokens=10)
+        states = StateBudget(state_blocks, max_states) if state_blocks else None
         self.logic = ColocatedLogic(
             registered=self.registered,
-            memory=DeviceMemory(num_blocks, num_blocks, 4, host_tokens, **memory),
+            memory=DeviceMemory(num_blocks, num_blocks, 4, host_tokens, state_blocks=state_blocks, **memory),
             scheduler=Scheduler(policy or self.script, EasyCosts(), limits),
             eos_token_ids=frozenset({EOS}),
-            prefixes=PrefixCache(4) if has_prefix_cache else None,
+            prefixes=PrefixCache(4, takes_whole=states is not None, states=states) if has_prefix_cache else None,
             prefix_pool=prefix_pool,
             yielding=yielding,
             decode_pool=decode_pool,

@@ -33,6 +33,11 @@ def next_token(token_ids: Sequence[int]) -> int:
     return random.Random(hash(tuple(token_ids))).randrange(VOCAB_SIZE)
 
 
+def state_of(token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Return the recurrent state behind these tokens, which no block of tokens holds."""
+    return (-1, *token_ids)
+
+
 def right_answer(request: Request) -> list[int]:
     """Return the tokens of one undisturbed run."""
     answer: list[int] = []
@@ -92,12 +97,18 @@ class FakeEngine:
     hidden_ratio: float = 1.0  # bytes of a hidden cache by bytes of keys and values
     hidden: set[RequestId] = field(default_factory=set)  # with such a cache: what lies in its blocks is not checked
     begun: RunIteration | None = None  # whose changes are made
+    state_blocks: int = 0  # of each sequence, before those of its tokens
+    states: dict[RequestId, list[int]] = field(default_factory=dict)
 
     def run(self, command: RunIteration) -> IterationCompleted:
         """Run an iteration; an urgent one ends within the one that has begun, which is to be run then."""
         if command is not self.begun:
             self.begin(command)
+        before = dict(self.num_computed)
         sampled = [self._step(*part) for part in command.slices]
+        for kept in command.states:
+            assert before[kept.request_id] < kept.num_tokens <= self.num_computed[kept.request_id], "not passed"
+            self.storage |= dict.fromkeys(kept.block_ids, state_of(self.tokens[kept.request_id][: kept.num_tokens]))
         tokens = tuple(token for token in sampled if token is not None)
         return IterationCompleted(tokens, is_urgent=command.is_urgent)
 
@@ -116,12 +127,14 @@ class FakeEngine:
             blocks[one.place] = one.block_id
         for request_id in command.removals:
             del self.tokens[request_id], self.num_computed[request_id], self.blocks[request_id]
+            del self.states[request_id]
         for addition in command.additions:
             request_id = addition.request.request_id
             assert request_id not in self.tokens, "added twice"
             self.tokens[request_id] = [*addition.request.prompt_token_ids, *addition.generated_token_ids]
             self.num_computed[request_id] = addition.num_cached
-            self.blocks[request_id] = list(addition.block_ids)
+            self.states[request_id] = list(addition.block_ids[: self.state_blocks])
+            self.blocks[request_id] = list(addition.block_ids[self.state_blocks :])
             (self.hidden.add if addition.is_hidden else self.hidden.discard)(request_id)
             self._check_cached(request_id)
         for request_id, block_ids in command.extensions:
@@ -134,6 +147,9 @@ class FakeEngine:
         for request_id, block_ids in self.blocks.items():
             for place, block_id in enumerate(block_ids):
                 owners.setdefault(block_id, []).append((request_id, (place + 1) * BLOCK_SIZE))
+        of_states = [block_id for block_ids in self.states.values() for block_id in block_ids]
+        assert len(set(of_states)) == len(of_states), "states that are shared"
+        assert not owners.keys() & set(of_states), "states among tokens"
         for uses in owners.values():
             if len(uses) > 1:
                 assert len({tuple(self.tokens[request_id][:end]) for request_id, end in uses}) == 1, "shared by others"
@@ -145,6 +161,9 @@ class FakeEngine:
         for place, block_id in enumerate(self.blocks[request_id][: -(-count // BLOCK_SIZE)]):
             known = tuple(self.tokens[request_id][place * BLOCK_SIZE : min((place + 1) * BLOCK_SIZE, count)])
             assert self.storage.get(block_id, ())[: len(known)] == known, "a cache of other tokens"
+        if count:
+            state = state_of(self.tokens[request_id][:count])
+            assert all(self.storage[block_id] == state for block_id in self.states[request_id]), "a state of others"
 
     def _swap(self, swaps: Swaps) -> None:
         for request_id in swaps.forgotten:
@@ -154,7 +173,7 @@ class FakeEngine:
             self.host[swap.request_id] = [self.storage[block_id] for block_id in swap.block_ids]
         for swap in swaps.ins:
             rows = self.host.pop(swap.request_id)
-            assert sum(map(len, rows)) == swap.num_tokens, "other tokens than went out"
+            assert sum(map(len, rows[self.state_blocks :])) == swap.num_tokens, "other tokens than went out"
             self.storage.update(zip(swap.block_ids, rows, strict=False))
 
     def load(self, command: LoadBlocks, rng: random.Random) -> BlocksLoaded:
@@ -194,6 +213,7 @@ class FakeEngine:
         assert computed * ratio <= len(self.blocks[request_id]) * BLOCK_SIZE, "computes beyond its blocks"
         for index, block_id in enumerate(self.blocks[request_id]):
             self.storage[block_id] = tuple(tokens[index * BLOCK_SIZE : min((index + 1) * BLOCK_SIZE, computed)])
+        self.storage |= dict.fromkeys(self.states[request_id], state_of(tokens[:computed]))
         if computed < len(tokens):
             return None
         token_id = next_token(tokens)

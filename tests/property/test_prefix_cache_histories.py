@@ -80,7 +80,7 @@ def check_caches(cluster: LogicCluster) -> None:
             assert logic._lease_table.num_used == len(kept)
         if isinstance(logic, ColocatedLogic) and logic._prefixes is not None:
             cached = logic._prefixes.blocks
-            assert cached.num_unused == len(cached)
+            assert cached.num_unused == len(cached) + cluster.shape.state_blocks * len(cached.states)
             assert all(block.num_users == 0 for block in cached)
             assert logic._requests.allocator.num_free == logic._state.num_free == cluster.shape.worker_blocks
         if isinstance(logic, PrefillLogic):
@@ -118,6 +118,25 @@ def test_every_policy_in_a_tiny_memory(name: str, seed: int) -> None:
 @given(seed=st.integers(0, 10**9), name=st.sampled_from(COLOCATED))
 def test_workers_that_are_lost(seed: int, name: str) -> None:
     play(seed, shape_of(name, num_decode=2), losses=0.2)
+
+
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 6))])
+@pytest.mark.parametrize("name", COLOCATED)
+def test_states_in_blocks_of_their_own(name: str, seed: int) -> None:
+    play(seed, shape_of(name, state_blocks=2, worker_blocks=23), count=25 if seed else 12)
+
+
+@settings(max_examples=5)
+@given(seed=st.integers(0, 10**9))
+def test_states_that_move(seed: int) -> None:
+    play(seed, shape_of("aligned_slo", num_decode=3, is_elastic=True, state_blocks=2, worker_blocks=30), losses=0.1)
+
+
+def test_requests_go_on_behind_states() -> None:
+    cluster = play(1, shape_of("fcfs", state_blocks=2, worker_blocks=60), aborts=0.0, count=25)
+    (worker,) = [logic for logic in cluster.logics.values() if isinstance(logic, ColocatedLogic)]
+    assert worker._prefixes is not None
+    assert worker._prefixes.num_hit_tokens > 40
 
 
 @settings(max_examples=5)

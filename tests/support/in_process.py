@@ -103,7 +103,10 @@ class RoomCluster:
         self.gpus = gpus
         engine = config.engine
         resolved = resolve_model(
-            config.model, kv_cache_dtype=engine.kv_cache_dtype, tensor_parallel=engine.tensor_parallel
+            config.model,
+            kv_cache_dtype=engine.kv_cache_dtype,
+            tensor_parallel=engine.tensor_parallel,
+            states_apart=config.keeps_states_apart,
         )
         self.served: ServedModel = with_adapters(resolved, config.lora)
         self.addresses = AddressBook(folder)

@@ -6,6 +6,7 @@ The engine is a stand-in: tests/harnesses/token_engine.py.
 import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from alignedserve.config.sections import (
     PoolConfig,
@@ -117,7 +118,8 @@ class LogicCluster:
 
     def start(self, name: str) -> None:
         self.logics[name], self.roles[name] = self._make(name)
-        self.engines[name] = FakeEngine(refuse=self.shape.refuse, hidden_ratio=self.shape.hidden_ratio or 1.0)
+        shape, ratio = self.shape, self.shape.hidden_ratio or 1.0
+        self.engines[name] = FakeEngine(refuse=shape.refuse, hidden_ratio=ratio, state_blocks=shape.state_blocks)
         if name == ROUTER:
             others = [other for other in self.logics if other != ROUTER]
             for other in [*others, *([GATEWAY] if self.client.requests else [])]:
@@ -244,6 +246,7 @@ class LogicCluster:
             block_size=BLOCK_SIZE,
             first_lease=self.rng.randrange(1, 1 << 20),
             takes_requests=not self.shape.is_colocated,
+            state_blocks=self.shape.state_blocks,
         )
 
     def _make_prefill(self, name: str) -> PrefillLogic:
@@ -270,8 +273,9 @@ class LogicCluster:
         )
 
     def _memory(self) -> DeviceMemory:
-        blocks = self.shape.worker_blocks
-        return DeviceMemory(blocks, blocks, BLOCK_SIZE, self.shape.host_tokens, hidden_ratio=self.shape.hidden_ratio)
+        shape, blocks = self.shape, self.shape.worker_blocks
+        memory = DeviceMemory(blocks, blocks, BLOCK_SIZE, shape.host_tokens, hidden_ratio=shape.hidden_ratio)
+        return replace(memory, state_blocks=shape.state_blocks)
 
     def _make_colocated(self, name: str) -> ColocatedLogic:
         shape, config = self.shape, self.shape.decode

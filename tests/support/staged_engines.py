@@ -102,6 +102,7 @@ class StagedTinyEngine(TinyEngine):
             all_blocks=self.storage if blocks is None else make_whole_storage(spec, blocks),
             stages=self.stages,
             num_stages=size,
+            goes_ahead=not spec.whole_layout.has_states,
             max_sequences=max_sequences,
             max_context_len=MAX_CONTEXT_LEN,
             masks=masks,

@@ -229,7 +229,7 @@ def generate_alone(
     whole_runs: tuple[PictureRun, ...] = (),
 ) -> list[int]:
     """Return the tokens of one request, on an engine without any other. `ends`: tokens after which it stops."""
-    num_blocks = blocks_for(len(prompt) + sampling.max_tokens, engine.storage.layout.block_size)
+    num_blocks = engine.storage.layout.blocks_for(len(prompt) + sampling.max_tokens)
     request_id, blocks = RequestId("alone"), tuple(map(BlockId, range(num_blocks)))
     own = (request_id, tuple(prompt), len(prompt), 0, blocks, sampling)
     seen = (places, pictures, whole_runs)

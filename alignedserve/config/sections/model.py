@@ -80,9 +80,12 @@ class PrefixCacheConfig(Section, frozen=True):
     # as much as its workers have, from what is free, where there are several.
     host_bytes: int = 0
     shared_between_keys: bool = False  # API keys share each other's blocks; False: each key its own only
+    # Of a worker's cache, the most that recurrent states take which are kept for later requests; 0: none is.
+    state_share: float = 0.5
 
     def __post_init__(self) -> None:
         self._require(self.host_bytes >= 0, "host_bytes", "must be at least 0")
+        self._require(0.0 <= self.state_share <= 1.0, "state_share", "must be between 0 and 1")
 
     @property
     def pool_bytes(self) -> int:

@@ -27,7 +27,7 @@ class NewSequence:
     token_ids: tuple[int, ...]  # prompt, then what has been generated so far
     prompt_len: int
     num_cached: int  # leading tokens whose keys and values already lie in the blocks; below len(token_ids)
-    block_ids: tuple[BlockId, ...]  # owned by the caller, for this sequence alone to write
+    block_ids: tuple[BlockId, ...]  # owned by the caller, for this sequence alone to write; first those of its states
     sampling: SamplingParams
     is_hidden: bool = False  # its blocks hold layer inputs
     is_reversed: bool = False  # token i of a block lies in slot block_size - 1 - i: it is filled from its end
@@ -37,6 +37,13 @@ class NewSequence:
     pictures: SequenceEmbeddings | None = None  # in place of tokens; None: of no token that is to be computed
     whole_runs: tuple[PictureRun, ...] = ()  # of tokens that read one another both ways, see whole_runs.py
     is_trial: bool = False  # its cached tokens are not computed, and its answer is of no use: to time steps
+
+
+class StateEdge(NamedTuple):
+    """Where a sequence leaves its states for others, and in which blocks."""
+
+    num_tokens: int
+    block_ids: tuple[BlockId, ...]
 
 
 class _KnownIds(NamedTuple):
@@ -51,10 +58,18 @@ class SequenceTable:
     """Rows of arrays by sequence. Only the engine writes; `version` changes whenever a row changes owner."""
 
     def __init__(
-        self, *, max_sequences: int, max_context_len: int, block_size: int, hidden_block_tokens: int | None = None
+        self,
+        *,
+        max_sequences: int,
+        max_context_len: int,
+        block_size: int,
+        hidden_block_tokens: int | None = None,
+        state_blocks: int = 0,
     ) -> None:
-        """`hidden_block_tokens`: tokens whose layer inputs a block holds; None: there are no hidden caches."""
+        """`hidden_block_tokens`: tokens whose layer inputs a block holds; None: there are no hidden caches.
+        `state_blocks`: of a sequence's states, which are the first of its blocks."""
         self.block_size = block_size
+        self.state_blocks = state_blocks
         self.hidden_block_tokens = hidden_block_tokens
         self.max_context_len = max_context_len
         self.version = 0
@@ -63,6 +78,8 @@ class SequenceTable:
         max_blocks = blocks_for(max_context_len, block_size)
         self.request_ids = [RequestId("")] * max_sequences  # of free rows: meaningless
         self.block_tables = np.zeros((max_sequences, max_blocks), np.int64)
+        self.state_tables = np.zeros((max_sequences, state_blocks), np.int64)
+        self.kept_states: dict[int, list[StateEdge]] = {}  # by row, of the next step
         # One more than the context: the token sampled at its end is known, but never computed.
         self.tokens = np.zeros((max_sequences, max_context_len + 1), np.int32)
         self.prompt_lens = np.zeros(max_sequences, np.int64)
@@ -148,8 +165,10 @@ class SequenceTable:
         self.has_places[row] = sequence.places is not None
         self.pictures_end[row] = 0 if sequence.pictures is None else sequence.pictures.positions[-1] + 1
         self.version += 1
-        self.append_blocks(request_id, sequence.block_ids)
-        capacity = len(sequence.block_ids) * int(self.block_tokens[row])
+        of_states, of_tokens = sequence.block_ids[: self.state_blocks], sequence.block_ids[self.state_blocks :]
+        self.state_tables[row] = of_states
+        self.append_blocks(request_id, of_tokens)
+        capacity = len(of_tokens) * int(self.block_tokens[row])
         assert sequence.num_cached <= capacity, f"{request_id}: cached without blocks"
         return row
 
@@ -167,6 +186,11 @@ class SequenceTable:
         assert last <= self.block_tables.shape[1], f"{request_id}: more blocks than max_context_len needs"
         self.block_tables[row, first:last] = block_ids
         self.num_blocks[row] = last
+
+    def keep_states(self, request_id: RequestId, num_tokens: int, block_ids: Sequence[BlockId]) -> None:
+        """Leave the states behind so many tokens in these blocks as well, if the next step passes there."""
+        assert len(block_ids) == self.state_blocks, f"{request_id}: not the blocks of its states"
+        self.kept_states.setdefault(self.row(request_id), []).append(StateEdge(num_tokens, tuple(block_ids)))
 
     def lend_blocks(self, rows: IntArray, columns: IntArray, blocks: IntArray) -> None:
         """Put blocks behind the rows' own, until the rows get others there."""
@@ -190,7 +214,8 @@ class SequenceTable:
     def blocks_of(self, rows: IntArray) -> IntArray:
         """Return all blocks of the sequences in these rows."""
         counts = zip(rows.tolist(), self.num_blocks[rows].tolist(), strict=True)
-        return np.concatenate([self.block_tables[row, :count] for row, count in counts])
+        of_tokens = [self.block_tables[row, :count] for row, count in counts]
+        return np.concatenate([self.state_tables[rows].reshape(-1), *of_tokens])
 
     def remove(self, request_id: RequestId) -> int:
         """Free the row and return it."""
@@ -199,6 +224,7 @@ class SequenceTable:
         self.num_reversed -= self.sequence(row).is_reversed
         self.sequences[row] = None
         self.whole_runs.pop(row, None)
+        self.kept_states.pop(row, None)
         self._free_rows.append(row)
         self.version += 1
         return row

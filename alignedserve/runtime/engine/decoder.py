@@ -354,7 +354,7 @@ class Decoder:
         assert weights.mixer is not None, f"layer {layer} has no state"
         assert states is not None, "a batch without states"
         assert rows is not None, "a batch without states"
-        return weights.mixer(projected, rows, states.parts(layer))
+        return weights.mixer(projected, rows.at(states.column(layer)), states.parts(layer))
 
     def _states_of(self, storage: BlockStorage) -> StateStorage:
         if self._states is None or self._states.storage is not storage:

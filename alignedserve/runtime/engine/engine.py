@@ -90,11 +90,10 @@ class Engine:
         Raises ConfigError for options that are unavailable here.
         """
         layout, config = storage.layout, model.config
-        assert config.rope is not None or max_context_len <= config.max_position_embeddings, (
-            "more context than positions"
-        )
+        assert config.rope or max_context_len <= config.max_position_embeddings, "more context than positions"
         dtype = layout.dtype if layout.has_scales else model.dtype_name
-        assert layout == config.block_layout(layout.block_size, dtype), "the storage is not of this model"
+        whole = config.block_layout(layout.block_size, dtype)
+        assert layout in (whole, config.layout_apart(whole)), "the storage is not of this model"
         assert not (layout.has_scales and hidden_block_tokens), "blocks of 8 bits hold no layer inputs"
         self.model = model
         self.storage = storage
@@ -104,7 +103,9 @@ class Engine:
             max_context_len=max_context_len,
             block_size=layout.block_size,
             hidden_block_tokens=hidden_block_tokens,
+            state_blocks=layout.state_blocks,
         )
+        self.keep_states = self._table.keep_states
 
         def make_planner(contexts: Contexts, storage: BlockStorage) -> AttentionPlanner:
             return attention_planner(attention, contexts, storage, config, model.dtype, model.scores)
@@ -112,7 +113,7 @@ class Engine:
         planner, hidden = make_planner(self._table, storage), None
         if launches_ahead is None:
             launches_ahead = storage.device.type != "cpu"
-        has_states = layout.state_bytes > 0  # which a step that nobody asks for would change
+        has_states = layout.has_states  # which a step that nobody asks for would change
         launches_ahead &= ranks is None and not planner.reads_unused_slots and not has_states
         if hidden_block_tokens is not None:
             hidden = HiddenContexts(self._table, storage, hidden_block_tokens, make_planner)

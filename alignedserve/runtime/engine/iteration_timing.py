@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Callable, Sequence
 
-from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.costmodel.iteration_points import Chunk, Point, feasible_points
@@ -21,7 +20,7 @@ class IterationTimer:
         self._engine = engine
         self._block_ids = block_ids
         self._clock = clock
-        self._block_size = engine.storage.layout.block_size
+        self._layout = engine.storage.layout
         self._num_assigned = 0
         self._num_made = 0
 
@@ -31,8 +30,9 @@ class IterationTimer:
             points,
             max_context_len=max_context_len,
             num_blocks=len(self._block_ids),
-            block_size=self._block_size,
+            block_size=self._layout.block_size,
             spare=_NUM_STEPS + 1,
+            beside=self._layout.state_blocks,
         )
 
     def measure(self, point: Point, num_steps: int = _NUM_STEPS) -> float:
@@ -69,7 +69,7 @@ class IterationTimer:
         request_id = RequestId(f"profile-{self._num_made}")
         self._num_made += 1
         tokens = (1,) * (context_len + num_more)
-        count = blocks_for(context_len + _NUM_STEPS, self._block_size)
+        count = self._layout.blocks_for(context_len + _NUM_STEPS)
         blocks = tuple(BlockId(block) for block in self._block_ids[self._num_assigned : self._num_assigned + count])
         self._num_assigned += count
         sampling = SamplingParams(temperature=0.0, max_tokens=_NUM_STEPS + 1, ignore_eos=True)

@@ -57,7 +57,7 @@ from alignedserve.runtime.engine.stages.staged_engine import StagedEngine
 from alignedserve.runtime.engine.steps.block_loans import num_lent_blocks
 from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
-from alignedserve.runtime.engine.worker_specs import described, rank_spec_of, stage_spec_of
+from alignedserve.runtime.engine.worker_specs import described, rank_spec_of, share_of_first, stage_spec_of
 from alignedserve.runtime.grammar.compiler import GrammarCompiler
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_copier import BlockCopier
@@ -66,7 +66,6 @@ from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.transfers.transports import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.vision.vision_config import CACHE_BYTES
 from alignedserve.runtime.vision.encoding_queue import Turn
 from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
@@ -125,7 +124,7 @@ class ModelExecutor:
             num_threads=sizes.num_threads or num_cores(),
             jumps_ahead=sizes.jumps_ahead and not has_stages,
         )
-        shard = TensorShard(0, served.tensor_parallel) if served.tensor_parallel > 1 else None
+        shard = share_of_first(served)
         self._adapters = SequenceAdapters(served.lora, served.decoder, torch_dtype(served.dtype), device, shard)
         self._ranks: RankGroup | StageGroup | None = None
         if served.tensor_parallel > 1:
@@ -155,7 +154,7 @@ class ModelExecutor:
                 stages=self._ranks,
                 num_stages=served.pipeline_parallel,
                 all_blocks=self._storage,
-                goes_ahead=sizes.is_decoding,
+                goes_ahead=sizes.is_decoding and not layout.has_states,
             )
         self._engine = make_engine(
             model=decoder,
@@ -172,7 +171,7 @@ class ModelExecutor:
         swap_bytes = sizes.swap_space_bytes // served.num_processes  # of this rank's parts
         self._swap_space: HostCaches
         if sizes.wants_shared_blocks and not self.has_shared_blocks:
-            reason = "a block has one state" if layout.state_bytes else "attention in torch reads slots not in use"
+            reason = "a block has one state" if layout.has_states else "attention in torch reads slots not in use"
             logger.warning("blocks are not shared by two requests: %s", reason)
         if self.has_shared_blocks:
             self._swap_space = SlotSwapSpace(self._storage, streams, host_bytes=swap_bytes)
@@ -336,6 +335,8 @@ class ModelExecutor:
             self._engine.add_sequence(_sequence_of(addition, adapter, pictures, has_axes=self._has_axes))
         for request_id, block_ids in command.extensions:
             self._engine.append_blocks(request_id, block_ids)
+        for kept in command.states:
+            self._engine.keep_states(*kept)
 
 
 def _sequence_of(

@@ -8,15 +8,19 @@ from torch import Tensor
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.state_config import HEADER_BYTES
+from alignedserve.runtime.model.state_config import HEADER_BYTES, StateConfig, layers_in_block, state_bytes
 from kernels.states.state_rows import StateRows
 
 _UNFINISHED = -1
 
 
 def tokens_behind_states(storage: BlockStorage) -> Tensor:
-    """Return of every block how many tokens of a context its states stand behind: [blocks] int64, in the blocks."""
-    return storage.states[:, :8].view(torch.int64)[:, 0]
+    """Return of every block how many tokens of a context its states stand behind: [blocks] int64, in the blocks.
+
+    Where states have blocks of their own, the first of a context's says it of all.
+    """
+    states = storage.bytes if storage.layout.state_blocks else storage.states
+    return states[:, :8].view(torch.int64)[:, 0]
 
 
 class StateStorage:
@@ -27,20 +31,24 @@ class StateStorage:
         self.storage = storage
         self._num_tokens = tokens_behind_states(storage)
         self._parts: dict[int, Sequence[Tensor]] = {}
-        first, cache_dtype = HEADER_BYTES, storage.layout.dtype
-        for layer in config.state_layers:
-            views = []
-            for part in config.state.parts:
-                dtype, size = torch_dtype(part.dtype(cache_dtype)), part.num_bytes(cache_dtype)
-                flat = storage.states[:, first : first + size].view(dtype)
-                num_elements = torch.Size(part.shape).numel()
-                views.append(flat[:, :num_elements].view(-1, *part.shape))
-                first += size
-            self._parts[layer] = views
+        self._columns: dict[int, int] = {}
+        states, num_layers = storage.states, len(config.state_layers)
+        if storage.layout.state_blocks:
+            states = storage.bytes
+            num_layers = layers_in_block(config.state, storage.layout.dtype, storage.layout.block_bytes)
+        layer_bytes = state_bytes(config.state, storage.layout.dtype)
+        for place, layer in enumerate(config.state_layers):
+            self._columns[layer], place_in_block = divmod(place, num_layers)
+            first = HEADER_BYTES + place_in_block * layer_bytes
+            self._parts[layer] = _views(config.state, storage.layout.dtype, states[:, first : first + layer_bytes])
 
     def parts(self, layer: int) -> Sequence[Tensor]:
         """Return the tensors of a layer's states, each [blocks, ..]."""
         return self._parts[layer]
+
+    def column(self, layer: int) -> int:
+        """Return which of the blocks of a context's states has this layer's."""
+        return self._columns[layer]
 
     def begin(self, rows: StateRows) -> None:
         """Mark the states that a pass is about to write."""
@@ -49,3 +57,14 @@ class StateStorage:
     def end(self, rows: StateRows) -> None:
         """Note behind which tokens these states stand now."""
         self._num_tokens[torch.from_numpy(rows.targets)] = torch.from_numpy(rows.num_tokens)
+
+
+def _views(config: StateConfig, cache_dtype: str, layer: Tensor) -> list[Tensor]:
+    """Return the parts of a layer's states in bytes of all blocks [blocks, bytes]."""
+    views, first = [], 0
+    for part in config.parts:
+        dtype, size = torch_dtype(part.dtype(cache_dtype)), part.num_bytes(cache_dtype)
+        flat = layer[:, first : first + size].view(dtype)
+        views.append(flat[:, : torch.Size(part.shape).numel()].view(-1, *part.shape))
+        first += size
+    return views

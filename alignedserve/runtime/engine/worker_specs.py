@@ -7,6 +7,8 @@ from alignedserve.runtime.engine.engine_sizes import EngineSizes, threads_per_ra
 from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec, RankEngineSpec
 from alignedserve.runtime.engine.stages.stage_spec import StageSpec
 from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.model.sharding.layer_stages import LayerStage, layer_stages
+from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 
 # For which a rank waits for others within a step before it takes them for hung.
 _RANK_TIMEOUT_S = 60.0
@@ -49,7 +51,15 @@ def stage_spec_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> S
         has_int8_swaps=sizes.has_int8_swaps,
         swap_space_bytes=sizes.swap_space_bytes // served.pipeline_parallel,
         wants_shared_blocks=sizes.wants_shared_blocks,
+        lora=served.lora,
     )
+
+
+def share_of_first(served: ServedModel) -> TensorShard | LayerStage | None:
+    """Return what the worker's own process has of its model; None: all of it."""
+    if served.tensor_parallel > 1:
+        return TensorShard(0, served.tensor_parallel)
+    return layer_stages(served.decoder, served.pipeline_parallel)[0] if served.pipeline_parallel > 1 else None
 
 
 def described(served: ServedModel, sizes: EngineSizes) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.runtime.kv.block_runs import BlockRuns, Ints, PlacedRuns, as_ids
@@ -84,13 +84,13 @@ def check_target(block_ids: Ints, num_sent: int, generation: int, num_blocks: in
     _check_generation(generation)
 
 
-def source_blocks(copy: BlockCopy, *, block_size: int, num_targets: int, num_blocks: int) -> Ints:
+def source_blocks(copy: BlockCopy, *, layout: BlockLayout, num_targets: int, num_blocks: int) -> Ints:
     """Return the blocks that hold this copy, in order. Raises HandoffRejected when it is inconsistent."""
     _check_generation(copy.generation)
     runs = runs_of(copy)
     if not len(runs.counts) or runs.counts.min() < 1:
         raise HandoffRejected("the handoff has no blocks, or a run without any")
-    if runs.num_blocks != blocks_for(copy.context_len, block_size):
+    if runs.num_blocks != layout.blocks_for(copy.context_len):
         raise HandoffRejected("the handoff's blocks do not match its context length")
     if runs.num_blocks > num_targets:
         raise HandoffRejected("the handoff has more blocks than were set aside for it")

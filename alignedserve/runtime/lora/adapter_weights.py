@@ -13,6 +13,7 @@ from alignedserve.runtime.lora.adapter_files import AdapterFiles
 from alignedserve.runtime.lora.adapter_modules import AdaptableModule, adaptable_modules, product_shapes
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from alignedserve.runtime.model.sharding.packed_regions import chosen_rows
 from alignedserve.runtime.model.sharding.regions import Region, shard_regions
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
@@ -36,7 +37,7 @@ def load_adapter(
     device: torch.device,
     *,
     max_rank: int,
-    shard: TensorShard | None = None,
+    shard: TensorShard | LayerStage | None = None,
 ) -> AdapterMatrices:
     """Return the matrices, ready to be multiplied by inputs of `dtype`; of a `shard`, what it adds to its products.
 
@@ -44,8 +45,9 @@ def load_adapter(
     """
     checked = check_adapter(files, config, max_rank=max_rank)
     tensors = load(files.weights)
-    local = config if shard is None else shard.local(config)
-    regions = {} if shard is None else _regions(config, shard)
+    local = shard.local(config) if isinstance(shard, TensorShard) else config
+    regions = _regions(config, shard) if isinstance(shard, TensorShard) else {}
+    layers = range(shard.first, shard.end) if isinstance(shard, LayerStage) else range(config.num_layers)
     places = adaptable_modules(local)
     shapes = product_shapes(local)
     by_product: dict[tuple[int, LayerProduct], list[LoraModule]] = defaultdict(list)
@@ -54,12 +56,13 @@ def load_adapter(
         if not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
             raise AdapterError(f"{files.folder.name}: the matrices of {name} hold numbers that are not finite.")
         own = _Matrices(a.float(), (b.double() * checked.config.scale_of(name)).float())
-        if shard is not None:
+        if regions:
             own = _part(own, regions[f"{name}.weight"])
         by_product[module.layer, module.product] += _placed(places[name], own, local)
-    matrices = AdapterMatrices(shapes, config.num_layers, dtype, device)
+    matrices = AdapterMatrices(shapes, len(layers), dtype, device)
     for (layer, product), modules in by_product.items():
-        matrices.set(site_of(layer, product), _filled(modules, shapes[product]))
+        if layer in layers:
+            matrices.set(site_of(layer - layers.start, product), _filled(modules, shapes[product]))
     return matrices
 
 

@@ -16,6 +16,7 @@ from alignedserve.runtime.lora.adapter_cache import AdapterCache
 from alignedserve.runtime.lora.adapter_folders import read_adapter
 from alignedserve.runtime.lora.adapter_weights import load_adapter
 from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from kernels.lora import AdapterMatrices
 
@@ -29,9 +30,9 @@ class SequenceAdapters:
         model: ModelConfig,
         dtype: torch.dtype,
         device: torch.device,
-        shard: TensorShard | None = None,
+        shard: TensorShard | LayerStage | None = None,
     ) -> None:
-        """`model`: the whole one; `shard`: the rank whose products adapters add to; None: there is one."""
+        """`model`: the whole one; `shard`: the rank or stage whose products adapters add to; None: there is one."""
         load = partial(_load, lora=lora, model=model, dtype=dtype, device=device, shard=shard)
         self.cache = AdapterCache(load, max_adapters=lora.max_adapters, max_bytes=lora.memory_bytes)
         self._used: dict[RequestId, LoraAdapter] = {}
@@ -87,6 +88,6 @@ def _load(
     model: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    shard: TensorShard | None,
+    shard: TensorShard | LayerStage | None,
 ) -> AdapterMatrices:
     return load_adapter(read_adapter(adapter, lora), model, dtype, device, max_rank=lora.max_rank, shard=shard)

@@ -262,6 +262,11 @@ class ModelConfig:
             state_bytes=self.state_bytes(dtype),
         )
 
+    def layout_apart(self, layout: BlockLayout) -> BlockLayout:
+        """Return the layout with states in blocks of their own; unchanged where a layer's state is larger than one."""
+        layer_bytes = 0 if self.state is None else state_bytes(self.state, layout.dtype)
+        return layout.with_own_states(len(self.state_layers), layer_bytes)
+
     def shape(self, name: str, dtype: str) -> ModelShape:
         """Return the sizes as cost models use them; embeddings count as wide as the hidden state."""
         return ModelShape(
@@ -285,6 +290,8 @@ class ModelConfig:
             kv_parts=self.kv_parts,
             attention_parameters=self._mean_attention_parameters,
             num_cached_layers=0 if self.state is None and self.extras is None else len(self.cached_layers),
+            num_state_layers=len(self.state_layers),
+            state_layer_bytes=0 if self.state is None else state_bytes(self.state, dtype),
         )
 
     @property

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from alignedserve.config.sections import LoraConfig, ModelSectionConfig
-from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.block_layout import LARGEST_BLOCK, BlockLayout
 from alignedserve.core.errors import ConfigError, ModelError
 from alignedserve.core.request import LoraAdapter
 from alignedserve.gguf.file import GgufFile, gguf_stem, is_gguf
@@ -15,7 +15,7 @@ from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_served_config, weights_in_files
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.sampling_defaults import SamplingDefaults, sampling_defaults
-from alignedserve.runtime.model.sharding.layer_stages import check_pipeline_parallel
+from alignedserve.runtime.model.sharding.layer_stages import check_pipeline_parallel, staged_layout
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard, check_tensor_parallel
 from alignedserve.runtime.model.stored_weights import StoredWeights
 from alignedserve.runtime.model.vision.families import read_vision
@@ -23,7 +23,8 @@ from alignedserve.runtime.model.vision.vision_config import CACHE_BYTES, VisionC
 from alignedserve.text.tokenizer import Tokenizer
 from alignedserve.text.tokenizer_files import read_template
 
-_BLOCK_SIZE, _LARGEST_BLOCK = 16, 1024  # tokens
+_BLOCK_SIZE = 16  # tokens
+_WIDEST_STATES = 1.5  # blocks of states take no more by these, if that can be had
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class ServedModel:
     pipeline_parallel: int = 1  # stages of a worker, each with layers of its own
     num_hosts: int = 1  # that the stages of a worker are on, one each; 1: all on its own
     vision: VisionConfig | None = None  # by which it sees pictures; None: it does not
+    states_apart: bool = False  # large recurrent states have blocks of their own, not a part of each block of tokens
 
     @property
     def encoder(self) -> EncoderConfig | None:
@@ -89,11 +91,19 @@ class ServedModel:
     @property
     def default_block_size(self) -> int:
         """Return the tokens of a block unless they are set: where blocks hold states, so many that these take no more
-        room than keys and values, as far as that is sensible."""
+        room than keys and values; where states have blocks of their own, so many that they fill these. Both as far as
+        that is sensible."""
         size = _BLOCK_SIZE
-        while size < _LARGEST_BLOCK and self.block_layout(size).state_bytes > self.block_layout(size).kv_bytes:
+        while size < LARGEST_BLOCK and not self._suits_states(size):
             size *= 2
         return size
+
+    def _suits_states(self, block_size: int) -> bool:
+        layout = self.block_layout(block_size)
+        if not self.states_apart:
+            return layout.state_bytes <= layout.kv_bytes
+        own = self.decoder.state_bytes(layout.dtype)
+        return layout.state_blocks > 0 and layout.context_bytes <= _WIDEST_STATES * own
 
     @property
     def num_processes(self) -> int:
@@ -108,6 +118,10 @@ class ServedModel:
     def block_layout(self, block_size: int) -> BlockLayout:
         """Return the layout of a worker's KV blocks: of each its ranks' parts, one after another, as if more layers."""
         layout = self.rank_config.block_layout(block_size, self.cache_dtype or self.dtype)
+        if self.states_apart:
+            return self.decoder.layout_apart(layout)
+        if layout.state_bytes and self.pipeline_parallel > 1:
+            return staged_layout(self.decoder, self.pipeline_parallel, block_size, layout.dtype)
         return replace(layout, num_layers=layout.num_layers * self.tensor_parallel)
 
 
@@ -120,10 +134,11 @@ def resolve_model(
     has_float8: bool = False,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    states_apart: bool = False,
 ) -> ServedModel:
     """Read the model's config; `device` and `kv_cache_dtype` as in the engine's section; `has_bfloat16`: the processor
     multiplies it natively; `has_float8`: the GPU multiplies FP8; `tensor_parallel`, `pipeline_parallel`: ranks and
-    stages of a worker.
+    stages of a worker; `states_apart`: large recurrent states may have blocks of their own.
 
     Raises ModelError or ConfigError saying what is missing, unknown or too large.
     """
@@ -168,7 +183,16 @@ def resolve_model(
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         vision=_vision(config, folder if file is None else None, tensor_parallel * pipeline_parallel, device),
+        states_apart=states_apart and pipeline_parallel == 1 and _has_large_states(config, dtype),
     )
+
+
+def _has_large_states(config: ModelConfig | EncoderConfig, dtype: str) -> bool:
+    """Return whether states would take most of an ordinary block."""
+    if isinstance(config, EncoderConfig):
+        return False
+    layout = config.block_layout(_BLOCK_SIZE, dtype)
+    return layout.state_bytes > layout.kv_bytes
 
 
 def _sampling(

@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from alignedserve.core.block_layout import DTYPE_BYTES
+from alignedserve.core.block_layout import DTYPE_BYTES, STATE_HEADER_BYTES
 
-STATE_ALIGNMENT = 64  # bytes, of each part of a state
-HEADER_BYTES = STATE_ALIGNMENT  # in front of all: how many tokens of the context the states stand behind
+HEADER_BYTES = STATE_HEADER_BYTES
+STATE_ALIGNMENT = HEADER_BYTES  # bytes, of each part of a state
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class StatePart:
         return -(-size // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
 
+@runtime_checkable
 class StateConfig(Protocol):
     """A kind of layer with a state."""
 
@@ -57,6 +58,11 @@ class StateConfig(Protocol):
 def state_bytes(config: StateConfig, cache_dtype: str) -> int:
     """Return the bytes of one layer's state."""
     return sum(part.num_bytes(cache_dtype) for part in config.parts)
+
+
+def layers_in_block(config: StateConfig, cache_dtype: str, block_bytes: int) -> int:
+    """Return how many layers' states lie in a block that has nothing else, behind a header; 0: none fits."""
+    return max(block_bytes - HEADER_BYTES, 0) // state_bytes(config, cache_dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,10 +121,11 @@ class _Batch:
     def _add_pressing(self, rows: Ints) -> None:
         """Add rows by remaining time; a prompt leaves each later decode a token, and a block if it needs one."""
         table, packer, size = self._view.table, self._packer, self._view.memory.block_size
+        beside = self._view.memory.state_blocks
         is_decoding = table.num_remaining[rows] == 1
-        needs_block = is_decoding & (table.num_cached[rows] == table.num_blocks[rows] * size)
+        needs_block = is_decoding & (table.num_cached[rows] == (table.num_blocks[rows] - beside) * size)
         # A prompt that has not begun begins only where it can be computed to its end.
-        whole = np.where(table.num_blocks[rows] == 0, -(-table.context_len[rows] // size), 0)
+        whole = np.where(table.num_blocks[rows] == 0, -(-table.context_len[rows] // size) + beside, 0)
         decodes_left, blocks_due, only_decodes = int(is_decoding.sum()), int(needs_block.sum()), False
         columns = (rows, is_decoding, needs_block, whole, self._slo_s[rows])
         for row, is_decode, is_due, num_whole, slo_s in zip(*(column.tolist() for column in columns), strict=True):
@@ -235,13 +236,13 @@ class _Batch:
 
     def _demands(self, rows: Ints, can_cut: Bools) -> tuple[Ints, Ints, Bools]:
         """Return D_c in tokens and D_m in blocks of these requests, and which of them fit."""
-        table, size = self._view.table, self._view.memory.block_size
+        table, size, beside = self._view.table, self._view.memory.block_size, self._view.memory.state_blocks
         held, cached, remaining = table.num_blocks[rows], table.num_cached[rows], table.num_remaining[rows]
-        whole, num_free = -(-table.context_len[rows] // size), self._free_blocks()
+        whole, num_free = -(-table.context_len[rows] // size) + beside, self._free_blocks()
         if self._config.reserve_prompts:
             slots = np.where((held > 0) | (whole <= num_free), remaining, 0)
         else:
-            slots = (held + num_free) * size - cached
+            slots = (held + num_free - beside) * size - cached
         left = self._packer.num_tokens_left
         if self._config.dynamic_chunking:
             budget = np.minimum(
@@ -255,7 +256,7 @@ class _Batch:
         if self._config.reserve_prompts:
             blocks = np.where(held > 0, 0, whole)
         else:
-            blocks = np.maximum(-(-(cached + demands) // size) - held, 0)
+            blocks = np.maximum(-(-(cached + demands) // size) + beside - held, 0)
         return demands, blocks, (demands > 0) & (demands <= budget) & (demands <= slots)
 
     def _add_in_order(self, waiting: Ints) -> None:

@@ -53,5 +53,5 @@ class Orca:
     def _reservations(self, view: WorkerView) -> Ints:
         """Return the reserved tokens by row, at most the whole memory."""
         longest = np.maximum(view.table.prompt_len + view.table.max_tokens, self._config.reserved_len)
-        capped: Ints = np.minimum(longest, view.memory.num_blocks * view.memory.block_size)
+        capped: Ints = np.minimum(longest, view.memory.slots_in(view.memory.num_blocks))
         return capped

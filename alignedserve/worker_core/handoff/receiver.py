@@ -36,11 +36,17 @@ class Receiver:
     """Reservations by request."""
 
     def __init__(
-        self, space: BufferSpace, block_size: int, free: Callable[[tuple[BlockId, ...]], None] | None = None
+        self,
+        space: BufferSpace,
+        block_size: int,
+        free: Callable[[tuple[BlockId, ...]], None] | None = None,
+        *,
+        state_blocks: int = 0,
     ) -> None:
-        """`free`: frees blocks that are held here for a request that does not come."""
+        """`free`: frees blocks that are held here for a request that does not come. `state_blocks`: of each request,
+        before those of its tokens."""
         self._space = space
-        self._block_size = block_size
+        self._block_size, self._state_blocks = block_size, state_blocks
         self._free = free
         self._entries: dict[RequestId, Incoming] = {}
 
@@ -100,7 +106,7 @@ class Receiver:
     def _is_of(self, slot: BufferSlot, message: BlocksWritten) -> bool:
         num_tokens = message.request.prompt_len + len(message.generated_token_ids)
         is_whole = bool(message.generated_token_ids) and message.copy.context_len == num_tokens - 1
-        return is_whole and is_described(message, slot.block_ids, slot.generation, self._block_size)
+        return is_whole and is_described(message, slot.block_ids, slot.generation, self._block_size, self._state_blocks)
 
     def _give_up(self, request_id: RequestId, entry: Incoming) -> None:
         if entry.written is not None:  # it is being loaded
@@ -112,11 +118,16 @@ class Receiver:
             self._free(entry.block_ids)
 
 
-def is_described(written: BlocksWritten, block_ids: tuple[BlockId, ...], generation: int, block_size: int) -> bool:
-    """Return whether an offer is of exactly the first of these blocks, as many as its context takes."""
+def is_described(
+    written: BlocksWritten, block_ids: tuple[BlockId, ...], generation: int, block_size: int, state_blocks: int
+) -> bool:
+    """Return whether an offer is of exactly the first of these blocks, as many as its context takes.
+
+    `state_blocks`: of those, before the ones of its tokens.
+    """
     copy = written.copy
     if not 0 < copy.num_blocks <= len(block_ids):
         return False  # checked before the runs are expanded: they may claim anything
     covered = tuple(run.first_block + offset for run in copy.runs for offset in range(run.num_blocks))
     is_there = (copy.generation, copy.num_before) == (generation, 0) and covered == block_ids[: copy.num_blocks]
-    return is_there and blocks_for(copy.context_len, block_size) == copy.num_blocks
+    return is_there and blocks_for(copy.context_len, block_size) + state_blocks == copy.num_blocks

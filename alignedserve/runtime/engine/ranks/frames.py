@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,10 +10,12 @@ import msgspec
 
 from alignedserve.core.errors import ProtocolError
 from alignedserve.runtime.engine.ranks.rank_spec import Meeting, RankEngineSpec
+from alignedserve.runtime.model.state_config import DeltaConfig, ShortConvConfig, SpaceConfig, StateConfig
 
 _LENGTH_BYTES = 8
 _MAX_BYTES = 1 << 30  # of the commands of one step
 _MAKING = threading.Lock()
+_STATES: tuple[type[Any], ...] = (ShortConvConfig, SpaceConfig, DeltaConfig)
 _DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 T = TypeVar("T")
 
@@ -82,6 +85,10 @@ def _to_plain(value: object) -> object:
 def _from_plain(kind: type, value: Any) -> Any:
     if kind is Path and isinstance(value, str):
         return Path(value)
+    if kind is StateConfig and isinstance(value, dict):
+        found = next((each for each in _STATES if {field.name for field in fields(each)} == value.keys()), None)
+        if found is not None:
+            return msgspec.convert(value, found)
     raise NotImplementedError(f"frames between ranks cannot carry {kind.__name__}")
 
 

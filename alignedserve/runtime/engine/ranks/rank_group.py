@@ -4,8 +4,6 @@ import logging
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,6 +26,7 @@ from alignedserve.core.errors import (
 )
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import Swaps
+from alignedserve.process.connected_process import ConnectedProcess
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
 from alignedserve.runtime.device.collectives import Collectives
 from alignedserve.runtime.device.devices import CPU
@@ -60,7 +59,7 @@ _KNOWN = (ConfigError, ModelError, ModelNotFound, NotEnoughMemory, UnsafeWeights
 _LOST = "a rank of this worker has ended, or has not answered in time"
 _LOOKING_S = 0.1  # for which a wait for the device looks again and again, as CUDA's own does: longer than most steps
 _PAUSE_S = 0.001  # between two looks from then on
-_END_S = 10.0  # for a process to end once its connection is closed
+_END_S = 10.0  # for a watcher to end behind its process
 
 
 class ToldRanks(ABC):
@@ -232,19 +231,7 @@ class _Follower:
         self.rank = rank
         self._connection, theirs = socket.socketpair()
         self.copies, their_copies = socket.socketpair()
-        their_lifeline, self._lifeline = os.pipe()
-        ends = [theirs.fileno(), their_copies.fileno(), their_lifeline]
-        passed = [*ends, *meeting.descriptors]
-        command = [sys.executable, "-m", _MODULE, *map(str, ends)]
-        paths = os.pathsep.join(path for path in sys.path if path)
-        try:
-            self.process = subprocess.Popen(  # noqa: S603
-                command, pass_fds=passed, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": paths}
-            )
-        finally:
-            theirs.close()
-            their_copies.close()
-            os.close(their_lifeline)
+        self.process = ConnectedProcess(_MODULE, (theirs, their_copies), meeting.descriptors)
         self.send(encode(Start(rank, spec, meeting)))
 
     def send(self, payload: bytes) -> None:
@@ -261,20 +248,13 @@ class _Follower:
             raise ExchangeBroken(f"rank {self.rank} of this worker has ended while it was loading")
         started = decode(payload, Started)
         if started.error:
-            raise _error_of(started)
+            raise error_of(started)
 
     def end(self) -> None:
         """End the process and wait for it."""
         self._connection.close()
         self.copies.close()
-        try:
-            self.process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
+        self.process.end()
 
 
 def make_block_memory(num_bytes: int) -> int:
@@ -292,6 +272,7 @@ def make_block_memory(num_bytes: int) -> int:
     return descriptor
 
 
-def _error_of(started: Started) -> AlignedServeError:
+def error_of(started: Started) -> AlignedServeError:
+    """Return what a process could not load."""
     known = next((each for each in _KNOWN if each.__name__ == started.error), AlignedServeError)
     return known(started.message)

@@ -16,6 +16,7 @@ from alignedserve.runtime.engine.ranks.rank_commands import (
 )
 from alignedserve.runtime.engine.stages.stage_commands import LendBlocks, RunPart, SettleLoans, StageCommand
 from alignedserve.runtime.engine.swap_space import HostCaches
+from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 
 
@@ -25,15 +26,20 @@ class StageEngine(Engine):
     stage: LayerStage
     _read: Tensor | None = None  # content of the blocks that are to be copied
 
-    def perform(self, command: StageCommand, swap_space: HostCaches) -> None:
-        """Perform one command, but RunPart; `swap_space`: of this engine's storage."""
+    def perform(self, command: StageCommand, swap_space: HostCaches, adapters: SequenceAdapters) -> None:
+        """Perform one command, but RunPart; `swap_space`: of this engine's storage; `adapters`: of its layers.
+
+        Raises AdapterError where the first stage has an adapter that this one cannot load.
+        """
         match command:
             case AddSequence():
-                self.add_sequence(command.sequence())
+                own = command.adapter
+                self.add_sequence(command.sequence(None if own is None else adapters.acquire(command.request_id, own)))
             case AppendBlocks(request_id, block_ids):
                 self.append_blocks(request_id, block_ids)
             case RemoveSequence(request_id):
                 self.remove_sequence(request_id)
+                adapters.remove(request_id)
             case ReplaceBlock(request_id, place, block_id):
                 self._table.block_tables[self._table.row(request_id), place] = block_id
             case CopyBlocks(sources):

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from alignedserve.runtime.engine.stages.stage_spec import (
     StageStarted,
     close_blocks,
     load_stage,
+    make_adapters,
     make_stage_storage,
 )
 from alignedserve.runtime.engine.stages.stage_wire import FrameKind, StageWire
@@ -84,20 +86,25 @@ def serve_stage(commands: StageWire, results: StageWire, on_loaded: Callable[[],
     start = decode(bytes(first.content), StageStart)
     try:
         engine, swap_space = _make_engine(start)
+        adapters = make_adapters(start.spec, start.index)
     except AlignedServeError as error:
         results.send(FrameKind.STARTED, encode(StageStarted(type(error).__name__, str(error))))
         return
     on_loaded()
     results.send(FrameKind.STARTED, encode(StageStarted()))
-    _follow(Inputs(commands), results, engine, swap_space)
+    perform = partial(engine.perform, swap_space=swap_space, adapters=adapters)
+    try:
+        _follow(Inputs(commands), results, engine, perform)
+    finally:
+        adapters.close()
 
 
-def _follow(inputs: Inputs, results: StageWire, engine: StageEngine, swap_space: HostCaches) -> None:
+def _follow(inputs: Inputs, results: StageWire, engine: StageEngine, perform: Callable[[StageCommand], object]) -> None:
     width, dtype = engine.model.config.hidden_size, engine.model.dtype
     while (told := inputs.commands()) is not None:
         for command in told:
             if not isinstance(command, RunPart):
-                engine.perform(command, swap_space)
+                perform(command)
                 continue
             content = inputs.rows()
             if content is None:

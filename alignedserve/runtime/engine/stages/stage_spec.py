@@ -7,13 +7,15 @@ from pathlib import Path
 import msgspec
 import torch
 
+from alignedserve.config.sections import LoraConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_pages import map_file
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec
 from alignedserve.runtime.kv.block_storage import BlockStorage, Stripe
-from alignedserve.runtime.model.sharding.layer_stages import LayerStage, layer_stages
+from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
+from alignedserve.runtime.model.sharding.layer_stages import LayerStage, layer_stages, staged_layout
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, leave_rounded_rows_unwritten
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver
 from alignedserve.runtime.model.weights.random_weights import random_weights
@@ -37,6 +39,7 @@ class StageSpec(msgspec.Struct, frozen=True, dict=True):
     has_int8_swaps: bool = False  # as in EngineSizes, like the next
     wants_shared_blocks: bool = False
     swap_space_bytes: int = 0  # of a worker whose blocks are on several hosts: of each stage
+    lora: LoraConfig = msgspec.field(default_factory=LoraConfig)  # which adapters requests may have
 
     @cached_property
     def stages(self) -> tuple[LayerStage, ...]:
@@ -50,7 +53,7 @@ class StageSpec(msgspec.Struct, frozen=True, dict=True):
     @property
     def whole_layout(self) -> BlockLayout:
         """Return the layout of a block: the parts of the stages, one behind another."""
-        return self.model.config.block_layout(self.block_size, self.cache_dtype)
+        return staged_layout(self.model.config, self.size, self.block_size, self.cache_dtype)
 
     @property
     def memory_bytes(self) -> int:
@@ -78,8 +81,15 @@ def load_stage(spec: StageSpec, index: int, observer: LoadingObserver | None = N
     stage, model = spec.stages[index], spec.model
     weights = _weights(model, stage, observer)
     local = stage.local(model.config)
-    leave_rounded_rows_unwritten(weights, local)
+    if not spec.lora.is_enabled:
+        leave_rounded_rows_unwritten(weights, local)
     return Decoder(local, weights)
+
+
+def make_adapters(spec: StageSpec, index: int) -> SequenceAdapters:
+    """Return what loads adapters of one stage's layers."""
+    model = spec.model
+    return SequenceAdapters(spec.lora, model.config, torch_dtype(model.dtype), _CPU, spec.stages[index])
 
 
 def make_stage_storage(spec: StageSpec, index: int, blocks: int | None) -> BlockStorage:

@@ -67,8 +67,9 @@ class StagedEngine(Engine):
         **options: object,
     ) -> None:
         """`storage`: of this stage's part of the blocks; `all_blocks`: of all parts, or the same where each stage has
-        its own. `goes_ahead`: sequences decode behind their prompts. `choice`: None: one of its own. Others as of
-        Engine, without hidden caches and adapters."""
+        its own. `goes_ahead`: sequences decode behind their prompts, and have no states, which a part that
+        nobody asks for would change. `choice`: None: one of its own. Others as of
+        Engine, without hidden caches."""
         super().__init__(storage=storage, ranks=stages, launches_ahead=False, **options)  # type: ignore[arg-type]
         self._stages, self._num_stages = stages, num_stages
         self._pending: PendingCopies = all_blocks.pending_copies
@@ -86,7 +87,6 @@ class StagedEngine(Engine):
     @override
     def add_sequence(self, sequence: NewSequence) -> None:
         """See Engine."""
-        assert sequence.adapter is None, "stages have no adapters"
         super().add_sequence(sequence)
         row = self._table.row(sequence.request_id)
         self._may_go_ahead[row] = not (sequence.sampling.grammar or sequence.sampling.wants_embedding)
@@ -104,6 +104,7 @@ class StagedEngine(Engine):
     def execute(self, slices: Slices, *, may_go_on: bool = True) -> StepOutput:
         """See Engine. The stages may be computing when this returns."""
         started = time.perf_counter()
+        slices = slices if self._late is None else self._late.caught_up(slices)
         is_decode = all(part[1] == 1 for part in slices)
         num_groups = self._num_stages if not is_decode or self._choice.is_grouped(len(slices)) else 1
         parts, rest = self._take_ahead(slices)

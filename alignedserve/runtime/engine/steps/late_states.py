@@ -18,7 +18,7 @@ class LateStates:
     """Looks at each sequence that comes with cached tokens before its first slice."""
 
     def __init__(self, table: SequenceTable, storage: BlockStorage) -> None:
-        """`storage`: of blocks with states."""
+        """`storage`: of a model with states."""
         self._table = table
         self._behind = tokens_behind_states(storage)
         self._new: set[int] = set()  # rows that have not been looked at
@@ -49,6 +49,9 @@ class LateStates:
     def _num_lost(self, row: int) -> int:
         """Return how many of the computed tokens lie behind the last state in the sequence's blocks."""
         table = self._table
+        if table.state_blocks:
+            behind, num_computed = int(self._behind[table.state_tables[row, 0]]), int(table.num_computed[row])
+            return num_computed - behind if 0 < behind <= num_computed else num_computed
         num_computed, size = int(table.num_computed[row]), table.block_size
         for column in range((num_computed - 1) // size, -1, -1):
             behind = int(self._behind[table.block_tables[row, column]])

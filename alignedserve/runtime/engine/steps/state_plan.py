@@ -1,9 +1,11 @@
 """Plans where the sequences of a step read their states, and where they leave them: see `kernels.states.state_rows`."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, tokens_of
-from kernels.states.state_rows import NO_BLOCK, StateParts, StateRows
+from kernels.states.state_rows import NO_BLOCK, StateColumn, StateParts, StateRows
 
 
 def plan_states(table: SequenceTable, rows: IntArray, counts: IntArray) -> StateRows:
@@ -12,6 +14,8 @@ def plan_states(table: SequenceTable, rows: IntArray, counts: IntArray) -> State
     Example: blocks of 16; a sequence with 30 tokens computed goes on by 5. It reads the state in its block 1, leaves
     that of 32 tokens there, and that of 35 in block 2.
     """
+    if table.state_blocks:
+        return _plan_apart(table, rows, counts)
     size, before = table.block_size, table.num_computed[rows]
     sources = np.where(before > 0, table.block_tables[rows, np.maximum(before - 1, 0) // size], NO_BLOCK)
     firsts = np.cumsum(counts) - counts
@@ -24,3 +28,33 @@ def plan_states(table: SequenceTable, rows: IntArray, counts: IntArray) -> State
     return StateRows(
         firsts, sources, StateParts(token_rows, table.block_tables[part_rows, columns], num_tokens, sequences)
     )
+
+
+def _plan_apart(table: SequenceTable, rows: IntArray, counts: IntArray) -> StateRows:
+    """Plan rows whose states have blocks of their own: a state is left there, and at edges where it is to be kept.
+
+    Example: a sequence with 30 tokens computed goes on by 40, and its states behind 64 are kept. It reads its own, and
+    leaves those of 64 tokens in the blocks for these, and those of 70 in its own.
+    """
+    before = table.num_computed[rows]
+    firsts, afters = np.cumsum(counts) - counts, before + counts
+    own = table.state_tables[rows].T.copy()  # [columns, sequences]
+    sources = np.where(before > 0, own, NO_BLOCK)
+    if not table.kept_states:
+        numbers = np.arange(len(rows))
+        return _in_columns(firsts, sources, own, StateParts(firsts + counts - 1, own[0], afters, numbers))
+    parts: list[tuple[int, int, Sequence[int]]] = []  # sequence, tokens of its context, blocks
+    for index, (row, first, last) in enumerate(zip(rows.tolist(), before.tolist(), afters.tolist(), strict=True)):
+        kept = sorted(table.kept_states.pop(row, ()))
+        parts += [(index, edge.num_tokens, edge.block_ids) for edge in kept if first < edge.num_tokens <= last]
+        parts.append((index, last, table.state_tables[row]))
+    sequences = np.array([part[0] for part in parts])
+    num_tokens = np.array([part[1] for part in parts])
+    targets = np.array([part[2] for part in parts]).T.copy()  # [columns, parts]
+    token_rows = firsts[sequences] + num_tokens - before[sequences] - 1
+    return _in_columns(firsts, sources, targets, StateParts(token_rows, targets[0], num_tokens, sequences))
+
+
+def _in_columns(firsts: IntArray, sources: IntArray, targets: IntArray, parts: StateParts) -> StateRows:
+    further = [StateColumn(*blocks) for blocks in zip(sources[1:], targets[1:], strict=True)]
+    return StateRows(firsts, sources[0], parts, further)

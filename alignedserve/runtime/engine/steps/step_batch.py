@@ -252,7 +252,7 @@ class BatchBuilder:
             adapters=self._adapter_rows(rows, len(token_ids)) if own.has_adapters else None,
             places=self._places(rows, positions, own.counts, own.places) if own.has_places else None,
             pictures=self._picture_rows(rows, positions, own.counts, own.places) if own.has_pictures else None,
-            states=plan_states(table, rows, own.counts) if storage.layout.state_bytes else None,
+            states=plan_states(table, rows, own.counts) if storage.layout.has_states else None,
         )
 
     def _of_rows(self, rows: IntArray) -> _OfRows:
@@ -326,7 +326,7 @@ class BatchBuilder:
             adapters=self._adapter_rows(slices.token_rows, len(token_ids)),
             places=self._places(rows, slices.positions, counts, last_rows - counts + 1),
             pictures=self._picture_rows(rows, slices.positions, counts, last_rows - counts + 1),
-            states=plan_states(table, rows, counts) if self._storage.layout.state_bytes else None,
+            states=plan_states(table, rows, counts) if self._storage.layout.has_states else None,
         )
 
     def _plan(self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray) -> tuple[SlicePlan, IntArray]:

@@ -92,9 +92,7 @@ class LocalTransfer(abc.ABC):
         copy, memory = request.copy, self.memory
         num_targets = len(request.storage_block_ids)
         try:
-            source = source_blocks(
-                copy, block_size=memory.layout.block_size, num_targets=num_targets, num_blocks=memory.num_blocks
-            )
+            source = source_blocks(copy, layout=memory.layout, num_targets=num_targets, num_blocks=memory.num_blocks)
             _check_lease(memory, source, copy.generation)
             digests = self._copy_in(source, request.storage_block_ids[: len(source)])
             # The lease may have been revoked during the copy: the data is then another request's.
@@ -177,9 +175,7 @@ def _relay(
     part: ArenaPart | None,
 ) -> Relayed:
     layout, num_targets = source.layout, len(target_ids)
-    source_ids = source_blocks(
-        copy, block_size=layout.block_size, num_targets=num_targets, num_blocks=source.num_blocks
-    )
+    source_ids = source_blocks(copy, layout=layout, num_targets=num_targets, num_blocks=source.num_blocks)
     _check_lease(source, source_ids, copy.generation)
     _check_lease(target.memory, target_ids, generation)
     # Every byte is summed once, so the new checksums are of exactly what the old ones verify.

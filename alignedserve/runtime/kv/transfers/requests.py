@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, PeerError, PeerLost, ProtocolError
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.blocks import BlocksAnswered, NamedBlocks, OpenTransfer, TransferOpened, TransferRefused
@@ -67,7 +68,7 @@ class ServedTransfer(abc.ABC):
 
     def fetch_unverified(self, requests: Sequence[FetchRequest]) -> list[list[int] | None]:
         """See PartTransfer."""
-        planned = plan_fetch(requests, self._storage.layout.block_size, self._num_blocks)
+        planned = plan_fetch(requests, self._storage.layout, self._num_blocks)
         done: list[list[int] | None] = [None] * len(requests)
         if planned:
             with closing_on_error(self._control):
@@ -131,13 +132,13 @@ def plan_offload(requests: Sequence[OffloadRequest], num_blocks: int) -> list[Pl
     return planned
 
 
-def plan_fetch(requests: Sequence[FetchRequest], block_size: int, num_blocks: int) -> list[PlannedRequest]:
+def plan_fetch(requests: Sequence[FetchRequest], layout: BlockLayout, num_blocks: int) -> list[PlannedRequest]:
     """Return the requests whose copy is consistent, in order."""
     planned = []
     for index, one in enumerate(requests):
         copy, targets = one.copy, one.storage_block_ids
         try:
-            blocks = source_blocks(copy, block_size=block_size, num_targets=len(targets), num_blocks=num_blocks)
+            blocks = source_blocks(copy, layout=layout, num_targets=len(targets), num_blocks=num_blocks)
         except HandoffRejected as error:
             logger.warning("fetch of generation %d refused: %s", copy.generation, error)
             continue

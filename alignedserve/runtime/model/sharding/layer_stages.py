@@ -6,6 +6,7 @@ The first stage has the embedding and the head as well, whose products count as 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.model.model_config import ModelConfig
 
@@ -36,8 +37,11 @@ class LayerStage:
         experts = config.experts
         if experts is not None:
             experts = replace(experts, dense_layers=self._own(experts.dense_layers))
+        state_layers = self._own(config.state_layers)
         return replace(
             config,
+            state=config.state if state_layers else None,
+            state_layers=state_layers,
             num_layers=self.end - self.first,
             windowed_layers=self._own(config.windowed_layers),
             unrotated_layers=self._own(config.unrotated_layers),
@@ -50,13 +54,23 @@ class LayerStage:
 
 
 def layer_stages(config: ModelConfig, size: int) -> tuple[LayerStage, ...]:
-    """Divide the layers so that the stage with the most weights has as few as can be."""
+    """Divide the layers so that the stage with the most weights has as few as can be, and each some that attend."""
     head = config.vocab_size * config.embedding_size
     weights = [_weights_of(config, layer, head) for layer in range(config.num_layers)]
-    ends = _ends(weights, size, head)
+    ends = _ends(weights, size, head, config.attention_layers)
     return tuple(
         LayerStage(index, size, first, end) for index, (first, end) in enumerate(zip((0, *ends), ends, strict=False))
     )
+
+
+def staged_layout(config: ModelConfig, size: int, block_size: int, dtype: str) -> BlockLayout:
+    """Return the layout of a block: the parts of the stages one behind another, each with its own states behind it."""
+    whole = config.block_layout(block_size, dtype)
+    if not whole.state_bytes:
+        return whole
+    parts = [stage.local(config).block_layout(block_size, dtype) for stage in layer_stages(config, size)]
+    num_runs = sum(part.runs_per_block - part.kv_runs for part in parts)
+    return replace(whole, state_bytes=num_runs * (whole.kv_bytes // whole.kv_runs))
 
 
 def check_pipeline_parallel(config: ModelConfig, size: int, tensor_parallel: int, device: str) -> None:
@@ -73,18 +87,16 @@ def check_pipeline_parallel(config: ModelConfig, size: int, tensor_parallel: int
             f"engine.pipeline_parallel is {size}, but stages are computed on CPUs alone, not on {device}; set it to 1, "
             "or engine.tensor_parallel higher"
         )
-    if config.state is not None:
+    num_layers = len(config.attention_layers)  # of which each stage has some
+    if not 1 <= size <= min(num_layers, MAX_STAGES):
+        kind = "layers" if num_layers == config.num_layers else "layers with attention"
         raise ConfigError(
-            f"engine.pipeline_parallel is {size}, but the states of this model's layers are not divided; set it to 1"
+            f"engine.pipeline_parallel is {size}, but the model's {num_layers} {kind} make at most "
+            f"{min(num_layers, MAX_STAGES)} stages"
         )
     if config.extras is not None:
         raise ConfigError(
             f"engine.pipeline_parallel is {size}, but a model with {config.extras.title} is not divided; set it to 1"
-        )
-    if not 1 <= size <= min(config.num_layers, MAX_STAGES):
-        raise ConfigError(
-            f"engine.pipeline_parallel is {size}, but the model's {config.num_layers} layers make at most "
-            f"{min(config.num_layers, MAX_STAGES)} stages"
         )
 
 
@@ -93,15 +105,19 @@ def _weights_of(config: ModelConfig, layer: int, head: int) -> int:
     return max(LayerStage(0, 1, layer, layer + 1).local(config).num_projected - head, 1)
 
 
-def _ends(weights: Sequence[int], size: int, head: int) -> tuple[int, ...]:
-    """Return where each stage ends: of the divisions whose heaviest stage is lightest, the one with early ends."""
+def _ends(weights: Sequence[int], size: int, head: int, attending: Sequence[int]) -> tuple[int, ...]:
+    """Return where each stage ends: of the divisions whose heaviest stage is lightest, the one with early ends.
+
+    Each has one at least of the layers `attending`.
+    """
     count = len(weights)
     sums = [0]
+    num_attending = [sum(layer < end for layer in attending) for end in range(count + 1)]
     for weight in weights:
         sums.append(sums[-1] + weight)
     # best[end]: the heaviest of the stages so far, and their ends.
     best: dict[int, tuple[int, tuple[int, ...]]] = {
-        end: (head + sums[end], (end,)) for end in range(1, count - size + 2)
+        end: (head + sums[end], (end,)) for end in range(1, count - size + 2) if num_attending[end]
     }
     for stage in range(1, size):
         following: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -109,8 +125,9 @@ def _ends(weights: Sequence[int], size: int, head: int) -> tuple[int, ...]:
             options = (
                 (max(heaviest, sums[end] - sums[first]), (*ends, end))
                 for first, (heaviest, ends) in best.items()
-                if first < end
+                if num_attending[first] < num_attending[end]
             )
-            following[end] = min(options)
+            if (lightest := min(options, default=None)) is not None:
+                following[end] = lightest
         best = following
     return best[count][1]

@@ -56,7 +56,7 @@ def arenas(tmp_path: Path) -> Iterator[Arenas]:
 def test_a_relayed_copy_is_fetched_from_the_buffer(arenas: Arenas, target: tuple[int, ...]) -> None:
     copy = arenas.relay(arenas.copy, *target)
     assert copy is not None
-    assert source_blocks(copy, block_size=8, num_targets=5, num_blocks=NUM_POOL_BLOCKS).tolist() == [*target]
+    assert source_blocks(copy, layout=LAYOUT, num_targets=5, num_blocks=NUM_POOL_BLOCKS).tolist() == [*target]
     receiver = filled(LAYOUT, 2)
     assert ShmTransfer(receiver, arenas.buffer).fetch([FetchRequest(copy, blocks(0, 1, 2, 3, 4))]) == [True]
     assert (content(receiver, range(5)) == content(arenas.storage, SOURCE)).all()

@@ -105,3 +105,27 @@ def test_sequences_that_come_and_go_and_wait(size: int, num_lent: int, shares_me
     expected = crowd(TinyEngine(tiny_decoder(tmp_path)))
     with staged(tmp_path, size, num_lent=num_lent, shares_memory=shares_memory) as engine:
         assert crowd(engine) == expected
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "attention", "mamba"]},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2": {"full_attn_idxs": [1, 2, 3]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", STATES)
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_each_stage_has_the_states_of_its_layers(family: str, shares_memory: bool, tmp_path: Path) -> None:
+    """The second of LFM2's has none."""
+    make_tiny_model(tmp_path, family, num_hidden_layers=4, **STATES[family])
+    with staged(tmp_path, shares_memory=shares_memory) as engine:
+        assert answers(engine) == answers(TinyEngine(tiny_decoder(tmp_path)))
+
+
+def test_sequences_with_states_that_come_and_go(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "granitemoehybrid", num_hidden_layers=4, **STATES["granitemoehybrid"])
+    expected = crowd(TinyEngine(tiny_decoder(tmp_path)))
+    with staged(tmp_path) as engine:
+        assert crowd(engine) == expected

@@ -1,0 +1,69 @@
+"""Recurrent states that are kept behind cached blocks, so that later requests go on from there.
+
+Of a model with large states a state takes as much room as hundreds of tokens, so few edges of blocks have one: those
+where others are likely to go on. A context keeps the states
+1. at the last edge before its last token when it enters: a next turn has all of its prompt before it;
+2. at the last edge up to which others had the same tokens: there contexts part, and the next one may as well;
+3. at the last edge that its answer has passed, in place of the one before: a next turn has that before it too.
+When there are too many, or memory is needed, the one goes that was used last the longest ago.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from alignedserve.core.ids import BlockId
+
+Block = TypeVar("Block")  # a cached one
+
+
+@dataclass(frozen=True, slots=True)
+class StateBudget:
+    """What states may take of a worker's blocks."""
+
+    num_blocks: int  # of one
+    max_states: int  # that are kept
+
+
+class KeptStates(Generic[Block]):
+    """The blocks behind which states are kept, by use."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[Block, None] = OrderedDict()  # those used last come last
+        self.changed: Callable[[Block], None] = _ignore  # called with a block whose state came or went
+        self.num_used = 0  # contexts that began with one, since it was made
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def add(self, block: Block) -> None:
+        """Note a block that has one."""
+        self._blocks[block] = None
+        self.changed(block)
+
+    def remove(self, block: Block) -> None:
+        """Note a block that has none any more."""
+        del self._blocks[block]
+        self.changed(block)
+
+    def use(self, block: Block) -> None:
+        """Note that a context goes on from there."""
+        self._blocks.move_to_end(block)
+        self.num_used += 1
+
+    def oldest(self) -> Block:
+        """Return the one that was used last the longest ago."""
+        return next(iter(self._blocks))
+
+
+class KeptEdge(NamedTuple):
+    """An edge of blocks, in tokens of a context, where an iteration leaves its states for later contexts."""
+
+    num_tokens: int
+    state_ids: tuple[BlockId, ...]
+    is_latest: bool  # in place of the one before
+
+
+def _ignore(_: object) -> None:
+    """Tell nobody."""

@@ -1,0 +1,58 @@
+"""A process of our own with sockets to this one, which computes a part of what this one does."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+_END_S = 10.0  # for a process to end once its connections are closed
+
+
+class ConnectedProcess:
+    """The process, until it is ended. It ends with this one, however that ends: at the end of a pipe."""
+
+    def __init__(self, module: str, ends: Sequence[socket.socket], descriptors: Sequence[int] = ()) -> None:
+        """Run a module with the numbers of its ends of connections and, last, of the pipe.
+
+        `ends`: they are closed here. `descriptors`: it has these as well, by the same numbers.
+        """
+        their_lifeline, self._lifeline = os.pipe()
+        numbers = [*(end.fileno() for end in ends), their_lifeline]
+        command = [sys.executable, "-m", module, *map(str, numbers)]
+        paths = os.pathsep.join(path for path in sys.path if path)
+        try:
+            self._process = subprocess.Popen(  # noqa: S603
+                command,
+                pass_fds=[*numbers, *descriptors],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": paths},
+            )
+        finally:
+            for end in ends:
+                end.close()
+            os.close(their_lifeline)
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid
+
+    def wait(self) -> int:
+        """Wait until it has ended; return its status. From any thread."""
+        return self._process.wait()
+
+    def kill(self) -> None:
+        """Kill it, if it runs."""
+        self._process.kill()
+
+    def end(self) -> None:
+        """Wait until it has ended, as the connections are closed; kill it if it does not."""
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
