@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kernels.addend_layout import LayerProduct
 from kernels.cpu.expert_products import ExpertProducts, native_experts
@@ -187,18 +188,37 @@ def grouped_products(
     native    all products in one call, for where experts have few rows
     returns   [rows, chosen, out_width]
     """
-    chosen = experts.shape[1]
+    order, counts, rows = _by_expert(x, experts, len(products), shares)
+    results = multiplied_by_expert(rows, counts, products, native)
+    return _in_order(results, order, experts)
+
+
+def multiplied_by_expert(
+    rows: Tensor,
+    counts: Sequence[int],
+    products: Sequence[Callable[[Tensor], Tensor]],
+    native: ExpertProducts | None = None,
+) -> Tensor:
+    """Multiply rows [n, in_width], n >= 1, of each expert so many, one expert's behind another's -> [n, out_width]."""
+    if native is not None and max(counts) <= _TILE_ROWS:
+        return native(rows, counts)
+    groups = zip(products, counts, accumulate(counts), strict=True)
+    return torch.cat([product(rows[end - count : end]) for product, count, end in groups if count])
+
+
+def _by_expert(x: Tensor, experts: Tensor, num_experts: int, shares: Tensor | None) -> tuple[Tensor, list[int], Tensor]:
+    """Return the order of rows by expert, how many each expert has, and the rows in that order."""
     order = experts.flatten().argsort(stable=True)
-    counts = torch.bincount(experts.flatten(), minlength=len(products)).tolist()
-    rows = x.index_select(0, order // chosen)
+    counts: list[int] = torch.bincount(experts.flatten(), minlength=num_experts).tolist()
+    rows = x.index_select(0, order // experts.shape[1])
     if shares is not None:
         rows.mul_(shares.flatten()[order][:, None].to(x.dtype))
-    if native is not None and max(counts) <= _TILE_ROWS:
-        results = native(rows, counts)
-    else:
-        groups = zip(products, counts, accumulate(counts), strict=True)
-        results = torch.cat([product(rows[end - count : end]) for product, count, end in groups if count])
-    return torch.empty_like(results).index_copy_(0, order, results).view(len(x), chosen, -1)
+    return order, counts, rows
+
+
+def _in_order(results: Tensor, order: Tensor, experts: Tensor) -> Tensor:
+    """Return results by expert as they belong to the rows [rows, chosen, out_width]."""
+    return torch.empty_like(results).index_copy_(0, order, results).view(*experts.shape, -1)
 
 
 class Experts:
@@ -221,9 +241,56 @@ class Experts:
 
     def routed(self, x: Tensor, routing: Routing) -> Tensor:
         """Compute the same with experts that are chosen already."""
-        shares = routing.shares if self._scales_inputs else None
-        results = grouped_products(x, routing.experts, self._experts, shares, self._native)
+        results = self._results(x, routing.experts, routing.shares if self._scales_inputs else None)
         return results.sum(1) if self._scales_inputs else weighted(results, routing.shares)
+
+    def _results(self, x: Tensor, experts: Tensor, shares: Tensor | None) -> Tensor:
+        """See `grouped_products`."""
+        return grouped_products(x, experts, self._experts, shares, self._native)
+
+
+class ExpertsElsewhere(Protocol):
+    """Experts of a layer that another process has."""
+
+    num_experts: int
+
+    def begin(self, rows: Tensor, counts: Sequence[int]) -> None:
+        """Begin to multiply rows [n, width], of each expert so many, one expert's behind another's."""
+
+    def results(self) -> Tensor:
+        """Return the results of what was begun last [n, width]."""
+
+
+class DividedExperts(Experts):
+    """As `Experts`, to the last bit; some of which are elsewhere, and compute beside those here."""
+
+    __slots__ = ("_elsewhere",)
+
+    def __init__(
+        self,
+        router: Router,
+        experts: Sequence[Projection],
+        elsewhere: Sequence[ExpertsElsewhere],
+        *,
+        scales_inputs: bool = False,
+    ) -> None:
+        """`experts`: the first ones; those `elsewhere` follow."""
+        super().__init__(router, experts, scales_inputs=scales_inputs)
+        self._elsewhere = elsewhere
+
+    @override
+    def _results(self, x: Tensor, experts: Tensor, shares: Tensor | None) -> Tensor:
+        order, counts, rows = _by_expert(x, experts, self.router.num_experts, shares)
+        ends, first = [0, *accumulate(counts)], len(self._experts)
+        begun, own_counts, num_own = list[ExpertsElsewhere](), counts[:first], ends[first]
+        for part in self._elsewhere:
+            last = first + part.num_experts
+            if ends[last] > ends[first]:
+                part.begin(rows[ends[first] : ends[last]], counts[first:last])
+                begun.append(part)
+            first = last
+        own = [multiplied_by_expert(rows[:num_own], own_counts, self._experts, self._native)] if num_own else []
+        return _in_order(torch.cat([*own, *(part.results() for part in begun)]), order, experts)
 
 
 class WithSharedExpert:

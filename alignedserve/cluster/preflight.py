@@ -79,7 +79,7 @@ def check_machine(config: ClusterConfig, served: ServedModel, ports: Iterable[in
     Raises NotEnoughMemory, AddressInUse or ConfigError.
     """
     num_stages = config.engine.pipeline_parallel if served.num_hosts == 1 else 1
-    check_ranks(config.engine.device, config.engine.tensor_parallel, num_stages)
+    check_ranks(config.engine.device, config.engine.tensor_parallel, num_stages, config.engine.expert_parallel)
     if config.gateway.tls_certificate is not None and config.gateway.tls_key is not None:
         ServerCertificate(config.gateway.tls_certificate, config.gateway.tls_key)
     _check_ports(config.gateway.host, ports)

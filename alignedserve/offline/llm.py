@@ -76,13 +76,15 @@ class LLM:
         enable_lora: bool = False,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
     ) -> None:
         """Load the model onto `device`; this and `kv_cache_dtype` are given like those of engine.
 
         `prefix_cache`: prompts that begin like earlier ones are computed from where they differ. The next three are
         like those of model: a file with a template, the name of a format (docs/tools.md). `enable_lora`: prompts may
         have adapters, for which memory is kept. `tensor_parallel_size`: so many processes compute the model together
-        (docs/tensor-parallelism.md); `pipeline_parallel_size`: one after another (docs/pipeline-parallelism.md).
+        (docs/tensor-parallelism.md); `pipeline_parallel_size`: one after another (docs/pipeline-parallelism.md);
+        `expert_parallel_size`: so many share its experts (docs/tensor-parallelism.md).
         """
         engine = EngineConfig(
             device=device,
@@ -111,9 +113,10 @@ class LLM:
             has_float8=has_float8_products(worker_device),
             tensor_parallel=tensor_parallel_size,
             pipeline_parallel=pipeline_parallel_size,
+            expert_parallel=expert_parallel_size,
             states_apart=True,
         )
-        check_ranks(worker_device, tensor_parallel_size, pipeline_parallel_size)
+        check_ranks(worker_device, tensor_parallel_size, pipeline_parallel_size, expert_parallel_size)
         if served.stored is not None and served.stored.warning is not None:
             logger.warning("Weights: %s.", served.stored.warning)
         self._served = served = replace(served, lora=ANY_FOLDER if enable_lora else served.lora)

@@ -106,6 +106,7 @@ class RoomCluster:
             config.model,
             kv_cache_dtype=engine.kv_cache_dtype,
             tensor_parallel=engine.tensor_parallel,
+            expert_parallel=engine.expert_parallel,
             states_apart=config.keeps_states_apart,
         )
         self.served: ServedModel = with_adapters(resolved, config.lora)
@@ -386,7 +387,7 @@ class RoomCluster:
 
 
 def one_rank(served: ServedModel) -> ServedModel:
-    return dataclasses.replace(served, tensor_parallel=1)
+    return dataclasses.replace(served, tensor_parallel=1, expert_parallel=1)
 
 
 @contextlib.asynccontextmanager

@@ -163,5 +163,6 @@ def resolve_for(machines: Sequence[Machine], config: ClusterConfig) -> ServedMod
         has_float8=all(machine.has_float8 for machine in machines),
         tensor_parallel=config.engine.tensor_parallel,
         pipeline_parallel=config.engine.pipeline_parallel,
+        expert_parallel=config.engine.expert_parallel,
         states_apart=config.keeps_states_apart,
     )

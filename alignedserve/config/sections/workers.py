@@ -66,6 +66,8 @@ class EngineConfig(Section, frozen=True):
     )
     # Stages of each worker, which compute layers of their own one after another; on several hosts each on one of them.
     pipeline_parallel: int = 1
+    # Processes of each worker that share a mixture's experts, whole ones each; the rest of the model is in the first.
+    expert_parallel: int = 1
     attention_backend: str = (
         "auto"  # native kernels (avx512bf16, avx2, plain), triton on a GPU, or torch; auto: the best here
     )
@@ -89,6 +91,7 @@ class EngineConfig(Section, frozen=True):
         )
         self._require(1 <= self.tensor_parallel <= 64, "tensor_parallel", "must be between 1 and 64")
         self._require(1 <= self.pipeline_parallel <= 64, "pipeline_parallel", "must be between 1 and 64")
+        self._require(1 <= self.expert_parallel <= 64, "expert_parallel", "must be between 1 and 64")
         levels = ("auto", "avx512bf16", "avx2", "plain", "triton", "torch")
         self._require(self.attention_backend in levels, "attention_backend", f"must be one of {', '.join(levels)}")
         self._require(0.0 <= self.calibration_s <= 600.0, "calibration_s", "must be between 0 and 600")

@@ -81,11 +81,16 @@ def rank_devices(first: str, size: int) -> tuple[str, ...]:
     return tuple(f"{CUDA}:{int(number or 0) + rank}" for rank in range(size))
 
 
-def check_ranks(name: str, size: int, num_stages: int = 1) -> None:
-    """Check that a worker finds devices for all its ranks, by engine.device, or cores for its stages on this machine.
+def check_ranks(name: str, size: int, num_stages: int = 1, num_shares: int = 1) -> None:
+    """Check that a worker finds devices for all its ranks, by engine.device, or cores on this machine for its stages
+    or the processes that share its experts.
 
     Raises ConfigError.
     """
+    if num_shares > num_cores():
+        raise ConfigError(
+            f"engine.expert_parallel is {num_shares}, but this machine has {num_cores()} cores; set it lower"
+        )
     if num_stages > num_cores():
         raise ConfigError(
             f"engine.pipeline_parallel is {num_stages}, but this machine has {num_cores()} cores; set it lower, or "

@@ -39,11 +39,14 @@ from alignedserve.runtime.engine.calibration import measure_iterations
 from alignedserve.runtime.engine.device_turns import DeviceTurns
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepTimes
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, storage_blocks, threads_per_rank
+from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
 from alignedserve.runtime.engine.kept_calibration import KeptCalibration
 from alignedserve.runtime.engine.model_loading import (
     ConnectStages,
+    LoadedModel,
     check_memory,
-    load_decoder,
+    load_alone,
+    load_divided,
     load_ranks,
     load_stages,
     load_tower,
@@ -57,7 +60,13 @@ from alignedserve.runtime.engine.stages.staged_engine import StagedEngine
 from alignedserve.runtime.engine.steps.block_loans import num_lent_blocks
 from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
-from alignedserve.runtime.engine.worker_specs import described, rank_spec_of, share_of_first, stage_spec_of
+from alignedserve.runtime.engine.worker_specs import (
+    described,
+    expert_spec_of,
+    rank_spec_of,
+    share_of_first,
+    stage_spec_of,
+)
 from alignedserve.runtime.grammar.compiler import GrammarCompiler
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_copier import BlockCopier
@@ -127,6 +136,7 @@ class ModelExecutor:
         shard = share_of_first(served)
         self._adapters = SequenceAdapters(served.lora, served.decoder, torch_dtype(served.dtype), device, shard)
         self._ranks: RankGroup | StageGroup | None = None
+        self._experts: ExpertGroup | None = None
         if served.tensor_parallel > 1:
             rank = load_ranks(served, rank_spec_of(served, sizes, num_blocks), layout, progress_path)
             decoder, storage, self._ranks = rank.decoder, rank.storage, rank.group
@@ -136,8 +146,10 @@ class ModelExecutor:
             decoder, storage, self._ranks = first.decoder, first.storage, first.group
             self._storage = first.all_blocks
         else:
-            load = partial(load_decoder, served, device, progress_path)
-            decoder = run_quietly(load) if sizes.loads_quietly else load()
+            load: Callable[[], LoadedModel] = partial(load_alone, served, device, progress_path)
+            if served.expert_parallel > 1:
+                load = partial(load_divided, served, expert_spec_of(served, sizes), progress_path)
+            decoder, self._experts = run_quietly(load) if sizes.loads_quietly else load()
             try_libraries(sizes.attention_backend, layout, num_blocks, decoder.config, device)
             self._storage = storage = BlockStorage(layout, num_blocks, device)
         self._moves_all = self._storage.layout == layout
@@ -240,8 +252,9 @@ class ModelExecutor:
         self._grammars.close()
         self._adapters.close()
         self._turns.close()
-        if self._ranks is not None:
-            self._ranks.close()
+        for group in (self._ranks, self._experts):
+            if group is not None:
+                group.close()
 
     def _see(self, served: ServedModel, device: torch.device) -> Pictures:
         """Load what the model sees with."""
@@ -274,8 +287,9 @@ class ModelExecutor:
             try:
                 return self._run(command)
             except ExchangeBroken:
-                if self._ranks is not None:
-                    self._ranks.kill()
+                for group in (self._ranks, self._experts):
+                    if group is not None:
+                        group.kill()
                 raise
 
     def _run_urgent(self, command: RunIteration) -> IterationCompleted:

@@ -17,6 +17,8 @@ from alignedserve.runtime.device.device_work import free_bytes, used_by_others
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
+from alignedserve.runtime.engine.experts.expert_spec import ExpertSpec
 from alignedserve.runtime.engine.ranks.rank_group import RankGroup, make_block_memory
 from alignedserve.runtime.engine.ranks.rank_spec import RankEngineSpec, load_shard, make_storage, whole_storage
 from alignedserve.runtime.engine.stages.local_stages import start_stages
@@ -34,6 +36,7 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
 from alignedserve.runtime.model.vision.vision_weights import load_vision_weights
 from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
+from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading
 from alignedserve.runtime.model.weights.random_weights import random_weights
 from alignedserve.runtime.model.weights.weight_files import load_weights
 from alignedserve.runtime.vision.tower import VisionTower
@@ -51,18 +54,50 @@ def load_vocabulary(served: ServedModel) -> LLTokenizer:
     return grammar_vocabulary(tokenizer, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
 
 
-def load_decoder(served: ServedModel, device: torch.device, progress_path: Path | None) -> Decoder:
-    """Load the whole model, which one rank computes. Raises ModelError."""
+def load_decoder(
+    served: ServedModel, device: torch.device, progress_path: Path | None, sharing: ExpertReading | None = None
+) -> Decoder:
+    """Load the whole model, which one rank computes; by `sharing` with one process's experts. Raises ModelError."""
     config = served.decoder.for_context(served.max_context_len)
     dtype, quantization = torch_dtype(served.dtype), served.quantization
     with _noted(served, progress_path) as progress:
         if served.has_random_weights:
-            weights = random_weights(config, 0, dtype, device, quantization, observer=progress)
+            weights = random_weights(config, 0, dtype, device, quantization, observer=progress, sharing=sharing)
         else:
-            weights = load_weights(served.folder, config, dtype, device, quantization, observer=progress)
+            weights = load_weights(
+                served.folder, config, dtype, device, quantization, observer=progress, sharing=sharing
+            )
     if not served.lora.is_enabled:
         leave_rounded_rows_unwritten(weights, config)
     return Decoder(config, weights)
+
+
+class LoadedModel(NamedTuple):
+    """A model that this process computes."""
+
+    decoder: Decoder
+    experts: ExpertGroup | None = None  # other processes that have some of its experts
+
+
+def load_alone(served: ServedModel, device: torch.device, progress: Path | None) -> LoadedModel:
+    """Load all of it here. Raises ModelError."""
+    return LoadedModel(load_decoder(served, device, progress))
+
+
+def load_divided(served: ServedModel, spec: ExpertSpec, progress: Path | None) -> LoadedModel:
+    """Start the processes that share a model's experts, and load the rest beside them.
+
+    Raises ModelError, ExchangeBroken when one has ended.
+    """
+    group = ExpertGroup(spec)
+    try:
+        sharing = ExpertReading(spec.share(0), group.of_layer)
+        decoder = load_decoder(served, torch.device("cpu"), progress, sharing)
+        group.wait()
+    except BaseException:
+        group.close()
+        raise
+    return LoadedModel(decoder, group)
 
 
 def load_tower(served: ServedModel, device: torch.device) -> VisionTower | None:

@@ -4,6 +4,7 @@ import torch
 
 from alignedserve.runtime.device.devices import CPU, device_type, rank_devices
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, threads_per_rank
+from alignedserve.runtime.engine.experts.expert_spec import ExpertSpec
 from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec, RankEngineSpec
 from alignedserve.runtime.engine.stages.stage_spec import StageSpec
 from alignedserve.runtime.model.served_model import ServedModel
@@ -55,6 +56,12 @@ def stage_spec_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> S
     )
 
 
+def expert_spec_of(served: ServedModel, sizes: EngineSizes) -> ExpertSpec:
+    """Return what each of the processes makes that share the worker's experts."""
+    threads = threads_per_rank(sizes, served.processes_per_host)
+    return ExpertSpec(_model_spec(served), served.expert_parallel, threads, _RANK_TIMEOUT_S)
+
+
 def share_of_first(served: ServedModel) -> TensorShard | LayerStage | None:
     """Return what the worker's own process has of its model; None: all of it."""
     if served.tensor_parallel > 1:
@@ -72,7 +79,8 @@ def described(served: ServedModel, sizes: EngineSizes) -> tuple[str, ...]:
     gpu = torch.cuda.get_device_properties(sizes.device).name if has_gpu else ""
     ranks = f"{served.tensor_parallel} ranks of {threads} threads"
     stages = (f"{served.pipeline_parallel} stages",) if served.pipeline_parallel > 1 else ()
-    return (*model, engine, ranks, gpu, f"lora {served.lora.is_enabled}", *stages)
+    shares = (f"{served.expert_parallel} shares of experts",) if served.expert_parallel > 1 else ()
+    return (*model, engine, ranks, gpu, f"lora {served.lora.is_enabled}", *stages, *shares)
 
 
 def _model_spec(served: ServedModel) -> ModelSpec:

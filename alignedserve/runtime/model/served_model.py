@@ -15,6 +15,7 @@ from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_served_config, weights_in_files
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.sampling_defaults import SamplingDefaults, sampling_defaults
+from alignedserve.runtime.model.sharding.expert_shares import check_expert_parallel
 from alignedserve.runtime.model.sharding.layer_stages import check_pipeline_parallel, staged_layout
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard, check_tensor_parallel
 from alignedserve.runtime.model.stored_weights import StoredWeights
@@ -49,6 +50,7 @@ class ServedModel:
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that name nothing
     tensor_parallel: int = 1  # ranks of a worker, which compute the model together
     pipeline_parallel: int = 1  # stages of a worker, each with layers of its own
+    expert_parallel: int = 1  # processes of a worker that share the experts
     num_hosts: int = 1  # that the stages of a worker are on, one each; 1: all on its own
     vision: VisionConfig | None = None  # by which it sees pictures; None: it does not
     states_apart: bool = False  # large recurrent states have blocks of their own, not a part of each block of tokens
@@ -113,7 +115,7 @@ class ServedModel:
     @property
     def processes_per_host(self) -> int:
         """Return how many of them share the cores of a host."""
-        return self.num_processes // self.num_hosts
+        return self.num_processes * self.expert_parallel // self.num_hosts
 
     def block_layout(self, block_size: int) -> BlockLayout:
         """Return the layout of a worker's KV blocks: of each its ranks' parts, one after another, as if more layers."""
@@ -134,11 +136,13 @@ def resolve_model(
     has_float8: bool = False,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
     states_apart: bool = False,
 ) -> ServedModel:
     """Read the model's config; `device` and `kv_cache_dtype` as in the engine's section; `has_bfloat16`: the processor
     multiplies it natively; `has_float8`: the GPU multiplies FP8; `tensor_parallel`, `pipeline_parallel`: ranks and
-    stages of a worker; `states_apart`: large recurrent states may have blocks of their own.
+    stages of a worker; `expert_parallel`: processes that share its experts; `states_apart`: large recurrent
+    states may have blocks of their own.
 
     Raises ModelError or ConfigError saying what is missing, unknown or too large.
     """
@@ -151,10 +155,13 @@ def resolve_model(
         _check_device(config, device)
         check_tensor_parallel(config, tensor_parallel)
         check_pipeline_parallel(config, pipeline_parallel, tensor_parallel, device)
+        check_expert_parallel(config, expert_parallel, tensor_parallel * pipeline_parallel, device)
     elif tensor_parallel > 1:
         raise ConfigError("engine.tensor_parallel has no effect on an encoder, which one rank computes; leave it out")
     elif pipeline_parallel > 1:
         raise ConfigError("engine.pipeline_parallel has no effect on an encoder, which is one stage; leave it out")
+    elif expert_parallel > 1:
+        raise ConfigError("engine.expert_parallel has no effect on an encoder, which has no experts; leave it out")
     longest = config.max_position_embeddings
     if section.max_context_len is not None and section.max_context_len > longest:
         raise ConfigError(f"model.max_context_len is {section.max_context_len}; the model was made for {longest}")
@@ -182,6 +189,7 @@ def resolve_model(
         sampling=_sampling(section, config, file or folder, template),
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
+        expert_parallel=expert_parallel,
         vision=_vision(config, folder if file is None else None, tensor_parallel * pipeline_parallel, device),
         states_apart=states_apart and pipeline_parallel == 1 and _has_large_states(config, dtype),
     )

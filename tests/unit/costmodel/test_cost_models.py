@@ -243,7 +243,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps({**PROFILE.as_fields(), "samples": []}))
     assert read_profile(path) == PROFILE
-    later = ("num_exp", "num_chosen", "expert", "shared", "kv_parts", "attention", "num_cached")
+    later = ("num_exp", "num_chosen", "expert", "shared", "kv_parts", "attention", "num_cached", "num_state", "state_")
     of_earlier_versions = {
         name: value for name, value in dataclasses.asdict(PROFILE.shape).items() if not name.startswith(later)
     }

@@ -15,6 +15,7 @@ from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.weight_names import ParameterNames
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
 from alignedserve.runtime.model.weights.exact_tensors import exact_tensor
+from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading
 from alignedserve.runtime.model.weights.file_products import FileSource
 from alignedserve.runtime.model.weights.packed_products import Rows
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver, PackedSource, TensorSource
@@ -123,14 +124,18 @@ def assemble_shard(
     quantization: str | None,
     observer: LoadingObserver | None,
     shard: TensorShard | None,
+    sharing: ExpertReading | None = None,
 ) -> DecoderWeights:
-    """Assemble what a rank holds, reading no more of the files where they allow it; None: the whole model.
+    """Assemble what a rank holds, reading no more of the files where they allow it; None: the whole model,
+    of whose experts one of several processes has some, by `sharing`.
 
     `config` of the whole model; otherwise as assemble_weights.
     """
     tensors, dtype, packed, files = source
     if shard is None:
-        return assemble_weights(config, tensors, quantization, packed=packed, files=files, observer=observer)
+        return assemble_weights(
+            config, tensors, quantization, packed=packed, files=files, observer=observer, sharing=sharing
+        )
     names = FAMILIES[config.family].names if packed is None else packed.names
     regions = shard_regions(config, names, tensors.has, shard)
     own = ShardedSource(tensors, regions, names, dtype, packed=packed, files=files)

@@ -1,6 +1,7 @@
 """Assembles the feed-forward parts of layers: two products, or a mixture of experts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from alignedserve.runtime.model.layer_geometry import inner_size
 from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig, Scoring
 from alignedserve.runtime.model.product_multipliers import ProductMultipliers
+from alignedserve.runtime.model.sharding.expert_shares import ExpertShare
 from alignedserve.runtime.model.weight_names import ParameterNames
 from alignedserve.runtime.model.weights.exact_tensors import exact_tensor
 from alignedserve.runtime.model.weights.head_order import gates_first
@@ -15,8 +17,10 @@ from alignedserve.runtime.model.weights.packed_experts import grouped_experts
 from alignedserve.runtime.model.weights.product_reader import Nonlinearity, ProductReader
 from alignedserve.runtime.model.weights.scaled_products import ScaledModule, scaled_product
 from kernels.feed_forward import (
+    DividedExperts,
     ExpertRouter,
     Experts,
+    ExpertsElsewhere,
     FeedForwardPart,
     GroupRouter,
     Router,
@@ -27,12 +31,27 @@ from kernels.linear import Linear, Projection
 from kernels.norm import RmsNorm
 from kernels.sorted_experts import SortedExperts, stacked_experts
 
+LayerExperts = dict[int, Sequence[Projection]]  # by layer, those of one process in order
+
+
+class ExpertReading(NamedTuple):
+    """What one of several processes that share the experts reads of them."""
+
+    share: ExpertShare
+    elsewhere: Callable[[int], Sequence[ExpertsElsewhere]] = lambda _: ()  # of a layer
+    reads_all: bool = False  # others as well, and drops them: of a source whose tensors come in order
+
 
 class FeedForwardReader:
     """Reads the feed-forward parts of one model's layers."""
 
-    def __init__(self, config: ModelConfig, names: ParameterNames, read: ProductReader) -> None:
+    def __init__(
+        self, config: ModelConfig, names: ParameterNames, read: ProductReader, sharing: ExpertReading | None = None
+    ) -> None:
+        """`sharing`: None: all experts are this process's."""
         self._config, self._names, self._read = config, names, read
+        self._sharing = sharing
+        self.own: LayerExperts = {}  # where they are shared
 
     def dense(self, prefix: str, layer: int) -> FeedForwardPart:
         """Return the two products of a layer."""
@@ -53,9 +72,9 @@ class FeedForwardReader:
             scaled_product(self._read, scaled, config.hidden_size, then), scaled_product(self._read, [last], inner)
         )
 
-    def mixed(self, prefix: str, experts: ExpertConfig) -> Projection:
+    def mixed(self, prefix: str, experts: ExpertConfig, layer: int) -> Projection:
         """Return the experts of a layer, one that every token passes included."""
-        names, chosen = self._names, self._chosen_experts(prefix, experts)
+        names, chosen = self._names, self._chosen_experts(prefix, experts, layer)
         if not experts.shared_size:
             return chosen
         modules = [prefix + name for name in names.shared_gate_up]
@@ -101,12 +120,34 @@ class FeedForwardReader:
         name, shape = self._names.router_correction, (experts.num_experts,)
         return exact_tensor(self._read.source, prefix + name, shape) if name else torch.zeros(shape)
 
-    def _chosen_experts(self, prefix: str, experts: ExpertConfig) -> Projection:
+    def read_own(self, prefix: str, experts: ExpertConfig, layer: int) -> Sequence[Projection]:
+        """Read this process's experts of a layer; they are in `own` from then on."""
+        assert self._sharing is not None, "experts that are not shared"
+        span, own = self._sharing.share.experts(experts.num_experts), list[Projection]()
+        for index, (gate_up, down) in enumerate(self._modules(prefix, experts)):
+            if index in span or self._sharing.reads_all:
+                part = self._expert(gate_up, down, experts)
+                own += [part] if index in span else []
+        self.own[layer] = own
+        return own
+
+    def _modules(self, prefix: str, experts: ExpertConfig) -> list[tuple[list[str], str]]:
+        names = self._names
+        return [
+            (
+                [prefix + name.format(expert=index) for name in names.expert_gate_up],
+                prefix + names.expert_down.format(expert=index),
+            )
+            for index in range(experts.num_experts)
+        ]
+
+    def _chosen_experts(self, prefix: str, experts: ExpertConfig, layer: int) -> Projection:
         config, names, router = self._config, self._names, self._router(prefix, experts)
-        inner, modules = experts.intermediate_size, []
-        for index in range(experts.num_experts):
-            gate_up = [prefix + name.format(expert=index) for name in names.expert_gate_up]
-            modules.append((gate_up, prefix + names.expert_down.format(expert=index)))
+        inner, modules = experts.intermediate_size, self._modules(prefix, experts)
+        if self._sharing is not None:
+            elsewhere = self._sharing.elsewhere(layer)
+            shared = self.read_own(prefix, experts, layer)
+            return DividedExperts(router, shared, elsewhere, scales_inputs=experts.scales_inputs)
         if has_experts_apart(self._read.device):
             own = [self._expert(gate_up, down, experts) for gate_up, down in modules]
             return Experts(router, own, scales_inputs=experts.scales_inputs)

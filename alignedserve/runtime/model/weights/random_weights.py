@@ -10,8 +10,9 @@ from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard, assemble_stage
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
+from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading, LayerExperts
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver
-from alignedserve.runtime.model.weights.weight_loader import StageReading
+from alignedserve.runtime.model.weights.weight_loader import StageReading, assemble_experts
 
 
 class RandomSource:
@@ -47,8 +48,10 @@ def random_weights(
     observer: LoadingObserver | None = None,
     shard: TensorShard | None = None,
     stage: LayerStage | None = None,
+    sharing: ExpertReading | None = None,
 ) -> DecoderWeights:
-    """Make random weights of the model's shapes, the same for the same seed, or a `shard` or `stage` of these.
+    """Make random weights of the model's shapes, the same for the same seed, or a `shard` or `stage` of these, or by
+    `sharing` with one process's experts.
 
     No files needed.
     """
@@ -56,4 +59,13 @@ def random_weights(
     if stage is not None:
         reading = StageReading(stage, dtype, torch.device(device), reads_all=True)
         return assemble_stage(config, source, quantization, observer, reading)
-    return assemble_shard(config, source, quantization, observer, shard)
+    sharing = None if sharing is None else sharing._replace(reads_all=True)
+    return assemble_shard(config, source, quantization, observer, shard, sharing)
+
+
+def random_experts(
+    config: ModelConfig, seed: int, dtype: torch.dtype, quantization: str | None, sharing: ExpertReading
+) -> LayerExperts:
+    """Make the experts alone of such weights that one process has, by layer."""
+    tensors = RandomSource(seed, dtype, torch.device("cpu"))
+    return assemble_experts(config, tensors, quantization, sharing._replace(reads_all=True), dtype)

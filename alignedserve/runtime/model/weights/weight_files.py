@@ -13,9 +13,10 @@ from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard, assemble_stage
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
+from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading, LayerExperts
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
-from alignedserve.runtime.model.weights.weight_loader import StageReading
+from alignedserve.runtime.model.weights.weight_loader import StageReading, assemble_experts
 
 
 def load_weights(
@@ -28,8 +29,10 @@ def load_weights(
     observer: LoadingObserver | None = None,
     shard: TensorShard | None = None,
     stage: LayerStage | None = None,
+    sharing: ExpertReading | None = None,
 ) -> DecoderWeights:
-    """Load the weights in `folder`, which may be a GGUF file, as `dtype`; of a `shard` or `stage`, its share of them.
+    """Load the weights in `folder`, which may be a GGUF file, as `dtype`; of a `shard` or `stage`, its share of them,
+    and by `sharing` that of one process of the experts.
 
     Those of linear layers with 8 bits when `quantization` is "int8".
 
@@ -43,7 +46,15 @@ def load_weights(
     if stage is not None:
         reading = StageReading(stage, dtype, torch.device(device))
         return assemble_stage(config, source, quantization, observer, reading)
-    return assemble_shard(config, source, quantization, observer, shard)
+    return assemble_shard(config, source, quantization, observer, shard, sharing)
+
+
+def load_experts(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, quantization: str | None, sharing: ExpertReading
+) -> LayerExperts:
+    """Load the experts alone that one process has, by layer. Raises as `load_weights`."""
+    tensors, _, packed, files = _source(folder, config, dtype, torch.device("cpu"))
+    return assemble_experts(config, tensors, quantization, sharing, dtype, packed=packed, files=files)
 
 
 def _source(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> WholeSource:

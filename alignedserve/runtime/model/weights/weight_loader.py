@@ -13,7 +13,7 @@ from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from alignedserve.runtime.model.weight_names import ParameterNames, find_head, find_prefix, layer_prefixes
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights, round_on_the_way
 from alignedserve.runtime.model.weights.extra_weights import ExtraReader
-from alignedserve.runtime.model.weights.feed_forward_weights import FeedForwardReader
+from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading, FeedForwardReader, LayerExperts
 from alignedserve.runtime.model.weights.file_products import FileSource
 from alignedserve.runtime.model.weights.head_order import halves_of_heads, heads_to_qkv, pairs_apart
 from alignedserve.runtime.model.weights.latent_weights import latent_output, latent_queries
@@ -51,25 +51,50 @@ def assemble_weights(
     files: FileSource | None = None,
     observer: LoadingObserver | None = None,
     stage: StageReading | None = None,
+    sharing: ExpertReading | None = None,
 ) -> DecoderWeights:
     """Assemble all weights, reading one tensor at a time, so that at most one layer is held twice.
 
     `quantization`: None, or "int8" for the linear layers. `packed`: the source, if its matrices may be; `files`:
     if its matrices need not be read before they are packed, so that none is held twice. `stage`: of the layers, its own
-    alone; None: all. Raises ModelError naming a layer that cannot be quantized.
+    alone; None: all. `sharing`: of the experts, one process's alone; None: all.
+
+    Raises ModelError naming a layer that cannot be quantized.
     """
     names = packed.names if packed else FAMILIES[config.family].names
     read = ProductReader(source, Forms(packed, files), observer, is_int8=quantization == "int8")
-    assembler = _WeightAssembler(config, names, read, observer)
+    assembler = _WeightAssembler(config, names, read, observer, sharing)
     return assembler.weights() if stage is None else assembler.weights_of(stage)
+
+
+def assemble_experts(
+    config: ModelConfig,
+    source: TensorSource,
+    quantization: str | None,
+    sharing: ExpertReading,
+    dtype: torch.dtype,
+    *,
+    packed: PackedSource | None = None,
+    files: FileSource | None = None,
+) -> LayerExperts:
+    """Assemble the experts alone that one process has; otherwise as assemble_weights."""
+    names = packed.names if packed else FAMILIES[config.family].names
+    read = ProductReader(source, Forms(packed, files), None, is_int8=quantization == "int8")
+    return _WeightAssembler(config, names, read, None, sharing).experts(dtype, reads_all=sharing.reads_all)
 
 
 class _WeightAssembler:
     def __init__(
-        self, config: ModelConfig, names: ParameterNames, read: ProductReader, observer: LoadingObserver | None
+        self,
+        config: ModelConfig,
+        names: ParameterNames,
+        read: ProductReader,
+        observer: LoadingObserver | None,
+        sharing: ExpertReading | None,
     ) -> None:
         self._config, self._names, self._read, self._observer = config, names, read, observer
-        self._feed_forward, self._states = FeedForwardReader(config, names, read), StateReader(config, names, read)
+        self._feed_forward = FeedForwardReader(config, names, read, sharing)
+        self._states = StateReader(config, names, read)
         self._extras = None if config.extras is None else ExtraReader(config, config.extras, names, read)
         self._prefix = find_prefix(names, read.source.has)
 
@@ -84,6 +109,19 @@ class _WeightAssembler:
             return _inner(read.layers, self._config, self._read)
         self._read.dtype, self._read.device = reading.dtype, reading.device
         return _inner(tuple(map(self._packed_layer, layers)), self._config, self._read)
+
+    def experts(self, dtype: torch.dtype, *, reads_all: bool) -> LayerExperts:
+        """Return the experts that one process has."""
+        if reads_all:
+            self._weights(range(self._config.num_layers), range(0))
+            return self._feed_forward.own
+        self._read.dtype, self._read.device = dtype, torch.device("cpu")
+        for layer in range(self._config.num_layers):
+            experts = self._config.experts_of(layer)
+            if experts is not None and layer not in self._config.bare_layers:
+                _, second = layer_prefixes(self._config, self._names, layer)
+                self._feed_forward.read_own(self._prefix + second, experts, layer)
+        return self._feed_forward.own
 
     def weights(self) -> DecoderWeights:
         layers = range(self._config.num_layers)
@@ -154,7 +192,7 @@ class _WeightAssembler:
             return None
         experts = self._config.experts_of(layer)
         if experts is not None and not experts.is_beside:
-            return self._feed_forward.mixed(prefix, experts)
+            return self._feed_forward.mixed(prefix, experts, layer)
         own = None if self._extras is None else self._extras.feed_forward(prefix, layer)
         return self._feed_forward.dense(prefix, layer) if own is None else own
 
@@ -162,7 +200,7 @@ class _WeightAssembler:
         experts = self._config.experts_of(layer)
         if self._extras is None or experts is None:
             return None
-        return self._extras.beside(prefix, self._feed_forward.mixed(prefix, experts))
+        return self._extras.beside(prefix, self._feed_forward.mixed(prefix, experts, layer))
 
     def _qkv(self, prefix: str) -> AdaptableProjection:
         config = self._config

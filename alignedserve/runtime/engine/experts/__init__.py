@@ -1,0 +1,1 @@
+"""Processes beside a worker's own that have some of a model's experts, whole."""

@@ -1,0 +1,53 @@
+"""The specification of the processes that share a model's experts, and what travels between them.
+
+A request: a header (layer, number of counts, number of rows), of each of the process's experts how many rows it has
+(int64), and the rows, as they lie in memory. Its answer: as many rows.
+"""
+
+import struct
+
+import msgspec
+
+from alignedserve.runtime.device.dtypes import torch_dtype
+from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec
+from alignedserve.runtime.model.sharding.expert_shares import ExpertShare
+from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading, LayerExperts
+from alignedserve.runtime.model.weights.random_weights import random_experts
+from alignedserve.runtime.model.weights.weight_files import load_experts
+
+HEADER = struct.Struct("<IIQ")
+
+
+class ExpertSpec(msgspec.Struct, frozen=True):
+    """What each of the processes makes."""
+
+    model: ModelSpec
+    size: int  # processes, the worker's own included
+    num_threads: int  # of each
+    timeout_s: float  # for which an answer is waited for
+
+    def share(self, index: int) -> ExpertShare:
+        """Return which experts one of them has."""
+        return ExpertShare(index, self.size)
+
+    def num_experts(self, index: int) -> int:
+        """Return how many of a layer's experts one of them has."""
+        experts = self.model.config.experts
+        assert experts is not None, "a model without experts"
+        return len(self.share(index).experts(experts.num_experts))
+
+
+class ExpertStart(msgspec.Struct, frozen=True):
+    """The first frame to a process."""
+
+    index: int
+    spec: ExpertSpec
+
+
+def load_share(spec: ExpertSpec, index: int) -> LayerExperts:
+    """Load the experts of one process, by layer. Raises ModelError."""
+    model, dtype = spec.model, torch_dtype(spec.model.dtype)
+    reading = ExpertReading(spec.share(index))
+    if model.folder is None:
+        return random_experts(model.config, model.seed, dtype, model.quantization, reading)
+    return load_experts(model.folder, model.config, dtype, model.quantization, reading)
