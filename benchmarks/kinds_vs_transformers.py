@@ -1,10 +1,12 @@
 """Engine against transformers `generate` for kinds of layers: shapes of some 100M parameters, random weights.
 
 Sinks and experts (gpt-oss), latents and experts (DeepSeek V3), caps and windows (Gemma 2), chunks and experts (Llama
-4), squares (Nemotron). Both run the same weights, greedily, on the same threads, in turns; transformers a static batch.
-The best round of each counts. Layers with a state: `engine.states`.
+4), squares (Nemotron), streams and embeddings of layers (Gemma 3n), shared keys and heads of two sizes (Gemma 4). Both
+run the same weights, greedily, on the same threads, in turns; transformers a static batch. The best round of each
+counts. Layers with a state: `engine.states`.
 
     python -m benchmarks.kinds_vs_transformers [--dtype bfloat16]   # targets: 1.4 times at 1 stream, 4 times at 16
+    python -m benchmarks.kinds_vs_transformers --kinds gemma4       # those of other kinds are kept
 """
 
 import json
@@ -22,7 +24,7 @@ from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec
 from benchmarks.engine.throughput import WorkloadRun, make_engine
 from benchmarks.engine.workloads import RequestGroup
 from benchmarks.measuring.arguments import parser_of
-from benchmarks.measuring.recording import write_result
+from benchmarks.measuring.recording import read_figures, write_result
 from benchmarks.measuring.turns import seconds_by_turns
 
 PROMPT_LEN, OUTPUT_LEN = 64, 32
@@ -39,6 +41,8 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _EXPERTS = {"intermediate_size": 448, "num_experts_per_tok": 2, "num_local_experts": 8}
+_SHORT = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 32000, "sliding_window": 64}
+_TYPES = [*["sliding_attention"] * 3, "full_attention"] * 2
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOssConfig", {**_SIZES, **_EXPERTS, "head_dim": 64, "sliding_window": 64}),
     "deepseek_v3": (
@@ -65,6 +69,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SIZES, **_EXPERTS, "num_experts_per_tok": 1, "intermediate_size_mlp": 1792, "head_dim": 64}
         | {"attention_chunk_size": 64},
     ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {**_SIZES, **_SHORT, "head_dim": 64, "laurel_rank": 32, "num_kv_shared_layers": 4, "layer_types": _TYPES}
+        | {"activation_sparsity_pattern": [0.95, 0.95, *[0.0] * 6]},
+    ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {**_SIZES, **_SHORT, "head_dim": 64, "global_head_dim": 128, "num_kv_shared_layers": 4, "layer_types": _TYPES},
+    ),
     "nemotron": ("NemotronConfig", {**_SIZES, "intermediate_size": 2560}),
 }
 
@@ -74,18 +87,21 @@ def main() -> None:
     parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    record = f"engine/kinds_vs_transformers_{arguments.dtype}_{arguments.threads}"
+    kept = (read_figures(record) or {}).get("kinds", {})
     load = psutil.getloadavg()[0]
     figures: dict[str, Any] = {
         "workload": f"{PROMPT_LEN}:{OUTPUT_LEN}, {arguments.dtype}, greedy",
         "threads": torch.get_num_threads(),
         "transformers": transformers.__version__,
         "load_before": load,
-        "kinds": {name: compared(name, arguments.rounds, arguments.dtype) for name in KINDS},
+        "kinds": kept | {name: compared(name, arguments.rounds, arguments.dtype) for name in arguments.kinds},
     }
     print(json.dumps(figures, indent=2))
-    write_result(f"engine/kinds_vs_transformers_{arguments.dtype}_{arguments.threads}", figures)
+    write_result(record, figures)
 
 
 def compared(name: str, num_rounds: int, dtype: str) -> dict[str, Any]:

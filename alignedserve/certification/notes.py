@@ -18,6 +18,7 @@ def own_notes(certificate: Certificate) -> Iterator[str]:
         if phase.failure is not None:
             yield f"The phase “{phase.phase.value}” ended early: {phase.failure}"
     yield from _of_chat(certificate)
+    yield from _of_pictures(certificate)
     yield from _of_noise(certificate)
 
 
@@ -32,6 +33,19 @@ def _of_chat(certificate: Certificate) -> Iterator[str]:
         yield (
             f"{beside.num_sent} chats beside documents: one of them is {100 / beside.num_sent:.1f} points of "
             "attainment. Longer or more bursts say more."
+        )
+
+
+def _of_pictures(certificate: Certificate) -> Iterator[str]:
+    figures, protocol = certificate.figures, certificate.protocol
+    for phase, pictured in figures.pictured.items():
+        ttft, plain = pictured.ttft_s, figures.plain.get(phase)
+        others = "" if plain is None else f"; of those without {percent(plain.attainment)}"
+        yield (
+            f"{phase}: {pictured.num_sent} chats carried a picture of {protocol.chat.picture_edge} x "
+            f"{protocol.chat.picture_edge} pixels, {protocol.rate * protocol.chat.picture_share:.1f} a second in bursts: "
+            f"{percent(pictured.attainment)} were in time (TTFT p99 {seconds(None if ttft is None else ttft.p99)})"
+            f"{others}."
         )
 
 

@@ -8,7 +8,16 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from alignedserve.pictures.form import CanvasForm, CellsForm, PictureForm, RowsForm, Size, SquareForm, TiledForm
+from alignedserve.pictures.form import (
+    BudgetForm,
+    CanvasForm,
+    CellsForm,
+    PictureForm,
+    RowsForm,
+    Size,
+    SquareForm,
+    TiledForm,
+)
 from alignedserve.pictures.outcomes import Decoded, Outcome, Refused, Task
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # no others are tried, whatever the file says
@@ -60,7 +69,7 @@ def _cut(image: Image.Image, grid: Size, edge: int) -> Iterator[Pixels]:
             yield _channels_first(image.crop(box))
 
 
-def _whole(image: Image.Image, form: RowsForm | CellsForm | SquareForm) -> Iterator[Pixels]:
+def _whole(image: Image.Image, form: RowsForm | CellsForm | SquareForm | BudgetForm) -> Iterator[Pixels]:
     yield _channels_first(_resized(image, form.scaled(Size(*image.size)), form.resample))
 
 
@@ -78,4 +87,5 @@ _PARTS: dict[type[PictureForm], Callable[[Image.Image, Any], Iterator[Pixels]]] 
     CellsForm: _whole,
     SquareForm: _whole,
     CanvasForm: _canvas,
+    BudgetForm: _whole,
 }

@@ -322,7 +322,55 @@ class CanvasForm(msgspec.Struct, frozen=True, tag=True):
         return None
 
 
-PictureForm = TiledForm | RowsForm | CellsForm | SquareForm | CanvasForm
+class BudgetForm(msgspec.Struct, frozen=True, tag=True):
+    """Gemma 4: a picture keeps its shape, and is made as large as a number of tokens allows.
+
+    Example: cells of 48 and at most 280 of them; 1600 x 900 pixels become 1056 x 576, 12 rows of 22 cells.
+    """
+
+    is_whole: ClassVar[bool] = False  # the tokens of a picture are computed in one pass, and read one another
+
+    token_id: int  # that stands in prompts for each embedding, as `mark`
+    cell_edge: int  # of the patches that become one token
+    max_tokens: int  # of the prompt for a picture
+    scaling: Scaling
+    resample: int  # as Pillow numbers its filters
+    work: EncoderWork | None = None  # None: it is not known
+    mark: str = "<|image|>"
+    start: str = "<|image>"
+    end: str = "<image|>"
+
+    def scaled(self, size: Size) -> Size:
+        """Return the size that the picture is made: whole cells."""
+        columns, rows = self.grid(size)
+        return Size(columns * self.cell_edge, rows * self.cell_edge)
+
+    def grid(self, size: Size) -> Size:
+        """Return the columns and rows of cells."""
+        edge, pixels = self.cell_edge, size.width * size.height
+        factor = math.sqrt(self.max_tokens * edge**2 / pixels)
+        columns, rows = (math.floor(factor * own / edge) for own in size)
+        if not rows:
+            return Size(min(math.floor(size.width / size.height), self.max_tokens), 1)
+        if not columns:
+            return Size(1, min(math.floor(size.height / size.width), self.max_tokens))
+        return Size(columns, rows)
+
+    def num_tokens(self, size: Size) -> int:
+        """Return the positions of the prompt that the picture's embeddings take."""
+        columns, rows = self.grid(size)
+        return columns * rows
+
+    def text(self, size: Size) -> str:
+        """Return what stands in the prompt in place of the template's mark."""
+        return f"{self.start}{self.mark * self.num_tokens(size)}{self.end}"
+
+    def position_grid(self, size: Size) -> tuple[int, int] | None:
+        """Return None: the prompt's positions are as of words."""
+        return None
+
+
+PictureForm = TiledForm | RowsForm | CellsForm | SquareForm | CanvasForm | BudgetForm
 
 
 def _even(edge: int) -> int:

@@ -42,6 +42,18 @@ def seeing_config(folder: Path, topology: Topology, family: str = "smolvlm", **c
         own = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 9}  # shorter than a picture
         fields |= {"text_config": {**TINY_LLAMA, **own, "layer_types": ["sliding_attention", "full_attention"]}}
         images = {}
+    elif family == "llama4":
+        tower = {**TOWER, "image_size": 16, "patch_size": 4, "intermediate_size": 128}
+        tower |= dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 24)
+        experts = {"num_local_experts": 3, "intermediate_size_mlp": 48, "moe_layers": [1], "attention_chunk_size": 9}
+        fields |= {"vision_config": tower, "text_config": {**TINY_LLAMA, "head_dim": 8, **experts}}
+        images = {"size": {"height": 16, "width": 16}, "max_patches": 4}
+    elif family == "gemma4":
+        fields |= {"vision_config": {**TOWER, "head_dim": 16, "num_key_value_heads": 2, "patch_size": 4}}
+        own = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 9, "hidden_size_per_layer_input": 4}
+        own |= {"layer_types": ["sliding_attention", "full_attention"], "vocab_size_per_layer_input": 128}
+        fields |= {"text_config": {**TINY_LLAMA, **own}}
+        images = {"patch_size": 4, "max_soft_tokens": 20}
     else:
         text = {**TINY_LLAMA, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
         tower = {**TOWER, "depth": 2, "num_heads": 2, "patch_size": 4, "window_size": 16, "out_hidden_size": 32}
@@ -114,6 +126,26 @@ async def test_places_of_rows_and_columns_outlive_a_worker(topology: Topology, t
     work = [in_cells(picture(32, 32, seed)) for seed in (1, 2)]
     async with running(seeing_config(tmp_path, topology, "qwen2_5_vl"), tmp_path) as cluster:
         answers = [submit(cluster, one) for one in work]
+        await holds(lambda: all(len(answer.token_ids) >= 5 for answer in answers))
+        await cluster.stop("decode-0")
+        await cluster.start_decode("decode-0")
+        await check(cluster, answers, work)
+
+
+@pytest.mark.parametrize(("family", "num_tokens"), [("llama4", 20), ("gemma4", 16)])
+async def test_later_families_answer_by_their_pictures(family: str, num_tokens: int, tmp_path: Path) -> None:
+    """Also from the prefix cache, in small chunks, and where a worker is lost."""
+    config = seeing_config(tmp_path, Topology.ELASTIC, family)
+    config = replace(config, decode=replace(config.decode, max_num_batched_tokens=7))
+    work: Work = []
+    for seed in (1, 2):
+        file = picture(30, 30, seed)
+        shown = Picture(file, picture_digest(file), ((3, num_tokens),))
+        work.append(([5, 6, 7, *[IMAGE] * num_tokens, 9, 10, 11], (shown,)))
+    root = HASHER.root("tenant", None)
+    async with running(config, tmp_path) as cluster:
+        await check(cluster, [submit(cluster, one, root) for one in (*work, *work)], work)
+        answers = [submit(cluster, one, root) for one in work]
         await holds(lambda: all(len(answer.token_ids) >= 5 for answer in answers))
         await cluster.stop("decode-0")
         await cluster.start_decode("decode-0")

@@ -139,6 +139,34 @@ _CANVAS: dict[str, Any] = {
     "boi_token_index": 196,
     "eoi_token_index": 197,
 }
+_BUDGET: dict[str, Any] = {
+    "text_config": {
+        **_TEXT,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "sliding_window": 11,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 199,
+    },
+    "vision_config": {
+        **_TOWER,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 150,
+        "standardize": True,
+        "use_clipped_linears": True,
+    },
+    "image_token_id": IMAGE,
+    "boi_token_id": 196,
+    "eoi_token_id": 197,
+    "video_token_id": 195,
+    "audio_token_id": 194,
+}
 _TILES_OF = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
 # Family: config class, its arguments, the sizes of its processor of images.
 TINY_SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -166,6 +194,7 @@ TINY_SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "gemma3": ("Gemma3Config", _SQUARE, {"size": {"height": 32, "width": 32}}),
     "llama4": ("Llama4Config", _CANVAS, {"size": {"height": 16, "width": 16}, "max_patches": 6}),
+    "gemma4": ("Gemma4Config", _BUDGET, {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 2}),
     "mistral3": (
         "Mistral3Config",
         {**_ROWS, "spatial_merge_size": 2},
@@ -177,6 +206,7 @@ _PROCESSORS = {
     "qwen3_vl": "Qwen2VL",
     "qwen3_vl_moe": "Qwen2VL",
     "gemma3": "Gemma3",
+    "gemma4": "Gemma4",
     "idefics3": "Idefics3",
     "smolvlm": "SmolVLM",
     "llava": "Pixtral",
@@ -195,6 +225,11 @@ def make_tiny_seeing(folder: Path, family: str) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.add_(torch.randn(parameter.shape) * (0.05 if "norm" in name or "bias" in name else 0.08))
+        for name, buffer in model.named_buffers():
+            if name.endswith(("std_bias", "std_scale", "layer_scalar")):
+                buffer.add_(torch.randn(buffer.shape) * 0.2)
+            elif name.endswith(("put_min", "put_max")):  # of what products read and give
+                buffer.copy_(torch.rand(()) + 0.5).mul_(-1 if name.endswith("min") else 1)
     model.train(False)
     library.utils.logging.disable_progress_bar()
     model.save_pretrained(folder, safe_serialization=True)
@@ -217,7 +252,8 @@ def processed(family: str, *files: bytes, **options: bool) -> Any:
     processor = getattr(module, f"{name}ImageProcessorPil")(**TINY_SEEING[family][2])
     images = [Image.open(io.BytesIO(file)) for file in files]
     made = processor([images] if place in ("idefics3", "smolvlm") else images, return_tensors="pt", **options)
-    made.pop("num_crops", None)  # of which the models know nothing
+    for name in ("num_crops", "num_soft_tokens_per_image"):  # of which the models know nothing
+        made.pop(name, None)
     return made
 
 

@@ -121,7 +121,7 @@ class Decoder:
             own = self._by_layer(self._rotations(batch.hidden.positions))
             run.hidden = HiddenPass(batch.hidden, storage, self._place, own)
         if self._weights.layer_embeddings is not None:
-            run.layer_embeddings = self._weights.layer_embeddings(batch.token_ids, hidden)
+            run.layer_embeddings = self._weights.layer_embeddings(self._worded(batch), hidden)
         ends = self._weights.stream_ends
         hidden, pending = hidden if ends is None else ends.widened(hidden), None
         for layer, weights in enumerate(self._weights.layers):
@@ -233,6 +233,12 @@ class Decoder:
         if weights.positions is not None:
             hidden = hidden + weights.positions.index_select(0, batch.positions + self.config.position_offset)
         return hidden
+
+    def _worded(self, batch: ForwardBatch) -> Tensor:
+        """Return the tokens whose layer embeddings the rows have."""
+        if batch.pictures is None or self.config.extras is None:
+            return batch.token_ids
+        return batch.token_ids.index_fill(0, batch.pictures.rows, self.config.extras.picture_token)
 
     def _run_layer(
         self, hidden: Tensor, pending: Tensor | None, layer: int, weights: LayerWeights, run: PassState

@@ -36,6 +36,7 @@ class LayerExtras:
     sparsities: tuple[float, ...] = ()  # of each layer: the share of gates below which they count as 0; empty: none
     embedding_width: int = 0  # of layer embeddings; 0: there are none
     embedding_vocab: int = 0  # tokens that have some; others have those of token 0
+    picture_token: int = 0  # whose layer embeddings pictures have
     num_streams: int = 1
     laurel_rank: int = 0  # this and the next: of models with several streams
     scales_corrected: bool = False

@@ -57,7 +57,10 @@ class VisionTower:
         if connector.norm is not None and not joins:
             hidden = connector.norm(hidden)
         if config.is_pooled:
-            hidden = _pooled(hidden, rows, columns, config.join)
+            hidden = _pooled(hidden, rows, columns, config.join).mul_(config.pooled_scale)
+            if self._weights.standard is not None:
+                lost, factor = self._weights.standard
+                hidden = hidden.sub_(lost).mul_(factor)
         else:
             hidden = _joined(hidden, rows, columns, config.join, by_channel=config.joins_channels)
         if connector.norm is not None and joins:
@@ -91,6 +94,9 @@ class VisionTower:
         if kind is PositionKind.EACH:
             assert rows == columns == sides, "a part of another size than the table"
             return table
+        if kind is PositionKind.AXES:
+            by_column, by_row = table[0, :columns], table[1, :rows]
+            return (by_column[None] + by_row[:, None]).flatten(0, 1)
         if kind is PositionKind.BUCKETS:
             return table.index_select(0, self._places(rows, columns))
         (down, down_weights), (across, across_weights) = (_between(count, sides) for count in (rows, columns))
@@ -144,22 +150,32 @@ class VisionTower:
             yield
         shape = (3, heads, self.config.head_dim)
         queries, keys, values = torch.cat(fused).view(-1, *shape).permute(1, 2, 0, 3)
+        if layer.head_norms is not None:
+            queries, keys, values = (
+                norm(own) for norm, own in zip(layer.head_norms, (queries, keys, values), strict=True)
+            )
         if rotation is not None:
             queries, keys = _rotated(queries, rotation), _rotated(keys, rotation)
         for window in windows or ():
             own = (each[None, :, window] for each in (queries, keys, values))
-            attended = functional.scaled_dot_product_attention(*own)
-            hidden[window] += layer.output(attended[0].transpose(0, 1).reshape(-1, hidden.shape[1]))
+            hidden[window] += self._attended(layer, *own)
             yield
         for first in range(0, len(hidden) if windows is None else 0, _STEP_ROWS):
             part = slice(first, first + _STEP_ROWS)
-            attended = functional.scaled_dot_product_attention(queries[None, :, part], keys[None], values[None])
-            hidden[part] += layer.output(attended[0].transpose(0, 1).reshape(-1, hidden.shape[1]))
+            hidden[part] += self._attended(layer, queries[None, :, part], keys[None], values[None])
             yield
         for first in range(0, len(hidden), _STEP_ROWS):
             rows = hidden[first : first + _STEP_ROWS]
-            rows += layer.mlp(layer.mlp_norm(rows))
+            added = layer.mlp(layer.mlp_norm(rows))
+            rows += added if layer.mlp_post_norm is None else layer.mlp_post_norm(added)
             yield
+
+    def _attended(self, layer: VisionLayer, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Return what attention adds to patches [patches, hidden_size]; all: [1, heads, patches, head_dim]."""
+        scale = self.config.score_scale
+        attended = functional.scaled_dot_product_attention(queries, keys, values, scale=scale)
+        added = layer.output(attended[0].transpose(0, 1).reshape(-1, self.config.hidden_size))
+        return added if layer.attention_post_norm is None else layer.attention_post_norm(added)
 
 
 def _buckets(count: int, boundaries: Tensor) -> Tensor:

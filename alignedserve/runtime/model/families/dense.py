@@ -99,7 +99,7 @@ _GEMMA3N = replace(
 )
 _GEMMA4 = replace(
     _GEMMA3,
-    title="Gemma 4 (text)",
+    title="Gemma 4",
     names=names.GEMMA4,
     defaults=(
         ("vocab_size", 262144),
@@ -218,7 +218,7 @@ DENSE: dict[str, FamilyForm] = {
     "gemma3n_text": _GEMMA3N,
     "gemma3n": replace(_GEMMA3N, read=read_with_images),
     "gemma4_text": _GEMMA4,
-    "gemma4": replace(_GEMMA4, read=read_with_images),
+    "gemma4": replace(_GEMMA4, title="Gemma 4, with pictures", read=read_with_images),
     "llava": replace(_MISTRAL, title="Pixtral, with pictures", names=names.MISTRAL3, read=read_pixtral),
     "mistral3": replace(
         _MISTRAL, title="Mistral Small 3.1 and 3.2, with pictures", names=names.MISTRAL3, read=read_pixtral

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields, read_json_object
-from alignedserve.pictures.form import CanvasForm, CellsForm, RowsForm, Scaling, SquareForm, TiledForm
+from alignedserve.pictures.form import BudgetForm, CanvasForm, CellsForm, RowsForm, Scaling, SquareForm, TiledForm
 from alignedserve.runtime.model.hf_fields import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, read_activation
 from alignedserve.runtime.model.model_config import Activation, NormKind
 from alignedserve.runtime.model.vision import names
@@ -19,6 +19,8 @@ from alignedserve.runtime.model.vision.tower_fields import (
     MAX_EDGE,
     MAX_FILE_BYTES,
     TowerSizes,
+    check_square,
+    image_token,
     longest_edge,
     pixel_bounds,
     processor_of,
@@ -30,6 +32,7 @@ from alignedserve.runtime.model.vision.vision_config import PositionKind, Vision
 
 _MAX_TILES = 256  # of one picture, however wide or high it is
 _ALWAYS = ("do_resize", "do_rescale", "do_normalize")
+_UNNORMALISED = ("gemma4",)  # by their processors: towers make the same of all pixels
 
 # Of the model's fields and those of its processor of images; None: it does not see.
 Reader = Callable[[JsonFields, JsonFields], VisionConfig | None]
@@ -45,7 +48,7 @@ def read_vision(folder: Path, family: str) -> VisionConfig | None:
         return None
     path = folder / "config.json"
     fields, images = JsonFields(read_json_object(path, MAX_FILE_BYTES), str(path)), processor_of(folder)
-    for name in _ALWAYS:
+    for name in _ALWAYS[: 2 if family in _UNNORMALISED else 3]:
         if not images.flag(name, True):
             raise UnsupportedModel(f"{images.where}: {name}=false is not supported.")
     return reader(fields, images)
@@ -107,7 +110,7 @@ def _pixtral(fields: JsonFields, images: JsonFields) -> VisionConfig:
         raise UnsupportedModel(f"{images.where}: more than {MAX_CELLS} tokens of a picture are not supported.")
     ropes = tower.section("rope_parameters")
     form = RowsForm(
-        token_id=fields.integer(_image_token(fields), 0, MAX_VOCABULARY, 10),
+        token_id=fields.integer(image_token(fields), 0, MAX_VOCABULARY, 10),
         cell_edge=cell,
         longest_edge=longest,
         scaling=read_scaling(images, CLIP),
@@ -239,10 +242,10 @@ def _llama4(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
             raise tower.error(name, f"must be {own}, as the adapter's other widths are")
     if edge % (patch * join) or (sizes["hidden_size"] // sizes["num_heads"]) % 4:
         raise tower.error("image_size", "must be whole squares of joined patches, and heads whole fours")
-    _check_square(images, edge)
+    check_square(images, edge)
     scaling = read_scaling(images, (HALVES, HALVES))
     form = CanvasForm(
-        token_id=fields.integer(_image_token(fields), 0, MAX_VOCABULARY, 200092),
+        token_id=fields.integer(image_token(fields), 0, MAX_VOCABULARY, 200092),
         tile_edge=edge,
         max_tiles=images.integer("max_patches", 1, _MAX_TILES, 16),
         tile_tokens=(edge // patch // join) ** 2,
@@ -271,19 +274,6 @@ def _llama4(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
     )
 
 
-def _image_token(fields: JsonFields) -> str:
-    """Return the field that names a picture's token, of either generation."""
-    return "image_token_index" if fields.has("image_token_index") else "image_token_id"
-
-
-def _check_square(images: JsonFields, edge: int) -> None:
-    """Check that the processor makes squares of pictures as large as the encoder's."""
-    size = images.section("size") or JsonFields({}, images.where)
-    for name in ("height", "width"):
-        if size.integer(name, 1, MAX_EDGE, edge) != edge:
-            raise images.error("size", f"must be that of the encoder, {edge} x {edge}")
-
-
 def _gemma3(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
     """Read Gemma 3's tower, which is SigLIP's; there are checkpoints of the text part alone."""
     tower = fields.section("vision_config")
@@ -299,11 +289,11 @@ def _gemma3(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
     sides = math.isqrt(num_tokens)
     if sides**2 != num_tokens or num_sides % sides:
         raise fields.error("mm_tokens_per_image", f"must be a square whose side divides {num_sides}")
-    _check_square(images, edge)
+    check_square(images, edge)
     return VisionConfig(
         **sizes,
         form=SquareForm(
-            token_id=fields.integer(_image_token(fields), 0, MAX_VOCABULARY, 262144),
+            token_id=fields.integer(image_token(fields), 0, MAX_VOCABULARY, 262144),
             edge=edge,
             tokens=num_tokens,
             scaling=read_scaling(images, (HALVES, HALVES)),
@@ -327,6 +317,66 @@ def _gemma3(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
     )
 
 
+def _gemma4(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
+    """Read Gemma 4's tower; there are checkpoints of the text part alone.
+
+    Where tokens of a picture read one another in some layers and not in others, pictures are not seen.
+    """
+    tower = fields.section("vision_config")
+    if tower is None or section_of(fields, "text_config").has("use_bidirectional_attention"):
+        return None
+    tower = tower.with_defaults({"hidden_act": tower.text("hidden_activation", "gelu_pytorch_tanh")})
+    ropes = section_of(tower, "rope_parameters")
+    if ropes.text("rope_type", "axial") != "axial":
+        raise UnsupportedModel(f"{ropes.where}: rope_type other than axial is not supported.")
+    sizes = tower_sizes(fields, tower, (768, 3072, 16, 12, 16), "gelu_pytorch_tanh")
+    width, num_heads, patch = sizes["hidden_size"], sizes["num_heads"], sizes["patch_size"]
+    join = tower.integer("pooling_kernel_size", 1, 16, 3)
+    for section, name, own in (
+        (tower, "num_key_value_heads", num_heads),
+        (tower, "head_dim", width // num_heads),
+        (images, "patch_size", patch),
+        (images, "pooling_kernel_size", join),
+    ):
+        if section.integer(name, 1, MAX_WIDTH, own) != own:
+            raise UnsupportedModel(f"{section.where}: {name} other than {own} is not supported.")
+    if (width // num_heads) % 4:
+        raise tower.error("num_attention_heads", "must leave heads of whole fours")
+    most = images.integer("max_soft_tokens", 1, MAX_CELLS, 280)
+    scaling = read_scaling(images, (HALVES, HALVES))
+    has_standard = tower.flag("standardize", False)
+    return VisionConfig(
+        **sizes,
+        form=BudgetForm(
+            token_id=fields.integer(image_token(fields), 0, MAX_VOCABULARY, 258880),
+            cell_edge=patch * join,
+            max_tokens=most,
+            scaling=Scaling(scaling.rescale, HALVES, HALVES),
+            resample=images.integer("resample", 0, 5, 3),
+        ),
+        names=replace(names.GEMMA4, standard=("std_bias", "std_scale") if has_standard else None),
+        norm=NormKind.RMS,
+        norm_eps=tower.number("rms_norm_eps", 0.0, 1.0, 1e-6),
+        has_patch_bias=False,
+        has_bias=False,
+        is_gated=True,
+        num_sides=tower.integer("position_embedding_size", most * join, 1 << 20, 10240),
+        positions=PositionKind.AXES,
+        rope_theta=ropes.number("rope_theta", 1.0, 1e12, 100.0),
+        join=join,
+        joins_channels=False,
+        is_pooled=True,
+        norms_joined=True,
+        has_unit_norm=True,
+        connector_eps=tower.number("rms_norm_eps", 0.0, 1.0, 1e-6),
+        shares_frequencies=True,
+        has_head_norms=True,
+        score_scale=1.0,
+        pooled_scale=math.sqrt(width),
+        is_clipped=tower.flag("use_clipped_linears", False),
+    )
+
+
 VISION_FAMILIES: Mapping[str, Reader] = MappingProxyType(
     {
         "idefics3": _idefics3,
@@ -338,5 +388,6 @@ VISION_FAMILIES: Mapping[str, Reader] = MappingProxyType(
         "qwen3_vl_moe": _qwen3_vl,
         "gemma3": _gemma3,
         "llama4": _llama4,
+        "gemma4": _gemma4,
     }
 )

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from alignedserve.runtime.model.vision.vision_config import VisionNames
+from alignedserve.runtime.model.vision.vision_config import PairOrder, VisionNames
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 # SigLIP's, whose connectors differ.
@@ -81,7 +81,7 @@ LLAMA4 = VisionNames(
     layer="vision_model.model.layers.{layer}.",
     attention_norm="input_layernorm",
     qkv=_QKV,
-    interleaves_pairs=True,
+    pairs=PairOrder.NEIGHBOURS,
     output="self_attn.o_proj",
     mlp_norm="post_attention_layernorm",
     up=("mlp.fc1",),
@@ -92,4 +92,25 @@ LLAMA4 = VisionNames(
         "vision_model.vision_adapter.mlp.fc2",
         "multi_modal_projector.linear_1",
     ),
+)
+GEMMA4 = VisionNames(
+    prefixes=("model.", ""),
+    inside=("vision_tower.",),
+    patches="patch_embedder.input_proj",
+    has_flat_patches=True,
+    has_pixels_last=True,
+    positions="patch_embedder.position_embedding_table",
+    layer="encoder.layers.{layer}.",
+    attention_norm="input_layernorm",
+    qkv=tuple(f"{name}.linear" for name in _QKV),
+    pairs=PairOrder.QUARTERS,
+    query_norm="self_attn.q_norm",
+    key_norm="self_attn.k_norm",
+    output="self_attn.o_proj.linear",
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    up=("mlp.gate_proj.linear", "mlp.up_proj.linear"),
+    down="mlp.down_proj.linear",
+    mlp_post_norm="post_feedforward_layernorm",
+    connector=("embed_vision.embedding_projection",),
 )

@@ -97,3 +97,16 @@ def _rgb(images: JsonFields, name: str, default: Rgb) -> Rgb:
         return default
     red, green, blue = images.numbers(name, CHANNELS, -1e3, 1e3)
     return red, green, blue
+
+
+def image_token(fields: JsonFields) -> str:
+    """Return the field that names a picture's token, of either generation."""
+    return "image_token_index" if fields.has("image_token_index") else "image_token_id"
+
+
+def check_square(images: JsonFields, edge: int) -> None:
+    """Check that the processor makes squares of pictures as large as the encoder's."""
+    size = images.section("size") or JsonFields({}, images.where)
+    for name in ("height", "width"):
+        if size.integer(name, 1, MAX_EDGE, edge) != edge:
+            raise images.error("size", f"must be that of the encoder, {edge} x {edge}")

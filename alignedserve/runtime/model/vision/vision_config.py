@@ -12,6 +12,14 @@ from alignedserve.runtime.model.model_config import Activation, NormKind
 CACHE_BYTES = 128 << 20  # of a worker, for embeddings of pictures
 
 
+class PairOrder(enum.Enum):
+    """Where files have the two elements of a pair that a rotation turns, and which pairs turn by rows."""
+
+    ROWS_FIRST = "rows first"  # half a head apart; the first half of pairs turns by rows
+    NEIGHBOURS = "neighbours"  # side by side; the second half of pairs turns by rows
+    QUARTERS = "quarters"  # a quarter of a head apart; those of the second half of a head turn by rows
+
+
 @dataclass(frozen=True, slots=True)
 class VisionNames:
     """Modules of one family; those of a layer follow `layer`. Files have all of them below one of the prefixes."""
@@ -37,7 +45,13 @@ class VisionNames:
     deep: tuple[str, ...] = ()  # with {level}
     transposes_connector: bool = False  # its one product is a tensor of this name, [inputs, outputs]
     has_flat_patches: bool = False  # their weight is a matrix
-    interleaves_pairs: bool = False  # rotations turn neighbouring elements of a head, first those by columns
+    pairs: PairOrder = PairOrder.ROWS_FIRST  # of the elements of a head that rotations turn
+    has_pixels_last: bool = False  # the weight of patches has channels behind pixels
+    query_norm: str = ""  # of heads, as the next
+    key_norm: str = ""
+    attention_post_norm: str = ""  # behind the parts of a layer, as the next
+    mlp_post_norm: str = ""
+    standard: tuple[str, str] | None = None  # tensors of these names: what pooled patches lose, and are multiplied with
 
     def within(self, inside: str) -> "VisionNames":
         """Return the names with this before those that are not of the connector."""
@@ -46,6 +60,7 @@ class VisionNames:
             patches=inside + self.patches,
             layer=inside + self.layer,
             positions=inside + self.positions if self.positions else "",
+            standard=None if self.standard is None else (inside + self.standard[0], inside + self.standard[1]),
             first_norm=inside + self.first_norm if self.first_norm else "",
             last_norm=inside + self.last_norm if self.last_norm else "",
         )
@@ -57,6 +72,7 @@ class PositionKind(enum.Enum):
     BUCKETS = "buckets"  # the one at its place as a fraction of the part
     EACH = "each"  # its own: parts are as large as the table
     BETWEEN = "between"  # the four around its place, weighed by their distances
+    AXES = "axes"  # the sum of one by its column and one by its row, of two tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +111,11 @@ class VisionConfig:
     full_layers: tuple[int, ...] = ()  # that attend to the whole part all the same
     positions: PositionKind = PositionKind.BUCKETS
     deep_layers: tuple[int, ...] = ()  # behind which a connector makes what is added behind the text's first layers
+    has_head_norms: bool = False  # queries, keys and values are normalised, the latter without weights
+    score_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    pooled_scale: float = 1.0  # of pooled patches
+    is_clipped: bool = False  # what products read and give is cut to ranges of the files
+    has_unit_norm: bool = False  # the norm of the connector has no weights
 
     @property
     def head_dim(self) -> int:
@@ -114,7 +135,11 @@ class VisionConfig:
     @property
     def num_positions(self) -> int:
         """Return the rows of the table of positions; 0: there is none."""
-        return 0 if self.num_sides is None else self.num_sides**2 + bool(self.names.class_token)
+        if self.num_sides is None:
+            return 0
+        if self.positions is PositionKind.AXES:
+            return 2 * self.num_sides
+        return self.num_sides**2 + bool(self.names.class_token)
 
     @property
     def joined_width(self) -> int:
@@ -151,7 +176,8 @@ class VisionConfig:
         """Return the number of weights."""
         width = self.hidden_size
         norm = width * (2 if self.norm is NormKind.LAYER else 1)
-        layer = self._layer_parameters + 2 * norm
+        post_norms = bool(self.names.attention_post_norm) + bool(self.names.mlp_post_norm)
+        layer = self._layer_parameters + (2 + post_norms) * norm + 2 * self.head_dim * self.has_head_norms
         num_rows = self.num_positions + bool(self.names.class_token) + int(self.has_patch_bias)
         embedded = (self.num_frames * self.patch_width + num_rows) * width
         norms = norm * (bool(self.names.first_norm) + bool(self.names.last_norm))

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from alignedserve.pictures.form import CHANNELS
 from alignedserve.runtime.model.model_config import NormKind
-from alignedserve.runtime.model.vision.vision_config import VisionConfig
+from alignedserve.runtime.model.vision.vision_config import PairOrder, PositionKind, VisionConfig
 from alignedserve.runtime.model.weights.head_order import pairs_of_rows_first
 from alignedserve.runtime.model.weights.product_reader import TensorSource
 from alignedserve.runtime.model.weights.random_weights import RandomSource
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
+from kernels.activation import Gated
+from kernels.clipped import ClippedProducts, Ranges
 from kernels.feed_forward import FeedForwardPart
-from kernels.linear import Linear, Projection
+from kernels.linear import AdaptableProjection, Linear, Projection
 from kernels.norm import LayerNorm, Norm, RmsNorm
 
 _SEED = 1
@@ -30,6 +32,9 @@ class VisionLayer:
     output: Projection
     mlp_norm: Norm
     mlp: FeedForwardPart
+    head_norms: tuple[Norm, Norm, Norm] | None = None  # of queries, keys and values
+    attention_post_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ class VisionWeights:
     last_norm: Norm | None
     connector: Connector
     deep: tuple[Connector, ...] = ()  # of inner layers
+    standard: tuple[Tensor, Tensor] | None = None  # [hidden_size] what pooled patches lose, and are multiplied with
 
 
 def load_vision_weights(
@@ -76,7 +82,8 @@ class _Assembler:
         config, names, width = self._config, self._names, self._config.hidden_size
         positions = class_token = None
         if config.num_sides is not None:
-            positions = self._tensor(names.positions, config.num_positions, width)
+            shape = (2, config.num_sides) if config.positions is PositionKind.AXES else (config.num_positions,)
+            positions = self._tensor(names.positions, *shape, width)
         if names.class_token:
             class_token = self._tensor(names.class_token, width)[None]
         return VisionWeights(
@@ -88,6 +95,7 @@ class _Assembler:
             last_norm=self._norm(names.last_norm) if names.last_norm else None,
             connector=self._connector(names.connector_norm, names.connector, joins=config.norms_joined),
             deep=tuple(self._deep_connector(level) for level in range(len(config.deep_layers))),
+            standard=None if names.standard is None else self._standard(*names.standard),
         )
 
     def _patches(self) -> Projection:
@@ -95,7 +103,10 @@ class _Assembler:
         edge, width = config.patch_size, config.hidden_size
         bias = self._tensor(f"{module}.bias", width) if config.has_patch_bias else None
         if self._names.has_flat_patches:
-            return Linear(self._tensor(f"{module}.weight", width, config.patch_width), bias)
+            weight = self._tensor(f"{module}.weight", width, config.patch_width)
+            if self._names.has_pixels_last:
+                weight = weight.view(width, edge, edge, CHANNELS).permute(0, 3, 1, 2).reshape(width, -1)
+            return Linear(weight, bias)
         if config.num_frames == 1:
             return Linear(self._tensor(f"{module}.weight", width, CHANNELS, edge, edge).reshape(width, -1), bias)
         kernel = self._tensor(f"{module}.weight", width, CHANNELS, config.num_frames, edge, edge)
@@ -113,20 +124,38 @@ class _Assembler:
         )
         return VisionLayer(
             attention_norm=self._norm(prefix + names.attention_norm),
-            qkv=self._qkv([prefix + name for name in names.qkv]),
+            qkv=self._linear([prefix + name for name in names.qkv], 3 * width // len(names.qkv), width, num_turned=2),
             output=self._linear([prefix + names.output], width, width),
             mlp_norm=self._norm(prefix + names.mlp_norm),
             mlp=FeedForwardPart(up, self._linear([prefix + names.down], width, inner)),
+            head_norms=self._head_norms(prefix) if config.has_head_norms else None,
+            attention_post_norm=self._post_norm(prefix, names.attention_post_norm),
+            mlp_post_norm=self._post_norm(prefix, names.mlp_post_norm),
         )
 
-    def _qkv(self, modules: Sequence[str]) -> Linear:
-        config, width = self._config, self._config.hidden_size
-        weight, bias = self._stacked(modules, 3 * width // len(modules), width)
-        if self._names.interleaves_pairs:
-            for rows in (weight, bias):
-                if rows is not None:
-                    rows[: 2 * width] = pairs_of_rows_first(rows[: 2 * width], config.head_dim)
-        return Linear(weight, bias)
+    def _head_norms(self, prefix: str) -> tuple[Norm, Norm, Norm]:
+        config, names = self._config, self._names
+        queries, keys = (
+            self._turned(self._tensor(f"{prefix}{name}.weight", config.head_dim))
+            for name in (names.query_norm, names.key_norm)
+        )
+        weights = (queries, keys, torch.ones_like(keys))
+        first, second, third = (RmsNorm(weight, config.norm_eps, weight.dtype) for weight in weights)
+        return first, second, third
+
+    def _post_norm(self, prefix: str, module: str) -> Norm | None:
+        return self._norm(prefix + module) if module else None
+
+    def _standard(self, lost: str, factor: str) -> tuple[Tensor, Tensor]:
+        width = self._config.hidden_size
+        return self._tensor(lost, width), self._tensor(factor, width)
+
+    def _turned(self, rows: Tensor) -> Tensor:
+        """Reorder rows of heads that are rotated, as the tower rotates them."""
+        pairs = self._names.pairs
+        if pairs is PairOrder.ROWS_FIRST:
+            return rows
+        return pairs_of_rows_first(rows, self._config.head_dim, are_neighbours=pairs is PairOrder.NEIGHBOURS)
 
     def _deep_connector(self, level: int) -> Connector:
         names = self._names
@@ -148,6 +177,9 @@ class _Assembler:
             bias = self._tensor(f"{name}.bias", widths[number + 1]) if config.has_connector_bias else None
             activation = config.connector_activation if number < len(inner) else None
             products.append(Linear(weight, bias, activation=None if activation is None else activation.value))
+        if config.has_unit_norm:
+            ones = torch.ones(config.joined_width, dtype=weight.dtype, device=weight.device)
+            norm = RmsNorm(ones, config.connector_eps, ones.dtype)
         return Connector(norm, merger, tuple(products))
 
     def _product_weight(self, name: str, rows: int, width: int) -> Tensor:
@@ -164,17 +196,35 @@ class _Assembler:
         return RmsNorm(weight, config.connector_eps, weight.dtype)
 
     def _linear(
-        self, modules: Sequence[str], rows: int, in_width: int, activation: str | None = None, *, is_gated: bool = False
-    ) -> Linear:
-        weight, bias = self._stacked(modules, rows, in_width)
-        return Linear(weight, bias, activation=activation, is_gated=is_gated)
+        self,
+        modules: Sequence[str],
+        rows: int,
+        in_width: int,
+        activation: str | None = None,
+        *,
+        is_gated: bool = False,
+        num_turned: int = 0,
+    ) -> AdaptableProjection:
+        """Stack the weights of modules that read the same input; the first `num_turned` are of heads that rotate."""
+        weights = [self._tensor(f"{name}.weight", rows, in_width) for name in modules]
+        biases = [self._tensor(f"{name}.bias", rows) for name in modules] if self._config.has_bias else []
+        if len(modules) > 1:  # one module of all rows has those of queries and keys as the tower has them
+            for parts in (weights, biases):
+                parts[:num_turned] = [self._turned(part) for part in parts[:num_turned]]
+        if self._config.is_clipped:
+            return self._clipped(modules, weights, activation)
+        bias = torch.cat(biases) if biases else None
+        return Linear(torch.cat(weights), bias, activation=activation, is_gated=is_gated)
 
-    def _stacked(self, modules: Sequence[str], rows: int, in_width: int) -> tuple[Tensor, Tensor | None]:
-        """Stack weights and biases of modules that read the same input."""
-        weight = torch.cat([self._tensor(f"{name}.weight", rows, in_width) for name in modules])
-        if not self._config.has_bias:
-            return weight, None
-        return weight, torch.cat([self._tensor(f"{name}.bias", rows) for name in modules])
+    def _clipped(self, modules: Sequence[str], weights: Sequence[Tensor], activation: str | None) -> ClippedProducts:
+        products = [(Linear(own), self._ranges(name)) for name, own in zip(modules, weights, strict=True)]
+        gated = None if activation is None else Gated(activation, weights[0].dtype, weights[0].device)
+        return ClippedProducts(products, gated)
+
+    def _ranges(self, module: str) -> Ranges:
+        prefix = module.removesuffix(".linear")
+        bounds = [self._tensor(f"{prefix}.{side}_{end}") for side in ("input", "output") for end in ("min", "max")]
+        return Ranges(*(bound.item() for bound in bounds))
 
     def _norm(self, module: str) -> Norm:
         config, width = self._config, self._config.hidden_size

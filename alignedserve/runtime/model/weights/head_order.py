@@ -55,12 +55,14 @@ def parts_of_key_heads(rows: Tensor, widths: Sequence[int]) -> Tensor:
     return torch.cat([part.flatten(0, 1) for part in heads.split_with_sizes(list(widths), dim=1)])
 
 
-def pairs_of_rows_first(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows of heads [heads * head_dim, ...] whose rotated pairs are neighbours, first those that turn by a
-    patch's column: the kernels have those by its row first, and the two rows of a pair half a head apart.
+def pairs_of_rows_first(rows: Tensor, head_dim: int, *, are_neighbours: bool) -> Tensor:
+    """Reorder rows of heads [heads * head_dim, ...] that turn by a patch's column first: the kernels have those first
+    that turn by its row, and the two rows of a pair half a head apart. `are_neighbours`: in `rows` a pair's are side by
+    side; False: a quarter of a head apart.
 
-    Example: of a head of 8 rows come rows 4, 6, 0, 2, 5, 7, 1, 3.
+    Example: of a head of 8 rows come rows 4, 6, 0, 2, 5, 7, 1, 3; or 4, 5, 0, 1, 6, 7, 2, 3.
     """
-    pairs = torch.arange(0, head_dim, 2, device=rows.device).roll(head_dim // 4)
+    places = torch.arange(head_dim, device=rows.device)
+    pairs = places.view(-1, 2) if are_neighbours else places.view(2, 2, -1).transpose(1, 2).reshape(-1, 2)
     heads = rows.view(-1, head_dim, *rows.shape[1:])
-    return heads[:, torch.cat([pairs, pairs + 1])].reshape(rows.shape)
+    return heads[:, pairs.roll(head_dim // 4, 0).T.flatten()].reshape(rows.shape)

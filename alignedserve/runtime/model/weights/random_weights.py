@@ -31,7 +31,7 @@ class RandomSource:
         """See TensorSource."""
         if name.endswith(".bias"):
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
-        if len(shape) == 1:
+        if len(shape) < 2:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         deviation = 1.0 / math.sqrt(shape[1])
         values = torch.empty(shape, dtype=self._dtype, device=self._device)

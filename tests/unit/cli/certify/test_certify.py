@@ -183,6 +183,7 @@ async def test_pictures_go_with_the_shares_that_were_asked_for_and_are_told_apar
     page = certificate_page(_certificate(measured))
     assert "50% of chats and 25% of documents carry one of 32 x 32 pixels, each its own: 30 a second" in page
     assert "with a picture, chat beside documents" in page
+    assert "chats carried a picture of 32 x 32 pixels, 30.0 a second in bursts: 100.0% were in time" in page
     lines = [line.request for batch in measured.protocol.batches(Phase.BESIDE) for line in batch.lines]
     assert sum(line.picture_edge is not None for line in lines) >= 6
 

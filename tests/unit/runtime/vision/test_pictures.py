@@ -15,7 +15,7 @@ from alignedserve.core.picture import Picture, PictureRun, picture_digest
 from alignedserve.core.request import SamplingParams
 from alignedserve.pictures.decoder import Pixels
 from alignedserve.pictures.decoding import decode
-from alignedserve.pictures.form import CanvasForm, CellsForm, PictureForm, RowsForm, Size, SquareForm
+from alignedserve.pictures.form import BudgetForm, CanvasForm, CellsForm, PictureForm, RowsForm, Size, SquareForm
 from alignedserve.pictures.outcomes import Decoded, Task
 from alignedserve.runtime.engine.engine import NewSequence
 from alignedserve.runtime.model.vision.families import VISION_FAMILIES, read_vision
@@ -76,6 +76,8 @@ def test_pixels_and_prompts_are_those_of_the_models_processor(made: tuple[str, P
         if isinstance(form, CellsForm):
             _, rows, columns = processed(family, file)["image_grid_thw"][0].tolist()
             expected = unfolded(expected, rows, columns, config)
+        if isinstance(form, BudgetForm):
+            expected = unpatched(processed(family, file), config.patch_size)
         expected = expected.reshape(-1, *expected.shape[-3:]).numpy()
         own = np.stack(parts_of(file, config)) * scaling.rescale
         atol = 4.5e-3 if scaling.is_short else 1e-6  # bfloat16 tells the 256 levels, 7.8e-3 apart, from one another
@@ -95,12 +97,22 @@ def unfolded(patches: torch.Tensor, rows: int, columns: int, config: VisionConfi
     return grid[..., 0, :, :].permute(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * edge, columns * edge)
 
 
+def unpatched(made: Any, edge: int) -> torch.Tensor:
+    """Return the picture whose patches are rows of pixels, each of all channels, with padding behind them."""
+    places = made["image_position_ids"][0]
+    columns, rows = (places.max(0).values + 1).tolist()
+    grid = made["pixel_values"][0, : rows * columns].view(rows, columns, edge, edge, 3)
+    return 2.0 * grid.permute(4, 0, 2, 1, 3).reshape(3, rows * edge, columns * edge) - 1.0
+
+
 def expected_text(family: str, form: PictureForm, file: bytes, parts: Any) -> str:
     """Return what transformers puts into the prompt; Pixtral's processor itself needs torchvision."""
     if isinstance(form, CellsForm):
         return form.mark * int(parts.shape[-2] * parts.shape[-1] // form.cell_edge**2)
     if isinstance(form, SquareForm):
         return f"\n\n{form.mark}{form.token * 16}{form.end}\n\n"
+    if isinstance(form, BudgetForm):
+        return f"{form.start}{form.mark * int(parts.shape[-2] * parts.shape[-1] // form.cell_edge**2)}{form.end}"
     if isinstance(form, CanvasForm):
         rows, columns = llama4_tiles(file)[1]
         tiles = (form.token * 4 + form.column_end) * columns
