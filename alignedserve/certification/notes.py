@@ -40,12 +40,12 @@ def _of_pictures(certificate: Certificate) -> Iterator[str]:
     figures, protocol = certificate.figures, certificate.protocol
     for phase, pictured in figures.pictured.items():
         ttft, plain = pictured.ttft_s, figures.plain.get(phase)
+        edge, per_s = protocol.chat.picture_edge, protocol.rate * protocol.chat.picture_share
         others = "" if plain is None else f"; of those without {percent(plain.attainment)}"
         yield (
-            f"{phase}: {pictured.num_sent} chats carried a picture of {protocol.chat.picture_edge} x "
-            f"{protocol.chat.picture_edge} pixels, {protocol.rate * protocol.chat.picture_share:.1f} a second in bursts: "
-            f"{percent(pictured.attainment)} were in time (TTFT p99 {seconds(None if ttft is None else ttft.p99)})"
-            f"{others}."
+            f"{phase}: {pictured.num_sent} chats carried a picture of {edge} x {edge} pixels, {per_s:.1f} a second in "
+            f"bursts: {percent(pictured.attainment)} were in time (TTFT p99 "
+            f"{seconds(None if ttft is None else ttft.p99)}){others}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Models with a state, or whose layers differ, in clusters: answers are those of one engine, whatever moves or is lost."""
+"""Models with a state, or whose layers differ, in clusters: answers are those of one engine, whatever moves or ends."""
 
 import asyncio
 import json
