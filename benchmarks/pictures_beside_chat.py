@@ -14,7 +14,7 @@ objectives. Pictures: ten requests a second, each with a picture of its own of 9
 of 4 tokens. Documents: 16 `flex` streams outstanding. Chat alone, beside pictures, beside documents, and beside both;
 each on a new server, after ten seconds that do not count. Target: chat keeps its objectives beside pictures.
 
-Certificate: `alignedserve certify` on such a server, 12.5 chats a second in bursts, four in five with a picture, which is
+Certificate: `alignedserve certify` on such a server, 12.5 chats a second in bursts, four in five with a picture:
 ten pictures a second. Target: every bound holds.
 """
 

@@ -50,9 +50,9 @@ def seeing_config(folder: Path, topology: Topology, family: str = "smolvlm", **c
         images = {"size": {"height": 16, "width": 16}, "max_patches": 4}
     elif family == "gemma4":
         fields |= {"vision_config": {**TOWER, "head_dim": 16, "num_key_value_heads": 2, "patch_size": 4}}
-        own = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 9, "hidden_size_per_layer_input": 4}
-        own |= {"layer_types": ["sliding_attention", "full_attention"], "vocab_size_per_layer_input": 128}
-        fields |= {"text_config": {**TINY_LLAMA, **own}}
+        short = {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 128, "sliding_window": 9}
+        heads = {"head_dim": 8, "global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
+        fields |= {"text_config": {**TINY_LLAMA, **short, **heads}}
         images = {"patch_size": 4, "max_soft_tokens": 20}
     else:
         text = {**TINY_LLAMA, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}

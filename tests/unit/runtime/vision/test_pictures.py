@@ -102,7 +102,8 @@ def unpatched(made: Any, edge: int) -> torch.Tensor:
     places = made["image_position_ids"][0]
     columns, rows = (places.max(0).values + 1).tolist()
     grid = made["pixel_values"][0, : rows * columns].view(rows, columns, edge, edge, 3)
-    return 2.0 * grid.permute(4, 0, 2, 1, 3).reshape(3, rows * edge, columns * edge) - 1.0
+    whole: torch.Tensor = grid.permute(4, 0, 2, 1, 3).reshape(3, rows * edge, columns * edge)
+    return 2.0 * whole - 1.0
 
 
 def expected_text(family: str, form: PictureForm, file: bytes, parts: Any) -> str:
@@ -162,7 +163,10 @@ def test_embeddings_logits_and_answers_equal_transformers(made: tuple[str, Path,
 def features_of(family: str, reference: Any, given: Any) -> torch.Tensor:
     """Return the embeddings of pictures by transformers, and behind them what inner layers add."""
     if family == "llama4":
-        return reference.multi_modal_projector(reference.get_image_features(**given).last_hidden_state).flatten(0, 1)
+        features: torch.Tensor = reference.multi_modal_projector(
+            reference.get_image_features(**given).last_hidden_state
+        ).flatten(0, 1)
+        return features
     seen = reference.model.get_image_features(**given)
     deep = getattr(seen, "deepstack_features", None) or ()
     return torch.cat([torch.cat(list(level)) for level in (seen.pooler_output, *deep)], 1)
