@@ -31,7 +31,7 @@ def test_settings_devices_and_ranks(tmp_path: Path) -> None:
             check_configuration(config, served)
     for options in ({"device": "cuda"}, {"tensor_parallel": 2}, {"pipeline_parallel": 2}):
         with pytest.raises(ConfigError, match=TITLE):
-            resolve_model(section, **options)  # type: ignore[arg-type]
+            resolve_model(section, **options)
 
 
 @pytest.mark.parametrize(
