@@ -328,8 +328,6 @@ class BudgetForm(msgspec.Struct, frozen=True, tag=True):
     Example: cells of 48 and at most 280 of them; 1600 x 900 pixels become 1056 x 576, 12 rows of 22 cells.
     """
 
-    is_whole: ClassVar[bool] = False  # the tokens of a picture are computed in one pass, and read one another
-
     token_id: int  # that stands in prompts for each embedding, as `mark`
     cell_edge: int  # of the patches that become one token
     max_tokens: int  # of the prompt for a picture
@@ -339,6 +337,7 @@ class BudgetForm(msgspec.Struct, frozen=True, tag=True):
     mark: str = "<|image|>"
     start: str = "<|image>"
     end: str = "<image|>"
+    is_whole: bool = False  # the tokens of a picture are computed in one pass, and read one another
 
     def scaled(self, size: Size) -> Size:
         """Return the size that the picture is made: whole cells."""

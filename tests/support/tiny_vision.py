@@ -214,10 +214,15 @@ _PROCESSORS = {
 }
 
 
-def make_tiny_seeing(folder: Path, family: str) -> Any:
-    """Write a checkpoint and the config of its processor; return the model (float32, evaluation mode)."""
+def make_tiny_seeing(folder: Path, family: str, **text: Any) -> Any:
+    """Write a checkpoint and the config of its processor; return the model (float32, evaluation mode).
+
+    `text`: values of its text part that replace those of the family.
+    """
     library = transformers_library()
     class_name, arguments, images = TINY_SEEING[family]
+    if text:
+        arguments = {**arguments, "text_config": {**arguments["text_config"], **text}}
     torch.manual_seed(0)
     model: Any = library.AutoModelForImageTextToText.from_config(
         getattr(library, class_name)(**arguments), dtype=torch.float32, attn_implementation="eager"

@@ -20,12 +20,19 @@ class PagedStep:
     host_arrays: Sequence[Array] = ()
 
     def __init__(
-        self, paged: PagedAttention, rows: IntArray, decodes: PagedPlan | None, chunks: PagedPlan | None
+        self,
+        paged: PagedAttention,
+        rows: IntArray,
+        decodes: PagedPlan | None,
+        chunks: PagedPlan | None,
+        full_chunks: PagedPlan | None = None,
     ) -> None:
+        """`full_chunks`: of layers without a window; None: `chunks` are those of all."""
         self.decode_rows = rows
         self._paged = paged
         self._decodes = decodes
         self._chunks = chunks
+        self._full_chunks = chunks if full_chunks is None else full_chunks
 
     @property
     def decode_plan(self) -> PagedPlan | None:
@@ -47,9 +54,10 @@ class PagedStep:
 
     def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
         """See StepAttention."""
-        if self._chunks is not None:
+        plan = self._chunks if is_windowed else self._full_chunks
+        if plan is not None:
             first = len(self.decode_rows)
-            self._paged.run(self._chunks, queries[first:], out[first:], layer, is_windowed)
+            self._paged.run(plan, queries[first:], out[first:], layer, is_windowed)
 
 
 class PagedPlanner:
@@ -66,11 +74,15 @@ class PagedPlanner:
         *,
         is_chunked: bool = False,
         whole_runs: Mapping[int, Runs] | None = None,
+        whole_in_windows: bool = False,
     ) -> None:
         """`is_chunked`: contexts are cut at multiples of the window, and a token reads the part that it is in.
-        `whole_runs`: of rows of the table; None: no tokens read later ones."""
+        `whole_runs`: of rows of the table; None: no tokens read later ones.
+        `whole_in_windows`: they read them in layers with a window alone.
+        """
         self._table = table
         self._whole_runs = whole_runs if whole_runs is not None else {}
+        self._whole_in_windows = whole_in_windows
         self._window, self._is_chunked = window, is_chunked
         self._paged = paged
         # Plans have block tables of their own: they may be computed when those of the sequences have changed.
@@ -91,7 +103,7 @@ class PagedPlanner:
         """See AttentionPlanner."""
         assert not num_padding, "only the GPU kernels read padding"
         table, num_threads = self._table, torch.get_num_threads()
-        decodes = chunks = None
+        decodes = chunks = full_chunks = None
         if len(decode_rows):
             lengths = table.num_computed[decode_rows] + 1
             directions = table.is_reversed[decode_rows]
@@ -109,4 +121,6 @@ class PagedPlanner:
             own = (tables, rows, lengths, chunk_counts, self._window, num_threads)
             ends = ends_of(self._whole_runs, chunk_rows, table.num_computed[chunk_rows], chunk_counts)
             chunks = self._paged.plan_chunks(*own, is_reversed=directions, is_chunked=self._is_chunked, ends=ends)
-        return PagedStep(self._paged, decode_rows, decodes, chunks)
+            if ends is not None and self._whole_in_windows:
+                full_chunks = self._paged.plan_chunks(*own, is_reversed=directions, is_chunked=self._is_chunked)
+        return PagedStep(self._paged, decode_rows, decodes, chunks, full_chunks)

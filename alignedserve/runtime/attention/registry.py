@@ -53,11 +53,13 @@ def attention_planner(
             return on_gpu
     runs = table.whole_runs if isinstance(table, SequenceTable) else None
     is_chunked, window = config.has_chunked_windows, config.sliding_window
+    in_windows = config.extras is not None and config.extras.pictures_in_windows
     if level in (TORCH, TRITON):
-        return GatheredPlanner(table, storage, window, dtype, scores, is_chunked=is_chunked, whole_runs=runs)
+        own = (table, storage, window, dtype, scores)
+        return GatheredPlanner(*own, is_chunked=is_chunked, whole_runs=runs, whole_in_windows=in_windows)
     int8 = Int8Heads(config.num_kv_heads, dtype) if storage.layout.is_int8 else None
     paged = PagedAttention(storage.blocks, group=config.group_size, level=level, int8=int8, scores=scores)
-    return PagedPlanner(table, window, paged, is_chunked=is_chunked, whole_runs=runs)
+    return PagedPlanner(table, window, paged, is_chunked=is_chunked, whole_runs=runs, whole_in_windows=in_windows)
 
 
 def try_libraries(choice: str, layout: BlockLayout, num_blocks: int, config: ModelConfig, device: torch.device) -> None:

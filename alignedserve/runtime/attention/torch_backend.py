@@ -8,7 +8,14 @@ from torch import Tensor
 
 from alignedserve.runtime.attention.backend import Contexts
 from alignedserve.runtime.attention.sequence_table import IntArray
-from alignedserve.runtime.attention.torch_plan import ChunkPlan, DecodeBucket, DecodePlan, Window, plan_chunk
+from alignedserve.runtime.attention.torch_plan import (
+    ChunkPlan,
+    DecodeBucket,
+    DecodePlan,
+    LaterReaders,
+    Window,
+    plan_chunk,
+)
 from alignedserve.runtime.attention.whole_runs import Runs, ends_of
 from alignedserve.runtime.device.arrays import Array
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -78,9 +85,11 @@ class GatheredPlanner:
         *,
         is_chunked: bool = False,
         whole_runs: Mapping[int, Runs] | None = None,
+        whole_in_windows: bool = False,
     ) -> None:
-        """`dtype`: of queries. `is_chunked`, `whole_runs`: see PagedPlanner."""
+        """`dtype`: of queries. `is_chunked`, `whole_runs`, `whole_in_windows`: see PagedPlanner."""
         self._whole_runs = whole_runs if whole_runs is not None else {}
+        self._whole_in_windows = whole_in_windows
         self._dtype = dtype
         self._scores = scores
         self._table = table
@@ -106,8 +115,9 @@ class GatheredPlanner:
         for place, (row, count) in enumerate(zip(rows.tolist(), counts.tolist(), strict=True)):
             own = slice(place, place + 1)
             ends = ends_of(self._whole_runs, rows[own], self._table.num_computed[rows[own]], counts[own])
+            readers = LaterReaders(ends, self._whole_in_windows)
             window, dtype = self._window, self._dtype
-            plans.append(plan_chunk(self._table, self._storage, row, first, count, window, dtype, ends))
+            plans.append(plan_chunk(self._table, self._storage, row, first, count, window, dtype, readers))
             first += count
         step = GatheredStep(self._storage, self._buffers, rows[:0], 0.0, (), tuple(plans))
         return step._replace(scores=self._scores)

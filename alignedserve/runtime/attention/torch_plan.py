@@ -216,6 +216,16 @@ def bucket_bounds(blocks: list[int], max_blocks: int) -> list[tuple[int, int]]:
     return bounds
 
 
+class LaterReaders(NamedTuple):
+    """Tokens of a chunk that read later ones of it."""
+
+    ends: IntArray | None = None  # see `ends_of`
+    in_windows_alone: bool = False  # in layers without a window they read none
+
+
+_NO_LATER = LaterReaders()
+
+
 def plan_chunk(
     table: Contexts,
     storage: BlockStorage,
@@ -224,12 +234,12 @@ def plan_chunk(
     num_tokens: int,
     window: Window | None,
     dtype: torch.dtype,
-    ends: IntArray | None = None,
+    later: LaterReaders = _NO_LATER,
 ) -> ChunkPlan:
     """Plan the next `num_tokens` tokens of the sequence in `row`, which are token rows from `first` on.
 
-    `dtype`: of queries. `ends`: see `ends_of`. Where the cache rounds, new tokens too are read from it: however a
-    prompt is cut, its results are the same.
+    `dtype`: of queries. Where the cache rounds, new tokens too are read from it: however a prompt is cut, its results
+    are the same.
     """
     before = int(table.num_computed[row])
     context_len = before + num_tokens
@@ -240,13 +250,15 @@ def plan_chunk(
         reversed_at = torch.arange(num_blocks, device=storage.device) if table.is_reversed[row] else None
         runs = RunSelection(run_ids, reversed_at)
     is_window_narrow = window is not None and context_len > window.size
-    is_masked = before > 0 or ends is not None
+    ends, full_ends = later.ends, None if later.in_windows_alone else later.ends
+    is_window_narrow |= later.in_windows_alone and ends is not None and window is not None
+    is_masked = before > 0 or full_ends is not None
     return ChunkPlan(
         first=first,
         last=first + num_tokens,
         context_len=context_len,
         runs=runs,
-        mask=_chunk_mask(before, num_tokens, None, dtype, storage.device, ends) if is_masked else None,
+        mask=_chunk_mask(before, num_tokens, None, dtype, storage.device, full_ends) if is_masked else None,
         window_mask=_chunk_mask(before, num_tokens, window, dtype, storage.device, ends) if is_window_narrow else None,
     )
 

@@ -37,6 +37,7 @@ class LayerExtras:
     embedding_width: int = 0  # of layer embeddings; 0: there are none
     embedding_vocab: int = 0  # tokens that have some; others have those of token 0
     picture_token: int = 0  # whose layer embeddings pictures have
+    pictures_in_windows: bool = False  # tokens of a picture read one another in layers with a window
     num_streams: int = 1
     laurel_rank: int = 0  # this and the next: of models with several streams
     scales_corrected: bool = False

@@ -65,6 +65,7 @@ def gemma4(config: ModelConfig, fields: JsonFields) -> ModelConfig:
         embedding_vocab=fields.integer("vocab_size_per_layer_input", 1, MAX_VOCABULARY, 262144) if width else 0,
         has_scales=True,
         picture_token=fields.integer("pad_token_id", 0, MAX_VOCABULARY, 0),
+        pictures_in_windows=fields.has("use_bidirectional_attention"),
     )
     cached = extras.cached_heads
     if config.num_heads % cached.num_kv_heads or any(

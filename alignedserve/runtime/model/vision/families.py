@@ -320,10 +320,10 @@ def _gemma3(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
 def _gemma4(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
     """Read Gemma 4's tower; there are checkpoints of the text part alone.
 
-    Where tokens of a picture read one another in some layers and not in others, pictures are not seen.
+    Pictures of more tokens than a window are not seen where their tokens read one another.
     """
-    tower = fields.section("vision_config")
-    if tower is None or section_of(fields, "text_config").has("use_bidirectional_attention"):
+    tower, text = fields.section("vision_config"), section_of(fields, "text_config")
+    if tower is None:
         return None
     tower = tower.with_defaults({"hidden_act": tower.text("hidden_activation", "gelu_pytorch_tanh")})
     ropes = section_of(tower, "rope_parameters")
@@ -343,6 +343,9 @@ def _gemma4(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
     if (width // num_heads) % 4:
         raise tower.error("num_attention_heads", "must leave heads of whole fours")
     most = images.integer("max_soft_tokens", 1, MAX_CELLS, 280)
+    is_whole = text.has("use_bidirectional_attention")
+    if is_whole and most > text.integer("sliding_window", 1, MAX_WIDTH, 512):
+        return None
     scaling = read_scaling(images, (HALVES, HALVES))
     has_standard = tower.flag("standardize", False)
     return VisionConfig(
@@ -353,6 +356,7 @@ def _gemma4(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
             max_tokens=most,
             scaling=Scaling(scaling.rescale, HALVES, HALVES),
             resample=images.integer("resample", 0, 5, 3),
+            is_whole=is_whole,
         ),
         names=replace(names.GEMMA4, standard=("std_bias", "std_scale") if has_standard else None),
         norm=NormKind.RMS,

@@ -17,6 +17,7 @@ from alignedserve.pictures.decoder import Pixels
 from alignedserve.pictures.decoding import decode
 from alignedserve.pictures.form import BudgetForm, CanvasForm, CellsForm, PictureForm, RowsForm, Size, SquareForm
 from alignedserve.pictures.outcomes import Decoded, Task
+from alignedserve.runtime.attention.backend import AUTO, TORCH
 from alignedserve.runtime.engine.engine import NewSequence
 from alignedserve.runtime.model.vision.families import VISION_FAMILIES, read_vision
 from alignedserve.runtime.model.vision.vision_config import VisionConfig
@@ -32,10 +33,13 @@ FILES = (picture(23, 40), picture(30, 30, seed=1))
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=list(TINY_SEEING))
+BOTH_WAYS = {"gemma4-both-ways": {"use_bidirectional_attention": "vision", "sliding_window": 80}}
+
+
+@pytest.fixture(scope="module", params=[*TINY_SEEING, *BOTH_WAYS])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
-    folder = tmp_path_factory.mktemp(request.param)
-    return request.param, folder, make_tiny_seeing(folder, request.param)
+    folder, family = tmp_path_factory.mktemp(request.param), request.param.partition("-")[0]
+    return family, folder, make_tiny_seeing(folder, family, **BOTH_WAYS.get(request.param, {}))
 
 
 def config_of(family: str, folder: Path) -> VisionConfig:
@@ -141,23 +145,24 @@ def test_embeddings_logits_and_answers_equal_transformers(made: tuple[str, Path,
     prompt = [*words[:9], *[IMAGE] * len(own[0]), *words[9:20], *[IMAGE] * len(own[1]), *words[20:]]
     pictures = SequenceEmbeddings(np.flatnonzero(np.array(prompt) == IMAGE), torch.cat(own))
     places = places_of(prompt, config)
-    runs = whole_runs_of(prompt) if config.form.is_whole else ()
+    runs = whole_runs_of(prompt, *map(len, own)) if config.form.is_whole else ()
     answer = generated(folder, prompt, pictures, places, runs)
     with torch.no_grad():
         given = processed(family, *FILES)
         features = features_of(family, reference, given)
         ids = torch.tensor([[*prompt, *answer]])
-        kinds = {"mm_token_type_ids": (ids == IMAGE).int()} if places is not None else {}
-        kinds |= {"token_type_ids": (ids == IMAGE).int()} if runs else {}
+        kinds_of = {"gemma3": "token_type_ids"}.get(family, "mm_token_type_ids")
+        kinds = {kinds_of: (ids == IMAGE).int()} if places is not None or runs else {}
         logits = reference(ids, **given, **kinds).logits[0].double()
     torch.testing.assert_close(torch.cat(own), features, rtol=1e-4, atol=1e-5)
     assert answer == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-    probe = LogitsProbe(tiny_decoder(folder))
-    probe.add("a", prompt, pictures=pictures, places=places, whole_runs=runs)
-    probe.add("b", words)
-    for counts in ({"a": 11, "b": 5}, {"a": 1}, {"a": 1, "b": 9}, {"a": len(prompt) - 13, "b": 1}):  # in chunks
-        probe.step(**counts)
-    torch.testing.assert_close(probe.logits("a").double(), logits[: len(prompt)], rtol=0.0, atol=1e-4)
+    for attention in (AUTO, TORCH):
+        probe = LogitsProbe(tiny_decoder(folder), attention=attention)
+        probe.add("a", prompt, pictures=pictures, places=places, whole_runs=runs)
+        probe.add("b", words)
+        for counts in ({"a": 11, "b": 5}, {"a": 1}, {"a": 1, "b": 9}, {"a": len(prompt) - 13, "b": 1}):  # in chunks
+            probe.step(**counts)
+        torch.testing.assert_close(probe.logits("a").double(), logits[: len(prompt)], rtol=0.0, atol=1e-4)
 
 
 def features_of(family: str, reference: Any, given: Any) -> torch.Tensor:
@@ -186,9 +191,9 @@ def places_of(prompt: list[int], config: VisionConfig) -> RopePlaces | None:
     return rope_places(len(prompt), shown)
 
 
-def whole_runs_of(prompt: list[int]) -> tuple[PictureRun, ...]:
-    first, second = prompt.index(IMAGE), len(prompt) - prompt[::-1].index(IMAGE) - 16
-    return (first, 16), (second, 16)
+def whole_runs_of(prompt: list[int], *lengths: int) -> tuple[PictureRun, ...]:
+    first, second = prompt.index(IMAGE), len(prompt) - prompt[::-1].index(IMAGE) - lengths[1]
+    return (first, lengths[0]), (second, lengths[1])
 
 
 def generated(
