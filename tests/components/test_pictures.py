@@ -168,10 +168,19 @@ def both_ways(content: bytes, *words: int) -> tuple[list[int], tuple[Picture, ..
     return [5, 6, 7, *[IMAGE] * 16, 9, 10, *words], (shown,)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-async def test_pictures_that_are_read_both_ways_are_computed_whole(topology: Topology, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("topology", "family"), [*((one, "gemma3") for one in TOPOLOGIES), (Topology.DISAGGREGATED, "gemma4")]
+)
+async def test_pictures_that_are_read_both_ways_are_computed_whole(
+    topology: Topology, family: str, tmp_path: Path
+) -> None:
     """However prompts are cut, also where half a picture is in the prefix cache, and where a worker is lost."""
-    config = seeing_config(tmp_path, topology, "gemma3")
+    config = seeing_config(tmp_path, topology, family)
+    if family == "gemma4":
+        path = tmp_path / "model" / "config.json"
+        fields = json.loads(path.read_text())
+        fields["text_config"] |= {"use_bidirectional_attention": "vision", "sliding_window": 24}
+        path.write_text(json.dumps(fields))
     shorter = {name: replace(getattr(config, name), max_num_batched_tokens=7) for name in ("prefill", "decode")}
     config = replace(config, **shorter)
     files = [picture(32, 32, seed) for seed in (1, 2)]
