@@ -14,6 +14,7 @@ from alignedserve.scheduling.block_users import num_shared
 from alignedserve.scheduling.policy import DeviceMemory, ScheduledRequest
 from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
 from alignedserve.worker_core.request import WorkerRequest
+from decode_worker.state import Candidate
 from decode_worker.states_on_way import StatesOnWay
 
 _FORESEEN_TOKENS = 256  # of a request, while another moves
@@ -349,6 +350,20 @@ class HeldRequests:
     def num_own(self, tracked: HeldRequest) -> int:
         """Return how many blocks a request would free if it alone left."""
         return len(tracked.block_ids) - (num_shared(tracked.context.held) if tracked.context is not None else 0)
+
+    def enter(self, candidate: Candidate, block_ids: Sequence[BlockId], num_cached: int, now: float) -> None:
+        """Add a request that has come, with the cache of `num_cached` tokens in these blocks, which were held."""
+        tracked = HeldRequest(
+            candidate.request,
+            candidate.attempt,
+            candidate.generated_token_ids,
+            granted_s=candidate.granted_s,
+            predicted_output_len=candidate.predicted_output_len,
+            is_prefilled=True,
+            block_ids=list(block_ids),
+            batch_id=candidate.batch_id,
+        )
+        self.attach(tracked, candidate.progress(num_cached, len(block_ids)), now)
 
     def attach(self, tracked: HeldRequest, progress: Progress, now: float) -> None:
         """Add a request with its cache, in blocks that were held."""

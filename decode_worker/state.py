@@ -9,10 +9,11 @@ from typing_extensions import override
 from alignedserve.core.attempts import is_same_epoch
 from alignedserve.core.ids import BatchId, BlockId, LeaseId
 from alignedserve.core.request import SampledToken
-from alignedserve.messages.caches import BlockCopy, Handoff
+from alignedserve.messages.caches import BlockCopy, BlocksWritten, Handoff
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.gateways import TokenDelta
 from alignedserve.messages.workers import SetPredictedLength
+from alignedserve.scheduling.scheduler_state import Progress
 from alignedserve.worker_core.handoff.buffer_space import BufferSlot
 from alignedserve.worker_core.request import WorkerRequest
 
@@ -82,23 +83,30 @@ class Candidate(WorkerRequest):
     far_pool: str | None = None  # the pool of another node that granted it; None: that of this node
 
     @classmethod
+    def of(
+        cls, message: Handoff | BlocksWritten, attempt: int, batch_id: BatchId, location: CacheLocation, now: float
+    ) -> "Candidate":
+        """Build the candidate that a message describes; what else follows from its location, the caller sets."""
+        first_token_s = now - message.begun_s
+        return cls(
+            message.request,
+            attempt,
+            list(message.generated_token_ids),
+            batch_id,
+            location,
+            granted_s=now,
+            predicted_output_len=message.predicted_output_len,
+            first_token_s=first_token_s,
+            last_token_s=first_token_s if len(message.generated_token_ids) == 1 else now,
+        )
+
+    @classmethod
     def of_handoff(cls, handoff: Handoff, batch_id: BatchId, now: float, *, far_pool: str | None = None) -> "Candidate":
         """Build the candidate that the pool granted. One of another node's pool is not copied into buffers of this."""
-        return cls(
-            handoff.request,
-            handoff.attempt,
-            list(handoff.generated_token_ids),
-            batch_id,
-            CacheLocation.POOL,
-            handoff.lease_id,
-            handoff.copy,
-            granted_s=now,
-            predicted_output_len=handoff.predicted_output_len,
-            may_prefetch=far_pool is None,
-            first_token_s=now - handoff.begun_s,
-            last_token_s=now - (handoff.begun_s if len(handoff.generated_token_ids) == 1 else 0.0),
-            far_pool=far_pool,
-        )
+        made = cls.of(handoff, handoff.attempt, batch_id, CacheLocation.POOL, now)
+        made.lease_id, made.pool_copy = handoff.lease_id, handoff.copy
+        made.far_pool, made.may_prefetch = far_pool, far_pool is None
+        return made
 
     @property
     def num_cached(self) -> int:
@@ -111,6 +119,18 @@ class Candidate(WorkerRequest):
         """Number of blocks of its cache, in a buffer or in the pool."""
         copy = self.buffer_copy or self.pool_copy
         return copy.num_blocks if copy is not None else 0
+
+    def progress(self, num_cached: int, num_blocks: int) -> Progress:
+        """Return what a policy's table is told of it, with so much of its cache in so many blocks here."""
+        expected = self.predicted_output_len or float(self.request.sampling.max_tokens)
+        return Progress(
+            predicted_len=max(expected, 1.0),
+            num_generated=len(self.generated_token_ids),
+            num_cached=num_cached,
+            num_blocks=num_blocks,
+            first_token_s=self.first_token_s,
+            last_token_s=self.last_token_s,
+        )
 
 
 def set_predicted_length(known: Iterable[WorkerRequest], message: SetPredictedLength) -> bool:

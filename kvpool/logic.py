@@ -54,7 +54,6 @@ from alignedserve.messages.pools import (
 )
 from alignedserve.messages.prefixes import (
     FindPrefix,
-    PrefixBlocksChanged,
     PrefixBlocksWritten,
     PrefixReleased,
     StorePrefixBlocks,
@@ -136,8 +135,8 @@ class PoolLogic:
             asked = [self._form(form, now) for form in self._waiting_forms.linked(peer)]
             return [Send(peer, self._arena), *chain(*asked)]
         self._router = peer
-        names = self._prefixes.all_names()
-        kept = [Send(peer, PrefixBlocksChanged(names, is_complete=True))] if names else []
+        told = self._prefixes.cached.told_all()
+        kept = [] if told is None else [Send(peer, told)]
         if not self._takes_requests:
             return [*kept]
         self._reported = None
@@ -390,7 +389,7 @@ class PoolLogic:
         num_kept = self._lease_table.num_kept + self._prefixes.num_unused
         lengths = replace(self._former.seen(), formed=self._formed)
         load = PoolLoad(self._lease_table.num_used, len(self._pooled), len(self._reservations), num_kept, lengths)
-        changed = self._prefixes.take_names() if self._router is not None else None
+        changed = self._prefixes.cached.told_changes() if self._router is not None else None
         commands: list[PoolCommand] = []
         if changed is not None and self._router is not None:
             commands.append(Send(self._router, changed))

@@ -20,7 +20,6 @@ from alignedserve.messages.prefixes import (
     HASH_BYTES,
     FindPrefix,
     PrefixBlock,
-    PrefixBlocksChanged,
     PrefixBlocksReserved,
     PrefixBlocksWritten,
     PrefixFound,
@@ -28,7 +27,6 @@ from alignedserve.messages.prefixes import (
     PrefixReleased,
     ReservedPart,
     StorePrefixBlocks,
-    names_told,
 )
 from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachedBlocks, context_of
 from kvpool.state import NO_GENERATION, SetBlockGeneration
@@ -85,19 +83,6 @@ class PrefixStore:
     def num_unused(self) -> int:
         """Number of blocks that can leave at once."""
         return self.cached.num_unused
-
-    def take_names(self) -> PrefixBlocksChanged | None:
-        """Return the blocks that have come and gone since routers were last told; None: nothing to tell.
-
-        Routers are told of about one block in four (`names_told`).
-        """
-        stored, removed = (names_told(hashes) for hashes in self.cached.take_changes())
-        return PrefixBlocksChanged(stored, removed) if stored or removed else None
-
-    def all_names(self) -> tuple[bytes, ...]:
-        """Return all block names that a new router is told; `take_names` goes on from there."""
-        self.cached.take_changes()
-        return names_told(block.block_hash for block in self.cached)
 
     def make_room(self, num_blocks: int) -> list[StoreCommand]:
         """Let the least valuable blocks leave until `num_blocks` are free, or no more can."""

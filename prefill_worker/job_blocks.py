@@ -91,13 +91,11 @@ class JobBlocks:
 
     def changes(self) -> PrefixBlocksChanged | None:
         """Return, for the router, which blocks have come and gone since it was last told; None: there are none."""
-        names = None if self._prefixes is None else self._prefixes.take_names()
-        return None if names is None else PrefixBlocksChanged(*names)
+        return None if self._prefixes is None else self._prefixes.blocks.told_changes()
 
     def all_cached(self) -> PrefixBlocksChanged | None:
         """Return, for a router that is new, all cached blocks; None: there are none."""
-        names = () if self._prefixes is None else self._prefixes.all_names()
-        return PrefixBlocksChanged(names, is_complete=True) if names else None
+        return None if self._prefixes is None else self._prefixes.blocks.told_all()
 
     def _context_of(self, job: PrefillJob) -> CachedContext | None:
         """Return the context of a job that shares: not of one that scores its prompt, or is loaded from the pool."""

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from alignedserve.core.block_allocator import BlockAllocator
 from alignedserve.core.ids import BlockId
+from alignedserve.messages.prefixes import PrefixBlocksChanged, names_told
 from alignedserve.prefix_cache.block_hashes import BlockHash, NamedBlock
 from alignedserve.prefix_cache.kept_states import KeptStates
 
@@ -225,6 +226,20 @@ class CachedBlocks:
         changes, self._changes = self._changes, {}
         stored = tuple([block_hash for block_hash, is_stored in changes.items() if is_stored])
         return BlockChanges(stored, tuple([block_hash for block_hash, is_stored in changes.items() if not is_stored]))
+
+    def told_changes(self) -> PrefixBlocksChanged | None:
+        """Return, for routers, what has come and gone since it was last asked; None: nothing to tell.
+
+        Routers are told of about one block in four (`names_told`).
+        """
+        stored, removed = (names_told(hashes) for hashes in self.take_changes())
+        return PrefixBlocksChanged(stored, removed) if stored or removed else None
+
+    def told_all(self) -> PrefixBlocksChanged | None:
+        """Return, for a router that is new, all blocks; None: there are none. `told_changes` goes on from there."""
+        self.take_changes()
+        names = names_told(block.block_hash for block in self)
+        return PrefixBlocksChanged(names, is_complete=True) if names else None
 
     def _remove(self, block: CachedBlock) -> None:
         block.ticket = 0

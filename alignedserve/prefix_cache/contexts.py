@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.messages.prefixes import names_told
 from alignedserve.prefix_cache.block_hashes import BlockHash, BlockHasher, NamedBlock, block_hash, packed_tokens
 from alignedserve.prefix_cache.cached_blocks import BlockObserver, CachedBlock, CachedBlocks
 from alignedserve.prefix_cache.kept_states import KeptEdge, StateBudget
@@ -64,13 +63,6 @@ class AdoptedBlock(NamedTuple):
     place: int  # in the context
     block_id: BlockId  # the cached one
     freed: BlockId  # its own
-
-
-class BlockNames(NamedTuple):
-    """Blocks that have come and gone, by the first bytes of their hashes."""
-
-    stored: tuple[bytes, ...]
-    removed: tuple[bytes, ...]
 
 
 class WaitingRuns(BlockObserver):
@@ -279,19 +271,6 @@ class PrefixCache:
         if len(context.held) > num_kept:
             self.blocks.release(context.held[num_kept:])
             del context.held[num_kept:]
-
-    def take_names(self) -> BlockNames | None:
-        """Return the blocks that have come and gone since routers were last told; None: nothing to tell.
-
-        Routers are told of about one block in four (`names_told`).
-        """
-        stored, removed = (names_told(hashes) for hashes in self.blocks.take_changes())
-        return BlockNames(stored, removed) if stored or removed else None
-
-    def all_names(self) -> tuple[bytes, ...]:
-        """Return all block names that a new router is told; `take_names` goes on from there."""
-        self.blocks.take_changes()
-        return names_told(block.block_hash for block in self.blocks)
 
     def store(
         self,

@@ -268,23 +268,12 @@ class Candidates:
         entry, refused = self.receiver.written(peer, message)
         if entry is None:
             return None, refused
-        request_id, slot = message.request.request_id, entry.slot
+        request_id = message.request.request_id
         self.receiver.end(request_id)
-        candidate = Candidate(
-            message.request,
-            next_step(entry.attempt),
-            list(message.generated_token_ids),
-            NO_BATCH,
-            CacheLocation.BUFFER,
-            slot=slot,
-            buffer_copy=message.copy,
-            granted_s=now,
-            predicted_output_len=message.predicted_output_len,
-            # In the pool a chat would wait for a batch of its length, perhaps behind all documents.
-            must_stay=self.space.is_far(slot) or message.request.request_class is RequestClass.REAL_TIME,
-            first_token_s=now - message.begun_s,
-            last_token_s=now - (message.begun_s if len(message.generated_token_ids) == 1 else 0.0),
-        )
+        candidate = Candidate.of(message, next_step(entry.attempt), NO_BATCH, CacheLocation.BUFFER, now)
+        candidate.slot, candidate.buffer_copy = entry.slot, message.copy
+        # In the pool a chat would wait for a batch of its length, perhaps behind all documents.
+        candidate.must_stay = self.space.is_far(entry.slot) or not _is_best_effort(candidate)
         return candidate, [Send(peer, BlocksTaken(request_id, message.attempt, is_accepted=True))]
 
     # --- losses

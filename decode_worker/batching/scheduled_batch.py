@@ -19,7 +19,6 @@ from alignedserve.messages.iterations import IterationCompleted
 from alignedserve.scheduling.decode_costs import decode_s, is_mixing_cheaper
 from alignedserve.scheduling.policy import CandidateChoice, DeviceMemory, EvictionMode, IterationPlan
 from alignedserve.scheduling.scheduler import Scheduler
-from alignedserve.scheduling.scheduler_state import Progress
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.batching.admission import Admission
 from decode_worker.batching.begun import FORESEEN_TOKENS, Begun, Leaving, LoadingCandidates, growth_of
@@ -149,7 +148,7 @@ class ScheduledBatch:
             if request_id not in self._in_view:
                 self._in_view[request_id] = candidate
                 num_cached = candidate.num_cached
-                self._state.add_elsewhere(candidate.request, now, _progress_of(candidate, num_cached, 0))
+                self._state.add_elsewhere(candidate.request, now, candidate.progress(num_cached, 0))
 
     def load(self, loading: Loading) -> None:
         """Add a candidate whose cache is being copied in. Its row stays for now: iterations know rows by number."""
@@ -161,19 +160,9 @@ class ScheduledBatch:
 
     def enter(self, candidate: Candidate, block_ids: tuple[BlockId, ...], num_cached: int, now: float) -> None:
         """Add a request with the cache of `num_cached` tokens in these blocks."""
-        tracked = HeldRequest(
-            candidate.request,
-            candidate.attempt,
-            candidate.generated_token_ids,
-            granted_s=candidate.granted_s,
-            predicted_output_len=candidate.predicted_output_len,
-            is_prefilled=True,
-            block_ids=list(block_ids),
-            batch_id=candidate.batch_id,
-        )
         self.version += 1
         self._in_view.pop(candidate.request.request_id, None)
-        self._held.attach(tracked, _progress_of(candidate, num_cached, len(block_ids)), now)
+        self._held.enter(candidate, block_ids, num_cached, now)
 
     def free(self, block_ids: Iterable[BlockId]) -> None:
         """Free the blocks of a request that was to be loaded and is not."""
@@ -310,18 +299,6 @@ class ScheduledBatch:
         growth = -(-foreseen // self._block_size) - table.num_blocks
         running = int(growth[(table.num_blocks > 0) & (growth > 0)].sum())
         return running + self.loading.growth(self._block_size)
-
-
-def _progress_of(candidate: Candidate, num_cached: int, num_blocks: int) -> Progress:
-    expected = candidate.predicted_output_len or float(candidate.request.sampling.max_tokens)
-    return Progress(
-        predicted_len=max(expected, 1.0),
-        num_generated=len(candidate.generated_token_ids),
-        num_cached=num_cached,
-        num_blocks=num_blocks,
-        first_token_s=candidate.first_token_s,
-        last_token_s=candidate.last_token_s,
-    )
 
 
 # The running batch of a decode worker: whole in every iteration, or as a policy decides.

@@ -38,7 +38,6 @@ from alignedserve.messages.iterations import (
     RunIteration,
     UnmapArena,
 )
-from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
 from alignedserve.prefix_cache.contexts import PrefixCache
@@ -381,12 +380,9 @@ class ColocatedLogic:
         """Tell the router which blocks have come and gone; all of them if it is new."""
         if self._prefixes is None or not self._router.is_connected:
             return []
-        if is_new:
-            all_names = self._prefixes.all_names()  # without any there is nothing to tell a router that is new
-            told = PrefixBlocksChanged(all_names, is_complete=True)
-            return [*self._router.send(told)] if all_names else []
-        names = self._prefixes.take_names()
-        return [] if names is None else [*self._router.send(PrefixBlocksChanged(*names))]
+        cached = self._prefixes.blocks
+        told = cached.told_all() if is_new else cached.told_changes()
+        return [] if told is None else [*self._router.send(told)]
 
     def _tokens_per_s(self) -> float:
         return self._scheduler.prompt_capacity(self._state).tokens_per_s

@@ -26,6 +26,7 @@ from alignedserve.messages.caches import (
     ReserveBlocks,
 )
 from alignedserve.messages.events import Dial, HangUp, PeerConnected, PeerDisconnected, Received, Send, StopDialling
+from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     BlocksLoaded,
@@ -47,7 +48,6 @@ from alignedserve.messages.workers import (
     RequestMoved,
     WorkerRegistered,
 )
-from alignedserve.scheduling.scheduler_state import Progress
 from alignedserve.worker_core.handoff.buffer_space import BufferSpace
 from alignedserve.worker_core.handoff.lender import Lender
 from alignedserve.worker_core.handoff.receiver import Incoming, Receiver
@@ -55,7 +55,8 @@ from alignedserve.worker_core.handoff.sender import HandoffEnd
 from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.block_peers import BlockPeers
 from decode_worker.colocated.handoffs import Departing, HandoffCommand, Handoffs
-from decode_worker.held_requests import HeldRequest, HeldRequests
+from decode_worker.held_requests import HeldRequests
+from decode_worker.state import CacheLocation, Candidate
 
 DepartureCommand = HandoffCommand | OpenBuffer | CloseBuffer
 ArrivalCommand = Send | LoadBlocks | MapArena | UnmapArena
@@ -169,32 +170,13 @@ class Arrivals:
         message = entry.written
         self.num_taken += 1
         assert message is not None, "loaded before it was written"
-        request, generated = message.request, list(message.generated_token_ids)
         block_ids = entry.block_ids[: message.copy.num_blocks]
         self._held.free_held(entry.block_ids[len(block_ids) :])  # the last block of a request is one with tokens
-        predicted_len = message.predicted_output_len or float(request.sampling.max_tokens)
-        tracked = HeldRequest(
-            request,
-            next_step(entry.attempt),
-            generated,
-            granted_s=now,
-            predicted_output_len=predicted_len,
-            is_prefilled=True,
-            block_ids=list(block_ids),
-        )
-        self._held.attach(
-            tracked,
-            Progress(
-                predicted_len=max(predicted_len, 1.0),
-                num_generated=len(generated),
-                num_cached=message.copy.context_len,
-                num_blocks=len(block_ids),
-                first_token_s=now - message.begun_s,
-                last_token_s=now,
-            ),
-            now,
-        )
-        return [*self._router.send(RequestMoved(request.request_id, tracked.attempt, len(generated)))]
+        candidate = Candidate.of(message, next_step(entry.attempt), NO_BATCH, CacheLocation.BUFFER, now)
+        candidate.last_token_s = now
+        self._held.enter(candidate, block_ids, message.copy.context_len, now)
+        num_generated = len(message.generated_token_ids)
+        return [*self._router.send(RequestMoved(message.request.request_id, candidate.attempt, num_generated))]
 
 
 def lent_by(peer: str) -> str:

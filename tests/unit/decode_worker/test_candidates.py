@@ -244,22 +244,11 @@ def test_what_was_written_elsewhere_is_not_taken(wrong: BlocksWritten) -> None:
     assert bypassing().hear(wrong, PREFILL) == [taken(wrong.attempt, is_accepted=False)]
 
 
-def test_what_another_wrote_is_not_taken() -> None:
-    answer = Send("prefill-1", BlocksTaken(R1, 5, is_accepted=False))
-    assert bypassing().hear(written(), "prefill-1") == [answer]
-
-
 def test_a_cancelled_reservation_is_room_again() -> None:
     made = bypassing()
     assert made.hear(CancelReservation(R1, 5), PREFILL) == []
     assert made.grant(H3)[1:] == [prefetch(H3, 2, 0)]
     assert made.hear(written(), PREFILL) == [taken(is_accepted=False)]
-
-
-def test_a_cancellation_of_an_earlier_attempt_changes_nothing() -> None:
-    made = bypassing()
-    made.hear(CancelReservation(R1, 4), PREFILL)
-    assert made.hear(written(), PREFILL)[0] == taken()
 
 
 def test_a_repeated_reservation_replaces_the_first() -> None:

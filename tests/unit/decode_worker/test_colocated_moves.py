@@ -124,11 +124,6 @@ def test_without_blocks_at_the_receiver_it_stays() -> None:
     assert hear(asked(), ReservationRefused(R1, 1)) == [to_router(RequestStayed(R1, 1))]
 
 
-def test_a_copy_that_fails_leaves_it_here() -> None:
-    answer = [to_other(CancelReservation(R1, 1)), to_router(RequestStayed(R1, 1))]
-    assert copying().do(BlocksOffloaded(OFFLOAD, None)) == answer
-
-
 def test_it_is_decoded_while_the_receiver_is_asked_and_leaves_between_iterations() -> None:
     made = asked()
     assert runs(made.follow(Step(r1=1))) == [run(grown=[("r1", 1)], r1=1)]
@@ -223,11 +218,6 @@ def test_nothing_is_reserved_without_blocks_or_a_buffer() -> None:
     made = linked()
     made.begin(request("r2", prompt_len=70))  # may need all blocks
     assert hear(made, ReserveBlocks(R1, 1, 2, may_wait=False)) == refused
-
-
-def test_what_was_not_reserved_is_not_taken() -> None:
-    made = linked()
-    assert hear(made, WRITTEN) == [to_other(BlocksTaken(R1, 1, is_accepted=False))]
 
 
 def test_a_cancelled_reservation_is_free_again() -> None:

@@ -220,12 +220,6 @@ def test_one_return_of_a_request_at_a_time() -> None:
     assert made.hear(RETURN, OTHER) == [to_decode(RequestReturned(R1, 3, ReturnOutcome.STAYED), OTHER)]
 
 
-def test_the_pool_is_lost_while_it_is_copied_back() -> None:
-    made = on_its_way()
-    assert lose_pool(made) == []
-    assert made.relayed(BACK) == [answer(ReturnOutcome.STAYED)]
-
-
 def test_the_pool_is_lost_and_back_while_it_is_copied_back() -> None:
     made = on_its_way()
     lose_pool(made)

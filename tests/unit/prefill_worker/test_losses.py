@@ -3,16 +3,14 @@
 from typing import Any
 
 import msgspec
-import pytest
 
-from alignedserve.messages.caches import BlocksTaken, ReservationRefused
+from alignedserve.messages.caches import BlocksTaken
 from alignedserve.messages.events import PeerConnected, PeerDisconnected
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     MapArena,
 )
-from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import RequestPreempted
 from prefill_worker.logic import PrefillCommand
 from tests.harnesses.prefill import (
@@ -41,30 +39,13 @@ from tests.support.samples import POOL, R1, ROUTER, request
 # --- stale attempts
 
 
-@pytest.fixture
-def second() -> PrefillHarness:
-    """r1 is computed under attempt 2 and being copied; whatever is said of attempt 1 is stale."""
+def test_an_abort_of_an_earlier_attempt_changes_nothing() -> None:
     made = PrefillHarness()
     made.begin(request(), 2)
     made.sampled(token(7))
     made.hear(reserved(lease=4, attempt=2), POOL)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("peer", "stale"),
-    [
-        (ROUTER, AbortRequest(R1, 1)),
-        (POOL, reserved(lease=3, attempt=1)),
-        (POOL, BlocksTaken(R1, 1, is_accepted=True)),
-        (POOL, BlocksTaken(R1, 1, is_accepted=False)),
-        (POOL, ReservationRefused(R1, 1)),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_word_of_an_earlier_attempt_changes_nothing(second: PrefillHarness, peer: str, stale: Message) -> None:
-    assert second.hear(stale, peer) == []
-    assert second.copied(offload(4, 2)) == [to_pool(written(4, 2))]
+    assert made.hear(AbortRequest(R1, 1), ROUTER) == []
+    assert made.copied(offload(4, 2)) == [to_pool(written(4, 2))]
 
 
 def test_given_again_while_it_waits_the_later_attempt_counts() -> None:
@@ -132,13 +113,6 @@ def test_the_pool_is_lost_while_it_waits_for_room() -> None:
     made = leaving()
     assert lose_pool(made) == []
     assert made.hear(reserved(), POOL) == []  # word of the one that is lost
-    assert made.hear(ARENA, POOL) == [MapArena(POOL, ARENA), RESERVE]
-
-
-def test_the_pool_is_lost_while_it_is_copied() -> None:
-    made = copying()
-    assert lose_pool(made) == []
-    assert made.copied(offload()) == []
     assert made.hear(ARENA, POOL) == [MapArena(POOL, ARENA), RESERVE]
 
 
