@@ -101,7 +101,7 @@ def _naively_decoding(batch: AttentionBatch, planner: Any, queries: torch.Tensor
         )
     )
     lengths = batch.table.num_computed[batch.rows] + 1
-    starts, is_reversed, entries = to_device(planner.block_tables(batch.rows, lengths), batch.storage.device)
+    _, starts, is_reversed, entries = to_device(planner.block_arrays(batch.rows, lengths), batch.storage.device)
     whole = naive.naive_batch(places.BlockTables(entries, starts, is_reversed), lengths, planner.heads)
     out, blocks = torch.empty_like(queries), batch.storage.blocks
     return lambda layer: decoding.paged_decode(queries, out, places.BlockView(blocks, layer), whole)
