@@ -8,7 +8,14 @@ from msgspec.structs import replace
 
 from alignedserve.cluster.preflight import check_configuration
 from alignedserve.cluster.sizing import with_block_size
-from alignedserve.config.sections import ClusterConfig, LoraConfig, ModelSectionConfig, SchedulingConfig
+from alignedserve.config.sections import (
+    ClusterConfig,
+    LoraConfig,
+    ModelSectionConfig,
+    PrefixCacheConfig,
+    SchedulingConfig,
+    Topology,
+)
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError, UnsupportedModel
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
@@ -61,3 +68,20 @@ def test_blocks_are_larger_where_states_are(tmp_path: Path, served: ServedModel)
     delta = {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
     large = resolve_model(_section(tmp_path, **delta))
     assert with_block_size(unset, large).engine.block_size == 1024
+
+
+def test_large_states_have_blocks_of_their_own(tmp_path: Path) -> None:
+    """But in pools, which know blocks of tokens alone; small states never."""
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32}
+    delta = {"model_type": "qwen3_5_text", "head_dim": 16, **heads, "linear_value_head_dim": 32}
+    kinds = {"layer_types": ["linear_attention", "full_attention"]}
+    large = resolve_model(_section(tmp_path, **delta, **kinds), states_apart=True)
+    layout = large.block_layout(large.default_block_size)
+    assert layout.state_blocks
+    assert layout.context_bytes <= 1.5 * large.decoder.state_bytes("float32")
+    small = resolve_model(_section(tmp_path), states_apart=True)
+    assert not small.block_layout(small.default_block_size).state_blocks
+    plain = ClusterConfig()
+    assert plain.keeps_states_apart
+    assert not replace(plain, topology=Topology.DISAGGREGATED).keeps_states_apart
+    assert not replace(plain, prefix_cache=PrefixCacheConfig(host_bytes=1 << 20)).keeps_states_apart
