@@ -25,7 +25,7 @@ from alignedserve.text.tokenizer import Tokenizer
 from alignedserve.text.tokenizer_files import read_template
 
 _BLOCK_SIZE = 16  # tokens
-_WIDEST_STATES = 1.5  # blocks of states take no more by these, if that can be had
+_WIDEST_STATES = 1.25  # smaller blocks are chosen where a context's states take no more by these than in any
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +93,16 @@ class ServedModel:
     @property
     def default_block_size(self) -> int:
         """Return the tokens of a block unless they are set: where blocks hold states, so many that these take no more
-        room than keys and values; where states have blocks of their own, so many that they fill these. Both as far as
-        that is sensible."""
-        size = _BLOCK_SIZE
-        while size < LARGEST_BLOCK and not self._suits_states(size):
-            size *= 2
-        return size
-
-    def _suits_states(self, block_size: int) -> bool:
-        layout = self.block_layout(block_size)
-        if not self.states_apart:
-            return layout.state_bytes <= layout.kv_bytes
-        own = self.decoder.state_bytes(layout.dtype)
-        return layout.state_blocks > 0 and layout.context_bytes <= _WIDEST_STATES * own
+        room than keys and values; where states have blocks of their own, so many that they fill these well. Both as
+        far as that is sensible."""
+        sizes = [_BLOCK_SIZE << power for power in range((LARGEST_BLOCK // _BLOCK_SIZE).bit_length())]
+        layouts = {size: self.block_layout(size) for size in sizes}
+        least = min((layout.context_bytes for layout in layouts.values() if layout.state_blocks), default=0)
+        if least:
+            suited = (size for size, layout in layouts.items() if 0 < layout.context_bytes <= _WIDEST_STATES * least)
+        else:
+            suited = (size for size, layout in layouts.items() if layout.state_bytes <= layout.kv_bytes)
+        return next(suited, LARGEST_BLOCK)
 
     @property
     def num_processes(self) -> int:
