@@ -3,7 +3,7 @@
 Sinks and experts (gpt-oss), latents and experts (DeepSeek V3), caps and windows (Gemma 2), chunks and experts (Llama
 4), squares (Nemotron), streams and embeddings of layers (Gemma 3n), shared keys and heads of two sizes (Gemma 4). Both
 run the same weights, greedily, on the same threads, in turns; transformers a static batch. The best round of each
-counts. Layers with a state: `engine.states`.
+counts, with one thread by seconds of the process. Layers with a state: `engine.states`.
 
     python -m benchmarks.kinds_vs_transformers [--dtype bfloat16]   # targets: 1.4 times at 1 stream, 4 times at 16
     python -m benchmarks.kinds_vs_transformers --kinds gemma4       # those of other kinds are kept
@@ -11,6 +11,7 @@ counts. Layers with a state: `engine.states`.
 
 import json
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -120,7 +121,8 @@ def compared(name: str, num_rounds: int, dtype: str) -> dict[str, Any]:
         spec = EngineBenchmarkSpec(model=name, groups=groups, dtype=dtype)
         engine = make_engine(decoder, spec)
         ours = _engine_run(engine, spec)
-        seconds = seconds_by_turns(num_rounds, ours, _reference_run(reference, streams))
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        seconds = seconds_by_turns(num_rounds, ours, _reference_run(reference, streams), clock=clock)
         own, theirs = (streams * OUTPUT_LEN / min(each) for each in seconds)
         report[f"{streams}"] = {"alignedserve": own, "transformers": theirs, "times": own / theirs}
     return report

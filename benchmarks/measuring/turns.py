@@ -7,15 +7,17 @@ from collections.abc import Callable
 Work = Callable[[], object]
 
 
-def seconds_by_turns(num_rounds: int, *works: Work) -> list[list[float]]:
+def seconds_by_turns(
+    num_rounds: int, *works: Work, clock: Callable[[], float] = time.perf_counter
+) -> list[list[float]]:
     """Time synchronous works by the host's clock, in turns; return the seconds of each, without a warm-up round."""
     rounds = []
     for _ in range(num_rounds + 1):
         seen = []
         for work in works:
-            started = time.perf_counter()
+            started = clock()
             work()
-            seen.append(time.perf_counter() - started)
+            seen.append(clock() - started)
         rounds.append(seen)
     return [list(seen) for seen in zip(*rounds[1:], strict=True)]
 

@@ -14,6 +14,8 @@ namespace {
 #include "results_level.h"
 
 constexpr int64_t kStepBytes = kVectors * WIDTH * 4;
+// Of a panel that rows pass once, so much further on is fetched: as far as memory takes, and less than caches hold.
+constexpr int64_t kNearBytes = 8 << 10;
 
 // How words of weights and inputs are multiplied and summed, and what the sums are.
 struct Float32 {
@@ -134,42 +136,62 @@ inline void finish(const Weights& weights, const Call& call, int64_t row, int64_
 #if MAX_ROWS
 // Up to so many rows there is time to fetch both lines of a step of the next panel.
 constexpr int64_t kRowsAlone = (MAX_ROWS + 2) / 2;
+// Steps that stay in the first cache, and tiles that pass them together, at most.
+constexpr int64_t kChunkSteps = 256, kChunkedTiles = 16;
 
-// kRows rows from `row` by one panel, the sums in registers all along. Meanwhile `ahead_bytes` per step of what comes
-// next are fetched from memory, so that the products never wait for it.
-template <typename Type, int kRows>
+// Steps [first, last) of a panel, and what is fetched from memory meanwhile: `ahead_bytes` per step, or, while rows pass
+// the panel only once, what lies a little further in it.
+struct Steps {
+    int64_t first, last;
+    const char* ahead;
+    int64_t ahead_bytes;
+};
+
+// kRows rows from `row` by some steps of one panel, the sums in registers all along; between, they lie in `kept`.
+template <typename Type, int kRows, bool kIsAlone>
 __attribute__((noinline)) void tile(const Weights& weights, const Call& call, int64_t row, int64_t panel,
-                                    const char* ahead, int64_t ahead_bytes) {
+                                    const Steps& steps, void* kept) {
     typedef typename Type::Sums Sums;
     Sums sums[kRows][kVectors];
-    for (int r = 0; r < kRows; ++r)
-        for (int j = 0; j < kVectors; ++j) sums[r][j] = first_sums<Sums>(weights, (panel * kVectors + j) * WIDTH);
+    if (steps.first)
+        std::memcpy(sums, kept, sizeof sums);
+    else
+        for (int r = 0; r < kRows; ++r)
+            for (int j = 0; j < kVectors; ++j) sums[r][j] = first_sums<Sums>(weights, (panel * kVectors + j) * WIDTH);
     const char* inputs[kRows];
     for (int r = 0; r < kRows; ++r) inputs[r] = call.x + (row + r) * call.x_row_bytes;
     const char* words = weights.panels + panel * weights.num_steps * kStepBytes;
-    for (int64_t step = 0; step < weights.num_steps; ++step) {
-        __builtin_prefetch(ahead + step * ahead_bytes, 0, 2);
-        if (kRows <= kRowsAlone) __builtin_prefetch(ahead + step * ahead_bytes + 64, 0, 2);
+    const char* ahead = steps.ahead;
+    const int64_t ahead_bytes = steps.ahead_bytes, last = steps.last;
+    for (int64_t step = steps.first; step < last; ++step) {
+        const char* fetched = kIsAlone ? words + step * kStepBytes + kNearBytes : ahead;
+        __builtin_prefetch(fetched, 0, 2);
+        if (kRows <= kRowsAlone) __builtin_prefetch(fetched + 64, 0, 2);
+        ahead += ahead_bytes;
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
             for (int j = 0; j < kVectors; ++j)
                 sums[r][j] = Type::added(sums[r][j], words + step * kStepBytes + j * WIDTH * 4, inputs[r] + step * 4);
     }
-    finish<kRows>(weights, call, row, panel, sums);
+    if (last == weights.num_steps)
+        finish<kRows>(weights, call, row, panel, sums);
+    else
+        std::memcpy(kept, sums, sizeof sums);
 }
 
-typedef void (*Tile)(const Weights&, const Call&, int64_t, int64_t, const char*, int64_t);
+typedef void (*Tile)(const Weights&, const Call&, int64_t, int64_t, const Steps&, void*);
 
-template <typename Type>
+template <typename Type, bool kIsAlone>
 inline Tile tile_of(int64_t num_rows) {
+#define TILE(ROWS) tile<Type, ROWS, kIsAlone && ROWS <= kRowsAlone>
     static const Tile tiles[] = {
-        nullptr,       tile<Type, 1>, tile<Type, 2>,  tile<Type, 3>,  tile<Type, 4>,  tile<Type, 5>,  tile<Type, 6>,
+        nullptr, TILE(1), TILE(2), TILE(3), TILE(4), TILE(5), TILE(6),
 #if MAX_ROWS == 14
-        tile<Type, 7>, tile<Type, 8>, tile<Type, 9>, tile<Type, 10>, tile<Type, 11>, tile<Type, 12>, tile<Type, 13>,
-        tile<Type, 14>,
+        TILE(7), TILE(8), TILE(9), TILE(10), TILE(11), TILE(12), TILE(13), TILE(14),
 #endif
     };
+#undef TILE
     static_assert(sizeof tiles / sizeof *tiles == MAX_ROWS + 1, "a tile for every number of rows");
     return tiles[num_rows];
 }
@@ -179,13 +201,25 @@ void multiply_typed(const Weights& weights, const Call& call, const Part& part) 
     // Two tiles at least, where there are enough rows: one could fetch no more than a line per step, and of a panel that
     // few rows are multiplied by there are two to fetch.
     const int64_t num_rows = part.last - part.first, needed = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
-    const int64_t num_tiles = needed == 1 && num_rows > kRowsAlone ? 2 : needed;
-    const int64_t panel_bytes = weights.num_steps * kStepBytes;
-    const int64_t ahead_bytes = kStepBytes / num_tiles;  // each tile fetches its share of the next panel
-    for (int64_t i = 0; i < num_tiles; ++i) {
-        const int64_t first = part.first + num_rows * i / num_tiles, last = part.first + num_rows * (i + 1) / num_tiles;
-        const char* ahead = part.next + panel_bytes * i / num_tiles;
-        tile_of<Type>(last - first)(weights, call, first, part.panel, ahead, ahead_bytes);
+    if (num_rows <= kRowsAlone) {
+        const Steps all{0, weights.num_steps, nullptr, 0};
+        return tile_of<Type, true>(num_rows)(weights, call, part.first, part.panel, all, nullptr);
+    }
+    const int64_t num_tiles = needed == 1 ? 2 : needed;
+    // Every tile passes some steps before any passes the next, which stay in the first cache meanwhile; each fetches its
+    // share of the next ones.
+    const int64_t chunk = num_tiles > kChunkedTiles ? weights.num_steps : kChunkSteps;
+    const char* words = weights.panels + part.panel * weights.num_steps * kStepBytes;
+    char kept[kChunkedTiles][kVectors * MAX_ROWS * WIDTH * 4];
+    for (int64_t from = 0; from < weights.num_steps; from += chunk) {
+        const int64_t to = from + chunk < weights.num_steps ? from + chunk : weights.num_steps;
+        const int64_t bytes = (to - from) * kStepBytes;
+        for (int64_t i = 0; i < num_tiles; ++i) {
+            const int64_t first = part.first + num_rows * i / num_tiles;
+            const int64_t last = part.first + num_rows * (i + 1) / num_tiles;
+            const Steps steps{from, to, words + to * kStepBytes + bytes * i / num_tiles, kStepBytes / num_tiles};
+            tile_of<Type, false>(last - first)(weights, call, first, part.panel, steps, kept[i % kChunkedTiles]);
+        }
     }
 }
 

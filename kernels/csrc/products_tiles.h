@@ -139,10 +139,10 @@ struct Blocks {
 template <typename Type, bool kHasSecond>
 void add_blocks(const Weights& weights, const Call& call, const TileRows& rows, const Blocks& blocks) {
     const char* inputs = call.x + rows.row * call.x_row_bytes;
-    const char* ahead = blocks.ahead;
     const int64_t num_whole = weights.num_words / kTileSteps, rest = weights.num_words % kTileSteps;
     for (int64_t block = blocks.first; block < blocks.last && block < num_whole; ++block) {
-        for (int64_t line = 0; line < blocks.num_lines; ++line, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        const char* ahead = blocks.ahead + (block - blocks.first) * blocks.num_lines * 64;
+        for (int64_t line = 0; line < blocks.num_lines; ++line) __builtin_prefetch(ahead + line * 64, 0, 2);
         add_block<Type, kHasSecond>(blocks.words + block * kBlockBytes, inputs + block * kTileBytes, call.x_row_bytes,
                                     rows.num_first);
     }
@@ -203,10 +203,11 @@ void multiply_tiles(const Weights& weights, const Call& call, const Part& part) 
             shaped_first = rows.num_first;
             shaped_second = num_second;
             Sums(*own)[kVectors] = sums + (is_whole ? 0 : begin);
-            // Each turn fetches its share of the same blocks of the next panel.
-            const Blocks blocks{weights.panels + part.panel * num_blocks * kBlockBytes, first, last,
-                                part.next + (first + (last - first) * turn / num_turns) * kBlockBytes,
-                                kBlockBytes / 64 / num_turns};
+            // Where there are several, each turn fetches its share of the same blocks of the next panel.
+            const char* words = weights.panels + part.panel * num_blocks * kBlockBytes;
+            const char* ahead = num_turns == 1 ? words + kNearBytes
+                                               : part.next + (first + (last - first) * turn / num_turns) * kBlockBytes;
+            const Blocks blocks{words, first, last, ahead, kBlockBytes / 64 / num_turns};
             if (num_second)
                 add_to_sums<Type, true>(weights, call, rows, part.panel, blocks, own);
             else
