@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 
 _END_S = 10.0  # for a process to end once its connections are closed
@@ -56,3 +57,14 @@ class ConnectedProcess:
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
+
+
+def end_with_parent(lifeline: int) -> None:
+    """End this process once its pipe's other end, which its parent has, is closed."""
+
+    def wait() -> None:
+        while os.read(lifeline, 1):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -6,18 +6,17 @@ It ends with its parent: the lifeline is a pipe whose other end no other process
 import contextlib
 import gc
 import logging
-import os
 import socket
 import sys
-import threading
 
 import numpy as np
 import torch
 
 from alignedserve.core.errors import AlignedServeError
+from alignedserve.process.connected_process import end_with_parent
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.experts.expert_spec import HEADER, ExpertStart, load_share
-from alignedserve.runtime.engine.ranks.frames import Started, decode, encode, receive_frame, send_frame
+from alignedserve.runtime.engine.ranks.frames import Started, decode, encode, receive_bytes, receive_frame, send_frame
 from alignedserve.runtime.model.weights.feed_forward_weights import LayerExperts
 from kernels.cpu.expert_products import native_experts
 from kernels.feed_forward import multiplied_by_expert
@@ -29,10 +28,10 @@ logger = logging.getLogger(__name__)
 def answer_requests(connection: socket.socket, experts: LayerExperts, width: int, dtype: torch.dtype) -> None:
     """Multiply what comes with the experts of its layer, until the other end closes. Raises OSError."""
     native = {layer: native_experts(own, width, width) for layer, own in experts.items()}
-    while (header := _received(connection, HEADER.size)) is not None:
+    while (header := receive_bytes(connection, HEADER.size)) is not None:
         layer, num_counts, num_rows = HEADER.unpack(header)
-        counts = _received(connection, 8 * num_counts)
-        rows = _received(connection, num_rows * width * dtype.itemsize)
+        counts = receive_bytes(connection, 8 * num_counts)
+        rows = receive_bytes(connection, num_rows * width * dtype.itemsize)
         if counts is None or rows is None:
             return
         own = torch.frombuffer(rows, dtype=dtype).view(num_rows, width)
@@ -41,20 +40,9 @@ def answer_requests(connection: socket.socket, experts: LayerExperts, width: int
         connection.sendall(found.contiguous().view(torch.uint8).numpy().data.cast("B"))
 
 
-def _received(connection: socket.socket, length: int) -> bytearray | None:
-    content = bytearray(length)
-    left = memoryview(content)
-    while left:
-        got = connection.recv_into(left)
-        if not got:
-            return None
-        left = left[got:]
-    return content
-
-
 def main(socket_descriptor: int, lifeline: int) -> int:
     """Serve the worker at the other end of the socket until it closes; returns the process's exit status."""
-    threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
+    end_with_parent(lifeline)
     connection = socket.socket(fileno=socket_descriptor)
     first = receive_frame(connection)
     if first is None:
@@ -76,12 +64,6 @@ def main(socket_descriptor: int, lifeline: int) -> int:
     except OSError:
         logger.info("the worker of these experts has ended")
     return 0
-
-
-def _end_with_parent(lifeline: int) -> None:
-    while os.read(lifeline, 1):
-        pass
-    os._exit(0)
 
 
 if __name__ == "__main__":

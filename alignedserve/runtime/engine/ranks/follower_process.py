@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.core.ids import RequestId
+from alignedserve.process.connected_process import end_with_parent
 from alignedserve.runtime.attention.sequence_table import NewSequence
 from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.streams import streams_of
@@ -121,7 +122,7 @@ def _sequence_of(command: AddSequence, adapters: SequenceAdapters | None) -> New
 
 def main(socket_descriptor: int, copies_descriptor: int, lifeline: int) -> int:
     """Follow the rank at the other end of the sockets until it closes; returns the process's exit status."""
-    threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
+    end_with_parent(lifeline)
     connection = socket.socket(fileno=socket_descriptor)
     first = receive_frame(connection)
     if first is None:
@@ -167,12 +168,6 @@ def _make_engine(start: Start) -> tuple[FollowerEngine, HostCaches]:
         streams=streams,
     )
     return engine, make_swap_space(spec, engine, streams, storage)
-
-
-def _end_with_parent(lifeline: int) -> None:
-    while os.read(lifeline, 1):
-        pass
-    os._exit(0)
 
 
 if __name__ == "__main__":

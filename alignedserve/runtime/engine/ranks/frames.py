@@ -42,13 +42,14 @@ def send_frame(connection: socket.socket, payload: bytes) -> None:
 
 def receive_frame(connection: socket.socket) -> bytes | None:
     """Wait for a frame; None: the other end has closed. Raises ProtocolError for one that is too long, OSError."""
-    head = _receive(connection, _LENGTH_BYTES)
+    head = receive_bytes(connection, _LENGTH_BYTES)
     if head is None:
         return None
     length = int.from_bytes(head, "little")
     if length > _MAX_BYTES:
         raise ProtocolError("a frame between ranks is too long")
-    return _receive(connection, length)
+    content = receive_bytes(connection, length)
+    return None if content is None else bytes(content)
 
 
 def encode(content: object) -> bytes:
@@ -92,7 +93,8 @@ def _from_plain(kind: type, value: Any) -> Any:
     raise NotImplementedError(f"frames between ranks cannot carry {kind.__name__}")
 
 
-def _receive(connection: socket.socket, length: int) -> bytes | None:
+def receive_bytes(connection: socket.socket, length: int) -> bytearray | None:
+    """Receive just so many bytes. None: the other end has closed."""
     content = bytearray(length)
     left = memoryview(content)
     while left:
@@ -100,4 +102,4 @@ def _receive(connection: socket.socket, length: int) -> bytes | None:
         if not got:
             return None
         left = left[got:]
-    return bytes(content)
+    return content

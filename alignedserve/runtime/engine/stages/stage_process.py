@@ -5,10 +5,8 @@ It ends with its parent: the lifeline is a pipe whose other end no other process
 
 import gc
 import logging
-import os
 import socket
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import AlignedServeError, ProtocolError
+from alignedserve.process.connected_process import end_with_parent
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.engine.ranks.frames import decode, encode
 from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
@@ -150,15 +149,9 @@ def settle_heap() -> None:
     gc.freeze()
 
 
-def _end_with_parent(lifeline: int) -> None:
-    while os.read(lifeline, 1):
-        pass
-    os._exit(0)
-
-
 def main(commands: int, results: int, lifeline: int) -> int:
     """Serve the worker at the other end of the sockets until it closes them; returns the process's exit status."""
-    threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
+    end_with_parent(lifeline)
     told, found = (StageWire(socket.socket(fileno=descriptor)) for descriptor in (commands, results))
     try:
         serve_stage(told, found, settle_heap)
