@@ -90,8 +90,8 @@ async def test_a_worker_is_killed_while_its_gpu_works(lost: str, fake: FakeCuda,
     async with running(config_of(tmp_path), tmp_path, gpus=GPUS) as cluster:
         work = prompts(12)
         answers = await submitted(cluster, work, SAMPLING)
-        fake.machine.kill(int(GPUS[lost][-1]))
-        await cluster.stop(lost)
+        with fake.machine.killed(int(GPUS[lost][-1])):
+            await cluster.stop(lost)
         await cluster.start_again(lost)
         await check(cluster, work, answers, SAMPLING)
 
@@ -122,7 +122,7 @@ async def test_a_prefix_is_copied_on_a_gpu_and_through_the_pool(fake: FakeCuda, 
             answers.append(cluster.gateway.submit(prompt, SAMPLING, prefix_root=b"r" * 16))
             await asyncio.wait_for(answers[-1].first_token.wait(), 60)
         await holds(lambda: all(answer.token_ids for answer in answers))
-        fake.machine.kill(1)
-        await cluster.stop(DECODE)
+        with fake.machine.killed(1):
+            await cluster.stop(DECODE)
         await cluster.start_again(DECODE)
         await check(cluster, work, answers, SAMPLING)

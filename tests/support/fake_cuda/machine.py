@@ -8,7 +8,8 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -118,6 +119,8 @@ class Queue:
         return True
 
     def add(self, call: Call) -> None:
+        if self.device in self._machine.dead:
+            return
         if not self._steps:
             self._machine.busy[self] = None
         self._steps.append(call)
@@ -132,7 +135,7 @@ class Queue:
         return mark
 
     def wait(self, mark: Mark) -> None:
-        if not mark.is_done:
+        if not mark.is_done and self.device not in self._machine.dead:
             if not self._steps:
                 self._machine.busy[self] = None
             self._steps.append((mark,))
@@ -201,6 +204,7 @@ class Machine:
         self._pooled: list[list[Queue]] = [[] for _ in range(num_devices)]
         self._num_given = [0] * num_devices
         self.queues = list(self.defaults)
+        self.dead = set[int]()  # devices whose process was killed and is not started again
         self.busy: dict[Queue, None] = {}  # those with work, in the order in which they got it
         self.num_pools = 0
 
@@ -263,12 +267,21 @@ class Machine:
             pass
         self.check()
 
-    def kill(self, device: int) -> None:
-        """End the process that has a device: what it has enqueued is not done."""
+    @contextmanager
+    def killed(self, device: int) -> Iterator[None]:
+        """End the process that has a device: what it has enqueued is not done, nor what it enqueues within.
+
+        The threads of its host, which a kill would end at once, are to be stopped within.
+        """
         with self.lock:
+            self.dead.add(device)
             for queue in self.queues:
                 if queue.device == device:
                     queue.forget()
+        try:
+            yield
+        finally:
+            self.dead.remove(device)
 
     def check(self) -> None:
         """Raise what a step has failed of."""
