@@ -70,6 +70,16 @@ class ModelShape:
         unread = (1.0 - self.num_chosen_experts / self.num_experts) ** num_tokens
         return self.layer_parameters - unread * (self.layer_parameters - self._layers(0))
 
+    @property
+    def dense_parameters(self) -> int:
+        """Return the weights of all layers but those of experts that tokens choose."""
+        return self._layers(0)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Return the weights of all experts that tokens choose; routers count as dense."""
+        return self.layer_parameters - self.dense_parameters
+
     def _layers(self, num_experts: int) -> int:
         """Return the weights of all layers with `num_experts` in each layer of experts."""
         attention = self.attention_parameters

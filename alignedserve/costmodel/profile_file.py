@@ -13,7 +13,7 @@ from alignedserve.costmodel.model_shapes import ModelShape
 
 _FORMAT = 1
 _MAX_BYTES = 16 << 20
-_MAX_THREADS = 4096
+_MAX_COUNT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,8 @@ class MachineProfile:
     shape: ModelShape
     coefficients: LinearCoefficients
     memory_link: LinkModel  # of cache blocks from one place in host memory to another
-    num_threads: int | None = None  # of a worker, on a CPU; None: the file does not say
+    num_threads: int | None = None  # of a worker, on a CPU; None: the file does not say, as of the next
+    num_cores: int | None = None  # of the machine
 
     def cost_model(self) -> LinearIterationModel:
         """Return the fitted model; a swap is a copy within memory."""
@@ -49,14 +50,18 @@ def read_profile(path: Path) -> MachineProfile:
         raise ConfigError(f"{path}: memory_link.bytes_per_s must be above 0.")
     sections = {"coefficients": _with_later_fields(content.get("coefficients"))}
     coefficients = LinearCoefficients(**_numbers(sections, "coefficients", LinearCoefficients, path))
-    return MachineProfile(_shape(content, path), coefficients, link, _num_threads(content))
+    return MachineProfile(_shape(content, path), coefficients, link, **_machine(content))
 
 
-def _num_threads(content: Mapping[str, Any]) -> int | None:
-    """Return the threads that the machine's description names, which is there for people."""
+def _machine(content: Mapping[str, Any]) -> dict[str, int | None]:
+    """Return the numbers that the machine's description names, which is there for people."""
     machine = content.get("machine")
-    found = machine.get("threads") if isinstance(machine, dict) else None
-    return found if type(found) is int and 1 <= found <= _MAX_THREADS else None
+    described = machine if isinstance(machine, dict) else {}
+    return {"num_threads": _count(described.get("threads")), "num_cores": _count(described.get("cores"))}
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and 1 <= value <= _MAX_COUNT else None
 
 
 def _read_object(path: Path) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ holds the objectives is found by bisection.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from alignedserve.config.sections import Topology
@@ -48,11 +48,12 @@ class Candidate:
     num_decode: int
     policy: PolicyChoice
     pipeline_parallel: int = 1  # machines of a worker, with layers of their own
+    expert_parallel: int = 1  # processes of a worker that share its experts, each on what one worker was measured on
 
     @property
     def worker_size(self) -> int:
         """Return the accelerators of one worker."""
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.tensor_parallel * self.pipeline_parallel * self.expert_parallel
 
     @property
     def num_accelerators(self) -> int:
@@ -75,6 +76,7 @@ class Candidate:
         """Return the workers in words."""
         degree = f" of {self.worker_size} each" if self.worker_size > 1 else ""
         degree += f" in {self.pipeline_parallel} stages" if self.pipeline_parallel > 1 else ""
+        degree += ", which share experts" if self.expert_parallel > 1 else ""
         if self.topology.is_separate:
             return f"{self.num_prefill} prefill + {self.num_decode} decode{degree}"
         return f"{self.num_decode} {self.topology.value}{degree}"
@@ -107,6 +109,7 @@ class Choices:
     topologies: Sequence[Topology] = tuple(Topology)
     degrees: Sequence[int] | None = None  # of tensor parallelism; None: powers of two as far as there are accelerators
     max_cost: float | None = None
+    expert_degrees: Mapping[str, Sequence[int]] = field(default_factory=dict)  # processes that share experts, by offer
 
 
 def families_of(choices: Choices) -> list[Family]:
@@ -119,7 +122,7 @@ def families_of(choices: Choices) -> list[Family]:
     rows = [
         row
         for offer in choices.offers
-        for degree in _degrees(offer, choices.degrees)
+        for degree in _degrees(offer, choices)
         for policy in choices.policies
         for topology in (Topology.ELASTIC, Topology.COLOCATED, Topology.DISAGGREGATED)
         if topology in choices.topologies and topology in policy.topologies()
@@ -129,23 +132,33 @@ def families_of(choices: Choices) -> list[Family]:
     families = [Family(_name(row[0]), row) for row in affordable if row]
     if not families:
         limit = "" if choices.max_cost is None else f" for {choices.max_cost:g} per hour"
-        raise ConfigError(f"no plan is possible{limit}: see --hardware, --tensor-parallel, --topology and --max-cost")
+        raise ConfigError(
+            f"no plan is possible{limit}: see --hardware, --tensor-parallel, --expert-parallel, --topology and "
+            "--max-cost"
+        )
     return families
 
 
 class _Degree(NamedTuple):
     tensor: int
     stages: int = 1
+    shares: int = 1
 
     @property
     def size(self) -> int:
-        return self.tensor * self.stages
+        return self.tensor * self.stages * self.shares
 
 
-def _degrees(offer: Offer, asked: Sequence[int] | None) -> list[_Degree]:
+def _degrees(offer: Offer, choices: Choices) -> list[_Degree]:
     """Return how workers may be divided: over several machines where those of one do not hold the model."""
+    asked = choices.degrees
     if offer.is_profiled:
-        return [_Degree(1)] if asked is None or 1 in asked else []
+        shares = [
+            _Degree(1, 1, size)
+            for size in sorted(set(choices.expert_degrees.get(offer.name, (1,))))
+            if size <= offer.count
+        ]
+        return shares if asked is None or 1 in asked else []
     if asked is not None:
         return [_Degree(degree) for degree in sorted(set(asked)) if degree <= min(offer.count, MAX_DEGREE)]
     degrees = [_Degree(1 << power) for power in range(MAX_DEGREE.bit_length())]
@@ -158,17 +171,18 @@ def _rows(
 ) -> Iterator[tuple[Candidate, ...]]:
     """Yield the rows of one topology: of separate workers one for each number of prefill workers."""
     most, tensor = offer.count // degree.size, degree.tensor
+    inside = (degree.stages, degree.shares)
     if topology.is_separate:
         if degree.stages > 1:  # which hand no blocks over
             return
         for num_prefill in range(1, most):
             counts = range(1, most - num_prefill + 1)
-            yield tuple(Candidate(offer, tensor, topology, num_prefill, count, policy) for count in counts)
+            yield tuple(Candidate(offer, tensor, topology, num_prefill, count, policy, *inside) for count in counts)
         return
     # A single elastic worker is a colocated one.
     least = 2 if topology is Topology.COLOCATED and has_elastic else 1
     counts = range(least, most + 1)
-    yield tuple(Candidate(offer, tensor, topology, 0, count, policy, degree.stages) for count in counts)
+    yield tuple(Candidate(offer, tensor, topology, 0, count, policy, *inside) for count in counts)
 
 
 def _affordable(row: tuple[Candidate, ...], max_cost: float | None) -> tuple[Candidate, ...]:

@@ -72,7 +72,9 @@ def _model_and_engine(candidate: Candidate, machines: Machines) -> dict[str, Any
         return {"model": {"path": _model_path(machines.model)}, "engine": engine}
     found: dict[str, Any] = {"model": {"path": _model_path(profile.shape.name), "dtype": profile.shape.dtype}}
     if profile.num_threads is not None:
-        found["engine"] = {"threads_per_worker": profile.num_threads}
+        found["engine"] = {"threads_per_worker": profile.num_threads * candidate.expert_parallel}
+    if candidate.expert_parallel > 1:
+        found.setdefault("engine", {})["expert_parallel"] = candidate.expert_parallel
     return found
 
 

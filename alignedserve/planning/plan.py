@@ -333,9 +333,17 @@ def _verdict(outcome: Outcome) -> Verdict:
 
 
 def _least_parallel(families: Sequence[Family]) -> list[Family]:
-    """Return the families of the smallest workers that hold the model, for each kind of accelerator."""
+    """Return the families of the smallest workers that hold the model, for each kind of accelerator.
+
+    Processes that share experts are considered beside one: they are for time, not for memory.
+    """
     degrees: dict[str, int] = {}
     for family in families:
         first = family.members[0]
-        degrees[first.offer.name] = min(degrees.get(first.offer.name, first.worker_size), first.worker_size)
-    return [one for one in families if one.members[0].worker_size == degrees[one.members[0].offer.name]]
+        size = first.worker_size // first.expert_parallel
+        degrees[first.offer.name] = min(degrees.get(first.offer.name, size), size)
+    return [
+        one
+        for one in families
+        if one.members[0].worker_size == degrees[one.members[0].offer.name] * one.members[0].expert_parallel
+    ]

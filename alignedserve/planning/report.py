@@ -321,6 +321,7 @@ def _values(plan: Plan, one: Tried) -> dict[str, Any]:
         "num_accelerators": candidate.num_accelerators,
         "tensor_parallel": candidate.tensor_parallel,
         "pipeline_parallel": candidate.pipeline_parallel,
+        "expert_parallel": candidate.expert_parallel,
         "topology": candidate.topology.value,
         "num_prefill": candidate.num_prefill,
         "num_decode": candidate.num_decode,

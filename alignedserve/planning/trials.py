@@ -16,6 +16,7 @@ from alignedserve.costmodel.model import AttentionKernel, CostModel
 from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.planning.candidates import Candidate
+from alignedserve.planning.experts import with_shared_experts
 from alignedserve.sim.cluster_hardware import ClusterHardware
 from alignedserve.sim.config import NO_SLOWDOWNS, SimConfig, Slowdowns
 from alignedserve.sim.policies import simulated_policy, with_policy
@@ -53,7 +54,8 @@ class Machines:
         )
         profile = self.profiles.get(candidate.offer.name)
         if profile is not None:
-            config = replace(simulated_policy(profile, cluster), slowdowns=self.slowdowns)
+            shared = with_shared_experts(profile, candidate.expert_parallel)
+            config = replace(simulated_policy(shared, cluster), slowdowns=self.slowdowns)
         else:
             assert self.model is not None, "named accelerators have no model of their own"
             worker = WorkerSpec(

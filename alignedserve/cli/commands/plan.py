@@ -15,6 +15,7 @@ from alignedserve.cli.machine import describe_machine
 from alignedserve.loadgen.prompts import to_json
 from alignedserve.planning.confidence import straggler_words
 from alignedserve.planning.config_file import config_file
+from alignedserve.planning.experts import EXPERTS
 from alignedserve.planning.plan import Plan, make_plan
 from alignedserve.planning.report import (
     PlanReport,
@@ -108,8 +109,9 @@ def _print(report: PlanReport) -> None:
     results().print(table)
     for line in summary(report.plan):
         results().print(line, markup=False, soft_wrap=True)
-    for name in (_RUNNING, _ATTENTION):
-        results().print(f"{name.capitalize()}: {dict(report.about)[name]}.", markup=False, soft_wrap=True)
+    for name, words in report.about:
+        if name in (_RUNNING, _ATTENTION) or name.startswith(EXPERTS):
+            results().print(f"{name.capitalize()}: {words}.", markup=False, soft_wrap=True)
     for one in report.plan.variations:
         verdict = "holds" if one.holds else "does not hold"
         results().print(f"  with {one.words}: {verdict}", markup=False, soft_wrap=True)

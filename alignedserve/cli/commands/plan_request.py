@@ -1,6 +1,6 @@
 """The request that the options of `alignedserve plan` make: workload, hardware, policies, objectives."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from alignedserve.costmodel.model import AttentionKernel
 from alignedserve.costmodel.model_shapes import MODEL_SHAPES, ModelShape, model_shape
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
 from alignedserve.planning.candidates import Choices, PolicyChoice
+from alignedserve.planning.experts import EXPERTS, expert_degrees, expert_words
 from alignedserve.planning.hardware_list import RECORDED, Offer, parse_hardware
 from alignedserve.planning.plan import PlanRequest
 from alignedserve.planning.token_counts import other_tokens, warnings_of
@@ -70,7 +71,7 @@ def asked_for(options: PlanOptions) -> Asked:
         traffic = Traffic(WorkloadLine(line, options.seed, duration_s=_duration_s(options, line), data_dir=data_dir()))
     else:
         traffic = Traffic(run.workload)
-    request = PlanRequest(traffic, options.attain / 100.0, _choices(options, offers), machines, options.seed)
+    request = PlanRequest(traffic, options.attain / 100.0, _choices(options, offers, machines), machines, options.seed)
     return Asked(request, _about(options, line, machines, offers), tuple(_warnings(line, machines, run)))
 
 
@@ -94,6 +95,17 @@ def _about(options: PlanOptions, line: str | None, machines: Machines, offers: t
         "hardware": ", ".join(listed),
         "model": machines.model or "as profiled",
         "costs": machines.costs if machines.model is not None else "measured",
+        **_about_experts(options, machines, offers),
+    }
+
+
+def _about_experts(options: PlanOptions, machines: Machines, offers: Sequence[Offer]) -> dict[str, str]:
+    degrees = _expert_degrees(options, offers, machines)
+    return {
+        f"{EXPERTS} {size} processes of {offer.label}": expert_words(machines.profiles[offer.name], size)
+        for offer in offers
+        for size in degrees[offer.name]
+        if 1 < size <= offer.count
     }
 
 
@@ -232,7 +244,7 @@ def _cluster(options: PlanOptions, is_named: bool) -> ClusterConfig:
     return load_config(options.config, (*given, *options.overrides))
 
 
-def _choices(options: PlanOptions, offers: tuple[Offer, ...]) -> Choices:
+def _choices(options: PlanOptions, offers: tuple[Offer, ...], machines: Machines) -> Choices:
     policies = []
     for text in options.policies or ("aligned_slo",):
         variant = parse_variant(text)
@@ -243,7 +255,15 @@ def _choices(options: PlanOptions, offers: tuple[Offer, ...]) -> Choices:
     if options.max_cost is not None and any(offer.price_per_hour is None for offer in offers):
         raise ConfigError("--max-cost needs prices in --hardware, such as '4x h100 @2.5'")
     topologies = [_topology(name) for name in options.topologies] or list(Topology)
-    return Choices(offers, policies, topologies, _degrees(options.degrees), options.max_cost)
+    degrees = _degrees("--tensor-parallel", options.degrees)
+    return Choices(offers, policies, topologies, degrees, options.max_cost, _expert_degrees(options, offers, machines))
+
+
+def _expert_degrees(options: PlanOptions, offers: Sequence[Offer], machines: Machines) -> Mapping[str, Sequence[int]]:
+    """Return how many processes may share experts on each kind of machine."""
+    asked = _degrees("--expert-parallel", options.expert_degrees)
+    measured = {offer.name: machines.profiles.get(offer.name) if offer.name != RECORDED else None for offer in offers}
+    return {name: expert_degrees(asked, profile, name) for name, profile in measured.items()}
 
 
 def _topology(name: str) -> Topology:
@@ -254,10 +274,10 @@ def _topology(name: str) -> Topology:
         raise ConfigError(f"--topology {name!r} is none of {known}") from None
 
 
-def _degrees(text: str | None) -> tuple[int, ...] | None:
+def _degrees(option: str, text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 1 <= int(part[:4]) <= 64 for part in parts):
-        raise ConfigError(f"--tensor-parallel {text!r} is no list of numbers from 1 to 64")
+        raise ConfigError(f"{option} {text!r} is no list of numbers from 1 to 64")
     return tuple(int(part) for part in parts)

@@ -190,6 +190,15 @@ class PlanOptions:
             "--tensor-parallel", metavar="N[,N...]", help="Accelerators of one worker.", show_default="1,2,4,8"
         ),
     ] = None
+    expert_degrees: Annotated[
+        str | None,
+        typer.Option(
+            "--expert-parallel",
+            metavar="N[,N...]",
+            help="Processes of one worker that share a mixture's experts; of measured machines.",
+            show_default="1,2,4,8, of a model with experts",
+        ),
+    ] = None
     costs: Annotated[str, typer.Option(metavar="NAME", help="Cost model of named accelerators.")] = "roofline"
     kernel: Annotated[
         str,

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> t
             "'distserve' is for disaggregated workers, not for elastic ones",
         ),
         (("--workload", LINE, *H100, "--tensor-parallel", "two"), "no list of numbers"),
+        (("--workload", LINE, *H100, "--expert-parallel", "2"), "on CPUs alone, not on h100; measure a host"),
         (("--workload", LINE, *H100, "--set", "decode.count=4"), "that is what the plan is to say"),
         (("--workload", LINE, "--hardware", "2x h100", "--max-cost", "4"), "--max-cost needs prices"),
         (("--workload", LINE, *H100, "--max-cost", "1"), "no plan is possible for 1 per hour"),
@@ -154,6 +156,58 @@ def test_a_measured_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert (config.model.path, config.model.dtype) == ("tiny", "float32")
     assert type(config.decode.kv_cache_bytes) is int
     assert (config.engine.device, config.engine.threads_per_worker) == ("auto", 3)
+
+
+def mixture_profile(path: Path, num_experts: int, *, cores: int = 16) -> str:
+    """Write the profile of a machine that computes a slow mixture by two threads, or a dense model."""
+    shape = ModelShape("mixture", 8, 512, 4, 4, 128, 64, 512, is_gated=True, ties_embeddings=True, dtype="float32")
+    if num_experts:
+        shape = replace(shape, num_experts=num_experts, num_chosen_experts=2, expert_size=512, num_expert_layers=8)
+    costs = LinearCoefficients(base_s=0.08, prompt_token_s=2e-4, decode_s=1e-3)
+    fields = MachineProfile(shape, costs, LinkModel(0.0, 1e9)).as_fields()
+    path.write_text(json.dumps({**fields, "machine": {"threads": 2, "cores": cores}}))
+    return f"8x fitted:{path}"
+
+
+def test_processes_that_share_experts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One process is too slow for the objective, however many workers there are; more of them together hold it."""
+    hardware = mixture_profile(tmp_path / "here.json", 16, cores=8)
+    line = "prompt=100, output=20, rate=2, ttft=1, tpot=0.06"
+    options = ("--hardware", hardware, "--processes", "1", "--duration", "5", "--topology", "elastic")
+    code, document = planned(monkeypatch, tmp_path / "plan", "--workload", line, *options)
+    output = capsys.readouterr().out
+    assert code == 0, output
+    found, about = document["plan"], document["about"]
+    assert isinstance(found, dict)
+    assert isinstance(about, dict)
+    config = load_config(tmp_path / "plan" / "plan.yaml")
+    assert config.engine.expert_parallel == found["expert_parallel"] > 1
+    assert config.engine.threads_per_worker == 2 * found["expert_parallel"]
+    assert found["num_accelerators"] == found["expert_parallel"] * found["num_decode"]
+    assert "which share experts" in output
+    assert re.search(r"Experts shared by 2 processes of here.json: weights of .* GiB .* us a layer", output)
+    assert (
+        "8 processes of 2 threads that share experts are on one host"
+        in about["experts shared by 8 processes of here.json"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "asked", "message"), [(0, "2", "has no experts"), (3, "2,4", "3 experts, whole in one")]
+)
+def test_experts_that_cannot_be_shared(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    num_experts: int,
+    asked: str,
+    message: str,
+) -> None:
+    hardware = mixture_profile(tmp_path / "here.json", num_experts)
+    assert run_command(monkeypatch, "--workload", LINE, "--hardware", hardware, "--expert-parallel", asked) in (1, 2)
+    assert message in capsys.readouterr().err
 
 
 def test_a_plan_from_a_recorded_run(
