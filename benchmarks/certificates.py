@@ -2,11 +2,14 @@
 
     python -m benchmarks.certificates                            # ten minutes each; those of other shapes are kept
     python -m benchmarks.certificates --shapes elastic-2 --whole # the whole protocol of one: 40 minutes
+    python -m benchmarks.certificates --model opt-125m           # four minutes each
     python -m benchmarks.certificates --take FOLDER ...          # those that `alignedserve certify` has written there
     python -m benchmarks.certificates --page                     # only the table of the page
 
-The pocket model on this machine, client included, so nothing else may run. The table stands in docs/certify.md;
-tests/unit/docs/test_certificates.py holds page and record together.
+The pocket model, or one of 125M OPT's shape with random weights in bfloat16, whose prompts are no trifle for two cores:
+chat of 100 and 60 tokens, TTFT 0.4 s, TPOT 0.2 s, documents of 768 and 80. Client and server are on this machine, so
+nothing else may run. The tables stand in docs/certify.md; tests/unit/docs/test_certificates.py holds page and record
+together.
 """
 
 import json
@@ -19,13 +22,23 @@ from typing import Any
 
 from alignedserve.config.sections import Topology
 from benchmarks.measuring.arguments import parser_of
+from benchmarks.measuring.models import make_opt_125m
 from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recording import read_figures, write_result
+from benchmarks.measuring.server import served, settings_of
 
 RECORD = "serving/certificates"
 PAGE = Path(__file__).parent.parent / "docs" / "certify.md"
 SHAPES = [f"{topology.value}-{count}" for topology in Topology for count in (1, 2)]
-_SHORTENED = ("--burst", "45", "--idle", "45", "--bursts", "2")
+POCKET, OPT = MODELS = ("pocket", "opt-125m")
+_SHORTENED = {
+    POCKET: ("--burst", "45", "--idle", "45", "--bursts", "2"),
+    OPT: ("--burst", "20", "--idle", "15", "--bursts", "3"),
+}
+_TRAFFIC_OF_OPT = (
+    *("--ttft", "0.4", "--tpot", "0.2", "--chat-prompt", "100", "--chat-output", "60"),
+    *("--document-prompt", "768", "--document-output", "80"),
+)
 _KEPT = ("holds", "about", "checks", "chat", "documents_share", "protocol", "speed", "notes")
 _HEAD = (
     "| topology, workers | bursts, chats | attained | latest first token | TTFT p99, ms | TPOT p99, ms "
@@ -34,14 +47,36 @@ _HEAD = (
 Row = dict[str, Any]
 
 
-def certify(shape: str, *, is_whole: bool) -> Row:
+def key_of(model: str, shape: str) -> str:
+    """Return the name that the certificate of a shape has in the record."""
+    return shape if model == POCKET else f"{model} {shape}"
+
+
+def certify(model: str, shape: str, *, is_whole: bool) -> Row:
     """Run `alignedserve certify` in this topology with so many workers; return what the record keeps."""
     topology, _, count = shape.rpartition("-")
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "alignedserve", "certify", "--topology", topology, "--workers", count]
-        command += ["--output", folder, *(() if is_whole else _SHORTENED)]
-        subprocess.run(command, check=False)  # 1: a bound does not hold, which is a result
-        return row_of(json.loads(Path(folder, "certificate.json").read_text()))
+    protocol = () if is_whole else _SHORTENED[model]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if model == POCKET:
+            _run(folder, *protocol, "--topology", topology, "--workers", count)
+        else:
+            counts = [f"{role}.count={count}" for role in _roles(topology)]
+            with served(make_opt_125m(folder / model), [*settings_of(topology), *counts]) as port:
+                _run(folder, f"http://127.0.0.1:{port}", *protocol, *_TRAFFIC_OF_OPT)
+        row = row_of(json.loads((folder / "certificate.json").read_text()))
+    if model != POCKET:
+        row["about"] |= {"started": f"{topology}, {count} of each kind of worker, policy aligned_slo", "model": model}
+    return row
+
+
+def _roles(topology: str) -> tuple[str, ...]:
+    return ("prefill", "decode") if Topology(topology).is_separate else ("decode",)
+
+
+def _run(output: Path, *options: str) -> None:
+    command = [sys.executable, "-m", "alignedserve", "certify", *options, "--output", str(output)]
+    subprocess.run(command, check=False)  # 1: a bound does not hold, which is a result
 
 
 def row_of(certificate: Mapping[str, Any]) -> Row:
@@ -58,10 +93,10 @@ def row_of(certificate: Mapping[str, Any]) -> Row:
 # --- the table
 
 
-def table(figures: Mapping[str, Row]) -> str:
-    """Return the table, a row for each certificate."""
+def table(figures: Mapping[str, Row], model: str) -> str:
+    """Return the table of a model, a row for each certificate."""
     rows = [_HEAD, "|---" * (_HEAD.count("|") - 1) + "|"]
-    rows += [_cells(shape, figures[shape]) for shape in SHAPES if shape in figures]
+    rows += [_cells(shape, figures[key]) for shape in SHAPES if (key := key_of(model, shape)) in figures]
     return "\n".join(rows) + "\n"
 
 
@@ -98,7 +133,9 @@ def _off_on(times: Mapping[str, float], factor: float, digits: int) -> str:
 def with_table(page: str) -> str:
     """Return the page with the table as the record has it now."""
     figures = read_figures(RECORD)
-    return page if figures is None else put_table(page, "certificates", table(figures))
+    for model in MODELS if figures is not None else ():
+        page = put_table(page, f"certificates, {model}", table(figures, model))
+    return page
 
 
 # --- all of it
@@ -107,6 +144,7 @@ def with_table(page: str) -> str:
 def main() -> None:
     """Certify, record, and write the table into its page."""
     parser = parser_of(__doc__)
+    parser.add_argument("--model", choices=MODELS, default=POCKET)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES)
     parser.add_argument("--whole", action="store_true", help="the whole protocol: four bursts of 90 s")
     parser.add_argument("--take", nargs="+", type=Path, default=[], help="folders of certificates, named by shape")
@@ -119,7 +157,8 @@ def main() -> None:
             if taken:
                 figures[shape] = row_of(json.loads((taken[shape] / "certificate.json").read_text()))
             else:
-                figures[shape] = certify(shape, is_whole=arguments.whole)
+                key = key_of(arguments.model, shape)
+                figures[key] = certify(arguments.model, shape, is_whole=arguments.whole)
             write_result(RECORD, figures, command="python -m benchmarks.certificates")
     PAGE.write_text(with_table(PAGE.read_text()))
 
