@@ -2,7 +2,7 @@
 
     python -m benchmarks.certificates                            # ten minutes each; those of other shapes are kept
     python -m benchmarks.certificates --shapes elastic-2 --whole # the whole protocol of one: 40 minutes
-    python -m benchmarks.certificates --model opt-125m           # four minutes each
+    python -m benchmarks.certificates --model opt-125m           # five minutes each
     python -m benchmarks.certificates --take FOLDER ...          # those that `alignedserve certify` has written there
     python -m benchmarks.certificates --page                     # only the table of the page
 
@@ -33,7 +33,7 @@ SHAPES = [f"{topology.value}-{count}" for topology in Topology for count in (1, 
 POCKET, OPT = MODELS = ("pocket", "opt-125m")
 _SHORTENED = {
     POCKET: ("--burst", "45", "--idle", "45", "--bursts", "2"),
-    OPT: ("--burst", "20", "--idle", "15", "--bursts", "3"),
+    OPT: ("--burst", "15", "--idle", "10", "--bursts", "3"),
 }
 _TRAFFIC_OF_OPT = (
     *("--ttft", "0.4", "--tpot", "0.2", "--chat-prompt", "100", "--chat-output", "60"),
