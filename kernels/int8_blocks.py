@@ -24,10 +24,10 @@ SMALLEST, LARGEST = 2.0**-24, 65504.0  # that float16 has
 def quantise_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
     """Round listed blocks into rows.
 
-    blocks      [num_blocks, runs, block_size, width] float, contiguous: runs are keys and values of every layer,
+    blocks      [num_blocks, runs, block_size, width] float, inside contiguous: runs are keys and values of every layer,
                 width is kv_heads * head_dim, block_size is even
     block_ids   [count] int64, on the same device
-    rows        [count, (block_size + RANGE_BYTES) * runs * width] uint8, contiguous, on the same device
+    rows        [count, (block_size + RANGE_BYTES) * runs * width] uint8, each contiguous, on the same device
 
     Slots that hold no token count as they are: fill them first. What is not a number stays so, its whole channel with
     it; what float16 cannot hold is cut off.

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from alignedserve.core.json_fields import JsonFields
+from alignedserve.runtime.model.decoder_parts import HeadNormKind, NormKind
 from alignedserve.runtime.model.families import gemma, readers, states
 from alignedserve.runtime.model.families.form import FamilyForm
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.hf_fields import Sizes
-from alignedserve.runtime.model.model_config import HeadNormKind, NormKind
 from benchmarks.measuring.page_tables import put_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"

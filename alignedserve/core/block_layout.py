@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
 
 from alignedserve.core.errors import ConfigError
 
@@ -15,14 +16,24 @@ STATE_HEADER_BYTES = 64  # in front of states: how many tokens of the context th
 LARGEST_BLOCK = 1024  # tokens
 
 
+class LayerHeads(NamedTuple):
+    """Layers of one kind in a cache, and the heads of their keys."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
     """One block: keys and values of `block_size` tokens on every layer, one contiguous run of `block_bytes` bytes.
 
     Order inside a block, outermost first: [num_layers, 2 (keys, values), block_size, num_kv_heads, head_dim]; of int8
     and fp8 [num_layers, 2, block_size, slot_width]. With one part in place of 2 the values are read from the keys.
-    Behind them lie, of models that have some, the states behind the last of its tokens that is computed, in as many
-    whole runs as they need; or each context has blocks for them alone, before those of its tokens.
+    Layers whose heads have other sizes than those of the first lie behind them, kind by kind: see `kinds`; the sizes of
+    a slot and of a run are those of the first kind. Behind all lie, of models that have some, the states behind the
+    last of its tokens that is computed, in as many whole runs as they need; or each context has blocks for them alone,
+    before those of its tokens.
     Raises ConfigError naming the field.
     """
 
@@ -34,6 +45,7 @@ class BlockLayout:
     num_parts: int = 2  # keys and values; 1: the keys are both
     state_bytes: int = 0  # of recurrent states; num_layers counts the layers with keys and values alone
     state_blocks: int = 0  # in place of these: blocks of its own that a context has for its states
+    unlike: tuple[LayerHeads, ...] = ()  # of num_layers, the last, whose heads have other sizes
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_layers", "num_kv_heads", "head_dim"):
@@ -43,6 +55,17 @@ class BlockLayout:
             raise ConfigError("num_parts must be 1 or 2.")
         if self.dtype not in _CACHE_DTYPE_BYTES:
             raise ConfigError(f"dtype must be one of {', '.join(_CACHE_DTYPE_BYTES)}, not {self.dtype!r}.")
+        if self.unlike and (self.has_states or self.num_layers <= sum(own.num_layers for own in self.unlike)):
+            raise ConfigError("unlike: some layers must be alike, and contexts without states.")
+
+    @property
+    def kinds(self) -> tuple["BlockLayout", ...]:
+        """Return the layouts of layers with heads of one size each, as they lie one behind another; mostly one."""
+        if not self.unlike:
+            return (self,)
+        num_first = self.num_layers - sum(own.num_layers for own in self.unlike)
+        sizes = (LayerHeads(num_first, self.num_kv_heads, self.head_dim), *self.unlike)
+        return tuple(replace(self, unlike=(), **own._asdict()) for own in sizes)
 
     @property
     def kv_width(self) -> int:
@@ -77,12 +100,13 @@ class BlockLayout:
     @property
     def runs_per_block(self) -> int:
         """Number of runs in one block, those that its states take included."""
+        assert not self.unlike, "runs of several lengths"
         return self.kv_runs + -(-self.state_bytes // (self.run_elements * _CACHE_DTYPE_BYTES[self.dtype]))
 
     @property
     def kv_elements(self) -> int:
         """Number of elements of one block's keys and values, behind which its states lie."""
-        return self.kv_runs * self.run_elements
+        return sum(own.kv_runs * own.run_elements for own in self.kinds)
 
     @property
     def kv_bytes(self) -> int:
@@ -92,7 +116,7 @@ class BlockLayout:
     @property
     def block_elements(self) -> int:
         """Number of elements of one block."""
-        return self.runs_per_block * self.run_elements
+        return self.kv_elements if self.unlike else self.runs_per_block * self.run_elements
 
     @property
     def block_bytes(self) -> int:
@@ -102,7 +126,7 @@ class BlockLayout:
     @property
     def int8_block_bytes(self) -> int:
         """Bytes of one block's int8 copy (kernels.int8_blocks): one per element, two numbers of 16 bits per channel."""
-        return self.block_elements + 4 * self.runs_per_block * self.kv_width
+        return self.block_elements + sum(4 * own.runs_per_block * own.kv_width for own in self.kinds)
 
     @property
     def token_bytes(self) -> int:
@@ -138,10 +162,11 @@ class BlockLayout:
 
     def digest(self) -> bytes:
         """Return 32 bytes that identify the layout; processes compare them before they share blocks."""
-        *fields, num_parts, state_bytes, state_blocks = astuple(self)
+        *fields, num_parts, state_bytes, state_blocks, unlike = astuple(self)
         fields += [num_parts] if num_parts == 1 or state_bytes or state_blocks else []
         fields += [state_bytes] if state_bytes or state_blocks else []
         fields += [state_blocks] if state_blocks else []
+        fields += [tuple(map(tuple, unlike))] if unlike else []
         return hashlib.sha256(repr(tuple(fields)).encode()).digest()
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from alignedserve.core.block_layout import DTYPE_BYTES
+from alignedserve.core.block_layout import DTYPE_BYTES, LayerHeads
 from alignedserve.core.errors import ConfigError
 
 
@@ -35,6 +35,7 @@ class ModelShape:
     num_cached_layers: int = 0  # with keys and values, where others keep a state of fixed size; 0: all
     num_state_layers: int = 0  # those others
     state_layer_bytes: int = 0  # of a context's state on one of them
+    unlike: tuple[LayerHeads, ...] = ()  # of the cached layers, the last, whose heads have other sizes
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -49,6 +50,12 @@ class ModelShape:
     def kv_width(self) -> int:
         """Return the elements of one token's keys (or values) on one layer."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def cached_heads(self) -> tuple[LayerHeads, ...]:
+        """Return the layers with keys and values by the sizes of their heads."""
+        num_alike = (self.num_cached_layers or self.num_layers) - sum(own.num_layers for own in self.unlike)
+        return LayerHeads(num_alike, self.num_kv_heads, self.head_dim), *self.unlike
 
     @property
     def layer_parameters(self) -> int:
@@ -115,7 +122,7 @@ class ModelShape:
     @property
     def pair_flops(self) -> int:
         """Return the operations of attending from one query to one key, all layers: score and weighted value."""
-        return 4 * (self.num_cached_layers or self.num_layers) * self.num_heads * self.head_dim
+        return 4 * self.num_heads * sum(own.num_layers * own.head_dim for own in self.cached_heads)
 
     @property
     def projection_flops(self) -> int:
@@ -125,7 +132,8 @@ class ModelShape:
     @property
     def kv_token_bytes(self) -> int:
         """Return the bytes of one token's keys and values, all layers."""
-        return self.kv_parts * (self.num_cached_layers or self.num_layers) * self.kv_width * self.dtype_bytes
+        width = sum(own.num_layers * own.num_kv_heads * own.head_dim for own in self.cached_heads)
+        return self.kv_parts * width * self.dtype_bytes
 
     @property
     def hidden_ratio(self) -> float:

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from alignedserve.runtime.model.model_config import Activation, ModelConfig, NormKind
+from alignedserve.runtime.model.decoder_parts import Activation, NormKind
+from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.rope_config import RopeConfig
 
 OPT_125M = ModelConfig(

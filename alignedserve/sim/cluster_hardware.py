@@ -80,7 +80,7 @@ def _layout(shape: ModelShape, cluster: ClusterConfig) -> BlockLayout:
         raise ConfigError("engine.kv_cache_dtype: simulated caches have the model's dtype; leave it at auto")
     sizes = (shape.num_cached_layers or shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype)
     state_bytes, size = shape.num_state_layers * shape.state_layer_bytes, int(cluster.engine.block_size)
-    layout = BlockLayout(size, *sizes, num_parts=shape.kv_parts, state_bytes=state_bytes)
+    layout = BlockLayout(size, *sizes, num_parts=shape.kv_parts, state_bytes=state_bytes, unlike=shape.unlike)
     while layout.state_bytes > layout.kv_bytes and size < LARGEST_BLOCK:  # as live, or larger
         size *= 2
         layout = BlockLayout(size, *sizes, num_parts=shape.kv_parts, state_bytes=state_bytes)

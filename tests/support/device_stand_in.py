@@ -375,4 +375,5 @@ class StandInStorage(BlockStorage):
         self.lanes = CopyLanes(device)
         self._bytes = device.adopt(storage.bytes)
         self._blocks = storage._blocks  # as kernels see them, which run on the device
+        self.kinds = storage.kinds
         self._pieces = DevicePieces(self._bytes, self.lanes)

@@ -176,6 +176,7 @@ def _profile(layout: BlockLayout, fit: MachineFit) -> MachineProfile:
         is_gated=False,
         ties_embeddings=True,
         dtype=layout.dtype,
+        unlike=layout.unlike,
     )
     return MachineProfile(shape, fit.decode.costs.coefficients, fit.links.host)
 

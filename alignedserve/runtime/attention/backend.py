@@ -74,6 +74,14 @@ class AttentionPlanner(Protocol):
 
 
 @runtime_checkable
+class TableKeeper(Protocol):
+    """An AttentionPlanner whose plans can have block tables of their own."""
+
+    def keep_tables(self) -> None:
+        """Let them: they may be computed when those of the sequences have changed."""
+
+
+@runtime_checkable
 class RunPlanner(Protocol):
     """An AttentionPlanner that can compute several tokens of a sequence as decodes of one step.
 

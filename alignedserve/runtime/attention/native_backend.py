@@ -85,8 +85,11 @@ class PagedPlanner:
         self._whole_in_windows = whole_in_windows
         self._window, self._is_chunked = window, is_chunked
         self._paged = paged
-        # Plans have block tables of their own: they may be computed when those of the sequences have changed.
-        self.keeps_tables = False
+        self._keeps_tables = False
+
+    def keep_tables(self) -> None:
+        """See TableKeeper."""
+        self._keeps_tables = True
 
     def plan_runs(self, rows: IntArray, counts: IntArray) -> PagedStep:
         """See RunPlanner. A token reads those before it: all keys and values of a layer are written first."""
@@ -108,7 +111,7 @@ class PagedPlanner:
             lengths = table.num_computed[decode_rows] + 1
             directions = table.is_reversed[decode_rows]
             tables, rows = table.block_tables, decode_rows
-            if self.keeps_tables:
+            if self._keeps_tables:
                 tables, rows = tables[rows], np.arange(len(rows))
             args = (tables, rows, lengths, self._window, num_threads)
             decodes = self._paged.plan_decode(*args, is_reversed=directions, is_chunked=self._is_chunked)
@@ -116,7 +119,7 @@ class PagedPlanner:
             lengths = table.num_computed[chunk_rows] + chunk_counts
             directions = table.is_reversed[chunk_rows]
             tables, rows = table.block_tables, chunk_rows
-            if self.keeps_tables:
+            if self._keeps_tables:
                 tables, rows = tables[rows], np.arange(len(rows))
             own = (tables, rows, lengths, chunk_counts, self._window, num_threads)
             ends = ends_of(self._whole_runs, chunk_rows, table.num_computed[chunk_rows], chunk_counts)

@@ -9,12 +9,14 @@ import torch
 from alignedserve.core.block_layout import FP8, BlockLayout
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON, AttentionPlanner, Contexts, attention_level
+from alignedserve.runtime.attention.layer_kinds import PagedPlannerOfKinds, PlannerOfKinds
 from alignedserve.runtime.attention.native_backend import PagedPlanner
 from alignedserve.runtime.attention.prompt_choice import FAR_BYTES
 from alignedserve.runtime.attention.sequence_table import SequenceTable
 from alignedserve.runtime.attention.torch_backend import GatheredPlanner
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.layer_kind import CachedLayers
 from alignedserve.runtime.model.model_config import ModelConfig
 from kernels.attention import PLAIN_SCORES, ScoreForm
 from kernels.cpu.paged_attention import Int8Heads, PagedAttention
@@ -51,14 +53,29 @@ def attention_planner(
         on_gpu = _gpu_planner(table, storage, config)
         if on_gpu is not None:
             return on_gpu
+    if not storage.layout.unlike:
+        return _cpu_planner(level, table, storage, config, dtype, scores)
+    assert scores.sinks is None, "sinks of several kinds of layers"
+    num_layers = [kind.layout.num_layers for kind in storage.kinds]
+    planners = [_cpu_planner(level, table, kind, config, dtype, scores) for kind in storage.kinds]
+    paged = [planner for planner in planners if isinstance(planner, PagedPlanner)]
+    return PagedPlannerOfKinds(paged, num_layers) if paged else PlannerOfKinds(planners, num_layers)
+
+
+def _cpu_planner(
+    level: str, table: Contexts, layers: CachedLayers, config: ModelConfig, dtype: torch.dtype, scores: ScoreForm
+) -> PagedPlanner | GatheredPlanner:
+    """Return the planner of the native kernels, or of plain PyTorch, over layers that are alike."""
     runs = table.whole_runs if isinstance(table, SequenceTable) else None
     is_chunked, window = config.has_chunked_windows, config.sliding_window
     in_windows = config.extras is not None and config.extras.pictures_in_windows
     if level in (TORCH, TRITON):
-        own = (table, storage, window, dtype, scores)
+        own = (table, layers, window, dtype, scores)
         return GatheredPlanner(*own, is_chunked=is_chunked, whole_runs=runs, whole_in_windows=in_windows)
-    int8 = Int8Heads(config.num_kv_heads, dtype) if storage.layout.is_int8 else None
-    paged = PagedAttention(storage.blocks, group=config.group_size, level=level, int8=int8, scores=scores)
+    kv_heads = layers.layout.num_kv_heads
+    int8 = Int8Heads(kv_heads, dtype) if layers.layout.is_int8 else None
+    group = config.num_heads // kv_heads
+    paged = PagedAttention(layers.blocks, group=group, level=level, int8=int8, scores=scores)
     return PagedPlanner(table, window, paged, is_chunked=is_chunked, whole_runs=runs, whole_in_windows=in_windows)
 
 

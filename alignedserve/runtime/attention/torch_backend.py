@@ -18,14 +18,14 @@ from alignedserve.runtime.attention.torch_plan import (
 )
 from alignedserve.runtime.attention.whole_runs import Runs, ends_of
 from alignedserve.runtime.device.arrays import Array
-from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.layer_kind import CachedLayers
 from kernels.attention import PLAIN_SCORES, GatherBuffers, ScoreForm, attend_chunk, attend_decode, gather_context
 
 
 class GatheredStep(NamedTuple):
     """A StepAttention over buckets."""
 
-    storage: BlockStorage
+    storage: CachedLayers
     buffers: GatherBuffers
     decode_rows: IntArray  # shortest context first
     padded_share: float
@@ -78,7 +78,7 @@ class GatheredPlanner:
     def __init__(
         self,
         table: Contexts,
-        storage: BlockStorage,
+        storage: CachedLayers,
         window: int | None,
         dtype: torch.dtype,
         scores: ScoreForm = PLAIN_SCORES,

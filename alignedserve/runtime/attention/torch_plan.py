@@ -14,7 +14,7 @@ from torch import Tensor
 
 from alignedserve.runtime.attention.backend import Contexts
 from alignedserve.runtime.attention.sequence_table import IntArray
-from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.layer_kind import CachedLayers
 from kernels.attention import RunSelection
 
 FloatArray = npt.NDArray[np.float32]
@@ -71,7 +71,7 @@ class DecodePlan:
     the lengths at which the plan was built; until it is rebuilt, all of them grow alike.
     """
 
-    def __init__(self, table: Contexts, storage: BlockStorage, rows: IntArray, window: Window | None) -> None:
+    def __init__(self, table: Contexts, storage: CachedLayers, rows: IntArray, window: Window | None) -> None:
         """`rows`: the sequences; the position of each one's new token is its num_computed."""
         lengths = table.num_computed[rows] + 1
         self.order = np.argsort(lengths, kind="stable")  # position in `rows` of each bucket row
@@ -113,7 +113,7 @@ class DecodePlan:
             return self._buckets
         return self._make_buckets()
 
-    def _build(self, storage: BlockStorage) -> None:
+    def _build(self, storage: CachedLayers) -> None:
         table, block_size = self._table, self._table.block_size
         blocks = -(-(self._lengths + _SPARE_TOKENS) // block_size)
         bytes_per_block = storage.layout.block_bytes // storage.layout.num_layers
@@ -228,7 +228,7 @@ _NO_LATER = LaterReaders()
 
 def plan_chunk(
     table: Contexts,
-    storage: BlockStorage,
+    storage: CachedLayers,
     row: int,
     first: int,
     num_tokens: int,

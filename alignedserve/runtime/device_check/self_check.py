@@ -25,7 +25,8 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.model_config import Activation, ModelConfig, NormKind
+from alignedserve.runtime.model.decoder_parts import Activation, NormKind
+from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.rope_config import RopeConfig
 from alignedserve.runtime.model.weights.random_weights import RandomSource
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
-from alignedserve.runtime.engine.extra_heads import ExtraHeads, cache_places
+from alignedserve.runtime.engine.extra_heads import ExtraHeads
 from alignedserve.runtime.engine.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.hidden_pass import HiddenPass, Rotation
 from alignedserve.runtime.engine.native_pass import native_pass
@@ -17,6 +17,7 @@ from alignedserve.runtime.engine.pass_state import PassState, adapted_product, t
 from alignedserve.runtime.engine.rope_frequencies import inverse_frequencies
 from alignedserve.runtime.engine.state_storage import StateStorage
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.layer_geometry import read_places
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights
 from kernels.addend_layout import LayerProduct
@@ -45,9 +46,10 @@ class Decoder:
         # What attention makes of scores, for its planner.
         sinks = [layer.sinks.float() for layer in weights.layers if layer.sinks is not None]
         self.scores = ScoreForm(torch.stack(sinks) if sinks else None, config.score_cap)
+        self._heads = [config.heads_of(layer) for layer in range(config.num_layers)]
         self._windowed = frozenset(config.windowed_layers)
-        self._cache_of_layer = cache_places(config)
-        self._extra_heads = None if config.extras is None else ExtraHeads(config, self._place)
+        self._cache_of_layer = read_places(config)
+        self._extra_heads = None if config.extras is None else ExtraHeads(config, self.dtype, self.device)
         self._first_shared = config.num_layers - (0 if config.extras is None else config.extras.num_shared)
         self._states: StateStorage | None = None  # of the latest storage
         self._between_layers: Callable[[], object] | None = None
@@ -325,8 +327,7 @@ class Decoder:
         rotation, cache = run.rotations[layer], self._cache_of_layer[layer]
         fused = adapted_product(LayerProduct.QKV, layer, weights.qkv, x, batch.adapters)
         if self._extra_heads is not None:
-            cached = storage.key_slots(cache), storage.value_slots(cache)
-            return self._extra_heads.placed(fused, weights.head_norms, layer, run, cached)
+            return self._extra_heads.placed(fused, weights.head_norms, layer, run)
         query_width, kv_width = config.query_width, config.kv_width
         if config.has_attention_gate:
             fused, run.gates = fused.split_with_sizes((query_width + 2 * kv_width, query_width), dim=1)
@@ -373,8 +374,8 @@ class Decoder:
             return self._addend(weights.output(mixed), weights.attention_post_norm)
         config, cache = self.config, self._cache_of_layer[layer]
         queries, keys, values = self._project(x, layer, weights, run)
-        queries = run.kept(queries)
-        queries = queries.view(len(queries), config.num_kv_heads, config.group_size, config.head_dim)
+        queries, own = run.kept(queries), self._heads[layer]
+        queries = queries.view(len(queries), own.num_kv_heads, config.num_heads // own.num_kv_heads, own.head_dim)
         attended = torch.empty(queries.shape, dtype=x.dtype, device=x.device)
         is_windowed = layer in self._windowed
         attention = run.attention if run.last is None else run.last.attention
@@ -384,9 +385,7 @@ class Decoder:
         run.attention_s += decoded - started
         attention.chunks(queries, (keys, values), attended, cache, is_windowed)
         run.chunk_attention_s += time.perf_counter() - decoded
-        attended = attended.view(-1, config.query_width)
-        if self._extra_heads is not None:
-            attended = self._extra_heads.narrowed(attended, layer)
+        attended = attended.flatten(1)
         if run.gates is not None:  # in float64, which rounds alike wherever an element stands
             attended.mul_(run.kept(run.gates).double().sigmoid_())
         output = adapted_product(LayerProduct.OUTPUT, layer, weights.output, attended, run.kept_adapters())

@@ -11,8 +11,7 @@ from torch.nn.functional import pad
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SampledToken, sampled_tokens
-from alignedserve.runtime.attention.backend import AUTO, AttentionPlanner, Contexts
-from alignedserve.runtime.attention.native_backend import PagedPlanner
+from alignedserve.runtime.attention.backend import AUTO, AttentionPlanner, Contexts, TableKeeper
 from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
 from alignedserve.runtime.device.device_work import in_inference_mode
@@ -141,8 +140,8 @@ class Engine:
         self._jumps = JumpAhead(self._table, masks, self._sampler)
         self._prompts = PromptResults(model, self._table)
         self._compute = (streams or streams_of(storage.device)).stream(COMPUTE)
-        if launches_ahead and isinstance(planner, PagedPlanner):
-            planner.keeps_tables = True
+        if launches_ahead and isinstance(planner, TableKeeper):
+            planner.keep_tables()
         self._chosen = ChosenTokens(max_sequences, storage.device, launches_ahead=launches_ahead)
         self._next = NextStep(
             self._table,

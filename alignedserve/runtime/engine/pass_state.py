@@ -10,7 +10,7 @@ from alignedserve.runtime.engine.forward_batch import ForwardBatch, LastTokenRow
 from alignedserve.runtime.engine.hidden_pass import HiddenPass, Rotation
 from alignedserve.runtime.engine.state_storage import StateStorage
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.model_config import TemperatureConfig
+from alignedserve.runtime.model.decoder_parts import TemperatureConfig
 from kernels.addend_layout import LayerProduct
 from kernels.device_lora import DeviceRows
 from kernels.linear import AdaptableProjection
@@ -24,7 +24,7 @@ class PassState:
 
     __slots__ = (
         *("attention", "attention_s", "batch", "chunk_attention_s", "gates", "hidden", "last", "layer_embeddings"),
-        *("mixer_inputs", "rotations", "shared", "states", "storage", "temperatures"),
+        *("kind_rows", "mixer_inputs", "rotations", "shared", "states", "storage", "temperatures"),
     )
 
     def __init__(self, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation | None]) -> None:
@@ -38,11 +38,20 @@ class PassState:
         self.gates: Tensor | None = None  # of this layer's attention, where it has some [tokens, query_width]
         self.mixer_inputs = _NOTHING  # of this layer's mixer, where it attends as well [tokens, in_width]
         self.layer_embeddings: Tensor | None = None  # of a model that has some [tokens, layers, width]
-        # Keys and values [tokens, kv_width] that later layers read as well, by the layer of the cache.
+        # Keys and values [tokens, width] that later layers read as well, by the layer of the cache.
         self.shared: dict[int, tuple[Tensor, Tensor]] = {}
+        self.kind_rows: dict[int, Tensor] = {}  # see rows_of_kind
         self.last: LastTokenRows | None = None  # of this layer: it goes on with these rows alone
         self.attention_s = 0.0
         self.chunk_attention_s = 0.0
+
+    def rows_of_kind(self, kind: int) -> Tensor:
+        """Return the slots of new tokens as one kind of layers has them, see LayerKind.write [tokens]."""
+        if not self.storage.layout.unlike:
+            return self.batch.slots
+        if kind not in self.kind_rows:
+            self.kind_rows[kind] = self.storage.kinds[kind].rows(self.batch.slots)
+        return self.kind_rows[kind]
 
     def kept(self, rows: Tensor) -> Tensor:
         """Return those of [tokens, ...] that the layer goes on with once the keys and values are written."""

@@ -48,10 +48,9 @@ class SlotSwapSpace(HostCaches):
 
     def __init__(self, storage: BlockStorage, streams: DeviceStreams, *, host_bytes: int = 0) -> None:
         """`host_bytes`: memory for copies that is registered with a device now; those beyond it allocate their own."""
-        layout = storage.layout
-        shape = (storage.num_blocks, layout.runs_per_block, layout.block_size, layout.slot_width)
-        self._slots = storage.blocks.view(shape)
-        row_bytes = layout.runs_per_block * layout.slot_width * self._slots.element_size()  # of a token
+        # [blocks, keys and values of every layer, slots, elements], of each kind of layers
+        self._slots = [kind.slots for kind in storage.kinds]
+        row_bytes = sum(own.shape[1] * own.shape[3] * own.element_size() for own in self._slots)  # of a token
         super().__init__(storage, streams, row_bytes, host_bytes)
         self._parts: dict[RequestId, list[_Part]] = {}  # in the order of their tokens
 
@@ -114,14 +113,20 @@ class SlotSwapSpace(HostCaches):
             yield staging[first : first + len(rows)], rows
             first += len(rows)
 
-    def _elements(self, rows: Tensor) -> Tensor:
-        """View rows as [tokens, keys and values of every layer, elements of a slot]."""
-        return rows.view(self._slots.dtype).view(len(rows), self._slots.shape[1], self._slots.shape[3])
+    def _elements(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the slots of each kind of layers, and what rows have of them [tokens, runs, elements of a slot]."""
+        numbers, first = rows.view(self._slots[0].dtype), 0
+        for slots in self._slots:
+            _, num_runs, _, width = slots.shape
+            yield slots, numbers[:, first : first + num_runs * width].view(-1, num_runs, width)
+            first += num_runs * width
 
     def _gather(self, places: _Places, rows: Tensor) -> None:
-        block_ids, slots = to_device([places.block_ids, places.slots], self._storage.device)
-        self._elements(rows).copy_(self._slots[block_ids, :, slots])
+        block_ids, offsets = to_device([places.block_ids, places.slots], self._storage.device)
+        for slots, own in self._elements(rows):
+            own.copy_(slots[block_ids, :, offsets])
 
     def _scatter(self, places: _Places, rows: Tensor) -> None:
-        block_ids, slots = to_device([places.block_ids, places.slots], self._storage.device)
-        self._slots[block_ids, :, slots] = self._elements(rows)
+        block_ids, offsets = to_device([places.block_ids, places.slots], self._storage.device)
+        for slots, own in self._elements(rows):
+            slots[block_ids, :, offsets] = own

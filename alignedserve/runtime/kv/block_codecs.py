@@ -35,10 +35,19 @@ def exact_codec(block_bytes: Tensor) -> BlockCodec:
 
 def int8_codec(block_bytes: Tensor, layout: BlockLayout) -> BlockCodec:
     """Build a codec that rounds to 8 bits per channel (ALISE, section 3.2). `block_bytes`: blocks of this layout."""
-    shape = (-1, layout.runs_per_block, layout.block_size, layout.kv_width)
-    runs = block_bytes.view(torch_dtype(layout.dtype)).view(shape)
-    return BlockCodec(
-        layout.int8_block_bytes,
-        partial(quantise_blocks, runs),
-        lambda rows, block_ids: dequantise_blocks(rows, runs, block_ids),
-    )
+    numbers, parts, first, first_byte = block_bytes.view(torch_dtype(layout.dtype)), [], 0, 0
+    for kind in layout.kinds:
+        shape, end = (kind.runs_per_block, kind.block_size, kind.kv_width), first_byte + kind.int8_block_bytes
+        runs = numbers[:, first : first + kind.block_elements].view(-1, *shape)
+        parts.append((runs, slice(first_byte, end)))
+        first, first_byte = first + kind.block_elements, end
+
+    def gather(block_ids: Tensor, rows: Tensor) -> None:
+        for runs, own in parts:
+            quantise_blocks(runs, block_ids, rows[:, own])
+
+    def scatter(rows: Tensor, block_ids: Tensor) -> None:
+        for runs, own in parts:
+            dequantise_blocks(rows[:, own], runs, block_ids)
+
+    return BlockCodec(layout.int8_block_bytes, gather, scatter)

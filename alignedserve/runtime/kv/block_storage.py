@@ -1,8 +1,9 @@
 """The memory of KV blocks on one device.
 
 Layout [num_blocks, num_layers, 2 (keys, values), block_size, num_kv_heads, head_dim], the last two one slot_width where
-the cache has scales, and behind that the states of models that have some: one block is one contiguous run
-of bytes, which pool and transports copy as a whole (docs/decisions/0002-block-layout.md).
+the cache has scales; of layers whose heads have other sizes, the same behind it; and behind that the states of models
+that have some: one block is one contiguous run of bytes, which pool and transports copy as a whole
+(docs/decisions/0002-block-layout.md).
 """
 
 import mmap
@@ -24,6 +25,7 @@ from alignedserve.runtime.device.huge_pages import huge_pages
 from alignedserve.runtime.kv.block_runs import BlockIds
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.device_pieces import DevicePieces
+from alignedserve.runtime.kv.layer_kind import LayerKind
 from alignedserve.runtime.kv.pending_copies import PendingCopies
 from alignedserve.runtime.kv.shm_arena import WHOLE, ArenaPart
 from kernels.cpu.block_copies import BlockList
@@ -66,7 +68,7 @@ class BlockStorage:
         self.num_blocks = num_blocks
         self.device = torch.device(device)
         self.has_scratch = self.device.type != "cpu" if has_scratch is None else has_scratch
-        self._block_runs, first = layout.runs_per_block, 0
+        self._block_runs, first = 0 if layout.unlike else layout.runs_per_block, 0
         self._memory: mmap.mmap | None = None  # on a CPU, where the blocks are in memory of their own
         if stripe is None:
             with_scratch, self._memory = _allocate(layout, num_blocks + self.has_scratch, self.device)
@@ -82,8 +84,9 @@ class BlockStorage:
         self.accelerator = accelerator_of(self.device)  # None: on the host
         self.lanes = CopyLanes(self.accelerator) if self.accelerator is not None else None
         self._pieces = DevicePieces(self._bytes, self.lanes) if self.lanes is not None else None
+        self.kinds = self._kinds()
         flat = with_scratch.view(-1)[first:]
-        starts = range(0, layout.kv_elements, layout.run_elements)
+        starts = range(0, 0 if layout.unlike else layout.kv_elements, layout.run_elements)
         runs = [flat[start:].view(-1, layout.run_elements) for start in starts]
         slots = [flat[start:].view(-1, layout.slot_width) for start in starts]
         parts = layout.num_parts  # values of one part are the keys
@@ -109,12 +112,16 @@ class BlockStorage:
     @property
     def run_stride(self) -> int:
         """Distance of the runs of consecutive blocks: block b's run is row b * run_stride of `key_runs(layer)`."""
+        assert self._block_runs, "runs of several lengths: see kinds"
         return self._block_runs
 
     @property
     def slot_stride(self) -> int:
-        """Token slot i of block b is row b * slot_stride + i of `key_slots(layer)`."""
-        return self.run_stride * self.layout.block_size
+        """Token slot i of block b is row b * slot_stride + i of `key_slots(layer)`.
+
+        Where layers are of several kinds, which have rows of their own: its number, see LayerKind.
+        """
+        return self.layout.block_size * (1 if self.layout.unlike else self.run_stride)
 
     @property
     def blocks(self) -> Tensor:
@@ -122,10 +129,8 @@ class BlockStorage:
 
         Of int8 and fp8: [.., block_size, slot_width]. Without states.
         """
-        layout = self.layout
-        slot = (layout.slot_width,) if layout.has_scales else (layout.num_kv_heads, layout.head_dim)
-        shape = (self.num_blocks, layout.num_layers, layout.num_parts, layout.block_size, *slot)
-        return self._blocks[:, : layout.kv_elements].view(shape)
+        assert not self.layout.unlike, "layers of several kinds: see kinds"
+        return self.kinds[0].blocks
 
     def key_runs(self, layer: int) -> Tensor:
         """Return contiguous rows [.., run_elements], first block 0's keys of this layer; see `run_stride`."""
@@ -193,9 +198,8 @@ class BlockStorage:
 
     def copy_first_slots(self, sources: Tensor, targets: Tensor) -> None:
         """Copy the first token slot of blocks, on all layers: sources [blocks] to targets, int64, on their device."""
-        layout = self.layout
-        slots = self._bytes[:, : layout.kv_bytes].view(self.num_blocks, layout.kv_runs, layout.block_size, -1)
-        slots[targets, :, 0] = slots[sources, :, 0]
+        for kind in self.kinds:
+            kind.slots[targets, :, 0] = kind.slots[sources, :, 0]
 
     def copy_whole(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks: sources [blocks] to targets, int64, on their device; a few at a time, to need little memory."""
@@ -205,24 +209,28 @@ class BlockStorage:
 
     def fill_tail(self, block_id: BlockId, first_slot: int) -> None:
         """Fill the token slots from `first_slot` (at least 1) on with copies of the one before, on all layers."""
-        slots = self._slots_of(block_id)
-        slots[:, :, first_slot:] = slots[:, :, first_slot - 1 : first_slot]
+        block = self._checked([block_id])[0]
+        for kind in self.kinds:
+            slots = kind.slots[block]
+            slots[:, first_slot:] = slots[:, first_slot - 1 : first_slot]
 
     def zero_tail(self, block_id: BlockId, first_slot: int) -> None:
         """Fill the token slots from `first_slot` on with zeros, on all layers."""
-        self._slots_of(block_id)[:, :, first_slot:] = 0
+        block = self._checked([block_id])[0]
+        for kind in self.kinds:
+            kind.slots[block][:, first_slot:] = 0
 
     def zero_slots(self, blocks: Tensor, slots: Tensor) -> None:
         """Fill single token slots with zeros, on all layers: of blocks [slots], both int64, on their device."""
-        layout = self.layout
-        runs = self._bytes[:, : layout.kv_bytes].view(self.num_blocks, layout.kv_runs, layout.block_size, -1)
-        runs[blocks, :, slots] = 0
+        for kind in self.kinds:
+            kind.slots[blocks, :, slots] = 0
 
-    def _slots_of(self, block_id: BlockId) -> Tensor:
-        """Return one block as [num_layers, num_parts, block_size, slot_width]."""
-        layout = self.layout
-        shape = (layout.num_layers, layout.num_parts, layout.block_size, layout.slot_width)
-        return self._blocks[self._checked([block_id])[0], : layout.kv_elements].view(shape)
+    def _kinds(self) -> tuple[LayerKind, ...]:
+        kinds, first = [], 0
+        for layout in self.layout.kinds:
+            kinds.append(LayerKind(layout, self._blocks, first))
+            first += layout.kv_elements
+        return tuple(kinds)
 
     def _checked(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
         ids = np.asarray(block_ids, dtype=np.int64)

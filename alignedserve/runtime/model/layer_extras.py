@@ -16,8 +16,7 @@ class HeadSizes(NamedTuple):
 class LayerExtras:
     """Parts of a decoder whose values are normalised as its keys are, without weights.
 
-    Layers with a window have heads of their own sizes. The cache has room for the larger ones: narrower heads are
-    stored with zeros behind them, and fewer ones several times.
+    Layers with a window have heads of their own sizes. Scores are not divided by a root of these.
 
     The last layers have neither keys nor values. They read those of the last layer before them that is of their kind.
 
@@ -42,11 +41,6 @@ class LayerExtras:
     laurel_rank: int = 0  # this and the next: of models with several streams
     scales_corrected: bool = False
     has_scales: bool = False  # a number by which the stream is multiplied behind each layer
-
-    @property
-    def cached_heads(self) -> HeadSizes:
-        """Return the sizes of the cache."""
-        return HeadSizes(*map(max, self.windowed_heads, self.full_heads))
 
     @property
     def title(self) -> str:

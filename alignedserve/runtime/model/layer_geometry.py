@@ -1,14 +1,6 @@
 """The sizes of single layers, which differ in some families."""
 
-from alignedserve.runtime.model.layer_extras import HeadSizes
 from alignedserve.runtime.model.model_config import ModelConfig
-
-
-def heads_of(config: ModelConfig, layer: int) -> HeadSizes:
-    """Return the keys and values of a layer, which the cache may have in wider rows."""
-    if config.extras is None:
-        return HeadSizes(config.num_kv_heads, config.head_dim)
-    return config.extras.heads(is_windowed=layer in config.windowed_layers)
 
 
 def inner_size(config: ModelConfig, layer: int) -> int:
@@ -24,3 +16,15 @@ def cache_source(config: ModelConfig, layer: int) -> int:
         return layer
     is_windowed = layer in config.windowed_layers
     return max(own for own in cached if (own in config.windowed_layers) is is_windowed)
+
+
+def cached_places(config: ModelConfig) -> dict[int, tuple[int, int]]:
+    """Return the place in the cache of each layer that has one: its kind, and its place among those of it."""
+    kinds = enumerate(config.cache_kinds.values())
+    return {layer: (kind, place) for kind, layers in kinds for place, layer in enumerate(layers)}
+
+
+def read_places(config: ModelConfig) -> dict[int, int]:
+    """Return the place in the whole cache of the keys and values that each layer reads, of those that attend."""
+    places = {layer: place for place, layer in enumerate(cached_places(config))}
+    return {layer: places[cache_source(config, layer)] for layer in config.attention_layers}

@@ -3,83 +3,17 @@
 `read_model_config` (hf_config.py) makes one from a Hugging Face folder; benchmarks write one by hand.
 """
 
-import enum
 from dataclasses import dataclass, replace
 
-from alignedserve.core.block_layout import DTYPE_BYTES, BlockLayout
+from alignedserve.core.block_layout import DTYPE_BYTES, BlockLayout, LayerHeads
 from alignedserve.costmodel.model_shapes import ModelShape
+from alignedserve.runtime.model.decoder_parts import Activation, ExpertConfig, HeadNormKind, NormKind, TemperatureConfig
 from alignedserve.runtime.model.latent_config import LatentConfig
-from alignedserve.runtime.model.layer_extras import LayerExtras
+from alignedserve.runtime.model.layer_extras import HeadSizes, LayerExtras
 from alignedserve.runtime.model.product_multipliers import ProductMultipliers
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization
 from alignedserve.runtime.model.rope_config import RopeConfig, RopeScaling
 from alignedserve.runtime.model.state_config import HEADER_BYTES, StateConfig, state_bytes
-
-
-class NormKind(enum.Enum):
-    """The normalisation of a layer's input."""
-
-    LAYER = "layer"  # subtract the mean, divide by the deviation, scale and shift
-    RMS = "rms"  # divide by the root mean square, scale
-    RMS_PLUS_ONE = "rms_plus_one"  # the same, scaled by 1 + weight
-    UNSHIFTED_LAYER = "unshifted_layer"  # as LAYER, without a shift
-    LAYER_PLUS_ONE = "layer_plus_one"  # as LAYER, scaled by 1 + weight
-
-
-class HeadNormKind(enum.Enum):
-    """The normalisation of queries and keys, by their root mean squares."""
-
-    NONE = "none"
-    HEADS = "heads"  # of each head, before it is rotated
-    ROTATED_HEADS = "rotated_heads"  # of each head, after it is rotated
-    WHOLE = "whole"  # of all heads of a token together
-    UNSCALED = "unscaled"  # as ROTATED_HEADS, without weights; of unrotated layers none
-
-
-class Activation(enum.Enum):
-    """Nonlinearity of the feed-forward part."""
-
-    RELU = "relu"
-    RELU2 = "relu2"  # its square
-    SILU = "silu"
-    GELU = "gelu"
-    GELU_TANH = "gelu_tanh"
-    CLAMPED_SILU = "clamped_silu"  # gpt-oss's gates and ups, cut at 7
-
-
-class Scoring(enum.Enum):
-    """How a router makes shares of its logits."""
-
-    SOFTMAX = "softmax"  # of all experts
-    SIGMOID = "sigmoid"  # of each alone; a learned number is added for the choice, and not to the share
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertConfig:
-    """A mixture of experts in place of the feed-forward part: each token passes the few that a router chooses."""
-
-    num_experts: int
-    num_chosen: int
-    intermediate_size: int
-    normalises: bool  # the shares of the chosen experts add up to 1
-    dense_layers: tuple[int, ...] = ()  # those with a feed-forward part after all
-    scoring: Scoring = Scoring.SOFTMAX
-    num_groups: int = 1  # of experts; this and the two below: SIGMOID only
-    num_chosen_groups: int = 1  # from which a token's experts are
-    scale: float = 1.0  # multiplies all shares
-    shared_size: int = 0  # intermediate size of the expert that every token passes; 0: there is none
-    has_shared_gate: bool = False  # each token has a share of that one
-    has_bias: bool = False  # of the router and both products
-    scales_inputs: bool = False  # shares multiply what experts read, not what they give
-    is_beside: bool = False  # the feed-forward part is there as well, and both have norms of their own
-
-
-@dataclass(frozen=True, slots=True)
-class TemperatureConfig:
-    """The factor of a query at position p: 1 + scale * log(1 + floor((p + 1) / step))."""
-
-    step: float
-    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +104,21 @@ class ModelConfig:
         num_own = self.num_layers - (0 if self.extras is None else self.extras.num_shared)
         return tuple(layer for layer in self.attention_layers if layer < num_own)
 
+    def heads_of(self, layer: int) -> HeadSizes:
+        """Return the heads of a layer's keys and values."""
+        if self.extras is None:
+            return HeadSizes(self.num_kv_heads, self.head_dim)
+        return self.extras.heads(is_windowed=layer in self.windowed_layers)
+
+    @property
+    def cache_kinds(self) -> dict[HeadSizes, tuple[int, ...]]:
+        """Return the cached layers by the sizes of their heads, kinds and layers in the order of the cache."""
+        kinds: dict[HeadSizes, tuple[int, ...]] = {HeadSizes(self.num_kv_heads, self.head_dim): ()}  # the first
+        for layer in self.cached_layers:
+            own = self.heads_of(layer)
+            kinds[own] = (*kinds.get(own, ()), layer)
+        return {own: layers for own, layers in kinds.items() if layers}
+
     def state_bytes(self, dtype: str) -> int:
         """Return the bytes of a context's states on all layers; 0: there are none."""
         if self.state is None:
@@ -241,7 +190,8 @@ class ModelConfig:
 
     def kv_token_bytes(self, dtype: str) -> int:
         """Return the bytes of one token's keys and values on all layers."""
-        return self.kv_parts * len(self.cached_layers) * self.kv_width * DTYPE_BYTES[dtype]
+        width = sum(len(layers) * own.num_kv_heads * own.head_dim for own, layers in self.cache_kinds.items())
+        return self.kv_parts * width * DTYPE_BYTES[dtype]
 
     def hidden_block_tokens(self, block_size: int) -> int | None:
         """Return the tokens whose layer inputs fill a block; None: at most `block_size`, or with a remainder."""
@@ -260,6 +210,7 @@ class ModelConfig:
             dtype=dtype,
             num_parts=self.kv_parts,
             state_bytes=self.state_bytes(dtype),
+            unlike=self._unlike,
         )
 
     def layout_apart(self, layout: BlockLayout) -> BlockLayout:
@@ -292,7 +243,14 @@ class ModelConfig:
             num_cached_layers=0 if self.state is None and self.extras is None else len(self.cached_layers),
             num_state_layers=len(self.state_layers),
             state_layer_bytes=0 if self.state is None else state_bytes(self.state, dtype),
+            unlike=self._unlike,
         )
+
+    @property
+    def _unlike(self) -> tuple[LayerHeads, ...]:
+        """Return the cached layers whose heads have other sizes than those of the first, which are the model's."""
+        kinds = [LayerHeads(len(layers), *own) for own, layers in self.cache_kinds.items()]
+        return tuple(kinds[1:])
 
     @property
     def _norm_parameters(self) -> int:

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from alignedserve.runtime.model.decoder_parts import ExpertConfig
 from alignedserve.runtime.model.latent_config import LatentConfig
 from alignedserve.runtime.model.layer_extras import LayerExtras
-from alignedserve.runtime.model.layer_geometry import heads_of, inner_size
-from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig
+from alignedserve.runtime.model.layer_geometry import inner_size
+from alignedserve.runtime.model.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ def _extra_modules(
 ) -> Iterator[LinearModule]:
     own, width = names.extras, config.hidden_size
     assert own is not None, "a family without these names"
-    kv_heads, head_dim = heads_of(config, layer)
+    kv_heads, head_dim = config.heads_of(layer)
     queries = config.num_heads * head_dim
     products = own_products(config, extras, layer)
     for name, count in zip(names.qkv[:products], (queries, *(kv_heads * head_dim,) * 2), strict=False):

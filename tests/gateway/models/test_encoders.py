@@ -14,13 +14,13 @@ import pytest
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.core.request import RequestClass
 from alignedserve.gateway.routes import request_bodies
+from alignedserve.runtime.model.decoder_parts import Activation
 from alignedserve.runtime.model.encoder.encoder_config import (
     EmbeddingConfig,
     EncoderConfig,
     EncoderFamily,
     HeadActivation,
 )
-from alignedserve.runtime.model.model_config import Activation
 from tests.gateway.batches.batch_support import batch_gateway
 from tests.gateway.support import Gateway, error_of, gateway
 from tests.support.marks import each

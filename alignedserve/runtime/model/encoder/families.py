@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 from alignedserve.core.errors import ModelError, UnsupportedModel
 from alignedserve.core.json_fields import JsonFields, read_json_list, read_json_object
+from alignedserve.runtime.model.decoder_parts import Activation
 from alignedserve.runtime.model.encoder.encoder_config import (
     DenseConfig,
     EmbeddingConfig,
@@ -24,7 +25,6 @@ from alignedserve.runtime.model.hf_fields import (
     read_activation,
     read_dtype,
 )
-from alignedserve.runtime.model.model_config import Activation
 from alignedserve.runtime.model.rope_fields import MAX_CONTEXT
 
 _MAX_FILE_BYTES = 1 << 20

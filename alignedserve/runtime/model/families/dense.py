@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from alignedserve.runtime.model.decoder_parts import HeadNormKind, NormKind
 from alignedserve.runtime.model.families import names
 from alignedserve.runtime.model.families.form import FamilyForm, Flag, Named
 from alignedserve.runtime.model.families.gemma import gemma3n, gemma4, gemma4_experts
@@ -30,7 +31,6 @@ from alignedserve.runtime.model.families.windows import (
     layers_without_window,
 )
 from alignedserve.runtime.model.hf_fields import DEFAULT_WINDOW
-from alignedserve.runtime.model.model_config import HeadNormKind, NormKind
 
 LLAMA = FamilyForm("Llama 2 and 3, SmolLM2, others of this shape", names.LLAMA, read_decoder)
 _QWEN2 = replace(

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
+from alignedserve.runtime.model.decoder_parts import ExpertConfig
 from alignedserve.runtime.model.hf_fields import MAX_EXPERTS, MAX_HEADS, MAX_VOCABULARY, MAX_WIDTH
 from alignedserve.runtime.model.layer_extras import HeadSizes, LayerExtras
-from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig
+from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.rope_fields import read_rope_pair
 
 _MAX_STREAMS = 16
@@ -67,15 +68,12 @@ def gemma4(config: ModelConfig, fields: JsonFields) -> ModelConfig:
         picture_token=fields.integer("pad_token_id", 0, MAX_VOCABULARY, 0),
         pictures_in_windows=fields.has("use_bidirectional_attention"),
     )
-    cached = extras.cached_heads
-    if config.num_heads % cached.num_kv_heads or any(
-        cached.num_kv_heads % own[0] for own in (windowed_heads, full_heads)
-    ):
-        raise fields.error("num_global_key_value_heads", "must divide, or be a multiple of, the others")
+    if config.num_heads % full_heads.num_kv_heads:
+        raise fields.error("num_global_key_value_heads", "must divide num_attention_heads")
     config = replace(
         config,
-        num_kv_heads=cached.num_kv_heads,
-        head_dim=cached.head_dim,
+        num_kv_heads=extras.windowed_heads.num_kv_heads,
+        head_dim=extras.windowed_heads.head_dim,
         rope=read_rope_pair(fields, full_heads.head_dim, thetas=_THETAS)[0],
         extras=extras,
     )
@@ -103,7 +101,7 @@ def _is_given(fields: JsonFields) -> bool:
 
 
 def _scaled(config: ModelConfig, fields: JsonFields, cap: float | None) -> ModelConfig:
-    """Add what both scale: embeddings, scores of attention by nothing, logits by a cap."""
+    """Add what both scale: embeddings, logits by a cap."""
     name = "final_logit_softcapping"
     if fields.has(name):
         cap = fields.number(name, 1e-3, 1e6)
@@ -112,7 +110,6 @@ def _scaled(config: ModelConfig, fields: JsonFields, cap: float | None) -> Model
     return replace(
         config,
         embedding_multiplier=math.sqrt(config.hidden_size),
-        query_multiplier=math.sqrt(config.head_dim),
         logits_cap=cap,
     )
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from alignedserve.runtime.model.decoder_parts import HeadNormKind, NormKind
 from alignedserve.runtime.model.families import experts, names, states
 from alignedserve.runtime.model.families.dense import LLAMA
 from alignedserve.runtime.model.families.form import FamilyForm, Named
@@ -14,7 +15,6 @@ from alignedserve.runtime.model.families.readers import (
     read_with_images,
 )
 from alignedserve.runtime.model.families.windows import layers_unless_rope
-from alignedserve.runtime.model.model_config import HeadNormKind, NormKind
 
 _LFM2 = replace(
     LLAMA,

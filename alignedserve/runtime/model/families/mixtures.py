@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from alignedserve.runtime.model.decoder_parts import Activation, HeadNormKind
 from alignedserve.runtime.model.families import experts, names
 from alignedserve.runtime.model.families.dense import LLAMA, OLMO2, QWEN3
 from alignedserve.runtime.model.families.form import FamilyForm, Flag, Named
@@ -22,7 +23,6 @@ from alignedserve.runtime.model.families.windows import (
     rotated_layers,
 )
 from alignedserve.runtime.model.hf_fields import DEFAULT_WINDOW
-from alignedserve.runtime.model.model_config import Activation, HeadNormKind
 
 _MIXTRAL = replace(
     LLAMA,

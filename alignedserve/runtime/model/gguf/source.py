@@ -6,8 +6,9 @@ from torch import Tensor
 from alignedserve.core.errors import ModelError
 from alignedserve.gguf.file import GgufFile, GgufTensor
 from alignedserve.gguf.tensor_types import computed_as
+from alignedserve.runtime.model.decoder_parts import NormKind
 from alignedserve.runtime.model.gguf.names import find_tensor, tensor_names
-from alignedserve.runtime.model.model_config import ModelConfig, NormKind
+from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weights.packed_products import BLOCK_DTYPES, BlockRows
 from alignedserve.runtime.model.weights.row_lookup import BlockLookup
 from kernels.block_values import unpack_rows

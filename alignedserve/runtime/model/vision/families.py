@@ -9,8 +9,8 @@ from types import MappingProxyType
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields, read_json_object
 from alignedserve.pictures.form import BudgetForm, CanvasForm, CellsForm, RowsForm, Scaling, SquareForm, TiledForm
+from alignedserve.runtime.model.decoder_parts import Activation, NormKind
 from alignedserve.runtime.model.hf_fields import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, read_activation
-from alignedserve.runtime.model.model_config import Activation, NormKind
 from alignedserve.runtime.model.vision import names
 from alignedserve.runtime.model.vision.tower_fields import (
     CLIP,

@@ -6,8 +6,8 @@ from typing import TypedDict
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields, read_json_object
 from alignedserve.pictures.form import CHANNELS, Rgb, Scaling
+from alignedserve.runtime.model.decoder_parts import Activation
 from alignedserve.runtime.model.hf_fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, read_activation
-from alignedserve.runtime.model.model_config import Activation
 
 MAX_FILE_BYTES = 1 << 20
 MAX_EDGE = 1 << 13

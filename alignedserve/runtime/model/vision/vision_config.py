@@ -7,7 +7,7 @@ import msgspec
 
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.pictures.form import CHANNELS, CanvasForm, CellsForm, EncoderWork, PictureForm, TiledForm
-from alignedserve.runtime.model.model_config import Activation, NormKind
+from alignedserve.runtime.model.decoder_parts import Activation, NormKind
 
 CACHE_BYTES = 128 << 20  # of a worker, for embeddings of pictures
 

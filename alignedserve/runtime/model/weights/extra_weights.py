@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.model.layer_extras import LayerExtras
-from alignedserve.runtime.model.layer_geometry import heads_of, inner_size
+from alignedserve.runtime.model.layer_geometry import inner_size
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weight_names import ParameterNames, own_products
 from alignedserve.runtime.model.weights.product_reader import ProductReader
@@ -39,7 +39,7 @@ class ExtraReader:
     def queries(self, prefix: str, layer: int) -> AdaptableProjection:
         """Return the product of a layer's queries, and of its keys and values if it has any."""
         config, width = self._config, self._config.hidden_size
-        kv_heads, head_dim = heads_of(config, layer)
+        kv_heads, head_dim = config.heads_of(layer)
         count = own_products(config, self._extras, layer)
         modules = [prefix + name for name in self._names.qkv[:count]]
         rows = [config.num_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim][:count]
@@ -49,13 +49,13 @@ class ExtraReader:
 
     def output(self, prefix: str, layer: int) -> AdaptableProjection:
         """Return the product behind a layer's attention."""
-        _, head_dim = heads_of(self._config, layer)
+        _, head_dim = self._config.heads_of(layer)
         width = self._config.hidden_size
         return self._read.linear([prefix + self._names.output], [width], self._config.num_heads * head_dim, False)
 
     def head_norms(self, prefix: str, layer: int) -> HeadNorms:
         """Return the norms of a layer's queries, keys and values."""
-        config, head_dim = self._config, heads_of(self._config, layer).head_dim
+        config, head_dim = self._config, self._config.heads_of(layer).head_dim
         ones = torch.ones(head_dim, dtype=self._read.dtype, device=self._read.device)
         queries = self._read.tensor(f"{prefix}{self._names.query_norm}.weight", head_dim)
         keys = ones

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from alignedserve.runtime.model.decoder_parts import ExpertConfig, Scoring
 from alignedserve.runtime.model.layer_geometry import inner_size
-from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig, Scoring
+from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.product_multipliers import ProductMultipliers
 from alignedserve.runtime.model.sharding.expert_shares import ExpertShare
 from alignedserve.runtime.model.weight_names import ParameterNames

@@ -42,7 +42,7 @@ def test_logits_equal_transformers_in_every_mixture(made: tuple[Path, Any]) -> N
     for name, ids in tokens.items():
         with torch.no_grad():
             expected = reference(torch.tensor([ids])).logits[0].double()
-        tolerance = 1e-5 * float(expected.abs().max())
+        tolerance = 2e-5 * float(expected.abs().max())  # of which both round 1e-5
         torch.testing.assert_close(probe.logits(name).double(), expected, rtol=0.0, atol=tolerance)
 
 
