@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from alignedserve.core.block_layout import LayerHeads
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
 from alignedserve.costmodel.links import LinkModel
@@ -96,10 +97,19 @@ def _numbers(content: Mapping[str, Any], name: str, kind: type, path: Path) -> d
 def _shape(content: Mapping[str, Any], path: Path) -> ModelShape:
     section = _section({"shape": _with_later_sizes(content.get("shape"))}, "shape", ModelShape, path)
     types = {field.name: field.type for field in fields(ModelShape)}
+    unlike = _layer_heads(section.pop("unlike"), path)
     for field, value in section.items():
         if type(value) is not types[field]:
             raise ConfigError(f"{path}: shape.{field} must be of type {getattr(types[field], '__name__', '?')}.")
-    return ModelShape(**section)
+    return ModelShape(**section, unlike=unlike)
+
+
+def _layer_heads(section: Any, path: Path) -> tuple[LayerHeads, ...]:
+    sizes = section if isinstance(section, list) else [section]
+    for own in sizes:
+        if not isinstance(own, list) or len(own) != 3 or any(type(size) is not int or size < 1 for size in own):
+            raise ConfigError(f"{path}: shape.unlike must hold lists of three whole numbers: layers, heads, elements.")
+    return tuple(LayerHeads(*own) for own in sizes)
 
 
 def _with_later_fields(section: Any) -> Any:
@@ -113,4 +123,4 @@ def _with_later_sizes(section: Any) -> Any:
     names = ("num_experts", "num_chosen_experts", "expert_size", "num_expert_layers", "shared_expert_size")
     later = {**dict.fromkeys(names, 0), "kv_parts": 2, "attention_parameters": 0}
     later |= dict.fromkeys(("num_cached_layers", "num_state_layers", "state_layer_bytes"), 0)
-    return {**later, **section} if isinstance(section, dict) else section
+    return {**later, "unlike": [], **section} if isinstance(section, dict) else section

@@ -1,12 +1,13 @@
 """Records that all components share: blocks, the lifecycle, chunks, bounds of sampling."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
-from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.block_layout import BlockLayout, LayerHeads
 from alignedserve.core.errors import ConfigError, InvalidRequest
 from alignedserve.core.lifecycle import TRANSITIONS, Stage, advance, is_terminal
 from alignedserve.core.progress import plan_chunks
@@ -67,6 +68,9 @@ def test_block_layout_counts_bytes() -> None:
     layout = BlockLayout(block_size=8, num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16")
     assert layout.block_bytes == 2 * 2 * 8 * 2 * 8 * 2
     assert layout.token_bytes == 2 * 2 * 2 * 8 * 2
+    unlike = replace(layout, num_layers=5, unlike=(LayerHeads(3, 1, 32),))
+    assert unlike.token_bytes == layout.token_bytes + 3 * 2 * 32 * 2
+    assert unlike.int8_block_bytes == unlike.block_elements + 4 * (4 * 16 + 6 * 32)
 
 
 def test_digests_of_any_two_layouts_differ() -> None:
@@ -78,6 +82,8 @@ def test_digests_of_any_two_layouts_differ() -> None:
         {"num_kv_heads": 8, "head_dim": 8},
         {"dtype": "bfloat16"},
         {"dtype": "float16"},
+        {"unlike": (LayerHeads(1, 4, 32),)},
+        {"unlike": (LayerHeads(1, 8, 16),)},
     ]
     assert len({BlockLayout(**{**sizes, **change}).digest() for change in changes}) == len(changes)
 

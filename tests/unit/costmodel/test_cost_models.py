@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from alignedserve.core.block_layout import LayerHeads
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import COST_MODELS, WorkerSpec, make_cost_model
 from alignedserve.costmodel.hardware import hardware
@@ -241,9 +242,12 @@ PROFILE = MachineProfile(model_shape("opt-125m", "bfloat16"), TRUE, LinkModel(1e
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    path.write_text(json.dumps({**PROFILE.as_fields(), "samples": []}))
-    assert read_profile(path) == PROFILE
+    for shape in (PROFILE.shape, dataclasses.replace(PROFILE.shape, unlike=(LayerHeads(3, 1, 96),))):
+        profile = dataclasses.replace(PROFILE, shape=shape)
+        path.write_text(json.dumps({**profile.as_fields(), "samples": []}))
+        assert read_profile(path) == profile
     later = ("num_exp", "num_chosen", "expert", "shared", "kv_parts", "attention", "num_cached", "num_state", "state_")
+    later += ("unlike",)
     of_earlier_versions = {
         name: value for name, value in dataclasses.asdict(PROFILE.shape).items() if not name.startswith(later)
     }
@@ -264,6 +268,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"memory_link": {"latency_s": -1.0, "bytes_per_s": 1.0}}, "latency_s must be a number of at least 0"),
         ({"memory_link": {"latency_s": "1", "bytes_per_s": 1.0}}, "latency_s must be a number"),
         ({"shape": {**dataclasses.asdict(PROFILE.shape), "num_layers": 1.5}}, "shape.num_layers must be of type int"),
+        ({"shape": {**dataclasses.asdict(PROFILE.shape), "unlike": [[1, 2]]}}, "shape.unlike must hold lists of three"),
     ],
 )
 def test_bad_profiles(tmp_path: Path, changes: dict[str, object], problem: str) -> None:
