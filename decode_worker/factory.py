@@ -11,7 +11,7 @@ from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.online import learned_from
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.prefix_cache.contexts import PrefixCache
-from alignedserve.prefix_cache.kept_states import StateBudget
+from alignedserve.prefix_cache.kept_states import budget_of
 from alignedserve.scheduling.factory import (
     admission_share,
     limits_of,
@@ -73,12 +73,13 @@ def make_logic(
         )
     elif batching.pack_share is not None:
         packing = _packing(batching.pack_share, costs, measured)
-        batch = RunningBatch.of_worker(registered, config.max_running_requests, packing)
+        batch = RunningBatch.of_worker(registered, config.max_running_requests, packing, memory.state_blocks)
     return DecodeLogic(
         registered=_with_speed(registered, config, costs, measured),
         limits=batch_limits_of(config, batching, num_blocks=registered.num_blocks),
         eos_token_ids=eos_token_ids,
         batch=batch,
+        state_blocks=memory.state_blocks,
     )
 
 
@@ -188,10 +189,8 @@ def make_colocated_logic(
 
 
 def _prefix_cache(config: PrefixCacheConfig, memory: DeviceMemory, *, takes_whole: bool) -> PrefixCache:
-    if not memory.state_blocks:
-        return PrefixCache(memory.block_size, takes_whole=takes_whole)
-    max_states = int(config.state_share * memory.num_blocks) // memory.state_blocks
-    return PrefixCache(memory.block_size, takes_whole=True, states=StateBudget(memory.state_blocks, max_states))
+    states = budget_of(config, memory.num_blocks, memory.state_blocks)
+    return PrefixCache(memory.block_size, takes_whole=takes_whole or states is not None, states=states)
 
 
 def _with_speed(

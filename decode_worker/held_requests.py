@@ -10,12 +10,12 @@ from alignedserve.messages.iterations import BlockCopied, BlockReplacement
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachingAllocator
 from alignedserve.prefix_cache.contexts import CachedContext, PrefixCache
+from alignedserve.prefix_cache.states_on_way import StatesOnWay
 from alignedserve.scheduling.block_users import num_shared
 from alignedserve.scheduling.policy import DeviceMemory, ScheduledRequest
 from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.state import Candidate
-from decode_worker.states_on_way import StatesOnWay
 
 _FORESEEN_TOKENS = 256  # of a request, while another moves
 

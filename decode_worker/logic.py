@@ -88,12 +88,17 @@ class DecodeLogic:
         limits: DecodeLimits,
         eos_token_ids: frozenset[int],
         batch: DecodeBatch | None = None,
+        state_blocks: int = 0,
     ) -> None:
-        """`batch`: empty; None: all requests are in every iteration, and no objective bounds it."""
-        self._registered = registered
-        self._batch = batch if batch is not None else RunningBatch.of_worker(registered, limits.max_running_requests)
+        """`batch`: empty; None: all requests are in every iteration, and no objective bounds it. `state_blocks`: of
+        every request, before those of its tokens."""
+        self._registered, most = registered, limits.max_running_requests
+        own = RunningBatch.of_worker(registered, most, state_blocks=state_blocks) if batch is None else batch
+        self._batch: DecodeBatch = own
         knows_classes = limits.switch.best_effort_floor is not None
-        self._candidates = Candidates(registered.pool_name, registered.block_size, knows_classes=knows_classes)
+        self._candidates = Candidates(
+            registered.pool_name, registered.block_size, knows_classes=knows_classes, state_blocks=state_blocks
+        )
         self._peers = BlockPeers(registered.pool_name)
         packs = self._batch.packing is not None
         self._order = BatchOrder(limits.switch, self._batch.is_mixing_cheaper, packs=packs)

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import Addition, RunIteration, StateKept, Swap, Swaps
+from alignedserve.prefix_cache.states_on_way import Passed
 from alignedserve.scheduling.iteration_scheduler import Slices
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, PlannedShare, ScheduledRequest
 from alignedserve.scheduling.scheduler_state import AllocationResult
 from decode_worker.held_requests import HeldRequest, HeldRequests
-from decode_worker.states_on_way import Passed
 
 
 class _Entered(NamedTuple):

@@ -24,6 +24,7 @@ from alignedserve.messages.caches import (
     CopyGranted,
     CopyMissing,
     FetchCopy,
+    Handoff,
     LeasesReleased,
     PrefetchBlocks,
     ReservationRefused,
@@ -52,7 +53,7 @@ from alignedserve.messages.iterations import (
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
 from alignedserve.prefix_cache.contexts import PrefixCache
-from alignedserve.scheduling.iteration_scheduler import IterationScheduler
+from alignedserve.scheduling.iteration_scheduler import IterationScheduler, Slices
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.request_notes import WaitingRequest
 from alignedserve.worker_core.router_link import RouterLink
@@ -79,13 +80,16 @@ class PrefillLogic:
         scheduler: IterationScheduler,
         eos_token_ids: frozenset[int],
         prefixes: PrefixCache | None = None,
+        state_blocks: int = 0,
     ) -> None:
         """`max_running_requests`: jobs that hold blocks. `scheduler`: which of them compute how much in an iteration.
-        `prefixes`: the prefix cache in the worker's blocks, empty; None: there is none."""
+        `prefixes`: the prefix cache in the worker's blocks, empty; None: there is none. `state_blocks`: of every
+        request, before those of its tokens."""
         self._registered = registered
         self._max_running_requests = max_running_requests
         self._scheduler = scheduler
-        self._blocks = JobBlocks(registered.num_blocks, registered.block_size, prefixes)
+        self._blocks = JobBlocks(registered.num_blocks, registered.block_size, prefixes, state_blocks=state_blocks)
+        self._in_flight: list[Slices] = []  # of iterations that have begun, an urgent one last
         self._jobs: dict[RequestId, PrefillJob] = {}
         self._buffers = CandidateBuffers(registered.pool_name)
         self._additions: dict[RequestId, Addition] = {}  # entering with the next iteration
@@ -226,7 +230,7 @@ class PrefillLogic:
             return [*self._release(handoff.lease_id)]
         # A copy of more blocks than the job has would not fit into them.
         does_fit = self._blocks.count_for(handoff.copy.context_len) <= len(job.block_ids)
-        if not does_fit or not job.num_usable(handoff):
+        if not does_fit or not self._num_usable(job, handoff):
             self._enter(job, 0, now)
             return [*self._release(handoff.lease_id)]
         job.stage, job.handoff = JobStage.LOADING, handoff
@@ -249,8 +253,11 @@ class PrefillLogic:
             if job.is_aborted:
                 commands += self._end(job)
             else:
-                self._enter(job, 0 if load.request_id in event.refused else job.num_usable(handoff), now)
+                self._enter(job, 0 if load.request_id in event.refused else self._num_usable(job, handoff), now)
         return commands
+
+    def _num_usable(self, job: PrefillJob, handoff: Handoff) -> int:
+        return job.num_usable(handoff, takes_whole=self._blocks.has_own_states)
 
     def _release(self, lease_id: LeaseId) -> list[DepartureCommand]:
         return [Send(self._pool, LeasesReleased((lease_id,)))] if self._pool is not None else []
@@ -269,7 +276,11 @@ class PrefillLogic:
         additions, self._additions = tuple(self._additions.values()), {}
         removals, self._removals = tuple(self._removals), []
         self._iterations.start(now, [self._jobs[request_id] for request_id, _ in slices], has_changed=True)
-        return [RunIteration(removals, additions, (), slices, is_urgent=is_urgent), *requests]
+        self._in_flight.append(slices)
+        copies, replacements = self._blocks.begin_copies(), self._blocks.take_replacements()
+        states = self._blocks.begin_states(self._jobs, slices)
+        run = RunIteration(removals, additions, (), slices, None, replacements, copies, is_urgent, states)
+        return [run, *requests]
 
     def _admit(self, now: float) -> list[PrefillCommand]:
         """Allocate blocks for the next jobs, in order, up to the first that does not fit yet.
@@ -294,7 +305,7 @@ class PrefillLogic:
         return requests
 
     def _enter(self, job: PrefillJob, num_cached: int, now: float) -> None:
-        job.stage = JobStage.COMPUTING
+        job.stage, job.num_passed = JobStage.COMPUTING, num_cached
         self._urgent.came(job)
         generated, predicted = len(job.generated_token_ids), job.predicted_output_len
         self._scheduler.enter(job.request, now, num_cached=num_cached, num_generated=generated, predicted_len=predicted)
@@ -309,6 +320,10 @@ class PrefillLogic:
             return []
         duration_s = self._iterations.end(event, now)
         self._scheduler.completed(now, duration_s, event.grammar_s, is_urgent=event.is_urgent, turn_s=event.turn_s)
+        members = [job for request_id, _ in self._in_flight.pop() if (job := self._jobs.get(request_id)) is not None]
+        self._blocks.passed(members, event.failed)
+        if not event.is_urgent:
+            self._blocks.copied()
         for token in event.sampled:
             job = self._jobs[token.request_id]
             self._blocks.store(job)

@@ -69,6 +69,7 @@ async def start_prefill_worker(
         measured=executor.measure_iterations(calibration_s(engine_config, scheduling), config.max_num_batched_tokens),
         prefix_cache=prefix_cache,
         num_layers=layout.num_layers,
+        state_blocks=layout.state_blocks,
     )
     worker = PrefillWorker(
         make=make,

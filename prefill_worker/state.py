@@ -37,6 +37,7 @@ class PrefillJob(WorkerRequest):
     is_taken: bool = False  # by a decode worker: what leaves for the pool now is a copy
     leaving: Outgoing | None = None  # while its receiver is asked, until that has it
     context: CachedContext | None = None  # None: it shares nothing
+    num_passed: int = 0  # tokens that are computed, or that an iteration in flight computes
     first_token_s: float | None = None  # when it was sampled here; None: not yet, or elsewhere
 
     @classmethod
@@ -68,9 +69,10 @@ class PrefillJob(WorkerRequest):
         is_copied_out = self.leaving is not None and self.leaving.stage is HandoffStage.COPYING
         return is_copied_out or self.stage is JobStage.LOADING
 
-    def num_usable(self, handoff: Handoff) -> int:
+    def num_usable(self, handoff: Handoff, *, takes_whole: bool = False) -> int:
         """Return how many of its first tokens have their cache in this copy; at least one is left to compute.
 
+        `takes_whole`: a part of the copy is of no use, as its states stand behind all of its tokens.
         Tokens that an earlier attempt generated and the client never received may differ from the client's.
         """
         num_usable = min(handoff.copy.context_len, self.context_len - 1)
@@ -78,7 +80,8 @@ class PrefillJob(WorkerRequest):
         is_same = handoff.request.prompt_token_ids == self.request.prompt_token_ids and handoff.generated_token_ids[
             :num_generated
         ] == tuple(self.generated_token_ids[:num_generated])
-        return num_usable if is_same else 0
+        is_enough = num_usable == handoff.copy.context_len or not takes_whole
+        return num_usable if is_same and is_enough else 0
 
 
 def waiting_cause(job: PrefillJob, *, is_full: bool) -> Cause | None:

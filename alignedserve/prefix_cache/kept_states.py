@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
+from alignedserve.config.sections import PrefixCacheConfig
 from alignedserve.core.ids import BlockId
 
 Block = TypeVar("Block")  # a cached one
@@ -24,6 +25,11 @@ class StateBudget:
 
     num_blocks: int  # of one
     max_states: int  # that are kept
+
+
+def budget_of(config: PrefixCacheConfig, num_blocks: int, state_blocks: int) -> StateBudget | None:
+    """Return what states may take of so many blocks; None: they have no blocks of their own."""
+    return StateBudget(state_blocks, int(config.state_share * num_blocks) // state_blocks) if state_blocks else None
 
 
 class KeptStates(Generic[Block]):

@@ -177,6 +177,7 @@ class Simulation:
             first_lease=self._random.randrange(1, _MAX_FIRST_LEASE),
             link_wait_s=0.0,  # nodes are not joined here
             takes_requests=not config.is_colocated,
+            state_blocks=layout.state_blocks,
         )
         component = self._add_component(_pool(node), Role.KV_POOL, logic)
         stamp = self._memory.arenas[arena.path].stamp
@@ -200,6 +201,7 @@ class Simulation:
             measured=self._measured(name, costs, num_blocks, limits_of(config)),
             prefix_cache=self._config.cluster.prefix_cache,
             num_layers=self._config.layout.num_layers,
+            state_blocks=self._config.layout.state_blocks,
         )
         return self._add_worker(name, Role.PREFILL_WORKER, make, _pool(node), costs)
 

@@ -47,9 +47,10 @@ class LoadingCandidates:
         """Return all candidates whose cache is being copied in."""
         return [entry.candidate for entry in self._entries.values()]
 
-    def growth(self, block_size: int) -> int:
-        """Return by how many blocks all entries will soon grow."""
-        return sum(growth_of(one.candidate, len(one.block_ids), block_size) for one in self._entries.values())
+    def growth(self, block_size: int, state_blocks: int = 0) -> int:
+        """Return by how many blocks all entries will soon grow. `state_blocks`: of each, before those of its tokens."""
+        entries = self._entries.values()
+        return sum(growth_of(one.candidate, len(one.block_ids) - state_blocks, block_size) for one in entries)
 
     def add(self, loading: Loading) -> None:
         """Add a candidate whose copy begins."""
@@ -61,7 +62,10 @@ class LoadingCandidates:
 
 
 def growth_of(one: WorkerRequest, num_held: int, block_size: int) -> int:
-    """Return the blocks that a request lacks for its next FORESEEN_TOKENS, or up to its limit."""
+    """Return the blocks that a request lacks for its next FORESEEN_TOKENS, or up to its limit.
+
+    `num_held`: blocks of its tokens.
+    """
     foreseen = min(one.context_len + FORESEEN_TOKENS, one.max_context_len)
     return max(blocks_for(foreseen, block_size) - num_held, 0)
 

@@ -39,9 +39,10 @@ from decode_worker.state import CacheLocation, Candidate
 class Candidates:
     """Candidate batch and candidate requests of one decode worker, in order of arrival."""
 
-    def __init__(self, pool_name: str, block_size: int, *, knows_classes: bool = False) -> None:
+    def __init__(self, pool_name: str, block_size: int, *, knows_classes: bool = False, state_blocks: int = 0) -> None:
+        """`state_blocks`: of every request, before those of its tokens."""
         self.space = BufferSpace()
-        self.receiver = Receiver(self.space, block_size)  # of requests straight from a prefill worker
+        self.receiver = Receiver(self.space, block_size, state_blocks=state_blocks)  # of requests from prefill workers
         self._pool_name = pool_name
         self._knows_classes = knows_classes
         self.version = 0  # changes with the candidates, and with which of them should be moved

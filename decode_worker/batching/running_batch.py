@@ -38,11 +38,18 @@ class RunningBatch:
     decode_s = None  # its pace is that of the iterations that were
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, max_running_requests: int, packing: Packing | None = None
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_running_requests: int,
+        packing: Packing | None = None,
+        state_blocks: int = 0,
     ) -> None:
-        """`packing`: None: no objective holds a candidate back, and batches of different lengths stay apart."""
+        """`packing`: None: no objective holds a candidate back, and batches of different lengths stay apart.
+        `state_blocks`: of every request, before those of its tokens."""
         self._allocator = BlockAllocator(num_blocks)
-        self._block_size = block_size
+        self._block_size, self._state_blocks = block_size, state_blocks
         self._max_running_requests = max_running_requests
         self._running: dict[RequestId, RunningRequest] = {}
         self.packing = self.admission = SlackPacking(self._running, packing) if packing is not None else None
@@ -60,7 +67,11 @@ class RunningBatch:
 
     @classmethod
     def of_worker(
-        cls, registered: WorkerRegistered, max_running_requests: int, packing: Packing | None = None
+        cls,
+        registered: WorkerRegistered,
+        max_running_requests: int,
+        packing: Packing | None = None,
+        state_blocks: int = 0,
     ) -> "RunningBatch":
         """Build the empty batch of this worker."""
         return cls(
@@ -68,6 +79,7 @@ class RunningBatch:
             block_size=registered.block_size,
             max_running_requests=max_running_requests,
             packing=packing,
+            state_blocks=state_blocks,
         )
 
     def __len__(self) -> int:
@@ -114,7 +126,7 @@ class RunningBatch:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold this many tokens."""
-        return blocks_for(num_tokens, self._block_size)
+        return self._state_blocks + blocks_for(num_tokens, self._block_size)
 
     # --- coming in
 
@@ -123,25 +135,27 @@ class RunningBatch:
         request_id = candidate.request.request_id
         if self.num_holding >= self._max_running_requests or request_id in self._running or request_id in self.loading:
             return None
-        num_blocks = blocks_for(candidate.context_len, self._block_size)
+        num_blocks = self.blocks_for(candidate.context_len)
         if self.is_empty:
             return self._allocator.allocate(num_blocks)
         if self._foreseen is None:
             self._foreseen = self._foreseen_blocks()
-        foreseen = self._foreseen + growth_of(candidate, num_blocks, self._block_size)
+        foreseen = self._foreseen + growth_of(candidate, num_blocks - self._state_blocks, self._block_size)
         if num_blocks + foreseen > self._allocator.num_free:
             return None
         return self._allocator.allocate(num_blocks)
 
     def _foreseen_blocks(self) -> int:
-        block_size = self._block_size
-        running = sum(growth_of(running, len(running.block_ids), block_size) for running in self._running.values())
-        return running + self.loading.growth(block_size)
+        size, beside = self._block_size, self._state_blocks
+        running = sum(growth_of(one, len(one.block_ids) - beside, size) for one in self._running.values())
+        return running + self.loading.growth(size, beside)
 
     def load(self, loading: Loading) -> None:
         """Add a candidate whose cache is being copied in."""
         if self._foreseen is not None:
-            self._foreseen += growth_of(loading.candidate, len(loading.block_ids), self._block_size)
+            self._foreseen += growth_of(
+                loading.candidate, len(loading.block_ids) - self._state_blocks, self._block_size
+            )
         self.loading.add(loading)
 
     def loaded(self, request_id: RequestId) -> Loading:
@@ -169,7 +183,7 @@ class RunningBatch:
         block_size = self._block_size
         self._foreseen = None
         for request_id, running in self._running.items():
-            num_free_slots = len(running.block_ids) * block_size - running.context_len
+            num_free_slots = (len(running.block_ids) - self._state_blocks) * block_size - running.context_len
             if num_free_slots > 0:
                 continue
             if num_free_slots < 0:

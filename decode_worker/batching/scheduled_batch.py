@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.iterations import IterationCompleted
@@ -113,7 +112,7 @@ class ScheduledBatch:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold this many tokens."""
-        return blocks_for(num_tokens, self._block_size)
+        return self._held.blocks_for(num_tokens)
 
     def never_fits(self, candidate: Candidate) -> bool:
         """Return whether the request could not end here even alone."""
@@ -126,7 +125,7 @@ class ScheduledBatch:
         request_id, num_blocks = candidate.request.request_id, self.blocks_for(candidate.num_cached)
         if self._is_here(request_id) or self._held.is_copying_out or not self.has_place:
             return None
-        growth = growth_of(candidate, num_blocks, self._block_size)
+        growth = growth_of(candidate, num_blocks - self.blocks_for(0), self._block_size)
         if num_blocks + growth + self._foreseen_blocks() > self.num_free:
             return None
         return self._held.hold(num_blocks)
@@ -296,9 +295,9 @@ class ScheduledBatch:
         """Return the blocks by which all on the device and all being loaded will soon grow."""
         table = self.table
         foreseen = np.minimum(table.context_len + FORESEEN_TOKENS, table.prompt_len + table.max_tokens)
-        growth = -(-foreseen // self._block_size) - table.num_blocks
+        growth = -(-foreseen // self._block_size) + self.blocks_for(0) - table.num_blocks
         running = int(growth[(table.num_blocks > 0) & (growth > 0)].sum())
-        return running + self.loading.growth(self._block_size)
+        return running + self.loading.growth(self._block_size, self.blocks_for(0))
 
 
 # The running batch of a decode worker: whole in every iteration, or as a policy decides.

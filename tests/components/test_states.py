@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace as replace_params
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 
 from alignedserve.config.sections import BatchingConfig, ClusterConfig, SchedulingConfig, Topology
 from alignedserve.core.request import SamplingParams, Slo
+from alignedserve.prefix_cache.block_hashes import prefix_root
 from alignedserve.runtime.model.hf_config import read_model_config
 from tests.components.work import check, growing_prompts, prompts
 from tests.support.in_process import running, small_config
@@ -107,6 +109,30 @@ async def test_states_in_blocks_of_their_own_leave(tmp_path: Path) -> None:
     assert engine.layout.state_blocks
     assert status.num_evictions > 0
     assert engine.num_swapped_out > 0
+
+
+@pytest.mark.parametrize("model", ["mamba2", "delta"])
+async def test_states_in_blocks_of_their_own_and_a_lost_worker_of_each_kind(model: str, tmp_path: Path) -> None:
+    """Prompts that begin alike go on behind kept states; decodes resume from the states that the pool has."""
+    config = _config(tmp_path / "model", model, Topology.DISAGGREGATED, block_size=64)
+    async with running(config, tmp_path) as cluster:
+        assert cluster.engines["prefill-0"].layout.state_blocks
+        assert cluster.engines["decode-0"].layout.state_blocks
+        (stem,) = prompts(1, 140, 141, seed=1)
+        work = [[*stem, *rest] for rest in prompts(6, 2, 60, seed=0)]
+        root = prefix_root(b"key", tenant="", salt="", form=b"")
+        submit = partial(cluster.gateway.submit, sampling=SAMPLING, prefix_root=root)
+        answers = [submit(prompt) for prompt in work]
+        for name in ("decode-0", "prefill-0"):
+            await holds(lambda: all(len(answer.token_ids) >= 3 for answer in answers))
+            await cluster.stop(name)
+            await asyncio.sleep(0.05)
+            await cluster.start_again(name)
+        await check(cluster, work, answers, SAMPLING)
+        again = submit(work[0])
+        await again.done.wait()
+        status = await check(cluster, work, list(map(submit, work)), SAMPLING)
+    assert status.prefixes.num_hit_tokens >= 128
 
 
 @pytest.mark.parametrize("model", list(MODELS))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignedserve.config.sections import Topology
+from alignedserve.config.sections import SchedulingConfig, Topology
 from alignedserve.core.ids import RequestId, WorkerName
 from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
 from alignedserve.prefix_cache import block_hashes, contexts
@@ -84,7 +84,9 @@ def check_caches(cluster: LogicCluster) -> None:
             assert all(block.num_users == 0 for block in cached)
             assert logic._requests.allocator.num_free == logic._state.num_free == cluster.shape.worker_blocks
         if isinstance(logic, PrefillLogic):
-            assert all(block.num_users == 0 for block in logic._blocks._prefixes.blocks)  # type: ignore[union-attr]
+            cached = logic._blocks._prefixes.blocks  # type: ignore[union-attr]
+            assert all(block.num_users == 0 for block in cached)
+            assert cached.num_unused == len(cached) + cluster.shape.state_blocks * len(cached.states)
             assert logic._blocks.num_free == cluster.shape.worker_blocks
 
 
@@ -190,6 +192,25 @@ def test_hashes_that_collide(seed: int, name: str) -> None:
 def test_separate_prefill_workers(seed: int, losses: float) -> None:
     shape = Shape(num_prefill=2, num_decode=2, pool_blocks=60, worker_blocks=20, has_prefix_cache=True)
     play(seed, shape, losses=losses)
+
+
+@settings(max_examples=5)
+@given(
+    seed=st.integers(0, 10**9),
+    losses=st.sampled_from((0.0, 0.1)),
+    name=st.sampled_from(("aligned", "aligned_slo", "alise")),
+)
+def test_states_of_separate_workers(seed: int, losses: float, name: str) -> None:
+    shape = Shape(num_prefill=2, num_decode=2, pool_blocks=80, worker_blocks=30, buffer_blocks=24, state_blocks=2)
+    scheduling = SchedulingConfig(policy=name)
+    play(seed, replace(shape, has_prefix_cache=True, disaggregated_scheduling=scheduling), losses=losses)
+
+
+def test_separate_workers_go_on_behind_states() -> None:
+    shape = Shape(pool_blocks=90, worker_blocks=60, state_blocks=2, has_prefix_cache=True)
+    cluster = play(1, shape, aborts=0.0, count=25)
+    (worker,) = [logic for logic in cluster.logics.values() if isinstance(logic, PrefillLogic)]
+    assert worker._blocks.num_hit_tokens > 40
 
 
 def other_pool(index: PrefixIndex, tracked: TrackedRequest, worker: WorkerRecord) -> WorkerName | None:

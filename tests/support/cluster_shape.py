@@ -32,7 +32,7 @@ class Shape:
     prefix_pool_blocks: int = 0  # of each node's pool, under colocated workers
     yields: bool = False  # passes of colocated workers stop between layers, and begin at little cost
     decode_pool_blocks: int = 0  # the same, for decodes that wait there
-    state_blocks: int = 0  # of each request on colocated workers, for its states
+    state_blocks: int = 0  # of each request, for its states
     gateway_beside: str = ""  # the pool of its node; empty: it is on no node of a worker
 
     @property

@@ -173,6 +173,7 @@ class RoomCluster:
             eos_token_ids=executor.eos_token_ids,
             measured=executor.measure_iterations(0.02, 512),
             prefix_cache=self.config.prefix_cache,
+            state_blocks=layout.state_blocks,
         )
         worker = PrefillWorker(
             make=make,

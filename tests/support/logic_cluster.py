@@ -258,6 +258,7 @@ class LogicCluster:
             costs=EasyCosts(base_s=0.001) if self.shape.yields else EasyCosts(),
             prefix_cache=PrefixCacheConfig(enabled=self.shape.has_prefix_cache),
             num_layers=12,
+            state_blocks=self.shape.state_blocks,
         )
 
     def _make_decode(self, name: str) -> DecodeLogic:

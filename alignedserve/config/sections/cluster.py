@@ -107,7 +107,7 @@ class ClusterConfig(Section, frozen=True):
     @property
     def keeps_states_apart(self) -> bool:
         """Return whether large recurrent states have blocks of their own, which pools of prefixes know nothing of."""
-        return not (self.chosen_topology.is_separate or self.prefix_cache.pool_bytes)
+        return not self.prefix_cache.pool_bytes
 
     @property
     def node_pool(self) -> PoolConfig | None:

@@ -71,7 +71,7 @@ def test_blocks_are_larger_where_states_are(tmp_path: Path, served: ServedModel)
 
 
 def test_large_states_have_blocks_of_their_own(tmp_path: Path) -> None:
-    """But in pools, which know blocks of tokens alone; small states never."""
+    """But in pools of prefixes, which know blocks of tokens alone; small states never."""
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32}
     delta = {"model_type": "qwen3_5_text", "head_dim": 16, **heads, "linear_value_head_dim": 32}
     kinds = {"layer_types": ["linear_attention", "full_attention"]}
@@ -83,5 +83,5 @@ def test_large_states_have_blocks_of_their_own(tmp_path: Path) -> None:
     assert not small.block_layout(small.default_block_size).state_blocks
     plain = ClusterConfig()
     assert plain.keeps_states_apart
-    assert not replace(plain, topology=Topology.DISAGGREGATED).keeps_states_apart
+    assert replace(plain, topology=Topology.DISAGGREGATED).keeps_states_apart
     assert not replace(plain, prefix_cache=PrefixCacheConfig(host_bytes=1 << 20)).keeps_states_apart

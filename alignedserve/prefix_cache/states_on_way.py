@@ -32,6 +32,10 @@ class StatesOnWay:
         """Return whether any state is kept at all."""
         return self._budget is not None and self._budget.max_states > 0
 
+    def has_coming(self, request_id: RequestId) -> bool:
+        """Return whether an iteration in flight leaves states of this request."""
+        return request_id in self._coming
+
     def begin(
         self, request_id: RequestId, context: CachedContext, passed: Passed, *, num_kept_free: int
     ) -> Iterator[StateKept]:
