@@ -86,6 +86,8 @@ class SchedulerState:
         self._memory = self._seen = memory
         self.num_free = memory.num_free
         self.num_free_host = memory.num_free_host
+        self.num_recomputed = 0  # tokens that were computed here or elsewhere, whose cache was lost, and are again
+        self._lost: dict[RequestId, int] = {}  # of those that have less now: the tokens whose cache they had
         self.work = IterationWork()  # of the iteration in flight, like these; no row is removed meanwhile
         self.alone_s = 0.0  # of its real-time part, as in the plan
         self._rows: Ints = np.zeros(0, np.int64)
@@ -108,8 +110,10 @@ class SchedulerState:
         )
 
     def add(self, request: Request, now: float, *, predicted_len: float | None = None, num_generated: int = 0) -> None:
-        """Add a request without any cache."""
+        """Add a request without any cache: it had one elsewhere if it has generated tokens."""
         self.table.add(request, now, predicted_len=predicted_len, num_generated=num_generated)
+        if num_generated:  # the cache of the last one never was
+            self._lost[request.request_id] = request.prompt_len + num_generated - 1
 
     def set_predicted_length(self, request_id: RequestId, predicted_len: float) -> None:
         """Set a later prediction of all its output tokens."""
@@ -121,6 +125,7 @@ class SchedulerState:
         num_blocks = int(self.table.num_blocks[row]) - (self.shared.part(request_id) is not None)
         self.num_free += num_blocks
         self.num_free_host += int(self.table.num_swapped[row])
+        self._lost.pop(request_id, None)
         self.table.remove(request_id)
         return num_blocks
 
@@ -187,6 +192,7 @@ class SchedulerState:
         assert not table.num_swapped[row], "part of its cache is on the host"
         assert self.shared.partner(request_id) is None, "its last block is another's as well"
         values = {name: getattr(table, name)[row].item() for name in _MOVED}
+        self._lost.pop(request_id, None)
         table.remove(request_id)
         return Progress(**values)
 
@@ -215,6 +221,7 @@ class SchedulerState:
         assert table.num_swapped[row] == table.num_cached[row], "part of it was here"
         table.num_swapped[row], table.num_blocks[row] = 0, num_blocks
         if not num_blocks:
+            self._lost[request_id] = int(table.num_cached[row])
             table.num_cached[row] = 0
 
     # --- a plan, part by part, evictions first
@@ -226,6 +233,8 @@ class SchedulerState:
         if part.how is EvictionMode.DROP:
             assert part.num_tokens is None, "a part of a cache is dropped"
             self.num_free_host += int(table.num_swapped[row])
+            request_id = table.request_ids[row]
+            self._lost[request_id] = max(self._lost.get(request_id, 0), int(table.num_cached[row]))
             table.num_cached[row] = table.num_swapped[row] = 0
             left = EvictionResult(int(table.num_blocks[row]), 0)
             table.is_hidden[row] = False
@@ -296,7 +305,22 @@ class SchedulerState:
         `is_urgent`: it ran within another one.
         """
         self.history.note(duration_s, is_urgent=is_urgent)
+        if self._lost:
+            self._count_recomputed()
         return note_completed(self.table, self._rows, self._num_tokens, now=now, duration_s=duration_s)
+
+    def _count_recomputed(self) -> None:
+        """Count what the iteration computed of tokens that had a cache before; call it before its end is noted."""
+        table = self.table
+        for row, num_tokens in zip(self._rows.tolist(), self._num_tokens.tolist(), strict=True):
+            request_id = table.request_ids[row]
+            num_lost = self._lost.get(request_id)
+            if num_lost is None:
+                continue
+            first = int(table.num_cached[row])
+            self.num_recomputed += max(min(first + num_tokens, num_lost) - first, 0)
+            if first + num_tokens >= num_lost:
+                del self._lost[request_id]
 
     def _bring_in(self, row: int, num_blocks: int, num_moved: int) -> AllocationResult:
         joined = self._joins.pop(row, None)

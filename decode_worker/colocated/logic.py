@@ -361,6 +361,7 @@ class ColocatedLogic:
             num_handoffs_verified=self._moves.num_taken if self._moves is not None else 0,
             num_evictions=self._performer.num_preemptions
             + (self._decodes.num_left if self._decodes is not None else 0),
+            num_recomputed_tokens=self._state.num_recomputed,
             lean=self._lean,
             prompt_tokens_per_s=self._prompt_rate,
             num_prefix_query_tokens=prefixes.num_query_tokens if prefixes is not None else 0,

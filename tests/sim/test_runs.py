@@ -66,8 +66,8 @@ def test_no_worker_works_more_than_the_time_there_is_nor_less_than_it_must(name:
     # The last token of an answer is never computed; what was preempted is computed again.
     needed = sum(one.prompt_len + one.output_len - 1 for one in TIGHT.requests)
     assert computed >= needed
-    if not (result.num_preemptions or result.num_evictions):
-        assert computed == needed
+    if not result.num_preemptions:  # by a router, which does not know how far a lost prompt was
+        assert computed == needed + result.num_recomputed_tokens
 
 
 @each("config", [CONFIGS["disaggregated"], CONFIGS["colocated"]])

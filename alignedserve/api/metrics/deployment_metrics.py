@@ -65,7 +65,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (
     ),
     (
         "alignedserve_recomputed_tokens",
-        "Tokens of rescheduled requests that were recomputed.",
+        "Tokens whose cache was lost, to others or with a worker, computed again.",
         lambda s: s.num_recomputed_tokens,
     ),
     (

@@ -34,18 +34,21 @@ _HEADLINES = (
 def headlines(report: Report) -> Table:
     """Build a row per run, and one per class if there are several.
 
-    The share of prompt tokens that the prefix cache had is told where it had any.
+    Told where there are any: tokens computed again, and the share of prompt tokens that the prefix cache had.
     """
     has_classes = len(report.classes) > 1
     has_hits = any(run.result.classes[ALL].num_cached_tokens for run in report.runs if run.result is not None)
+    has_again = any(run.result.num_recomputed_tokens for run in report.runs if run.result is not None)
     rows = [
         [run.policy, shown(run.rate), *([name] if has_classes else []), *_headline_cells(run, name)]
+        + ([_recomputed(run, name)] if has_again else [])
         + ([_hit_rate(run, name)] if has_hits else [])
         for run in report.runs
         for name in report.classes
     ]
     names = ("policy", "rate", *(("class",) if has_classes else ()))
-    return Table((*names, *_HEADLINES, *(("cached",) if has_hits else ())), rows, len(names))
+    told = [heading for heading, is_told in (("tokens again", has_again), ("cached", has_hits)) if is_told]
+    return Table((*names, *_HEADLINES, *told), rows, len(names))
 
 
 def steadiness(report: Report) -> Table:
@@ -69,6 +72,12 @@ def _steadiness_cells(found: ClassResult | None) -> list[str]:
 
 def _percent(share: float | None) -> str:
     return NOTHING if share is None else f"{share:.1%}"
+
+
+def _recomputed(run: ReportedRun, class_name: str) -> str:
+    if run.result is None:
+        return NOTHING
+    return f"{run.result.num_recomputed_tokens:,}" if class_name == ALL else ""
 
 
 def _hit_rate(run: ReportedRun, class_name: str) -> str:

@@ -21,6 +21,7 @@ def test_who_was_dropped_computes_all_it_had_and_goes_on() -> None:
     again = added(SEVEN, 2, 3, generated=(7,))
     assert runs(made.sampled(r1=8)) == [run(again, r2=8)]
     assert made.sampled(r2=9) == [emitted(TokenDelta(R2, 1, (9,)))]  # and its prompt is done once only
+    assert made.loads[-1].num_recomputed_tokens == 7  # its first answer token had no cache yet
 
 
 def test_who_is_swapped_out_leaves_its_blocks_and_the_engine() -> None:
