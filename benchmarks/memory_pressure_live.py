@@ -6,19 +6,17 @@
 A model of 125M OPT's shape with random weights in bfloat16, one elastic worker. Chat: Mooncake's lengths, documents:
 arXiv's, both up to 2 048 tokens, with objectives that the worker holds where memory is not short. The memory is a third
 of what all of them hold at once. What has to leave is dropped (`recompute`), swapped to the host within iterations
-(`swap`, the default), or may leave to the pool of the node (`pool`); the ways take turns. The run is recorded, and what
-each iteration computed of prompts is read from that: what is more than the prompts of requests that began to answer was
-computed again, or belongs to prompts that the end cut short. The prefix cache is off.
+(`swap`, the default), or may leave to the pool of the node (`pool`); the ways take turns. What is computed again is
+counted by the worker (`alignedserve_recomputed_tokens_total`). The prefix cache is off.
 """
 
 import re
-import shutil
 import tempfile
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-from alignedserve.cli.commands.replay import replay_folder
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_opt_125m
 from benchmarks.measuring.recording import write_result
@@ -35,31 +33,31 @@ WAYS = {
     "swap": ("decode.swap_space_bytes=2GiB",),
     "pool": ("decode.swap_space_bytes=2GiB", "decode.pool_bytes=2GiB"),
 }
-_PROMPTS = re.compile(r"^vllm:prompt_tokens_total\{[^}]*\} (\S+)", re.MULTILINE)
-_EVICTIONS = re.compile(r"^alignedserve_evictions_total\{[^}]*\} (\S+)", re.MULTILINE)
+_COUNTER = r"^alignedserve_{name}_total\{{[^}}]*\}} (\S+)"
+_TOLD_S = 2.0  # by when a gateway knows what its workers counted
 
 
 def measure(folder: Path, way: str, share: float, duration_s: float) -> dict[str, Any]:
     """Serve in this way, and return what the load got. `share`: of the demand."""
     kv_cache = f"decode.kv_cache_bytes={int(share * DEMAND_TOKENS * TOKEN_BYTES)}"
-    record = folder.parent / "run"
-    own = (f"recording.folder={record}", "prefix_cache.enabled=false", "decode.count=1", kv_cache, *WAYS[way])
+    own = ("prefix_cache.enabled=false", "decode.count=1", kv_cache, *WAYS[way])
     settings = [one for one in settings_of("elastic") if "kv_cache_bytes" not in one and "prefill" not in one]
     with served(folder, [*settings, *own]) as port:
         report = traffic_report(port, folder, TRAFFIC, duration_s)
+        time.sleep(_TOLD_S)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
-    _, run = replay_folder(record)
-    computed = sum(iteration.work.num_prompt_tokens for iteration in run.iterations)
-    shutil.rmtree(record)
-    again = computed - sum(map(float, _PROMPTS.findall(text)))
     return {
         "way": way,
         "share": share,
-        "computed_again": again,
-        "num_evictions": sum(float(value) for value in _EVICTIONS.findall(text)),
+        "computed_again": _counted(text, "recomputed_tokens"),
+        "num_evictions": _counted(text, "evictions"),
         "classes": {one["name"]: one for one in report["classes"]},
     }
+
+
+def _counted(text: str, name: str) -> float:
+    return sum(map(float, re.findall(_COUNTER.format(name=name), text, re.MULTILINE)))
 
 
 def line_of(row: dict[str, Any]) -> str:

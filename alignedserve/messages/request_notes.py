@@ -42,7 +42,9 @@ class Step(enum.Enum):
     # workers
     ACCEPTED = "accepted"
     STARTED = "started"  # in its first iteration; again after it was evicted
+    STOOD_STILL = "stood still"  # the pass in which it is computed, see Cause.WITHIN
     PREFILLED = "prefilled"  # and its first token sampled
+    WENT_ON = "went on"  # that pass, to its end
     OFFERED = "offered"  # blocks for its cache asked for, in the pool or a buffer
     HANDED_OVER = "handed over"
     HANDOFF_REFUSED = "handoff refused"
@@ -83,6 +85,7 @@ class Cause(enum.Enum):
     REFUSED = "refused"  # its cache did not verify, or found no room
     WORKER_LOST = "worker lost"
     DRAINED = "drained"
+    WITHIN = "within"  # another pass, which stops between two layers
     URGENT = "urgent"  # past the pool, straight to a decode worker
     CLIENT_GONE = "client gone"
     FAILED = "failed"

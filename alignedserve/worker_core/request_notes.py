@@ -81,6 +81,9 @@ class WorkerNotes:
         self._followed: dict[RequestId, _Followed] = {}
         self._notes = NoteBuffer()
         self._num_iterations = self._num_members = 0
+        self._pass_size = 0  # requests of the iteration in flight
+        self._urgent: list[RequestId] = []  # of the iteration that is to run within it
+        self._within: dict[RequestId, None] = {}  # for which it has stood still
 
     def observe(self, event: Any, now: float, commands: Sequence[Any]) -> list[SendTo]:
         """Note what this decision means to single requests; return what is to be sent."""
@@ -91,6 +94,7 @@ class WorkerNotes:
         elif type(event) is IterationCompleted:
             self._num_iterations += 1
             self._num_members += len(event.sampled)
+            self._stop(event, now)
         for command in commands:
             kind = type(command)
             if kind is Send:
@@ -231,7 +235,24 @@ class WorkerNotes:
         for load in command.loads:
             self._note(load.request_id, Step.LOADING, now, peer=command.source)
 
+    def _stop(self, event: IterationCompleted, now: float) -> None:
+        """Note what the end of an iteration tells of the stop of another, or of its own."""
+        if event.is_urgent:
+            stood_s = now if event.times is None else min(event.times.started_s, now)
+            for request_id in self._urgent:
+                self._note(request_id, Step.STOOD_STILL, stood_s, num_requests=self._pass_size)
+            self._within |= dict.fromkeys(self._urgent)
+        else:
+            for request_id in self._within:
+                self._note(request_id, Step.WENT_ON, now)
+            self._within.clear()
+        self._urgent.clear()  # where the pass ends first, it did not stop for them
+
     def _iteration(self, command: RunIteration, now: float) -> None:
+        if command.is_urgent:
+            self._urgent = [request_id for request_id, _ in command.slices]
+        else:
+            self._pass_size = len(command.slices)
         if command.swaps is not None:
             self._swapped(command, now)
         if self._phases is not Phases.PREFILL:  # requests leave that one with their prompts computed
@@ -244,11 +265,12 @@ class WorkerNotes:
             if followed is None:
                 continue
             followed.cause = None
+            cause = Cause.WITHIN if command.is_urgent else None
             counts = {"num_tokens": addition.num_cached, "num_requests": len(command.slices)}
             if followed.is_prefilled:
                 self._joined(addition.request.request_id, followed, now, **counts)
             else:
-                self._note(addition.request.request_id, Step.STARTED, now, **counts)
+                self._note(addition.request.request_id, Step.STARTED, now, cause=cause, **counts)
 
     def _swapped(self, command: RunIteration, now: float) -> None:
         assert command.swaps is not None, "an iteration that swaps nothing"

@@ -21,7 +21,7 @@ def worth() -> str:
     if not lines:
         return _NOT_YET
     heads = ["load of", "system", "seeds", "s/token", "by the union's", "p99 response", "held", "best-effort tokens/s"]
-    return table([*heads, "tokens/s", "longest gap", "recomputed", "completed of sent"], lines)
+    return table([*heads, "tokens/s", "longest gap", "completed of sent"], lines)
 
 
 def _cells(part: str, at: Record, off: Record) -> list[str]:
@@ -35,7 +35,6 @@ def _cells(part: str, at: Record, off: Record) -> list[str]:
         count(at.mean("be.loaded_tokens_per_s")) if has_best_effort else "-",
         count(at.mean("all.loaded_tokens_per_s")),
         seconds(max(at.values("all.longest_gap_s"))),
-        count(at.mean("num_recomputed_tokens")),
         share(at.mean("all.completed_of_arrived")),
     ]
 

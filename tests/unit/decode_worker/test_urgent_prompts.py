@@ -6,16 +6,18 @@ import msgspec
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass, SampledToken
-from alignedserve.messages.events import Send
+from alignedserve.messages.events import Received, Send, Ticked
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes, RunIteration
-from alignedserve.messages.workers import PrefillCompleted, RequestFinished
+from alignedserve.messages.request_notes import Cause, RequestsNoted
+from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, RequestFinished
 from alignedserve.process.logic_driver import request_id_of
 from alignedserve.scheduling.yielding import YieldConfig, Yielding
+from alignedserve.worker_core.request_notes import Phases, WorkerNotes
 from decode_worker.colocated.logic import ColocatedCommand
 from tests.harnesses.colocated import EOS, ColocatedHarness, added, run, runs
 from tests.harnesses.scheduling import Step
-from tests.support.samples import request
+from tests.support.samples import ROUTER, request
 
 DOCUMENT = request("document", prompt_len=30, request_class=RequestClass.BEST_EFFORT)
 CHAT, OTHER = request("chat"), request("other", prompt_len=6)
@@ -131,3 +133,24 @@ def test_the_log_has_both_and_no_time_twice() -> None:
     assert round(chat.stopping_s, 6) == 0.002
     assert [round(one.wall_s, 6) for one in (chat, document)] == [0.013, 0.027]
     assert [round(one.parts_s, 6) for one in (chat, document)] == [0.013, 0.027]
+
+
+def test_a_chat_is_explained_when_the_pass_stood_still_for_it_and_ended() -> None:
+    made, notes = working(), WorkerNotes(lambda: (), Phases.BOTH)
+    times = IterationTimes(0.006, 0.019, 0.001, 0.011, 0.001)
+    of_document = RunIteration((), (), (), ((RequestId("document"), 10),))
+    notes.observe(None, 0.0, (of_document,))
+    for now, event in (
+        (0.004, Received(ROUTER, PrefillRequest(CHAT, 1))),
+        (0.020, IterationCompleted((SampledToken(RequestId("chat"), 7),), times=times, is_urgent=True)),
+        (0.040, IterationCompleted(())),
+    ):
+        made.now = now
+        notes.observe(event, now, made.do(event))
+    (sent,) = notes.observe(Ticked(), 0.05, ())
+    assert isinstance(sent.message, RequestsNoted)
+    assert [f"{1000 * note.at_s:.0f} {note.step.value}" for note in sent.message.notes] == [
+        *("4 accepted", "4 started", "6 stood still", "20 prefilled", "20 joined", "40 went on")
+    ]
+    started, stood_still = sent.message.notes[1:3]
+    assert (started.cause, stood_still.num_requests) == (Cause.WITHIN, 1)
