@@ -4,7 +4,7 @@
     python -m benchmarks.interference_live --topology elastic --bound none 1.1 --duration 20
 
 A model of 125M OPT's shape with random weights in bfloat16. Chat: Poisson, 0.5 requests/s, prompts of 60 to 200
-tokens, answers of 40; TTFT 2 s, TPOT 1 s. Documents: 64 `flex` streams outstanding, prompts 512 to 1 024, answers 100
+tokens, answers of 40; TTFT 2 s, TPOT 1 s. Documents: 16 `flex` streams outstanding, prompts 512 to 1 024, answers 100
 to 300. For each topology first each kind alone, then both under every bound; each server is started anew, and the first
 twenty seconds of its load do not count, in which it learns what iterations cost. Beside what clients saw stand the two
 counters of the workers, as they were and alone by the cost model, over all of it. Targets at 1.1: p99 of TPOT at most
@@ -24,7 +24,7 @@ from benchmarks.measuring.recording import write_result
 from benchmarks.measuring.server import TOPOLOGIES, served, settings_of, traffic_report
 
 CHAT = "chat: prompt=uniform(60,200), output=40, rate=0.5, ttft=2, tpot=1"
-DOCUMENTS = "documents: prompt=uniform(512,1024), output=uniform(100,300), outstanding=64, tier=flex"
+DOCUMENTS = "documents: prompt=uniform(512,1024), output=uniform(100,300), outstanding=16, tier=flex"
 BOUNDS = ("none", "2", "1.5", "1.2", "1.1", "1.05")
 _WARM_UP_S = 20.0
 _SIDE = re.compile(r"^alignedserve_real_time_(alone|beside)_seconds_total\{[^}]*\} (\S+)", re.MULTILINE)
