@@ -41,6 +41,7 @@ from alignedserve.pictures.decoding import decode
 from alignedserve.pictures.outcomes import Decoded, Task
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.model.vision.families import read_vision
+from alignedserve.runtime.model.vision.vision_config import VisionConfig
 from alignedserve.runtime.model.vision.vision_weights import load_vision_weights
 from alignedserve.runtime.vision.encoding_queue import EncodingRun
 from alignedserve.runtime.vision.tower import VisionTower
@@ -76,7 +77,7 @@ def picture(edge: int, seed: int) -> bytes:
 def encoder_s(folder: Path, file: bytes) -> float:
     """Return the seconds of the encoder alone, with as many threads as a server has."""
     config = read_vision(folder, "qwen3_vl")
-    assert config is not None, "a model that does not see"
+    assert isinstance(config, VisionConfig), "a model that does not see"
     torch.set_num_threads(num_cores())
     tower = VisionTower(config, load_vision_weights(None, config, torch.float32, torch.device("cpu")), *_FLOAT32)
     decoded = decode(file, Task(1 << 22, config.form))

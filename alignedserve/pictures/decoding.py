@@ -12,6 +12,7 @@ from alignedserve.pictures.form import (
     BudgetForm,
     CanvasForm,
     CellsForm,
+    FixedForm,
     PictureForm,
     RowsForm,
     Size,
@@ -69,7 +70,7 @@ def _cut(image: Image.Image, grid: Size, edge: int) -> Iterator[Pixels]:
             yield _channels_first(image.crop(box))
 
 
-def _whole(image: Image.Image, form: RowsForm | CellsForm | SquareForm | BudgetForm) -> Iterator[Pixels]:
+def _whole(image: Image.Image, form: RowsForm | CellsForm | SquareForm | FixedForm | BudgetForm) -> Iterator[Pixels]:
     yield _channels_first(_resized(image, form.scaled(Size(*image.size)), form.resample))
 
 
@@ -86,6 +87,7 @@ _PARTS: dict[type[PictureForm], Callable[[Image.Image, Any], Iterator[Pixels]]] 
     RowsForm: _whole,
     CellsForm: _whole,
     SquareForm: _whole,
+    FixedForm: _whole,
     CanvasForm: _canvas,
     BudgetForm: _whole,
 }

@@ -254,6 +254,41 @@ class SquareForm(msgspec.Struct, frozen=True, tag=True):
         return None
 
 
+class FixedForm(msgspec.Struct, frozen=True, tag=True):
+    """Gemma 3n: a picture becomes a square, whatever its shape, and as many tokens as any other.
+
+    Example: an edge of 768; 1600 x 900 pixels become 768 x 768, and 256 tokens and an end mark, whose embedding the
+    encoder has as well.
+    """
+
+    is_whole: ClassVar[bool] = False  # the tokens of a picture are computed in one pass, and read one another
+
+    token_id: int  # that stands in prompts for each embedding, in place of `mark`
+    edge: int
+    tokens: int  # of the prompt for each picture, the end mark included
+    scaling: Scaling
+    resample: int  # as Pillow numbers its filters
+    work: EncoderWork | None = None  # None: it is not known
+    mark: str = "<image_soft_token>"  # what the template writes for a picture, and each of its tokens
+    start: str = "<start_of_image>"
+
+    def scaled(self, size: Size) -> Size:
+        """Return the size that the picture is made."""
+        return Size(self.edge, self.edge)
+
+    def num_tokens(self, size: Size) -> int:
+        """Return the positions of the prompt that the picture's embeddings take."""
+        return self.tokens
+
+    def text(self, size: Size) -> str:
+        """Return what stands in the prompt in place of the template's mark."""
+        return f"\n\n{self.start}{self.mark * self.tokens}\n\n"
+
+    def position_grid(self, size: Size) -> tuple[int, int] | None:
+        """Return None: the prompt's positions are as of words."""
+        return None
+
+
 class CanvasForm(msgspec.Struct, frozen=True, tag=True):
     """Llama 4: a picture keeps its shape on a canvas of square tiles, black beside it, and is seen whole in one more.
 
@@ -369,7 +404,7 @@ class BudgetForm(msgspec.Struct, frozen=True, tag=True):
         return None
 
 
-PictureForm = TiledForm | RowsForm | CellsForm | SquareForm | CanvasForm | BudgetForm
+PictureForm = TiledForm | RowsForm | CellsForm | SquareForm | FixedForm | CanvasForm | BudgetForm
 
 
 def _even(edge: int) -> int:

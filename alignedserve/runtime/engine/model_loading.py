@@ -34,11 +34,14 @@ from alignedserve.runtime.grammar.memory import grammar_bytes
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
+from alignedserve.runtime.model.vision.mobile_config import MobileConfig
+from alignedserve.runtime.model.vision.mobile_weights import load_mobile_weights
 from alignedserve.runtime.model.vision.vision_weights import load_vision_weights
 from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
 from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading
 from alignedserve.runtime.model.weights.random_weights import random_weights
 from alignedserve.runtime.model.weights.weight_files import load_weights
+from alignedserve.runtime.vision.mobile_tower import MobileTower
 from alignedserve.runtime.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
@@ -100,12 +103,14 @@ def load_divided(served: ServedModel, spec: ExpertSpec, progress: Path | None) -
     return LoadedModel(decoder, group)
 
 
-def load_tower(served: ServedModel, device: torch.device) -> VisionTower | None:
+def load_tower(served: ServedModel, device: torch.device) -> VisionTower | MobileTower | None:
     """Load the encoder by which the model sees; None: it does not. Raises ModelError."""
     if served.vision is None:
         return None
     folder = None if served.has_random_weights else served.folder
     dtype = torch_dtype(served.dtype)
+    if isinstance(served.vision, MobileConfig):
+        return MobileTower(served.vision, load_mobile_weights(folder, served.vision, dtype, device))
     return VisionTower(served.vision, load_vision_weights(folder, served.vision, dtype, device), dtype, device)
 
 

@@ -20,7 +20,8 @@ from alignedserve.runtime.model.sharding.layer_stages import check_pipeline_para
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard, check_tensor_parallel
 from alignedserve.runtime.model.stored_weights import StoredWeights
 from alignedserve.runtime.model.vision.families import read_vision
-from alignedserve.runtime.model.vision.vision_config import CACHE_BYTES, VisionConfig
+from alignedserve.runtime.model.vision.mobile_config import SeeingConfig
+from alignedserve.runtime.model.vision.vision_config import CACHE_BYTES
 from alignedserve.text.tokenizer import Tokenizer
 from alignedserve.text.tokenizer_files import read_template
 
@@ -52,7 +53,7 @@ class ServedModel:
     pipeline_parallel: int = 1  # stages of a worker, each with layers of its own
     expert_parallel: int = 1  # processes of a worker that share the experts
     num_hosts: int = 1  # that the stages of a worker are on, one each; 1: all on its own
-    vision: VisionConfig | None = None  # by which it sees pictures; None: it does not
+    vision: SeeingConfig | None = None  # by which it sees pictures; None: it does not
     states_apart: bool = False  # large recurrent states have blocks of their own, not a part of each block of tokens
 
     @property
@@ -211,7 +212,7 @@ def _sampling(
 
 def _vision(
     config: ModelConfig | EncoderConfig, folder: Path | None, num_ranks: int, device: str
-) -> VisionConfig | None:
+) -> SeeingConfig | None:
     """Return how a decoder in a folder sees; None: it does not, or its ranks would not. Raises ModelError."""
     if folder is None or num_ranks > 1 or isinstance(config, EncoderConfig):
         return None

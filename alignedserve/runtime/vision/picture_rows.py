@@ -33,10 +33,10 @@ class PictureRows(NamedTuple):
         return hidden.index_copy_(0, self.rows, self.values[:, : hidden.shape[1]].to(hidden.dtype))
 
     def add_behind(self, layer: int, hidden: Tensor) -> None:
-        """Add to the residual stream [tokens, hidden_size] behind a layer what it gets there, in place."""
-        first = (layer + 1) * hidden.shape[1]
+        """Add to the residual stream [tokens, .., hidden_size] behind a layer what it gets there, in place."""
+        first = (layer + 1) * hidden.shape[-1]
         if first < self.values.shape[1]:
-            hidden.index_add_(0, self.rows, self.values[:, first : first + hidden.shape[1]].to(hidden.dtype))
+            hidden.index_add_(0, self.rows, self.values[:, first : first + hidden.shape[-1]].to(hidden.dtype))
 
     def are_inputs_alone(self, hidden_size: int) -> bool:
         """Return whether nothing is added behind layers."""

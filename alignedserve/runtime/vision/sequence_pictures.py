@@ -29,6 +29,7 @@ from alignedserve.messages.workers import PrefillRequest
 from alignedserve.pictures.decoder import PictureDecoder
 from alignedserve.runtime.vision.embedding_cache import EmbeddingCache
 from alignedserve.runtime.vision.encoding_queue import EncodingQueue, EncodingRun, TakeTurn
+from alignedserve.runtime.vision.mobile_tower import MobileTower
 from alignedserve.runtime.vision.picture_rows import IntArray, SequenceEmbeddings
 from alignedserve.runtime.vision.tower import Steps, VisionTower
 
@@ -93,7 +94,7 @@ class SequencePictures(_FailedSequences):
 
     def __init__(
         self,
-        tower: VisionTower,
+        tower: VisionTower | MobileTower,
         *,
         cache_bytes: int,
         take_turn: TakeTurn,

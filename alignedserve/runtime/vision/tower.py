@@ -9,6 +9,7 @@ from torch.nn import functional
 from alignedserve.pictures.decoder import Pixels
 from alignedserve.runtime.model.vision.vision_config import PositionKind, VisionConfig
 from alignedserve.runtime.model.vision.vision_weights import Connector, VisionLayer, VisionWeights
+from alignedserve.runtime.vision.scaled_pixels import scaled_pixels
 
 _STEP_ROWS = 256  # of a product, after which a pass may stand still
 
@@ -73,15 +74,8 @@ class VisionTower:
 
     def _patches(self, pixels: Pixels) -> tuple[Tensor, int, int]:
         """Return the patches [patches, pixels of one], row by row, and the numbers of rows and columns."""
-        scaling, edge = self.config.form.scaling, self.config.patch_size
-        if scaling.is_short:
-            values = torch.from_numpy(pixels.copy()).to(torch.bfloat16) * scaling.rescale
-        else:  # as transformers rounds: float64 once, then float32
-            values = (torch.from_numpy(pixels.copy()).double() * scaling.rescale).float()
-        mean, deviation = (
-            torch.tensor(rgb, dtype=values.dtype)[:, None, None] for rgb in (scaling.mean, scaling.deviation)
-        )
-        values = ((values - mean) / deviation).to(self._device, self._dtype)
+        edge = self.config.patch_size
+        values = scaled_pixels(pixels, self.config.form.scaling).to(self._device, self._dtype)
         channels, height, width = values.shape
         rows, columns = height // edge, width // edge
         values = values[:, : rows * edge, : columns * edge].reshape(channels, rows, edge, columns, edge)

@@ -78,7 +78,7 @@ _GEMMA3 = replace(
 )
 _GEMMA3N = replace(
     _GEMMA3,
-    title="Gemma 3n (text)",
+    title="Gemma 3n",
     names=names.GEMMA3N,
     defaults=(
         ("vocab_size", 262400),
@@ -216,7 +216,7 @@ DENSE: dict[str, FamilyForm] = {
         read=read_with_images,
     ),
     "gemma3n_text": _GEMMA3N,
-    "gemma3n": replace(_GEMMA3N, read=read_with_images),
+    "gemma3n": replace(_GEMMA3N, title="Gemma 3n, with pictures", read=read_with_images),
     "gemma4_text": _GEMMA4,
     "gemma4": replace(_GEMMA4, title="Gemma 4, with pictures", read=read_with_images),
     "llava": replace(_MISTRAL, title="Pixtral, with pictures", names=names.MISTRAL3, read=read_pixtral),

@@ -12,6 +12,8 @@ from alignedserve.pictures.form import BudgetForm, CanvasForm, CellsForm, RowsFo
 from alignedserve.runtime.model.decoder_parts import Activation, NormKind
 from alignedserve.runtime.model.hf_fields import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, read_activation
 from alignedserve.runtime.model.vision import names
+from alignedserve.runtime.model.vision.mobile_config import SeeingConfig
+from alignedserve.runtime.model.vision.mobile_fields import read_mobile
 from alignedserve.runtime.model.vision.tower_fields import (
     CLIP,
     HALVES,
@@ -32,13 +34,13 @@ from alignedserve.runtime.model.vision.vision_config import PositionKind, Vision
 
 _MAX_TILES = 256  # of one picture, however wide or high it is
 _ALWAYS = ("do_resize", "do_rescale", "do_normalize")
-_UNNORMALISED = ("gemma4",)  # by their processors: towers make the same of all pixels
+_UNNORMALISED = ("gemma3n", "gemma4")  # by their processors, or as these say
 
 # Of the model's fields and those of its processor of images; None: it does not see.
-Reader = Callable[[JsonFields, JsonFields], VisionConfig | None]
+Reader = Callable[[JsonFields, JsonFields], SeeingConfig | None]
 
 
-def read_vision(folder: Path, family: str) -> VisionConfig | None:
+def read_vision(folder: Path, family: str) -> SeeingConfig | None:
     """Read how the model in the folder sees; None: it does not, or not in a way that is read here.
 
     Raises ModelError naming the field, UnsupportedModel naming what is not supported.
@@ -393,5 +395,6 @@ VISION_FAMILIES: Mapping[str, Reader] = MappingProxyType(
         "gemma3": _gemma3,
         "llama4": _llama4,
         "gemma4": _gemma4,
+        "gemma3n": read_mobile,
     }
 )

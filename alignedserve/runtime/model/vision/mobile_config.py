@@ -1,0 +1,204 @@
+"""The configuration of MobileNet-V5, by which Gemma 3n sees: blocks of convolutions and attention; without torch."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import msgspec
+
+from alignedserve.core.block_layout import DTYPE_BYTES
+from alignedserve.pictures.form import CHANNELS, EncoderWork, FixedForm
+from alignedserve.runtime.model.vision.vision_config import VisionConfig
+
+STEM_KERNEL = 3
+FUSED_EXPANSION = 2  # of the block that makes one of the last two stages
+
+Shapes = dict[str, tuple[int, ...]]  # of tensors by their names in a block
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeBlock:
+    """A convolution that widens, and a product that narrows again."""
+
+    width: int
+    stride: int = 1
+    kernel: int = 3
+    expansion: int = 4
+
+    def shapes(self, in_width: int) -> Shapes:
+        """Return the tensors of a block that reads so many channels."""
+        inner = in_width * self.expansion
+        return {
+            "conv_exp.weight": (inner, in_width, self.kernel, self.kernel),
+            "bn1.weight": (inner,),
+            "conv_pwl.weight": (self.width, inner, 1, 1),
+            "bn2.weight": (self.width,),
+        }
+
+    def products(self, in_width: int, edge: int) -> int:
+        """Return the products of numbers of a square of so many places along an edge."""
+        inner, places = in_width * self.expansion, (-(-edge // self.stride)) ** 2
+        return places * inner * (in_width * self.kernel**2 + self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class InvertedBlock:
+    """A product that widens and one that narrows again, with convolutions of each channel alone before and between."""
+
+    width: int
+    stride: int = 1
+    first: int = 0  # the edge of the convolution before both; 0: there is none, as of the next
+    middle: int = 0
+    expansion: int = 4
+    is_scaled: bool = True  # each channel of what is added has a factor
+
+    def shapes(self, in_width: int) -> Shapes:
+        """Return the tensors of a block that reads so many channels."""
+        inner, found = in_width * self.expansion, Shapes()
+        if self.first:
+            found |= _convolved("dw_start", in_width, self.first)
+        found |= {"pw_exp.conv.weight": (inner, in_width, 1, 1), "pw_exp.bn.weight": (inner,)}
+        if self.middle:
+            found |= _convolved("dw_mid", inner, self.middle)
+        found |= {"pw_proj.conv.weight": (self.width, inner, 1, 1), "pw_proj.bn.weight": (self.width,)}
+        return found | ({"layer_scale.gamma": (self.width,)} if self.is_scaled else {})
+
+    def products(self, in_width: int, edge: int) -> int:
+        """Return the products of numbers of a square of so many places along an edge."""
+        inner, out = in_width * self.expansion, (-(-edge // self.stride)) ** 2
+        widened = edge**2 if self.middle else out
+        before = widened * in_width * (self.first**2 + inner)
+        return before + out * inner * (self.middle**2 + self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryBlock:
+    """Attention with one key head, whose keys and values may be of every other place alone."""
+
+    width: int
+    num_heads: int
+    head_dim: int
+    key_stride: int = 1
+    kernel: int = 3  # of the convolution that leaves places out
+    stride: int = 1
+
+    def shapes(self, in_width: int) -> Shapes:
+        """Return the tensors of a block that reads so many channels."""
+        inner, found = self.num_heads * self.head_dim, Shapes({"norm.weight": (in_width,)})
+        found["attn.query.proj.weight"] = (inner, in_width, 1, 1)
+        for part in ("attn.key", "attn.value"):
+            if self.key_stride > 1:
+                found[f"{part}.down_conv.weight"] = (in_width, 1, self.kernel, self.kernel)
+                found[f"{part}.norm.weight"] = (in_width,)
+            found[f"{part}.proj.weight"] = (self.head_dim, in_width, 1, 1)
+        return found | {"attn.output.proj.weight": (self.width, inner, 1, 1), "layer_scale.gamma": (self.width,)}
+
+    def products(self, in_width: int, edge: int) -> int:
+        """Return the products of numbers of a square of so many places along an edge."""
+        inner, keys = self.num_heads * self.head_dim, (-(-edge // self.key_stride)) ** 2
+        return edge**2 * inner * (in_width + self.width + 2 * keys) + 2 * keys * in_width * self.head_dim
+
+
+Block = EdgeBlock | InvertedBlock | QueryBlock
+
+
+class PlacedBlock(NamedTuple):
+    """A block of a tower."""
+
+    prefix: str  # of its tensors' names
+    block: Block
+    in_width: int
+    edge: int  # of what it reads, in places
+
+
+@dataclass(frozen=True, slots=True)
+class MobileConfig:
+    """A tower of stages of blocks, what makes one map of the last two stages, and prompt tokens of that."""
+
+    form: FixedForm  # whose tokens are those of the map, and an end mark
+    stages: tuple[tuple[Block, ...], ...]
+    stem_width: int
+    hidden_size: int  # of the map
+    out_width: int  # of a prompt token's input
+    num_marks: int  # rows of the table of marks
+    end_mark: int  # the row of the end mark
+    eps: float  # of the norms before and behind the last product
+    block_eps: float = 1e-6
+
+    @property
+    def map_edge(self) -> int:
+        """Return the places along an edge of the map."""
+        return math.isqrt(self.form.tokens - 1)
+
+    @property
+    def needs_caches(self) -> bool:
+        """See VisionConfig."""
+        return False
+
+    def blocks(self, stage: int) -> Iterator[PlacedBlock]:
+        """Yield the blocks of a stage."""
+        width, edge = self.stem_width, -(-self.form.edge // 2)
+        for number, blocks in enumerate(self.stages[: stage + 1]):
+            for place, block in enumerate(blocks):
+                if number == stage:
+                    yield PlacedBlock(f"blocks.{number}.{place}.", block, width, edge)
+                width, edge = block.width, -(-edge // block.stride)
+
+    @property
+    def fused(self) -> PlacedBlock:
+        """Return the block that makes the map of the last two stages."""
+        in_width = self.stages[-2][-1].width + self.stages[-1][-1].width
+        block = InvertedBlock(self.hidden_size, expansion=FUSED_EXPANSION, is_scaled=False)
+        last = [block for placed in self.stages[: len(self.stages) - 1] for block in placed]
+        edge = -(-self.form.edge // (2 * math.prod(block.stride for block in last)))
+        return PlacedBlock("msfa.ffn.", block, in_width, edge)
+
+    def tower_shapes(self) -> Shapes:
+        """Return the tensors of the tower by their names."""
+        found: Shapes = {
+            "conv_stem.conv.weight": (self.stem_width, CHANNELS, STEM_KERNEL, STEM_KERNEL),
+            "conv_stem.conv.bias": (self.stem_width,),
+            "conv_stem.bn.weight": (self.stem_width,),
+        }
+        for placed in self._placed():
+            found |= {placed.prefix + name: shape for name, shape in placed.block.shapes(placed.in_width).items()}
+        return found | {"msfa.norm.weight": (self.hidden_size,)}
+
+    def connector_shapes(self) -> Shapes:
+        """Return the tensors of what makes prompt tokens of the map."""
+        return {
+            "embedding.weight": (self.num_marks, self.hidden_size),
+            "hard_embedding_norm.weight": (self.hidden_size,),
+            "soft_embedding_norm.weight": (self.hidden_size,),
+            "embedding_projection.weight": (self.out_width, self.hidden_size),
+        }
+
+    def with_work(self, text_parameters: int) -> "MobileConfig":
+        """See VisionConfig: all pictures cost the same."""
+        stem = (self.form.edge // 2) ** 2 * self.stem_width * CHANNELS * STEM_KERNEL**2
+        products = stem + sum(placed.block.products(placed.in_width, placed.edge) for placed in self._placed())
+        products += self.form.tokens * self.hidden_size * self.out_width
+        work = EncoderWork(1, products / text_parameters / self.form.tokens, 0.0, 1)
+        return replace(self, form=msgspec.structs.replace(self.form, work=work))
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the number of weights."""
+        return sum(math.prod(shape) for shape in (self.tower_shapes() | self.connector_shapes()).values())
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Return the bytes of all weights in `dtype`."""
+        return self.num_parameters * DTYPE_BYTES[dtype]
+
+    def _placed(self) -> Iterator[PlacedBlock]:
+        for stage in range(len(self.stages)):
+            yield from self.blocks(stage)
+        yield self.fused
+
+
+def _convolved(name: str, width: int, kernel: int) -> Shapes:
+    return {f"{name}.conv.weight": (width, 1, kernel, kernel), f"{name}.bn.weight": (width,)}
+
+
+SeeingConfig = VisionConfig | MobileConfig
