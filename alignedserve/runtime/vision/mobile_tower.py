@@ -158,11 +158,12 @@ class _Parts:
             normed = yield from _by_places(hidden, norm, 1)
             keys = yield from key(normed)
             values = yield from value(normed)
-            of_heads = [each.flatten(0, 1).expand(1, block.num_heads, -1, -1) for each in (keys, values)]
+            shared = (1, block.num_heads, -1, -1)  # one head's keys and values for all
+            of_keys, of_values = (each.flatten(0, 1).expand(shared) for each in (keys, values))
 
             def attended(places: Tensor) -> Tensor:
                 queries = query(places).view(-1, *shape).transpose(0, 1)[None]
-                found = functional.scaled_dot_product_attention(queries, *of_heads)
+                found = functional.scaled_dot_product_attention(queries, of_keys, of_values)
                 return output(found[0].transpose(0, 1).flatten(1)).mul_(factors)
 
             added = yield from _by_places(normed, attended, _num(query, output) + 2 * block.num_heads * keys.numel())

@@ -15,7 +15,16 @@ from alignedserve.core.picture import Picture, PictureRun, picture_digest
 from alignedserve.core.request import SamplingParams
 from alignedserve.pictures.decoder import Pixels
 from alignedserve.pictures.decoding import decode
-from alignedserve.pictures.form import BudgetForm, CanvasForm, CellsForm, PictureForm, RowsForm, Size, SquareForm
+from alignedserve.pictures.form import (
+    BudgetForm,
+    CanvasForm,
+    CellsForm,
+    PictureForm,
+    RowsForm,
+    Size,
+    SquareForm,
+    TiledForm,
+)
 from alignedserve.pictures.outcomes import Decoded, Task
 from alignedserve.runtime.attention.backend import AUTO, TORCH
 from alignedserve.runtime.engine.engine import NewSequence
@@ -127,6 +136,7 @@ def expected_text(family: str, form: PictureForm, file: bytes, parts: Any) -> st
         rows, columns = (edge // form.cell_edge for edge in parts.shape[-2:])
         tokens = ([form.mark] * columns + [form.row_end]) * rows
         return "".join([*tokens[:-1], form.end])
+    assert isinstance(form, TiledForm), f"a form of no family: {form}"
     found = processed(family, file, return_row_col_info=True)
     text_of = import_module("transformers.models.smolvlm.processing_smolvlm").get_image_prompt_string
     marks = (form.fence, form.mark, form.whole)
