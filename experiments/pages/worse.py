@@ -39,11 +39,6 @@ _BURSTS = (
     " told neither; one seed has one burst, and at the other variation of LongBench it is ahead by as much"
     " ([more](apt_serve.md#opt-13b-at-the-papers-rates-bursts-of-300-requests))."
 )
-_KEPT_BLOCKS = (
-    "Newcomers that are late anyway leave the blocks that requests on time held lately; here most are late, and without"
-    " that rule it serves 1.8 times as many tokens"
-    " ([more](accelgen.md#figure-11-opt-13b-8-requestss-three-seeds-of-100-s))."
-)
 _LEARNED_COSTS = (
     "With costs told it is better; learned ones are off by no more than 3 %, and why so little decides has not been"
     " found ([more](alise.md#aligned_slo-on-alpaca))."
@@ -56,7 +51,6 @@ WHY: Mapping[str, str] = {  # by the names of the rows
     "AlignedServe, tokens/s, one block: ShareGPT, LongBench, Azure": _STRAGGLERS,
     "BROS, burst of 120 s at 10/s (three seeds): held, best-effort requests/s": _BEST_EFFORT,
     "the same, best-effort requests/s": _BEST_EFFORT,
-    "AccelGen, 8/s (three seeds): tokens/s, requests/s, goodput/s": _KEPT_BLOCKS,
     "the same: iteration-level SLOs, deadlines held": _DEADLINES,
     "AccelGen, tokens/s: Llama-2-13B, OPT-175B, Llama-3-70B": _MORE_REQUESTS,
     "the same, iteration-level SLOs": _LONG_ITERATIONS,
