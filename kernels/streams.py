@@ -5,7 +5,7 @@ Streams are [rows, streams, hidden_size]; layers compute stream 0. All sums are 
 that a row's result does not depend on the rows beside it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.linear import Linear, Projection
 from kernels.norm import Norm
 
+_TILE_NUMBERS = 1 << 17
 _LEAST = 1e-5  # of the mean square of a stream that is brought to another's size
 
 
@@ -53,22 +54,28 @@ class StreamMix:
 
     def predicted(self, streams: Tensor) -> Tensor:
         """Return what the streams may be behind the layer."""
-        count, given = self._num_streams, streams.float()
-        factors = _weighted(self._shares(streams[:, 0].contiguous()), self._predictions)
-        found = []
-        for one in range(count):
-            total = given[:, 0] * factors[:, count * one, None]
+        count = self._num_streams
+        factors = _weighted(self._shares(streams[:, 0].contiguous()), self._predictions).view(-1, count, count, 1)
+
+        def predict(part: slice) -> Tensor:
+            given, own = streams[part].float(), factors[part]
+            total = given[:, None, 0] * own[:, :, 0]
             for other in range(1, count):
-                total = total + given[:, other] * factors[:, count * one + other, None]
-            found.append(total.add_(given[:, one]))
-        return torch.stack(found, 1).to(streams.dtype)
+                total.add_(given[:, None, other] * own[:, :, other])
+            return total.add_(given)
+
+        return _by_tiles(predict, streams)
 
     def corrected(self, predicted: Tensor, computed: Tensor) -> Tensor:
         """Return the streams, by what the layer has made of the first one [rows, hidden_size]."""
         factors = _weighted(self._shares(computed), self._corrections).add_(1.0)
-        given = predicted.float()
-        missed = computed.float() - given[:, 0]
-        return (missed[:, None] * factors[:, :, None]).add_(given).to(computed.dtype)
+
+        def correct(part: slice) -> Tensor:
+            given = predicted[part].float()
+            missed = computed[part].float() - given[:, 0]
+            return (missed[:, None] * factors[part, :, None]).add_(given)
+
+        return _by_tiles(correct, predicted)
 
     def scaled(self, corrected: Tensor) -> Tensor:
         """Return the corrected stream 0 as the layer's inputs are multiplied with it."""
@@ -104,6 +111,18 @@ class StreamEnds:
         for stream, product in enumerate(self._narrowing, start=1):
             total = total + _resized(product(streams[:, stream].contiguous()), size)
         return total / (len(self._narrowing) + 1)
+
+
+def _by_tiles(function: Callable[[slice], Tensor], streams: Tensor) -> Tensor:
+    """Compute a function of rows of streams in tiles that stay in a processor's caches -> as `streams`."""
+    at_once = max(_TILE_NUMBERS // streams[0].numel(), 1) if len(streams) else 1
+    if len(streams) <= at_once:
+        return function(slice(None)).to(streams.dtype)
+    made = torch.empty_like(streams)
+    for first in range(0, len(streams), at_once):
+        part = slice(first, first + at_once)
+        made[part] = function(part)
+    return made
 
 
 def _weighted(shares: Tensor, weights: Tensor) -> Tensor:
