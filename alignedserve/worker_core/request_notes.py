@@ -232,8 +232,9 @@ class WorkerNotes:
     # --- what it does
 
     def _loading(self, command: LoadBlocks, now: float) -> None:
+        source = command.source.partition(" ")[0]  # of the names of an arena that a process lends
         for load in command.loads:
-            self._note(load.request_id, Step.LOADING, now, peer=command.source)
+            self._note(load.request_id, Step.LOADING, now, peer=source)
 
     def _stop(self, event: IterationCompleted, now: float) -> None:
         """Note what the end of an iteration tells of the stop of another, or of its own."""

@@ -110,6 +110,8 @@ def _phases(notes: Sequence[SourcedNote], end_s: float) -> Iterator[Phase]:
 
 def _place(one: SourcedNote) -> str:
     """Return the process at which a phase is that begins with this note."""
+    if one.note.step is Step.MOVED and one.note.peer:
+        return one.note.peer
     return GATEWAY if one.note.step is Step.FINISHED else one.source
 
 

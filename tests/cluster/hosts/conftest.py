@@ -45,6 +45,7 @@ def rehearsal() -> Iterator[Rehearsal]:
     with _folder() as folder:
         write_adapter(folder / "adapters" / "terse", resolve_model(ModelSectionConfig()).decoder)
         own = ("batches.enabled=true", f"batches.folder={folder / 'state'}", "decode.max_running_requests=8")
+        own = (*own, "router.moves_between_nodes=true")
         settings = (*SETTINGS, *own, f"lora.allowed_folder={folder / 'adapters'}")
         hosts = NamespaceHosts(2, folder, [Path(entry) for entry in sys.path if Path(entry).is_dir()])
         made = Rehearsal(hosts, settings, SOON, MODELS)

@@ -5,6 +5,7 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -36,6 +37,8 @@ pytestmark = [
 ]
 
 FAULT_S = 6.0
+_MOVE_ROUNDS = 6
+_NUM_QUESTIONS = 7  # about one text, with whose cache they stay until no time is left there
 
 
 def complete(url: str, api_key: str) -> str:
@@ -49,9 +52,10 @@ def complete(url: str, api_key: str) -> str:
     return str(document["choices"][0]["message"]["content"])
 
 
-def ask(url: str, api_key: str, body: bytes | None = None, kind: str = "application/json") -> bytes:
-    """Ask by GET, or by a POST of this body."""
-    request = urllib.request.Request(url, body, {"content-type": kind, "Authorization": f"Bearer {api_key}"})
+def ask(url: str, api_key: str, body: bytes | None = None, kind: str = "application/json", **more: str) -> bytes:
+    """Ask by GET, or by a POST of this body; `more`: headers."""
+    headers = {"content-type": kind, "Authorization": f"Bearer {api_key}", **more}
+    request = urllib.request.Request(url, body, headers)
     with urllib.request.urlopen(request, timeout=60.0) as response:
         content: bytes = response.read()
     return content
@@ -118,6 +122,40 @@ def test_a_wrong_token_a_second_cluster_and_a_process_of_another_cluster_are_ref
     assert "token" in said
     said = rehearsal.on_host(0, "RAY_ADDRESS=auto alignedserve serve --set gateway.port=8100", timeout_s=120.0)
     assert "a cluster serves on these hosts already; end it with `alignedserve stop`" in said
+
+
+def long_answer(url: str, api_key: str, prompt: str, **headers: str) -> dict[str, Any]:
+    """Ask for 700 tokens."""
+    body = {"model": "pocket", "prompt": prompt, "max_tokens": 700, "ignore_eos": True, "temperature": 0}
+    return dict(json.loads(ask(f"{url}/v1/completions", api_key, json.dumps(body).encode(), **headers)))
+
+
+def moved_of_questions(url: str, api_key: str, text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Ask several questions about a text at once; return those, with their answers, whose decodes moved."""
+
+    def asked(prompt: str) -> tuple[str, dict[str, Any]]:
+        return prompt, long_answer(url, api_key, prompt, **{"x-slo-tpot-ms": "3"})
+
+    def courses() -> list[dict[str, Any]]:
+        return [json.loads(ask(f"{url}/v1/requests/{answer['id']}", api_key)) for _, answer in answers]
+
+    long_answer(url, api_key, text)
+    with ThreadPoolExecutor(_NUM_QUESTIONS) as pool:
+        answers = list(pool.map(asked, [f"{text} {question}" for question in range(_NUM_QUESTIONS)]))
+    wait_until(lambda: all(course["complete"] for course in courses()), 30.0, courses)
+    steps = [[event["step"] for event in course["choices"][0]["events"]] for course in courses()]
+    return [one for one, of_one in zip(answers, steps, strict=True) if "moved" in of_one]
+
+
+def test_a_decode_moves_to_another_host_and_its_answer_is_the_same(rehearsal: Rehearsal) -> None:
+    url, key = rehearsal.urls()[0], rehearsal.api_key
+    texts = (f"text {number}" + 1200 * " otter" for number in range(_MOVE_ROUNDS))
+    moved = next((found for text in texts if (found := moved_of_questions(url, key, text))), [])
+    assert moved
+    for prompt, answer in moved:
+        assert long_answer(url, key, prompt)["choices"][0]["text"] == answer["choices"][0]["text"]
+    said = rehearsal.on_host(0, f"ALIGNEDSERVE_API_KEY={key} alignedserve explain {moved[0][1]['id']} --url {url}")
+    assert "moved to worker-" in " ".join(said.split()), said
 
 
 @pytest.mark.parametrize("fault", ["loss", "delay"])
