@@ -24,6 +24,8 @@ SOURCES = (
     "attention_module",
     "attention_plain",
     "attention_avx2",
+    "amx",
+    "attention_amx",
     "attention_avx512bf16",
     "rows_module",
     "rows_plain",
@@ -62,8 +64,11 @@ SOURCES = (
     "nanobind",
 )
 HEADERS = (
+    "amx",
+    "amx_tiles",
     "attention",
     "attention_ahead",
+    "attention_by_tiles",
     "attention_division",
     "attention_int8",
     "attention_int8_chunks",

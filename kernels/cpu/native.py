@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _OPENMP = "libgomp.so.1"
+TILES = "amx"  # the level of attention that has them
 
 
 def load_native(name: str) -> Any:
@@ -27,6 +28,11 @@ def supported_levels() -> tuple[str, ...]:
     """List the instruction sets of attention that this processor has and that are built, best first."""
     native = load_native("BlockCache")
     return () if native is None else tuple(native.supported_levels())
+
+
+def vector_levels() -> tuple[str, ...]:
+    """List those that all kernels have: tiles (AMX) multiply products and attention alone."""
+    return tuple(level for level in supported_levels() if level != TILES)
 
 
 def built_at() -> int:

@@ -26,7 +26,7 @@ Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 # Instruction sets that kernels are compiled for, best first.
-LEVELS = ("avx512bf16", "avx2", "plain")
+LEVELS = ("amx", "avx512bf16", "avx2", "plain")
 
 
 class PagedPlan(Protocol):

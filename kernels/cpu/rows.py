@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.cpu.native import load_native, supported_levels
+from kernels.cpu.native import load_native, vector_levels
 from kernels.int8_rows import int8_row_width
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -22,7 +22,7 @@ def native_level(dtype: torch.dtype, device: torch.device) -> str | None:
     """Return the best level that runs here for tensors of this kind; None: use plain PyTorch."""
     if _native is None or device.type != "cpu" or dtype not in DTYPES:
         return None
-    levels = supported_levels()
+    levels = vector_levels()
     return levels[0] if levels else None
 
 

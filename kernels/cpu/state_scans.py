@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cpu.native import load_native, supported_levels
+from kernels.cpu.native import load_native, vector_levels
 from kernels.states.state_rows import StateRows
 
 _native = load_native("convolve")
@@ -29,7 +29,7 @@ def scan_level(*tensors: Tensor) -> str | None:
     """Return the best level that runs here for these tensors; None: use plain PyTorch."""
     if _native is None or any(each.device.type != "cpu" or each.dtype != torch.float32 for each in tensors):
         return None
-    levels = supported_levels()
+    levels = vector_levels()
     return levels[0] if levels else None
 
 

@@ -97,7 +97,7 @@ struct Scratch {
     float* sections;      // [rows, padded_dim]: sums of the sections that are complete
     float* keys;          // [padded_dim, kKeys]: a packed tile
     float* values;        // [kKeys, padded_dim]
-    float* dots;          // [heads, 16, 16]: what is still to be summed of the scores of some tokens
+    float* dots;          // [heads, dot_floats()]
     float* scores;        // [rows, kKeys]
     float* weights;       // [kRows, kKeys]
     float* maxima;        // [rows]
@@ -107,11 +107,14 @@ struct Scratch {
 
     // One row per head of a decoding token, or per token and head of a piece of a chunk.
     static size_t rows(const Shape& shape) {
-        return shape.num_heads() > kChunkRows ? shape.num_heads() : kChunkRows;
+        const size_t most = shape.num_heads() > kChunkRows ? shape.num_heads() : kChunkRows;
+        return (most + 15) / 16 * 16;  // tiles have so many
     }
+    // Of each head, what is to be summed of some scores, or its query once more.
+    static size_t dot_floats(const Shape& shape) { return shape.padded_dim() > 512 ? shape.padded_dim() / 2 : 256; }
     static size_t floats(const Shape& shape) {
         const size_t padded = shape.padded_dim();
-        return rows(shape) * (3 * padded + kKeys + 4) + 2 * kKeys * padded + kRows * kKeys + 256 * shape.num_heads() + 16;
+        return rows(shape) * (3 * padded + kKeys + 4) + 2 * kKeys * padded + kRows * kKeys + dot_floats(shape) * shape.num_heads() + 16;
     }
     static Scratch in(const Shape& shape, float* memory) {
         const size_t num_rows = rows(shape), padded = shape.padded_dim();
@@ -123,7 +126,7 @@ struct Scratch {
         scratch.values = scratch.keys + kKeys * padded;
         scratch.weights = scratch.values + kKeys * padded;
         scratch.dots = scratch.weights + kRows * kKeys;
-        scratch.scores = scratch.dots + size_t(256) * shape.num_heads();
+        scratch.scores = scratch.dots + dot_floats(shape) * shape.num_heads();
         scratch.maxima = scratch.scores + num_rows * kKeys;
         scratch.sums = scratch.maxima + num_rows;
         scratch.section_maxima = scratch.sums + num_rows;

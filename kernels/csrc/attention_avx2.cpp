@@ -11,6 +11,7 @@
 #define LEVEL avx2
 #define WIDTH 8
 #define HAS_BF16_DOT 0
+#define HAS_TILES 0
 #include "attention_level.h"
 #include "attention_tiles.h"
 

@@ -11,6 +11,7 @@
 #define LEVEL avx512bf16
 #define WIDTH 16
 #define HAS_BF16_DOT 1
+#define HAS_TILES 0
 #include "attention_level.h"
 #include "attention_tiles.h"
 

@@ -2,6 +2,7 @@
 //   LEVEL        the namespace
 //   WIDTH        floats per vector
 //   HAS_BF16_DOT 1 where a bfloat16 dot product exists (AVX512-BF16)
+//   HAS_TILES    1 where tiles of bfloat16 are multiplied (AMX)
 // after all headers: what a header defines must not be compiled for this level's instructions.
 
 namespace paged {
@@ -192,11 +193,17 @@ inline float share_of_weights(const Sums& row, const float* sink) {
     return weight / fused(*row.sum, weight, power_of_two(*sink - most));
 }
 
+// Where tiles sum values, sums of no key may turn a zero that was rounded from below into one from above.
+template <typename Type>
+constexpr bool has_signless_zeros = HAS_TILES && Type::kVectors == 2;
+
 template <typename Type>
 inline void write_head(const Shape& shape, const float* accumulator, float share, char* to) {
     for (int d = 0; d < shape.head_dim; d += Type::kElements) {
         Floats parts[Type::kVectors];
-        for (int v = 0; v < Type::kVectors; ++v) parts[v] = load(accumulator + d + v * WIDTH) * share;
+        for (int v = 0; v < Type::kVectors; ++v)
+            parts[v] = has_signless_zeros<Type> ? fused(load(accumulator + d + v * WIDTH), same(share), Floats{})
+                                                : load(accumulator + d + v * WIDTH) * share;
         Type::put(to + int64_t(d) * Type::kBytes, shape.head_dim - d, parts);
     }
 }

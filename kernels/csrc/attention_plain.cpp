@@ -7,6 +7,7 @@
 #define LEVEL plain
 #define WIDTH 4
 #define HAS_BF16_DOT 0
+#define HAS_TILES 0
 #include "attention_level.h"
 #include "attention_tiles.h"
 

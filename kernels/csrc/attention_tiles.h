@@ -128,6 +128,9 @@ struct ScaledTiles {
 #if HAS_BF16_DOT
 #include "attention_int8_chunks.h"
 #endif
+#if HAS_TILES
+#include "attention_by_tiles.h"
+#endif
 
 // All rows over one packed tile, in runs of at most kRows and about equal length.
 template <typename Type, typename AnyTile>
@@ -232,6 +235,20 @@ inline void decode_int8(const Shape& shape, const Call& call, const Piece& piece
 }
 #endif
 
+// bfloat16 by tiles where there are any.
+#if HAS_TILES
+inline void chunk_bfloat16(const Shape& shape, const Call& call, const ChunkPiece& piece, const Scratch& scratch) {
+    const TinyIsZero rounding;
+    chunk_typed<BFloat16, MatrixTiles>(shape, call, piece, scratch);
+    _tile_release();  // else a change of threads would have 8 KB more to save
+}
+
+constexpr auto decode_bfloat16 = decode_by_tiles;
+#else
+constexpr auto chunk_bfloat16 = chunk_typed<BFloat16>;
+constexpr auto decode_bfloat16 = decode_any<BFloat16>;
+#endif
+
 void decode_piece(const Shape& shape, const Call& call, const Piece& piece, const Piece* next, const Scratch& scratch,
                   float* partials) {
     Shape own = shape;
@@ -244,7 +261,7 @@ void decode_piece(const Shape& shape, const Call& call, const Piece& piece, cons
     heads.out += piece.first_head * shape.group * shape.row_head_bytes();
     if (heads.sinks) heads.sinks += piece.first_head * shape.group;
     const auto decode = shape.is_int8 ? shape.is_bfloat16 ? decode_int8<NaturalBFloat16> : decode_int8<Float32>
-                        : shape.is_bfloat16 ? decode_any<BFloat16> : decode_any<Float32>;
+                        : shape.is_bfloat16 ? decode_bfloat16 : decode_any<Float32>;
     decode(own, heads, piece, next, scratch, partials);
 }
 
@@ -258,11 +275,14 @@ inline void chunk_int8(const Shape& shape, const Call& call, const ChunkPiece& p
 
 void chunk_piece(const Shape& shape, const Call& call, const ChunkPiece& piece, const Scratch& scratch) {
     const auto chunk = shape.is_int8 ? shape.is_bfloat16 ? chunk_int8<NaturalBFloat16> : chunk_int8<Float32>
-                       : shape.is_bfloat16 ? chunk_typed<BFloat16> : chunk_typed<Float32>;
+                       : shape.is_bfloat16 ? chunk_bfloat16 : chunk_typed<Float32>;
     chunk(shape, call, piece, scratch);
 }
 
 void merge(const Shape& shape, const Call& call, int64_t row, const Scratch& scratch, const float* partials, int64_t count) {
+#if HAS_TILES
+    const TinyIsZero rounding;
+#endif
     const auto merge_rows = shape.is_bfloat16 ? shape.is_int8 ? merge_typed<NaturalBFloat16> : merge_typed<BFloat16>
                             : merge_typed<Float32>;
     merge_rows(shape, call, row, scratch, partials, count);

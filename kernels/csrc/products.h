@@ -9,12 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-// Older compilers do not know the instructions for tiles.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11 && defined(__linux__)
-#define HAS_AMX_LEVEL 1
-#else
-#define HAS_AMX_LEVEL 0
-#endif
+#include "amx.h"
 
 namespace products {
 

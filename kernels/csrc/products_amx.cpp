@@ -2,9 +2,6 @@
 #include "products.h"
 
 #if HAS_AMX_LEVEL
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <immintrin.h>
 
 #include <cstring>
@@ -21,24 +18,7 @@
 
 namespace products {
 
-// The system keeps the tiles of threads that pause for processes that have asked for that, once, for all their threads
-// and children.
-static bool has_permission() {
-    constexpr long kAsk = 0x1023, kTileData = 18;
-    return syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
-}
-
-static bool has_tiles() {
-    return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") &&
-           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
-           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           has_permission();
-}
-
-static bool is_supported(Element element) {
-    static const bool has = has_tiles();
-    return element != Element::float32 && has;
-}
+static bool is_supported(Element element) { return element != Element::float32 && processor::has_tiles(); }
 
 extern const Level amx_level = {"amx",      is_supported,    WIDTH,       amx::kMostRows, amx::kTileSteps, amx::multiply,
                                amx::round, amx::interleave, amx::convert};

@@ -10,28 +10,13 @@ namespace products {
 namespace LEVEL {
 namespace {
 
-constexpr int kTileRows = 16, kTileBytes = 64;
+#include "amx_tiles.h"
+
 constexpr int kTileSteps = 16;                            // of a panel, or words of a row
 constexpr int kMostRows = 2 * kTileRows;                  // that are multiplied at a time
 constexpr int64_t kBlockBytes = kTileSteps * kStepBytes;  // of 16 steps of a panel
 constexpr int64_t kChunkBlocks = 12;                      // that stay in the first cache while rows pass
 constexpr int64_t kChunkedRows = 512;                     // of a part with more blocks, at most
-
-// The shapes of tiles, as the processor reads them.
-struct TileShapes {
-    uint8_t palette = 1, start_row = 0, unused[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-
-    void set(int tile, int num_rows) {
-        row_bytes[tile] = kTileBytes;
-        rows[tile] = uint8_t(num_rows);
-    }
-};
-static_assert(sizeof(TileShapes) == 64, "as the processor reads it");
-
-// What was written is in memory before a tile is loaded: the compiler does not know what is read then.
-inline void finish_writing() { __asm__ volatile("" ::: "memory"); }
 
 // Tiles 0 and 1 have the sums of the first rows by both vectors, 2 and 3 those of the second ones; 4 and 5 are inputs of
 // the first and second rows, 6 and 7 weights of both vectors.

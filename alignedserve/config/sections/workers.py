@@ -69,7 +69,7 @@ class EngineConfig(Section, frozen=True):
     # Processes of each worker that share a mixture's experts, whole ones each; the rest of the model is in the first.
     expert_parallel: int = 1
     attention_backend: str = (
-        "auto"  # native kernels (avx512bf16, avx2, plain), triton on a GPU, or torch; auto: the best here
+        "auto"  # native kernels (amx, avx512bf16, avx2, plain), triton on a GPU, or torch; auto: the best here
     )
     # Tokens that a grammar forces are computed several in one iteration; when unset, on CPUs, where it is measured.
     jump_ahead: bool | None = None
@@ -92,7 +92,7 @@ class EngineConfig(Section, frozen=True):
         self._require(1 <= self.tensor_parallel <= 64, "tensor_parallel", "must be between 1 and 64")
         self._require(1 <= self.pipeline_parallel <= 64, "pipeline_parallel", "must be between 1 and 64")
         self._require(1 <= self.expert_parallel <= 64, "expert_parallel", "must be between 1 and 64")
-        levels = ("auto", "avx512bf16", "avx2", "plain", "triton", "torch")
+        levels = ("auto", "amx", "avx512bf16", "avx2", "plain", "triton", "torch")
         self._require(self.attention_backend in levels, "attention_backend", f"must be one of {', '.join(levels)}")
         self._require(0.0 <= self.calibration_s <= 600.0, "calibration_s", "must be between 0 and 600")
         transports = ("auto", "shm", "tcp", "gloo", "cuda_ipc")

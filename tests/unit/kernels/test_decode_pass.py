@@ -18,7 +18,7 @@ from kernels.cpu.decode_pass import (
     LayerParts,
     decode_pass_available,
 )
-from kernels.cpu.native import supported_levels
+from kernels.cpu.native import supported_levels, vector_levels
 from kernels.cpu.paged_attention import PagedAttention, PagedPlan
 from kernels.cpu.rows import HeadRows, NormRows, highest
 from kernels.sampling import mask_tokens_
@@ -32,7 +32,7 @@ NUM_LAYERS = 2
 
 
 def norm(width: int = WIDTH, dtype: torch.dtype = torch.float32) -> NormRows:
-    return NormRows(torch.ones(width, dtype=dtype), None, 1e-5, is_rms=True, level=supported_levels()[0])
+    return NormRows(torch.ones(width, dtype=dtype), None, 1e-5, is_rms=True, level=vector_levels()[0])
 
 
 def product(columns: int, width: int) -> tuple[Any, ...]:
@@ -46,7 +46,7 @@ def layer(**changed: Any) -> LayerParts:
 
 
 def make_pass(*layers: LayerParts) -> DecodePass:
-    place = HeadRows(HEADS, KV_HEADS, HEAD_DIM, torch.float32, level=supported_levels()[0])
+    place = HeadRows(HEADS, KV_HEADS, HEAD_DIM, torch.float32, level=vector_levels()[0])
     return DecodePass(layers, place, WIDTH, torch.float32)
 
 
@@ -132,7 +132,7 @@ def test_parts_that_do_not_fit_together_are_refused(changed: Callable[[], dict[s
 
 
 @each("num_threads", [1, 2])
-@each("level", supported_levels())
+@each("level", vector_levels())
 @each("head", [lambda: product(75, WIDTH), lambda: (*product(40, WIDTH), *product(55, WIDTH))])
 def test_the_highest_are_sought_among_the_tokens_that_a_row_may_choose(
     head: Callable[[], tuple[Any, ...]], num_threads: int, level: str
@@ -157,7 +157,7 @@ def test_the_highest_are_sought_among_the_tokens_that_a_row_may_choose(
     torch.set_num_threads(1)
     masked = (places >= 0).nonzero()[:, 0]
     mask_tokens_(logits, masked, bits[places[masked]])
-    expected = highest(logits, level=supported_levels()[0])
+    expected = highest(logits, level=vector_levels()[0])
     assert torch.equal(found.token_ids, expected[0])
     assert torch.equal(found.values.nan_to_num(7.0), expected[1].nan_to_num(7.0))
     assert found.values[3] == -torch.inf

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.native import supported_levels
+from kernels.cpu.native import vector_levels
 from kernels.cpu.rows import HeadRows
 from kernels.int8_rows import dequantise_rows, int8_row_width, quantise_rows
 from kernels.rotary import HeadPlacement
 
 # The levels of operations on rows go by the names of those of attention.
-levels = pytest.mark.parametrize("level", supported_levels() or [pytest.param("", marks=pytest.mark.skip("not built"))])
+levels = pytest.mark.parametrize("level", vector_levels() or [pytest.param("", marks=pytest.mark.skip("not built"))])
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 

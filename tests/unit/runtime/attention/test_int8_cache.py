@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 # integers of 16 bits lose more: some hundredth of what rounding to the cache has lost, two of them in heads of a few
 # elements, whose errors do not average out.
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
-INTEGERS, INTEGERS_TOLERANCE, NARROW_HEAD = "avx512bf16", 2e-4, 16
+INTEGERS, INTEGERS_TOLERANCE, NARROW_HEAD = ("amx", "avx512bf16"), 2e-4, 16
 LENGTHS = [1, 3, 33, 100, 1501, 31, 32, 64, 129]
 LAYER = 1
 
@@ -122,7 +122,7 @@ def clear_unused_slots(batch: Batch) -> None:
 
 
 def tolerance_of(dtype: torch.dtype, backend: str, head_dim: int) -> float:
-    if backend != INTEGERS:
+    if backend not in INTEGERS:
         return TOLERANCES[dtype]
     return max(TOLERANCES[dtype], INTEGERS_TOLERANCE * (2 if head_dim < NARROW_HEAD else 1))
 
