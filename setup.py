@@ -69,6 +69,7 @@ HEADERS = (
     "attention",
     "attention_ahead",
     "attention_by_tiles",
+    "attention_by_tiles_decode",
     "attention_division",
     "attention_int8",
     "attention_int8_chunks",

@@ -62,11 +62,13 @@ inline void pack_whole_values(const Shape& shape, const char* values, const int6
     std::memset(packed + size_t(pairs) * dim, 0, size_t(whole / 2 - pairs) * dim * sizeof(float));
 }
 
-// A packed tile of keys, multiplied by tiles.
-struct MatrixTile : Tile {};
+// A packed tile of keys, multiplied by tiles, while the slots of the next are fetched.
+struct MatrixTile : Tile {
+    NextSlots next;
+};
 
 struct MatrixTiles {
-    static constexpr bool kHasScales = false;
+    static constexpr bool kHasScales = false, kFetchesMeanwhile = true;
 
     static inline void begin(const Shape&, const Scratch&, int num_rows) {
         TileShapes shapes;
@@ -80,7 +82,7 @@ struct MatrixTiles {
         const int64_t head = kv_head * shape.head_bytes();
         pack_keys<BFloat16, BFloat16>(shape, call.keys + head, offsets, count, scratch.keys);
         pack_whole_values(shape, call.values + head, offsets, count, kKeys, scratch.values);
-        return {{first, count}};
+        return {{first, count}, {}};
     }
 };
 
@@ -111,253 +113,145 @@ inline void score_matrix(const Shape& shape, const float* queries, const float* 
     _tile_stored(3, scores + 3 * WIDTH, kKeyLine);
 }
 
-// Rows [at, at + n). Where tiles are shaped to more, what follows them in the scratch is a row of the next run, whose
-// scores come later, or none.
-inline void attend_matrix(const Shape& shape, const Scratch& scratch, const QueryRows& rows, int at, int n,
-                          const MatrixTile& tile) {
-    const int count = visible_keys(rows, at, n, tile);
-    if (!count) return;
+// The totals of four vectors, each in the order of `total`, or the highest numbers.
+template <typename Joined>
+inline __m128 joined_lanes(const Floats* x, Joined joined) {
+    const Floats ab = joined(__builtin_shufflevector(x[0], x[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+                             __builtin_shufflevector(x[0], x[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+    const Floats cd = joined(__builtin_shufflevector(x[2], x[3], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+                             __builtin_shufflevector(x[2], x[3], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+    Floats all = joined(__builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+                        __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
+    all = joined(all, PAIRS(all));
+    all = joined(all, ONES(all));
+    const __m512i firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+    return _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, (__m512)all));
+}
+
+// What `soften` does with four rows of kKeys scores that lie one after another, number for number.
+__attribute__((noinline)) void soften_four(float* scores, float factor, const Sums& rows, size_t padded, int dim) {
+    constexpr int kVectors = kKeys / WIDTH;
+    Floats high[4], totals[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+        high[r] = load(scores + r * kKeys);
+        Floats all = seen(Floats{}, high[r]);
+#pragma GCC unroll 4
+        for (int t = 1; t < kVectors; ++t) {
+            const Floats x = load(scores + r * kKeys + t * WIDTH);
+            high[r] = larger(high[r], x);
+            all = seen(all, x);
+        }
+        totals[r] = remainder_of(all);
+    }
+    const __m128 most = _mm_mul_ps(joined_lanes(high, [](Floats a, Floats b) { return larger(a, b); }), _mm_set1_ps(factor));
+    const __m128 bound = _mm_add_ps(_mm_loadu_ps(rows.maximum), _mm_set1_ps(kSlack));
+    if (const int rising = _mm_movemask_ps(_mm_cmpgt_ps(most, bound)))
+        for (int r = 0; r < 4; ++r)
+            if (rising >> r & 1)
+                raise_maximum({rows.accumulator + r * padded, rows.maximum + r, rows.sum + r}, most[r], dim);
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+        float* own = scores + r * kKeys;
+        const Floats factors = same(factor), shift = same(-rows.maximum[r]);
+#pragma GCC unroll 2
+        for (int t = 0; t < kKeys; t += 2 * WIDTH) {
+            const Floats a = power_of_two<true>(fused(load(own + t), factors, shift));
+            const Floats b = power_of_two<true>(fused(load(own + t + WIDTH), factors, shift));
+            totals[r] += a + b;
+            const __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+            std::memcpy(own + t / 2, &pairs, sizeof pairs);
+        }
+    }
+    const __m128 added = joined_lanes(totals, [](Floats a, Floats b) { return a + b; });
+    _mm_storeu_ps(rows.sum, _mm_add_ps(_mm_loadu_ps(rows.sum), added));
+}
+
+// Rows of scores of a whole tile, which all of them read.
+inline void soften_whole(const Shape& shape, const Scratch& scratch, int first, int count) {
     const int dim = value_dim<BFloat16>(shape);
-    const size_t padded = shape.padded_dim(), own = rows.first + at;
-    float* scores = scratch.scores + own * kKeys;  // and then the weights
-    score_matrix(shape, scratch.queries + own * padded, scratch.keys, count, scores);
-    for (int r = 0; r < n; ++r) {
-        const Span span(rows, at + r, tile, count, kKeys);
+    const float factor = shape.exponent_scale();
+    int r = first;
+    if (shape.cap)
+        for (int i = 0; i < count; ++i) cap_scores(shape, scratch.scores + size_t(first + i) * kKeys, kKeys);
+    for (; r + 4 <= first + count; r += 4)
+        soften_four(scratch.scores + size_t(r) * kKeys, factor, sums_of(shape, scratch, r), shape.padded_dim(), dim);
+    for (; r < first + count; ++r) {
+        float* own = scratch.scores + size_t(r) * kKeys;
+        soften<2>(own, 0, kKeys, kKeys, factor, own, sums_of(shape, scratch, r), dim);
+    }
+}
+
+// Rows [at, at + count) over a tile, of which the last reads `visible` keys. Where tiles are shaped to more rows, those
+// that follow in the scratch are none.
+struct MatrixRun {
+    int at, count, visible;
+
+    MatrixRun(const QueryRows& rows, int first, const Tile& tile)
+        : at(first),
+          count(rows.count - first < kTileRows ? rows.count - first : kTileRows),
+          visible(visible_keys(rows, at, count, tile)) {}
+
+    // Whether each row reads the whole tile.
+    bool is_whole(const QueryRows& rows, const Tile& tile) const {
+        if (rows.last_read(at) < tile.first + kKeys - 1) return false;
+        if (!rows.window) return rows.lowest <= tile.first;
+        return rows.position + (at + count - 1) / rows.group - rows.window < tile.first;
+    }
+};
+
+inline void score_run(const Shape& shape, const Scratch& scratch, const QueryRows& rows, const MatrixRun& run) {
+    const size_t own = rows.first + run.at;
+    if (run.visible)
+        score_matrix(shape, scratch.queries + own * shape.padded_dim(), scratch.keys, run.visible, scratch.scores + own * kKeys);
+}
+
+// Scores of a run -> weights.
+inline void soften_run(const Shape& shape, const Scratch& scratch, const QueryRows& rows, const MatrixRun& run,
+                       const Tile& tile) {
+    const int first = rows.first + run.at;
+    if (run.is_whole(rows, tile)) return soften_whole(shape, scratch, first, run.count);
+    for (int r = 0; r < run.count; ++r) {
+        float* own = scratch.scores + size_t(first + r) * kKeys;
+        const Span span(rows, run.at + r, tile, run.visible, kKeys);
         if (span.first >= span.last) {
-            std::memset(scores + r * kKeys, 0, kKeyLine);
+            std::memset(own, 0, kKeyLine);
             continue;
         }
-        cap_scores(shape, scores + r * kKeys, kKeys);
-        soften<2>(scores + r * kKeys, span.first, span.last, kKeys, shape.exponent_scale(), scores + r * kKeys,
-                  sums_of(shape, scratch, int(own) + r), dim);
-    }
-    finish_writing();
-    float* accumulators = scratch.accumulators + own * padded;
-    const int64_t stride = padded * sizeof(float);
-    int d = 0;
-    for (; d + 4 * WIDTH <= dim; d += 4 * WIDTH)
-        add_value_columns<4>(scores, scratch.values + d, dim, accumulators + d, stride);
-    if (d < dim) add_value_columns<2>(scores, scratch.values + d, dim, accumulators + d, stride);
-}
-
-template <typename Type>
-inline void attend_tile(const Shape& shape, const Scratch& scratch, const QueryRows& rows, const MatrixTile& tile) {
-    finish_writing();
-    for (int at = 0; at < rows.count; at += kTileRows)
-        attend_matrix(shape, scratch, rows, at, rows.count - at < kTileRows ? rows.count - at : kTileRows, tile);
-}
-
-// Query heads that share keys, as many as a tile has columns.
-struct HeadRun {
-    int kv_head, first, count;  // `first` within the group
-
-    int head(const Shape& shape) const { return kv_head * shape.group + first; }
-};
-
-inline void shape_decode(int num_heads) {
-    TileShapes shapes;
-    for (int tile = 0; tile < 5; ++tile) shapes.set(tile, num_heads);
-    for (int tile = 2; tile < 4; ++tile) shapes.set(tile, kTileRows, num_heads * int(sizeof(float)));
-    for (int tile = 5; tile < 8; ++tile) shapes.set(tile, kTileRows);
-    finish_writing();
-    _tile_loadconfig(&shapes);
-}
-
-// Queries -> scratch.dots, [key heads, words, group]. Of a group of one that is what they are.
-inline void turn_queries(const Shape& shape, const Scratch& scratch) {
-    const int padded = shape.padded_dim(), words = padded / 2;
-    for (int kv_head = 0; kv_head < shape.kv_heads; ++kv_head) {
-        float* to = scratch.dots + size_t(kv_head) * shape.group * words;
-        for (int i = 0; i < shape.group; ++i) {
-            const float* query = scratch.queries + size_t(kv_head * shape.group + i) * padded;
-            for (int w = 0; w < words; ++w) std::memcpy(to + w * shape.group + i, query + w, sizeof(float));
-        }
-    }
-}
-
-// The keys of some tokens as they lie in the cache, or where they do not lie in lines that tiles can be read from, a copy.
-struct KeyLines {
-    const char* first;
-    int64_t stride;
-
-    KeyLines(const Shape& shape, const Scratch& scratch, const Piece& piece, const char* keys, const int64_t* offsets,
-             bool is_whole) {
-        const int units = num_key_tiles(shape);
-        if (is_whole && shape.block_size % kTileRows == 0 && shape.head_dim % BFloat16::kElements == 0) {
-            first = keys + offsets[0];
-            stride = piece.is_reversed ? -shape.slot_bytes() : shape.slot_bytes();
-            return;
-        }
-        for (int t = 0; t < kTileRows; ++t)
-            for (int u = 0; u < units; ++u) {
-                const Words own = BFloat16::raw(keys + offsets[t] + u * kTileBytes, shape.head_dim - u * BFloat16::kElements);
-                std::memcpy(scratch.keys + (t * units + u) * kWordsOfTile, &own, sizeof own);
-            }
-        first = (const char*)scratch.keys;
-        stride = units * kTileBytes;
-    }
-};
-
-// Scores of 16 keys: scores[heads of the run, kKeys].
-inline void score_lines(const Shape& shape, const Scratch& scratch, const HeadRun& run, const KeyLines& keys, float* scores) {
-    const int64_t line = shape.group * int64_t(sizeof(float));
-    const float* queries = shape.group == 1 ? scratch.queries + size_t(run.kv_head) * shape.padded_dim()
-                                            : scratch.dots + size_t(run.kv_head) * shape.group * (shape.padded_dim() / 2);
-    queries += run.first;
-    finish_writing();
-    _tile_zero(2);
-    for (int i = 0; i < num_key_tiles(shape); ++i) {
-        _tile_loadd(7, keys.first + i * kTileBytes, keys.stride);
-        _tile_loadd(3, queries + size_t(i) * kWordsOfTile * shape.group, line);
-        _tile_dpbf16ps(2, 7, 3);
-    }
-    if (run.count == 1) {
-        _tile_stored(2, scores, sizeof(float));
-        return;
-    }
-    Floats square[WIDTH] = {};
-    _tile_stored(2, square, kTileBytes);
-    transpose(square);
-    for (int i = 0; i < run.count; ++i) store(scores + i * kKeys, square[i]);
-}
-
-// Tokens [lead, count) of a tile of a context.
-struct DecodeTile {
-    const int64_t* offsets;
-    int lead, count;
-};
-
-inline void score_run(const Shape& shape, const Call& call, const Piece& piece, const Scratch& scratch, const HeadRun& run,
-                      const DecodeTile& tile, int t) {
-    const char* keys = call.keys + run.kv_head * shape.head_bytes();
-    const bool is_whole = t >= tile.lead && t + kTileRows <= tile.count;
-    score_lines(shape, scratch, run, KeyLines(shape, scratch, piece, keys, tile.offsets + t, is_whole),
-                scratch.scores + size_t(run.head(shape)) * kKeys + t);
-}
-
-inline void soften_heads(const Shape& shape, const Scratch& scratch, const DecodeTile& tile) {
-    for (int h = 0; h < shape.num_heads(); ++h) {
-        float* own = scratch.scores + size_t(h) * kKeys;
         cap_scores(shape, own, kKeys);
-        soften<2>(own, tile.lead, tile.count, kKeys, shape.exponent_scale(), own, sums_of(shape, scratch, h),
+        soften<2>(own, span.first, span.last, kKeys, shape.exponent_scale(), own, sums_of(shape, scratch, first + r),
                   value_dim<BFloat16>(shape));
     }
 }
 
-// The values of kValues keys, t and on.
-constexpr int kValues = 2 * kWordsOfTile;
-
-inline void add_run(const Shape& shape, const Scratch& scratch, const HeadRun& run, int t) {
+inline void add_run(const Shape& shape, const Scratch& scratch, const QueryRows& rows, const MatrixRun& run) {
     const int dim = value_dim<BFloat16>(shape);
-    const size_t padded = shape.padded_dim(), head = run.head(shape);
+    const size_t padded = shape.padded_dim(), own = rows.first + run.at;
+    const float* weights = scratch.scores + own * kKeys;
+    float* accumulators = scratch.accumulators + own * padded;
+    const int64_t stride = padded * sizeof(float);
     finish_writing();
-    for (int d = 0; d < dim; d += 2 * WIDTH)
-        add_value_columns<2, kWordsOfTile>(scratch.scores + head * kKeys + t / 2, scratch.values + d, dim,
-                                           scratch.accumulators + head * padded + d, padded * sizeof(float));
-}
-
-// The same for one head, by vectors, straight from the cache: the sums of even keys are one chain, those of odd keys another.
-// `count` keys, kValues at most; kUnits of 2 * WIDTH dimensions.
-template <int kUnits>
-inline void add_lines(const float* weights, const char* values, const int64_t* offsets, int count, int64_t valid,
-                      float* accumulator) {
-    Floats even[2 * kUnits] = {}, odd[2 * kUnits] = {};
-    for (int t = 0; t < count; t += 2) {
-        const Words pair = (Words)everywhere(weights + t / 2);
-        const Floats first = (Floats)(pair << 16), second = (Floats)(pair & 0xffff0000u);
-#pragma GCC unroll 4
-        for (int u = 0; u < kUnits; ++u) {
-            const int64_t left = u + 1 < kUnits ? int64_t(BFloat16::kElements) : valid - u * BFloat16::kElements;
-            Floats a[2], b[2];
-            BFloat16::unit(values + offsets[t] + u * kTileBytes, left, a);
-            BFloat16::unit(values + offsets[t + 1] + u * kTileBytes, left, b);
-#pragma GCC unroll 2
-            for (int v = 0; v < 2; ++v) {
-                even[2 * u + v] = fused(first, a[v], even[2 * u + v]);
-                odd[2 * u + v] = fused(second, b[v], odd[2 * u + v]);
-            }
-        }
-    }
-#pragma GCC unroll 8
-    for (int v = 0; v < 2 * kUnits; ++v) store(accumulator + v * WIDTH, load(accumulator + v * WIDTH) + (even[v] + odd[v]));
-}
-
-inline void add_head(const Shape& shape, const Scratch& scratch, int head, const char* values, const DecodeTile& tile, int t) {
-    const float* weights = scratch.scores + size_t(head) * kKeys + t / 2;
-    float* accumulator = scratch.accumulators + size_t(head) * shape.padded_dim();
-    const int count = tile.count - t < kValues ? tile.count - t : kValues;
     int d = 0;
-    for (; d + 2 * BFloat16::kElements <= shape.head_dim; d += 2 * BFloat16::kElements, values += 2 * kTileBytes)
-        add_lines<2>(weights, values, tile.offsets + t, count, 2 * BFloat16::kElements, accumulator + d);
-    for (; d < shape.head_dim; d += BFloat16::kElements, values += kTileBytes)
-        add_lines<1>(weights, values, tile.offsets + t, count, shape.head_dim - d, accumulator + d);
+    for (; d + 4 * WIDTH <= dim; d += 4 * WIDTH)
+        add_value_columns<4>(weights, scratch.values + d, dim, accumulators + d, stride);
+    if (d < dim) add_value_columns<2>(weights, scratch.values + d, dim, accumulators + d, stride);
 }
 
-// Slots that are fetched ahead: values are read so many tokens at a time, head by head.
-inline int slots_ahead(const Shape& shape) { return tokens_ahead(shape) > kValues ? tokens_ahead(shape) : kValues; }
-
-// The runs of all key heads, with tiles shaped to each.
-class HeadRuns {
-   public:
-    explicit HeadRuns(const Shape& shape) : group_(shape.group), runs_((shape.group + kTileRows - 1) / kTileRows) {}
-
-    int count() const { return runs_; }
-    HeadRun run(int kv_head, int i) {
-        const int first = group_ * i / runs_, count = group_ * (i + 1) / runs_ - first;
-        if (count != shaped_) shape_decode(count);
-        shaped_ = count;
-        return {kv_head, first, count};
+// The scores of a run are multiplied while those of the one before become weights.
+template <typename Type>
+inline void attend_tile(const Shape& shape, const Scratch& scratch, const QueryRows& rows, const MatrixTile& tile) {
+    finish_writing();
+    MatrixRun next(rows, 0, tile);
+    score_run(shape, scratch, rows, next);
+    for (int at = 0; at < rows.count; at += kTileRows) {
+        const MatrixRun run = next;
+        if (at + kTileRows < rows.count) {
+            next = MatrixRun(rows, at + kTileRows, tile);
+            score_run(shape, scratch, rows, next);
+        }
+        tile.next.fetch(at, at + run.count, rows.count);
+        if (!run.visible) continue;
+        soften_run(shape, scratch, rows, run, tile);
+        add_run(shape, scratch, rows, run);
     }
-
-   private:
-    int group_, runs_, shaped_ = 0;
-};
-
-// The same for all heads that share keys, by tiles.
-inline void add_heads_of_key(const Shape& shape, const Scratch& scratch, HeadRuns& runs, int kv_head, const char* values,
-                             const DecodeTile& tile, int t) {
-    const int count = tile.count - t < kValues ? tile.count - t : kValues;
-    pack_whole_values(shape, values, tile.offsets + t, count, kValues, scratch.values);
-    for (int i = 0; i < runs.count(); ++i) add_run(shape, scratch, runs.run(kv_head, i), t);
-}
-
-void decode_by_tiles(const Shape& shape, const Call& call, const Piece& piece, const Piece* next, const Scratch& scratch,
-                     float* partials) {
-    const TinyIsZero rounding;
-    begin_rows<BFloat16>(shape, scratch, 0, shape.num_heads(), call.queries + piece.row * call.query_row_bytes);
-    if (shape.group > 1) turn_queries(shape, scratch);
-    HeadRuns runs(shape);
-    int64_t tiles[2][kKeys];
-    int64_t *offsets = tiles[0], *following = tiles[1];
-    int64_t first = piece.first / kKeys * kKeys;
-    int count = slot_offsets(shape, call, piece.blocks, piece.is_reversed, first, piece.first, piece.last, offsets);
-    for (; count; first += kKeys) {
-        const DecodeTile tile{offsets, piece.first > first ? int(piece.first - first) : 0, count};
-        Ahead<true> values(shape, slots_ahead(shape), {call.keys, offsets, count}, {call.values, offsets, count});
-        for (int t = tile.lead / kTileRows * kTileRows; t < count; t += kTileRows)
-            for (int kv_head = 0; kv_head < shape.kv_heads; ++kv_head) {
-                values.fetch(kTileRows * shape.group);
-                for (int i = 0; i < runs.count(); ++i) score_run(shape, call, piece, scratch, runs.run(kv_head, i), tile, t);
-            }
-        soften_heads(shape, scratch, tile);
-        const int following_count =
-            slot_offsets(shape, call, piece.blocks, piece.is_reversed, first + kKeys, piece.first, piece.last, following);
-        const int to_come = following_count ? following_count : next_offsets(shape, call, next, following);
-        Ahead<true> keys(shape, slots_ahead(shape), {call.values, offsets, count}, {call.keys, following, to_come});
-        for (int t = 0; t < count; t += kValues)
-            for (int kv_head = 0; kv_head < shape.kv_heads; ++kv_head) {
-                keys.fetch(kValues * shape.group);
-                const char* own = call.values + kv_head * shape.head_bytes();
-                if (shape.group == 1)
-                    add_head(shape, scratch, kv_head, own, tile, t);
-                else
-                    add_heads_of_key(shape, scratch, runs, kv_head, own, tile, t);
-            }
-        int64_t* done = offsets;
-        offsets = following;
-        following = done;
-        count = following_count;
-    }
-    _tile_release();  // else a change of threads would have 8 KB more to save
-    finish_piece<BFloat16>(shape, call, piece, scratch, partials);
 }

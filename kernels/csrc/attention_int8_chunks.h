@@ -132,7 +132,7 @@ void attend_rows(const Shape& shape, const Scratch& scratch, const QueryRows& ro
 }
 
 struct IntegerTiles {
-    static constexpr bool kHasScales = true;
+    static constexpr bool kHasScales = true, kFetchesMeanwhile = false;
 
     static inline void begin(const Shape& shape, const Scratch& scratch, int num_rows) {
         const int padded = shape.padded_dim();

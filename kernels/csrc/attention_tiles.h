@@ -95,10 +95,33 @@ void attend_rows(const Shape& shape, const Scratch& scratch, const QueryRows& ro
                                 scratch.accumulators + own * padded, padded);
 }
 
+// The first `bytes` of each slot's keys and values, from `head` on, will be read soon.
+inline void prefetch_slots(const Call& call, int64_t head, int64_t bytes, const int64_t* offsets, int count) {
+    for (int t = 0; t < count; ++t) {
+        prefetch(call.keys + head + offsets[t], bytes);
+        prefetch(call.values + head + offsets[t], bytes);
+    }
+}
+
+// Slots that are fetched a few at a time, while something else is computed.
+struct NextSlots {
+    const Call* call;
+    int64_t head, bytes;
+    const int64_t* offsets;
+    int count;
+
+    // Those that are due when [done, to_do) of `all` is computed.
+    void fetch(int done, int to_do, int all) const {
+        if (!count) return;
+        const int first = count * done / all, last = count * to_do / all;
+        prefetch_slots(*call, head, bytes, offsets + first, last - first);
+    }
+};
+
 // Tiles of keys and values as rows of this type are multiplied.
 template <typename Type>
 struct PackedTiles {
-    static constexpr bool kHasScales = false;
+    static constexpr bool kHasScales = false, kFetchesMeanwhile = false;
 
     static inline void begin(const Shape&, const Scratch&, int) {}
     static inline Tile packed(const Shape& shape, const Call& call, const Scratch& scratch, int kv_head,
@@ -113,7 +136,7 @@ struct PackedTiles {
 // Tiles of int8, whose elements become floats; scales multiply scores and weights.
 template <typename Type>
 struct ScaledTiles {
-    static constexpr bool kHasScales = true;
+    static constexpr bool kHasScales = true, kFetchesMeanwhile = false;
 
     static inline void begin(const Shape&, const Scratch&, int) {}
     static inline ScaledTile packed(const Shape& shape, const Call& call, const Scratch& scratch, int kv_head,
@@ -130,6 +153,7 @@ struct ScaledTiles {
 #endif
 #if HAS_TILES
 #include "attention_by_tiles.h"
+#include "attention_by_tiles_decode.h"
 #endif
 
 // All rows over one packed tile, in runs of at most kRows and about equal length.
@@ -146,14 +170,6 @@ inline void attend_tile(const Shape& shape, const Scratch& scratch, const QueryR
             case 5: attend_rows<Type, 5>(shape, scratch, rows, at, tile); break;
             default: attend_rows<Type, 6>(shape, scratch, rows, at, tile); break;
         }
-    }
-}
-
-// The first `bytes` of each slot's keys and values, from `head` on, will be read soon.
-inline void prefetch_slots(const Call& call, int64_t head, int64_t bytes, const int64_t* offsets, int count) {
-    for (int t = 0; t < count; ++t) {
-        prefetch(call.keys + head + offsets[t], bytes);
-        prefetch(call.values + head + offsets[t], bytes);
     }
 }
 
@@ -197,10 +213,13 @@ void chunk_typed(const Shape& shape, const Call& call, const ChunkPiece& piece, 
     int64_t offsets[kKeys];
     int count = slot_offsets(shape, call, piece.blocks, piece.is_reversed, first, lowest, last, offsets);
     while (count) {
-        const auto tile = Tiles::packed(shape, call, scratch, piece.kv_head, offsets, first, count);
+        auto tile = Tiles::packed(shape, call, scratch, piece.kv_head, offsets, first, count);
         first += kKeys;
         count = slot_offsets(shape, call, piece.blocks, piece.is_reversed, first, lowest, last, offsets);
-        if (count) prefetch_slots(call, head, head_bytes, offsets, count);
+        if constexpr (Tiles::kFetchesMeanwhile)
+            tile.next = {&call, head, head_bytes, offsets, count};
+        else if (count)
+            prefetch_slots(call, head, head_bytes, offsets, count);
         if constexpr (Tiles::kHasScales)
             if (count) prefetch_slots(call, shape.scale_offset(piece.kv_head), 1, offsets, count);
         attend_tile<Type>(shape, scratch, rows, tile);

@@ -21,6 +21,7 @@ from alignedserve.core.request import SampledToken
 from alignedserve.costmodel.linear import Sample
 from alignedserve.messages.iterations import Addition, IterationCompleted, IterationTimes, RunIteration
 from alignedserve.messages.wire import Message
+from alignedserve.process.heap import keep_freed_memory
 from alignedserve.process.links import Identity
 from alignedserve.process.loading_progress import LoadingProgress
 from alignedserve.process.worker_threads import WorkerThreads, run_quietly
@@ -85,6 +86,8 @@ class EncoderExecutor:
         attention = prompt_attention(sizes.attention_backend, config, self._storage, torch_dtype(served.dtype))
         load = partial(_load_weights, served, config, device, progress_path)
         self._encoder = Encoder(config, run_quietly(load) if sizes.loads_quietly else load(), attention)
+        if device.type == "cpu":
+            keep_freed_memory()
         self._threads = WorkerThreads(partial(use_device, device))
         self._prompts: dict[RequestId, EncoderPrompt] = {}
         self._num_computed: dict[RequestId, int] = {}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from alignedserve.process.heap import keep_freed_memory
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
 from alignedserve.runtime.engine.extra_heads import ExtraHeads
@@ -69,6 +70,8 @@ class Decoder:
         self._native_pass = native_pass(config, weights, self._place, self._rope_of_layer, ranks)
         # Rounded to the dtype of the weights, as the embeddings are.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype).item()
+        if self.device.type == "cpu":
+            keep_freed_memory()
 
     @property
     def dtype_name(self) -> str:

@@ -1,6 +1,8 @@
 """What a process keeps after its start: garbage collection, free memory, pages of files."""
 
+import ctypes
 import gc
+import subprocess
 import sys
 
 import numpy as np
@@ -68,3 +70,27 @@ def test_a_process_goes_on_without_the_pages_of_its_files() -> None:
     after = psutil.Process().memory_full_info()
     assert before.shared - after.shared > 4 << 20
     assert np.linalg.norm(np.eye(3)) == pytest.approx(3**0.5)
+
+
+FAULTS_OF_PASSES = """
+import ctypes, resource
+from alignedserve.process.heap import keep_freed_memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+keep_freed_memory()
+for turn in range(5):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    places = [ctypes.c_void_p(libc.malloc(8 << 20)) for _ in range(8)]
+    for place in places:
+        ctypes.memset(place, 1, 8 << 20)
+    for place in places:
+        libc.free(place)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no such option")
+def test_what_a_pass_takes_and_frees_is_not_given_anew_to_the_next() -> None:
+    told = subprocess.run([sys.executable, "-c", FAULTS_OF_PASSES], capture_output=True, text=True, check=True)
+    assert int(told.stdout) < 100, "of 16 384 pages"
