@@ -16,6 +16,7 @@ from tests.support.marks import slow
 levels = pytest.mark.parametrize("level", supported_levels() or [pytest.param("", marks=pytest.mark.skip("not built"))])
 NUM_SHAPES, NUM_SLOW_SHAPES = 8, 60
 HEAD_DIMS = (64, 64, 128, 80, 7, 96, 33, 520)  # wider than 512: caches of int8 take a path of their own
+GROUPS = (1, 1, 2, 3, 5, 7, 8, 17)  # a tile of AMX has 16 heads
 BLOCK_SIZES = (1, 5, 16, 64, 100)
 
 
@@ -49,7 +50,7 @@ class Sequence(NamedTuple):
 
 def make_sequence(draw: Any, dtype: torch.dtype, is_int8: bool, level: str) -> Sequence:
     """Make a sequence of random shape and content; every second one is longer than a section."""
-    heads, group = int(draw(1, 4)), int(draw(1, 9))
+    heads, group = int(draw(1, 4)), GROUPS[draw(len(GROUPS))]
     head_dim, block_size = HEAD_DIMS[draw(len(HEAD_DIMS))], BLOCK_SIZES[draw(len(BLOCK_SIZES))]
     length = int(draw(1, 300) if draw(2) else draw(500, 1200))
     width = -(-length // block_size)
