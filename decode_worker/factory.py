@@ -182,7 +182,7 @@ def make_colocated_logic(
         scheduler=make_scheduler(scheduling, limits_of(config), costs, measured),
         eos_token_ids=eos_token_ids,
         prefixes=prefixes,
-        prefix_pool=None if prefixes is None or memory.state_blocks else prefix_pool,
+        prefix_pool=None if prefixes is None else prefix_pool,
         yielding=make_yielding(scheduling, num_layers),
         decode_pool=decode_pool,
     )

@@ -96,8 +96,9 @@ class PoolLogic:
         self._former = batch_former
         self._lease_s = lease_s
         self._lease_table = LeaseTable(arena.num_blocks, first_lease)
+        allocator, take_lease = self._lease_table.allocator, self._lease_table.take_number
         self._prefixes = PrefixStore(
-            self._lease_table.allocator, block_size, take_lease=self._lease_table.take_number, lease_s=lease_s
+            allocator, block_size, take_lease=take_lease, lease_s=lease_s, state_blocks=state_blocks
         )
         self._pooled: dict[RequestId, Lease] = {}
         self._reservations = WaitingReservations(arena.num_blocks, self._can_allocate)

@@ -6,6 +6,8 @@ The life of a block here:
 2. PrefixBlocksWritten with its checksum: it is kept, and stamped as everything is that can be read.
 3. A worker asks for the blocks that follow what it has (FindPrefix) and gets the longest run that is kept, with tokens
    and checksums. Blocks that are lent stay until PrefixReleased, or until the worker is lost.
+States that have blocks of their own are kept like blocks that follow the one behind which they stand; a run is lent up
+to the last block that has some, with them.
 4. Without readers it leaves when its place is needed: at once for a request, else for a block of more value.
 """
 
@@ -29,6 +31,7 @@ from alignedserve.messages.prefixes import (
     StorePrefixBlocks,
 )
 from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachedBlocks, context_of
+from alignedserve.prefix_cache.kept_states import state_names
 from kvpool.state import NO_GENERATION, SetBlockGeneration
 
 PrefixMessage = StorePrefixBlocks | PrefixBlocksWritten | FindPrefix | PrefixReleased
@@ -59,12 +62,19 @@ class PrefixStore:
     """The prefix blocks of one arena. It touches no byte. What can be read is all stamped with one generation."""
 
     def __init__(
-        self, allocator: BlockAllocator, block_size: int, *, take_lease: Callable[[], LeaseId], lease_s: float
+        self,
+        allocator: BlockAllocator,
+        block_size: int,
+        *,
+        take_lease: Callable[[], LeaseId],
+        lease_s: float,
+        state_blocks: int = 0,
     ) -> None:
-        """`allocator`: of the arena, shared with the leases of requests, as are the numbers of `take_lease`."""
+        """`allocator`: of the arena, shared with the leases of requests, as are the numbers of `take_lease`.
+        `state_blocks`: that states behind a block take, which are kept as blocks that follow it."""
         self.cached = CachedBlocks(block_size)
         self._allocator = allocator
-        self._block_size = block_size
+        self._block_size, self._state_blocks = block_size, state_blocks
         self._take_lease = take_lease
         self._lease_s = lease_s
         self._generation = NO_GENERATION  # of what can be read, once there is any
@@ -221,16 +231,38 @@ class PrefixStore:
     # --- blocks to read
 
     def _find(self, peer: str, message: FindPrefix) -> PrefixFound:
-        found = list(self._kept(message))
+        found, states = self._behind_state(list(self._kept(message)))
         if not found:
             return PrefixFound(message.request_id)
-        run = context_of(found[-1])
+        lent = [*found, *states]
+        run = context_of(lent[-1])
         self.cached.acquire(run)
         lease_id = self._take_lease()
         self._lent[lease_id] = _Lent(peer, run, message.num_before)
-        runs = tuple(BlockRun(block.block_id, 1, self._checksums[block.block_id]) for block in found)
+        runs = tuple(BlockRun(block.block_id, 1, self._checksums[block.block_id]) for block in lent)
         copy = BlockCopy(self._generation, len(found) * self._block_size, runs, message.num_before)
         return PrefixFound(message.request_id, lease_id, copy, tuple(block.packed_tokens for block in found))
+
+    def _behind_state(self, found: list[CachedBlock]) -> tuple[list[CachedBlock], list[CachedBlock]]:
+        """Return the first of these blocks, up to the last one behind which states are kept, and the blocks of these.
+
+        All, and none, where blocks of tokens are enough.
+        """
+        if not self._state_blocks:
+            return found, []
+        for count in range(len(found), 0, -1):
+            if states := self._states_of(found[count - 1]):
+                return found[:count], states
+        return [], []
+
+    def _states_of(self, edge: CachedBlock) -> list[CachedBlock]:
+        states: list[CachedBlock] = []
+        for name in state_names(edge.block_hash, self._state_blocks):
+            block = self.cached.match(states[-1] if states else edge, name)
+            if block is None or block.block_id in self._damaged:
+                return []
+            states.append(block)
+        return states
 
     def _kept(self, message: FindPrefix) -> Iterator[CachedBlock]:
         """Yield the blocks of these names, as long as each follows the one before it and can be read."""

@@ -10,7 +10,7 @@ The life of a context:
 4. It leaves, or loses its memory to another: what it held stays cached until the memory is needed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -63,6 +63,11 @@ class AdoptedBlock(NamedTuple):
     place: int  # in the context
     block_id: BlockId  # the cached one
     freed: BlockId  # its own
+
+
+def num_behind_state(run: Sequence[CachedBlock]) -> int:
+    """Return how many blocks of a run end where states are kept, or lie before such."""
+    return next((index + 1 for index in reversed(range(len(run))) if run[index].state_ids), 0)
 
 
 class WaitingRuns(BlockObserver):
@@ -166,7 +171,7 @@ class PrefixCache:
         self._hasher = BlockHasher(block_size)
         self._waiting = WaitingRuns(self.blocks)
         self.blocks.observers.append(self._waiting)
-        self.blocks.states.changed = self._waiting.state_changed
+        self.blocks.states.observers.append(self._waiting.state_changed)
         self.num_query_tokens = 0  # of contexts that entered
         self.num_hit_tokens = 0  # of those, taken from the cache
 
@@ -190,13 +195,8 @@ class PrefixCache:
     def num_foreseen(self, context: CachedContext) -> int:
         """Return the tokens that a context which waits would find cached now."""
         if self.states is not None:
-            return self._num_behind_state(context) * self.block_size
+            return num_behind_state(context.run) * self.block_size
         return min(len(context.run) * self.block_size, context.max_hit_tokens)
-
-    def _num_behind_state(self, context: CachedContext) -> int:
-        """Return how many blocks of a context's run end where states are kept, or lie before such."""
-        run = context.run
-        return next((index + 1 for index in reversed(range(len(run))) if run[index].state_ids), 0)
 
     def take_changed(self) -> list[CachedContext]:
         """Return the contexts that wait and whose runs have changed since it was last asked."""
@@ -263,6 +263,20 @@ class PrefixCache:
         if kept.is_latest:
             context.latest = block
         return True
+
+    def keep_loaded_state(self, block: CachedBlock, state_ids: tuple[BlockId, ...]) -> list[BlockId] | None:
+        """Keep states that came from elsewhere behind a cached block; return the blocks of those that leave for them.
+
+        None: they are of no use here.
+        """
+        assert self.states is not None, "states that are not kept"
+        if block.state_ids or not self.states.max_states:
+            return None
+        freed: list[BlockId] = []
+        while len(self.blocks.states) >= self.states.max_states:
+            freed += self.blocks.drop_state(self.blocks.states.oldest())
+        self.blocks.keep_state(block, state_ids)
+        return freed
 
     def leave(self, context: CachedContext, num_kept: int = 0) -> None:
         """Stop using all but its first blocks, or stop waiting."""

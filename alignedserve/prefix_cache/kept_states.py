@@ -15,6 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from alignedserve.config.sections import PrefixCacheConfig
 from alignedserve.core.ids import BlockId
+from alignedserve.prefix_cache.block_hashes import BlockHash, NamedBlock, block_hash
 
 Block = TypeVar("Block")  # a cached one
 
@@ -37,7 +38,7 @@ class KeptStates(Generic[Block]):
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[Block, None] = OrderedDict()  # those used last come last
-        self.changed: Callable[[Block], None] = _ignore  # called with a block whose state came or went
+        self.observers: list[Callable[[Block], None]] = []  # called with a block whose state came or went
         self.num_used = 0  # contexts that began with one, since it was made
 
     def __len__(self) -> int:
@@ -46,12 +47,12 @@ class KeptStates(Generic[Block]):
     def add(self, block: Block) -> None:
         """Note a block that has one."""
         self._blocks[block] = None
-        self.changed(block)
+        self._tell(block)
 
     def remove(self, block: Block) -> None:
         """Note a block that has none any more."""
         del self._blocks[block]
-        self.changed(block)
+        self._tell(block)
 
     def use(self, block: Block) -> None:
         """Note that a context goes on from there."""
@@ -62,6 +63,10 @@ class KeptStates(Generic[Block]):
         """Return the one that was used last the longest ago."""
         return next(iter(self._blocks))
 
+    def _tell(self, block: Block) -> None:
+        for observer in self.observers:
+            observer(block)
+
 
 class KeptEdge(NamedTuple):
     """An edge of blocks, in tokens of a context, where an iteration leaves its states for later contexts."""
@@ -71,5 +76,14 @@ class KeptEdge(NamedTuple):
     is_latest: bool  # in place of the one before
 
 
-def _ignore(_: object) -> None:
-    """Tell nobody."""
+def state_names(edge: BlockHash, num_blocks: int) -> list[NamedBlock]:
+    """Return the names under which a pool keeps the states behind the block of this hash, one block after another.
+
+    Like blocks that follow it, whose place in a context is behind its tokens. No block of tokens has such a name: in
+    place of tokens it has one byte.
+    """
+    names = list[NamedBlock]()
+    for number in range(num_blocks):
+        packed = bytes([number % 256])
+        names.append(NamedBlock(block_hash(names[-1].block_hash if names else edge, packed), packed))
+    return names

@@ -84,8 +84,7 @@ def _layout(shape: ModelShape, cluster: ClusterConfig) -> BlockLayout:
     while layout.state_bytes > layout.kv_bytes and size < LARGEST_BLOCK:  # as live, or larger
         size *= 2
         layout = BlockLayout(size, *sizes, num_parts=shape.kv_parts, state_bytes=state_bytes)
-        if cluster.keeps_states_apart:
-            layout = layout.with_own_states(shape.num_state_layers, shape.state_layer_bytes)
+        layout = layout.with_own_states(shape.num_state_layers, shape.state_layer_bytes)
     return layout
 
 

@@ -152,7 +152,8 @@ class SimConfig:
     @property
     def memory_tokens(self) -> int:
         """Tokens whose cache a decode worker's memory holds."""
-        return self.layout.blocks_in(self.cluster.decode.kv_cache_bytes) * self.layout.block_size
+        num_blocks = self.layout.blocks_in(self.cluster.decode.kv_cache_bytes)
+        return max(num_blocks - self.layout.state_blocks, 0) * self.layout.block_size
 
     @property
     def max_context_len(self) -> int:

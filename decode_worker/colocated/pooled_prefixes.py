@@ -34,6 +34,7 @@ from alignedserve.messages.prefixes import (
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength
 from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachedBlocks, context_of
 from alignedserve.prefix_cache.contexts import PrefixCache
+from alignedserve.prefix_cache.kept_states import state_names
 from decode_worker.block_peers import BlockPeers
 from decode_worker.colocated.prefix_loads import LoadCommand, PrefixLoads, TokensPerS
 from decode_worker.held_requests import HeldRequests
@@ -76,8 +77,14 @@ class PrefixOffers:
     may have been overwritten meanwhile: neither it nor the blocks after it are reported.
     """
 
-    def __init__(self, cached: CachedBlocks) -> None:
+    def __init__(self, cached: CachedBlocks, *, state_blocks: int = 0) -> None:
+        """`state_blocks`: of contexts whose states have blocks of their own: what ends at kept ones is offered alone,
+        with these, which a pool keeps like blocks that follow."""
         self._cached = cached
+        self._state_blocks = state_blocks
+        self._of_states: dict[CachedBlock, list[CachedBlock]] = {}  # as such blocks, by the one before them
+        if state_blocks:
+            cached.states.observers.append(self.state_changed)
         self._pool: str | None = None
         self._max_offered = 1
         self._new: dict[CachedBlock, None] = {}  # not offered yet, each after the one before it in its context
@@ -91,17 +98,27 @@ class PrefixOffers:
 
     def stored(self, block: CachedBlock) -> None:
         """See BlockObserver."""
-        if self._pool is not None:
+        if self._pool is not None and not self._state_blocks:
             self._new[block] = None
 
     def removed(self, block: CachedBlock) -> None:
         """See BlockObserver."""
         self._new.pop(block, None)
 
+    def state_changed(self, block: CachedBlock) -> None:
+        """Note that the states behind a block are kept now, or are not any more."""
+        for of_state in self._of_states.pop(block, ()):
+            self._new.pop(of_state, None)
+        if block.state_ids:
+            self._of_states[block] = _as_blocks(block)
+            if self._pool is not None:
+                self._new |= dict.fromkeys(self._up_to_states(block))
+
     def skip(self, blocks: list[CachedBlock]) -> None:
         """Offer these no more: they came from the pool."""
         for block in blocks:
-            self._new.pop(block, None)
+            for one in (block, *self._of_states.get(block, ())):
+                self._new.pop(one, None)
 
     # --- the pool
 
@@ -109,7 +126,10 @@ class PrefixOffers:
         """Begin with a pool, which may have nothing: all that is cached is offered."""
         self._pool = pool
         self._max_offered = max(_OFFERED_BYTES // block_bytes, 1)
-        self._new = dict.fromkeys(sorted(self._cached, key=lambda block: block.depth))
+        if self._state_blocks:
+            self._new = dict.fromkeys(one for block in self._of_states for one in self._up_to_states(block))
+        else:
+            self._new = dict.fromkeys(sorted(self._cached, key=lambda block: block.depth))
         self._rests_until_s = self._gathers_until_s = 0.0
 
     def disconnected(self) -> None:
@@ -182,7 +202,33 @@ class PrefixOffers:
 
     def _still_cached(self, blocks: list[CachedBlock]) -> list[CachedBlock]:
         """Return the first of these blocks, as many as have not left the cache."""
-        return list(takewhile(lambda block: self._cached.get(block.block_hash) is block, blocks))
+        return list(takewhile(self._is_cached, blocks))
+
+    def _is_cached(self, block: CachedBlock) -> bool:
+        if self._cached.get(block.block_hash) is block:
+            return True
+        edge = _edge_of(block)
+        return edge is not None and block in self._of_states.get(edge, ())
+
+    def _up_to_states(self, edge: CachedBlock) -> list[CachedBlock]:
+        return [*context_of(edge), *self._of_states[edge]]
+
+
+def _as_blocks(edge: CachedBlock) -> list[CachedBlock]:
+    """Return the states behind a block as blocks that follow it."""
+    found, parent = list[CachedBlock](), edge
+    for name, block_id in zip(state_names(edge.block_hash, len(edge.state_ids)), edge.state_ids, strict=True):
+        parent = CachedBlock(name.block_hash, parent, name.packed_tokens, block_id, parent.depth + 1)
+        found.append(parent)
+    return found
+
+
+def _edge_of(of_state: CachedBlock) -> CachedBlock | None:
+    """Return the last block of tokens before one of states."""
+    edge: CachedBlock | None = of_state
+    while edge is not None and len(edge.packed_tokens) == 1:
+        edge = edge.parent
+    return edge
 
 
 def _in_parts(blocks: list[CachedBlock]) -> Iterator[list[CachedBlock]]:
@@ -218,7 +264,8 @@ class PooledPrefixes:
         self._pool = pool
         self._pools: dict[str, None] = {}  # that were ever linked: copies may end later
         self._peers = BlockPeers(pool)
-        self._offers = PrefixOffers(prefixes.blocks)
+        state_blocks = 0 if prefixes.states is None else prefixes.states.num_blocks
+        self._offers = PrefixOffers(prefixes.blocks, state_blocks=state_blocks)
         prefixes.blocks.observers.append(self._offers)
         self._loads = PrefixLoads(held, prefixes, tokens_per_s, pool)
 

@@ -24,7 +24,7 @@ from alignedserve.messages.prefixes import FindPrefix, PrefixFound, PrefixReleas
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength
 from alignedserve.prefix_cache.block_hashes import NamedBlock
 from alignedserve.prefix_cache.cached_blocks import CachedBlock
-from alignedserve.prefix_cache.contexts import PrefixCache
+from alignedserve.prefix_cache.contexts import PrefixCache, num_behind_state
 from decode_worker.held_requests import HeldRequests
 
 _ASKING_S = 0.001  # until the pool has answered and a copy begins
@@ -74,6 +74,7 @@ class PrefixLoads:
         self._prefixes = prefixes
         self._cached = prefixes.blocks
         self._block_size = prefixes.block_size
+        self._state_blocks = 0 if prefixes.states is None else prefixes.states.num_blocks
         self._tokens_per_s = tokens_per_s
         self._own_pool = own_pool
         self._block_s: dict[str, float] = {}  # by pool that is linked: the time that a block takes from it
@@ -113,16 +114,17 @@ class PrefixLoads:
             return None
         names = self._names_of(message)
         run = self._cached.run_of(names)
-        if not self._is_worth_while(len(names) - len(run), pool):
+        num_here = num_behind_state(run) if self._state_blocks else len(run)
+        if not self._is_worth_while(len(names) - num_here, pool):
             return None
-        ahead = self._wanted.get(names[len(run)].block_hash)
+        ahead = self._wanted.get(names[num_here].block_hash)
         if ahead is not None:
             ahead.followers.append(message)
             return []
-        waiting = _Waiting(message, pool, names, len(run))
-        self._waiting[request.request_id] = self._wanted[names[len(run)].block_hash] = waiting
-        hashes = b"".join([name.block_hash for name in names[len(run) :]])
-        return [Send(pool, FindPrefix(request.request_id, len(run), hashes))]
+        waiting = _Waiting(message, pool, names, num_here)
+        self._waiting[request.request_id] = self._wanted[names[num_here].block_hash] = waiting
+        hashes = b"".join([name.block_hash for name in names[num_here:]])
+        return [Send(pool, FindPrefix(request.request_id, num_here, hashes))]
 
     def found(self, peer: str, message: PrefixFound, now: float) -> LoadOutcome:
         """Load what the pool has, if that is worth while now."""
@@ -134,8 +136,9 @@ class PrefixLoads:
         if copy is None or not self._is_worth_while(count, peer):
             # Those that wait for the same would find the same.
             return LoadOutcome(released, [*self._end(waiting), *waiting.followers], [], [])
-        waiting.lease_id, waiting.block_ids, waiting.began_s = message.lease_id, self._held.hold(count), now
-        part = BlockCopy(copy.generation, count * self._block_size, copy.runs[:count], copy.num_before)
+        in_all = count + self._state_blocks  # those of states come last
+        waiting.lease_id, waiting.block_ids, waiting.began_s = message.lease_id, self._held.hold(in_all), now
+        part = BlockCopy(copy.generation, count * self._block_size, copy.runs[:in_all], copy.num_before)
         return LoadOutcome([LoadBlocks(peer, (Load(message.request_id, part, waiting.block_ids),))], [], [], [])
 
     def loaded(self, event: BlocksLoaded, now: float) -> LoadOutcome:
@@ -191,12 +194,12 @@ class PrefixLoads:
     def _is_worth_while(self, num_blocks: int, pool: str) -> bool:
         """Return whether loading `num_blocks` from this pool is probably faster than computing them."""
         computing_s = num_blocks * self._block_size / max(self._tokens_per_s(), 1.0)
-        return num_blocks > 0 and _ASKING_S + num_blocks * self._block_s[pool] < computing_s
+        return num_blocks > 0 and _ASKING_S + (num_blocks + self._state_blocks) * self._block_s[pool] < computing_s
 
     def _num_to_load(self, waiting: _Waiting, copy: BlockCopy, packed_tokens: tuple[bytes, ...]) -> int:
         """Return how many of the blocks found are the request's, and have room here."""
-        first = waiting.num_here
-        if copy.num_before != first or not len(copy.runs) == len(packed_tokens) == copy.num_blocks:
+        first, of_states = waiting.num_here, self._state_blocks
+        if copy.num_before != first or not len(copy.runs) == len(packed_tokens) + of_states == copy.num_blocks:
             return 0
         count = 0
         for name, packed in zip(waiting.names[first:], packed_tokens, strict=False):
@@ -204,6 +207,9 @@ class PrefixLoads:
                 break
             count += 1
         room = self._held.state.num_free - self._held.num_promised
+        if of_states:  # which stand behind all of them
+            fits = count + of_states <= room and self._held.has_room_beside(count + of_states)
+            return count if fits and count == len(packed_tokens) and not self._held.is_copying_out else 0
         while count > 0 and (count > room or not self._held.has_room_beside(count)):
             count = min(count // 2, max(room, 0))
         return 0 if self._held.is_copying_out else count
@@ -213,9 +219,10 @@ class PrefixLoads:
         run = self._cached.run_of(waiting.names[: waiting.num_here])
         self._cached.acquire(run, is_use=False)
         kept: list[CachedBlock] = []
-        surplus = list(waiting.block_ids)
+        surplus, num_tokens_in = list(waiting.block_ids), len(waiting.block_ids) - self._state_blocks
+        of_tokens, state_ids = waiting.block_ids[:num_tokens_in], waiting.block_ids[num_tokens_in:]
         if len(run) == waiting.num_here:  # else what they follow has left meanwhile
-            for name, block_id in zip(waiting.names[waiting.num_here :], waiting.block_ids, strict=False):
+            for name, block_id in zip(waiting.names[waiting.num_here :], of_tokens, strict=False):
                 block = self._cached.store(run[-1] if run else None, *name, block_id)
                 if block is None:  # another has its name
                     break
@@ -225,9 +232,15 @@ class PrefixLoads:
                 else:
                     self._cached.acquire([block], is_use=False)
                 run.append(block)
+        num_states = 0
+        if state_ids and len(run) == waiting.num_here + len(of_tokens):
+            freed = self._prefixes.keep_loaded_state(run[-1], state_ids)
+            if freed is not None:
+                self._held.allocator.free(freed)
+                surplus, num_states = surplus[: len(surplus) - len(state_ids)], len(state_ids)
         self._cached.release(run)
         self._held.free_held(tuple(surplus))
-        self._held.cache_held(len(kept))
+        self._held.cache_held(len(kept) + num_states)
         self.num_loaded_tokens += len(kept) * self._block_size
         return kept
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from alignedserve.config.sections import BatchingConfig, ClusterConfig, SchedulingConfig, Topology
+from alignedserve.config.sections import BatchingConfig, ClusterConfig, PrefixCacheConfig, SchedulingConfig, Topology
 from alignedserve.core.request import SamplingParams, Slo
 from alignedserve.prefix_cache.block_hashes import prefix_root
 from alignedserve.runtime.model.hf_config import read_model_config
+from tests.components.test_prefix_pool import ROOT, kept, loaded
 from tests.components.work import check, growing_prompts, prompts
 from tests.support.in_process import running, small_config
 from tests.support.tiny_llama import TINY_LLAMA
@@ -165,3 +166,23 @@ async def test_caches_that_leave(topology: Topology, policy: str, preemption: st
         status = await check(cluster, work, answers, SAMPLING)
     assert status.num_evictions > 0
     assert (engine.num_swapped_out > 0) == (preemption == "swap")
+
+
+@pytest.mark.parametrize("model", ["mamba2", "delta"])
+async def test_states_in_blocks_of_their_own_come_back_from_a_pool(model: str, tmp_path: Path) -> None:
+    config = _config(tmp_path / "model", model, Topology.COLOCATED, block_size=64)
+    config = replace(config, prefix_cache=PrefixCacheConfig(host_bytes=1 << 20))
+    async with running(config, tmp_path) as cluster:
+        (prompt,) = prompts(1, 400, 401, seed=1)
+        assert loaded(cluster, "decode-0") == 0
+        first = cluster.gateway.submit(prompt, SAMPLING, prefix_root=ROOT)
+        await first.done.wait()
+        of_states = cluster.engines["decode-0"].layout.state_blocks
+        await holds(lambda: kept(cluster) >= 400 // 64 + of_states > 400 // 64)
+        await cluster.stop("decode-0")
+        await cluster.start_again("decode-0")
+        assert loaded(cluster, "decode-0") == 0
+        again = cluster.gateway.submit(prompt, SAMPLING, prefix_root=ROOT)
+        await check(cluster, [prompt, prompt], [first, again], SAMPLING)
+        assert loaded(cluster, "decode-0") == 384
+        assert cluster.engines["decode-0"].num_computed < 100

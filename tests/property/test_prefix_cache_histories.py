@@ -149,9 +149,8 @@ def test_requests_that_move(seed: int) -> None:
 
 def play_with_pool(seed: int, name: str, *, losses: float = 0.15, **sizes: object) -> tuple[int, int]:
     """Return how many blocks went to the pool, and how many tokens came from it."""
-    cluster = play(
-        seed, shape_of(name, num_decode=2, prefix_pool_blocks=30, worker_blocks=24, **sizes), losses=losses, count=25
-    )
+    shape = {"num_decode": 2, "prefix_pool_blocks": 30, "worker_blocks": 24, **sizes}
+    cluster = play(seed, shape_of(name, **shape), losses=losses, count=25)
     pooled = [one._pooled for one in cluster.logics.values() if isinstance(one, ColocatedLogic)]
     stored = sum(one._offers.num_stored for one in pooled if one is not None)
     return stored, sum(one.num_loaded_tokens for one in pooled if one is not None)
@@ -161,6 +160,19 @@ def test_blocks_go_to_a_pool_and_come_back() -> None:
     stored, loaded = zip(*(play_with_pool(seed, "fcfs", losses=0.0) for seed in range(8)), strict=True)
     assert sum(stored) > 100
     assert sum(loaded) > 100
+
+
+def test_states_go_to_a_pool_and_come_back() -> None:
+    sizes = {"state_blocks": 2, "losses": 0.0}
+    stored, loaded = zip(*(play_with_pool(seed, "fcfs", **sizes) for seed in range(8)), strict=True)
+    assert sum(stored) > 100
+    assert sum(loaded) > 40
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 10**9), name=st.sampled_from(COLOCATED), refuse=st.sampled_from((0.0, 0.3)))
+def test_a_pool_of_states_and_workers_that_are_lost(seed: int, name: str, refuse: float) -> None:
+    play_with_pool(seed, name, refuse=refuse, state_blocks=2)
 
 
 @settings(max_examples=10)

@@ -107,7 +107,7 @@ class RoomCluster:
             kv_cache_dtype=engine.kv_cache_dtype,
             tensor_parallel=engine.tensor_parallel,
             expert_parallel=engine.expert_parallel,
-            states_apart=config.keeps_states_apart,
+            states_apart=True,
         )
         self.served: ServedModel = with_adapters(resolved, config.lora)
         self.addresses = AddressBook(folder)

@@ -164,5 +164,5 @@ def resolve_for(machines: Sequence[Machine], config: ClusterConfig) -> ServedMod
         tensor_parallel=config.engine.tensor_parallel,
         pipeline_parallel=config.engine.pipeline_parallel,
         expert_parallel=config.engine.expert_parallel,
-        states_apart=config.keeps_states_apart,
+        states_apart=True,
     )

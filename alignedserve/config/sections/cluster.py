@@ -105,11 +105,6 @@ class ClusterConfig(Section, frozen=True):
         return self.topology or Topology.ELASTIC
 
     @property
-    def keeps_states_apart(self) -> bool:
-        """Return whether large recurrent states have blocks of their own, which pools of prefixes know nothing of."""
-        return not self.prefix_cache.pool_bytes
-
-    @property
     def node_pool(self) -> PoolConfig | None:
         """Return the pool of each node, with the memory for all that it keeps; None: it keeps nothing.
 

@@ -12,9 +12,7 @@ from alignedserve.config.sections import (
     ClusterConfig,
     LoraConfig,
     ModelSectionConfig,
-    PrefixCacheConfig,
     SchedulingConfig,
-    Topology,
 )
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError, UnsupportedModel
@@ -71,7 +69,7 @@ def test_blocks_are_larger_where_states_are(tmp_path: Path, served: ServedModel)
 
 
 def test_large_states_have_blocks_of_their_own(tmp_path: Path) -> None:
-    """But in pools of prefixes, which know blocks of tokens alone; small states never."""
+    """Small states never."""
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32}
     delta = {"model_type": "qwen3_5_text", "head_dim": 16, **heads, "linear_value_head_dim": 32}
     kinds = {"layer_types": ["linear_attention", "full_attention"]}
@@ -81,7 +79,3 @@ def test_large_states_have_blocks_of_their_own(tmp_path: Path) -> None:
     assert (layout.block_size, layout.context_bytes) == (64, 16384)  # for states of 10560 bytes
     small = resolve_model(_section(tmp_path), states_apart=True)
     assert not small.block_layout(small.default_block_size).state_blocks
-    plain = ClusterConfig()
-    assert plain.keeps_states_apart
-    assert replace(plain, topology=Topology.DISAGGREGATED).keeps_states_apart
-    assert not replace(plain, prefix_cache=PrefixCacheConfig(host_bytes=1 << 20)).keeps_states_apart
