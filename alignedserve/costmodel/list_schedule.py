@@ -11,7 +11,7 @@ measurements bear this out.
 
 import heapq
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
@@ -160,11 +160,12 @@ def straggler_share(costs: CostModel, work: IterationWork) -> float:
     """
     if work.num_decodes < 2:
         return 0.0
-    sums = replace(work, swap_in_tokens=0.0, swap_out_tokens=0.0)
-    even = replace(sums, max_decode_context_len=-(-work.decode_context_len // work.num_decodes))
-    taken_s = costs.iteration_s(sums)
-    lost_s = taken_s - costs.iteration_s(even)
+    changed = work.copy()
+    changed.swap_in_tokens = changed.swap_out_tokens = 0.0
+    taken_s = costs.iteration_s(changed)
+    changed.max_decode_context_len = -(-work.decode_context_len // work.num_decodes)
+    lost_s = taken_s - costs.iteration_s(changed)
     if lost_s <= 0.0:
         return 0.0
-    attention_s = taken_s - costs.iteration_s(replace(sums, decode_context_len=0, max_decode_context_len=0))
-    return min(lost_s / attention_s, 1.0)
+    changed.decode_context_len = changed.max_decode_context_len = 0
+    return min(lost_s / (taken_s - costs.iteration_s(changed)), 1.0)

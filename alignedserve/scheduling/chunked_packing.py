@@ -8,24 +8,35 @@ finds no place takes that of a scheduled request of a worse level, which pauses.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
 from alignedserve.scheduling.packer import Packer, ReservingPacker, add_evicting, displace
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
-from alignedserve.scheduling.table import Bools, Floats, Ints
+from alignedserve.scheduling.table import Bools, Floats, Ints, rows_where
 
 ChunkRule = Callable[[Packer, int], int]
 """Returns the most tokens that this prompt (a row) computes beside what is packed already."""
 
 
-class Order(NamedTuple):
-    """The order of a policy. Rows that cannot compute may be missing in it."""
+@dataclass(frozen=True)
+class Order:
+    """The order of a policy."""
 
     turns: Ints  # rows, in the order in which they compute
-    keeps: Ints  # rows that hold blocks; the last loses them first
     level: Ints  # by row, 0 the best
+    is_holder: Bools  # by row: it holds blocks
+    is_ready: Bools  # by row: it computes a last token beside its cache on the device
+    kept_by: tuple[Ints | Floats, ...]  # columns by which blocks are kept, the one that counts most last
+
+    @cached_property
+    def keeps(self) -> Ints:
+        """Rows that hold blocks; the last loses them first. Few decisions ask for it."""
+        holders = rows_where(self.is_holder)
+        return holders[np.lexsort(tuple(one[holders] for one in self.kept_by))]
 
 
 def order_of(view: WorkerView, key: Floats, *, group: Ints, level: Ints, keep: Floats | None = None) -> Order:
@@ -34,13 +45,11 @@ def order_of(view: WorkerView, key: Floats, *, group: Ints, level: Ints, keep: F
     Blocks are kept by level, then by `keep` (the same key if it is not given), then arrival.
     """
     table = view.table
-    holders = np.flatnonzero(table.num_blocks > 0)
+    is_holder = table.num_blocks > 0
+    is_ready = is_holder & (table.num_remaining == 1)
+    turns = np.lexsort((table.order, table.arrival_s, key, ~is_ready, group))
     kept_by = (table.order, table.arrival_s, key if keep is None else keep, level)
-    return Order(
-        np.lexsort((table.order, table.arrival_s, key, ~_is_ready(view), group)),
-        holders[np.lexsort(tuple(one[holders] for one in kept_by))],
-        level,
-    )
+    return Order(turns, level, is_holder, is_ready, kept_by)
 
 
 def class_of(view: WorkerView) -> Ints:
@@ -62,43 +71,41 @@ class ChunkedPacking:
     ) -> None:
         """`token_budget`: of the iteration, None: what the worker allows. `watermark`: the share of the blocks that
         newcomers leave free, unless they are alone."""
-        table, memory = view.table, view.memory
-        has_begun = (table.num_blocks > 0) & (table.num_remaining > 1)
         self._view = view
         self._order = order
-        self._packer = ReservingPacker(view, total_len=table.context_len, has_begun=has_begun)
+        has_begun = order.is_holder & (view.table.num_remaining > 1)
+        self._packer = ReservingPacker(view, total_len=view.table.context_len, has_begun=has_begun)
         if token_budget is not None:
             self._packer.num_tokens_left = min(self._packer.num_tokens_left, token_budget)
         self._chunk_rule = chunk_rule
-        self._watermark = int(watermark * memory.num_blocks)
-        self._is_ready = _is_ready(view)
-        self._is_holder = table.num_blocks > 0
+        self._watermark = int(watermark * view.memory.num_blocks)
         self._closed_from = int(order.level.max(initial=0)) + 1  # newcomers from this level on wait
 
     def plan(self) -> IterationPlan:
         """Schedule requests in their turns until places or tokens run out."""
         turns = self._order.turns
-        is_ready = self._is_ready[turns]
-        for run in np.split(turns, np.flatnonzero(is_ready[1:] != is_ready[:-1]) + 1):
-            if len(run) and self._is_ready[run[0]]:
-                self._add_decodes(run)
+        is_ready = self._order.is_ready[turns]
+        ends = [*(rows_where(is_ready[1:] != is_ready[:-1]) + 1).tolist(), len(turns)]
+        for begin, end in pairwise([0, *ends]):
+            if begin < end and is_ready[begin]:
+                self._add_decodes(turns[begin:end])
             else:
-                self._add_prompts(run)
+                self._add_prompts(turns[begin:end])
         return self._packer.plan()
 
     def _add_decodes(self, rows: Ints) -> None:
         packer = self._packer
-        staying = np.array([row for row in rows.tolist() if not packer.is_evicted(row)], np.int64)
+        staying = np.array(self._staying(rows), np.int64) if packer.has_evictions else rows
         for row in staying[packer.add_decodes(staying) :].tolist():  # those that fit, at once
             if not packer.is_evicted(row):
                 add_evicting(packer, row, 1, self._after(row))
 
     def _add_prompts(self, rows: Ints) -> None:
-        packer, level = self._packer, self._order.level
+        packer, level, is_holder = self._packer, self._order.level, self._order.is_holder
         for row in rows.tolist():
             if packer.num_tokens_left < 1:
                 return
-            if self._is_holder[row]:
+            if is_holder[row]:
                 if not packer.is_evicted(row):
                     self._add_chunk(row, self._chunk_rule(packer, row))
             elif level[row] < self._closed_from and not self._enter(row):
@@ -146,13 +153,7 @@ class ChunkedPacking:
         if not self._view.can_evict:
             return []
         keeps = self._order.keeps
-        return self._staying(keeps[int(np.flatnonzero(keeps == row)[0]) + 1 :])
+        return self._staying(keeps[int(rows_where(keeps == row)[0]) + 1 :])
 
     def _staying(self, rows: Ints) -> list[int]:
         return [row for row in rows.tolist() if not self._packer.is_evicted(row)]
-
-
-def _is_ready(view: WorkerView) -> Bools:
-    """Return which rows compute a last token beside their cache on the device."""
-    ready: Bools = (view.table.num_blocks > 0) & (view.table.num_remaining == 1)
-    return ready

@@ -15,7 +15,7 @@ from alignedserve.scheduling.policy import (
     ScheduledRequest,
     WorkerView,
 )
-from alignedserve.scheduling.table import Bools, Ints
+from alignedserve.scheduling.table import Bools, Ints, rows_where
 from alignedserve.scheduling.table_operations import fitting_decodes
 
 _NUM_DECODES = 4096
@@ -64,13 +64,22 @@ class Packer:
         """Number of scheduled requests."""
         return len(self._scheduled)
 
+    @property
+    def has_evictions(self) -> bool:
+        """Return whether this plan evicts anything."""
+        return bool(self._evictions)
+
     def is_evicted(self, row: int) -> bool:
         """Return whether this plan evicts the row's cache from the device."""
         return row in self._evictions
 
     def remaining(self, row: int) -> int:
         """Return the tokens to compute before this request can sample: all if this plan drops its cache."""
-        return self._context_len(row) - (0 if self._is_dropped(row) else self._num_cached(row))
+        return self._context_len(row) - self.num_kept(row)
+
+    def num_kept(self, row: int) -> int:
+        """Return the tokens whose cache this request has, none if this plan drops it."""
+        return 0 if self._evictions and self._is_dropped(row) else self._num_cached(row)
 
     def blocks_needed(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> int:
         """Return the free blocks that this many tokens of the request would take, with its cache on the host."""
@@ -111,7 +120,7 @@ class Packer:
         fitting = fitting_decodes(self._view.table, self._memory, rows, at_most=at_most, num_free=self.num_free)
         count, num_blocks, *sums = fitting
         if count:
-            self._scheduled |= self._decodes_of(rows[:count].tolist())
+            self._scheduled.update(self._decodes_of(rows[:count].tolist()))
             self.num_free -= num_blocks
             self.num_tokens_left -= count
             self.num_places_left -= count
@@ -120,14 +129,14 @@ class Packer:
 
     def note_work(self, work: IterationWork, row: int, num_tokens: int) -> None:
         """Add the request's tokens to `work`: `self.work`, or a copy for a trial."""
-        context_len, is_constrained = self._context_len(row), self._is_constrained(row)
-        num_cached = context_len - self.remaining(row)
+        context_len, num_cached, is_constrained = self._context_len(row), self.num_kept(row), self._is_constrained(row)
         if num_tokens == 1 and num_cached + 1 == context_len:
             work.add_decode(context_len, is_hidden=self._is_hidden(row), is_constrained=is_constrained)
         else:
             is_last = num_cached + num_tokens == context_len
             work.add_chunk(num_tokens, num_cached, is_last=is_last, is_constrained=is_constrained)
-        work.swap_in_tokens += 0 if self._is_dropped(row) else self._copied(row, self._num_swapped(row))
+        if num_swapped := self._num_swapped(row):
+            work.swap_in_tokens += 0 if self._is_dropped(row) else self._copied(row, num_swapped)
 
     def chunk(self, row: int) -> int:
         """Return the largest chunk of this request that fits into tokens, places and blocks; 0: none."""
@@ -244,10 +253,10 @@ class Packer:
         """Return the blocks that scheduled requests take a share in."""
         return ()
 
-    def _decodes_of(self, rows: list[int]) -> dict[int, ScheduledRequest]:
+    def _decodes_of(self, rows: list[int]) -> Iterable[tuple[int, ScheduledRequest]]:
         if len(self._view.table) <= _NUM_DECODES:
-            return dict(zip(rows, map(_DECODES.__getitem__, rows), strict=True))
-        return {row: ScheduledRequest(row, 1) for row in rows}
+            return zip(rows, map(_DECODES.__getitem__, rows), strict=True)
+        return ((row, ScheduledRequest(row, 1)) for row in rows)
 
     def _copied(self, row: int, num_tokens: int) -> float:
         return self._memory.copy_tokens(num_tokens, is_hidden=self._is_hidden(row)) if num_tokens else 0
@@ -269,9 +278,9 @@ class ReservingPacker(Packer):
     def __init__(self, view: WorkerView, *, total_len: Ints, has_begun: Bools) -> None:
         """`total_len`: by row. `has_begun`: the rows whose reservation is made already."""
         super().__init__(view)
-        self._total_len: list[int] = total_len.tolist()
+        self._total_len: _IntOf = total_len.item
         self._reserved: dict[int, int] = {}
-        begun: list[int] = np.flatnonzero(has_begun).tolist()
+        begun: list[int] = rows_where(has_begun).tolist()
         self._reserved = {row: self.blocks_needed(row, 0) for row in begun}
         self.num_free -= sum(self._reserved.values())
 
@@ -280,7 +289,7 @@ class ReservingPacker(Packer):
         """Return all blocks that the request will need, whatever it computes now; 0 once they are reserved."""
         if row in self._reserved:
             return 0
-        return super().blocks_needed(row, self._total_len[row] - self._num_cached(row), is_hidden=is_hidden)
+        return super().blocks_needed(row, self._total_len(row) - self._num_cached(row), is_hidden=is_hidden)
 
     @override
     def evict(self, row: int, how: EvictionMode, num_tokens: int | None = None) -> None:

@@ -138,11 +138,10 @@ class DeviceMemory:
     def blocks_for_each(self, num_tokens: Ints, *, is_hidden: Bools) -> Ints:
         """Return `blocks_for` of many caches at once."""
         slots = num_tokens
-        if is_hidden.any():
-            assert self.hidden_ratio is not None, "a hidden cache where there is none"
+        if self.hidden_ratio is not None and is_hidden.any():
             slots = np.where(is_hidden, np.ceil(num_tokens * self.hidden_ratio).astype(np.int64), num_tokens)
-        whole: Ints = -(-slots // self.block_size) + self.state_blocks
-        return whole
+        whole: Ints = (slots + (self.block_size - 1)) // self.block_size
+        return whole + self.state_blocks if self.state_blocks else whole
 
     def blocks_needed(self, table: RequestTable, part: ScheduledRequest, *, is_evicted: bool = False) -> int:
         """Return the free blocks for the tokens that a request computes and for its cache on the host."""

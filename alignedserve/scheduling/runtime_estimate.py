@@ -32,8 +32,10 @@ class RequestRuntimeModel(NamedTuple):
 
         Cache that was dropped counts as a prompt to compute; s is the current context length.
         """
-        to_prefill = np.where(table.is_decoding, 0, table.num_remaining)
-        return self.prefill_s(to_prefill) + num_left * (self.decode_context_s * table.context_len + self.decode_s)
+        context_len = table.context_len
+        num_remaining = context_len - table.num_cached
+        to_prefill = np.where((table.num_generated > 0) & (num_remaining == 1), 0, num_remaining)
+        return self.prefill_s(to_prefill) + num_left * (self.decode_context_s * context_len + self.decode_s)
 
 
 def fit_request_runtime(costs: CostModel) -> RequestRuntimeModel:

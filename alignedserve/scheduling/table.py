@@ -59,6 +59,12 @@ COLUMN_NAMES = (_INTS, _FLOATS, _BOOLS)  # in the order of their stacks
 _HAS_KERNELS = is_native(COLUMN_NAMES)
 
 
+def rows_where(mask: Bools) -> Ints:
+    """Return the rows where this is true, in order; `np.flatnonzero` takes four times as long over a few hundred."""
+    rows: Ints = mask.nonzero()[0]
+    return rows
+
+
 class RequestTable:
     """One row per request, `len(table)` rows. All lengths in tokens, all times in seconds on the clock of `now`."""
 

@@ -213,24 +213,25 @@ class SimulatedEngine:
         work, sampled, num_more = IterationWork(), [], 1 << 40
         work.swap_in_tokens, work.swap_out_tokens = swapped
         decoded_len = hidden_len = longest = num_decodes = num_constrained = 0
+        sequences = self._sequences
         for request_id, num_tokens in command.slices:
-            sequence = self._sequences[request_id]
-            num_tokens_before, num_computed = sequence.num_tokens, sequence.num_computed
+            sequence = sequences[request_id]
+            context_len, num_computed = sequence.num_tokens, sequence.num_computed
             sequence.num_computed = num_computed + num_tokens
-            is_last = sequence.num_computed == num_tokens_before
+            is_last = num_computed + num_tokens == context_len
             if num_tokens == 1 and is_last:
                 num_decodes += 1
-                decoded_len += num_tokens_before
-                hidden_len += num_tokens_before if sequence.is_hidden else 0
+                decoded_len += context_len
+                hidden_len += context_len if sequence.is_hidden else 0
                 num_constrained += sequence.is_constrained
-                longest = max(longest, num_tokens_before)
+                longest = max(longest, context_len)
             else:
                 work.add_chunk(num_tokens, num_computed, is_last=is_last, is_constrained=sequence.is_constrained)
             if is_last:
-                sampled.append(sequence.token if sequence.num_left != 1 else SampledToken(request_id, EOS))
-                sequence.num_tokens += 1
-                sequence.num_left -= 1
-                num_more = min(num_more, sequence.num_left - 1)
+                num_left = sequence.num_left - 1
+                sampled.append(sequence.token if num_left else SampledToken(request_id, EOS))
+                sequence.num_tokens, sequence.num_left = context_len + 1, num_left
+                num_more = min(num_more, num_left - 1)
         work.add_decodes(num_decodes, decoded_len, longest, hidden_len, num_constrained)
         return _SteadyIteration(
             command.slices, work, tuple(sampled), 0 if work.num_chunks or command.swaps or hidden_len else num_more

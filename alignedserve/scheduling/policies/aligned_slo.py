@@ -31,6 +31,7 @@ from alignedserve.scheduling.policies.slo_forecast import (
     Situation,
     SloForecast,
     forecast_rows,
+    num_of,
     real_time_work,
 )
 from alignedserve.scheduling.policies.slo_interference import Interference, has_gaps, without_starving_chat
@@ -109,13 +110,14 @@ class AlignedSlo:
             packing.add_prompts(_LATE, max(allowed_s, decodes_s))
             return interference.pack(packing, view, forecast.rows, max(min(allowed_s, cap_s), decodes_s))
         starving_s = self._config.starving_share * max(min(allowed_s, cap_s), view.history.mean_s)
-        for are_chats in (True, False):
+        starving_classes = (True, False) if num_of(_STARVING, forecast.rows) else ()
+        for are_chats in starving_classes:
             packing.add_decodes(_STARVING, starving_s, at_least=1, are_chats=are_chats)
         packing.add_decodes(_ON_TIME, np.inf)
         # Decodes with objectives are not held back: the iteration is at least as long as they take.
         decodes_s = packing.predicted_s()
         budget_s = max(min(allowed_s, cap_s), decodes_s)
-        for are_chats in (True, False):
+        for are_chats in starving_classes:
             packing.add_prompts(_STARVING, packing.predicted_s() + starving_s, are_chats=are_chats)
         # Nor are prompts with objectives held back for later ones.
         packing.add_prompts(_ON_TIME, max(allowed_s, decodes_s), least_s=decodes_s)

@@ -23,7 +23,7 @@ from alignedserve.scheduling.runtime_estimate import (
     measure_prefill_times,
     remaining_output_len,
 )
-from alignedserve.scheduling.table import Bools, Floats, Ints
+from alignedserve.scheduling.table import Bools, Floats, Ints, RequestTable, rows_where
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,20 @@ class QoServeConfig:
     least_tokens: Annotated[int, Meta(ge=1)] = 128  # of an iteration with a prompt, however short the time
     margin: Annotated[float, Meta(ge=1)] = 1.2  # a predicted duration counts as so many times as long
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01  # share of the blocks that a new prompt has to leave free
+
+
+class Standing(NamedTuple):
+    """Where every row stands, worked out once for a decision."""
+
+    num_remaining: Ints
+    is_decoding: Bools
+    next_s: Floats  # the next token is due; inf without such an objective
+
+    @classmethod
+    def of(cls, table: RequestTable) -> "Standing":
+        """Work it out."""
+        num_remaining = table.num_remaining
+        return cls(num_remaining, (table.num_generated > 0) & (num_remaining == 1), table.next_token_due_s)
 
 
 class Needs(NamedTuple):
@@ -61,53 +75,58 @@ class QoServe:
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""
         table, config = view.table, self._config
-        needs = self._needs(view)
+        standing = Standing.of(table)
+        is_decoding, needs = standing.is_decoding, self._needs(view, standing)
         has_due = np.isfinite(needs.due_s)
         key = np.where(has_due, needs.due_s, table.arrival_s) + config.alpha_s * needs.num_tokens
         is_behind = ~has_due
         if config.relegation:
-            is_behind |= self._relegated(view, needs, key)
-        is_behind &= ~table.is_decoding
+            is_behind |= self._relegated(view, is_decoding, needs, key)
+        is_behind &= ~is_decoding
         level = np.where(table.is_real_time, is_behind, 2)
         # Decodes come before prompts, so that the time that they leave is known.
-        group = np.where(table.is_decoding, level, np.where(is_behind, 3 + level, 3))
+        group = np.where(is_decoding, level, np.where(is_behind, 3 + level, 3))
         order = order_of(view, key, group=group, level=level)
-        rule = self._within_slack(view) if config.dynamic_chunks else Packer.remaining
+        rule = self._within_slack(view, standing) if config.dynamic_chunks else Packer.remaining
         budget, watermark = config.token_budget, config.watermark
         return ChunkedPacking(view, order, token_budget=budget, chunk_rule=rule, watermark=watermark).plan()
 
-    def _needs(self, view: WorkerView) -> Needs:
+    def _needs(self, view: WorkerView, standing: Standing) -> Needs:
         """Return the needs by the worker's costs: of a TTFT to the next token, of a deadline to the last one."""
-        table = view.table
-        next_s, deadline_s = table.next_token_due_s, table.arrival_s + table.deadline_s
+        table, runtime, prompts = view.table, self._runtime.of(view.costs), self._prompts.of(view.costs)
+        num_remaining, is_decoding, next_s = standing
+        to_prefill = np.where(is_decoding, 0, num_remaining)
+        prefill_s = np.where(is_decoding, 0.0, prompts.of(num_remaining))
+        deadline_s = table.arrival_s + table.deadline_s
         is_interactive = np.isfinite(next_s) | ~np.isfinite(deadline_s)
+        if is_interactive.all():
+            return Needs(next_s, prefill_s, to_prefill.astype(np.float64))
         num_left, _ = remaining_output_len(table)
-        to_prefill = np.where(table.is_decoding, 0, table.num_remaining)
-        prefill_s = np.where(table.is_decoding, 0.0, self._prompts.of(view.costs).of(table.num_remaining))
-        whole_s = self._runtime.of(view.costs).remaining_s(table, num_left)
         return Needs(
             np.where(is_interactive, next_s, deadline_s),
-            np.where(is_interactive, prefill_s, whole_s),
+            np.where(is_interactive, prefill_s, runtime.remaining_s(table, num_left)),
             to_prefill + np.where(is_interactive, 0.0, num_left),
         )
 
-    def _relegated(self, view: WorkerView, needs: Needs, key: Floats) -> Bools:
+    def _relegated(self, view: WorkerView, is_decoding: Bools, needs: Needs, key: Floats) -> Bools:
         """Return the prompts that cannot be in time alone, and those that more important ones are in time without."""
         table = view.table
-        is_prompt = ~table.is_decoding & np.isfinite(needs.due_s)
+        is_prompt = ~is_decoding & np.isfinite(needs.due_s)
         relegated: Bools = is_prompt & (view.now + needs.needed_s > needs.due_s)
+        kept = rows_where(is_prompt & ~relegated)
+        if len(kept) < 2:
+            return relegated
         importance = np.where(table.is_real_time, 0, _BEST_EFFORT) + table.priority
-        kept = np.flatnonzero(is_prompt & ~relegated)
-        if len(kept) and np.ptp(importance[kept]):
+        if np.ptp(importance[kept]):
             kept = kept[np.lexsort((table.order[kept], key[kept]))]
             relegated[yielding(kept, view.now, needs, importance)] = True
         return relegated
 
-    def _within_slack(self, view: WorkerView) -> ChunkRule:
+    def _within_slack(self, view: WorkerView, standing: Standing) -> ChunkRule:
         """Return the rule of chunks: the time until the first of the decodes is due."""
         table = view.table
-        is_ready = table.is_decoding & (table.num_blocks > 0) & (table.num_swapped == 0)
-        due_s = float(np.min(table.next_token_due_s, where=is_ready, initial=np.inf))
+        is_ready = standing.is_decoding & (table.num_blocks > 0) & (table.num_swapped == 0)
+        due_s = float(standing.next_s[is_ready].min(initial=np.inf))
         return _SlackRule(view, (due_s - view.now) / self._config.margin, self._config.least_tokens)
 
 
@@ -142,8 +161,7 @@ class _SlackRule:
 
     def __call__(self, packer: Packer, row: int) -> int:
         at_most = min(packer.remaining(row), packer.num_tokens_left)
-        num_cached = int(self._view.table.context_len[row]) - packer.remaining(row)
         in_time = chunk_within(
-            self._view.costs, packer.work, num_cached=num_cached, at_most=at_most, budget_s=self._slack_s
+            self._view.costs, packer.work, num_cached=packer.num_kept(row), at_most=at_most, budget_s=self._slack_s
         )
         return max(in_time, min(self._least_tokens - packer.work.num_tokens, at_most))

@@ -52,18 +52,21 @@ class HiddenPacking(SloPacking):
     def __init__(self, view: WorkerView, forecast: SloForecast, *, growth_tokens: int) -> None:
         super().__init__(view, forecast, growth_tokens=growth_tokens)
         self._hidden: set[int] = set()  # newcomers whose keys and values do not fit
+        self._saved: dict[int, int] = {}  # blocks, of those that are packed now
 
     @override
-    def _wanted(self, rows: Ints) -> list[int]:
-        wanted, memory, num_free = super()._wanted(rows), self._view.memory, self._packer.num_free
-        if memory.hidden_ratio is None:
-            return wanted
-        for place, row in enumerate(rows.tolist()):
-            if wanted[place] > num_free and self._pays_hidden(row):
+    def _foresee(self, rows: Ints) -> None:
+        memory, num_free = self._view.memory, self._packer.num_free
+        self._saved = {}
+        for row in rows.tolist() if memory.hidden_ratio is not None else ():
+            if self._wanted(row) > num_free and self._pays_hidden(row):
                 num_tokens = self._packer.remaining(row)
-                wanted[place] -= memory.blocks_for(num_tokens) - memory.blocks_for(num_tokens, is_hidden=True)
+                self._saved[row] = memory.blocks_for(num_tokens) - memory.blocks_for(num_tokens, is_hidden=True)
                 self._hidden.add(row)
-        return wanted
+
+    @override
+    def _wanted(self, row: int) -> int:
+        return super()._wanted(row) - self._saved.get(row, 0)
 
     def _pays_hidden(self, row: int) -> bool:
         """Return whether its first token is urgent, and its hidden cache costs less than dropping a cache for it would.

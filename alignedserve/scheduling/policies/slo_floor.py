@@ -24,7 +24,7 @@ import numpy as np
 from alignedserve.core.ids import RequestId
 from alignedserve.scheduling.policies.slo_forecast import BEST_EFFORT, LATE, STARVING, counts_of, in_order
 from alignedserve.scheduling.policy import WorkerView
-from alignedserve.scheduling.table import Bools, Ints, RequestTable
+from alignedserve.scheduling.table import Bools, Ints, RequestTable, rows_where
 from kernels.cpu.request_table import RowForecasts
 
 
@@ -46,8 +46,12 @@ class Floor:
 
     def apply(self, view: WorkerView, rows: RowForecasts) -> FlooredRows:
         """Return the forecasts with the requests behind the floor in the ranks of their objectives."""
+        if not (rows.num_ready[STARVING] or rows.num_waiting[STARVING]):
+            self._of_chat.forget()
+            self._of_documents.forget()
+            return FlooredRows(rows, self._sheltered(view, rows), is_first_held=True)
         rows = self._few_beginning(view, rows)
-        starving = np.flatnonzero(rows.rank == STARVING)
+        starving = rows_where(rows.rank == STARVING)
         is_chat = view.table.is_real_time[starving]
         floored = FlooredRows(rows, self._sheltered(view, rows), is_first_held=True)
         floored = self._of_chat.apply(view, floored, starving[is_chat])
@@ -60,7 +64,7 @@ class Floor:
         prompts are long, a tenth of the places would be all of the memory.
         """
         table = view.table
-        beginning = np.flatnonzero((rows.rank == STARVING) & table.is_real_time & (table.num_generated == 0))
+        beginning = rows_where((rows.rank == STARVING) & table.is_real_time & (table.num_generated == 0))
         beginning = beginning[np.isfinite(table.ttft_s[beginning])]
         if not len(beginning):
             return rows
@@ -84,7 +88,7 @@ class Floor:
 
         One that had lost its cache would lose it again after a few tokens, and all that was computed for it.
         """
-        late = np.flatnonzero((rows.claim == LATE) & rows.is_ready)
+        late = rows_where((rows.claim == LATE) & rows.is_ready)
         if not len(late):
             return rows.rank  # as nearly always; when each token is due costs more to know
         table, due_s = view.table, view.table.next_token_due_s[late]
@@ -106,10 +110,14 @@ class _ClassShare:
         self._first: RequestId | None = None
         self._due_s = np.inf  # from then on it has the memory that it needs
 
+    def forget(self) -> None:
+        """Note that none is starving."""
+        self._first = None
+
     def apply(self, view: WorkerView, floored: FlooredRows, starving: Ints) -> FlooredRows:
         """Return the forecasts with those of these starving rows that the share has no room for behind the floor."""
         if not len(starving):
-            self._first = None
+            self.forget()
             return floored
         rows, table = floored.rows, view.table
         starving = in_order(starving, table, rows)
@@ -158,7 +166,7 @@ def behind_real_time(table: RequestTable, rows: RowForecasts) -> RowForecasts:
 
     A deadline lets no document pass a chat.
     """
-    pressed = np.flatnonzero(~table.is_real_time & (rows.claim < LATE))
+    pressed = rows_where(~table.is_real_time & (rows.claim < LATE))
     if not len(pressed):
         return rows
     claim, starving = rows.claim.copy(), rows.rank[pressed] == STARVING

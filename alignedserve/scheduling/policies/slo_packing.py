@@ -21,7 +21,7 @@ from alignedserve.scheduling.policies.slo_forecast import (
     rows_of,
 )
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
-from alignedserve.scheduling.table import Ints
+from alignedserve.scheduling.table import Ints, rows_where
 
 
 class SloPacking:
@@ -62,10 +62,10 @@ class SloPacking:
 
         `are_chats`: only real-time requests, or only others.
         """
-        rows = self._of_class(rows_of(group, self._table, self._rows, is_ready=True), are_chats)
+        rows = rows_of(group, self._table, self._rows, is_ready=True)
         if not len(rows):
             return
-        rows = self._still_out(rows)
+        rows = self._still_out(self._of_class(rows, are_chats))
         work, costs = self._packer.work, self._view.costs
         rows = rows[: max(num_decodes_within(costs, work, self._table, rows, budget_s), at_least)]
         while len(rows):
@@ -90,15 +90,17 @@ class SloPacking:
         packer = self._packer
         at_most = packer.num_places_left + self._rows.num_overtakable
         rows = rows_of(group, self._table, self._rows, is_ready=False, at_most=at_most)
-        rows = self._of_class(rows, are_chats)
         if not len(rows):
             return
+        rows = self._of_class(rows, are_chats)
         self._gain, self._least_s = None, least_s
-        for row, num_blocks in zip(rows.tolist(), self._wanted(rows), strict=True):
+        self._foresee(rows)
+        for row in rows.tolist():
             if row in self._evicted or (row in packer and not self._is_extensible(row, budget_s)):
                 continue
             if self._loans_left_s < 0.0 and not (self._has_begun(row) or self._is_starving(row)):
                 continue
+            num_blocks = self._wanted(row)
             wanted = num_blocks + self._kept_from(row)
             self._overtake(row, wanted - packer.num_free, budget_s)
             if min(packer.num_places_left, packer.num_tokens_left) < 1:
@@ -127,24 +129,22 @@ class SloPacking:
         self._kept = 0
         return True
 
-    def _wanted(self, rows: Ints) -> list[int]:
-        """Return the blocks that have to be free for each of these rows to be computed."""
-        table, forecast = self._table, self._rows
-        needed = self._view.memory.blocks_for_each(
-            table.prompt_len[rows] + table.num_generated[rows], is_hidden=table.is_hidden[rows]
-        )
-        held = table.num_blocks[rows]
-        leaves_room = (held == 0) & (forecast.rank[rows] > URGENT)
-        wanted = np.maximum(needed - held, 0)
-        if leaves_room.any():
-            wanted += leaves_room * self._reserved_blocks
-        wanted += ((held == 0) & (forecast.rank[rows] >= LATE)) * self._forecast.kept_blocks
-        blocks: list[int] = wanted.tolist()
-        return blocks
+    def _foresee(self, rows: Ints) -> None:
+        """Note what depends on the blocks that are free before any of these prompts takes some."""
+
+    def _wanted(self, row: int) -> int:
+        """Return the blocks that have to be free for this row to be computed."""
+        packer, rank = self._packer, self._rows.rank[row]
+        wanted = packer.blocks_needed(row, packer.remaining(row))
+        if self._table.num_blocks[row]:
+            return wanted
+        if rank > URGENT:
+            wanted += self._reserved_blocks
+        return wanted + self._forecast.kept_blocks if rank >= LATE else wanted
 
     def _kept_from(self, row: int) -> int:
         """Return the blocks that are kept for starving prompts from this row."""
-        is_kept = self._forecast.is_floor_held or self._rows.claim[row] > ON_TIME
+        is_kept = self._kept and (self._forecast.is_floor_held or self._rows.claim[row] > ON_TIME)
         return self._kept if is_kept else 0
 
     def _has_begun(self, row: int) -> bool:
@@ -221,7 +221,7 @@ class SloPacking:
     @cached_property
     def _reserved_blocks(self) -> int:
         """Blocks for the growth of decodes: several tokens for those with objectives, one for the others."""
-        table, ready = self._table, np.flatnonzero(self._rows.is_ready)
+        table, ready = self._table, rows_where(self._rows.is_ready)
         if not len(ready) or not self._view.can_evict:
             return 0
         growth = np.where(self._rows.is_free[ready], 0, self._growth_tokens)
@@ -387,9 +387,9 @@ class SloPacking:
         packer.add(row, packer.chunk(row))
 
     def _still_out(self, rows: Ints) -> Ints:
-        """Return rows neither in the plan nor evicted by it."""
+        """Return rows neither in the plan nor evicted by it: of groups only starving ones are packed more than once."""
         packer, evicted = self._packer, self._evicted
-        if not evicted and not packer.num_scheduled:
+        if not evicted and not (packer.num_scheduled and self._rows.num_ready[STARVING]):
             return rows
         taken = evicted.union(packer.rows)
         return rows[[row not in taken for row in rows.tolist()]]

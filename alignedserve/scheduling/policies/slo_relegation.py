@@ -15,7 +15,7 @@ import heapq
 import numpy as np
 
 from alignedserve.scheduling.policies.slo_forecast import LATE, ON_TIME, URGENT, counts_of
-from alignedserve.scheduling.table import Floats, Ints, RequestTable
+from alignedserve.scheduling.table import Floats, Ints, RequestTable, rows_where
 from kernels.cpu.request_table import RowForecasts
 
 MOST_PROMPTS = 256  # that are looked at, the first ones due: later ones have time
@@ -30,7 +30,7 @@ def relegated(table: RequestTable, rows: RowForecasts, stretch: float) -> RowFor
     """Return the forecasts with prompts that give way as late ones. `stretch`: as in giving_way."""
     own_stretch = stretch if rows.num_waiting[LATE] else 1.0
     is_waiting = (rows.rank >= URGENT) & (rows.rank <= ON_TIME) & ~rows.is_ready
-    waiting = np.flatnonzero(is_waiting & (table.num_generated == 0) & np.isfinite(rows.slack_s))
+    waiting = rows_where(is_waiting & (table.num_generated == 0) & np.isfinite(rows.slack_s))
     if len(waiting) > MOST_PROMPTS:
         waiting = waiting[np.argpartition(rows.slack_s[waiting], MOST_PROMPTS)[:MOST_PROMPTS]]
     alone_s, slack_s = rows.left_s[waiting], rows.slack_s[waiting]
