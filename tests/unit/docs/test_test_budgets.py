@@ -13,7 +13,7 @@ MAX_LONG_SLEEPS = 12
 # seventeen.
 MAX_PROMISE_CLUSTERS = 8
 MAX_REST_CLUSTERS = 29
-MAX_INTERPRETERS = 27  # that default tests start: most import torch or ray
+MAX_INTERPRETERS = 28  # that default tests start: most import torch or ray
 
 _STARTS_CLUSTER = re.compile(r"(?<!def )\b(?:serving|kill_cluster|RayNodes|NamespaceHosts)\(")
 _INTERPRETER = re.compile(r"sys\.executable")
