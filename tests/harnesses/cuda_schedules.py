@@ -81,10 +81,10 @@ class _Worker(Place):
 
         Else the next worker's memory may lie where a former one's did, in two registrations.
         """
-        fake.machine.kill(self.storage.device.index)
-        rows = self.swap_space._host_rows
-        if rows is not None:
-            rows._registered.close()
+        with fake.machine.killed(self.storage.device.index):
+            rows = self.swap_space._host_rows
+            if rows is not None:
+                rows._registered.close()
 
 
 class CudaSchedule(EngineHistory):

@@ -44,9 +44,9 @@ def rehearsal() -> Iterator[Rehearsal]:
     """Two hosts, each with a worker of both models, batches, and an adapter to load. Their end is a test too."""
     with _folder() as folder:
         write_adapter(folder / "adapters" / "terse", resolve_model(ModelSectionConfig()).decoder)
-        own = ("batches.enabled=true", f"batches.folder={folder / 'state'}", "decode.max_running_requests=8")
-        own = (*own, "router.moves_between_nodes=true")
-        settings = (*SETTINGS, *own, f"lora.allowed_folder={folder / 'adapters'}")
+        batches = ("batches.enabled=true", f"batches.folder={folder / 'state'}")
+        own = ("decode.max_running_requests=8", "router.moves_between_nodes=true")
+        settings = (*SETTINGS, *batches, *own, f"lora.allowed_folder={folder / 'adapters'}")
         hosts = NamespaceHosts(2, folder, [Path(entry) for entry in sys.path if Path(entry).is_dir()])
         made = Rehearsal(hosts, settings, SOON, MODELS)
         made.prepare()
