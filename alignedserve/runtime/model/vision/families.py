@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
+
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields, read_json_object
 from alignedserve.pictures.form import BudgetForm, CanvasForm, CellsForm, RowsForm, Scaling, SquareForm, TiledForm
@@ -190,7 +192,7 @@ def _qwen(fields: JsonFields, images: JsonFields, defaults: tuple[int, int, int,
 def _qwen_vl(fields: JsonFields, images: JsonFields) -> VisionConfig:
     config = _qwen(fields, images, (3584, 3420, 32, 16, 14), "silu")
     tower, cell = section_of(fields, "vision_config"), config.patch_size * config.join
-    return replace(
+    return msgspec.structs.replace(
         config,
         window_edge=tower.integer("window_size", cell, MAX_EDGE, 112) // cell * config.join,
         full_layers=tower.integers("fullatt_block_indexes", 0, MAX_LAYERS) or (7, 15, 23, 31),
@@ -209,7 +211,7 @@ def _qwen3_vl(fields: JsonFields, images: JsonFields) -> VisionConfig:
         raise tower.error(deep_name, "must be layers of the encoder, each once")
     if len(deep_layers) >= section_of(fields, "text_config").integer("num_hidden_layers", 1, MAX_LAYERS, MAX_LAYERS):
         raise tower.error(deep_name, "must be fewer than the text has layers")
-    return replace(
+    return msgspec.structs.replace(
         config,
         names=names.QWEN3,
         norm=NormKind.LAYER,

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
@@ -17,8 +16,7 @@ FUSED_EXPANSION = 2  # of the block that makes one of the last two stages
 Shapes = dict[str, tuple[int, ...]]  # of tensors by their names in a block
 
 
-@dataclass(frozen=True, slots=True)
-class EdgeBlock:
+class EdgeBlock(msgspec.Struct, frozen=True, tag=True):
     """A convolution that widens, and a product that narrows again."""
 
     width: int
@@ -42,8 +40,7 @@ class EdgeBlock:
         return places * inner * (in_width * self.kernel**2 + self.width)
 
 
-@dataclass(frozen=True, slots=True)
-class InvertedBlock:
+class InvertedBlock(msgspec.Struct, frozen=True, tag=True):
     """A product that widens and one that narrows again, with convolutions of each channel alone before and between."""
 
     width: int
@@ -72,8 +69,7 @@ class InvertedBlock:
         return before + out * inner * (self.middle**2 + self.width)
 
 
-@dataclass(frozen=True, slots=True)
-class QueryBlock:
+class QueryBlock(msgspec.Struct, frozen=True, tag=True):
     """Attention with one key head, whose keys and values may be of every other place alone."""
 
     width: int
@@ -112,8 +108,7 @@ class PlacedBlock(NamedTuple):
     edge: int  # of what it reads, in places
 
 
-@dataclass(frozen=True, slots=True)
-class MobileConfig:
+class MobileConfig(msgspec.Struct, frozen=True, tag=True):
     """A tower of stages of blocks, what makes one map of the last two stages, and prompt tokens of that."""
 
     form: FixedForm  # whose tokens are those of the map, and an end mark
@@ -180,7 +175,7 @@ class MobileConfig:
         products = stem + sum(placed.block.products(placed.in_width, placed.edge) for placed in self._placed())
         products += self.form.tokens * self.hidden_size * self.out_width
         work = EncoderWork(1, products / text_parameters / self.form.tokens, 0.0, 1)
-        return replace(self, form=msgspec.structs.replace(self.form, work=work))
+        return msgspec.structs.replace(self, form=msgspec.structs.replace(self.form, work=work))
 
     @property
     def num_parameters(self) -> int:

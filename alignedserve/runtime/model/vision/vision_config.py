@@ -75,8 +75,7 @@ class PositionKind(enum.Enum):
     AXES = "axes"  # the sum of one by its column and one by its row, of two tables
 
 
-@dataclass(frozen=True, slots=True)
-class VisionConfig:
+class VisionConfig(msgspec.Struct, frozen=True, tag=True):
     """A tower whose patches attend to all others of their part of a picture, and what makes prompt tokens of them."""
 
     form: PictureForm
@@ -169,7 +168,7 @@ class VisionConfig:
             pair_tokens=2 * self.hidden_size * num_full / text_parameters,
             part_patches=part,
         )
-        return replace(self, form=msgspec.structs.replace(self.form, work=work))
+        return msgspec.structs.replace(self, form=msgspec.structs.replace(self.form, work=work))
 
     @property
     def num_parameters(self) -> int:

@@ -30,6 +30,7 @@ from alignedserve.config.unset_sizes import DefaultSize, from_mapping
 from alignedserve.core.errors import ProtocolError
 from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.model.served_model import resolve_model
+from tests.support import tiny_mobile
 from tests.support.tiny_encoders import make_tiny_encoder
 from tests.unit.cluster.driven_cluster import NODES, AgentMemory, joined
 
@@ -112,6 +113,12 @@ def test_a_model_of_either_kind_is_handed_over(driver: Driver, tmp_path: Path) -
     (tmp_path / "encoder").mkdir()
     make_tiny_encoder(tmp_path / "encoder", "bert")
     served = resolve_model(ModelSectionConfig(path=str(tmp_path / "encoder")))
+    driver.joining.plan = replace(driver.joining.plan, served=served, choices={})
+    assert decode(encode(driver.state)).joining.plan.served == served
+
+
+def test_a_model_that_sees_is_handed_over(driver: Driver) -> None:
+    served = replace(driver.joining.plan.served, vision=tiny_mobile.CONFIG)
     driver.joining.plan = replace(driver.joining.plan, served=served, choices={})
     assert decode(encode(driver.state)).joining.plan.served == served
 
