@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels import activation, norm, rotary, sampling
 from kernels.activation import Gated, gated
 from kernels.cpu import rows
-from kernels.cpu.native import supported_levels
+from kernels.cpu.native import vector_levels
 from kernels.cpu.rows import GateRows, HeadRows, NormRows, highest, native_level
 from kernels.norm import LayerNorm, Norm, RmsNorm, rms_norm
 from kernels.rotary import HeadPlacement, rotary_angles, rotate_
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
 
-BUILT = supported_levels() if native_level(torch.float32, CPU) else ()
+BUILT = vector_levels() if native_level(torch.float32, CPU) else ()
 levels = pytest.mark.parametrize("level", BUILT or [pytest.param("", marks=pytest.mark.skip("not built"))])
 dtypes = pytest.mark.parametrize("dtype", list(ROUNDING))
 widths = pytest.mark.parametrize("width", [1, 17, 64, 1000, *slow(3, 15, 16, 100, 768)])
