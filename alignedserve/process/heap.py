@@ -25,7 +25,7 @@ def give_free_memory_back() -> None:
 def keep_freed_memory() -> None:
     """Keep what is freed from now on: the system clears each page that it gives anew.
 
-    A pass over a prompt takes and frees the same megabytes layer by layer, and a quarter of its time could go into
+    A pass over a prompt takes and frees the same megabytes layer by layer, and a tenth of its time and more went into
     clearing them. `give_free_memory_back` still gives back what is free then.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; other libraries have none
