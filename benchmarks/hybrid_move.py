@@ -12,7 +12,6 @@ import asyncio
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -21,29 +20,11 @@ from alignedserve.core.request import SamplingParams, Slo
 from alignedserve.runtime.model.hf_config import read_model_config
 from tests.harnesses.client_gateway import Answer
 from tests.support.in_process import RoomCluster, running, small_config
+from tests.support.tiny_hybrids import DELTA, MAMBA2
 from tests.support.tiny_llama import TINY_LLAMA
 
 _SIZES = {**TINY_LLAMA, "num_hidden_layers": 3}
-KINDS: dict[str, dict[str, Any]] = {
-    "mamba2": {
-        "model_type": "granitemoehybrid",
-        "layer_types": ["mamba", "attention", "mamba"],
-        "mamba_n_heads": 4,
-        "mamba_d_state": 16,
-        "mamba_n_groups": 1,
-        "num_local_experts": 0,
-        "shared_intermediate_size": 48,
-    },
-    "delta": {
-        "model_type": "qwen3_5_text",
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
-}
+KINDS = {"mamba2": MAMBA2, "delta": DELTA}
 _BLOCK_SIZE = 64
 _PROMPTS = [[3 + (7 * number + place) % 120 for place in range(30 + 9 * number)] for number in range(6)]
 

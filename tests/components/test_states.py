@@ -17,34 +17,17 @@ from alignedserve.runtime.model.hf_config import read_model_config
 from tests.components.test_prefix_pool import ROOT, kept, loaded
 from tests.components.work import check, growing_prompts, prompts
 from tests.support.in_process import running, small_config
+from tests.support.tiny_hybrids import DELTA, MAMBA2
 from tests.support.tiny_llama import TINY_LLAMA
 from tests.support.waiting import holds
 
 pytestmark = pytest.mark.slow
 
 SAMPLING = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-_MAMBA2: dict[str, Any] = {
-    "model_type": "granitemoehybrid",
-    "layer_types": ["mamba", "attention", "mamba"],
-    "mamba_n_heads": 4,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 1,
-    "num_local_experts": 0,
-    "shared_intermediate_size": 48,
-}
-_DELTA: dict[str, Any] = {
-    "model_type": "qwen3_5_text",
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
 MODELS: dict[str, dict[str, Any]] = {
     "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16},
-    "mamba2": _MAMBA2,
-    "delta": _DELTA,
+    "mamba2": MAMBA2,
+    "delta": DELTA,
 }
 
 _SLIDING = {"head_dim": 8, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2}
