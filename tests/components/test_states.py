@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace as replace_params
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,8 @@ from alignedserve.prefix_cache.block_hashes import prefix_root
 from alignedserve.runtime.model.hf_config import read_model_config
 from tests.components.test_prefix_pool import ROOT, kept, loaded
 from tests.components.work import check, growing_prompts, prompts
-from tests.support.in_process import running, small_config
+from tests.harnesses.client_gateway import Answer
+from tests.support.in_process import RoomCluster, running, small_config
 from tests.support.tiny_hybrids import DELTA, MAMBA2
 from tests.support.tiny_llama import TINY_LLAMA
 from tests.support.waiting import holds
@@ -95,6 +97,15 @@ async def test_states_in_blocks_of_their_own_leave(tmp_path: Path) -> None:
     assert engine.num_swapped_out > 0
 
 
+async def _lose_each_kind(cluster: RoomCluster, answers: Sequence[Answer]) -> None:
+    """Stop a worker of each kind while answers are under way, and start it again."""
+    for name in ("decode-0", "prefill-0"):
+        await holds(lambda: all(len(answer.token_ids) >= 3 for answer in answers))
+        await cluster.stop(name)
+        await asyncio.sleep(0.05)
+        await cluster.start_again(name)
+
+
 @pytest.mark.parametrize("model", ["mamba2", "delta"])
 async def test_states_in_blocks_of_their_own_and_a_lost_worker_of_each_kind(model: str, tmp_path: Path) -> None:
     """Prompts that begin alike go on behind kept states; decodes resume from the states that the pool has."""
@@ -107,11 +118,7 @@ async def test_states_in_blocks_of_their_own_and_a_lost_worker_of_each_kind(mode
         root = prefix_root(b"key", tenant="", salt="", form=b"")
         submit = partial(cluster.gateway.submit, sampling=SAMPLING, prefix_root=root)
         answers = [submit(prompt) for prompt in work]
-        for name in ("decode-0", "prefill-0"):
-            await holds(lambda: all(len(answer.token_ids) >= 3 for answer in answers))
-            await cluster.stop(name)
-            await asyncio.sleep(0.05)
-            await cluster.start_again(name)
+        await _lose_each_kind(cluster, answers)
         await check(cluster, work, answers, SAMPLING)
         again = submit(work[0])
         await again.done.wait()
@@ -124,11 +131,7 @@ async def test_a_lost_worker_of_each_kind(model: str, tmp_path: Path) -> None:
     async with running(_config(tmp_path / "model", model, Topology.DISAGGREGATED), tmp_path) as cluster:
         work = prompts(6, 2, 60, seed=0)
         answers = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work]
-        for name in ("decode-0", "prefill-0"):
-            await holds(lambda: all(len(answer.token_ids) >= 3 for answer in answers))
-            await cluster.stop(name)
-            await asyncio.sleep(0.05)
-            await cluster.start_again(name)
+        await _lose_each_kind(cluster, answers)
         await check(cluster, work, answers, SAMPLING)
 
 
