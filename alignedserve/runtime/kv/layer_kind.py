@@ -10,7 +10,7 @@ from alignedserve.core.block_layout import BlockLayout
 
 
 class CachedLayers(Protocol):
-    """What attention reads: a storage whose layers are all alike, or one kind of several."""
+    """Holds what attention reads: a storage whose layers are all alike, or one kind of several."""
 
     layout: BlockLayout
     device: torch.device
