@@ -1,4 +1,4 @@
-"""What an encoder reads of pixels, as transformers rounds it."""
+"""Makes of pixels what an encoder reads, rounded as transformers rounds it."""
 
 import torch
 from torch import Tensor
