@@ -1,4 +1,4 @@
-"""What processes that share experts have, exchange and gain."""
+"""Processes that share experts: what each has in memory, what they exchange, and what is gained."""
 
 from dataclasses import replace
 
