@@ -239,7 +239,7 @@ struct Situation {
     }
 };
 
-// One row's columns of SloForecast, in the order of the arithmetic of `slo_forecast.plain_forecast`.
+// One row's columns of SloForecast, in the order of the arithmetic of `forecast.plain_forecast`.
 struct RowForecast {
     double left_s, slack_s, eviction_slack_s, allowed_s, banked_s, stretched_s;
     Rank rank, claim;

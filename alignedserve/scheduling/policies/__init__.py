@@ -12,7 +12,7 @@ from alignedserve.config.sections import SchedulingConfig, Topology
 from alignedserve.core.errors import ConfigError
 from alignedserve.scheduling.policies.accelgen import Accelgen
 from alignedserve.scheduling.policies.accelgen_urgency import AccelgenConfig
-from alignedserve.scheduling.policies.aligned_slo import AlignedSlo, AlignedSloConfig
+from alignedserve.scheduling.policies.aligned_slo.policy import AlignedSlo, AlignedSloConfig
 from alignedserve.scheduling.policies.alise import Alise, AliseConfig
 from alignedserve.scheduling.policies.apt_serve import AptServe, AptServeChunked, AptServeConfig
 from alignedserve.scheduling.policies.bros import Bros, BrosConfig

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.policies.slo_forecast import (
+from alignedserve.scheduling.policies.aligned_slo.forecast import (
     BEST_EFFORT,
     LATE,
     ON_TIME,

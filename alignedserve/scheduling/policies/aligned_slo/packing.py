@@ -8,7 +8,7 @@ from alignedserve.costmodel.model import chunk_within
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.decode_costs import num_decodes_within
 from alignedserve.scheduling.packer import Packer
-from alignedserve.scheduling.policies.slo_forecast import (
+from alignedserve.scheduling.policies.aligned_slo.forecast import (
     BEST_EFFORT,
     LATE,
     ON_TIME,

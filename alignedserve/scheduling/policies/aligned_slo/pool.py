@@ -24,8 +24,8 @@ from math import ceil, inf
 import numpy as np
 from typing_extensions import override
 
-from alignedserve.scheduling.policies.slo_forecast import ON_TIME, SloForecast, in_order
-from alignedserve.scheduling.policies.slo_packing import SloPacking
+from alignedserve.scheduling.policies.aligned_slo.forecast import ON_TIME, SloForecast, in_order
+from alignedserve.scheduling.policies.aligned_slo.packing import SloPacking
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import remaining_output_len
 from alignedserve.scheduling.table import Ints

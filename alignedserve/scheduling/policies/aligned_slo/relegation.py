@@ -14,7 +14,7 @@ import heapq
 
 import numpy as np
 
-from alignedserve.scheduling.policies.slo_forecast import LATE, ON_TIME, URGENT, counts_of
+from alignedserve.scheduling.policies.aligned_slo.forecast import LATE, ON_TIME, URGENT, counts_of
 from alignedserve.scheduling.table import Floats, Ints, RequestTable, rows_where
 from kernels.cpu.request_table import RowForecasts
 

@@ -11,8 +11,8 @@ docs/experiments/ablations.md has the worth of each.
 import numpy as np
 from typing_extensions import override
 
-from alignedserve.scheduling.policies.slo_forecast import LATE, ON_TIME, URGENT, SloForecast
-from alignedserve.scheduling.policies.slo_packing import SloPacking
+from alignedserve.scheduling.policies.aligned_slo.forecast import LATE, ON_TIME, URGENT, SloForecast
+from alignedserve.scheduling.policies.aligned_slo.packing import SloPacking
 from alignedserve.scheduling.policy import DeviceMemory, WorkerView
 from alignedserve.scheduling.runtime_estimate import remaining_output_len
 from alignedserve.scheduling.table import Ints, RequestTable

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from alignedserve.core.ids import RequestId
-from alignedserve.scheduling.policies.slo_forecast import BEST_EFFORT, LATE, STARVING, counts_of, in_order
+from alignedserve.scheduling.policies.aligned_slo.forecast import BEST_EFFORT, LATE, STARVING, counts_of, in_order
 from alignedserve.scheduling.policy import WorkerView
 from alignedserve.scheduling.table import Bools, Ints, RequestTable, rows_where
 from kernels.cpu.request_table import RowForecasts

@@ -59,7 +59,7 @@ class SloForecast(NamedTuple):
     """Forecasts of every row, and of all of them."""
 
     rows: RowForecasts
-    hold: Ints  # the rank by which a row keeps its memory (slo_floor.py)
+    hold: Ints  # the rank by which a row keeps its memory (floor.py)
     is_floor_held: bool  # no request takes memory from the first starving one
     allowed_s: float  # the longest iteration that makes no next token late
     copies_s: float  # the longest that copies of evicted caches may take

@@ -24,8 +24,8 @@ from typing import Protocol
 import numpy as np
 
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.policies.slo_floor import behind
-from alignedserve.scheduling.policies.slo_forecast import BEST_EFFORT, STARVING, Group, rows_of
+from alignedserve.scheduling.policies.aligned_slo.floor import behind
+from alignedserve.scheduling.policies.aligned_slo.forecast import BEST_EFFORT, STARVING, Group, rows_of
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.table import RequestTable
 from kernels.cpu.request_table import RowForecasts

@@ -2,7 +2,7 @@
 
 - Requests that can still hold their objectives go before those that cannot (Apt-Serve, section 4.2), and those that
   would miss them by waiting for one more iteration go first (AccelGen, section 4.3). Where not all can, the fewest
-  prompts give way (slo_relegation.py).
+  prompts give way (relegation.py).
 - The iteration lasts no longer than the least slack of its requests allows, nor so long that a prompt that arrives
   meanwhile would be late (BROS, constraint 6; AccelGen, equation 6); best-effort work fills the rest of that time.
 - Requests that can wait are ordered by predicted remaining time, the shortest first, until they have waited too long;
@@ -19,9 +19,9 @@ import numpy as np
 
 from alignedserve.config.sections.scheduling import MAX_INTERFERENCE
 from alignedserve.core.class_floor import OVERDUE_S
-from alignedserve.scheduling.policies.slo_choices import HiddenPacking, by_density, in_levels
-from alignedserve.scheduling.policies.slo_floor import Floor, behind_real_time
-from alignedserve.scheduling.policies.slo_forecast import (
+from alignedserve.scheduling.policies.aligned_slo.choices import HiddenPacking, by_density, in_levels
+from alignedserve.scheduling.policies.aligned_slo.floor import Floor, behind_real_time
+from alignedserve.scheduling.policies.aligned_slo.forecast import (
     BEST_EFFORT,
     LATE,
     ON_TIME,
@@ -34,10 +34,10 @@ from alignedserve.scheduling.policies.slo_forecast import (
     num_of,
     real_time_work,
 )
-from alignedserve.scheduling.policies.slo_interference import Interference, has_gaps, without_starving_chat
-from alignedserve.scheduling.policies.slo_packing import SloPacking
-from alignedserve.scheduling.policies.slo_pool import PooledPacking
-from alignedserve.scheduling.policies.slo_relegation import num_contending, relegated
+from alignedserve.scheduling.policies.aligned_slo.interference import Interference, has_gaps, without_starving_chat
+from alignedserve.scheduling.policies.aligned_slo.packing import SloPacking
+from alignedserve.scheduling.policies.aligned_slo.pool import PooledPacking
+from alignedserve.scheduling.policies.aligned_slo.relegation import num_contending, relegated
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import RefreshedEstimate, fit_request_runtime, measure_prefill_times
 

@@ -1,0 +1,1 @@
+"""`aligned_slo`: the policy, and each of its parts in a file."""
