@@ -1,9 +1,9 @@
 """Builds the router's logic from its configuration, for the live router and the simulated one."""
 
 from alignedserve.config.sections import BatchingConfig, RouterConfig
-from router.far_moves import FarLeans
-from router.leans import Leans
 from router.logic import RouterLogic
+from router.moves.far_moves import FarLeans
+from router.moves.leans import Leans
 from router.placement import Placement
 from router.policies import make_prefill_order
 from router.policies.bypass import Bypass, DirectHandoff, PackedBypass, UrgentBypass

@@ -16,14 +16,14 @@ from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
-from router.adapter_index import AdapterIndex
 from router.batching.batch_requests import BatchRequests
-from router.late_prompts import LatePrompts
-from router.prefillers import Prefillers, is_as_free, requests_at
-from router.prefix_index import PrefixIndex
-from router.ranking import Ranking
-from router.standbys import Standbys
 from router.state import DispatchedPrefill, PooledRecord, PoolRecord, TrackedRequest, WorkerRecord
+from router.workers.adapter_index import AdapterIndex
+from router.workers.late_prompts import LatePrompts
+from router.workers.prefillers import Prefillers, is_as_free, requests_at
+from router.workers.prefix_index import PrefixIndex
+from router.workers.ranking import Ranking
+from router.workers.standbys import Standbys
 
 
 class Placement:

@@ -24,8 +24,8 @@ from contextlib import closing
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.messages.workers import WorkerLoad
 from router.batching.far_batches import FarBatch, FarLimits
-from router.ranking import Ranking
 from router.state import BatchKind, PoolRecord, WorkerRecord
+from router.workers.ranking import Ranking
 
 Nodes = Mapping[str, Mapping[str, WorkerRecord]]  # workers by name, by the pool of their node
 

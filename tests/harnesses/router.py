@@ -19,8 +19,8 @@ from alignedserve.messages.pools import (
 )
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillCompleted, PrefillRequest
-from router.leans import Leans
 from router.logic import RouterLogic
+from router.moves.leans import Leans
 from router.placement import Placement
 from router.policies.bypass import UrgentBypass
 from router.policies.prefill_order import LeastSlackOrder, PrefillOrder

@@ -27,7 +27,7 @@ class RouterConfig(Section, frozen=True):
     length_predictor: str = "hashed_ngrams"  # a name in router/prediction
     max_learnt_bytes: int = 192 * MIB  # of the finished requests that it learns from; the oldest make room
     # Decodes move between elastic workers of several nodes too, where their own node has no time or room for them and
-    # the link is fast enough (router/far_moves.py).
+    # the link is fast enough (router/moves/far_moves.py).
     moves_between_nodes: bool = False
 
     def __post_init__(self) -> None:

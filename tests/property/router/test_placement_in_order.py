@@ -16,8 +16,8 @@ from typing_extensions import override
 from alignedserve.messages.events import Send
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import FormBatch
-from router.leans import Leans
 from router.logic import RouterEvent, RouterLogic
+from router.moves.leans import Leans
 from router.placement import Placement
 from router.policies.bypass import DirectHandoff, UrgentBypass
 from router.policies.prefill_order import LeastSlackOrder

@@ -6,7 +6,7 @@ from alignedserve.config.sections import BatchingConfig, RouterConfig
 from alignedserve.core.request import Slo
 from alignedserve.costmodel.links import LearnedLinks
 from router.factory import make_logic
-from router.far_moves import FAR_REST_S, HELD_S, FarLeans
+from router.moves.far_moves import FAR_REST_S, HELD_S, FarLeans
 from router.state import WorkerRecord
 from tests.support.marks import each
 from tests.unit.router.test_leans import decoded_by, elastic, moved

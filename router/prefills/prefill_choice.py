@@ -25,15 +25,15 @@ from typing import NamedTuple
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass
-from router.adapter_index import LOAD_S
 from router.late_predictions import expected_len
-from router.look_ahead import is_decoded_soon, wants_more
 from router.placement import Placement
 from router.prefill_queue import Turn
-from router.prefix_index import hit_of
-from router.promised_room import PromisedRoom
+from router.prefills.look_ahead import is_decoded_soon, wants_more
+from router.prefills.promised_room import PromisedRoom
 from router.request_registry import RequestRegistry
 from router.state import NO_HIT, PrefixHit, TrackedRequest, WorkerRecord
+from router.workers.adapter_index import LOAD_S
+from router.workers.prefix_index import hit_of
 
 _WORK_OF_REAL_TIME = 3.0
 _WORK_OF_BEST_EFFORT = 4.0
