@@ -65,7 +65,8 @@ def line_of(row: dict[str, Any]) -> str:
     chat, documents = row["classes"]["chat"], row["classes"]["documents"]
     return (
         f"{row['way']}: computed again {row['computed_again']:.0f}, evictions {row['num_evictions']:.0f}, "
-        f"chat {chat['slo_attainment']}, documents {documents['output_tokens_per_s']}"
+        f"chat {chat['slo_attainment']}, with a long gap {chat['stalled']}, "
+        f"documents {documents['output_tokens_per_s']}"
     )
 
 

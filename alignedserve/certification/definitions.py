@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from alignedserve.certification.certificate import Certificate
 from alignedserve.certification.protocol import Protocol
 from alignedserve.certification.words import duration, seconds
+from alignedserve.core.metrics import READABLE_GAP_S
 from alignedserve.sim.report.document import named_values
 from alignedserve.sim.report.svg import element, shown
 
@@ -13,6 +14,10 @@ _READING = (
         "In time",
         "A chat that was answered, with its first token and its mean time per token within its objectives. A failed "
         "chat is not in time.",
+    ),
+    (
+        f"Gap over {READABLE_GAP_S:g} s",
+        "Chats that began and were then silent for longer once, whether they were in time or not: a mean hides that.",
     ),
     ("Beside", "Chats that were sent while there were documents."),
     (

@@ -12,7 +12,7 @@ from alignedserve.certification.records import PhaseRecord
 from alignedserve.certification.statistics import Compared, LeftOver, StreamFigures
 from alignedserve.certification.verdict import Check
 from alignedserve.certification.words import bound_of, duration, measured_of, percent, seconds
-from alignedserve.core.metrics import Distribution
+from alignedserve.core.metrics import READABLE_GAP_S, Distribution
 from alignedserve.sim.report.document import document, figure, named_values, table
 from alignedserve.sim.report.svg import element, shown
 from alignedserve.sim.report.tables import Table
@@ -198,10 +198,12 @@ def _attainment(alone: StreamFigures | None, beside: StreamFigures | None) -> st
         interval = figures.attainment_interval
         between = "-" if interval is None else f"{interval[0]:.1%} to {interval[1]:.1%}"
         failures = ", ".join(f"{count} x {kind}" for kind, count in figures.failures.items()) or "none"
-        values = (str(figures.num_sent), str(figures.num_answered), percent(figures.attainment), between, failures)
+        shares = (percent(figures.attainment), between, percent(figures.stalled))
+        values = (str(figures.num_sent), str(figures.num_answered), *shares, failures)
         cells = [element("td", escape(value)) for value in values]
         rows.append(element("tr", element("td", words, class_="word"), *cells))
-    return _plain_table(("chat", "sent", "answered", "in time", "95 % interval", "failed"), rows)
+    stalled = f"gap over {READABLE_GAP_S:g} s"
+    return _plain_table(("chat", "sent", "answered", "in time", "95 % interval", stalled, "failed"), rows)
 
 
 def _pictures(certificate: Certificate) -> str:

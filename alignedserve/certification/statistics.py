@@ -26,6 +26,7 @@ class StreamFigures:
     attainment: float | None  # None: nothing was sent
     attainment_interval: tuple[float, float] | None  # 95 %
     latest_of_objective: float | None  # the longest time to a first token, by the objective; infinite if one never came
+    stalled: float | None = None  # share of the answers that began with a gap longer than metrics.READABLE_GAP_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,7 @@ def _streams(
         attainment=metrics.attainment(num_met, len(streams)),
         attainment_interval=wilson(num_met, len(streams)),
         latest_of_objective=None,
+        stalled=metrics.stalled([one.longest_gap_s or 0.0 for one in streams if one.num_tokens]),
     )
 
 

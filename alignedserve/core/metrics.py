@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from alignedserve.core.request import Slo
 
+READABLE_GAP_S = 2.0  # an answer that is silent for longer stands still before its reader's eyes
 STEADY_FROM = 0.2  # of the time of sending: what came before is the filling of an empty system
 
 
@@ -152,6 +153,11 @@ def completed_of_arrived(arrivals_s: Sequence[float], completions_s: Sequence[fl
         sum(from_s < time_s <= last_s for time_s in times_s) for times_s in (arrivals_s, completions_s)
     )
     return num_completed / num_arrived if num_arrived else None
+
+
+def stalled(longest_gaps_s: Sequence[float]) -> float | None:
+    """Return the share of answers that stood still: whose longest gap passes the readable one, whatever their mean."""
+    return attainment(sum(gap > READABLE_GAP_S for gap in longest_gaps_s), len(longest_gaps_s))
 
 
 def attainment(num_met: int, num_sent: int) -> float | None:

@@ -10,6 +10,7 @@ The `usage` at the end, where the server sends one, overrules the sum for throug
 
 import asyncio
 import enum
+import re
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +29,8 @@ from alignedserve.loadgen.trust import trust_for, untrusted
 CONNECT_TIMEOUT_S = 10.0
 PLAIN_TIMEOUT_S = 30.0  # of requests that are not completions
 MAX_ERROR_BODY_BYTES = 64 * 1024
+_MAX_REASON_LEN = 120
+_QUOTED = re.compile("""["'`\u201c\u2018].*["'`\u201d\u2019]""")  # from the first mark to the last
 TextListener = Callable[[str], None]
 
 
@@ -68,12 +71,21 @@ class ClientFailure:
     kind: ClientFailureKind
     message: str
     status: int | None = None
-    code: str | None = None  # the server's own, of a refusal
+    code: str | None = None  # the server's own, else its type of the error: of refusals and error events
 
     @property
     def label(self) -> str:
         """Return the label under which failures are counted."""
         return f"http {self.status}" if self.kind is ClientFailureKind.HTTP else self.kind.value
+
+    @property
+    def reason(self) -> str:
+        """Return what the server said of it, for a report: without what it may have quoted of the request."""
+        if self.kind not in (ClientFailureKind.HTTP, ClientFailureKind.ERROR_EVENT):
+            return self.label
+        said = _QUOTED.sub("…", " ".join(self.message.split()))
+        shortened = said if len(said) <= _MAX_REASON_LEN else said[:_MAX_REASON_LEN] + "…"
+        return f"{self.label}, {self.code or 'no code'}: {shortened}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +288,7 @@ def _take_event(event: SseEvent, outcome: CompletionOutcome, now: float, listene
         return False
     chunk = read_chunk(event)
     if chunk.error is not None:
-        outcome.failure = ClientFailure(ClientFailureKind.ERROR_EVENT, chunk.error)
+        outcome.failure = ClientFailure(ClientFailureKind.ERROR_EVENT, chunk.error, code=chunk.error_code)
         return False
     if chunk.has_token:
         count = len(chunk.logprobs) or 1

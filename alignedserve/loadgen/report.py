@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from alignedserve.core.metrics import Distribution
+from alignedserve.core.metrics import READABLE_GAP_S, Distribution
 from alignedserve.core.request import Slo
 from alignedserve.loadgen.summary import ClassReport, GeneratorReport, LoadReport
 
@@ -53,6 +53,7 @@ def print_counts(console: Console, report: LoadReport, *, title: str) -> None:
         table.add_row("token deadlines met (fluidity)", *(_share(numbers.fluidity) for numbers in shown))
     table.add_row("completed of sent", *(_share(numbers.completed_of_arrived) for numbers in shown))
     table.add_row("longest gap (s)", *(_longest(numbers.tbt_s) for numbers in shown))
+    table.add_row(f"answers with a gap over {READABLE_GAP_S:g} s", *(_share(numbers.stalled) for numbers in shown))
     console.print(table)
 
 
@@ -71,6 +72,7 @@ def print_latencies(console: Console, numbers: ClassReport) -> None:
 def remarks(report: LoadReport) -> list[str]:
     """Return remarks that a reader needs to judge the numbers."""
     found = [_generator_remark(report.generator)]
+    found += [f"failed, {count} of them: {reason}" for reason, count in report.total.failure_reasons.items()]
     num_completed = report.total.num_completed
     if report.num_server_counts < num_completed:
         found.append(

@@ -117,6 +117,7 @@ class StreamChunk(NamedTuple):
     finish_reason: str | None = None
     usage: StreamUsage | None = None
     error: str | None = None
+    error_code: str | None = None
     thought: str = ""
 
 
@@ -127,16 +128,20 @@ _decode_envelope = msgspec.json.Decoder(_ErrorEnvelope).decode
 def read_chunk(event: SseEvent) -> StreamChunk:
     """Return the chunk in an event. Raises ProtocolError when it is not one."""
     if event.name == b"error":
-        return StreamChunk(error=error_message(event.payload))
+        return _failed(event)
     try:
         chunk = _decode_chunk(event.payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"not a completion chunk: {event.payload[:120]!r} ({error})") from error
     if bytes(chunk.error) not in (b"", b"null"):
-        return StreamChunk(error=error_message(event.payload))
+        return _failed(event)
     if not chunk.choices:
         return StreamChunk(usage=chunk.usage)
     return _from_choice(chunk.choices[0], chunk.usage)
+
+
+def _failed(event: SseEvent) -> StreamChunk:
+    return StreamChunk(error=error_message(event.payload), error_code=error_code(event.payload))
 
 
 def _from_choice(choice: _ChoiceJson, usage: StreamUsage | None) -> StreamChunk:
@@ -163,10 +168,11 @@ def error_message(body: bytes) -> str:
 
 
 def error_code(body: bytes) -> str | None:
-    """Return the code of an OpenAI error object, such as context_length_exceeded, if it has one."""
+    """Return the code of an OpenAI error object, such as context_length_exceeded, or else its type, if it has one."""
     try:
         envelope = _decode_envelope(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    code = None if isinstance(envelope.error, str) else envelope.error.code
-    return code if isinstance(code, str) else None
+    if isinstance(envelope.error, str):
+        return None
+    return envelope.error.code if isinstance(envelope.error.code, str) else envelope.error.type

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alignedserve.core import metrics
 from alignedserve.core.metrics import Deadlines, Distribution
@@ -11,6 +11,7 @@ from alignedserve.loadgen.load_generator import LoadRun, SentRequest
 from alignedserve.loadgen.load_plan import TrafficClass
 
 ALL = "all"  # every class together
+_MOST_REASONS = 10
 # A generator later than both of these at its 99th percentile shows in what it measures.
 GENERATOR_LIMIT_S = 0.02
 GENERATOR_LIMIT_OF_TTFT = 0.1  # of the median time to first token
@@ -39,6 +40,8 @@ class ClassReport:
     goodput_per_s: float | None
     fluidity: float | None = None  # share of the tokens' deadlines met, time carried over (Etalon); None: no objectives
     completed_of_arrived: float | None = None  # while requests were sent, the first fifth left out
+    stalled: float | None = None  # share of the answers that began with a gap longer than metrics.READABLE_GAP_S
+    failure_reasons: dict[str, int] = field(default_factory=dict)  # what servers said of them, most frequent first
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,8 @@ def _class_report(name: str | None, run: LoadRun, slos: dict[str, Slo]) -> Class
     """Report on one class, or on all together (None)."""
     members = [sent for sent in run.counted if name is None or sent.request.class_name == name]
     completed = [sent for sent in members if sent.outcome.failure is None]
-    failures = Counter(sent.outcome.failure.label for sent in members if sent.outcome.failure is not None)
+    failed = [sent.outcome.failure for sent in members if sent.outcome.failure is not None]
+    failures, reasons = Counter(one.label for one in failed), Counter(one.reason for one in failed)
     input_tokens = sum(_prompt_tokens(sent) for sent in completed)
     output_tokens = run.num_tokens_of(name)
     has_slo = any(slos[sent.request.class_name] != Slo() for sent in members)
@@ -112,6 +116,8 @@ def _class_report(name: str | None, run: LoadRun, slos: dict[str, Slo]) -> Class
         goodput_per_s=metrics.per_second(num_met, run.duration_s) if has_slo else None,
         fluidity=metrics.attainment(sum(one.num_met for one in deadlines), sum(one.num_due for one in deadlines)),
         completed_of_arrived=_completed_of_arrived(name, run),
+        stalled=metrics.stalled([_longest_gap_s(sent) for sent in members if sent.outcome.token_times_s]),
+        failure_reasons=dict(reasons.most_common(_MOST_REASONS)),
     )
 
 
@@ -127,6 +133,13 @@ def _ttft_s(sent: SentRequest) -> float | None:
 
 def _tpot_s(sent: SentRequest) -> float | None:
     return metrics.tpot_s(sent.outcome.token_times_s, sent.outcome.num_tokens)
+
+
+def _longest_gap_s(sent: SentRequest) -> float:
+    """Return the longest silence within an answer that began; of one that failed, with that before its end."""
+    outcome = sent.outcome
+    times_s = outcome.token_times_s if outcome.failure is None else [*outcome.token_times_s, outcome.ended_s]
+    return max(metrics.tbt_s(times_s), default=0.0)
 
 
 def _end_to_end_s(sent: SentRequest) -> float:

@@ -13,6 +13,7 @@ from alignedserve.core.metrics import (
     describe,
     per_second,
     percentile,
+    stalled,
 )
 from alignedserve.messages.gateways import LengthTotals
 from alignedserve.messages.iteration_log import IterationLogTotals
@@ -70,6 +71,7 @@ class ClassResult:
     fluidity: float | None = None  # share of the tokens' deadlines met, time carried over (Etalon)
     completed_of_arrived: float | None = None  # while requests arrive, the first fifth left out; below 1 a queue grows
     longest_gap_s: float | None = None  # of all requests, those too that did not complete
+    stalled: float | None = None  # share of the answers that began with a gap longer than metrics.READABLE_GAP_S
 
     @property
     def hit_rate(self) -> float | None:
@@ -210,6 +212,7 @@ def _class_of(records: Sequence[RequestRecord], gaps: Sequence[GapSample], span:
             [record.arrival_s for record in records], [record.ended_s for record in completed]
         ),
         longest_gap_s=None if gaps_s is None else gaps_s.distribution.max,
+        stalled=stalled([record.max_tbt_s or 0.0 for record in records if record.num_tokens]),
     )
 
 

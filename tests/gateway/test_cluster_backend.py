@@ -1,145 +1,37 @@
 """The backend of a cluster against a hand-made router and worker over real links."""
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from alignedserve.api.backend import cluster as cluster_backend
-from alignedserve.api.backend.cluster import ClusterBackend
-from alignedserve.api.backend.connection import ClusterConnection, ClusterLinks
-from alignedserve.api.backend.interface import GeneratedTokens, RequestStream
+from alignedserve.api.backend import open_request
 from alignedserve.api.errors import (
-    GenerationError,
     GenerationFailed,
     Overloaded,
     ResourceUnavailable,
-    TimedOut,
     Unavailable,
     Unservable,
 )
-from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams, Slo, TokenLogprob
+from alignedserve.core.request import FinishReason, RequestClass, TokenLogprob
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,
-    ClusterStatus,
     PromptScored,
     RequestFailed,
     RequestInterrupted,
     RequestRejected,
     ResumeRequest,
     SubmitRequest,
-    TokenDelta,
-    TokensEmitted,
 )
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import RouterInbound
-from alignedserve.messages.wire import Codec, Message
-from alignedserve.process.addresses import AddressBook
+from alignedserve.messages.wire import Codec
 from alignedserve.process.link_manager import LinkManager
-from alignedserve.process.links import Identity, Peer
+from alignedserve.process.links import Identity
+from tests.support.cluster_backend import SECRET, STATUS, Recorder, cluster, failure_of, read
 from tests.support.waiting import holds
-
-SECRET = b"s" * 32
-STATUS = ClusterStatus(1, 2, 3, 4, 1, 1, 10, 5, 20, 10, 0, 7, 0, latest_attempt=65_538)
-
-
-@dataclass
-class Recorder:
-    """A peer that keeps what it is sent."""
-
-    inbox: list[Message] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def on_linked(self, peer: Peer) -> None:
-        self.changed.set()
-
-    def on_message(self, peer: Peer, message: Message) -> None:
-        self.inbox.append(message)
-        self.changed.set()
-
-    def on_lost(self, peer: Peer) -> None:
-        self.changed.set()
-
-    async def wait_for(self, kind: type[Message], count: int = 1) -> list[Message]:
-        async with asyncio.timeout(20):
-            while len(found := [message for message in self.inbox if isinstance(message, kind)]) < count:
-                self.changed.clear()
-                await self.changed.wait()
-        return found
-
-
-@dataclass
-class ClusterHarness:
-    """One gateway backend, one router, one worker."""
-
-    backend: ClusterBackend
-    router: LinkManager
-    worker: LinkManager
-    received: Recorder
-    gateway_address: str
-    router_address: str
-
-    def submit(
-        self, *, max_tokens: int = 8, num_prompt_logprobs: int | None = None, name: str = "r", **fields: Any
-    ) -> RequestStream:
-        sampling = SamplingParams(max_tokens=max_tokens, num_prompt_logprobs=num_prompt_logprobs)
-        return self.backend.submit(Request(RequestId(name), (5, 6, 7), sampling, self.gateway_address, 0.0, **fields))
-
-    def emit(self, first_index: int, *token_ids: int, end: bool = False, name: str = "r") -> None:
-        finish_reason = FinishReason.STOP if end else None
-        delta = TokenDelta(RequestId(name), first_index, token_ids, (), finish_reason)
-        self.worker.send_to(self.gateway_address, TokensEmitted((delta,)))
-
-    def send_from_router(self, message: Message) -> None:
-        assert self.router.send("gateway-0", message)
-
-
-@asynccontextmanager
-async def cluster(folder: Path, *, has_router: bool = True, **config: float) -> AsyncIterator[ClusterHarness]:
-    router_at, gateway_at = f"unix:{folder}/router.sock", f"unix:{folder}/gateway-0.sock"
-    received = Recorder()
-    router = LinkManager(Identity(Role.ROUTER, "router", SECRET), Codec(RouterInbound), received)
-    worker = LinkManager(Identity(Role.DECODE_WORKER, "decode-0", SECRET), Codec(RouterInbound), Recorder())
-    if has_router:
-        await router.listen(router_at)
-    identity = Identity(Role.GATEWAY, "gateway-0", SECRET)
-    connection = ClusterConnection(ClusterLinks(identity, "gateway-0", AddressBook(folder)))
-    await connection.start()
-    backend = ClusterBackend(connection, GatewayConfig(**config))  # type: ignore[arg-type]
-    backend.start()
-    harness = ClusterHarness(backend, router, worker, received, gateway_at, router_at)
-    if has_router:
-        await holds(lambda: bool(router.peers()))
-        harness.send_from_router(STATUS)
-        await holds(lambda: backend.status() is not None)
-    try:
-        yield harness
-    finally:
-        backend.stop()
-        await connection.close()
-        await harness.router.close()
-        await worker.close()
-
-
-async def read(stream: RequestStream) -> tuple[list[int], FinishReason | None, list[GeneratedTokens]]:
-    async with asyncio.timeout(20):
-        outputs = [output async for output in stream]
-    return [token for output in outputs for token in output.token_ids], outputs[-1].finish_reason, outputs
-
-
-async def failure_of(stream: RequestStream) -> GenerationError:
-    async with asyncio.timeout(20):
-        with pytest.raises(GenerationError) as caught:
-            async for _ in stream:
-                pass
-    return caught.value
 
 
 async def test_tokens_come_straight_from_the_worker(tmp_path: Path) -> None:
@@ -171,16 +63,6 @@ async def test_order_repeats_and_gaps(tmp_path: Path) -> None:
         rest, reason, _ = await read(stream)
         assert tokens + rest == [11, 12, 13, 14, 15, 16]
         assert reason is FinishReason.STOP
-
-
-async def test_no_token_is_delivered_behind_a_gap(tmp_path: Path) -> None:
-    async with cluster(tmp_path, token_timeout_s=0.3) as harness:
-        stream = harness.submit()
-        harness.emit(0, 11)
-        harness.emit(2, 13, end=True)
-        assert (await anext(stream)).token_ids == (11,)
-        assert isinstance(await failure_of(stream), TimedOut)
-        await harness.received.wait_for(AbortRequest)
 
 
 async def test_tokens_after_the_end_are_ignored(tmp_path: Path) -> None:
@@ -254,29 +136,10 @@ async def test_abort_reaches_the_router_once(tmp_path: Path) -> None:
         assert harness.received.inbox.count(AbortRequest(RequestId("r"))) == 1
 
 
-async def test_no_first_token_in_time(tmp_path: Path) -> None:
-    async with cluster(tmp_path, first_token_timeout_s=0.2) as harness:
-        assert isinstance(await failure_of(harness.submit()), TimedOut)
-        await harness.received.wait_for(AbortRequest)
-
-
-async def test_best_effort_may_be_silent_for_longer_than_chat_and_until_its_deadline(tmp_path: Path) -> None:
-    async with cluster(tmp_path, first_token_timeout_s=0.1, token_timeout_s=0.1, best_effort_timeout_s=0.3) as harness:
-        flex = harness.submit(name="flex", request_class=RequestClass.BEST_EFFORT)
-        slo = Slo(deadline_s=60.0)
-        line = harness.submit(name="line", request_class=RequestClass.BEST_EFFORT, slo=slo)
-        assert isinstance(await failure_of(harness.submit()), TimedOut)
-        harness.emit(0, 11, name="flex")
-        assert (await anext(flex)).token_ids == (11,)
-        assert isinstance(await failure_of(flex), TimedOut)
-        harness.emit(0, 11, end=True, name="line")
-        assert (await anext(line)).token_ids == (11,)
-
-
 async def test_thousands_that_wait_for_an_hour_are_not_sent_again_every_ten_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_backend, "_RESEND_AFTER_S", 0.05)
+    monkeypatch.setattr(open_request, "_RESEND_AFTER_S", 0.05)
     monkeypatch.setattr(cluster_backend, "_MAX_CHECK_PAUSE_S", 0.01)
     async with cluster(tmp_path) as harness:
         harness.submit(name="flex", request_class=RequestClass.BEST_EFFORT)
@@ -289,7 +152,7 @@ async def test_thousands_that_wait_for_an_hour_are_not_sent_again_every_ten_seco
 async def test_of_many_that_wait_few_are_sent_again_at_once_and_chat_is_not_among_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_backend, "_RESEND_AFTER_S", 0.3)
+    monkeypatch.setattr(open_request, "_RESEND_AFTER_S", 0.3)
     monkeypatch.setattr(cluster_backend, "_MAX_CHECK_PAUSE_S", 0.1)
     monkeypatch.setattr(cluster_backend, "_MOST_RESENT", 4)
     async with cluster(tmp_path) as harness:

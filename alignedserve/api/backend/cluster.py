@@ -18,6 +18,7 @@ from itertools import repeat
 
 from alignedserve.api.backend.connection import ClusterConnection
 from alignedserve.api.backend.interface import RequestStream
+from alignedserve.api.backend.open_request import OpenRequest
 from alignedserve.api.errors import (
     GenerationError,
     GenerationFailed,
@@ -30,7 +31,7 @@ from alignedserve.api.errors import (
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import FinishReason, Request, RequestClass, TokenLogprob
+from alignedserve.core.request import Request
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,
@@ -54,12 +55,9 @@ from alignedserve.process.links import Peer
 logger = logging.getLogger(__name__)
 
 _MAX_CHECK_PAUSE_S = 0.5
-# A request that is silent for this long is sent to the router again, which ignores it if all is well: no request waits
-# for ever, whichever message was lost.
-_RESEND_AFTER_S = 10.0
-_MOST_RESEND_AFTER_S = 160.0  # of best effort, where the time doubles: thousands may wait for an hour
 _MOST_RESENT = 64  # best-effort requests in one look, of which there are two a second: the others come next
 _LATENESS = 1.1  # of a deadline: a best-effort request that is late is not given up at once
+_PAUSED = 10.0  # times `token_timeout_s` for which an answer may be silent while other requests are served
 _ROUTER_RETURNS_S = 60.0  # after its loss, for which requests without a token wait for the next one
 _HEAD_RETURNS_S = 10.0  # the same of new ones among several hosts: others' gateways answer if this one is cut off
 _NO_ROUTER = "The router is not connected."
@@ -80,11 +78,12 @@ class ClusterBackend:
         self._config = config
         self._router_name = router
         self._prefix_hasher = prefix_hasher
-        self._open: dict[RequestId, _OpenRequest] = {}
+        self._open: dict[RequestId, OpenRequest] = {}
         self._router: str | None = None  # its name while linked
         self._status: ClusterStatus | None = None
         self._num_answers: Counter[str] = Counter()
         self._latest_attempt = 0  # as a router last reported
+        self._served_s = -math.inf  # when a worker last told of something computed
         self._router_lost_s = -math.inf  # when, while there is none; without one from the beginning: long ago
         self._deadline_task: asyncio.Task[None] | None = None
 
@@ -108,7 +107,7 @@ class ClusterBackend:
         """Send the request to the router; after a loss to the next one. Raises Unavailable if none is to come."""
         now = asyncio.get_running_loop().time()
         stream = RequestStream(request)
-        entry = _OpenRequest(request, stream, now)
+        entry = OpenRequest(request, stream, now)
         if self._router is not None:
             self._submit(self._router, entry)
         elif not self._is_router_expected(entry, now):
@@ -158,7 +157,7 @@ class ClusterBackend:
             case RequestRejected():
                 self._reject(message)
             case RequestFailed():
-                self._fail(message.request_id, _error_of(message))
+                self._take_failure(message)
             case RequestInterrupted():
                 self._resume(peer, message.request_id)
             case ClusterStatus():
@@ -182,17 +181,17 @@ class ClusterBackend:
 
     # --- inside
 
-    def _submit(self, router: str, entry: "_OpenRequest") -> None:
+    def _submit(self, router: str, entry: OpenRequest) -> None:
         self._links.send(router, SubmitRequest(entry.request, self._block_names(entry.request)))
         entry.is_sent = True
 
-    def _is_router_expected(self, entry: "_OpenRequest", now: float) -> bool:
+    def _is_router_expected(self, entry: OpenRequest, now: float) -> bool:
         """Return whether this request still waits for the next router, while there is none."""
         is_new_among_hosts = not entry.is_sent and bool(self._links.links.node)
         return now - self._router_lost_s <= (_HEAD_RETURNS_S if is_new_among_hosts else _ROUTER_RETURNS_S)
 
     def _on_tokens(self, worker: Peer, message: TokensEmitted) -> None:
-        now = asyncio.get_running_loop().time()
+        self._served_s = now = asyncio.get_running_loop().time()
         has_all = len(message.compute_s) == len(message.deltas)
         for delta, compute_s in zip(message.deltas, message.compute_s if has_all else repeat(0.0), strict=False):
             self._on_delta(worker, delta, compute_s, now)
@@ -216,7 +215,7 @@ class ClusterBackend:
         entry.accept_prompt_logprobs(message, asyncio.get_running_loop().time())
         self._end_if_complete(worker, message.request_id, entry)
 
-    def _end_if_complete(self, worker: Peer, request_id: RequestId, entry: "_OpenRequest") -> None:
+    def _end_if_complete(self, worker: Peer, request_id: RequestId, entry: OpenRequest) -> None:
         """Count the answer for the worker of its tokens; for this one where there are none."""
         if entry.is_complete:
             self._num_answers[entry.last_worker or worker.name] += 1
@@ -226,7 +225,7 @@ class ClusterBackend:
         entry = self._open.get(request_id)
         self._links.send(router.name, AbortRequest(request_id) if entry is None else self._resumption(entry))
 
-    def _resumption(self, entry: "_OpenRequest") -> ResumeRequest:
+    def _resumption(self, entry: OpenRequest) -> ResumeRequest:
         if self._links.timelines is not None:
             self._links.timelines.note(entry.request.request_id, Step.RESUMED)
         token_ids = entry.resumed_token_ids
@@ -242,17 +241,32 @@ class ClusterBackend:
         kind = ResourceUnavailable if entry is not None and entry.is_best_effort else Overloaded
         self._fail(message.request_id, kind(message.reason, retry_after_s=message.retry_after_s))
 
+    def _take_failure(self, message: RequestFailed) -> None:
+        """Fail a request that the cluster gives up. Its client is not told all of it, so the log is."""
+        if message.request_id in self._open:
+            num_tokens = self._open[message.request_id].num_tokens
+            words = (message.request_id, message.kind.value, num_tokens, message.reason)
+            logger.warning("request %s is given up by the cluster (%s) after %d tokens: %s", *words)
+        self._fail(message.request_id, _error_of(message))
+
     def _fail(self, request_id: RequestId, error: GenerationError) -> None:
         entry = self._open.pop(request_id, None)
         if entry is not None:
             entry.stream.fail(error)
 
-    def _patience_s(self, entry: "_OpenRequest") -> float:
-        """Return for how long the request may be silent. Best effort waits for all chat before it, and may pause."""
+    def _patience_s(self, entry: OpenRequest, now: float) -> float:
+        """Return for how long the request may be silent. Best effort waits for all chat before it, and may pause.
+
+        Chat that has begun pauses where memory is short. While others are served it has not been forgotten, and what
+        its client has is not thrown away: only where nothing is computed at all the short time counts.
+        """
         request, config = entry.request, self._config
         if entry.is_best_effort:
             return max(config.best_effort_timeout_s, _LATENESS * (request.slo.deadline_s or 0.0))
-        return config.token_timeout_s if entry.num_tokens else config.first_token_timeout_s
+        if not entry.num_tokens:
+            return config.first_token_timeout_s
+        is_served = now - self._served_s <= config.token_timeout_s
+        return config.token_timeout_s * (_PAUSED if is_served else 1.0)
 
     async def _watch_deadlines(self) -> None:
         """Abort and fail requests that are silent past their deadline."""
@@ -267,103 +281,28 @@ class ClusterBackend:
                 if may_be_sent and entry.is_resend_due(now):
                     num_left -= entry.is_best_effort
                     self._links.send(self._router_name, self._resumption(entry))
-                limit_s = self._patience_s(entry)
+                limit_s = self._patience_s(entry, now)
                 if now - entry.last_heard_s > limit_s:
                     self.abort(request_id)
+                    self._log_silence(entry, now)
                     entry.stream.fail(TimedOut(f"No token came for {limit_s:g} s."))
                 elif self._router is None and not entry.num_tokens and not self._is_router_expected(entry, now):
                     self._fail(request_id, Unavailable(_NO_ROUTER))
 
-
-class _OpenRequest:
-    """One request that has not ended, and its tokens in order."""
-
-    def __init__(self, request: Request, stream: RequestStream, now: float) -> None:
-        self.is_sent = False  # to a router
-        self.stream = stream
-        self.last_heard_s = now  # when new tokens last came
-        self.last_worker: str | None = None  # whose tokens came last, until its link is lost
-        self._last_sent_s = now
-        self._resend_after_s = _RESEND_AFTER_S
-        self._has_last = False
-        self.request = request
-        self._token_ids: list[int] = []  # delivered, without gap
-        self._num_prompt_logprobs = 0
-        self._out_of_order: dict[int, TokenDelta] = {}  # behind a gap, by first index
-        self._out_of_order_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
-
-    @property
-    def is_best_effort(self) -> bool:
-        """True if no person waits for it."""
-        return self.request.request_class is RequestClass.BEST_EFFORT
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens delivered to the stream."""
-        return len(self._token_ids)
-
-    @property
-    def is_complete(self) -> bool:
-        """True once the last token and all prompt log-probabilities are here."""
-        return self._has_last and self.stream.has_prompt_logprobs
-
-    def is_resend_due(self, now: float) -> bool:
-        """Return whether it has been silent too long; True starts the next wait, of best effort twice as long."""
-        if self.last_heard_s > self._last_sent_s:
-            self._resend_after_s = _RESEND_AFTER_S
-        is_due = now - max(self.last_heard_s, self._last_sent_s) > self._resend_after_s
-        if is_due:
-            self._last_sent_s = now
-            if self.is_best_effort:
-                self._resend_after_s = min(2.0 * self._resend_after_s, _MOST_RESEND_AFTER_S)
-        return is_due
-
-    @property
-    def resumed_token_ids(self) -> tuple[int, ...]:
-        """Tokens after which it may be resumed: none while prompt log-probabilities are missing."""
-        return tuple(self._token_ids) if self.stream.has_prompt_logprobs else ()
-
-    def accept(self, delta: TokenDelta, now: float) -> None:
-        """Accept a delta, whether early, in order or repeated."""
-        if delta.first_index > self.num_tokens:
-            if delta.first_index <= self.request.sampling.max_tokens:
-                self._out_of_order[delta.first_index] = delta
-            return
-        self._deliver(delta, now)
-        while self._out_of_order and min(self._out_of_order) <= self.num_tokens:
-            self._deliver(self._out_of_order.pop(min(self._out_of_order)), now)
-
-    def accept_prompt_logprobs(self, message: PromptScored, now: float) -> None:
-        """Accept prompt log-probabilities; the first entry belongs to position 1."""
-        self._out_of_order_logprobs[message.first_position - 1] = message.entries
-        while self._out_of_order_logprobs:
-            first = min(self._out_of_order_logprobs)
-            if first > self._num_prompt_logprobs:
-                break
-            new = self._out_of_order_logprobs.pop(first)[self._num_prompt_logprobs - first :]
-            if new:
-                self._num_prompt_logprobs += len(new)
-                self.last_heard_s = now
-                self.stream.push_prompt_logprobs(new)
-        if self.request.sampling.max_tokens == 0 and self.stream.has_prompt_logprobs and not self._has_last:
-            # No token was asked for: the answer is complete with its prompt log-probabilities, even before a delta.
-            self._has_last = True
-            self.stream.push((), (), FinishReason.LENGTH)
-
-    def _deliver(self, delta: TokenDelta, now: float) -> None:
-        num_known = self.num_tokens - delta.first_index
-        new = delta.token_ids[num_known:]
-        # A repeat that ends before the delivered tokens is stale, and so is its end.
-        is_stale = not new and (delta.finish_reason is None or num_known > len(delta.token_ids))
-        if self._has_last or is_stale:
-            return
-        if not self._token_ids:  # a later attempt counts answers among its hits
-            self.stream.num_cached_tokens = min(delta.num_cached_tokens, self.request.prompt_len)
-            self.stream.embedding = delta.embedding
-        self._token_ids += new
-        self.last_heard_s = now
-        self._has_last = delta.finish_reason is not None
-        self.stream.push(new, delta.logprobs[num_known:], delta.finish_reason)
+    def _log_silence(self, entry: OpenRequest, now: float) -> None:
+        """Log what tells one cause of a silence from another: waiting behind others, or nothing computed at all."""
+        logger.warning(
+            "request %s, %s, is given up: silent for %.1f s after %d tokens, the last from %s; anything was last "
+            "computed %.1f s ago, %d requests are open, the router %s connected",
+            entry.request.request_id,
+            entry.request.request_class.name.lower(),
+            now - entry.last_heard_s,
+            entry.num_tokens,
+            entry.last_worker,
+            now - self._served_s,
+            len(self._open),
+            "is" if self._router is not None else "is not",
+        )
 
 
 def _error_of(message: RequestFailed) -> GenerationError:

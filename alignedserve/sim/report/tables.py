@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from alignedserve.core.metrics import READABLE_GAP_S
 from alignedserve.sim.report.runs import Report, ReportedRun, window_of
 from alignedserve.sim.report.svg import shown
 from alignedserve.sim.result import ALL, ClassResult, Measure, SimulationResult
@@ -52,7 +53,7 @@ def headlines(report: Report) -> Table:
 
 
 def steadiness(report: Report) -> Table:
-    """Build the same rows of what a mean hides: the longest gap, missed deadlines of tokens, a queue that grows."""
+    """Build the same rows of what a mean hides: answers that stood still, missed token deadlines, queues that grow."""
     has_classes = len(report.classes) > 1
     names = ("policy", "rate", *(("class",) if has_classes else ()))
     rows = [
@@ -60,14 +61,15 @@ def steadiness(report: Report) -> Table:
         for run in report.runs
         for name in report.classes
     ]
-    return Table((*names, "longest gap", "token deadlines met", "completed of sent"), rows, len(names))
+    measures = ("longest gap", f"gap over {READABLE_GAP_S:g} s", "token deadlines met", "completed of sent")
+    return Table((*names, *measures), rows, len(names))
 
 
 def _steadiness_cells(found: ClassResult | None) -> list[str]:
     if found is None:
-        return [NOTHING] * 3
+        return [NOTHING] * 4
     longest = NOTHING if found.longest_gap_s is None else _duration(found.longest_gap_s)
-    return [longest, _percent(found.fluidity), _percent(found.completed_of_arrived)]
+    return [longest, _percent(found.stalled), _percent(found.fluidity), _percent(found.completed_of_arrived)]
 
 
 def _percent(share: float | None) -> str:

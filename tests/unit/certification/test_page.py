@@ -32,7 +32,8 @@ def test_a_page_says_what_holds_and_loads_nothing() -> None:
     assert "default-src 'none'" in page
     assert not re.search(r"(?:src|href)=", page)
     assert "&lt;script&gt;" in page
-    for words in ("TTFT, on to off", "95 % interval", "lines that had ended", "How the figures are defined"):
+    headings = ("95 % interval", "gap over 2 s", "lines that had ended", "How the figures are defined")
+    for words in ("TTFT, on to off", *headings):
         assert words in page
 
 

@@ -118,3 +118,18 @@ def test_a_report_counts_missed_token_deadlines_and_what_stays_behind() -> None:
     assert chat.completed_of_arrived == 1.0  # one arrived after the first fifth, the other ended in it
     without = summarise(run, [TrafficClass("rt")]).classes[0]
     assert without.fluidity is None
+
+
+def test_a_report_tells_answers_that_stood_still_though_their_mean_held_and_what_failed() -> None:
+    ahead = _sent(0, "rt", 0.1)
+    ahead.outcome.token_times_s[:] = [0.1 + 0.001 * place for place in range(100)] + [
+        33.0 + 0.1 * n for n in range(300)
+    ]
+    said = ClientFailure(ClientFailureKind.ERROR_EVENT, 'No token came for 60 s of "my secret".', code="timeout")
+    broken = _sent(1, "rt", 0.1, said)
+    broken.outcome.ended_s = 60.3
+    run = LoadRun(0.0, 100.0, [ahead, broken, _sent(2, "rt", 0.1), _sent(3, "rt", 0.1)])
+    (chat,) = summarise(run, [TrafficClass("rt", Slo(ttft_s=1.0, tpot_s=0.2))]).classes
+    assert (chat.slo_attainment, chat.stalled) == (0.75, 0.5)
+    assert chat.failures == {"error event": 1}
+    assert chat.failure_reasons == {"error event, timeout: No token came for 60 s of ….": 1}

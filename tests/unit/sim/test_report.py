@@ -134,10 +134,10 @@ def test_failed_runs_have_a_row(runs: list[ReportedRun]) -> None:
 def test_stalls_and_queues_have_a_row_for_each_run_and_class(runs: list[ReportedRun]) -> None:
     table = steadiness(Report("", (), runs))
     assert [row[:3] for row in table.rows] == [row[:3] for row in headlines(Report("", (), runs)).rows]
-    assert table.headings[-3:] == ("longest gap", "token deadlines met", "completed of sent")
+    assert table.headings[-4:] == ("longest gap", "gap over 2 s", "token deadlines met", "completed of sent")
     cells = {tuple(row[3:]) for row in table.rows}
-    assert ("–", "–", "–") in cells  # noqa: RUF001  # of those that failed
-    assert any(longest.endswith("s") and met.endswith("%") for longest, met, _ in cells)
+    assert ("–", "–", "–", "–") in cells  # noqa: RUF001  # of those that failed
+    assert any(longest.endswith("s") and met.endswith("%") for longest, _, met, _ in cells)
 
 
 def test_the_window_is_the_middle_of_the_run() -> None:

@@ -1,0 +1,101 @@
+"""One request that a gateway has sent to a deployment, and its tokens in order."""
+
+from alignedserve.api.backend.interface import RequestStream
+from alignedserve.core.request import FinishReason, Request, RequestClass, TokenLogprob
+from alignedserve.messages.gateways import PromptScored, TokenDelta
+
+# A request that is silent for this long is sent to the router again, which ignores it if all is well: no request waits
+# for ever, whichever message was lost.
+_RESEND_AFTER_S = 10.0
+_MOST_RESEND_AFTER_S = 160.0  # of best effort, where the time doubles: thousands may wait for an hour
+
+
+class OpenRequest:
+    """One request that has not ended, and its tokens in order."""
+
+    def __init__(self, request: Request, stream: RequestStream, now: float) -> None:
+        self.is_sent = False  # to a router
+        self.stream = stream
+        self.last_heard_s = now  # when new tokens last came
+        self.last_worker: str | None = None  # whose tokens came last, until its link is lost
+        self._last_sent_s = now
+        self._resend_after_s = _RESEND_AFTER_S
+        self._has_last = False
+        self.request = request
+        self._token_ids: list[int] = []  # delivered, without gap
+        self._num_prompt_logprobs = 0
+        self._out_of_order: dict[int, TokenDelta] = {}  # behind a gap, by first index
+        self._out_of_order_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+
+    @property
+    def is_best_effort(self) -> bool:
+        """True if no person waits for it."""
+        return self.request.request_class is RequestClass.BEST_EFFORT
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens delivered to the stream."""
+        return len(self._token_ids)
+
+    @property
+    def is_complete(self) -> bool:
+        """True once the last token and all prompt log-probabilities are here."""
+        return self._has_last and self.stream.has_prompt_logprobs
+
+    def is_resend_due(self, now: float) -> bool:
+        """Return whether it has been silent too long; True starts the next wait, of best effort twice as long."""
+        if self.last_heard_s > self._last_sent_s:
+            self._resend_after_s = _RESEND_AFTER_S
+        is_due = now - max(self.last_heard_s, self._last_sent_s) > self._resend_after_s
+        if is_due:
+            self._last_sent_s = now
+            if self.is_best_effort:
+                self._resend_after_s = min(2.0 * self._resend_after_s, _MOST_RESEND_AFTER_S)
+        return is_due
+
+    @property
+    def resumed_token_ids(self) -> tuple[int, ...]:
+        """Tokens after which it may be resumed: none while prompt log-probabilities are missing."""
+        return tuple(self._token_ids) if self.stream.has_prompt_logprobs else ()
+
+    def accept(self, delta: TokenDelta, now: float) -> None:
+        """Accept a delta, whether early, in order or repeated."""
+        if delta.first_index > self.num_tokens:
+            if delta.first_index <= self.request.sampling.max_tokens:
+                self._out_of_order[delta.first_index] = delta
+            return
+        self._deliver(delta, now)
+        while self._out_of_order and min(self._out_of_order) <= self.num_tokens:
+            self._deliver(self._out_of_order.pop(min(self._out_of_order)), now)
+
+    def accept_prompt_logprobs(self, message: PromptScored, now: float) -> None:
+        """Accept prompt log-probabilities; the first entry belongs to position 1."""
+        self._out_of_order_logprobs[message.first_position - 1] = message.entries
+        while self._out_of_order_logprobs:
+            first = min(self._out_of_order_logprobs)
+            if first > self._num_prompt_logprobs:
+                break
+            new = self._out_of_order_logprobs.pop(first)[self._num_prompt_logprobs - first :]
+            if new:
+                self._num_prompt_logprobs += len(new)
+                self.last_heard_s = now
+                self.stream.push_prompt_logprobs(new)
+        if self.request.sampling.max_tokens == 0 and self.stream.has_prompt_logprobs and not self._has_last:
+            # No token was asked for: the answer is complete with its prompt log-probabilities, even before a delta.
+            self._has_last = True
+            self.stream.push((), (), FinishReason.LENGTH)
+
+    def _deliver(self, delta: TokenDelta, now: float) -> None:
+        num_known = self.num_tokens - delta.first_index
+        new = delta.token_ids[num_known:]
+        # A repeat that ends before the delivered tokens is stale, and so is its end.
+        is_stale = not new and (delta.finish_reason is None or num_known > len(delta.token_ids))
+        if self._has_last or is_stale:
+            return
+        if not self._token_ids:  # a later attempt counts answers among its hits
+            self.stream.num_cached_tokens = min(delta.num_cached_tokens, self.request.prompt_len)
+            self.stream.embedding = delta.embedding
+        self._token_ids += new
+        self.last_heard_s = now
+        self._has_last = delta.finish_reason is not None
+        self.stream.push(new, delta.logprobs[num_known:], delta.finish_reason)

@@ -1,0 +1,59 @@
+"""For how long a request may be silent: the backend of a cluster against a hand-made router and worker."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from alignedserve.api.errors import TimedOut
+from alignedserve.core.request import RequestClass, Slo
+from alignedserve.messages.gateways import AbortRequest
+from tests.support.cluster_backend import cluster, failure_of
+
+
+async def test_no_token_is_delivered_behind_a_gap(tmp_path: Path) -> None:
+    async with cluster(tmp_path, token_timeout_s=0.3) as harness:
+        stream = harness.submit()
+        harness.emit(0, 11)
+        harness.emit(2, 13, end=True)
+        assert (await anext(stream)).token_ids == (11,)
+        assert isinstance(await failure_of(stream), TimedOut)
+        await harness.received.wait_for(AbortRequest)
+
+
+async def test_an_answer_that_pauses_while_others_are_served_is_not_cut(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster(tmp_path, token_timeout_s=0.4) as harness:
+        stream = harness.submit()
+        harness.emit(0, 11)
+        assert (await anext(stream)).token_ids == (11,)
+        other = harness.submit(name="other", max_tokens=100)
+        for index in range(60):  # longer than that, while another has the memory
+            await asyncio.sleep(0.01)
+            harness.emit(index, 12, name="other")
+            assert (await anext(other)).token_ids == (12,)
+        harness.emit(1, 12)
+        assert (await anext(stream)).token_ids == (12,)
+        assert isinstance(await failure_of(stream), TimedOut)  # with nobody served it is not to come
+    assert "request r, real_time, is given up" in caplog.text
+    assert "after 2 tokens, the last from decode-0" in caplog.text
+
+
+async def test_no_first_token_in_time(tmp_path: Path) -> None:
+    async with cluster(tmp_path, first_token_timeout_s=0.2) as harness:
+        assert isinstance(await failure_of(harness.submit()), TimedOut)
+        await harness.received.wait_for(AbortRequest)
+
+
+async def test_best_effort_may_be_silent_for_longer_than_chat_and_until_its_deadline(tmp_path: Path) -> None:
+    async with cluster(tmp_path, first_token_timeout_s=0.1, token_timeout_s=0.1, best_effort_timeout_s=0.3) as harness:
+        flex = harness.submit(name="flex", request_class=RequestClass.BEST_EFFORT)
+        slo = Slo(deadline_s=60.0)
+        line = harness.submit(name="line", request_class=RequestClass.BEST_EFFORT, slo=slo)
+        assert isinstance(await failure_of(harness.submit()), TimedOut)
+        harness.emit(0, 11, name="flex")
+        assert (await anext(flex)).token_ids == (11,)
+        assert isinstance(await failure_of(flex), TimedOut)
+        harness.emit(0, 11, end=True, name="line")
+        assert (await anext(line)).token_ids == (11,)
