@@ -176,14 +176,15 @@ def make_colocated_logic(
     prefixes = None
     if prefix_cache is not None and prefix_cache.enabled and is_plain:
         prefixes = _prefix_cache(prefix_cache, memory, takes_whole=has_states)
+    yielding = make_yielding(scheduling, num_layers)
     return ColocatedLogic(
         registered=_with_speed(registered, config, costs, measured),
         memory=memory,
-        scheduler=make_scheduler(scheduling, limits_of(config), costs, measured),
+        scheduler=make_scheduler(scheduling, limits_of(config), costs, measured, passes_stop=yielding is not None),
         eos_token_ids=eos_token_ids,
         prefixes=prefixes,
         prefix_pool=None if prefixes is None else prefix_pool,
-        yielding=make_yielding(scheduling, num_layers),
+        yielding=yielding,
         decode_pool=decode_pool,
     )
 

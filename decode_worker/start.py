@@ -12,7 +12,7 @@ from alignedserve.config.sections import (
 )
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.device_turns import shared_device_of
-from alignedserve.runtime.engine.engine_sizes import engine_sizes, hidden_block_tokens, swapped_bytes
+from alignedserve.runtime.engine.engine_sizes import can_stop, engine_sizes, hidden_block_tokens, swapped_bytes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.engine.stages.far_stages import far_stages
 from alignedserve.runtime.executor import make_executor
@@ -107,8 +107,7 @@ async def start_colocated_worker(
     process_spec: ProcessSpec,
 ) -> ColocatedWorker:
     """Start a worker that computes prompts and tokens. `lending`: None: requests do not move between workers."""
-    # Unset they do not stop here: live that costs documents more than what was forecast (docs/yielding.md).
-    scheduling = with_yielding(scheduling, can_stop=False)
+    scheduling = with_yielding(scheduling, can_stop=can_stop(engine_config.device, served))
     if served.encoder is not None:  # what a token's block holds depends on the tokens after it
         prefix_cache = PrefixCacheConfig(enabled=False)
     prefix_pool = process_spec.pool_name if prefix_cache.pool_bytes else None

@@ -166,8 +166,6 @@ def _check_yielding(config: ClusterConfig, served: ServedModel) -> None:
     }
     scheduling = config.scheduling
     is_floor_set = scheduling.best_effort_floor not in (None, config.router.best_effort_floor)
-    if is_floor_set and scheduling.yield_between_layers is None and not config.chosen_topology.is_separate:
-        raise ConfigError("scheduling.best_effort_floor has no effect without scheduling.yield_between_layers=true")
     for obstacle in (words for words, is_there in obstacles.items() if is_there):
         if scheduling.yield_between_layers:
             raise ConfigError(f"scheduling.yield_between_layers cannot be had: {obstacle}; leave it out")

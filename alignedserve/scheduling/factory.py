@@ -65,17 +65,19 @@ def make_scheduler(
     limits: IterationLimits,
     costs: CostModel | None = None,
     measured: Sequence[Sample] = (),
+    *,
+    passes_stop: bool = False,
 ) -> Scheduler:
     """Build the scheduler of one worker. Without `costs` it learns them from the iterations that the worker runs,
-    beginning with the `measured` ones.
+    beginning with the `measured` ones. `passes_stop`: between two layers, for prompts that come meanwhile.
 
     Raises ConfigError naming what is unknown.
     """
     policy = make_policy(scheduling.policy, params_of(scheduling))
     if costs is not None:
-        return Scheduler(policy, costs, limits)
+        return Scheduler(policy, costs, limits, passes_stop=passes_stop)
     learned = learned_from(measured)
-    return Scheduler(policy, learned, limits, learned)
+    return Scheduler(policy, learned, limits, learned, passes_stop)
 
 
 def measured_speed(
@@ -110,8 +112,9 @@ def make_iteration_scheduler(
 ) -> IterationScheduler:
     """Build the iteration scheduler of a prefill worker. `num_layers`: of the model, between which a pass may stop."""
     if policy_entry(scheduling.policy).schedules_prompts:
-        scheduler = make_scheduler(scheduling, limits, costs, measured)
-        return PolicyIterationScheduler(scheduler, make_yielding(scheduling, num_layers, decodes_here=False))
+        yielding = make_yielding(scheduling, num_layers, decodes_here=False)
+        scheduler = make_scheduler(scheduling, limits, costs, measured, passes_stop=yielding is not None)
+        return PolicyIterationScheduler(scheduler, yielding)
     return FcfsIterationScheduler(limits.max_tokens)
 
 

@@ -137,8 +137,7 @@ class PolicyIterationScheduler:
             self._urgent.end(duration_s)
 
     def _view(self, now: float) -> WorkerView:
-        costs = self._scheduler.present_costs
-        view = self._state.view(limits=self._scheduler.limits, costs=costs, now=now)
+        view = self._scheduler.view(self._state, now)
         return replace(view, memory=replace(view.memory, num_blocks=len(view.table)), can_evict=False)
 
     def _slices_of(self, plan: IterationPlan) -> Slices:

@@ -247,6 +247,7 @@ class WorkerView:
     shared_blocks: SharedBlocks | None = None  # None: there are none
     held_blocks: HeldBlocks | None = None  # of requests that may share some; None: none does
     pool: PoolView | None = None  # None: it keeps no decodes
+    passes_stop: bool = False  # between two layers, for real-time prompts that come meanwhile
 
     def own_blocks(self, rows: Ints) -> Ints:
         """Return how many blocks each of these rows would free if it alone left."""

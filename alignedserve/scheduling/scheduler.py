@@ -8,7 +8,7 @@ import numpy as np
 from alignedserve.costmodel.model import CostModel, LearningCostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.picture_turns import ExpectedTurns
-from alignedserve.scheduling.policy import IterationLimits, IterationPlan, IterationPolicy
+from alignedserve.scheduling.policy import IterationLimits, IterationPlan, IterationPolicy, WorkerView
 from alignedserve.scheduling.scheduler_state import SchedulerState
 from alignedserve.scheduling.table_operations import note_decodes
 
@@ -30,6 +30,7 @@ class Scheduler:
     costs: CostModel
     limits: IterationLimits
     learner: LearningCostModel | None = None  # `costs` again, where it is one that learns
+    passes_stop: bool = False  # between two layers, for real-time prompts that come meanwhile
     turns: ExpectedTurns = field(default_factory=ExpectedTurns)  # of an encoder of pictures, between iterations
 
     @property
@@ -39,7 +40,11 @@ class Scheduler:
 
     def plan(self, state: SchedulerState, now: float) -> IterationPlan:
         """Plan the next iteration."""
-        return self.policy.plan(state.view(limits=self.limits, costs=self.present_costs, now=now))
+        return self.policy.plan(self.view(state, now))
+
+    def view(self, state: SchedulerState, now: float) -> WorkerView:
+        """Build the policy's view."""
+        return state.view(limits=self.limits, costs=self.present_costs, now=now, passes_stop=self.passes_stop)
 
     def prompt_capacity(self, state: SchedulerState) -> PromptCapacity:
         """Return what an iteration's decodes leave for prompts, if it lasts as long as they allow.

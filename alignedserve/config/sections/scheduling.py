@@ -47,7 +47,7 @@ class SchedulingConfig(Section, frozen=True):
     # unset: as far as objectives allow.
     interference: float | None = None
     # A pass of best-effort work stops between two of its layers for real-time prompts that come meanwhile, and goes on
-    # after them (scheduling/yielding.py); unset: in separate prefill workers on CPUs, under aligned_slo.
+    # after them (scheduling/yielding.py); unset: on CPUs, under aligned_slo.
     yield_between_layers: bool | None = None
     # Share of the time that best effort has all the same where passes stop; unset: that of the router.
     best_effort_floor: float | None = None

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from alignedserve.cluster.preflight import check_configuration
-from alignedserve.config.sections import ClusterConfig, EngineConfig, ModelSectionConfig, SchedulingConfig, Topology
+from alignedserve.config.sections import ClusterConfig, EngineConfig, ModelSectionConfig, SchedulingConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.model.served_model import resolve_model
 
@@ -24,10 +24,7 @@ def test_such_an_engine_is_refused(engine: EngineConfig, reason: str) -> None:
     served = replace(resolve_model(ModelSectionConfig()), tensor_parallel=engine.tensor_parallel)
     with pytest.raises(ConfigError, match=f"yield_between_layers cannot be had: {reason}"):
         check_configuration(config, served)
-    floor = SchedulingConfig(best_effort_floor=0.2)
-    with pytest.raises(ConfigError, match="best_effort_floor has no effect without"):
-        check_configuration(ClusterConfig(engine=engine, scheduling=floor), served)
-    floored = ClusterConfig(engine=engine, scheduling=floor, topology=Topology.DISAGGREGATED)
+    floored = ClusterConfig(engine=engine, scheduling=SchedulingConfig(best_effort_floor=0.2))
     with pytest.raises(ConfigError, match=f"best_effort_floor has no effect, as no pass stops: {reason}"):
         check_configuration(floored, served)
     check_configuration(ClusterConfig(engine=engine), served)

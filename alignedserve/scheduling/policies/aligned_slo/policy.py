@@ -28,6 +28,7 @@ from alignedserve.scheduling.policies.aligned_slo.forecast import (
     STARVING,
     URGENT,
     Group,
+    RowForecasts,
     Situation,
     SloForecast,
     forecast_rows,
@@ -42,7 +43,7 @@ from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import RefreshedEstimate, fit_request_runtime, measure_prefill_times
 
 _STARVING, _ON_TIME, _LATE = Group.of(STARVING), Group.of(URGENT, ON_TIME), Group.of(LATE)
-_OTHERS = Group.of(STARVING, BEST_EFFORT)
+_REAL_TIME, _OTHERS = Group.of(URGENT, ON_TIME, LATE), Group.of(STARVING, BEST_EFFORT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class AlignedSloConfig:
     """Parameters; one configuration for every workload."""
 
     response_share: float = 0.2  # of the tightest first-token objective: longest iteration while such prompts come
+    stopped_share: float = 0.35  # of it while none waits, where the pass stops between two layers for those that come
     slack_share: float = 0.9  # of the least slack: the rest is for errors of the cost model
     usual_stretch: float = 1.05  # errors that the rest is for: where iterations take longer, as beside others on the
     # same cores, the share is less
@@ -94,7 +96,8 @@ class AlignedSlo:
 
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""
-        cap_s = self._cap_s(view)
+        tightest_s = self._tightest_ttft_s(view)
+        cap_s = self._config.response_share * tightest_s
         interference = self._interference
         if interference is not None and not has_gaps(view.table):
             cap_s = min(cap_s, interference.without_gaps_s(view.now, self._config.memory_s))
@@ -121,18 +124,25 @@ class AlignedSlo:
             packing.add_prompts(_STARVING, packing.predicted_s() + starving_s, are_chats=are_chats)
         # Nor are prompts with objectives held back for later ones.
         packing.add_prompts(_ON_TIME, max(allowed_s, decodes_s), least_s=decodes_s)
+        if self._may_be_stopped(view, forecast.rows):
+            budget_s = max(min(allowed_s, self._config.stopped_share * tightest_s), decodes_s)
         for group, until_s in ((_LATE, max(allowed_s, decodes_s)), (_OTHERS, budget_s)):
             packing.add_decodes(group, until_s)
             packing.add_prompts(group, until_s)
         return packing.plan()
+
+    def _may_be_stopped(self, view: WorkerView, rows: RowForecasts) -> bool:
+        """Return whether a prompt that comes during the iteration need not wait for its end, and none waits for it."""
+        is_awaited = any(rows.num_waiting[rank] for rank in _REAL_TIME.ranks)
+        return view.passes_stop and self._interference is None and not is_awaited
 
     def _packing_of(self, view: WorkerView) -> type[SloPacking]:
         if view.pool is not None:
             return PooledPacking
         return HiddenPacking if self._config.hidden_caches else SloPacking
 
-    def _cap_s(self, view: WorkerView) -> float:
-        """Return the longest iteration for which a prompt that arrives during it is not late; inf without such prompts.
+    def _tightest_ttft_s(self, view: WorkerView) -> float:
+        """Return the first-token objective that bounds iterations, as prompts may come with it; inf without one.
 
         An objective so tight that the real-time decodes alone, or a single one, take longer cannot be held by delaying
         other work: it is ignored.
@@ -146,7 +156,7 @@ class AlignedSlo:
         is_over = view.now - self._seen_s > self._config.memory_s or share * self._tightest_s < least_s
         if tightest_s <= self._tightest_s or is_over:
             self._tightest_s, self._seen_s = tightest_s, view.now
-        return share * self._tightest_s
+        return self._tightest_s
 
     def _forecast(self, view: WorkerView, cap_s: float, interference: Interference | None) -> SloForecast:
         now, config = view.now, self._config
