@@ -51,7 +51,7 @@ class AlignedSloConfig:
     """Parameters; one configuration for every workload."""
 
     response_share: float = 0.2  # of the tightest first-token objective: longest iteration while such prompts come
-    stopped_share: float = 0.35  # of it while none waits, where the pass stops between two layers for those that come
+    stopped_share: float = 0.35  # of it beside decodes while none waits, where the pass stops for those that come
     slack_share: float = 0.9  # of the least slack: the rest is for errors of the cost model
     usual_stretch: float = 1.05  # errors that the rest is for: where iterations take longer, as beside others on the
     # same cores, the share is less
@@ -124,17 +124,18 @@ class AlignedSlo:
             packing.add_prompts(_STARVING, packing.predicted_s() + starving_s, are_chats=are_chats)
         # Nor are prompts with objectives held back for later ones.
         packing.add_prompts(_ON_TIME, max(allowed_s, decodes_s), least_s=decodes_s)
-        if self._may_be_stopped(view, forecast.rows):
+        if self._is_worth_stopping(view, forecast.rows):
             budget_s = max(min(allowed_s, self._config.stopped_share * tightest_s), decodes_s)
         for group, until_s in ((_LATE, max(allowed_s, decodes_s)), (_OTHERS, budget_s)):
             packing.add_decodes(group, until_s)
             packing.add_prompts(group, until_s)
         return packing.plan()
 
-    def _may_be_stopped(self, view: WorkerView, rows: RowForecasts) -> bool:
-        """Return whether a prompt that comes during the iteration need not wait for its end, and none waits for it."""
+    def _is_worth_stopping(self, view: WorkerView, rows: RowForecasts) -> bool:
+        """Return whether prompts that come during a longer iteration need not wait for its end, no prompt of chat waits
+        for it now, and it has decodes, whose weights are read once for more documents then."""
         is_awaited = any(rows.num_waiting[rank] for rank in _REAL_TIME.ranks)
-        return view.passes_stop and self._interference is None and not is_awaited
+        return view.passes_stop and self._interference is None and any(rows.num_ready) and not is_awaited
 
     def _packing_of(self, view: WorkerView) -> type[SloPacking]:
         if view.pool is not None:

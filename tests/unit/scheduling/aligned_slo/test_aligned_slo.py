@@ -1,5 +1,6 @@
 """aligned_slo: the worked example of its page, and one decision per test."""
 
+from dataclasses import replace
 from typing import Any
 
 from alignedserve.scheduling.policies import make_policy
@@ -130,3 +131,20 @@ def test_a_deadline_that_presses_goes_before_what_can_wait() -> None:
         "pressed": {"be": True, "prompt_len": 300, "predicted_len": 1, "arrival_s": 0.2, "deadline_s": 1.3},
     }
     assert list(planned(view_of(rows, now=1.0))) == ["pressed", "idle"]
+
+
+def test_a_pass_that_stops_for_chats_is_longer_while_none_waits_and_has_decodes() -> None:
+    """Of 1 s, the TTFT, a fifth without stops, and 0.35 with them; 12 ms are the answer's token and the pass's own."""
+    answer = {"prompt_len": 90, "num_generated": 10, "ttft_s": 1.0, "last_token_s": 0.99}
+    question = {"prompt_len": 60, "ttft_s": 1.0, "arrival_s": 0.95}
+    document = {"be": True, "prompt_len": 500}
+    policy = make_policy("aligned_slo")
+
+    def tokens(*, passes_stop: bool = True, **chats: Any) -> int:
+        view = replace(view_of(chats | {"document": document}, now=1.0), passes_stop=passes_stop)
+        return scheduled_of(view, policy.plan(view))["document"]
+
+    assert tokens(answer=answer, passes_stop=False) == 188
+    assert 337 <= tokens(answer=answer) <= 338
+    assert tokens(answer=answer, question=question) == 128
+    assert tokens() == 190
