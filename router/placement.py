@@ -90,7 +90,7 @@ class Placement:
         self.workers[worker.name] = worker
         self._nodes.setdefault(registered.pool_name, {})[worker.name] = worker
         if registered.can_decode:
-            self._largest.put(worker.name, -registered.num_blocks * registered.block_size)
+            self._largest.put(worker.name, -worker.tokens_in(registered.num_blocks))
         self._rank(worker)
 
     def remove(self, peer: str) -> None:
@@ -138,7 +138,7 @@ class Placement:
         yield (other for other in self._free.values() if other.registered.pool_name != pool)
 
     def can_ever_hold(self, max_context_len: int) -> bool:
-        """Return True if a request of this length fits some decode worker, or while no decode worker is registered."""
+        """Return True if a request of this length fits some decode worker, or while none is registered."""
         largest = self._largest.first()
         return largest is None or max_context_len <= -largest.rank
 

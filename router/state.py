@@ -321,11 +321,15 @@ class WorkerRecord:
         """
         load, registered = self.load, self.registered
         if load is None or not load.num_running:
-            return registered.num_blocks * registered.block_size - self.num_promised
+            return self.tokens_in(registered.num_blocks) - self.num_promised
         if load.running is None:
             return 0
-        num_free = (load.num_free_blocks - load.num_candidate_blocks) * registered.block_size
+        num_free = self.tokens_in(load.num_free_blocks - load.num_candidate_blocks)
         return min(load.running.stop, num_free) - self.num_promised
+
+    def tokens_in(self, num_blocks: int) -> int:
+        """Return the longest context that fits so many blocks, beside those of its states; none from 0 on."""
+        return (num_blocks - self.registered.state_blocks) * self.registered.block_size
 
     @property
     def num_blocks_used(self) -> int:

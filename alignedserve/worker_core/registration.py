@@ -37,6 +37,7 @@ def registration_of(
         node=node,
         max_adapters=max_adapters,
         num_active=num_active,
+        state_blocks=layout.state_blocks,
     )
 
 

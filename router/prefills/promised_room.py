@@ -48,7 +48,8 @@ class PromisedRoom:
                 continue
             having = tracked.destination if tracked.stage is Stage.PREFILLING else tracked.holder
             if (worker := self._workers.get(having or "")) is not None:
-                worker.num_promised += promise.num_tokens
+                of_states = worker.registered.state_blocks * worker.registered.block_size
+                worker.num_promised += promise.num_tokens + of_states
                 self._promised[worker.name] = None
 
     def _is_settled(self, tracked: TrackedRequest, promise: _Promise) -> bool:

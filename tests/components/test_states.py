@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from alignedserve.config.sections import BatchingConfig, ClusterConfig, PrefixCacheConfig, SchedulingConfig, Topology
 from alignedserve.core.request import SamplingParams, Slo
+from alignedserve.messages.gateways import RequestFailed
 from alignedserve.prefix_cache.block_hashes import prefix_root
 from alignedserve.runtime.model.hf_config import read_model_config
 from tests.components.test_prefix_pool import ROOT, kept, loaded
@@ -95,6 +96,20 @@ async def test_states_in_blocks_of_their_own_leave(tmp_path: Path) -> None:
     assert engine.layout.state_blocks
     assert status.num_evictions > 0
     assert engine.num_swapped_out > 0
+
+
+async def test_what_never_fits_beside_its_states_is_refused_at_the_door(tmp_path: Path) -> None:
+    config = _config(tmp_path / "model", "mamba2", Topology.DISAGGREGATED, num_blocks=3, block_size=64)
+    async with running(config, tmp_path) as cluster:
+        engine = cluster.engines["decode-0"]
+        room = (engine.num_blocks - engine.layout.state_blocks) * 64
+        assert engine.layout.state_blocks
+        (prompt,) = prompts(1, 30, 31)
+        refused = cluster.gateway.submit(prompt, replace_params(SAMPLING, max_tokens=room - len(prompt) + 1))
+        await refused.done.wait()
+        assert isinstance(refused.failure, RequestFailed)
+        assert "than any worker or pool of this cluster has" in refused.failure.reason
+        assert not refused.token_ids
 
 
 async def _lose_each_kind(cluster: RoomCluster, answers: Sequence[Answer]) -> None:

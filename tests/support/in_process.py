@@ -40,6 +40,7 @@ from alignedserve.runtime.kv.transfers.transports import lends_device_memory
 from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.runtime.vision.rope_places import rope_places
+from alignedserve.worker_core.registration import registration_of
 from decode_worker import factory as decode_factory
 from decode_worker.colocated.service import ColocatedWorker
 from decode_worker.factory import max_held, memory_of
@@ -356,14 +357,13 @@ class RoomCluster:
         can_prefill: bool,
         can_decode: bool,
     ) -> WorkerRegistered:
-        return WorkerRegistered(
-            num_blocks=executor.num_blocks,
-            block_size=self.config.engine.block_size,
-            max_running_requests=max_running_requests,
-            pool_name=pool_name,
+        return registration_of(
+            executor.layout,
+            executor.num_blocks,
+            max_running_requests,
+            pool_name,
             can_prefill=can_prefill,
             can_decode=can_decode,
-            layout_digest=executor.layout.digest().hex(),
         )
 
     def _process_spec(self, role: Role, name: str) -> ProcessSpec:

@@ -307,6 +307,7 @@ class LogicCluster:
             can_prefill=can_prefill,
             can_decode=can_decode,
             can_move=self.shape.is_elastic,
+            state_blocks=self.shape.state_blocks,
         )
 
     def _offer(self, arena: FakeArena, num_blocks: int, pool_name: str = "") -> ArenaOffered:

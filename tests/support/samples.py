@@ -316,6 +316,7 @@ EXAMPLES: tuple[Message, ...] = (
         node="node-1",
         num_places=48,
         decoding=(DecodedRequest(R1, 65_537, 3),),
+        state_blocks=3,
     ),
     RegistrationRefused("other blocks"),
     PrefillRequest(_FULL, 3, (8, 9), has_copy=True, bypass_to=WorkerName(DECODE), predicted_output_len=6.5),

@@ -11,10 +11,16 @@ from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, epoch, req
 # --- what fits at all
 
 
-@each(("max_context_len", "expected"), [(80, True), (81, False)])
-def test_a_request_must_fit_some_decode_worker(max_context_len: int, expected: bool) -> None:
-    where = placement(decode_0={"num_blocks": 20}, decode_1={"num_blocks": 10})
-    assert where.can_ever_hold(max_context_len) is expected
+@each(("state_blocks", "longest"), [(0, 80), (3, 68), (20, 0)])
+def test_a_request_must_fit_some_decode_worker_beside_its_states(state_blocks: int, longest: int) -> None:
+    where = placement(
+        **{
+            name: {"num_blocks": num_blocks, "state_blocks": state_blocks}
+            for name, num_blocks in (("decode_0", 20), ("decode_1", 10))
+        }
+    )
+    assert where.can_ever_hold(longest)
+    assert not where.can_ever_hold(longest + 1)
 
 
 # --- coming, going, counting
