@@ -14,10 +14,12 @@ from alignedserve.core.picture import Picture, picture_digest
 from alignedserve.core.request import SamplingParams
 from alignedserve.messages.gateways import RequestFailed
 from alignedserve.replay.component_replay import recordings_in
+from alignedserve.runtime.model.vision.mobile_fields import ARCHITECTURES
 from tests.harnesses.client_gateway import Answer
 from tests.replay.recorded import replays
 from tests.support.in_process import RoomCluster, running, small_config
 from tests.support.tiny_llama import TINY_LLAMA
+from tests.support.tiny_mobile import CONFIG as TINY_MOBILE
 from tests.support.tiny_vision import picture
 from tests.support.waiting import holds
 
@@ -54,6 +56,13 @@ def seeing_config(folder: Path, topology: Topology, family: str = "smolvlm", **c
         heads = {"head_dim": 8, "global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
         fields |= {"text_config": {**TINY_LLAMA, **short, **heads}}
         images = {"patch_size": 4, "max_soft_tokens": 20}
+    elif family == "gemma3n":  # its encoder is as small as a test makes it
+        fields |= {"vision_config": {"hidden_size": 16, "vocab_offset": 118, "vocab_size": 2}, "eoi_token_id": 119}
+        short = {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 118, "sliding_window": 9}
+        layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        streams = {"num_kv_shared_layers": 2, "laurel_rank": 4, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.5]}
+        fields |= {"text_config": {**TINY_LLAMA, "head_dim": 8, **short, **layers, **streams}}
+        images = {"size": {"height": 256, "width": 256}}
     else:
         text = {**TINY_LLAMA, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
         tower = {**TOWER, "depth": 2, "num_heads": 2, "patch_size": 4, "window_size": 16, "out_hidden_size": 32}
@@ -132,10 +141,16 @@ async def test_places_of_rows_and_columns_outlive_a_worker(topology: Topology, t
         await check(cluster, answers, work)
 
 
-@pytest.mark.parametrize(("family", "num_tokens"), [("llama4", 20), ("gemma4", 16)])
-async def test_later_families_answer_by_their_pictures(family: str, num_tokens: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("topology", "family", "num_tokens"),
+    [(Topology.ELASTIC, "llama4", 20), (Topology.ELASTIC, "gemma4", 16), (Topology.DISAGGREGATED, "gemma3n", 257)],
+)
+async def test_later_families_answer_by_their_pictures(
+    topology: Topology, family: str, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also from the prefix cache, in small chunks, and where a worker is lost."""
-    config = seeing_config(tmp_path, Topology.ELASTIC, family)
+    monkeypatch.setitem(ARCHITECTURES, "mobilenetv5_300m_enc", TINY_MOBILE.stages)
+    config = seeing_config(tmp_path, topology, family)
     config = replace(config, decode=replace(config.decode, max_num_batched_tokens=7))
     work: Work = []
     for seed in (1, 2):
