@@ -197,7 +197,7 @@ def _attainment(alone: StreamFigures | None, beside: StreamFigures | None) -> st
             continue
         interval = figures.attainment_interval
         between = "-" if interval is None else f"{interval[0]:.1%} to {interval[1]:.1%}"
-        failures = ", ".join(f"{count} x {kind}" for kind, count in figures.failures.items()) or "none"
+        failures = ", ".join(f"{count} x {kind}" for kind, count in figures.reasons.items()) or "none"
         shares = (percent(figures.attainment), between, percent(figures.stalled))
         values = (str(figures.num_sent), str(figures.num_answered), *shares, failures)
         cells = [element("td", escape(value)) for value in values]

@@ -20,6 +20,7 @@ class StreamRecord:
     tpot_s: float | None = None
     longest_gap_s: float | None = None
     failure: str | None = None  # its kind, such as "http 503"
+    reason: str | None = None  # what the server said of that, without what it may have quoted of the request
     has_picture: bool = False
 
     def has_met(self, slo: Slo) -> bool:

@@ -11,6 +11,7 @@ from alignedserve.core.metrics import Distribution
 from alignedserve.core.request import Slo
 
 _Z = 1.96  # of a 95 % interval
+_MOST_REASONS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class StreamFigures:
     attainment_interval: tuple[float, float] | None  # 95 %
     latest_of_objective: float | None  # the longest time to a first token, by the objective; infinite if one never came
     stalled: float | None = None  # share of the answers that began with a gap longer than metrics.READABLE_GAP_S
+    reasons: dict[str, int] = field(default_factory=dict)  # of failures, in the server's words, most frequent first
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,7 @@ def _streams(
 ) -> StreamFigures:
     answered = [one for one in streams if one.failure is None]
     failures = Counter(one.failure for one in streams if one.failure is not None)
+    reasons = Counter(one.reason or one.failure for one in streams if one.failure is not None)
     num_met = sum(one.has_met(slo) for one in streams)
     gap = metrics.describe(gaps_s)
     if gap is not None and longest_gap_s is not None:
@@ -175,6 +178,7 @@ def _streams(
         attainment_interval=wilson(num_met, len(streams)),
         latest_of_objective=None,
         stalled=metrics.stalled([one.longest_gap_s or 0.0 for one in streams if one.num_tokens]),
+        reasons=dict(reasons.most_common(_MOST_REASONS)),
     )
 
 

@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from alignedserve.api.backend import cluster as cluster_backend
 from alignedserve.api.errors import TimedOut
+from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.messages.gateways import AbortRequest
+from alignedserve.scheduling.policies.aligned_slo.policy import AlignedSloConfig
 from tests.support.cluster_backend import cluster, failure_of
 
 
@@ -57,3 +60,8 @@ async def test_best_effort_may_be_silent_for_longer_than_chat_and_until_its_dead
         assert isinstance(await failure_of(flex), TimedOut)
         harness.emit(0, 11, end=True, name="line")
         assert (await anext(line)).token_ids == (11,)
+
+
+def test_what_the_default_policy_may_pause_is_not_given_up() -> None:
+    """A loan of memory once lasted as long as the gateway's patience: each that ended was an answer cut."""
+    assert 2 * AlignedSloConfig().loan_s <= cluster_backend._PAUSED * GatewayConfig().token_timeout_s

@@ -61,6 +61,7 @@ def record_of(outcome: CompletionOutcome, began_s: float, *, has_picture: bool =
         tpot_s=metrics.tpot_s(outcome.token_times_s, outcome.num_tokens),
         longest_gap_s=max(gaps_s, default=None),
         failure=failure,
+        reason=None if outcome.failure is None else outcome.failure.reason,
         has_picture=has_picture,
     )
 
