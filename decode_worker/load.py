@@ -25,7 +25,7 @@ class _CandidateCounts(NamedTuple):
     num_real_time: int  # of those that follow, where classes are known; of all, where slack is packed
 
 
-class LoadCounts(NamedTuple):
+class _LoadCounts(NamedTuple):
     """The load without free blocks, which change in nearly every iteration."""
 
     num_running: int
@@ -50,10 +50,24 @@ class LoadCounter:
         self._waiting = _CandidateCounts(0, 0, 0, 0)
         self._range_of: tuple[int, int, int, int] | None = None
         self._range: JoinedBatch | None = None
+        self._reported: _LoadCounts | None = None
 
-    def counts(self, *, num_verified: int, num_iterations: int) -> LoadCounts:
-        """Return the current counts."""
-        return LoadCounts(
+    def report(self, num_verified: int, num_iterations: int, *, is_due: bool) -> WorkerLoad | None:
+        """Return the load if it is due, or has changed since it was reported by more than its free blocks."""
+        counts = self._counts(num_verified, num_iterations)
+        if counts == self._reported and not is_due:
+            return None
+        self._reported = counts
+        return self._load_of(counts)
+
+    def waiting(self) -> Iterator[WaitingRequest]:
+        """Yield the candidates that have not entered the batch, and why."""
+        num_running = self._batch.num_holding
+        for candidate in self._candidates:
+            yield WaitingRequest(candidate.request.request_id, self._cause_of(candidate), num_running)
+
+    def _counts(self, num_verified: int, num_iterations: int) -> _LoadCounts:
+        return _LoadCounts(
             self._batch.num_holding,
             *self._count_waiting(),
             num_verified,
@@ -61,7 +75,7 @@ class LoadCounter:
             self._running_range(num_iterations),
         )
 
-    def load_of(self, counts: LoadCounts) -> WorkerLoad:
+    def _load_of(self, counts: _LoadCounts) -> WorkerLoad:
         """Build the message of these counts and the free blocks."""
         return WorkerLoad(
             num_running=counts.num_running,
@@ -74,12 +88,6 @@ class LoadCounter:
             running=counts.running,
             num_real_time_candidates=counts.num_real_time,
         )
-
-    def waiting(self) -> Iterator[WaitingRequest]:
-        """Yield the candidates that have not entered the batch, and why."""
-        num_running = self._batch.num_holding
-        for candidate in self._candidates:
-            yield WaitingRequest(candidate.request.request_id, self._cause_of(candidate), num_running)
 
     def _cause_of(self, candidate: Candidate) -> Cause:
         if not self._order.joins_running(candidate):

@@ -66,12 +66,9 @@ from decode_worker.batching.eviction import EvictionCommand, Evictions
 from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.batching.scheduled_batch import DecodeBatch
 from decode_worker.block_peers import BlockPeers
-from decode_worker.load import LoadCounter, LoadCounts
+from decode_worker.load import LoadCounter
 from decode_worker.pace import Pace
-from decode_worker.state import (
-    Candidate,
-    set_predicted_length,
-)
+from decode_worker.state import Candidate, set_predicted_length
 
 DecodeEvent = CommonEvent | IterationCompleted | BlocksLoaded | BlocksOffloaded
 WorkCommand = RunIteration | LoadBlocks | OffloadBlocks | MapArena | UnmapArena
@@ -110,7 +107,6 @@ class DecodeLogic:
         self._moved_at: tuple[int, int, int] | None = None  # versions at which candidates were last examined
         self._num_iterations = 0
         self._num_verified = 0
-        self._counted: LoadCounts | None = None  # as last reported
         self._pace = Pace(registered.pool_name, self._batch.decode_s)
         self.iteration_log = IterationLog()
         self._router = RouterLink(registered)
@@ -396,9 +392,6 @@ class DecodeLogic:
         return commands
 
     def _report(self, *, is_tick: bool) -> list[DecodeCommand]:
-        """Report the load if it has changed; free blocks alone wait for the next tick."""
-        counts = self._load.counts(num_verified=self._num_verified, num_iterations=self._num_iterations)
-        if counts == self._counted and not (self._router.is_load_awaited or is_tick):
-            return []
-        self._counted = counts
-        return [*self._router.load(self._load.load_of(counts))]
+        is_due = self._router.is_load_awaited or is_tick
+        load = self._load.report(self._num_verified, self._num_iterations, is_due=is_due)
+        return [*self._router.load(load)] if load is not None else []

@@ -1,6 +1,6 @@
 """The result of a simulation: sums, distributions and sampled curves, small enough to keep many."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from alignedserve.core.metrics import (
     percentile,
     stalled,
 )
-from alignedserve.messages.gateways import LengthTotals
+from alignedserve.messages.gateways import ClusterStatus, Demand, LengthTotals
 from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.sim.engine import IterationLine, SimulatedEngine
 from alignedserve.sim.records import Ending, GapSample, RequestRecord
@@ -166,6 +166,24 @@ def worker_of(name: str, engine: SimulatedEngine, duration_s: float) -> WorkerRe
         engine.num_decodes,
         engine.num_block_iterations / engine.num_iterations if engine.num_iterations else 0.0,
     )
+
+
+def total_of(statuses: Collection[ClusterStatus]) -> ClusterStatus:
+    """Add up the counts of all routers."""
+    total = ClusterStatus()
+    for status in statuses:
+        total = _added(total, status)
+    return total
+
+
+def _added(one: Any, other: Any) -> Any:
+    """Add two numbers, or two structs field by field."""
+    if isinstance(one, IterationLogTotals | Demand):
+        return one.plus(other)
+    if isinstance(one, msgspec.Struct):
+        fields = zip(msgspec.structs.astuple(one), msgspec.structs.astuple(other), strict=True)
+        return type(one)(*(_added(a, b) for a, b in fields))
+    return one + other
 
 
 class _Span(NamedTuple):

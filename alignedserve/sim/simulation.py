@@ -5,21 +5,16 @@ messages arrive and the counts are final.
 """
 
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import combinations, repeat
-from typing import Any
-
-import msgspec
 
 from alignedserve.config.sections import BatchingConfig, PoolConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.events import TICK_S
-from alignedserve.messages.gateways import ClusterStatus, Demand
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.scheduling.factory import calibration_s, limits_of
 from alignedserve.scheduling.policy import IterationLimits
 from alignedserve.sim.calibration import calibrated, points_of
@@ -33,7 +28,7 @@ from alignedserve.sim.gateway import GATEWAY, SimulatedGateway
 from alignedserve.sim.misses import MissWatch
 from alignedserve.sim.prompts import SimulatedTexts
 from alignedserve.sim.records import GapSample, RequestRecord
-from alignedserve.sim.result import RouterResult, SimulationResult, classes_of, worker_of
+from alignedserve.sim.result import RouterResult, SimulationResult, classes_of, total_of, worker_of
 from alignedserve.sim.routers import RouterChoice, SimulatedRouter
 from alignedserve.sim.shared_cores import SharedCores
 from alignedserve.worker_core.registration import registration_of
@@ -348,7 +343,7 @@ class Simulation:
         queue.after(_WATCH_S, self._watch, misses)
 
     def _result(self, num_events: int) -> SimulationResult:
-        gateway, status = self._gateway, _total(self._gateway.statuses.values())
+        gateway, status = self._gateway, total_of(self._gateway.statuses.values())
         ended_s = max((record.ended_s for record in gateway.records), default=BEGIN_S)
         duration_s = ended_s - BEGIN_S
         workers = self._workers.items()
@@ -374,24 +369,6 @@ class Simulation:
             num_events=num_events,
             timeline=tuple(line for lines in timelines for line in lines),
         )
-
-
-def _total(statuses: Collection[ClusterStatus]) -> ClusterStatus:
-    """Add up the counts of all routers."""
-    total = ClusterStatus()
-    for status in statuses:
-        total = _added(total, status)
-    return total
-
-
-def _added(one: Any, other: Any) -> Any:
-    """Add two numbers, or two structs field by field."""
-    if isinstance(one, IterationLogTotals | Demand):
-        return one.plus(other)
-    if isinstance(one, msgspec.Struct):
-        fields = zip(msgspec.structs.astuple(one), msgspec.structs.astuple(other), strict=True)
-        return type(one)(*(_added(a, b) for a, b in fields))
-    return one + other
 
 
 def _router(number: int, count: int) -> str:

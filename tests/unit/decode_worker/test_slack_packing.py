@@ -122,4 +122,6 @@ def test_room_is_for_contexts_that_keep_what_runs_within_its_share() -> None:
 
 def told(made: DecodeHarness) -> JoinedBatch | None:
     """Return the lengths that may join, as the router is told with the next load."""
-    return made.logic._load.counts(num_verified=0, num_iterations=0).running
+    load = made.logic._load.report(0, 0, is_due=True)
+    assert load is not None
+    return load.running
