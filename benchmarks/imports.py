@@ -23,7 +23,7 @@ MODULES = {
     "batches": "alignedserve.batch_worker.service",
     "worker": "decode_worker.actor, decode_worker.start",
     "of which torch": "torch",
-    "driver": "alignedserve.cli.commands.serve",
+    "driver": "alignedserve.cli.commands.serving.serve",
 }
 CASES = {
     "help": [ALIGNEDSERVE, "--help"],

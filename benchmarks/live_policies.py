@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from alignedserve.cli.commands.replay import replay_folder
+from alignedserve.cli.commands.simulation.replay import replay_folder
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import Topology
 from alignedserve.replay.fitting import fit_machine

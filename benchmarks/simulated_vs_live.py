@@ -28,7 +28,7 @@ import msgspec
 
 from alignedserve.cli.bench.options import LoadOptions
 from alignedserve.cli.bench.serve import bench_serve
-from alignedserve.cli.commands.replay import ComponentCheck, replay_folder
+from alignedserve.cli.commands.simulation.replay import ComponentCheck, replay_folder
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.config.model_settings import load_models
 from alignedserve.core.metrics import describe

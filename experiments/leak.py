@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from alignedserve.cli.commands.simulate_cases import plan_cases
-from alignedserve.cli.commands.simulation_options import SimulateOptions
+from alignedserve.cli.commands.simulation.options import SimulateOptions
+from alignedserve.cli.commands.simulation.simulate_cases import plan_cases
 from alignedserve.sim.sweep import Case, WorkloadLine
 from alignedserve.workload.distributions import split_outside_parentheses
 from alignedserve.workload.grammar import ClientLimit

@@ -22,7 +22,7 @@ from alignedserve.cli.commands.options import (
     QuantizeOptions,
     ServeOptions,
 )
-from alignedserve.cli.commands.simulation_options import PlanOptions, ReplayOptions, SimulateOptions
+from alignedserve.cli.commands.simulation.options import PlanOptions, ReplayOptions, SimulateOptions
 from alignedserve.cli.console import DEFAULT_URL, FAILURE, exit_code, print_error
 from alignedserve.cli.gpu_check.options import GpuCheckOptions
 from alignedserve.cli.keys.app import keys_app
@@ -103,7 +103,7 @@ def serve(options: ServeOptions) -> None:
     from alignedserve.cli.forked_workers import forked_workers
 
     with forked_workers() as template:
-        from alignedserve.cli.commands.serve import serve as run
+        from alignedserve.cli.commands.serving.serve import serve as run
 
         run(options, settings, template)
 
@@ -112,7 +112,7 @@ def serve(options: ServeOptions) -> None:
 @takes_options
 def up(options: ServeOptions) -> None:
     """Serve on the nodes of the Ray cluster that runs here, and go on when this shell has ended."""
-    from alignedserve.cli.commands.up import up as run
+    from alignedserve.cli.commands.serving.up import up as run
 
     _use_log_format(options.log_format)
     run(options)
@@ -125,10 +125,10 @@ def status(
 ) -> None:
     """Show the running cluster, on this host or of `up`: processes, load, memory (exit code 1 when it is not whole)."""
     if _is_here(cluster):
-        from alignedserve.cli.commands.one_host import status as run_here
+        from alignedserve.cli.commands.cluster.one_host import status as run_here
 
         raise typer.Exit(0 if run_here(cluster, json_output=json_output) else FAILURE)
-    from alignedserve.cli.commands.hosts import status as run
+    from alignedserve.cli.commands.cluster.hosts import status as run
 
     raise typer.Exit(0 if run(json_output) else FAILURE)
 
@@ -160,11 +160,11 @@ def logs(
 ) -> None:
     """Print the end of the log of a process, on this host or of the cluster of `up`, on whichever node it runs."""
     if _is_here(cluster):
-        from alignedserve.cli.commands.one_host import logs as run_here
+        from alignedserve.cli.commands.cluster.one_host import logs as run_here
 
         run_here(cluster, actor, follow=follow)
         return
-    from alignedserve.cli.commands.hosts import logs as run
+    from alignedserve.cli.commands.cluster.hosts import logs as run
 
     run(actor, follow=follow)
 
@@ -177,7 +177,7 @@ def scale(
     ] = None,
 ) -> None:
     """Have more or fewer workers of the cluster that `up` started, while it serves."""
-    from alignedserve.cli.commands.hosts import scale as run
+    from alignedserve.cli.commands.cluster.hosts import scale as run
 
     run(counts, model)
 
@@ -196,7 +196,7 @@ def drain(
     wait: Annotated[bool, typer.Option(help="Return when it has drained.")] = True,
 ) -> None:
     """Let the work of a node finish or go elsewhere, then end its processes; it stays out until --undo."""
-    from alignedserve.cli.commands import hosts
+    from alignedserve.cli.commands.cluster import hosts
 
     if not undo:
         hosts.drain(node, 60.0 if within is None else within, is_forced=force, waits=wait)
@@ -225,7 +225,7 @@ def stop(
     now: Annotated[bool, typer.Option("--now", help="Do not wait for answers that run (gateway.drain_s).")] = False,
 ) -> None:
     """Stop the cluster that `up` started, once what is open is answered. Ray itself goes on."""
-    from alignedserve.cli.commands.hosts import stop as run
+    from alignedserve.cli.commands.cluster.hosts import stop as run
 
     run(at_once=now)
 
@@ -236,7 +236,7 @@ def ray_storage(
     worker: Annotated[bool, typer.Option("--worker", help="For a node that is not the head.")] = False,
 ) -> None:
     """Print the shell commands by which `ray start --head "$@"` uses the Redis of ALIGNEDSERVE_REDIS_URL."""
-    from alignedserve.cli.commands.hosts import print_ray_storage as run
+    from alignedserve.cli.commands.cluster.hosts import print_ray_storage as run
 
     run(name, is_worker=worker)
 
@@ -270,7 +270,7 @@ def replay(options: ReplayOptions) -> None:
 
     Exit code 1 when a decision differs.
     """
-    from alignedserve.cli.commands.replay import replay as run
+    from alignedserve.cli.commands.simulation.replay import replay as run
 
     raise typer.Exit(run(options))
 
@@ -327,7 +327,7 @@ def gpu_check(options: GpuCheckOptions) -> None:
 @takes_options
 def chat(options: ChatOptions) -> None:
     """Talk to a running server in the terminal."""
-    from alignedserve.cli.commands.chat import chat as run
+    from alignedserve.cli.commands.chat.chat import chat as run
 
     raise typer.Exit(run(options))
 
@@ -388,7 +388,7 @@ def simulate(options: SimulateOptions) -> None:
     Decisions are the live system's own code; what iterations and copies take comes from a cost model.
     docs/simulator.md says what is modelled and what is not.
     """
-    from alignedserve.cli.commands.simulate import simulate as run
+    from alignedserve.cli.commands.simulation.simulate import simulate as run
 
     raise typer.Exit(run(options))
 
@@ -401,6 +401,6 @@ def plan(options: PlanOptions) -> None:
     Searches with the simulator; writes a report, and the configuration file that starts the plan. Exit code 1 when no
     plan holds.
     """
-    from alignedserve.cli.commands.plan import plan as run
+    from alignedserve.cli.commands.simulation.plan import plan as run
 
     raise typer.Exit(run(options))

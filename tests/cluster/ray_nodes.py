@@ -130,7 +130,7 @@ class RayNodes:
     def status(self) -> dict[str, Any]:
         """Return what `status` says; empty while it says nothing."""
         if self._asking is None:
-            self._asking = self._commands.enter_context(WarmCommand(self.folder, "hosts", self.environment))
+            self._asking = self._commands.enter_context(WarmCommand(self.folder, "cluster.hosts", self.environment))
         output = self._asking.run(("status", "--json"), self.environment).stdout
         return dict(json.loads(output[output.index("{") : output.rindex("}") + 1])) if "{" in output else {}
 

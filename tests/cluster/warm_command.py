@@ -42,7 +42,9 @@ for line in sys.stdin:
 class WarmCommand:
     """Runs the command as a process of its own; used as a context manager."""
 
-    def __init__(self, folder: Path, module: str = "serve", environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, module: str = "serving.serve", environment: Mapping[str, str] | None = None
+    ) -> None:
         """`folder` gets what it prints. `module`: of the command. `environment`: while it is imported, as Ray's is."""
         self._folder = folder
         self._module = module

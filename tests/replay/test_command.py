@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from alignedserve.cli.commands.replay import parse_outstanding, replay, replay_folder
-from alignedserve.cli.commands.simulation_options import ReplayOptions
+from alignedserve.cli.commands.simulation.options import ReplayOptions
+from alignedserve.cli.commands.simulation.replay import parse_outstanding, replay, replay_folder
 from alignedserve.config.sections import RecordingConfig
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.messages.recording import PART_FILE, RecordedPart

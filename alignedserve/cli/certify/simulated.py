@@ -19,7 +19,7 @@ from alignedserve.certification.protocol import (
 )
 from alignedserve.certification.records import BatchRecord, Evidence, PhaseRecord, StreamRecord
 from alignedserve.cli.certify.options import CertifyOptions
-from alignedserve.cli.commands.simulate_cases import SERVER_SIZES
+from alignedserve.cli.commands.simulation.simulate_cases import SERVER_SIZES
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.config.unset_sizes import with_fixed_sizes

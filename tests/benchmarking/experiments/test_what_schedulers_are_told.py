@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from itertools import chain, product
 
-from alignedserve.cli.commands.simulate_cases import plan_cases
-from alignedserve.cli.commands.simulation_options import SimulateOptions
+from alignedserve.cli.commands.simulation.options import SimulateOptions
+from alignedserve.cli.commands.simulation.simulate_cases import plan_cases
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.scheduling.table import COLUMN_NAMES

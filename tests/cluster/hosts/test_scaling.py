@@ -41,7 +41,7 @@ def status(cloud: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> I
         found: dict[str, Any] = json.loads(command.run(("status", "--json"), environment).stdout)
         return found
 
-    with WarmCommand(tmp_path_factory.mktemp("printed"), "hosts", environment) as command:
+    with WarmCommand(tmp_path_factory.mktemp("printed"), "cluster.hosts", environment) as command:
         yield asked
 
 

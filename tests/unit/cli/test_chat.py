@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cli.commands.chat import ChatSession, Conversation
-from alignedserve.cli.commands.chat import chat as run_chat
-from alignedserve.cli.commands.chat_sampling import ChatSampling
+from alignedserve.cli.commands.chat.chat import ChatSession, Conversation
+from alignedserve.cli.commands.chat.chat import chat as run_chat
+from alignedserve.cli.commands.chat.sampling import ChatSampling
 from alignedserve.cli.commands.options import ChatOptions
 from alignedserve.core.errors import ConfigError
 from alignedserve.loadgen.client import ListedModel

@@ -14,11 +14,11 @@ import pytest
 from ray._private import services
 from rich.console import Console
 
-from alignedserve.cli.commands import hosts
-from alignedserve.cli.commands import serve as serving
-from alignedserve.cli.commands.load_line import load_line
+from alignedserve.cli.commands.cluster import hosts
+from alignedserve.cli.commands.cluster.load_line import load_line
 from alignedserve.cli.commands.options import ServeOptions
-from alignedserve.cli.commands.up import driver_command, urls_of
+from alignedserve.cli.commands.serving import serve as serving
+from alignedserve.cli.commands.serving.up import driver_command, urls_of
 from alignedserve.cli.main import main
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.hosts import ray_directory

@@ -48,7 +48,7 @@ LOADED = {
     "router.service": "jinja2 orjson safetensors tokenizers",
     "alignedserve.gateway.actor": "ray",
     "alignedserve.batch_worker.actor": "",
-    "alignedserve.cli.commands.serve": "",
+    "alignedserve.cli.commands.serving.serve": "",
     "alignedserve.batch_worker.service": "llguidance prometheus_client",
     "alignedserve.gateway.start": "fastapi opentelemetry starlette uvicorn",
 }

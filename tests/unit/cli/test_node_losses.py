@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 # Loses Ray at once, every time; leaves a file open, ignores signals as the end of a cluster does.
 LOSING = """
 import os, signal, sys, time
-from alignedserve.cli.commands import node_losses
+from alignedserve.cli.commands.serving import node_losses
 from alignedserve.core.errors import NodeLost
 
 node_losses._FIRST_PAUSE_S = float(sys.argv[2])

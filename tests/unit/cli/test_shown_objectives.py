@@ -4,7 +4,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from alignedserve.cli.commands.serve import describe_objectives
+from alignedserve.cli.commands.serving.serve import describe_objectives
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.messages.speeds import WorkerSpeed

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cli.commands.simulate_cases import plan_cases
-from alignedserve.cli.commands.simulation_options import SimulateOptions
+from alignedserve.cli.commands.simulation.options import SimulateOptions
+from alignedserve.cli.commands.simulation.simulate_cases import plan_cases
 from alignedserve.cli.main import main
 from alignedserve.config.sections import Topology
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from alignedserve.cli.commands import one_host
+from alignedserve.cli.commands.cluster import one_host
 from alignedserve.cluster.deployments.admin_api import AdminApi
 from alignedserve.cluster.deployments.client import has_cluster
 from alignedserve.cluster.deployments.orders import DeploymentReport, ProcessReport, ShowStatus, StatusReport

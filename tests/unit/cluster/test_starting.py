@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from typing_extensions import override
 
-from alignedserve.cli.commands.start_screen import StartScreen
+from alignedserve.cli.commands.serving.start_screen import StartScreen
 from alignedserve.cluster import machine, run_folder
 from alignedserve.cluster.run_folder import make_run_folder
 from alignedserve.cluster.sizing import SizeChoice

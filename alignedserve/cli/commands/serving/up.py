@@ -10,7 +10,7 @@ import yaml
 from rich.markup import escape
 from rich.table import Table
 
-from alignedserve.cli.commands.hosts import recorded_drain_s
+from alignedserve.cli.commands.cluster.hosts import recorded_drain_s
 from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.console import notes, results
 from alignedserve.cli.keys.serving import check_keys

@@ -11,7 +11,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from alignedserve.cli.commands.output_folder import command_line, make_folder, write_file
-from alignedserve.cli.commands.simulate_cases import (
+from alignedserve.cli.commands.simulation.options import SimulateOptions
+from alignedserve.cli.commands.simulation.simulate_cases import (
     DEFAULT_DURATION_S,
     DEFAULT_HARDWARE,
     DEFAULT_MODEL,
@@ -19,7 +20,6 @@ from alignedserve.cli.commands.simulate_cases import (
     PlannedCase,
     plan_cases,
 )
-from alignedserve.cli.commands.simulation_options import SimulateOptions
 from alignedserve.cli.console import FAILURE, notes, printable, progress, results, write_json
 from alignedserve.cli.machine import describe_machine
 from alignedserve.costmodel.choice import FITTED

@@ -4,8 +4,8 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from alignedserve.cli.commands.load_line import load_line
-from alignedserve.cli.commands.shown_log import show_log
+from alignedserve.cli.commands.cluster.load_line import load_line
+from alignedserve.cli.commands.cluster.shown_log import show_log
 from alignedserve.cli.console import print_json, printable, results
 from alignedserve.cluster.deployments.client import find_cluster, show_status
 from alignedserve.cluster.deployments.orders import DeploymentReport, ProcessReport, StatusReport

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from alignedserve.cli.commands.replay import replay_folder
-from alignedserve.cli.commands.simulate_cases import DEFAULT_MODEL, SERVER_SIZES, parse_variant
-from alignedserve.cli.commands.simulation_options import PlanOptions
+from alignedserve.cli.commands.simulation.options import PlanOptions
+from alignedserve.cli.commands.simulation.replay import replay_folder
+from alignedserve.cli.commands.simulation.simulate_cases import DEFAULT_MODEL, SERVER_SIZES, parse_variant
 from alignedserve.config.environment import data_dir
 from alignedserve.config.loading import current_field_name, load_config
 from alignedserve.config.sections import ClusterConfig, Topology

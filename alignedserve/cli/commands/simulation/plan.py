@@ -8,8 +8,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from alignedserve.cli.commands.output_folder import command_line, make_folder, write_file
-from alignedserve.cli.commands.plan_request import Asked, asked_for
-from alignedserve.cli.commands.simulation_options import PlanOptions
+from alignedserve.cli.commands.simulation.options import PlanOptions
+from alignedserve.cli.commands.simulation.plan_request import Asked, asked_for
 from alignedserve.cli.console import FAILURE, notes, printable, progress, results, write_json
 from alignedserve.cli.machine import describe_machine
 from alignedserve.loadgen.prompts import to_json

@@ -14,9 +14,9 @@ from rich.panel import Panel
 from rich.table import Table
 
 from alignedserve.api.objectives import default_slo, in_words, unholdable
-from alignedserve.cli.commands.node_losses import NodeLosses
 from alignedserve.cli.commands.options import ServeOptions
-from alignedserve.cli.commands.start_screen import StartScreen
+from alignedserve.cli.commands.serving.node_losses import NodeLosses
+from alignedserve.cli.commands.serving.start_screen import StartScreen
 from alignedserve.cli.console import INTERRUPTED, notes, results
 from alignedserve.cli.downloads import fetch_model
 from alignedserve.cli.keys.serving import check_keys, show_keys

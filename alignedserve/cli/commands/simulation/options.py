@@ -1,4 +1,4 @@
-"""Options of the commands that simulate, one dataclass each, as in options.py."""
+"""Options of the commands that simulate, one dataclass each, as in those of other commands."""
 
 from dataclasses import dataclass
 from pathlib import Path

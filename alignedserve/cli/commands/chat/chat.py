@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from rich.markup import escape
 
-from alignedserve.cli.commands.chat_pictures import picture_part
-from alignedserve.cli.commands.chat_sampling import ChatSampling
+from alignedserve.cli.commands.chat.pictures import picture_part
+from alignedserve.cli.commands.chat.sampling import ChatSampling
 from alignedserve.cli.commands.options import EFFORTS, ChatOptions
 from alignedserve.cli.console import FAILURE, INTERRUPTED, notes, print_error, printable
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE, client_api_key

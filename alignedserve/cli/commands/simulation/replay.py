@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from alignedserve.cli.commands.simulation_options import ReplayOptions
+from alignedserve.cli.commands.simulation.options import ReplayOptions
 from alignedserve.cli.console import FAILURE, notes, printable, results, write_json
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.core.request import RequestClass

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import yaml
 
-from alignedserve.cli.commands.simulation_options import SimulateOptions
+from alignedserve.cli.commands.simulation.options import SimulateOptions
 from alignedserve.config.environment import data_dir
 from alignedserve.config.loading import current_field_name, load_config
 from alignedserve.config.sections import ClusterConfig, ScalingConfig, Topology
