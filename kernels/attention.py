@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.float8_rows import dequantise_float8_rows
-from kernels.int8_rows import dequantise_rows, int8_row_width
+from kernels.caches.float8_rows import dequantise_float8_rows
+from kernels.caches.int8_rows import dequantise_rows, int8_row_width
 
 # With fewer query rows per key head than this, 16-bit products run slower on a CPU than converting to float32 first:
 # 64 sequences x 64 tokens x 12 heads: 3.2 ms as bfloat16, 1.45 ms converted (two cores, Zen 4).
@@ -85,7 +85,7 @@ def attend_decode(
     """Compute attention of one query token for each of `sequences` sequences.
 
     queries    [sequences, kv_heads, group, head_dim]
-    key_runs   [runs, block_size * kv_heads * head_dim], or int8 [runs, block_size * row_width] (`kernels.int8_rows`);
+    key_runs   [runs, block_size * kv_heads * head_dim], or int8 [runs, block_size * row_width] (`caches.int8_rows`);
                value_runs alike
     runs       of each sequence's blocks [sequences * blocks], padded to the same number
     mask       [sequences, 1, 1, blocks * block_size] float32: 0 where a slot counts, -inf elsewhere

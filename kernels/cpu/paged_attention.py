@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from kernels.attention import PLAIN_SCORES, ScoreForm
+from kernels.caches.int8_rows import SCALE_BYTES, int8_row_width
 from kernels.cpu.native import load_native
-from kernels.int8_rows import SCALE_BYTES, int8_row_width
 
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -61,7 +61,7 @@ class PagedAttention:
         scores: ScoreForm = PLAIN_SCORES,
     ) -> None:
         """`blocks` [num_blocks, num_layers, 2 (keys, values), block_size, kv_heads, head_dim], contiguous, on the CPU,
-        float32 or bfloat16, or with `int8` [.., block_size, row_width] (`kernels.int8_rows`); with 1 in place of 2 the
+        float32 or bfloat16, or with `int8` [.., block_size, row_width] (`caches.int8_rows`); with 1 in place of 2 the
         values are the keys. `group` query heads read one key head."""
         assert _native is not None, "the native kernels are not built"
         assert blocks.device.type == "cpu", "native attention runs on the CPU"

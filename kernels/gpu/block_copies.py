@@ -13,19 +13,19 @@ _PEER_PROGRAMS = 256
 
 
 def gather_blocks(blocks: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """See kernels.block_lists."""
+    """See kernels.caches.block_lists."""
     assert staging.shape == (len(block_ids), blocks.shape[1]), "a row of the staging for each block"
     _copy(blocks, block_ids, staging, None)
 
 
 def scatter_blocks(staging: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
-    """See kernels.block_lists."""
+    """See kernels.caches.block_lists."""
     assert staging.shape == (len(block_ids), blocks.shape[1]), "a row of the staging for each block"
     _copy(staging, None, blocks, block_ids)
 
 
 def copy_listed(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor) -> None:
-    """See kernels.block_lists. One launch, however many blocks there are."""
+    """See kernels.caches.block_lists. One launch, however many blocks there are."""
     assert source.shape[1] == target.shape[1], "blocks of one size"
     assert len(source_ids) == len(target_ids), "as many targets as sources"
     _copy(source, source_ids, target, target_ids, most_programs=_PEER_PROGRAMS)

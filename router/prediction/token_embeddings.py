@@ -11,7 +11,7 @@ from alignedserve.gguf.file import GgufFile, is_gguf
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.gguf.config import EMBEDDING
 from alignedserve.runtime.model.weight_index import TensorLocation, WeightIndex
-from kernels.block_values import unpack_rows
+from kernels.weight_blocks.block_values import unpack_rows
 from router.prediction.encoders import KEY_LEN, PromptCode, normalised, random_projection, window_of
 
 _MAX_FEATURES = 256

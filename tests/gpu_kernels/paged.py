@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.float8_rows import dequantise_float8_rows, quantise_float8_rows
+from kernels.caches.float8_rows import dequantise_float8_rows, quantise_float8_rows
+from kernels.caches.int8_rows import int8_row_width
 from kernels.gpu.blocks import BlockTables, BlockView
-from kernels.int8_rows import int8_row_width
 
 NUM_LAYERS, LAYER = 2, 1
 

@@ -37,8 +37,8 @@ from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.weights import feed_forward_weights, file_products
 from kernels import gpu_dispatch, linear
 from kernels.activation import Gated
-from kernels.block_digests import listed_digests, row_digests
-from kernels.block_lists import copy_listed, gather_blocks, scatter_blocks
+from kernels.caches.block_digests import listed_digests, row_digests
+from kernels.caches.block_lists import copy_listed, gather_blocks, scatter_blocks
 from kernels.gpu import expert_rows, grouped_weights, launching
 from kernels.gpu.allowed_tokens import mask_tokens_
 from kernels.narrow.float8_inputs import float8_inputs

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 from alignedserve.gpu_check import kernel_errors
 from kernels import gpu_dispatch
-from kernels.block_digests import listed_digests
-from kernels.block_lists import copy_listed, gather_blocks
+from kernels.caches.block_digests import listed_digests
+from kernels.caches.block_lists import copy_listed, gather_blocks
 from kernels.gpu.blocks import BlockView
 from kernels.rotary import HeadPlacement
 from tests.support.fake_cuda import FakeCuda, fake_cuda

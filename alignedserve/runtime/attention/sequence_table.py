@@ -13,7 +13,7 @@ from alignedserve.core.picture import PictureRun, settled_len
 from alignedserve.core.request import LoraAdapter, SamplingParams
 from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
 from alignedserve.runtime.vision.rope_places import RopePlaces
-from kernels.lora import AdapterMatrices
+from kernels.adapters.lora import AdapterMatrices
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]

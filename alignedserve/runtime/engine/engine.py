@@ -43,7 +43,7 @@ from alignedserve.runtime.engine.steps.step_passes import StepPasses
 from alignedserve.runtime.engine.steps.whole_blocks import read_whole, write_whole
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from kernels.device_lora import device_kernels
+from kernels.adapters.device_lora import device_kernels
 
 __all__ = ["Engine", "NewSequence", "PromptLogprobs", "StepOutput", "StepSlice", "StepTimes"]
 

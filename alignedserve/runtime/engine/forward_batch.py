@@ -14,8 +14,8 @@ from alignedserve.runtime.attention.backend import AttentionPlanner, StepAttenti
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable
 from alignedserve.runtime.engine.hidden_pass import HiddenRows
 from alignedserve.runtime.vision.picture_rows import PictureRows
-from kernels.device_lora import DeviceRows
-from kernels.lora import AdapterRows
+from kernels.adapters.device_lora import DeviceRows
+from kernels.adapters.lora import AdapterRows
 from kernels.states.state_rows import StateRows
 
 

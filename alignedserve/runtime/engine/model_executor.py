@@ -81,8 +81,8 @@ from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
 from alignedserve.runtime.vision.rope_places import rope_places
 from alignedserve.runtime.vision.sequence_pictures import NoPictures, Pictures, SequencePictures
 from alignedserve.scheduling.picture_turns import TurnLengths
+from kernels.adapters.lora import AdapterMatrices
 from kernels.cpu.rank_exchange import ExchangeBroken
-from kernels.lora import AdapterMatrices
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from alignedserve.runtime.engine.hidden_pass import Rotation
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights
+from kernels.adapters.lora import AdapterRows
 from kernels.cpu.decode_pass import (
     AllowedTokens,
     CacheSlots,
@@ -32,7 +33,6 @@ from kernels.cpu.paged_attention import PagedPlan
 from kernels.cpu.rows import HeadRows, NormRows
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import Projection
-from kernels.lora import AdapterRows
 from kernels.norm import LayerNorm, Norm, RmsNorm
 from kernels.rotary import HeadPlacement
 

@@ -11,10 +11,10 @@ from alignedserve.runtime.engine.hidden_pass import HiddenPass, Rotation
 from alignedserve.runtime.engine.state_storage import StateStorage
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder_parts import TemperatureConfig
+from kernels.adapters.device_lora import DeviceRows
+from kernels.adapters.lora import AdapterRows, LayerAdapters
 from kernels.addend_layout import LayerProduct
-from kernels.device_lora import DeviceRows
 from kernels.linear import AdaptableProjection
-from kernels.lora import AdapterRows, LayerAdapters
 
 _NOTHING = torch.empty((0, 0))
 

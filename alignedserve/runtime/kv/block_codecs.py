@@ -8,8 +8,8 @@ from torch import Tensor
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.device.dtypes import torch_dtype
-from kernels.block_lists import gather_blocks, scatter_blocks
-from kernels.int8_blocks import dequantise_blocks, quantise_blocks
+from kernels.caches.block_lists import gather_blocks, scatter_blocks
+from kernels.caches.int8_blocks import dequantise_blocks, quantise_blocks
 
 
 class BlockCodec(NamedTuple):

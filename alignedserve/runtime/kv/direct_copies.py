@@ -20,8 +20,8 @@ from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.kv.block_runs import BlockRuns, Ints
-from kernels.block_digests import listed_digests, row_digests
-from kernels.block_lists import copy_listed, gather_blocks, scatter_blocks
+from kernels.caches.block_digests import listed_digests, row_digests
+from kernels.caches.block_lists import copy_listed, gather_blocks, scatter_blocks
 from kernels.cpu.block_copies import BlockList, Digests
 from kernels.cpu.row_digest import WORD_BYTES
 

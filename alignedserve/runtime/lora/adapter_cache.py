@@ -20,7 +20,7 @@ from functools import partial
 
 from alignedserve.core.errors import AdapterError
 from alignedserve.core.request import LoraAdapter
-from kernels.lora import AdapterMatrices
+from kernels.adapters.lora import AdapterMatrices
 
 PATIENCE_S = 1.0
 

@@ -18,9 +18,9 @@ from alignedserve.runtime.model.sharding.packed_regions import chosen_rows
 from alignedserve.runtime.model.sharding.regions import Region, shard_regions
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.weights.head_order import pairs_apart
+from kernels.adapters.lora import AdapterMatrices
 from kernels.addend_layout import LayerProduct, ProductShape, site_of, up_column
 from kernels.cpu.lora import LoraModule
-from kernels.lora import AdapterMatrices
 
 
 class _Matrices(NamedTuple):

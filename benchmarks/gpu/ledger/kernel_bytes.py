@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from typing_extensions import override
 
-from kernels.adapter_tables import HEAD_TILES, MODULE_WORDS, MODULES_AT, SITE_WORDS, TILE_WORDS
+from kernels.adapters.adapter_tables import HEAD_TILES, MODULE_WORDS, MODULES_AT, SITE_WORDS, TILE_WORDS
 
 TO_GPU, TO_HOST = "copy to the GPU", "copy to the host"
 
@@ -307,7 +307,7 @@ def _of_sampled(arguments: Arguments) -> dict[str, int]:
 
 
 def _adapters_of(arguments: Arguments) -> list[tuple[list[int], int]]:
-    """Return the words of the site of each tile's adapter (see kernels.adapter_tables), and the tile's rows."""
+    """Return the words of the site of each tile's adapter (see kernels.adapters), and the tile's rows."""
     tiles = _values(arguments["tiles"])[HEAD_TILES:].tolist()
     return [(_site(arguments, address), count) for address, _, count in tiles if count]
 

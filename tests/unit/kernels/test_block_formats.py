@@ -5,7 +5,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
 
-from kernels.block_formats import BLOCK_FORMATS, dequantize, has_finite_scales
+from kernels.weight_blocks.block_formats import BLOCK_FORMATS, dequantize, has_finite_scales
 from tests.support.block_weights import random_blocks
 
 types = pytest.mark.parametrize("type_name", list(BLOCK_FORMATS))

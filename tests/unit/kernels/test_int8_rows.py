@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.caches.int8_rows import dequantise_rows, int8_row_width, quantise_rows
 from kernels.cpu.native import vector_levels
 from kernels.cpu.rows import HeadRows
-from kernels.int8_rows import dequantise_rows, int8_row_width, quantise_rows
 from kernels.rotary import HeadPlacement
 
 # The levels of operations on rows go by the names of those of attention.

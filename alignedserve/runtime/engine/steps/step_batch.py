@@ -19,9 +19,9 @@ from alignedserve.runtime.engine.steps.state_plan import plan_states
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.vision.picture_rows import PictureRows, picture_rows
 from alignedserve.runtime.vision.rope_places import places_of_rows
+from kernels.adapters.device_lora import DevicePlan
+from kernels.adapters.lora import AdapterMatrices, AdapterRows
 from kernels.cpu.next_tokens import KnownTokens, next_tokens
-from kernels.device_lora import DevicePlan
-from kernels.lora import AdapterMatrices, AdapterRows
 from kernels.states.state_rows import StateRows
 
 _NO_ROWS = np.empty(0, np.int64)

@@ -12,8 +12,8 @@ from alignedserve.runtime.engine.steps.cuda_graphs import DecodeGraphs
 from alignedserve.runtime.engine.steps.step_batch import BatchBuilder, StepBatch
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from kernels.adapters.device_lora import DevicePlan
 from kernels.cpu.decode_pass import HighestLogits
-from kernels.device_lora import DevicePlan
 
 
 class StepPasses:

@@ -9,7 +9,7 @@ from alignedserve.core.json_fields import JsonFields
 from alignedserve.gguf.file import GgufFile
 from alignedserve.runtime.model.rope_config import RopeConfig, RopeScaling
 from alignedserve.runtime.model.rope_fields import MAX_CONTEXT, yarn_angle_factor
-from kernels.block_values import unpack_rows
+from kernels.weight_blocks.block_values import unpack_rows
 
 FREQUENCY_FACTORS = "rope_freqs.weight"
 SHORT_DIVISORS, LONG_DIVISORS = "rope_factors_short.weight", "rope_factors_long.weight"

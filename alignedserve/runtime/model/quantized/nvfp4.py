@@ -11,7 +11,7 @@ from torch import Tensor
 
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.quantized.layout import NVFP4_GROUP, StoredMatrix, nvfp4_names
-from kernels.block_values import FLOATS_OF_4_BITS
+from kernels.weight_blocks.block_values import FLOATS_OF_4_BITS
 
 _FLOATS = torch.from_numpy(FLOATS_OF_4_BITS)
 _CHUNK_VALUES = 1 << 22  # unpacked at a time: intermediate results are several times as large

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.model.quantized.layout import BLOCK, block_type
-from kernels.block_values import FLOATS_OF_4_BITS
+from kernels.weight_blocks.block_values import FLOATS_OF_4_BITS
 
 _FLOATS = torch.from_numpy(FLOATS_OF_4_BITS)
 _TRIES = 21  # scales for each block of Q4

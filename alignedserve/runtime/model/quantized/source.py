@@ -15,11 +15,11 @@ from alignedserve.runtime.model.quantized.stored_blocks import read_blocks
 from alignedserve.runtime.model.weight_names import ParameterNames
 from alignedserve.runtime.model.weights.packed_products import BlockRows, Float8Rows, GroupedRows, Int8Rows, Rows
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
-from kernels.block_formats import dequantize
 from kernels.cpu.int8_linear import has_int8_products
 from kernels.cpu.packed_linear import FileRows
 from kernels.narrow.float8_linear import has_float8_products
 from kernels.narrow.grouped_linear import GroupedWeight, Numbers
+from kernels.weight_blocks.block_formats import dequantize
 
 Read = Callable[[str], Tensor]  # of a tensor by its full name, as it is stored
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of outputs 0 to 7
@@ -275,7 +275,7 @@ def packed_integers(
 ) -> BlockRows | GroupedRows | Int8Rows | None:
     """Return the matrix in this form; None where its values do not allow it.
 
-    A group of 4 bits becomes blocks of `kernels.block_formats`: G4_128 where 128 inputs share a scale; otherwise Q4_0
+    A group of 4 bits becomes blocks of `block_formats`: G4_128 where 128 inputs share a scale; otherwise Q4_0
     where zero points are 8 and scales are float16 numbers; otherwise G4_64 or G4_32. The float32 minimum, -scale * zero
     point, is exact for scales of 16 bits. 8 bits become Q8_0 where scales are float16 numbers; otherwise, with one
     scale for each row, they stay as they are. On GPUs groups of 4 and 8 bits keep float32 scales and their zero points.

@@ -7,7 +7,7 @@ from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.quantized.layout import Packing, StoredMatrix, block_type, member_of_stack
 from alignedserve.runtime.model.weights.packed_products import BlockRows
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
-from kernels.block_formats import has_finite_scales
+from kernels.weight_blocks.block_formats import has_finite_scales
 
 _MXFP4 = "MXFP4"
 

@@ -13,7 +13,7 @@ from alignedserve.runtime.model.weights.packed_products import (
     PlainRows,
     Rows,
 )
-from kernels.block_formats import format_named
+from kernels.weight_blocks.block_formats import format_named
 
 
 def packed_region(weight: Rows, region: Region) -> Rows | None:

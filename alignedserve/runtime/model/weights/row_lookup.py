@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kernels.block_values import unpack_rows
+from kernels.weight_blocks.block_values import unpack_rows
 
 
 class RowLookup(Protocol):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.caches.int8_rows import quantise_rows
 from kernels.cpu.native import supported_levels
 from kernels.cpu.paged_attention import Int8Heads, PagedAttention
-from kernels.int8_rows import quantise_rows
 from tests.support.marks import slow
 
 levels = pytest.mark.parametrize("level", supported_levels() or [pytest.param("", marks=pytest.mark.skip("not built"))])

@@ -17,8 +17,8 @@ from alignedserve.runtime.lora.adapter_folders import find_adapter, read_adapter
 from alignedserve.runtime.lora.adapter_weights import load_adapter
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
+from kernels.adapters.lora import AdapterMatrices
 from kernels.addend_layout import ProductShape
-from kernels.lora import AdapterMatrices
 from tests.support.lora_folders import write_adapter
 from tests.support.tiny_models import make_tiny_model
 

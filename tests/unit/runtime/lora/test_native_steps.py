@@ -12,8 +12,8 @@ from alignedserve.runtime.engine.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.native_pass import NativePass
 from alignedserve.runtime.lora.adapter_files import read_adapter_files
 from alignedserve.runtime.lora.adapter_weights import load_adapter
+from kernels.adapters.lora import AdapterMatrices
 from kernels.cpu.decode_pass import decode_pass_available
-from kernels.lora import AdapterMatrices
 from tests.support.lora_folders import LLAMA_TARGETS, write_adapter
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model

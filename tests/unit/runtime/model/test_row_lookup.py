@@ -6,7 +6,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
 from alignedserve.runtime.model.weights.row_lookup import BlockLookup
-from kernels.block_values import unpack_rows
+from kernels.weight_blocks.block_values import unpack_rows
 from tests.support.marks import each
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.block_values import unpack_rows
+from kernels.weight_blocks.block_values import unpack_rows
 
 _NO_EXPONENT = 255
 

@@ -1,7 +1,7 @@
 """Rows of a cache of FP8 (e4m3), in plain PyTorch: one token's keys (or values) on one layer.
 
 A row holds the elements of all heads, one byte each, and behind them the scale of each head, float32, as bytes: uint8
-[kv_heads * head_dim + 4 * kv_heads], as of int8 (`kernels.int8_rows`). An element's value is its number times its
+[kv_heads * head_dim + 4 * kv_heads], as of int8 (`int8_rows`). An element's value is its number times its
 head's scale. The scale is the head's largest magnitude / 448, so that a value changes by at most a sixteenth of itself
 or a thousandth of its scale; that of a head that is not finite is NaN.
 """
@@ -9,7 +9,7 @@ or a thousandth of its scale; that of a head that is not finite is NaN.
 import torch
 from torch import Tensor
 
-from kernels.int8_rows import SCALE_BYTES
+from kernels.caches.int8_rows import SCALE_BYTES
 
 LARGEST = 448.0
 # Heads without an element above this are stored as zeros: the quotient would overflow.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kernels.block_values import Bytes, Floats, half_at, unpack_rows
+from kernels.weight_blocks.block_values import Bytes, Floats, half_at, unpack_rows
 
 _CHUNK_ROWS = 256  # at a time: intermediate results are several times as large as the values
 

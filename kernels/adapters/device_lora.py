@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.adapter_tables import AdapterTable, IntArray, cut_tiles, num_tiles
+from kernels.adapters.adapter_tables import AdapterTable, IntArray, cut_tiles, num_tiles
 from kernels.addends import Addends
 from kernels.gpu_dispatch import fused_kernels
 from kernels.linear import AdaptableProjection
