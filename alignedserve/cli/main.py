@@ -85,7 +85,7 @@ def _root(
 
 def _use_log_format(name: str | None) -> None:
     """Let the cluster that starts here write its logs so; None: as the environment says. Raises ConfigError."""
-    from alignedserve.process.log_format import require_format
+    from alignedserve.process.logs.format import require_format
 
     set_log_format(require_format(name if name is not None else log_format()))
 

@@ -19,7 +19,7 @@ from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.json_response import anthropic_error_response, error_response, is_anthropic
 from alignedserve.gateway.shown_limits import ShownLimits
-from alignedserve.process.log_context import about_request
+from alignedserve.process.logs.context import about_request
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import uvloop
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.process.heap import give_free_memory_back
 from alignedserve.process.loading_progress import read_progress
-from alignedserve.process.log_files import LogFileHandler
+from alignedserve.process.logs.files import LogFileHandler
 from alignedserve.process.process_spec import ProcessSpec
 
 _YOUNG = 20_000  # objects more than there were before, at which the young ones are looked at; the interpreter's is 700

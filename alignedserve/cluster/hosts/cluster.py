@@ -67,8 +67,8 @@ from alignedserve.cluster.signals import signals_ignored
 from alignedserve.config.environment import log_format
 from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.process.loading_progress import Progress
-from alignedserve.process.log_files import LogFileHandler
-from alignedserve.process.log_format import require_format
+from alignedserve.process.logs.files import LogFileHandler
+from alignedserve.process.logs.format import require_format
 
 
 class DriverLog:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.process.log_files import LogFileHandler
+from alignedserve.process.logs.files import LogFileHandler
 
 
 def test_what_a_full_disk_does_not_take_is_lost_without_a_word(

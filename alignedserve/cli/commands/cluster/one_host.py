@@ -11,7 +11,7 @@ from alignedserve.cluster.deployments.client import find_cluster, show_status
 from alignedserve.cluster.deployments.orders import DeploymentReport, ProcessReport, StatusReport
 from alignedserve.config.sections import MIB
 from alignedserve.messages.gateways import ClusterStatus
-from alignedserve.process.log_files import log_names, read_log
+from alignedserve.process.logs.files import log_names, read_log
 
 
 def status(cluster: str | None, *, json_output: bool) -> bool:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from alignedserve.core.errors import ResourceError
-from alignedserve.process.log_files import LogPart
+from alignedserve.process.logs.files import LogPart
 
 TAIL_BYTES = 4096
 _FOLLOW_S = 0.5

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from typing_extensions import override
 
-from alignedserve.process.log_format import TEXT, formatter
+from alignedserve.process.logs.format import TEXT, formatter
 
 _FOLDER = "logs"  # in the run folder of a cluster
 _MAX_READ_BYTES = 1 << 20

@@ -9,7 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.process.log_context import current_request
+from alignedserve.process.logs.context import current_request
 
 TEXT, JSON = "text", "json"
 FIELDS = "fields"  # attribute of a record: names and values beside the message, for lines of JSON
