@@ -21,10 +21,10 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
+from alignedserve.runtime.kv.transfers.channels.open_channel import open_channel
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
-from alignedserve.runtime.kv.transfers.open_channel import open_channel
 from benchmarks.measuring.results import TransferResult
 from benchmarks.transfer.block_moves import BlockMoves
 from benchmarks.transfer.peer_process import END, address, identity, peer_process

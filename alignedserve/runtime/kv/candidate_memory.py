@@ -20,9 +20,9 @@ from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.device_lender import BUFFER_SETTING, DeviceLender
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
+from alignedserve.runtime.kv.transfers.channels.open_channel import open_channel
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.local_transfer import LocalMemory
-from alignedserve.runtime.kv.transfers.open_channel import open_channel
 from alignedserve.runtime.kv.transfers.transports import AUTO
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from alignedserve.runtime.kv.block_runs import Ints
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.direct_copies import PeerSide
-from alignedserve.runtime.kv.transfers.control_socket import dial
+from alignedserve.runtime.kv.transfers.channels.control_socket import dial
 from alignedserve.runtime.kv.transfers.requests import (
     PlannedRequest,
     ServedTransfer,

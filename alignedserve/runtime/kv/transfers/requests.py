@@ -19,7 +19,7 @@ from alignedserve.runtime.kv.block_checksums import (
 )
 from alignedserve.runtime.kv.block_runs import BlockRuns, PlacedRuns, as_ids, join_placed, place_runs
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
+from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest, verified
 
 logger = logging.getLogger(__name__)

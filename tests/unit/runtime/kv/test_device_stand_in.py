@@ -10,10 +10,10 @@ from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.device_lender import LentRows
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
+from alignedserve.runtime.kv.transfers.channels.open_channel import open_channel
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
-from alignedserve.runtime.kv.transfers.open_channel import open_channel
 from tests.harnesses.transfer import CLIENT, OWNER, content, filled, layout_of
 from tests.support.device_stand_in import LINK, DeviceTensor, Machine, Refused, StandInDevice, StandInStorage
 from tests.support.samples import blocks

@@ -2,9 +2,9 @@
 
 from typing import Protocol
 
-from alignedserve.runtime.kv.transfers.block_channel import BlockChannel
-from alignedserve.runtime.kv.transfers.block_stream import BlockStream
-from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
+from alignedserve.runtime.kv.transfers.channels.block_channel import BlockChannel
+from alignedserve.runtime.kv.transfers.channels.block_stream import BlockStream
+from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket
 
 
 class ChannelOpener(Protocol):

@@ -1,9 +1,9 @@
 """The channel of any transport, once both ends have agreed on it."""
 
-from alignedserve.runtime.kv.transfers.block_channel import BlockChannel
-from alignedserve.runtime.kv.transfers.channel_opener import open_stream
-from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
-from alignedserve.runtime.kv.transfers.process_pair import make_pair
+from alignedserve.runtime.kv.transfers.channels.block_channel import BlockChannel
+from alignedserve.runtime.kv.transfers.channels.channel_opener import open_stream
+from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket
+from alignedserve.runtime.kv.transfers.channels.process_pair import make_pair
 
 
 def open_channel(

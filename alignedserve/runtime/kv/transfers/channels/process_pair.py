@@ -15,8 +15,15 @@ import torch.distributed as dist
 
 from alignedserve.core.errors import PeerLost, ProtocolError
 from alignedserve.messages.blocks import RendezvousValue
-from alignedserve.runtime.kv.transfers.block_channel import CLIENT_RANK, NUM_PIECES, OWNER_RANK, Fill, Take, cut
-from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
+from alignedserve.runtime.kv.transfers.channels.block_channel import (
+    CLIENT_RANK,
+    NUM_PIECES,
+    OWNER_RANK,
+    Fill,
+    Take,
+    cut,
+)
+from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket
 
 _DISTRIBUTED: Any = dist  # untyped: its content depends on how torch was built
 _Store: Any = _DISTRIBUTED.Store

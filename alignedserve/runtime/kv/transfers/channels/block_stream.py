@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from alignedserve.runtime.kv.block_runs import BlockRuns
-from alignedserve.runtime.kv.transfers.block_channel import NUM_PIECES, Fill, Take, cut
-from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
+from alignedserve.runtime.kv.transfers.channels.block_channel import NUM_PIECES, Fill, Take, cut
+from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket
 from kernels.cpu.block_copies import BlockList
 
 Bytes = npt.NDArray[np.uint8]
