@@ -11,8 +11,8 @@ import torch
 from alignedserve.costmodel.iteration_points import Chunk, Point
 from alignedserve.profiling.model_loading import load_decoder
 from alignedserve.runtime.device.devices import CUDA
+from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.engine import Engine
-from alignedserve.runtime.engine.iteration_timing import IterationTimer
 from alignedserve.runtime.kv.block_storage import BlockStorage
 
 _GIB = 1 << 30

@@ -35,12 +35,12 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.device.verdicts import cache_folder
-from alignedserve.runtime.engine.calibration import measure_iterations
+from alignedserve.runtime.engine.calibration.kept_calibration import KeptCalibration
+from alignedserve.runtime.engine.calibration.measured_iterations import measure_iterations
 from alignedserve.runtime.engine.device_turns import DeviceTurns
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepTimes
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, storage_blocks, threads_per_rank
 from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
-from alignedserve.runtime.engine.kept_calibration import KeptCalibration
 from alignedserve.runtime.engine.model_loading import (
     ConnectStages,
     LoadedModel,

@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from alignedserve.costmodel.iteration_points import Point
 from alignedserve.profiling.model_loading import load_decoder
+from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.engine import Engine
-from alignedserve.runtime.engine.iteration_timing import IterationTimer
 from alignedserve.runtime.kv.block_storage import BlockStorage
 
 _NUM_ROUNDS, _BLOCK_SIZE, _SPARE, _KEPT = 4, 16, 16, 25  # rounds of three steps

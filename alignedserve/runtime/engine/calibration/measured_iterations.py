@@ -9,9 +9,9 @@ import numpy as np
 from alignedserve.core.ids import BlockId
 from alignedserve.costmodel.iteration_points import Point, calibrate, calibration_points
 from alignedserve.costmodel.linear import Sample
+from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
+from alignedserve.runtime.engine.calibration.kept_calibration import KeptCalibration
 from alignedserve.runtime.engine.engine import Engine
-from alignedserve.runtime.engine.iteration_timing import IterationTimer
-from alignedserve.runtime.engine.kept_calibration import KeptCalibration
 from alignedserve.runtime.engine.swap_space import HostCaches
 
 _MAX_BLOCKS = 4096  # that are used; zeroed first, as attention reads them
