@@ -7,7 +7,7 @@ from alignedserve.api.errors import NeedsGateway
 from alignedserve.api.work_lanes import Lane
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.pictures.decoder import PictureDecoder
-from alignedserve.pictures.form import Size
+from alignedserve.pictures.form_parts import Size
 
 if TYPE_CHECKING:  # what it loads only those need that fetch
     from alignedserve.api.picture_fetcher import PictureFetcher

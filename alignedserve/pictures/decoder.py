@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.picture import MAX_PIXELS
-from alignedserve.pictures.form import CHANNELS, PictureForm, Size
+from alignedserve.pictures.form import PictureForm
+from alignedserve.pictures.form_parts import CHANNELS, Size
 from alignedserve.pictures.outcomes import Decoded, Refused, Task, decode_outcome
 from alignedserve.process.child_process import ChildProcess
 

@@ -8,18 +8,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from alignedserve.pictures.form import (
-    BudgetForm,
-    CanvasForm,
-    CellsForm,
-    FixedForm,
-    PictureForm,
-    RowsForm,
-    Size,
-    SquareForm,
-    TiledForm,
-)
+from alignedserve.pictures.form import BudgetForm, CellsForm, FixedForm, PictureForm, RowsForm, SquareForm
+from alignedserve.pictures.form_parts import Size
 from alignedserve.pictures.outcomes import Decoded, Outcome, Refused, Task
+from alignedserve.pictures.tiled_forms import CanvasForm, TiledForm
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # no others are tried, whatever the file says
 Pixels = npt.NDArray[np.uint8]

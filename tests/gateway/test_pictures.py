@@ -8,7 +8,8 @@ import pytest
 
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.core.request import Request
-from alignedserve.pictures.form import Scaling, TiledForm
+from alignedserve.pictures.form_parts import Scaling
+from alignedserve.pictures.tiled_forms import TiledForm
 from alignedserve.text.tokenizer import Tokenizer
 from tests.gateway.support import EOS, Gateway, error_of, gateway, write_tokenizer
 from tests.support.tiny_vision import MARKS, TEMPLATE, TILES, picture

@@ -2,13 +2,18 @@
 
 from typing_extensions import override
 
+from alignedserve.core.ids import RequestId
+from alignedserve.core.picture import Picture, whole_runs
+from alignedserve.core.request import LoraAdapter, Request, SamplingParams
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.process.links import Identity
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
+from alignedserve.runtime.vision.rope_places import rope_places
 from tests.support.device_stand_in import Machine, StandInStorage
 from tests.support.rank_devices import RanksOnDevices
+from tests.support.tiny_engines import generate_alone
 
 
 class CountingEngine(ModelExecutor):
@@ -44,3 +49,17 @@ class CountingEngine(ModelExecutor):
         storage = self._on_device or self._storage
         ranks = None if self._ranks is None or self._moves_all else self._ranks.copies
         return BlockCopier(storage, self._threads, identity, transport=transport, ranks=ranks)
+
+    def answer_alone(
+        self, prompt: list[int], sampling: SamplingParams, adapter: LoraAdapter | None, pictures: tuple[Picture, ...]
+    ) -> list[int]:
+        """Return the tokens of a request that no other one runs beside."""
+        matrices = None if adapter is None else self._adapters.cache.acquire(adapter)
+        ends = frozenset[int]() if sampling.ignore_eos and not sampling.grammar else self.eos_token_ids
+        request = Request(RequestId("alone"), tuple(prompt), sampling, "", 0.0, pictures=pictures)
+        shown = self._pictures.add(request, 0)
+        places = rope_places(len(prompt), pictures) if self._has_axes else None
+        runs, engine = whole_runs(pictures), self._engine
+        return generate_alone(
+            engine, prompt, sampling, ends, adapter=matrices, pictures=shown, places=places, whole_runs=runs
+        )

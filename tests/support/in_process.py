@@ -22,9 +22,8 @@ from alignedserve.config.sections import (
     PrefillWorkerConfig,
     Topology,
 )
-from alignedserve.core.ids import RequestId
-from alignedserve.core.picture import Picture, whole_runs
-from alignedserve.core.request import LoraAdapter, Request, SamplingParams
+from alignedserve.core.picture import Picture
+from alignedserve.core.request import LoraAdapter, SamplingParams
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.process.addresses import ROUTER, AddressBook
@@ -39,7 +38,6 @@ from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.transfers.transports import lends_device_memory
 from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
-from alignedserve.runtime.vision.rope_places import rope_places
 from alignedserve.worker_core.registration import registration_of
 from decode_worker import factory as decode_factory
 from decode_worker.colocated.service import ColocatedWorker
@@ -54,7 +52,6 @@ from tests.harnesses.client_gateway import ClientGateway
 from tests.support.counting_engine import CountingEngine
 from tests.support.device_stand_in import Machine
 from tests.support.folder_digests import contents_of
-from tests.support.tiny_engines import generate_alone
 from tests.support.tiny_llama import TINY_LLAMA
 
 _CLUSTERS = itertools.count()
@@ -323,15 +320,7 @@ class RoomCluster:
         self, prompt: list[int], sampling: SamplingParams, adapter: LoraAdapter | None, pictures: tuple[Picture, ...]
     ) -> list[int]:
         worker = self._engine("", 1 << 22, 1, served=one_rank(self.served))
-        matrices = None if adapter is None else worker._adapters.cache.acquire(adapter)
-        ends = frozenset[int]() if sampling.ignore_eos and not sampling.grammar else worker.eos_token_ids
-        request = Request(RequestId("alone"), tuple(prompt), sampling, "", 0.0, pictures=pictures)
-        shown = worker._pictures.add(request, 0)
-        places = rope_places(len(prompt), pictures) if worker._has_axes else None
-        runs, engine = whole_runs(pictures), worker._engine
-        tokens = generate_alone(
-            engine, prompt, sampling, ends, adapter=matrices, pictures=shown, places=places, whole_runs=runs
-        )
+        tokens = worker.answer_alone(prompt, sampling, adapter, pictures)
         worker.close()
         return tokens
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from alignedserve.pictures.decoder import Pixels
-from alignedserve.pictures.form import FixedForm, Scaling
+from alignedserve.pictures.form import FixedForm
+from alignedserve.pictures.form_parts import Scaling
 from alignedserve.runtime.model.vision.mobile_config import (
     EdgeBlock,
     InvertedBlock,

@@ -15,7 +15,8 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.picture import MAX_PICTURE_BYTES, Picture, PictureRun, picture_digest
 from alignedserve.pictures.decoder import PictureError
-from alignedserve.pictures.form import PictureForm, Size
+from alignedserve.pictures.form import PictureForm
+from alignedserve.pictures.form_parts import Size
 
 _MAX_RATIO = 200  # of the edges of a picture
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.ASCII | re.IGNORECASE)

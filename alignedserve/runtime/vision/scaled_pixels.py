@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.pictures.decoder import Pixels
-from alignedserve.pictures.form import Scaling
+from alignedserve.pictures.form_parts import Scaling
 
 
 def scaled_pixels(pixels: Pixels, scaling: Scaling) -> Tensor:

@@ -6,27 +6,26 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-import msgspec
-
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields, read_json_object
-from alignedserve.pictures.form import BudgetForm, CanvasForm, CellsForm, RowsForm, Scaling, SquareForm, TiledForm
+from alignedserve.pictures.form import BudgetForm, RowsForm, SquareForm
+from alignedserve.pictures.form_parts import Scaling
+from alignedserve.pictures.tiled_forms import CanvasForm, TiledForm
 from alignedserve.runtime.model.decoder_parts import Activation, NormKind
 from alignedserve.runtime.model.hf_fields import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, read_activation
 from alignedserve.runtime.model.vision import names
 from alignedserve.runtime.model.vision.mobile_config import SeeingConfig
 from alignedserve.runtime.model.vision.mobile_fields import read_mobile
+from alignedserve.runtime.model.vision.qwen_fields import read_qwen2_5, read_qwen3
 from alignedserve.runtime.model.vision.tower_fields import (
     CLIP,
     HALVES,
     MAX_CELLS,
     MAX_EDGE,
     MAX_FILE_BYTES,
-    TowerSizes,
     check_square,
     image_token,
     longest_edge,
-    pixel_bounds,
     processor_of,
     read_scaling,
     section_of,
@@ -136,91 +135,6 @@ def _pixtral(fields: JsonFields, images: JsonFields) -> VisionConfig:
         connector_activation=read_activation(fields, "projector_hidden_act", "gelu"),
         has_connector_bias=fields.flag("multimodal_projector_bias", not is_joined),
         connector_eps=section_of(fields, "text_config").number("rms_norm_eps", 0.0, 1.0, 1e-6),
-    )
-
-
-def _cells(fields: JsonFields, images: JsonFields, tower: JsonFields, sizes: TowerSizes) -> CellsForm:
-    """Read how Qwen's models see pictures of a size, and check what their parts have to agree on."""
-    if (sizes["hidden_size"] // sizes["num_heads"]) % 4:
-        raise tower.error("num_heads", "must leave heads of whole fours")
-    join, patch = tower.integer("spatial_merge_size", 1, 16, 2), sizes["patch_size"]
-    for name, own in (("patch_size", patch), ("merge_size", join)):
-        if images.integer(name, 1, MAX_EDGE, own) != own:
-            raise images.error(name, f"must be that of the encoder, {own}")
-    if tower.integer("out_hidden_size", 1, MAX_WIDTH, 3584) != sizes["out_width"]:
-        raise tower.error("out_hidden_size", "must be the text's hidden_size")
-    cell = patch * join
-    least, most = pixel_bounds(images, cell)
-    return CellsForm(
-        token_id=fields.integer("image_token_id", 0, MAX_VOCABULARY, 151655),
-        cell_edge=cell,
-        min_pixels=least,
-        max_pixels=most,
-        scaling=read_scaling(images, CLIP),
-        resample=images.integer("resample", 0, 5, 3),
-    )
-
-
-def _qwen(fields: JsonFields, images: JsonFields, defaults: tuple[int, int, int, int, int], act: str) -> VisionConfig:
-    """Read what the towers of Qwen's models have in common; `defaults`, `act`: as of tower_sizes."""
-    tower = section_of(fields, "vision_config")
-    sizes = tower_sizes(fields, tower, defaults, act)
-    form = _cells(fields, images, tower, sizes)
-    join = form.cell_edge // sizes["patch_size"]
-    return VisionConfig(
-        **sizes,
-        form=form,
-        names=names.QWEN,
-        norm=NormKind.RMS,
-        norm_eps=1e-6,
-        has_patch_bias=False,
-        has_bias=True,
-        is_gated=True,
-        num_sides=None,
-        rope_theta=(tower.section("rope_parameters") or tower).number("rope_theta", 1.0, 1e12, 1e4),
-        join=join,
-        joins_channels=False,
-        connector_activation=Activation.GELU,
-        has_connector_bias=True,
-        connector_eps=1e-6,
-        connector_width=sizes["hidden_size"] * join**2,
-        num_frames=tower.integer("temporal_patch_size", 1, 16, 2),
-        shares_frequencies=True,
-    )
-
-
-def _qwen_vl(fields: JsonFields, images: JsonFields) -> VisionConfig:
-    config = _qwen(fields, images, (3584, 3420, 32, 16, 14), "silu")
-    tower, cell = section_of(fields, "vision_config"), config.patch_size * config.join
-    return msgspec.structs.replace(
-        config,
-        window_edge=tower.integer("window_size", cell, MAX_EDGE, 112) // cell * config.join,
-        full_layers=tower.integers("fullatt_block_indexes", 0, MAX_LAYERS) or (7, 15, 23, 31),
-    )
-
-
-def _qwen3_vl(fields: JsonFields, images: JsonFields) -> VisionConfig:
-    """Read Qwen3-VL's tower: no windows, a table of positions, and inner layers that add to the text's first ones."""
-    config = _qwen(fields, images, (1152, 4304, 27, 16, 16), "gelu_pytorch_tanh")
-    tower, deep_name = section_of(fields, "vision_config"), "deepstack_visual_indexes"
-    num_positions = tower.integer("num_position_embeddings", 1, 1 << 20, 2304)
-    deep_layers = tower.integers(deep_name, 0, MAX_LAYERS) if tower.has(deep_name) else (8, 16, 24)
-    if math.isqrt(num_positions) ** 2 != num_positions:
-        raise tower.error("num_position_embeddings", "must be a square")
-    if len(set(deep_layers)) < len(deep_layers) or max(deep_layers, default=0) >= config.num_layers:
-        raise tower.error(deep_name, "must be layers of the encoder, each once")
-    if len(deep_layers) >= section_of(fields, "text_config").integer("num_hidden_layers", 1, MAX_LAYERS, MAX_LAYERS):
-        raise tower.error(deep_name, "must be fewer than the text has layers")
-    return msgspec.structs.replace(
-        config,
-        names=names.QWEN3,
-        norm=NormKind.LAYER,
-        has_patch_bias=True,
-        is_gated=False,
-        num_sides=math.isqrt(num_positions),
-        positions=PositionKind.BETWEEN,
-        connector_norm=NormKind.LAYER,
-        deep_layers=deep_layers,
     )
 
 
@@ -391,9 +305,9 @@ VISION_FAMILIES: Mapping[str, Reader] = MappingProxyType(
         "smolvlm": _idefics3,
         "llava": _pixtral,
         "mistral3": _pixtral,
-        "qwen2_5_vl": _qwen_vl,
-        "qwen3_vl": _qwen3_vl,
-        "qwen3_vl_moe": _qwen3_vl,
+        "qwen2_5_vl": read_qwen2_5,
+        "qwen3_vl": read_qwen3,
+        "qwen3_vl_moe": read_qwen3,
         "gemma3": _gemma3,
         "llama4": _llama4,
         "gemma4": _gemma4,

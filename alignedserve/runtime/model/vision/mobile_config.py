@@ -7,7 +7,8 @@ from typing import NamedTuple
 import msgspec
 
 from alignedserve.core.block_layout import DTYPE_BYTES
-from alignedserve.pictures.form import CHANNELS, EncoderWork, FixedForm
+from alignedserve.pictures.form import FixedForm
+from alignedserve.pictures.form_parts import CHANNELS, EncoderWork
 from alignedserve.runtime.model.vision.vision_config import VisionConfig
 
 STEM_KERNEL = 3

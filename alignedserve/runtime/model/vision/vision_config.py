@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from alignedserve.core.block_layout import DTYPE_BYTES
-from alignedserve.pictures.form import CHANNELS, CanvasForm, CellsForm, EncoderWork, PictureForm, TiledForm
+from alignedserve.pictures.form import CellsForm, PictureForm
+from alignedserve.pictures.form_parts import CHANNELS, EncoderWork
+from alignedserve.pictures.tiled_forms import CanvasForm, TiledForm
 from alignedserve.runtime.model.decoder_parts import Activation, NormKind
 
 CACHE_BYTES = 128 << 20  # of a worker, for embeddings of pictures

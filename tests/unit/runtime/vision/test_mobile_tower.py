@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ModelError
-from alignedserve.pictures.form import Size
+from alignedserve.pictures.form_parts import Size
 from alignedserve.runtime.model.vision.families import read_vision
 from alignedserve.runtime.model.vision.mobile_config import MobileConfig
 from alignedserve.runtime.model.vision.mobile_weights import MobileWeights, load_mobile_weights

@@ -15,17 +15,10 @@ from alignedserve.core.picture import Picture, PictureRun, picture_digest
 from alignedserve.core.request import SamplingParams
 from alignedserve.pictures.decoder import Pixels
 from alignedserve.pictures.decoding import decode
-from alignedserve.pictures.form import (
-    BudgetForm,
-    CanvasForm,
-    CellsForm,
-    PictureForm,
-    RowsForm,
-    Size,
-    SquareForm,
-    TiledForm,
-)
+from alignedserve.pictures.form import BudgetForm, CellsForm, PictureForm, RowsForm, SquareForm
+from alignedserve.pictures.form_parts import Size
 from alignedserve.pictures.outcomes import Decoded, Task
+from alignedserve.pictures.tiled_forms import CanvasForm, TiledForm
 from alignedserve.runtime.attention.backend import AUTO, TORCH
 from alignedserve.runtime.engine.engine import NewSequence
 from alignedserve.runtime.model.vision.families import VISION_FAMILIES, read_vision
