@@ -14,6 +14,7 @@ import typer
 from alignedserve.cli.batch.app import batch_app
 from alignedserve.cli.bench.app import bench_app
 from alignedserve.cli.certify.options import CertifyOptions
+from alignedserve.cli.cluster_commands import CLUSTER_COMMANDS
 from alignedserve.cli.commands.options import (
     ChatOptions,
     DemoOptions,
@@ -27,9 +28,9 @@ from alignedserve.cli.console import DEFAULT_URL, FAILURE, exit_code, print_erro
 from alignedserve.cli.gpu_check.options import GpuCheckOptions
 from alignedserve.cli.keys.app import keys_app
 from alignedserve.cli.models.app import models_app
-from alignedserve.cli.options import ClusterOption, JsonFlag, UrlOption, current_option, takes_options
-from alignedserve.config.environment import limit_thread_spinning, log_format, ray_address, set_log_format
-from alignedserve.core.errors import AlignedServeError, ConfigError
+from alignedserve.cli.options import JsonFlag, UrlOption, current_option, takes_options
+from alignedserve.config.environment import limit_thread_spinning, log_format, set_log_format
+from alignedserve.core.errors import AlignedServeError
 from alignedserve.core.own_packages import require_own_kernels
 
 app = typer.Typer(
@@ -65,13 +66,6 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"alignedserve {installed_version('alignedserve')}")
         raise typer.Exit
-
-
-def _is_here(cluster: str | None) -> bool:
-    """Return whether a command is about a cluster that serves on this host alone, rather than one of `up`."""
-    from alignedserve.cluster.deployments.client import has_cluster
-
-    return cluster is not None or (ray_address() is None and has_cluster())
 
 
 @app.callback()
@@ -118,127 +112,8 @@ def up(options: ServeOptions) -> None:
     run(options)
 
 
-@app.command()
-def status(
-    cluster: ClusterOption = None,
-    json_output: JsonFlag = False,
-) -> None:
-    """Show the running cluster, on this host or of `up`: processes, load, memory (exit code 1 when it is not whole)."""
-    if _is_here(cluster):
-        from alignedserve.cli.commands.cluster.one_host import status as run_here
-
-        raise typer.Exit(0 if run_here(cluster, json_output=json_output) else FAILURE)
-    from alignedserve.cli.commands.cluster.hosts import status as run
-
-    raise typer.Exit(0 if run(json_output) else FAILURE)
-
-
-@app.command()
-def top(
-    url: Annotated[
-        str | None,
-        typer.Option(
-            "--url",
-            help="Address of a gateway. Its key is read from ALIGNEDSERVE_API_KEY.",
-            show_default="the cluster on this host",
-        ),
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Look for two seconds, print and end.")] = False,
-    every: Annotated[float, typer.Option("--every", min=0.2, max=3600.0, help="Seconds between two looks.")] = 1.0,
-) -> None:
-    """Show what the cluster does, again and again: workers, queues, objectives, batches, where time goes."""
-    from alignedserve.cli.top.command import top as run
-
-    run(url, is_once=once, every_s=every)
-
-
-@app.command()
-def logs(
-    actor: Annotated[str | None, typer.Argument(help="Process, such as worker-0; without one: their names.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what it writes.")] = False,
-    cluster: ClusterOption = None,
-) -> None:
-    """Print the end of the log of a process, on this host or of the cluster of `up`, on whichever node it runs."""
-    if _is_here(cluster):
-        from alignedserve.cli.commands.cluster.one_host import logs as run_here
-
-        run_here(cluster, actor, follow=follow)
-        return
-    from alignedserve.cli.commands.cluster.hosts import logs as run
-
-    run(actor, follow=follow)
-
-
-@app.command()
-def scale(
-    counts: Annotated[list[str], typer.Argument(metavar="KIND=N...", help="Totals: decode=4 prefill=2.")],
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Whose workers, where several models are served.")
-    ] = None,
-) -> None:
-    """Have more or fewer workers of the cluster that `up` started, while it serves."""
-    from alignedserve.cli.commands.cluster.hosts import scale as run
-
-    run(counts, model)
-
-
-@app.command()
-def drain(
-    node: Annotated[str, typer.Argument(help="Its name, host name or address (see `alignedserve status`).")],
-    undo: Annotated[bool, typer.Option("--undo", help="Use it again.")] = False,
-    within: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, max=86400.0, help="Seconds in which requests may finish where they are.", show_default="60"
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Also the last node with workers of a kind.")] = False,
-    wait: Annotated[bool, typer.Option(help="Return when it has drained.")] = True,
-) -> None:
-    """Let the work of a node finish or go elsewhere, then end its processes; it stays out until --undo."""
-    from alignedserve.cli.commands.cluster import hosts
-
-    if not undo:
-        hosts.drain(node, 60.0 if within is None else within, is_forced=force, waits=wait)
-    elif force or not wait or within is not None:
-        raise ConfigError("--undo goes with no other option")
-    else:
-        hosts.undo_drain(node)
-
-
-@app.command()
-def restart(
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="Whose workers; else those of all models.")] = None,
-    within: Annotated[
-        float, typer.Option(min=0.0, max=86400.0, help="Seconds in which requests of each may finish where they are.")
-    ] = 60.0,
-    cluster: Annotated[str | None, typer.Option(metavar="ID", help="Which cluster, where several run.")] = None,
-) -> None:
-    """Start all workers of the running cluster anew, one after the other, without losing a request."""
-    from alignedserve.cli.models.serving import restart as run
-
-    run(model, within, cluster)
-
-
-@app.command()
-def stop(
-    now: Annotated[bool, typer.Option("--now", help="Do not wait for answers that run (gateway.drain_s).")] = False,
-) -> None:
-    """Stop the cluster that `up` started, once what is open is answered. Ray itself goes on."""
-    from alignedserve.cli.commands.cluster.hosts import stop as run
-
-    run(at_once=now)
-
-
-@app.command("ray-storage")
-def ray_storage(
-    name: Annotated[str, typer.Option("--name", help="Of the cluster, among those that share the Redis.")] = "ray",
-    worker: Annotated[bool, typer.Option("--worker", help="For a node that is not the head.")] = False,
-) -> None:
-    """Print the shell commands by which `ray start --head "$@"` uses the Redis of ALIGNEDSERVE_REDIS_URL."""
-    from alignedserve.cli.commands.cluster.hosts import print_ray_storage as run
-
-    run(name, is_worker=worker)
+for name, command in CLUSTER_COMMANDS.items():
+    app.command(name)(command)
 
 
 @app.command()
