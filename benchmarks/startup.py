@@ -29,6 +29,8 @@ from benchmarks.measuring.server import ALIGNEDSERVE, READY_TIMEOUT_S, free_port
 
 _IDLE_S = 5.0
 _LOOK_S = 0.1
+_LONG_QUESTION = "The capital of France is Paris, and that of Italy is Rome. "
+_NUM_TIMES = {"pocket": 20, "disaggregated": 20, "smollm2": 60}  # as contexts allow: of SmolLM2 900 tokens
 _PHASES = {"gcs_server": "Ray's head has begun", "python default_worker.py": "the first worker process has begun"}
 CASES = {
     "pocket": ["pocket"],  # as `make serve`: elastic
@@ -38,12 +40,13 @@ CASES = {
 
 
 class Start(NamedTuple):
-    """Seconds from the command, and memory once idle."""
+    """Seconds from the command, and memory once idle, by process."""
 
     ready_s: float
     answered_s: float
     answer: str
     memory: dict[str, int]
+    memory_later: dict[str, int]  # once idle again after a long prompt
     phases: dict[str, float]  # seconds from the command to what is first seen then
     used_s: dict[str, float]  # processor seconds until ready, by process
 
@@ -89,9 +92,9 @@ def name_of(process: psutil.Process) -> str:
     return " ".join(words[: 2 if words[0].startswith("python") else 1]) if words else process.name()
 
 
-def ask(port: int) -> str:
-    """Return the answer to a short question."""
-    message = {"role": "user", "content": "What is the capital of France?"}
+def ask(port: int, question: str = "What is the capital of France?") -> str:
+    """Return the answer to a question."""
+    message = {"role": "user", "content": question}
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=10) as listed:
         model = json.load(listed)["data"][0]["id"]
     body: dict[str, Any] = {"model": model, "messages": [message], "max_tokens": 16, "temperature": 0}
@@ -117,8 +120,8 @@ def memory_bytes(root: psutil.Process) -> dict[str, int]:
     return sizes
 
 
-def measure(arguments: list[str], checkout: Path) -> Start:
-    """Measure one start of a checkout."""
+def measure(arguments: list[str], checkout: Path, num_times: int) -> Start:
+    """Measure one start of a checkout. `num_times`: that the long question says what it says."""
     port = free_port()
     command = [ALIGNEDSERVE, "serve", *arguments, "--port", str(port)]
     began_s = time.monotonic()
@@ -134,7 +137,10 @@ def measure(arguments: list[str], checkout: Path) -> Start:
         answered_s = time.monotonic() - began_s
         time.sleep(_IDLE_S)
         memory = memory_bytes(psutil.Process(process.pid))
-        return Start(ready_s, answered_s, answer, memory, observer.phases, used_s)
+        ask(port, _LONG_QUESTION * num_times)
+        time.sleep(_IDLE_S)
+        later = memory_bytes(psutil.Process(process.pid))
+        return Start(ready_s, answered_s, answer, memory, later, observer.phases, used_s)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
@@ -142,7 +148,10 @@ def measure(arguments: list[str], checkout: Path) -> Start:
 
 def figures_of(starts: list[Start]) -> dict[str, Any]:
     """Return what several starts say."""
-    total = [sum(start.memory.values()) / 2**20 for start in starts]
+    total, later = (
+        [sum(memory.values()) / 2**20 for memory in memories]
+        for memories in zip(*((start.memory, start.memory_later) for start in starts), strict=True)
+    )
     return {
         "ready_s": [round(start.ready_s, 1) for start in starts],
         "ready_s_median": round(statistics.median(start.ready_s for start in starts), 1),
@@ -155,6 +164,10 @@ def figures_of(starts: list[Start]) -> dict[str, Any]:
         "used_s_by_process": starts[-1].used_s,
         "idle_pss_mib_median": round(statistics.median(total)),
         "idle_pss_mib_by_process": {key: round(size / 2**20) for key, size in sorted(starts[-1].memory.items())},
+        "pss_mib_after_a_long_prompt_median": round(statistics.median(later)),
+        "pss_mib_after_a_long_prompt_of_workers": round(
+            sum(size for key, size in starts[-1].memory_later.items() if "Worker" in key) / 2**20
+        ),
     }
 
 
@@ -170,7 +183,7 @@ def main() -> None:
         starts: dict[str, list[Start]] = {which: [] for which in checkouts}
         for _ in range(options.rounds):
             for which, checkout in checkouts.items():
-                starts[which].append(measure(CASES[name], checkout))
+                starts[which].append(measure(CASES[name], checkout, _NUM_TIMES[name]))
         figures |= {name + which: figures_of(found) for which, found in starts.items()}
         for which in checkouts:
             print(name + which, figures[name + which])
