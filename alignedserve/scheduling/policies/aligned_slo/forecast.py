@@ -69,6 +69,7 @@ class SloForecast(NamedTuple):
     kept_blocks: int  # more than requests on time hold now, they held lately: not for newcomers that they would evict
     prefill_token_s: float  # to compute one token of a prompt, as against copying it
     loans_s: float  # of computing again, which chats on time that have begun may owe together for what they have lent
+    is_silent: bool = False  # a chat that has begun lacks its cache, and has been silent for longer than it may be
 
 
 class RealTimeWork(NamedTuple):
@@ -103,6 +104,15 @@ def lent_tokens(table: RequestTable, forecast: RowForecasts) -> int:
         return 0
     lent = rows_where((forecast.claim <= ON_TIME) & ~forecast.is_ready & (table.num_generated > 0))
     return int(table.num_remaining[lent].sum()) if len(lent) else 0
+
+
+def is_any_silent(table: RequestTable, forecast: RowForecasts, since_s: float) -> bool:
+    """Return whether a chat with objectives that has begun lacks its cache, and got no token since then."""
+    if not any(forecast.num_waiting[: LATE + 1]):
+        return False
+    has_slo = np.isfinite(table.ttft_s) | np.isfinite(table.tpot_s)
+    lacks = table.is_real_time & has_slo & (table.num_generated > 0) & ~forecast.is_ready
+    return bool(np.any(lacks & (table.last_token_s < since_s)))
 
 
 def num_of(group: Group, forecast: RowForecasts) -> int:

@@ -289,8 +289,13 @@ class SloPacking:
 
     @cached_property
     def _loans_left_s(self) -> float:
-        """Seconds of computing again for which chats on time may still lend; below zero where more is lent or lost."""
+        """Seconds of computing again for which chats on time may still lend; below zero where more is lent or lost.
+
+        Below zero, too, while one has been silent for too long.
+        """
         forecast = self._forecast
+        if forecast.is_silent:
+            return -np.inf
         return forecast.loans_s - lent_tokens(self._table, self._rows) * forecast.prefill_token_s
 
     def _comes_after(self, victim: int, row: int) -> bool:

@@ -32,6 +32,7 @@ from alignedserve.scheduling.policies.aligned_slo.forecast import (
     Situation,
     SloForecast,
     forecast_rows,
+    is_any_silent,
     num_of,
     real_time_work,
 )
@@ -59,6 +60,7 @@ class AlignedSloConfig:
     starvation_s: float = 60.0  # a request that waits longer, and `patience` times as long as it needs alone,
     patience: float = 10.0  # has a share of every iteration, and freed blocks are kept for it
     loan_s: float = 60.0  # so long after its last token a chat on time that has lent its memory is due at the latest
+    silence_s: float = math.inf  # while a chat that has begun lacks its cache for longer than this, nothing begins
     return_s: float = 10.0  # so long after its last token a late chat that has lost its cache has that share
     overdue_s: float = OVERDUE_S  # so long after its first token was due a chat that has none has it
     pause_s: float = 1.0  # so long a late chat that has begun pauses with its cache
@@ -75,6 +77,8 @@ class AlignedSloConfig:
     def __post_init__(self) -> None:
         if self.interference is not None and not 1.0 <= self.interference <= MAX_INTERFERENCE:
             raise ValueError(f"interference must be at least 1 and at most {MAX_INTERFERENCE:g}")
+        if self.silence_s <= 0.0:
+            raise ValueError("silence_s must be above 0")
         if not 0.0 <= self.best_effort_floor <= 0.5:
             raise ValueError("best_effort_floor must be at least 0 and at most 0.5")
 
@@ -204,6 +208,7 @@ class AlignedSlo:
             kept_blocks=self._kept_blocks(rows.held_blocks, now),
             prefill_token_s=runtime.prefill_token_s,
             loans_s=config.starving_share * config.loan_s,
+            is_silent=math.isfinite(config.silence_s) and is_any_silent(view.table, rows, now - config.silence_s),
         )
 
     def _stretch(self, view: WorkerView, longest_s: float) -> float:

@@ -65,3 +65,11 @@ def test_none_begins_while_six_seconds_of_computing_again_are_owed() -> None:
         scheduled, evicted = _decided(near=_BEHIND, lent=lent | {"prompt_len": 6000}, new=new)
         assert evicted == []
         assert scheduled == {"near": 1}
+
+
+def test_none_begins_while_an_answer_has_been_silent_for_longer_than_it_may_be() -> None:
+    silent = _AHEAD | {"num_cached": 0, "num_blocks": 0, "last_token_s": -1.0}
+    for silence_s, begins in ((10.0, False), (12.0, True)):
+        view = view_of({"near": _BEHIND, "silent": silent, "new": _URGENT}, now=10.0, num_blocks=9)
+        plan = make_policy("aligned_slo", {"silence_s": silence_s}).plan(view)
+        assert ("new" in scheduled_of(view, plan)) is begins
