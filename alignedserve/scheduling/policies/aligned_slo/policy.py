@@ -28,7 +28,6 @@ from alignedserve.scheduling.policies.aligned_slo.forecast import (
     STARVING,
     URGENT,
     Group,
-    RowForecasts,
     Situation,
     SloForecast,
     forecast_rows,
@@ -42,6 +41,7 @@ from alignedserve.scheduling.policies.aligned_slo.pool import PooledPacking
 from alignedserve.scheduling.policies.aligned_slo.relegation import num_contending, relegated
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import RefreshedEstimate, fit_request_runtime, measure_prefill_times
+from kernels.cpu.request_table import RowForecasts
 
 _STARVING, _ON_TIME, _LATE = Group.of(STARVING), Group.of(URGENT, ON_TIME), Group.of(LATE)
 _REAL_TIME, _OTHERS = Group.of(URGENT, ON_TIME, LATE), Group.of(STARVING, BEST_EFFORT)
