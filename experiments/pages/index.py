@@ -19,6 +19,7 @@ from experiments.pages import (
     stale,
     summary,
     unseen,
+    walls,
 )
 from experiments.pages.record import provenance
 
@@ -35,6 +36,7 @@ _OF_RECORDS: Mapping[str, Tables] = {
     "separation": separation.TABLES,
     "slack": slack.TABLES,
     "unseen": unseen.TABLES,
+    "walls": walls.TABLES,
 }
 PAGES: Mapping[str, Tables] = {
     "README": {**summary.TABLES, "stale": stale.stale},

@@ -11,6 +11,7 @@ from experiments.validity.rows import State, is_stale, num_bursts, states
 GRID = "grid"
 PAGES = (
     *("alignedserve", "bros", "accelgen", "alise", "apt_serve", "leak", "unseen", "separation", "slack", "ablations"),
+    "walls",
     GRID,
 )
 

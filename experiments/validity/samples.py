@@ -5,7 +5,19 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from alignedserve.sim.sweep import WorkloadLine
-from experiments import ablations, accelgen, alignedserve, alise, apt_serve, bros, leak, separation, slack, unseen
+from experiments import (
+    ablations,
+    accelgen,
+    alignedserve,
+    alise,
+    apt_serve,
+    bros,
+    leak,
+    separation,
+    slack,
+    unseen,
+    walls,
+)
 from experiments.common import LabelledCase, Row, chosen, run
 from experiments.validity.rows import State, state_of, system_of
 
@@ -32,6 +44,7 @@ CASES: Mapping[str, Callable[[], Sequence[LabelledCase]]] = {
     "slack": lambda: list(chain.from_iterable(slack.parts_of(is_quick=False))),
     "unseen": lambda: list(chain.from_iterable(unseen.parts_of(is_quick=False))),
     "separation": lambda: separation.cases_of(is_quick=False),
+    "walls": lambda: walls.cases_of(is_quick=False),
 }
 
 
