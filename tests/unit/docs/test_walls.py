@@ -4,7 +4,8 @@ import pytest
 
 from alignedserve.costmodel.choice import WorkerSpec, make_cost_model
 from alignedserve.costmodel.work import IterationWork
-from experiments.walls import HARDWARE, MODEL, PARTS, SharedCosts
+from experiments.grid.systems import HARDWARE, MODEL
+from experiments.walls import PARTS, SharedCosts
 from tests.support.marks import each
 
 NUM = 4
