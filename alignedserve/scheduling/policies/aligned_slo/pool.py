@@ -102,6 +102,7 @@ class PooledPacking(SloPacking):
         is_soon = not self._num_returning or returning_s <= _ITERATIONS_AHEAD * self._iteration_s
         if is_soon and self._packer.bring_back(row):
             self._num_returning += num_blocks
+            self._evicted.add(row)  # one that has waited too long is looked at twice
         return True
 
     def _coming_to(self, row: int) -> int:
