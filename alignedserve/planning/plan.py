@@ -184,7 +184,7 @@ class _Planner:
                 self.skipped.append((smallest.label, problem))
         if not usable:
             raise ConfigError(f"no plan can run this workload: {self.skipped[0][1]}")
-        return usable if self._request.choices.degrees is not None else _least_parallel(usable)
+        return usable if self._request.choices.degrees is not None else _hardly_parallel(usable)
 
     def _unit_costs(self, family: Family, workload: Workload) -> UnitCosts:
         return unit_costs(self._request.machines.configured(family.members[0]), workload.requests)
@@ -332,8 +332,9 @@ def _verdict(outcome: Outcome) -> Verdict:
     return Verdict(outcome.attained, outcome.holds, outcome.is_refuted, num_windows, outcome.is_abandoned)
 
 
-def _least_parallel(families: Sequence[Family]) -> list[Family]:
-    """Return the families of the smallest workers that hold the model, for each kind of accelerator.
+def _hardly_parallel(families: Sequence[Family]) -> list[Family]:
+    """Return the families of the smallest workers that hold the model, and of twice as large ones, for each kind of
+    accelerator: pairs compute a prompt together, which held up to ten points more (docs/experiments/walls.md).
 
     Processes that share experts are considered beside one: they are for time, not for memory.
     """
@@ -342,8 +343,9 @@ def _least_parallel(families: Sequence[Family]) -> list[Family]:
         first = family.members[0]
         size = first.worker_size // first.expert_parallel
         degrees[first.offer.name] = min(degrees.get(first.offer.name, size), size)
-    return [
-        one
-        for one in families
-        if one.members[0].worker_size == degrees[one.members[0].offer.name] * one.members[0].expert_parallel
-    ]
+    return [family for family in families if _is_hardly_parallel(family.members[0], degrees)]
+
+
+def _is_hardly_parallel(first: Candidate, degrees: Mapping[str, int]) -> bool:
+    least, size = degrees[first.offer.name], first.worker_size // first.expert_parallel
+    return size == least or (size == 2 * least and first.pipeline_parallel == 1)

@@ -187,7 +187,10 @@ class PlanOptions:
     degrees: Annotated[
         str | None,
         typer.Option(
-            "--tensor-parallel", metavar="N[,N...]", help="Accelerators of one worker.", show_default="1,2,4,8"
+            "--tensor-parallel",
+            metavar="N[,N...]",
+            help="Accelerators of one worker.",
+            show_default="the least, and twice that",
         ),
     ] = None
     expert_degrees: Annotated[
