@@ -217,6 +217,7 @@ class PooledPacking(SloPacking):
         ]
         self._evicted |= self._away
         if len(self._evicted) < len(self._table):
+            self.__dict__.pop("_victims", None)  # some were passed over for one that is away, and none was evicted
             super()._force_one()
         elif away:
             self._packer.bring_back(away[0])
