@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -171,6 +172,39 @@ def replay(seed: int, kind: str, shape: Shape) -> None:
     cluster.run()
     check_answers(cluster)
     check_nothing_is_held(cluster)
+
+
+# In each a decode came back from the pool twice, or all of a worker waited for one that was away in it.
+@pytest.mark.parametrize(
+    ("seed", "is_elastic"),
+    [(24, True), (52, True), (99, True), (126, True), (56, False), (83, False), (97, False), (273, False)],
+)
+def test_caches_and_pool_of_one_long_request_hold_thirty(seed: int, is_elastic: bool) -> None:
+    (shape,) = (shape for shape in SHAPES if shape.decode_pool_blocks and shape.is_elastic is is_elastic)
+    cluster, rng = LogicCluster(replace(shape, worker_blocks=16, decode_pool_blocks=16), seed), random.Random(seed)
+    for request in make_crowd(rng):
+        cluster.submit(request)
+        some_steps(cluster, rng, 12)
+    cluster.run()
+    check_answers(cluster)
+    check_nothing_is_held(cluster)
+
+
+def make_crowd(rng: random.Random) -> list[Request]:
+    """Return thirty long requests, two of three with a person who waits, and objectives tight and loose."""
+    slos = [Slo(ttft_s=0.5, tpot_s=0.01), Slo(ttft_s=0.05, tpot_s=0.2), Slo(tpot_s=0.001), Slo(), Slo(deadline_s=5.0)]
+    return [
+        Request(
+            request_id=RequestId(f"r{number:03d}"),
+            prompt_token_ids=tuple(rng.randrange(1, 50) for _ in range(rng.randrange(10, 30))),
+            sampling=SamplingParams(max_tokens=rng.randrange(10, 30), temperature=0.0),
+            reply_to="gateway",
+            arrival_s=number * 0.001,
+            request_class=rng.choice([RequestClass.REAL_TIME, RequestClass.REAL_TIME, RequestClass.BEST_EFFORT]),
+            slo=rng.choice(slos),
+        )
+        for number in range(30)
+    ]
 
 
 @pytest.mark.parametrize("kind", DISTURBANCES)
