@@ -203,9 +203,15 @@ def simulation_of(machine: SimulatedMachine, seed: int) -> SimConfig:
         num_pools=machine.num_nodes,
         measured=machine.measured,
         unmeasured_costs=machine.unmeasured,
-        can_stop=machine.cluster.engine.device == "cpu" and machine.cluster.engine.num_processes == 1,
+        can_stop=_stops_unasked(machine.cluster),
         seed=seed,
     )
+
+
+def _stops_unasked(cluster: ClusterConfig) -> bool:
+    """Return whether passes stop between layers where that is unset (decode_worker/start.py)."""
+    is_bound = cluster.scheduling.interference is not None and not cluster.chosen_topology.is_separate
+    return cluster.engine.device == "cpu" and cluster.engine.num_processes == 1 and not is_bound
 
 
 def measures_of(rounds: Sequence[Sequence[ReplayedRequest]]) -> dict[tuple[str, str], float]:
