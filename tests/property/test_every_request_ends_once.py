@@ -1,7 +1,7 @@
 """Random histories of the whole system: in any order of events, aborts and losses, nothing is lost or repeated."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,16 +73,28 @@ RELIABLE = [shape for shape in SHAPES if not shape.refuse]
 FEW = 15  # `test_many_histories` has 40 of each, or 400
 
 
-def make_requests(rng: random.Random, count: int) -> list[Request]:
+def any_slo(rng: random.Random) -> Slo:
+    return Slo(tpot_s=0.001) if rng.random() < 0.3 else Slo(deadline_s=5.0 if rng.random() < 0.2 else None)
+
+
+def make_requests(
+    rng: random.Random,
+    count: int,
+    *,
+    least_prompt: int = 1,
+    least_answer: int = 0,
+    classes: Sequence[RequestClass] = tuple(RequestClass),
+    draw_slo: Callable[[random.Random], Slo] = any_slo,
+) -> list[Request]:
     return [
         Request(
             request_id=RequestId(f"r{number:03d}"),
-            prompt_token_ids=tuple(rng.randrange(1, 50) for _ in range(rng.randrange(1, 30))),
-            sampling=SamplingParams(max_tokens=rng.randrange(0, 30), temperature=0.0),
+            prompt_token_ids=tuple(rng.randrange(1, 50) for _ in range(rng.randrange(least_prompt, 30))),
+            sampling=SamplingParams(max_tokens=rng.randrange(least_answer, 30), temperature=0.0),
             reply_to="gateway",
             arrival_s=number * 0.001,
-            request_class=rng.choice(list(RequestClass)),
-            slo=Slo(tpot_s=0.001) if rng.random() < 0.3 else Slo(deadline_s=5.0 if rng.random() < 0.2 else None),
+            request_class=rng.choice(classes),
+            slo=draw_slo(rng),
         )
         for number in range(count)
     ]
@@ -193,18 +205,10 @@ def test_caches_and_pool_of_one_long_request_hold_thirty(seed: int, is_elastic: 
 def make_crowd(rng: random.Random) -> list[Request]:
     """Return thirty long requests, two of three with a person who waits, and objectives tight and loose."""
     slos = [Slo(ttft_s=0.5, tpot_s=0.01), Slo(ttft_s=0.05, tpot_s=0.2), Slo(tpot_s=0.001), Slo(), Slo(deadline_s=5.0)]
-    return [
-        Request(
-            request_id=RequestId(f"r{number:03d}"),
-            prompt_token_ids=tuple(rng.randrange(1, 50) for _ in range(rng.randrange(10, 30))),
-            sampling=SamplingParams(max_tokens=rng.randrange(10, 30), temperature=0.0),
-            reply_to="gateway",
-            arrival_s=number * 0.001,
-            request_class=rng.choice([RequestClass.REAL_TIME, RequestClass.REAL_TIME, RequestClass.BEST_EFFORT]),
-            slo=rng.choice(slos),
-        )
-        for number in range(30)
-    ]
+    classes = (RequestClass.REAL_TIME, RequestClass.REAL_TIME, RequestClass.BEST_EFFORT)
+    return make_requests(
+        rng, 30, least_prompt=10, least_answer=10, classes=classes, draw_slo=lambda rng: rng.choice(slos)
+    )
 
 
 @pytest.mark.parametrize("kind", DISTURBANCES)

@@ -134,7 +134,7 @@ def test_a_deadline_that_presses_goes_before_what_can_wait() -> None:
 
 
 def test_a_pass_that_stops_for_chats_is_longer_while_none_waits_and_has_decodes() -> None:
-    """Of 1 s, the TTFT, a fifth without stops, and 0.35 with them; 12 ms are the answer's token and the pass's own."""
+    """A pass takes a fifth of the TTFT, 1 s, or 0.35 of it if it stops; 12 ms are the answer's token and its own."""
     answer = {"prompt_len": 90, "num_generated": 10, "ttft_s": 1.0, "last_token_s": 0.99}
     question = {"prompt_len": 60, "ttft_s": 1.0, "arrival_s": 0.95}
     document = {"be": True, "prompt_len": 500}
