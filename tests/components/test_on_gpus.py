@@ -48,7 +48,11 @@ def fake(request: pytest.FixtureRequest) -> Iterator[FakeCuda]:
         fake_cuda(seed, num_devices=3, device_bytes=1 << 30) as fake,
         quick_kernels(),
         mock.patch.object(accelerator, "_OF_THIS_PROCESS", _Nothing()),
-        mock.patch.dict(StagedCopies.__init__.__kwdefaults__, staged_bytes=STAGED_BYTES),
+        mock.patch.dict(
+            StagedCopies.__init__.__kwdefaults__,
+            staged_bytes=STAGED_BYTES,
+            least_listed_bytes=0 if seed == 1 else 1 << 20,
+        ),
         # Blocks are copied straight, or gathered.
         mock.patch.dict(
             DirectCopies.__init__.__kwdefaults__,

@@ -178,13 +178,15 @@ class _Alone(dict[int, list[int]]):
 
 @contextlib.contextmanager
 def schedules_machine(seed: int) -> Iterator[tuple[FakeCuda, list[Decoder]]]:
-    """Yield a fake CUDA of two GPUs, with the model on each."""
+    """Yield a fake CUDA of two GPUs, with the model on each. Under every other seed blocks are copied by lists."""
+    least = {} if seed // _ENGINES_OF_MACHINE % 2 else {"least_listed_bytes": 0}
+    straight = {} if seed // _ENGINES_OF_MACHINE % 2 else {"least_straight_bytes": 0}
     with (
         fake_cuda(seed, num_devices=2) as fake,
         quick_kernels(),
         mock.patch.object(cuda_graphs, "_WARM_UPS", 1),
-        mock.patch.dict(StagedCopies.__init__.__kwdefaults__, staged_bytes=_STAGED_BYTES),
-        mock.patch.dict(DirectCopies.__init__.__kwdefaults__, staged_bytes=_STAGED_BYTES),
+        mock.patch.dict(StagedCopies.__init__.__kwdefaults__, staged_bytes=_STAGED_BYTES, **least),
+        mock.patch.dict(DirectCopies.__init__.__kwdefaults__, staged_bytes=_STAGED_BYTES, **straight),
     ):
         yield fake, [tiny_decoder(torch.device("cuda", number)) for number in range(2)]
 

@@ -1,4 +1,4 @@
-"""Registers host memory by CUDA's driver itself.
+"""CUDA's driver itself: its library, and the registration of host memory by it.
 
 The runtime's `cudaHostRegister` does the same, but what it refuses stays the last error of its thread, and PyTorch
 raises that at the next launch, of whatever kernel. The driver's calls return their errors and keep none.
@@ -55,7 +55,7 @@ class CudaDriver:
 
     def _call(self, name: str, *arguments: int) -> None:
         """Call within the GPU's context: a thread that has used no GPU yet has none. Raises CudaError."""
-        library = self._library or _libcuda()
+        library = self._library or libcuda()
         handle, context = ctypes.c_int(), _Address()
         _check(library, library.cuDeviceGet(ctypes.byref(handle), self._device))
         _check(library, library.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
@@ -78,7 +78,7 @@ def _check(library: Any, code: int) -> None:
 
 
 @functools.cache
-def _libcuda() -> Any:
+def libcuda() -> Any:
     """Load the driver's library, which PyTorch has loaded before. Raises OSError."""
     library = ctypes.CDLL(_LIBRARY)
     for name, arguments in _ARGUMENTS.items():

@@ -17,6 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from alignedserve.runtime.device.batched_copies import batched_copies
+from alignedserve.runtime.device.row_runs import RowRuns
+
 _CUDA: Any = torch.cuda
 
 
@@ -32,6 +35,10 @@ class Event(Protocol):
 
 class Stream(Protocol):
     """Work in order. No method waits for the device; all calls come from one thread."""
+
+    @property
+    def copies_runs_at_once(self) -> bool:
+        """Whether a list of runs costs the host no more than one copy."""
 
     def run(self, operation: Callable[[], object]) -> None:
         """Enqueue an operation, which is called at once or later.
@@ -56,11 +63,36 @@ class Stream(Protocol):
     def copy_in(self, pinned: Tensor, rows: Tensor) -> None:
         """Copy from the host to the device, under the terms of `copy_out`."""
 
+    def copy_out_runs(self, rows: Tensor, pinned: Tensor, runs: RowRuns) -> None:
+        """Copy runs of rows to runs of the host's, in any order; uint8 [any number, row_bytes], and no row twice.
+
+        As `copy_out` in all else; no run reaches over the end of memory that was registered at once.
+        """
+
+    def copy_in_runs(self, pinned: Tensor, rows: Tensor, runs: RowRuns) -> None:
+        """Copy runs of the host's rows to runs of rows, under the terms of `copy_out_runs`."""
+
     def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor, *, num_rows: int) -> None:
         """Enqueue an operation that copies so many rows of `source` to `target`, one of which may be mapped memory.
 
         As `run` in all else.
         """
+
+
+class CopiesOfRuns:
+    """Streams that copy one run after the other."""
+
+    copies_runs_at_once = False
+
+    def copy_out_runs(self: Stream, rows: Tensor, pinned: Tensor, runs: RowRuns) -> None:
+        """See Stream."""
+        for own, there in runs.slices():
+            self.copy_out(rows[own], pinned[there])
+
+    def copy_in_runs(self: Stream, pinned: Tensor, rows: Tensor, runs: RowRuns) -> None:
+        """See Stream."""
+        for own, there in runs.slices():
+            self.copy_in(pinned[there], rows[own])
 
 
 class DeviceStreams(Protocol):
@@ -84,7 +116,7 @@ class HostEvent:
         """See Event."""
 
 
-class HostStream:
+class HostStream(CopiesOfRuns):
     """A stream of a CPU, which runs everything at once."""
 
     _EVENT = HostEvent()
@@ -157,6 +189,11 @@ class CudaStream:
         self._stream.wait_stream(_CUDA.current_stream(device))
         self._held: deque[tuple[CudaEvent, object]] = deque()
 
+    @property
+    def copies_runs_at_once(self) -> bool:
+        """See Stream."""
+        return batched_copies() is not None
+
     def run(self, operation: Callable[[], object]) -> None:
         """See Stream. Called at once; device memory that it allocates belongs to this stream.
 
@@ -188,9 +225,33 @@ class CudaStream:
         """See Stream."""
         self._copy(pinned, rows, rows=rows, pinned=pinned)
 
+    def copy_out_runs(self, rows: Tensor, pinned: Tensor, runs: RowRuns) -> None:
+        """See Stream."""
+        self._copy_runs(rows, pinned, runs, is_out=True)
+
+    def copy_in_runs(self, pinned: Tensor, rows: Tensor, runs: RowRuns) -> None:
+        """See Stream."""
+        self._copy_runs(rows, pinned, runs, is_out=False)
+
     def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor, *, num_rows: int) -> None:
         """See Stream."""
         self.run(operation)
+
+    def _copy_runs(self, rows: Tensor, pinned: Tensor, runs: RowRuns, *, is_out: bool) -> None:
+        """Have the driver copy all runs by one call; one after the other where it knows none for that, or refuses."""
+        if not len(runs.counts):
+            return
+        assert pinned.is_pinned(), "a copy with memory that is not page-locked would block the host"
+        self._join()
+        own, there, sizes = runs.addresses(rows, pinned)
+        source, target = (own, there) if is_out else (there, own)
+        with _CUDA.stream(self._stream):
+            batch = batched_copies()
+            if batch is None or not batch.enqueue(source, target, sizes, self._stream.cuda_stream):
+                for mine, other in runs.slices():
+                    one, another = (rows[mine], pinned[other]) if is_out else (pinned[other], rows[mine])
+                    another.copy_(one, non_blocking=True)
+        self._hold((rows, pinned))
 
     def _copy(self, source: Tensor, target: Tensor, *, rows: Tensor, pinned: Tensor) -> None:
         _check_copy(source, target)
@@ -280,7 +341,7 @@ class CheckedEvent:
         self._is_done = True
 
 
-class CheckedStream:
+class CheckedStream(CopiesOfRuns):
     """Steps in order, each an operation or an event to wait for."""
 
     def __init__(self, streams: CheckedStreams) -> None:

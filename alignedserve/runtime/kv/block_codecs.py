@@ -22,6 +22,7 @@ class BlockCodec(NamedTuple):
     row_bytes: int
     gather: Callable[[Tensor, Tensor], None]  # (blocks, rows): write the rows
     scatter: Callable[[Tensor, Tensor], None]  # (rows, blocks): overwrite the blocks
+    exact_of: Tensor | None = None  # uint8 [num_blocks, row_bytes]: these very bytes
 
 
 def exact_codec(block_bytes: Tensor) -> BlockCodec:
@@ -30,6 +31,7 @@ def exact_codec(block_bytes: Tensor) -> BlockCodec:
         block_bytes.shape[1],
         partial(gather_blocks, block_bytes),
         lambda rows, block_ids: scatter_blocks(rows, block_bytes, block_ids),
+        block_bytes,
     )
 
 

@@ -2,14 +2,14 @@
 
 The other memory is host memory that is registered with the driver, such as the pool's arena, or a peer's blocks,
 mapped here. Every byte crosses the link once, straight to or from its place on the other side. From device to device
-one kernel copies a whole list. With host memory large blocks go straight between their places, neighbours at once;
-small ones are gathered on the device, as a copy of each would cost more than its bytes. Digests are of the bytes in
+one kernel copies a whole list. With host memory blocks go straight between their places, neighbours at once and the
+whole list by one call where the driver has it; small ones are gathered on the device, as a copy of each would cost more
+than its bytes. Digests are of the bytes in
 this device's own memory: of what leaves it, or of what has arrived there.
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,15 +18,19 @@ from torch import Tensor
 
 from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.device.arrays import to_device
+from alignedserve.runtime.device.row_runs import Ints, RowRuns
 from alignedserve.runtime.device.streams import Stream
-from alignedserve.runtime.kv.block_runs import BlockRuns, Ints
 from kernels.caches.block_digests import listed_digests, row_digests
 from kernels.caches.block_lists import copy_listed, gather_blocks, scatter_blocks
 from kernels.cpu.block_copies import BlockList, Digests
 from kernels.cpu.row_digest import WORD_BYTES
 
 STAGED_BYTES = 32 << 20  # on the device: large enough for a link's full speed, small beside a cache
-LEAST_STRAIGHT_BYTES = 256 << 10  # a block that is copied straight: five microseconds of a link, and more than a launch
+# A block that is copied straight: five microseconds of a link, and more than a launch; of a list that costs one launch,
+# what a copy engine takes for a piece however small.
+LEAST_STRAIGHT_BYTES = 256 << 10
+LEAST_LISTED_BYTES = 32 << 10
+_ALL = slice(None)
 
 
 class HostSide:
@@ -35,26 +39,19 @@ class HostSide:
     def __init__(self, listed: BlockList, cut_every: int | None = None) -> None:
         """`cut_every`: as many rows are in one registration, over whose end no copy may reach."""
         self.ids = listed.block_ids
-        self.cut_every = cut_every
+        self._cut_every = cut_every
         self._memory = torch.from_numpy(listed.blocks)
 
-    def write(self, stream: Stream, rows: Tensor, ids: Ints) -> None:
-        """Enqueue the copy of contiguous rows to these blocks."""
-        for places, run in _runs(ids, self.cut_every):
-            self.write_run(stream, rows[places], run)
+    def write(self, stream: Stream, rows: Tensor, row_ids: Ints, part: slice = _ALL) -> None:
+        """Enqueue the copy of rows to these blocks, or to a part of them."""
+        stream.copy_out_runs(rows, self._memory, self._runs(row_ids, part))
 
-    def read(self, stream: Stream, ids: Ints, rows: Tensor) -> None:
-        """Enqueue the copy of these blocks to contiguous rows."""
-        for places, run in _runs(ids, self.cut_every):
-            self.read_run(stream, run, rows[places])
+    def read(self, stream: Stream, rows: Tensor, row_ids: Ints, part: slice = _ALL) -> None:
+        """Enqueue the copy of these blocks, or of a part of them, to rows."""
+        stream.copy_in_runs(self._memory, rows, self._runs(row_ids, part))
 
-    def write_run(self, stream: Stream, rows: Tensor, run: slice) -> None:
-        """Enqueue the copy of rows to neighbours."""
-        stream.copy_out(rows, self._memory[run])
-
-    def read_run(self, stream: Stream, run: slice, rows: Tensor) -> None:
-        """Enqueue the copy of neighbours to rows."""
-        stream.copy_in(self._memory[run], rows)
+    def _runs(self, row_ids: Ints, part: slice) -> RowRuns:
+        return RowRuns.of(row_ids, self.ids[part], cut_every=self._cut_every)
 
 
 class PeerSide(NamedTuple):
@@ -75,13 +72,14 @@ class DirectCopies:
         accelerator: Accelerator,
         *,
         staged_bytes: int = STAGED_BYTES,
-        least_straight_bytes: int = LEAST_STRAIGHT_BYTES,
+        least_straight_bytes: int | None = None,
     ) -> None:
-        """`least_straight_bytes`: of a block that is not gathered in staging memory."""
+        """`least_straight_bytes`: of a block that is not gathered in staging memory; None: as it is best here."""
         self._accelerator = accelerator
         self._stream = accelerator.streams().stream("direct")
         self._staged_bytes = staged_bytes
-        self._least_straight_bytes = least_straight_bytes
+        listed = LEAST_LISTED_BYTES if self._stream.copies_runs_at_once else LEAST_STRAIGHT_BYTES
+        self._least_straight_bytes = listed if least_straight_bytes is None else least_straight_bytes
         self._staging: Tensor | None = None  # allocated by the first copy that needs it
 
     def copy_out(self, blocks: Tensor, block_ids: Ints, target: OtherBlocks) -> Digests:
@@ -138,24 +136,22 @@ class DirectCopies:
         self._stream.run(partial(_digest_listed, blocks, block_ids, digests))
 
     def _straight_out(self, blocks: Tensor, block_ids: Ints, target: HostSide, digests: Tensor) -> None:
-        for own, other in _common_runs(block_ids, target):
-            target.write_run(self._stream, blocks[own], other)
+        target.write(self._stream, blocks, block_ids)
         self._stream.run(partial(_digest_listed, blocks, block_ids, digests))
 
     def _straight_in(self, source: HostSide, blocks: Tensor, block_ids: Ints, digests: Tensor) -> None:
-        for own, other in _common_runs(block_ids, source):
-            source.read_run(self._stream, other, blocks[own])
+        source.read(self._stream, blocks, block_ids)
         self._stream.run(partial(_digest_listed, blocks, block_ids, digests))
 
     def _staged_out(self, blocks: Tensor, block_ids: Ints, target: HostSide, digests: Tensor) -> None:
         for part, staged in self._pieces(blocks, len(block_ids)):
             self._stream.run(partial(_gather, blocks, block_ids[part], staged))
             self._stream.run(partial(_digest, staged, digests[part]))
-            target.write(self._stream, staged, target.ids[part])
+            target.write(self._stream, staged, np.arange(len(staged)), part)
 
     def _staged_in(self, source: HostSide, blocks: Tensor, block_ids: Ints, digests: Tensor) -> None:
         for part, staged in self._pieces(blocks, len(block_ids)):
-            source.read(self._stream, source.ids[part], staged)
+            source.read(self._stream, staged, np.arange(len(staged)), part)
             self._stream.run(partial(_digest, staged, digests[part]))
             self._stream.run(partial(_scatter, staged, blocks, block_ids[part]))
 
@@ -169,37 +165,6 @@ class DirectCopies:
         for first in range(0, count, size):
             last = min(first + size, count)
             yield slice(first, last), self._staging[: last - first]
-
-
-class _CommonRun(NamedTuple):
-    """Neighbours on both sides of a link."""
-
-    own: slice
-    other: slice
-
-
-def _common_runs(own: Ints, side: HostSide) -> Iterator[_CommonRun]:
-    """Yield the runs of two lists of blocks in which both have neighbours that one copy reaches."""
-    other = side.ids
-    is_end = (np.diff(own) != 1) | (np.diff(other) != 1)
-    if side.cut_every is not None:
-        is_end |= other[1:] % side.cut_every == 0
-    ends = np.flatnonzero(is_end) + 1
-    for first, last in pairwise([0, *ends.tolist(), len(own)]):
-        if last > first:
-            begin, begin_other = int(own[first]), int(other[first])
-            count = last - first
-            yield _CommonRun(slice(begin, begin + count), slice(begin_other, begin_other + count))
-
-
-def _runs(block_ids: Ints, cut_every: int | None) -> list[tuple[slice, slice]]:
-    """Return the runs of neighbours: their rows in the staging memory, and their blocks on the other side."""
-    runs = BlockRuns.of(block_ids, cut_every=cut_every)
-    rows = runs.placed().num_before.tolist()
-    return [
-        (slice(row, row + count), slice(first, first + count))
-        for row, (first, count) in zip(rows, runs.pairs(), strict=True)
-    ]
 
 
 def _copy_listed(source: Tensor, source_ids: Ints, target: Tensor, target_ids: Ints) -> None:

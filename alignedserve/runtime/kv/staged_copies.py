@@ -1,7 +1,8 @@
 """Stream-ordered copies of blocks between a device and host memory.
 
-Lists of blocks are gathered on the device into contiguous bytes, so that few large copies cross the link; the host's
-memory is page-locked.
+Where the driver copies a list by one call, blocks that stay as they are go straight to and from the host's rows. Others
+are gathered on the device into contiguous bytes, so that few large copies cross the link; the host's memory is
+page-locked.
 """
 
 from collections.abc import Iterator
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.device.arrays import to_device
+from alignedserve.runtime.device.row_runs import RowRuns
 from alignedserve.runtime.device.streams import Event, Stream
 from alignedserve.runtime.kv.block_codecs import BlockCodec
+from alignedserve.runtime.kv.direct_copies import LEAST_LISTED_BYTES
 from kernels.cpu.block_copies import BlockList, all_rows
 
 IntArray = npt.NDArray[np.int64]
@@ -29,16 +32,26 @@ class StagedCopies:
     """Copies on one stream."""
 
     def __init__(
-        self, codec: BlockCodec, stream: Stream, accelerator: Accelerator | None, *, staged_bytes: int = _STAGED_BYTES
+        self,
+        codec: BlockCodec,
+        stream: Stream,
+        accelerator: Accelerator | None,
+        *,
+        staged_bytes: int = _STAGED_BYTES,
+        least_listed_bytes: int = LEAST_LISTED_BYTES,
     ) -> None:
         """`accelerator`: of the stream and the blocks; None: a CPU, where blocks are copied straight to and from the
-        host's rows. Others gather in staging memory, allocated there now."""
+        host's rows. Others may gather in staging memory, allocated there now. `least_listed_bytes`: of a block that
+        never is."""
         self._codec = codec
         self._stream = stream
         self._accelerator = accelerator
         self._piece = max(1, staged_bytes // codec.row_bytes)
         self._stages: list[Tensor] = []  # on the host, of walks through pieces
-        self._staging = accelerator.empty(self._piece, codec.row_bytes) if accelerator is not None else None
+        is_listed = stream.copies_runs_at_once and codec.row_bytes >= least_listed_bytes
+        self._listed = codec.exact_of if is_listed else None
+        needs_staging = accelerator is not None and self._listed is None
+        self._staging = accelerator.empty(self._piece, codec.row_bytes) if accelerator and needs_staging else None
 
     def pinned(self, num_rows: int) -> Tensor:
         """Allocate host memory for `num_rows` blocks: uint8 [num_rows, row_bytes]."""
@@ -48,6 +61,9 @@ class StagedCopies:
 
     def copy_out(self, block_ids: IntArray, rows: Tensor) -> None:
         """Enqueue rows[i] = block_ids[i]; `rows`, from `pinned`, are not touched before a later event is done."""
+        if self._listed is not None:
+            self._stream.copy_out_runs(self._listed, rows, RowRuns.of(block_ids, np.arange(len(block_ids))))
+            return
         for first in range(0, len(block_ids), self._piece):
             part = block_ids[first : first + self._piece]
             target = rows[first : first + len(part)]
@@ -58,6 +74,9 @@ class StagedCopies:
 
     def copy_in(self, rows: Tensor, block_ids: IntArray) -> None:
         """Enqueue block_ids[i] = rows[i], under the terms of `copy_out`; no block twice."""
+        if self._listed is not None:
+            self._stream.copy_in_runs(rows, self._listed, RowRuns.of(block_ids, np.arange(len(block_ids))))
+            return
         for first in range(0, len(block_ids), self._piece):
             part = block_ids[first : first + self._piece]
             target = rows[first : first + len(part)]

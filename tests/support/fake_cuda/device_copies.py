@@ -1,5 +1,6 @@
 """Copies of the fake CUDA between host and devices: enqueued from page-locked memory, waited for from any other."""
 
+import ctypes
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -70,3 +71,33 @@ def upload(source: Tensor, device: torch.device, *, non_blocking: bool = False, 
     converted = source if dtype in (None, source.dtype) else source.to(dtype)
     target = empty(converted.shape, dtype=converted.dtype, device=device)
     return copy(target, converted, non_blocking)
+
+
+INVALID_VALUE, INVALID_HANDLE = 1, 400
+
+
+def copy_batch(
+    targets: int,
+    sources: int,
+    sizes: int,
+    count: int,
+    attributes: int,
+    places: int,
+    num_attributes: int,
+    stream: int,
+) -> int:
+    """Perform cuMemcpyBatchAsync: the pieces in any order, from and to addresses as they are then."""
+    fake = current()
+    machine, memory = fake.machine, fake.memory
+    if not stream or stream != machine.current().number:  # there is none on the default stream
+        return INVALID_HANDLE
+    lists = ((ctypes.c_uint64 * count).from_address(array) for array in (targets, sources, sizes))
+    pieces = list(zip(*lists, strict=True))
+    for target, source, size in pieces:
+        ends = [(one, memory.arena_of(one)) for one in (target, source)]
+        if any(arena not in memory.devices and not memory.can_copy(one, size) for one, arena in ends):
+            return INVALID_VALUE
+    machine.random.shuffle(pieces)
+    steps: list[Call] = [partial(ctypes.memmove, *piece) for piece in pieces]
+    machine.enqueue("cuMemcpyBatchAsync", steps, written=sum(size for _, _, size in pieces), is_copy=True)
+    return 0

@@ -114,12 +114,15 @@ class Memory:
 
     def check_copyable(self, tensor: Tensor) -> None:
         """Check that all bytes of a copy are in one registration, which CUDA demands."""
-        first, size = tensor.data_ptr(), tensor.nbytes
-        if self.host.has(first) or not size:
-            return
-        registration = self._registration(first)
-        if registration is None or first + size > registration + self.registered[registration]:
+        if not self.can_copy(tensor.data_ptr(), tensor.nbytes):
             raise torch.AcceleratorError("CUDA error: invalid argument: a copy across two registrations")
+
+    def can_copy(self, first: int, size: int) -> bool:
+        """Return whether these bytes of the host are page-locked, and registered at once."""
+        if self.host.has(first) or not size:
+            return True
+        registration = self._registration(first)
+        return registration is not None and first + size <= registration + self.registered[registration]
 
     def note_use(self, address: int, mark: Mark) -> None:
         """Keep page-locked memory from being given away before this moment."""

@@ -6,6 +6,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.runtime.device import cuda_driver
 from tests.support.fake_cuda import device_copies
@@ -24,7 +25,7 @@ def all_patches() -> Iterator[Patch]:
         yield torch, name, _factory(getattr(torch, name), is_filled=name in _OF_CONSTANTS)
     yield torch, "empty", _empty(torch.empty)
     yield torch, "Generator", _Generator
-    yield cuda_driver, "_libcuda", lambda: current().driver.library
+    yield cuda_driver, "libcuda", _Driver
     yield Tensor, "to", _to
     yield Tensor, "cuda", lambda self, device=None, **options: _to(self, torch.device(device or "cuda"))
     yield Tensor, "is_pinned", lambda self, device=None: current().memory.is_pinned(self.data_ptr())
@@ -32,6 +33,23 @@ def all_patches() -> Iterator[Patch]:
     yield torch.distributed, "ProcessGroupNCCL", ProcessGroupNCCL
     yield torch.UntypedStorage, "_share_cuda_", _share
     yield torch.UntypedStorage, "_new_shared_cuda", staticmethod(_map)
+
+
+class _Driver:
+    """The driver's library, with what it does on a machine's streams."""
+
+    cuMemcpyBatchAsync_v2 = staticmethod(device_copies.copy_batch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(current().driver.library, name)
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Driver)
+
+    @override
+    def __hash__(self) -> int:
+        return hash(_Driver)
 
 
 class _Generator(torch.Generator):

@@ -1,0 +1,87 @@
+"""Copies of many pieces of memory by one call of CUDA's driver, which its copy engines do without any kernel.
+
+PyTorch has no such call: a copy of its own costs the host some 30 microseconds, as much as a link needs for 2 MiB.
+Gathering the pieces first costs the device's memory twice their bytes, and the kernels that compute meanwhile wait for
+those that gather.
+"""
+
+import ctypes
+import functools
+import logging
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from alignedserve.runtime.device import cuda_driver
+
+logger = logging.getLogger(__name__)
+
+Ints = npt.NDArray[np.int64]
+
+_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the source is read in its turn
+_BESIDE_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+_Address = ctypes.c_void_p
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes; the places are hints for memory that moves by itself."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("source_place", ctypes.c_int * 2),
+        ("target_place", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+_ATTRIBUTES = _Attributes(source_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
+_FROM_THE_FIRST = ctypes.c_size_t(0)  # the copies that the attributes are of
+_LISTS = (_Address, _Address, _Address, ctypes.c_size_t, _Address, _Address, ctypes.c_size_t)
+
+
+class BatchedCopies:
+    """The call of one driver."""
+
+    def __init__(self, function: Any, *, tells_failed: bool) -> None:
+        """`tells_failed`: it has an argument more, as before CUDA 13: the copy that was refused."""
+        self.is_refused = False
+        self._function = function
+        self._tells_failed = tells_failed
+
+    def enqueue(self, sources: Ints, targets: Ints, sizes: Ints, stream: int) -> bool:
+        """Copy pieces of memory, by addresses and bytes, on a stream of the thread's current device.
+
+        Return False where the driver refuses, for whatever reason: then all of it must be copied by other means.
+        """
+        lists = (targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes))
+        attributes = (ctypes.addressof(_ATTRIBUTES), ctypes.addressof(_FROM_THE_FIRST), 1)
+        failed = ctypes.c_size_t()
+        more = (ctypes.addressof(failed),) if self._tells_failed else ()
+        code = self._function(*lists, *attributes, *more, stream)
+        if code:
+            self.is_refused = True
+            logger.warning("CUDA's driver copies no lists of blocks (error %d): they are copied one by one", code)
+        return not code
+
+
+def batched_copies() -> BatchedCopies | None:
+    """Return the driver's call; None: it has none (before CUDA 12.8), or has refused it."""
+    try:
+        found = _of(cuda_driver.libcuda())
+    except OSError:
+        return None
+    return None if found is None or found.is_refused else found
+
+
+@functools.cache
+def _of(library: Any) -> BatchedCopies | None:
+    for name, tells_failed in (("cuMemcpyBatchAsync_v2", False), ("cuMemcpyBatchAsync", True)):
+        function = getattr(library, name, None)
+        if function is None:
+            continue
+        if isinstance(library, ctypes.CDLL):
+            more = (_Address,) if tells_failed else ()
+            function.argtypes, function.restype = (*_LISTS, *more, _Address), ctypes.c_int
+        return BatchedCopies(function, tells_failed=tells_failed)
+    return None
