@@ -51,7 +51,7 @@ class IterationSpec:
     context_len: int = 2048
     prompt_len: int = 4096
     copied_bytes: int = 512 << 20  # of one list of blocks, each way
-    num_ahead: int = 8  # such lists that wait in each direction: more than an iteration takes
+    num_ahead: int = 20  # such lists that wait in each direction: more than an iteration takes
     num_rounds: int = 9
     is_toy: bool = False  # shows only whether everything runs
     seed: int = 0

@@ -31,6 +31,7 @@ PART_LIST = (
     ListedPart("products-sweep", 8.0, "products in 4 and 8 bits: tile x warps x stages, and unpacked first"),
     ListedPart("narrow-iterations", 4.0, "8B iterations with FP8 and 4-bit weights against bfloat16 (at most 0.65)"),
     ListedPart("prompts", 4.0, "prompts and chunks, blocks of 16 and 128: flash-attn-4, PyTorch's, ours"),
+    ListedPart("list-copies", 0.5, "lists of blocks to an arena and back, by size: gathered, or by one call"),
     ListedPart("profile", 3.0, "ten 8B decode steps by kernel, at 64 and 256 sequences"),
 )
 

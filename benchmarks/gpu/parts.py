@@ -257,6 +257,7 @@ PARTS: dict[str, Callable[[Part], dict[str, Any]]] = {
     "products-sweep": _sweep_of("products_sweep", "tiling_cases"),
     "narrow-iterations": _measured_by("narrow_iterations", "compare_iterations"),
     "prompts": _groups_of("prompts", "prompt_cases"),
+    "list-copies": _measured_by("list_copies", "measure_lists"),
     "profile": _measured_by("step_profile", "profile_steps"),
 }
 assert list(PARTS) == [part.name for part in PART_LIST], "every part is listed"
