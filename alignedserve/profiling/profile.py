@@ -23,7 +23,8 @@ from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import ModelShape
 from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.profiling.model_loading import load_decoder
-from alignedserve.profiling.points import fitted_points, held_out_points
+from alignedserve.profiling.points import CPU_SIZES, GPU_SIZES, PointSizes, fitted_points, held_out_points
+from alignedserve.runtime.device.device_work import free_bytes
 from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
@@ -38,6 +39,11 @@ _BLOCK_SIZE = 16
 _NUM_HELD_OUT = 24
 _COPY_BLOCKS = (1, 4, 16, 64, 256, 1024)
 _NUM_COPIES = 9
+_CPU_CACHE_BYTES = 1 << 30
+# On a GPU: most of what the weights leave, up to what the largest points need of an 8B model, and more contexts.
+_GPU_CACHE_SHARE, _MAX_GPU_CACHE_BYTES = 0.8, 40 << 30
+_MAX_GPU_CONTEXT = 16_384  # tables are as long
+_MAX_GPU_COPY_BYTES = 256 << 20  # page-locked on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,7 @@ class ProfileSpec:
     dtype: str = "float32"
     duration_s: float = 90.0  # of measuring; loading comes on top
     num_threads: int | None = None  # torch's own choice when None
-    cache_bytes: int = 1 << 30
+    cache_bytes: int | None = None  # None: 1 GiB; on a GPU most of what the weights leave, 40 GiB at most
     device: str = "cpu"  # as engine.device; cuda: the first GPU
     is_cpu_time: bool = False  # of the computing thread, in place of the clock: what others do counts less
 
@@ -101,14 +107,20 @@ def run_profile(spec: ProfileSpec, on_measured: Callable[[float], None] = lambda
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
     profiler = _Profiler(spec)
-    held_out = [PointResult(point) for point in profiler.feasible(held_out_points(0, _NUM_HELD_OUT))]
-    fitted = [PointResult(point) for point in profiler.feasible(fitted_points())]
+    sizes = profiler.sizes
+    held_out = [PointResult(point) for point in profiler.feasible(held_out_points(0, _NUM_HELD_OUT, sizes))]
+    fitted = [PointResult(point) for point in profiler.feasible(fitted_points(sizes))]
     num_rounds = profiler.measure([*held_out, *fitted], on_measured)
     fitted, held_out = ([result for result in results if result.seconds] for results in (fitted, held_out))
     costs = fit_linear([result.sample for result in fitted])
     num_threads = torch.get_num_threads()
     profile = MachineProfile(profiler.shape, costs.coefficients, profiler.memory_link(), num_threads)
     return ProfileResult(profile, fitted, held_out, num_rounds, num_threads)
+
+
+def sizes_on(device: torch.device) -> PointSizes:
+    """Return the sizes of the iterations that are measured there."""
+    return GPU_SIZES if device.type == CUDA else CPU_SIZES
 
 
 class _Profiler:
@@ -121,10 +133,19 @@ class _Profiler:
         self.shape: ModelShape = config.shape(spec.model, spec.dtype)
         self._duration_s = spec.duration_s
         self._clock = time.thread_time if spec.is_cpu_time else time.perf_counter
-        self._storage = BlockStorage(layout, max(1, spec.cache_bytes // layout.block_bytes), decoder.device)
+        self.sizes = sizes_on(decoder.device)
+        self._is_on_gpu = decoder.device.type == CUDA
+        cache_bytes = spec.cache_bytes or _cache_bytes(decoder.device)
+        self._storage = BlockStorage(layout, max(1, cache_bytes // layout.block_bytes), decoder.device)
         self._storage.bytes.zero_()  # attention reads them before anything was computed
-        self._max_context_len = config.max_position_embeddings
-        engine = Engine(model=decoder, storage=self._storage, max_sequences=64, max_context_len=self._max_context_len)
+        longest = config.max_position_embeddings
+        self._max_context_len = min(longest, _MAX_GPU_CONTEXT) if self._is_on_gpu else longest
+        engine = Engine(
+            model=decoder,
+            storage=self._storage,
+            max_sequences=self.sizes.max_requests,
+            max_context_len=self._max_context_len,
+        )
         engine.record_graphs()
         # In no order, as the blocks of a worker that has served for a while.
         self._block_ids: list[int] = np.random.default_rng(0).permutation(self._storage.num_blocks).tolist()
@@ -141,6 +162,8 @@ class _Profiler:
         """
         results = sorted(results, key=lambda result: (result.point.work.num_tokens, result.point.work.prompt_pairs))
         self._timer.measure(results[-1].point if len(results) < 2 else results[len(results) // 2].point)  # warms up
+        for result in results if self._is_on_gpu else ():  # for whose sizes kernels may have to be compiled
+            self._timer.measure(result.point, 1)
         started = time.perf_counter()
         num_rounds = 0
         while True:
@@ -155,7 +178,8 @@ class _Profiler:
     def memory_link(self) -> LinkModel:
         """Measure copies of whole blocks to another place in host memory, in another order."""
         num_blocks, block_bytes = self._storage.bytes.shape
-        counts = [count for count in _COPY_BLOCKS if count * _NUM_COPIES <= num_blocks]
+        most = _MAX_GPU_COPY_BYTES // block_bytes if self._is_on_gpu else num_blocks
+        counts = [count for count in _COPY_BLOCKS if count * _NUM_COPIES <= num_blocks and count <= max(most, 1)]
         copy = self._copier(counts[-1])
         rows = []
         for count in counts:
@@ -185,6 +209,13 @@ class _Profiler:
         started = self._clock()
         work()
         return self._clock() - started
+
+
+def _cache_bytes(device: torch.device) -> int:
+    """Return the bytes of the blocks, where weights are loaded already."""
+    if device.type != CUDA:
+        return _CPU_CACHE_BYTES
+    return min(int(_GPU_CACHE_SHARE * free_bytes(device)), _MAX_GPU_CACHE_BYTES)
 
 
 def _copy(source: ByteArray, target: ByteArray, blocks: Sequence[int]) -> None:

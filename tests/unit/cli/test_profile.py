@@ -5,13 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from alignedserve.cli.main import main
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import make_cost_model
 from alignedserve.costmodel.iteration_points import Chunk, Point, feasible_points
-from alignedserve.profiling.points import fitted_points, held_out_points
-from alignedserve.profiling.profile import ProfileSpec, run_profile
+from alignedserve.profiling.points import CPU_SIZES, GPU_SIZES, PointSizes, fitted_points, held_out_points
+from alignedserve.profiling.profile import ProfileSpec, run_profile, sizes_on
 from tests.harnesses.costs import decodes, prefill
 from tests.support.marks import each
 from tests.support.tiny_models import make_tiny_model
@@ -31,12 +32,25 @@ def test_points_beyond_the_model_or_the_storage_are_left_out() -> None:
     assert feasible_points(points, max_context_len=512, num_blocks=60, block_size=16, spare=4) == points[:1]
 
 
-def test_points_cover_what_has_to_be_told_apart() -> None:
-    kinds = {point.kind for point in fitted_points()}
-    assert kinds == {"prefill", "decode, equal lengths", "decode, mixed lengths", "mixed"}
-    held_out = held_out_points(0, 24)
-    assert held_out == held_out_points(0, 24)
-    assert not set(held_out) & set(fitted_points())
+@each("sizes", [CPU_SIZES, GPU_SIZES])
+def test_points_cover_what_has_to_be_told_apart(sizes: PointSizes) -> None:
+    fitted = fitted_points(sizes)
+    assert {point.kind for point in fitted} == {"prefill", "decode, equal lengths", "decode, mixed lengths", "mixed"}
+    held_out = held_out_points(0, 24, sizes)
+    assert held_out == held_out_points(0, 24, sizes)
+    assert not set(held_out) & set(fitted)
+    assert max(point.num_requests for point in (*fitted, *held_out)) == sizes.max_requests
+
+
+def test_a_gpu_is_measured_at_what_it_serves() -> None:
+    sizes = sizes_on(torch.device("cuda:0"))
+    assert sizes_on(torch.device("cpu")) == CPU_SIZES
+    blocks = {"max_context_len": 16_384, "num_blocks": 40 * 512, "block_size": 16, "spare": 4}  # 40 GiB of an 8B model
+    served = feasible_points(fitted_points(sizes), **blocks)
+    assert max(point.work.num_prompt_tokens for point in served) == 8192
+    assert max(point.work.num_decodes for point in served) == 512
+    assert max(point.max_context_len for point in served) >= 8192
+    assert len(feasible_points(held_out_points(0, 24, sizes), **blocks)) == 24
 
 
 @each(
