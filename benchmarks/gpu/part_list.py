@@ -32,6 +32,7 @@ PART_LIST = (
     ListedPart("narrow-iterations", 4.0, "8B iterations with FP8 and 4-bit weights against bfloat16 (at most 0.65)"),
     ListedPart("prompts", 4.0, "prompts and chunks, blocks of 16 and 128: flash-attn-4, PyTorch's, ours"),
     ListedPart("list-copies", 0.5, "lists of blocks to an arena and back, by size: gathered, or by one call"),
+    ListedPart("promise", 2.5, "chat beside a deep backlog of documents: one elastic worker of an 8B shape, live"),
     ListedPart("profile", 3.0, "ten 8B decode steps by kernel, at 64 and 256 sequences"),
 )
 

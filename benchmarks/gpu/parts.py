@@ -22,6 +22,7 @@ import torch
 
 from alignedserve.runtime.device.devices import CUDA
 from benchmarks.engine.iterations import TOY, IterationSpec, run_iteration_benchmark
+from benchmarks.gpu.chat_beside_documents import DEFAULT_POLICIES, measure_promise
 from benchmarks.gpu.generation import compare_generation
 from benchmarks.gpu.logits import compare_logits
 from benchmarks.gpu.part_list import PART_LIST, print_parts
@@ -62,10 +63,13 @@ class Part:
     folder: Path
     limit_s: float
     is_compiled: bool  # generation: transformers compiled as well
+    policies: tuple[str, ...]  # promise: in turn
 
     def record(self, figures: dict[str, Any]) -> None:
         """Write them."""
         options = f"{' --toy' if self.is_toy else ''}{' --compiled' if self.is_compiled else ''}"
+        if self.policies != DEFAULT_POLICIES:
+            options += f" --policies {','.join(self.policies)}"
         command = f"python -m benchmarks.gpu.parts {self.name} --device {self.device.type}{options}"
         write_result(f"gpu_{self.name}", figures, folder=self.folder, command=command)
 
@@ -89,6 +93,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for the figures in place of benchmarks/results")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds until it is ended from outside")
     parser.add_argument("--compiled", action="store_true", help="generation: transformers compiled as well (minutes)")
+    policies = ",".join(DEFAULT_POLICIES)
+    parser.add_argument("--policies", default=policies, help="promise: the first in all phases, others in the last")
     arguments = parser.parse_args()
     if arguments.list:
         print_parts()
@@ -99,7 +105,8 @@ def main() -> None:
         parser.error("--toy needs --output: a toy is no result")
     device = chosen_device(arguments.device)
     folder = arguments.output or RESULTS / "gpu"
-    part = Part(arguments.part, device, arguments.toy, folder, arguments.limit, arguments.compiled)
+    chosen = tuple(arguments.policies.split(","))
+    part = Part(arguments.part, device, arguments.toy, folder, arguments.limit, arguments.compiled, chosen)
     try:
         figures = PARTS[part.name](part)
     except ModuleNotFoundError as error:
@@ -243,6 +250,16 @@ def _generation(part: Part) -> dict[str, Any]:
     )
 
 
+def _promise(part: Part) -> dict[str, Any]:
+    return measure_promise(
+        part.device,
+        is_toy=part.is_toy,
+        on_measured=part.record_some,
+        limit_s=part.limit_s,
+        policies=part.policies,
+    )
+
+
 PARTS: dict[str, Callable[[Part], dict[str, Any]]] = {
     SANITIZER: sanitize,
     TESTS: _tests,
@@ -258,6 +275,7 @@ PARTS: dict[str, Callable[[Part], dict[str, Any]]] = {
     "narrow-iterations": _measured_by("narrow_iterations", "compare_iterations"),
     "prompts": _groups_of("prompts", "prompt_cases"),
     "list-copies": _measured_by("list_copies", "measure_lists"),
+    "promise": _promise,
     "profile": _measured_by("step_profile", "profile_steps"),
 }
 assert list(PARTS) == [part.name for part in PART_LIST], "every part is listed"
