@@ -25,12 +25,12 @@ from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationMod
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.profiling.shapes import SHAPES
+from benchmarks.gpu.part_list import DEFAULT_POLICIES
 from benchmarks.gpu.served_worker import Serving, WorkerState, plan_worker, serving, write_model
 from benchmarks.gpu.timed_gateway import SentRequest, TimedGateway
 
 OnMeasured = Callable[[dict[str, Any]], None]
 CHAT, DOCUMENTS, BOTH = "chat alone", "documents alone", "chat beside documents"
-DEFAULT_POLICIES = ("aligned_slo",)
 
 _SMALLER_CACHE = 40 << 30  # for a second try, where a worker ended with what `serve` chooses
 _LOOK_S = 0.02  # between looks at which documents have ended

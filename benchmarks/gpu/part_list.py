@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 _WIDTH = 140
+DEFAULT_POLICIES = ("aligned_slo",)  # of the promise
 
 
 class ListedPart(NamedTuple):
