@@ -179,7 +179,8 @@ def test_a_part_that_there_is_not_is_named(monkeypatch: pytest.MonkeyPatch, caps
     assert "no part 'no-such'; there are sanitizer, tests," in capsys.readouterr().err
 
 
-SLICES = [part.name for part in PART_LIST if not part.has_targets and part.name != "tests"]
+WITH_OWN_TESTS = ("tests", "promise")
+SLICES = [part.name for part in PART_LIST if not part.has_targets and part.name not in WITH_OWN_TESTS]
 
 
 @pytest.mark.slow
