@@ -18,7 +18,7 @@ from torch import Tensor
 
 from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.device.arrays import to_device
-from alignedserve.runtime.device.row_runs import Ints, RowRuns
+from alignedserve.runtime.device.row_runs import LEAST_LISTED_BYTES, Ints, RowRuns
 from alignedserve.runtime.device.streams import Stream
 from kernels.caches.block_digests import listed_digests, row_digests
 from kernels.caches.block_lists import copy_listed, gather_blocks, scatter_blocks
@@ -26,10 +26,8 @@ from kernels.cpu.block_copies import BlockList, Digests
 from kernels.cpu.row_digest import WORD_BYTES
 
 STAGED_BYTES = 32 << 20  # on the device: large enough for a link's full speed, small beside a cache
-# A block that is copied straight: five microseconds of a link, and more than a launch; of a list that costs one launch,
-# what a copy engine takes for a piece however small.
+# A block that is copied straight: five microseconds of a link, and more than a launch.
 LEAST_STRAIGHT_BYTES = 256 << 10
-LEAST_LISTED_BYTES = 32 << 10
 _ALL = slice(None)
 
 

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.device.arrays import to_device
-from alignedserve.runtime.device.row_runs import RowRuns
+from alignedserve.runtime.device.row_runs import LEAST_LISTED_BYTES, RowRuns
 from alignedserve.runtime.device.streams import Event, Stream
 from alignedserve.runtime.kv.block_codecs import BlockCodec
-from alignedserve.runtime.kv.direct_copies import LEAST_LISTED_BYTES
 from kernels.cpu.block_copies import BlockList, all_rows
 
 IntArray = npt.NDArray[np.int64]
