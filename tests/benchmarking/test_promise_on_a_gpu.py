@@ -12,6 +12,8 @@ from benchmarks.gpu.chat_beside_documents import TOY, chat_figures, document_fig
 from benchmarks.gpu.timed_gateway import SentRequest
 from tests.harnesses.client_gateway import Answer
 
+pytestmark = pytest.mark.slow  # as all of this folder
+
 LOAD, WINDOW = TOY, (10.0, 20.0)
 
 
