@@ -6,6 +6,7 @@ each request has an output length of its own, and only those tokens count, whate
 
 import contextlib
 import importlib
+import os
 import statistics
 import tempfile
 import time
@@ -25,7 +26,9 @@ from benchmarks.engine.workloads import RequestGroup, parse_workload
 
 TARGET = 3.0  # times the best of transformers
 OURS, STATIC, COMPILED, CONTINUOUS = "alignedserve", "static batches", "static batches, compiled", "continuous batching"
-_MISSING = (AttributeError, ImportError, TypeError, ValueError, RuntimeError, NotImplementedError, AssertionError)
+_MISSING = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+_LONG_ROUND_S = 5.0
+_LONGEST_PAUSE_S = 30.0  # between two ends of requests in continuous batching
 
 
 class Setup(NamedTuple):
@@ -74,7 +77,9 @@ def compare_generation(
 
 
 def _transformers() -> Any:
-    """Import transformers here: the other parts of benchmarks.gpu do without it."""
+    """Import transformers here: the other parts of benchmarks.gpu do without it. Weights are random, so nothing is
+    fetched, and where nothing can be fetched it would try for minutes."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     return importlib.import_module("transformers")
 
 
@@ -101,8 +106,9 @@ def _figures(setup: Setup, seconds: dict[str, float], failures: dict[str, str]) 
 
 
 def _median_seconds(run: Callable[[], None], num_rounds: int, device: torch.device) -> float:
-    taken = []
-    for _ in range(num_rounds + 1):  # the first compiles and warms up
+    """Return the median of rounds behind one that compiles and warms up; of one alone where that took long."""
+    taken: list[float] = []
+    while len(taken) < (2 if taken and taken[0] > _LONG_ROUND_S else num_rounds + 1):
         synchronize(device)
         started = time.perf_counter()
         run()
@@ -218,13 +224,18 @@ class _Continuous:
         longest = max(output_len for _, output_len in self._requests)
         # -1: no token ends a request.
         settings = transformers.GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=-1)
-        return self._model.continuous_batching_context_manager(generation_config=settings, **options)
+        return self._model.continuous_batching_context_manager(
+            generation_config=settings, timeout=_LONGEST_PAUSE_S, **options
+        )
 
     def _result(self) -> Any:
+        deadline_s = time.monotonic() + _LONGEST_PAUSE_S
         while True:
             result = self._manager.get_result(timeout=1)
             if result is None and not self._manager.is_running():
                 raise RuntimeError("transformers' generation thread has ended")
+            if result is None and time.monotonic() > deadline_s:
+                raise RuntimeError(f"no request has ended within {_LONGEST_PAUSE_S:.0f} s")
             if result is not None and result.is_finished():
                 if result.error is not None:
                     raise RuntimeError(result.error)

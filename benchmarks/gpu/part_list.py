@@ -20,7 +20,7 @@ class ListedPart(NamedTuple):
 
 PART_LIST = (
     ListedPart("sanitizer", 1.0, "the self-check, alone and under compute-sanitizer's tools", has_targets=True),
-    ListedPart("tests", 2.5, "the kernels' tests on the GPU; runs first where no part is named"),
+    ListedPart("tests", 4.0, "the kernels' tests on the GPU, and those marked gpu; first where no part is named"),
     ListedPart("logits", 1.0, "log-probabilities of a small Llama against transformers and float64", has_targets=True),
     ListedPart("kernels", 2.0, "every kernel of a pass against bandwidth and matrix rate", has_targets=True),
     ListedPart("iterations", 1.5, "iterations of an 8B shape against what they read", has_targets=True),

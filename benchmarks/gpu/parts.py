@@ -7,22 +7,18 @@ Writes gpu_<part>.json again whenever something more was measured, so that a cra
 """
 
 import importlib
-import os
-import re
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from alignedserve.runtime.device.devices import CUDA
 from benchmarks.engine.iterations import TOY, IterationSpec, run_iteration_benchmark
 from benchmarks.gpu.generation import compare_generation
+from benchmarks.gpu.kernel_tests import run_tests
 from benchmarks.gpu.logits import compare_logits
 from benchmarks.gpu.part_list import DEFAULT_POLICIES, PART_LIST, print_parts
 from benchmarks.gpu.sanitizer import sanitize_self_check
@@ -40,12 +36,7 @@ SANITIZER, TESTS, LOGITS, KERNELS = "sanitizer", "tests", "logits", "kernels"
 ITERATIONS, TRANSFERS, GENERATION = "iterations", "transfers", "generation"
 _SLICES = "benchmarks.gpu.slices"
 
-_TESTS_FOLDER = "tests/gpu_kernels"
-_REPOSITORY = Path(__file__).parent.parent.parent
 _TOY_TRANSFERS = TransferBenchmarkSpec(("toy",), (1,), num_rounds=1)
-_NOTHING_COLLECTED = 5  # an exit code of pytest
-_OUT_OF_TIME = "was not through when its time was over"
-_KEPT_OF_LOG = 8000  # characters from the end
 _SWEEP_ROUNDS, _BEST = 5, 3  # of each case
 _OWN_END_S = 5.0  # what a part needs to write what it knows when it ends what it has started
 
@@ -128,57 +119,7 @@ def sanitize(part: Part) -> dict[str, Any]:
 
 
 def _tests(part: Part) -> dict[str, Any]:
-    """Return the kernels' tests on the GPU: those of every day, then the other sizes, as far as the time goes."""
-    import pytest
-
-    deadline_s = time.monotonic() + part.limit_s - _OWN_END_S
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        daily, others = (_run_pytest(chosen, log, deadline_s) for chosen in ("not slow", "slow"))
-        log.seek(0)
-        text = log.read()
-    print(text[-_KEPT_OF_LOG:], flush=True)
-    counts, failed = count_tests(text)
-    failures = [f"pytest {problem}" for problem in (daily, others) if problem not in (None, _OUT_OF_TIME)]
-    failures += [f"pytest {daily}"] if daily == _OUT_OF_TIME else []
-    left_out = ["the rarer sizes, as far as the time was over"] if others == _OUT_OF_TIME else []
-    kept = text[-_KEPT_OF_LOG:].splitlines() if failures else []
-    return {
-        "pytest": pytest.__version__,
-        "counts": counts,
-        "failed": failed,
-        "failures": failures,
-        "left_out": left_out,
-        "log": kept,
-    }
-
-
-def _run_pytest(chosen: str, log: TextIO, deadline_s: float) -> str | None:
-    """Run tests marked so, with none of this project's settings, whose plugins may not be here, and without those that
-    compile for a GPU that is not here. What went wrong."""
-    settings = ("-c", os.devnull, f"--rootdir={_REPOSITORY}", f"--confcutdir={_TESTS_FOLDER}", "-p", "no:cacheprovider")
-    tests = (_TESTS_FOLDER, f"--ignore={_TESTS_FOLDER}/test_compiling.py", "-m", chosen)
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-m", "pytest", *settings, "-v", "--tb=short", *tests],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=_REPOSITORY,
-            env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
-            timeout=max(1.0, deadline_s - time.monotonic()),
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return _OUT_OF_TIME
-    return None if ended.returncode in (0, _NOTHING_COLLECTED) else f"ended with {ended.returncode}"
-
-
-def count_tests(log: str) -> tuple[dict[str, int], list[str]]:
-    """Count tests by result, and name the failed ones, in a log of `pytest -v` that may end anywhere."""
-    seen = re.findall(r"^(\S+::.*) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b", log, flags=re.MULTILINE)
-    counts: dict[str, int] = {}
-    for _, what in seen:
-        counts[what.lower()] = counts.get(what.lower(), 0) + 1
-    return counts, [name.strip() for name, what in seen if what in ("FAILED", "ERROR")]
+    return run_tests(max(1.0, part.limit_s - _OWN_END_S))
 
 
 def _logits(part: Part) -> dict[str, Any]:

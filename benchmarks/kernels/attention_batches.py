@@ -12,8 +12,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.backend import AUTO, CHOICES, TRITON, AttentionPlanner, StepAttention
-from alignedserve.runtime.attention.libraries import installed_libraries
-from alignedserve.runtime.attention.library_steps import raise_failure
+from alignedserve.runtime.attention.libraries import AttentionLibrary, installed_libraries
 from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
 from alignedserve.runtime.device.arrays import to_device
@@ -60,7 +59,7 @@ class AttentionBatch(NamedTuple):
         for library in installed_libraries(storage.layout, storage.device):
             found[library.name] = gpu.GpuPlanner(self.table, storage, config.sliding_window, group)
             found[library.name].use_library(library, for_whole=True, for_paged=True)
-            found[library.name].on_failure = raise_failure
+            found[library.name].on_failure = _refuse
         return found
 
     def decodes(self, planner: AttentionPlanner) -> StepAttention:
@@ -85,6 +84,11 @@ def attention_batch(storage: BlockStorage, lengths: Sequence[int], num_new: int)
         blocks = tuple(BlockId(free.pop()) for _ in range(blocks_for(length, block_size)))
         table.add(NewSequence(RequestId(str(index)), (0,) * length, length, length - num_new, blocks, sampling))
     return AttentionBatch(table, storage, table.rows([RequestId(str(index)) for index in range(len(lengths))]))
+
+
+def _refuse(library: AttentionLibrary, error: Exception) -> None:
+    """Have a library left out, whatever it has raised."""
+    raise RuntimeError(f"{library.name} does not run") from error
 
 
 def _placed(step: StepAttention, device: torch.device) -> StepAttention:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.kernel_tests import SeenTests, read_log
 from benchmarks.gpu.part_list import PART_LIST
-from benchmarks.gpu.parts import count_tests
 from benchmarks.gpu.targets import MET, MISSED, NOT_MEASURED, outcomes
 from benchmarks.measuring import device_choice
 
@@ -89,7 +89,22 @@ def test_tests_are_counted_in_a_log_that_ends_anywhere() -> None:
         "tests/a.py::one PASSED [ 1%]\ntests/a.py::two[x - y] FAILED [ 2%]\n"
         "tests/a.py::three SKIPPED (why) [ 3%]\ntests/a.py::four PAS"
     )
-    assert count_tests(log) == ({"passed": 1, "failed": 1, "skipped": 1}, ["tests/a.py::two[x - y]"])
+    seen = SeenTests({"passed": 1, "failed": 1, "skipped": 1}, ["tests/a.py::two[x - y]"], [])
+    assert read_log(log) == seen
+    spread = (
+        "[gw0] [  1%] PASSED tests/a.py::one \n[gw12] [ 13%] FAILED tests/a.py::two[x - y] \n"
+        "tests/a.py::four \n[gw0] [ 14%] SKIPPED tests/a.py::three \n"
+    )
+    assert read_log(spread) == seen
+
+
+def test_files_without_their_packages_are_left_out_by_name_and_broken_ones_have_failed() -> None:
+    log = (
+        "=== ERRORS ===\n___ ERROR collecting tests/a.py ___\ntests/a.py:3: in <module>\n    import msgspec\n"
+        "E   ModuleNotFoundError: No module named 'msgspec'\n___ ERROR collecting tests/b.py ___\n"
+        "E   AttributeError: module 'pytest' has no attribute 'ParameterSet'\n=== 2 errors ===\n"
+    )
+    assert read_log(log) == SeenTests({}, ["tests/b.py"], ["tests/a.py: msgspec is not installed"])
 
 
 PARTS = """

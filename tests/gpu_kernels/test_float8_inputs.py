@@ -120,7 +120,7 @@ def test_a_model_rounds_nothing_twice(
         "alignedserve.runtime.model.quantized.source.Computing", lambda *_: Computing("cuda", "bfloat16", True)
     )
     config = read_config(tmp_path)
-    weights = load_weights(tmp_path, config, torch.bfloat16)
+    weights = load_weights(tmp_path, config, torch.bfloat16, device)
     rounded_alone: list[int] = []
     round_rows = kernels.round_rows
 
@@ -142,7 +142,7 @@ def test_a_model_rounds_nothing_twice(
     again.step(a=5)
     assert torch.equal(again.logits("a"), found)
     monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda device: False)
-    plain = LogitsProbe(Decoder(config, load_weights(tmp_path, config, torch.bfloat16)))
+    plain = LogitsProbe(Decoder(config, load_weights(tmp_path, config, torch.bfloat16, device)))
     plain.add("a", random_tokens(1, 5))
     plain.step(a=5)
     expected = plain.logits("a")

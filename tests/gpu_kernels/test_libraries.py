@@ -216,6 +216,20 @@ def test_a_library_is_found_and_computes_what_our_kernel_does(
     assert tried(library, monkeypatch, window) == TrialResult(40, Measured(2.0, 1.0), Measured(2.0, 1.0))
 
 
+@pytest.mark.usefixtures("none_installed")
+def test_a_pytorch_without_these_arguments_is_left_out_and_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def varlen_attn(query: Tensor, *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)) -> None:
+        """As of PyTorch 2.11."""
+
+    install(monkeypatch, "torch.nn.attention.varlen", varlen_attn)
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    assert [installed_libraries(layout(), GPU) for _ in range(2)] == [[], []]
+    said = "PyTorch 2.11.0 computes no prompts and no chunks here, it is too old: 2.12 does"
+    assert [record.getMessage() for record in caplog.records] == [said]
+
+
 @pytest.mark.parametrize(("dtype", "device"), [("float32", "cuda"), ("bfloat16", "cpu")])
 def test_libraries_are_for_halves_on_a_gpu(dtype: str, device: str) -> None:
     assert installed_libraries(layout(16, dtype), torch.device(device)) == []

@@ -13,7 +13,7 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 _ALL_HISTORIES = "ALIGNEDSERVE_ALL_HISTORIES"
 
 
-def slow(*values: object) -> list[pytest.ParameterSet]:
+def slow(*values: object) -> list[Any]:
     """Mark parameters that only the slow tests run with; the default ones keep a handful of others."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 

@@ -4,7 +4,10 @@ Each is called by the names of its documented arguments alone. Whether one works
 found out by a process of its own when an engine starts (`library_trial`, `prompt_choice`).
 """
 
+import functools
 import importlib
+import inspect
+import logging
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,10 +17,16 @@ from torch import Tensor
 
 from alignedserve.core.block_layout import BlockLayout
 
+logger = logging.getLogger(__name__)
+
 OWN = "own kernel"
 FLASH_4, PYTORCH = "flash-attn-4", "PyTorch"
 LIBRARIES = (FLASH_4, PYTORCH)
 _DTYPES = ("float16", "bfloat16")
+
+# Arguments by which PyTorch's function is called, and the first version that has them all.
+_PYTORCH_ARGUMENTS = frozenset({"scale", "window_size", "enable_gqa", "seqused_k", "block_table"})
+_FIRST_PYTORCH = "2.12"
 
 # Of the pages that PyTorch's kernel reads in place.
 _PAGE_TOKENS = 256
@@ -60,10 +69,21 @@ def installed_libraries(layout: BlockLayout, device: torch.device) -> list[Atten
 
 
 def library_named(name: str, block_size: int) -> AttentionLibrary | None:
-    """Return one of LIBRARIES for blocks of this size; None: it cannot be imported here."""
+    """Return one of LIBRARIES for blocks of this size; None: it is not here, or too old, which the log says."""
     module, function, build = _SOURCES[name]
     varlen = _function(module, function)
-    return None if varlen is None else build(varlen, block_size)
+    if varlen is None:
+        return None
+    if name == PYTORCH and _PYTORCH_ARGUMENTS - inspect.signature(varlen).parameters.keys():
+        _say_too_old(torch.__version__)
+        return None
+    return build(varlen, block_size)
+
+
+@functools.cache  # once per process
+def _say_too_old(version: str) -> None:
+    known = version.split("+")[0]
+    logger.warning("PyTorch %s computes no prompts and no chunks here, it is too old: %s does", known, _FIRST_PYTORCH)
 
 
 def _function(module: str, name: str) -> Callable[..., Any] | None:

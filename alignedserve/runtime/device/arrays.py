@@ -57,9 +57,10 @@ class Packing:
 def to_device(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     """Return the arrays as tensors on the device.
 
-    The copy to a GPU is only enqueued, on the current stream; on a CPU the tensors share the arrays' memory.
+    The copy to a GPU is only enqueued, on the current stream; on a CPU the tensors share the arrays'
+    memory. No arrays are no tensors.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" or not arrays:
         return [torch.from_numpy(array) for array in arrays]
     if len(arrays) == 1:
         own = torch.from_numpy(arrays[0])

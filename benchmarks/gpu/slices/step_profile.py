@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,11 +10,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from alignedserve.costmodel.iteration_points import Point
 from alignedserve.profiling.model_loading import load_decoder
+from alignedserve.runtime.device.devices import CUDA
+from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.kv.block_storage import BlockStorage
 
 _NUM_ROUNDS, _BLOCK_SIZE, _SPARE, _KEPT = 4, 16, 16, 25  # rounds of three steps
+_OF_A_GPU = "CUDA"  # in PyTorch's DeviceType
 _BATCHES, _TOY_BATCHES = ((64, 2048), (256, 512)), ((3, 24),)
 
 
@@ -41,17 +44,29 @@ def profile_steps(
 
 def _profiled(timer: IterationTimer, point: Point, device: torch.device) -> dict[str, Any]:
     timer.measure(point)
-    is_gpu = device.type == "cuda"
+    is_gpu = device.type == CUDA
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
-    started = time.perf_counter()
     with profile(activities=activities) as profiler:
+        started = time.perf_counter()
         median_s = statistics.median(timer.measure(point) for _ in range(_NUM_ROUNDS))
-    wall_s = time.perf_counter() - started
-    name = "self_device_time_total" if is_gpu else "self_cpu_time_total"
-    totals: dict[str, tuple[float, int]] = {
-        event.key: (float(getattr(event, name)), event.count) for event in profiler.key_averages()
-    }
+        synchronize(device)
+        wall_s = time.perf_counter() - started  # without the profiler's own end, which takes seconds
+    totals = _totals(profiler.key_averages(), is_gpu=is_gpu)
     heaviest = sorted(totals.items(), key=lambda one: (-one[1][0], one[0]))[:_KEPT]
     busy_s = sum(microseconds for microseconds, _ in totals.values()) / 1e6
     kernels = [{"kernel": key[:120], "microseconds": taken, "calls": calls} for key, (taken, calls) in heaviest]
     return {"step_ms": median_s * 1e3, "share_without_kernel": max(0.0, 1 - busy_s / wall_s), "kernels": kernels}
+
+
+def _totals(events: Iterable[Any], *, is_gpu: bool) -> dict[str, tuple[float, int]]:
+    """Return microseconds and calls by name: of a GPU's kernels and copies, or of a CPU's operations.
+
+    What ran on the GPU is also in the sums of the operations that launched it, and in those of annotations.
+    """
+    if not is_gpu:
+        return {event.key: (float(event.self_cpu_time_total), event.count) for event in events}
+    return {
+        event.key: (float(event.self_device_time_total), event.count)
+        for event in events
+        if event.device_type.name == _OF_A_GPU and not event.is_user_annotation
+    }

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from tests.support.fake_cuda import kernels, patches, runtime
@@ -25,10 +26,17 @@ from tests.support.fake_cuda.tensors import empty
 
 __all__ = ["Counts", "FakeCuda", "fake_cuda"]
 
+_has_gpu = torch.cuda.is_available  # as it was before anything stood in its place
+
 
 @contextlib.contextmanager
 def fake_cuda(seed: int = 0, **options: Any) -> Iterator[FakeCuda]:
-    """Have a fake CUDA in this process, in every thread; `options`: see FakeCuda. No other may be installed."""
+    """Have a fake CUDA in this process, in every thread; `options`: see FakeCuda. No other may be installed.
+
+    Skips the test where there is a GPU: Triton compiles kernels for that one, which cannot read this one's memory.
+    """
+    if _has_gpu():
+        pytest.skip("there is a GPU here, beside which nothing stands in for one")
     fake = FakeCuda(dispatch, seed, **options)
     with contextlib.ExitStack() as stack:
         for name, stand_in in runtime.NAMES.items():

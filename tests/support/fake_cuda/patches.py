@@ -14,8 +14,21 @@ from tests.support.fake_cuda.fakes import current
 from tests.support.fake_cuda.nccl import ProcessGroupNCCL
 from tests.support.fake_cuda.tensors import DeviceTensor, empty
 
-_FACTORIES = ("zeros", "ones", "full", "tensor", "as_tensor", "arange", "rand", "randn", "randint", "eye", "linspace")
-_OF_CONSTANTS = ("zeros", "ones", "full", "arange", "eye", "linspace", "rand", "randn", "randint")
+_FACTORIES = (
+    "zeros",
+    "ones",
+    "full",
+    "tensor",
+    "as_tensor",
+    "arange",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "eye",
+    "linspace",
+)
+_OF_CONSTANTS = ("zeros", "ones", "full", "arange", "eye", "linspace", "rand", "randn", "randint", "randperm")
 
 Patch = tuple[Any, str, Any]
 

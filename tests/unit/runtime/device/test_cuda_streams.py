@@ -131,3 +131,9 @@ def test_a_run_beyond_its_memory_is_no_copy(fake: FakeCuda) -> None:
     for own, there in (([16], [0]), ([0], [16]), ([-1], [0])):
         with pytest.raises(AssertionError, match="beyond"):
             copies.copy_out_runs(rows_of(FIVE), pinned_rows(9), RowRuns.of(np.array(own), np.array(there)))
+
+
+def test_no_arrays_are_no_tensors_and_no_copy(fake: FakeCuda) -> None:
+    """As of a step of decodes by PyTorch's operations, which read nothing that the host has planned."""
+    assert to_device([], DEVICE) == []
+    assert not fake.machine.counts.launches
