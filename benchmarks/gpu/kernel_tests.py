@@ -105,14 +105,13 @@ def _noted(figures: dict[str, Any], name: str, problem: str | None, log: str) ->
         figures["counts"][what] = figures["counts"].get(what, 0) + count
     figures["failed"] += found.failed
     figures["left_out"] += found.left_out
-    is_explained = problem == _FAILED and found.left_out and not found.failed
+    failures = [f"{name}: {len(found.failed)} failed"] if found.failed else []
     if problem is not None and problem.startswith("ended after"):
         figures["left_out"].append(f"{name} beyond {sum(found.counts.values())}: the time was over")
-    elif problem not in (None, _NOTHING_COLLECTED) and not is_explained:
-        figures["failures"].append(f"{name}: pytest {problem}")
-    if found.failed and not figures["failures"]:
-        figures["failures"].append(f"{name}: {len(found.failed)} failed")
-    return log if found.failed or figures["failures"] else ""
+    elif problem not in (None, _NOTHING_COLLECTED) and not failures and (problem != _FAILED or not found.left_out):
+        failures.append(f"{name}: pytest {problem}")
+    figures["failures"] += failures
+    return log if failures else ""
 
 
 def _path(name: str) -> str:

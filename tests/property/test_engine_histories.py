@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 NUM_HISTORIES, NUM_SLOW_HISTORIES = 30, many(4_000)
 NUM_ROUNDED_HISTORIES, NUM_SLOW_ROUNDED_HISTORIES = 20, many(100)
 MAX_HISTORIES_TO_SHOW = 400
+NUM_HISTORIES_ON_A_GPU = 60
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +149,7 @@ def test_streams_of_a_gpu_keep_the_order_too(folder: Path, tmp_path: Path) -> No
     device = torch.device("cuda")
     decoder = tiny_decoder(folder, device=device)
     alone = generated_alone(decoder, lambda _: CudaStreams(device))
-    for seed in range(300):
+    for seed in range(NUM_HISTORIES_ON_A_GPU):
         holds, _ = is_undisturbed(decoder, alone, seed, tmp_path, lambda _: CudaStreams(device))
         assert holds, f"seed {seed}"
 
