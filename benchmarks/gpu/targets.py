@@ -30,7 +30,7 @@ class _Seen(NamedTuple):
     figure: float
     unit: str = ""
     beside: str = ""
-    is_final: bool = True  # nothing that the part did not come to could change it
+    is_final: bool = True  # nothing that the part did not come to could make it worse
 
     @override
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class _TargetRule(NamedTuple):
             return TargetOutcome(self.what, limit, "", NOT_MEASURED)
         is_met = seen.figure <= self.limit if self.is_upper else seen.figure >= self.limit
         verdict = MET if is_met else MISSED
-        if is_toy or not seen.is_final:
+        if is_toy or (is_met and not seen.is_final):
             verdict = NOT_MEASURED
         return TargetOutcome(self.what, limit, str(seen), verdict)
 
@@ -98,9 +98,12 @@ def _mixed_against_even(figures: Figures) -> _Seen | None:
 def _iteration(kind: str, unit: str) -> Callable[[Figures], _Seen | None]:
     def find(figures: Figures) -> _Seen | None:
         row = _first(figures.get("rows", ()), kind=kind)
-        if row is None or ENDED_EARLIER in row["what"]:
+        if row is None:
             return None
-        return _Seen(row["ratio"], unit, f" ({row['milliseconds']:.2f} for {row['bound_milliseconds']:.2f} ms)")
+        said = f"{row['milliseconds']:.2f} for {row['bound_milliseconds']:.2f} ms"
+        if ENDED_EARLIER not in row["what"]:
+            return _Seen(row["ratio"], unit, f" ({said})")
+        return _Seen(row["ratio"], unit, f" or more ({said}; copies ended earlier)", is_final=False)
 
     return find
 

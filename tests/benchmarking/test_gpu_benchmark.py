@@ -12,8 +12,10 @@ import pytest
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.kernel_tests import SeenTests, read_log
 from benchmarks.gpu.part_list import PART_LIST
+from benchmarks.gpu.seen import PAGE, recorded, with_seen
 from benchmarks.gpu.targets import MET, MISSED, NOT_MEASURED, outcomes
 from benchmarks.measuring import device_choice
+from benchmarks.measuring.recording import RESULTS
 
 
 def decode(case: str, by: str, gb_per_s: float, against: float | None = None) -> dict[str, Any]:
@@ -68,16 +70,25 @@ def test_a_toy_meets_nothing() -> None:
 def test_what_a_part_did_not_come_to_is_not_measured() -> None:
     parts = {
         "kernels": kernels(decode(EVEN, "torch", 1.0)),
-        "iterations": {"rows": [iteration("decode beside copies", 1.0, "64 x 2048 (copies ended earlier)")]},
+        "iterations": {"rows": []},
         "generation": {"ratio_to_best_transformers": None},
     }
     assert {(one.seen, one.verdict) for one in outcomes(parts, is_toy=False)} == {("", NOT_MEASURED)}
     assert {one.verdict for one in outcomes({"kernels": {}, "transfers": {}}, is_toy=False)} == {NOT_MEASURED}
 
 
+@pytest.mark.parametrize(("ratio", "verdict"), [(1.0, NOT_MEASURED), (1.2, MISSED)])
+def test_a_decode_that_outlasted_the_copies_beside_it_can_only_miss(ratio: float, verdict: str) -> None:
+    row = iteration("decode beside copies", ratio, "64 x 2048 (copies ended earlier)")
+    outcome = outcomes({"iterations": {"rows": [row]}}, is_toy=False)[4]
+    assert outcome.verdict == verdict
+    assert outcome.seen == f"{ratio:.3g} times or more (2.00 for 1.00 ms; copies ended earlier)"
+
+
 def test_contenders_that_are_missing_leave_no_verdict() -> None:
     figures = {**FIGURES["generation"], "is_complete": False}
     assert outcomes({"generation": figures}, is_toy=False)[-1].verdict == NOT_MEASURED
+    assert outcomes({"generation": {**figures, "ratio_to_best_transformers": 2}}, is_toy=False)[-1].verdict == MISSED
     figures = {**FIGURES["generation"], "left_out": ["continuous batching: RuntimeError: no"]}
     outcome = outcomes({"generation": figures}, is_toy=False)[-1]
     assert outcome.verdict == MET
@@ -220,3 +231,9 @@ def test_every_slice_runs_to_its_end_without_a_gpu(name: str, tmp_path: Path) ->
     assert figures["is_complete"]
     assert figures["failures"] == []
     assert figures.get("rows") or figures.get("batches") or figures.get("seconds")
+
+
+def test_the_page_has_what_was_recorded_of_a_gpu() -> None:
+    """`python -m benchmarks.gpu.seen` writes it."""
+    page = PAGE.read_text()
+    assert with_seen(page, recorded(RESULTS / "gpu")) == page
