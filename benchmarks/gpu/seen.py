@@ -39,7 +39,10 @@ def with_seen(page: str, records: dict[str, dict[str, Any]]) -> str:
 
 
 def _spaced(figure: str) -> str:
-    return figure.replace(".0%", "%").replace("%", " %")
+    """Return a figure as pages show it, without the reasons why something was left out, which the record has."""
+    why = figure.find("; left out: ")
+    shown = figure if why < 0 else figure[:why] + "; others left out)"
+    return shown.replace(".0%", "%").replace("%", " %")
 
 
 def _run(record: dict[str, Any]) -> str:
