@@ -28,7 +28,7 @@ _OF_ALL_TESTS = "hypothesis"  # which tests/conftest.py loads
 _ASYNCIO = "pytest_asyncio"
 _MOST_PROCESSES = 8
 _FAILED, _NOTHING_COLLECTED = "ended with 1", "ended with 5"  # by exit codes of pytest
-_KEPT_OF_LOG = 8000  # characters from the end
+_KEPT_OF_LOG = 40_000  # characters from the end: what failed, and why
 
 _RESULTS = "PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS"
 _ONE_PROCESS = re.compile(rf"^(\S+::.*) ({_RESULTS})\b", re.MULTILINE)

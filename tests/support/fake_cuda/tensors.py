@@ -52,10 +52,11 @@ class DeviceTensor(Tensor):
 
     @override
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        device, dtype, is_non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        parsed = {name: value for name, value in kwargs.items() if name != "copy"}
+        device, dtype, is_non_blocking, _ = torch._C._nn._parse_to(*args, **parsed)
         converted: Tensor = self if dtype in (None, self.dtype) else torch._C.TensorBase.to(self, dtype)
         if device is None or (device.type == "cuda" and device.index in (None, self.on.index)):
-            return converted
+            return converted.clone() if kwargs.get("copy") and converted is self else converted
         if device.type == "cuda":
             other = empty(self.shape, dtype=converted.dtype, device=device)
             return other.copy_(converted, non_blocking=is_non_blocking)
