@@ -112,7 +112,10 @@ class DirectCopies:
         return blocks.shape[1] >= self._least_straight_bytes
 
     def _copy(self, count: int, enqueue: Callable[[Tensor], None]) -> Digests:
-        """Enqueue copies that fill digests, uint8 [count, 8] on the device, and wait for both."""
+        """Enqueue copies that fill digests, uint8 [count, 8] on the device, and wait for both. None are no copies: of
+        blocks that were all refused, say."""
+        if not count:
+            return np.empty(0, np.uint64)
         on_device = self._accelerator.empty(count, WORD_BYTES)
         on_host = self._accelerator.pinned(count, WORD_BYTES)
         try:

@@ -41,7 +41,12 @@ def all_patches() -> Iterator[Patch]:
     yield cuda_driver, "libcuda", _Driver
     yield Tensor, "to", _to
     yield Tensor, "cuda", lambda self, device=None, **options: _to(self, torch.device(device or "cuda"))
-    yield Tensor, "is_pinned", lambda self, device=None: current().memory.is_pinned(self.data_ptr())
+    # The driver knows nothing of an address that is none, as one without elements has.
+    yield (
+        Tensor,
+        "is_pinned",
+        lambda self, device=None: self.numel() > 0 and current().memory.is_pinned(self.data_ptr()),
+    )
     yield Tensor, "pin_memory", lambda self, device=None: pinned(self.shape, self.dtype).copy_(self)
     yield torch.distributed, "ProcessGroupNCCL", ProcessGroupNCCL
     yield torch.UntypedStorage, "_share_cuda_", _share

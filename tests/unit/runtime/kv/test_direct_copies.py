@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from alignedserve.runtime.device.accelerator import CudaAccelerator
 from alignedserve.runtime.device.streams import CheckedStreams, DeviceStreams, HostStreams
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.device_pieces import DevicePieces
@@ -18,6 +19,7 @@ from kernels.cpu.block_copies import BlockList, digest_blocks
 from tests.harnesses.transfer import filled, layout_of
 from tests.support.cpu_accelerator import CpuAccelerator, cpu_lanes
 from tests.support.device_stand_in import LINK, Machine
+from tests.support.fake_cuda import fake_cuda
 from tests.support.memory_drivers import NotedDriver
 
 NUM_BLOCKS, BLOCK_BYTES = 13, 264
@@ -113,6 +115,15 @@ def test_a_list_goes_to_a_peer_in_one_copy_and_comes_in_one(block_bytes: int) ->
         ("one", "other", 3 * block_bytes),
         ("other", "one", 3 * block_bytes),
     ]
+
+
+def test_no_blocks_are_no_copy_on_a_gpu_either() -> None:
+    """As of a fetch that the owner refuses: page-locked memory without elements is none to the driver."""
+    with fake_cuda():
+        accelerator, none = CudaAccelerator(torch.device("cuda", 0)), np.empty(0, np.int64)
+        copies, rows = DirectCopies(accelerator), accelerator.empty(4, 64)
+        assert not len(copies.copy_in(PeerSide(rows, none), rows, none))
+        assert not len(copies.copy_out(rows, none, PeerSide(rows, none)))
 
 
 # --- lanes
