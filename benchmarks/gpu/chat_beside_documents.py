@@ -31,6 +31,7 @@ from benchmarks.gpu.timed_gateway import SentRequest, TimedGateway
 
 OnMeasured = Callable[[dict[str, Any]], None]
 CHAT, DOCUMENTS, BOTH = "chat alone", "documents alone", "chat beside documents"
+ANY_SIZES = "chat beside documents, iterations of any size"
 
 _SMALLER_CACHE = 40 << 30  # for a second try, where a worker ended with what `serve` chooses
 _LOOK_S = 0.02  # between looks at which documents have ended
@@ -67,9 +68,9 @@ class Load:
 
     def within(self, seconds: float) -> "Load":
         """Return the load with phases that take no longer in all."""
-        leads_s = 2 * self.lead_s + self.fill_s
-        counted_s = self.chat_alone_s + self.documents_alone_s + self.both_s - leads_s
-        share = min(1.0, max((seconds - leads_s - 2 * self.tail_s) / counted_s, 0.1))
+        leads_s = 3 * self.lead_s + self.fill_s
+        counted_s = self.chat_alone_s + self.documents_alone_s + 2 * self.both_s - leads_s
+        share = min(1.0, max((seconds - leads_s - 3 * self.tail_s) / counted_s, 0.1))
         return replace(
             self,
             chat_alone_s=self.lead_s + share * (self.chat_alone_s - self.lead_s),
@@ -261,6 +262,9 @@ class _Measuring:
                 await self._phase(DOCUMENTS, load.documents_alone_s, load.fill_s, traffic, served, found)
             lead_s = load.lead_s if is_first else load.fill_s
             await self._phase(BOTH, load.both_s, lead_s, traffic, served, found)
+            if is_first and (await served.state()).full_sizes is not None:
+                await served.fill_iterations(is_wanted=False)
+                await self._phase(ANY_SIZES, load.both_s, load.lead_s, traffic, served, found)
             status = await traffic.stop()
             found["blocks_used_at_the_end"] = status.num_worker_blocks_used
             self._tell(f"{policy}: nothing is held any more")
@@ -284,16 +288,18 @@ class _Measuring:
         state = await served.state()
         figures["iterations"] = iteration_figures(state, window)
         figures["coefficients"] = asdict(state.coefficients)
-        if name == BOTH:
-            self._compare(found, state.coefficients)
-        self._tell(f"{name}: {figures['iterations']} {found.get('documents_keep', '')}")
+        if state.full_sizes is not None:
+            found["full_sizes"] = state.full_sizes._asdict()
+        if name in (BOTH, ANY_SIZES):
+            figures["documents_keep"] = self._compare(figures, state.coefficients)
+        self._tell(f"{name}: {figures['iterations']} {figures.get('documents_keep', '')}")
 
-    def _compare(self, found: dict[str, Any], coefficients: LinearCoefficients) -> None:
-        """Say what documents keep beside chat, and what they could keep."""
+    def _compare(self, beside: dict[str, Any], coefficients: LinearCoefficients) -> dict[str, float]:
+        """Return what documents keep beside chat, and what they could keep."""
         first = next(iter(self._figures["policies"].values()))
-        alone, beside = (one["phases"].get(name) for one, name in ((first, DOCUMENTS), (found, BOTH)))
+        alone = first["phases"].get(DOCUMENTS)
         if alone is None:
-            return
+            return {}
         load, names = self._load, ("prompt_tokens_per_s", "output_tokens_per_s")
         costs = token_seconds(load.document_prompts, load.document_answers, coefficients)
         rates = [[one["documents"][name] for name in names] for one in (beside, alone)]
@@ -301,7 +307,7 @@ class _Measuring:
         prompt_s, output_s = token_seconds(load.chat_prompts, load.chat_answers, coefficients)
         chat = beside["chat"]
         share = prompt_s * chat["prompt_tokens_per_s"] + output_s * chat["output_tokens_per_s"]
-        found["documents_keep"] = {
+        return {
             **{name: one / max(other, 1e-9) for name, one, other in zip(names, *rates, strict=True)},
             "work": work[0] / max(work[1], 1e-9),
             "chat_work_share": share,

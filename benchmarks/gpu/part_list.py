@@ -34,6 +34,7 @@ PART_LIST = (
     ListedPart("prompts", 4.0, "prompts and chunks, blocks of 16 and 128: flash-attn-4, PyTorch's, ours"),
     ListedPart("list-copies", 0.5, "lists of blocks to an arena and back, by size: gathered, or by one call"),
     ListedPart("promise", 2.5, "chat beside a deep backlog of documents: one elastic worker of an 8B shape, live"),
+    ListedPart("mixed", 0.5, "iterations of an 8B shape by their tokens: chunks alone, and beside 140 decodes"),
     ListedPart("profile", 3.0, "ten 8B decode steps by kernel, at 64 and 256 sequences"),
 )
 

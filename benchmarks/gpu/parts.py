@@ -219,6 +219,7 @@ PARTS: dict[str, Callable[[Part], dict[str, Any]]] = {
     "prompts": _groups_of("prompts", "prompt_cases"),
     "list-copies": _measured_by("list_copies", "measure_lists"),
     "promise": _promise,
+    "mixed": _measured_by("mixed_iterations", "measure_mixed"),
     "profile": _measured_by("step_profile", "profile_steps"),
 }
 assert list(PARTS) == [part.name for part in PART_LIST], "every part is listed"

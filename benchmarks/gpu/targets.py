@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from typing_extensions import override
 
-from benchmarks.engine.iterations import BESIDE_COPIES, DECODE, ENDED_EARLIER, PREFILL
+from benchmarks.engine.iterations import BESIDE_COPIES, DECODE, PREFILL
 from benchmarks.measuring.pinned_copies import OFFLOAD, PREFETCH
 
 MET, MISSED, NOT_MEASURED = "met", "missed", "not measured"
@@ -100,10 +100,7 @@ def _iteration(kind: str, unit: str) -> Callable[[Figures], _Seen | None]:
         row = _first(figures.get("rows", ()), kind=kind)
         if row is None:
             return None
-        said = f"{row['milliseconds']:.2f} for {row['bound_milliseconds']:.2f} ms"
-        if ENDED_EARLIER not in row["what"]:
-            return _Seen(row["ratio"], unit, f" ({said})")
-        return _Seen(row["ratio"], unit, f" or more ({said}; copies ended earlier)", is_final=False)
+        return _Seen(row["ratio"], unit, f" ({row['milliseconds']:.2f} for {row['bound_milliseconds']:.2f} ms)")
 
     return find
 

@@ -3,12 +3,15 @@
 On a GPU both go on streams of their own, as a worker's offload and prefetch do.
 """
 
+import threading
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.streams import DeviceStreams, Event
 from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -44,6 +47,7 @@ class PinnedLists:
             for name, stream in self._streams.items()
         }
         self._rows = {name: copies.pinned(len(self._ids[name])) for name, copies in self._copies.items()}
+        self.device = storage.device
         self.num_bytes = self._rows[OFFLOAD].numel()
 
     def begin(self, name: str) -> Event:
@@ -71,32 +75,37 @@ class PinnedLists:
 
 
 class BackgroundCopies:
-    """Offload and prefetch that go on beside something else."""
+    """Offload and prefetch that go on beside something else, by a thread of their own, within a `with`."""
 
     def __init__(self, lists: PinnedLists, *, num_ahead: int) -> None:
-        """`num_ahead` lists in each direction wait on the streams whenever `fill` returns."""
+        """`num_ahead`: lists of each direction that wait on its stream at any time."""
+        self.num_copied = 0  # lists
         self._lists = lists
         self._num_ahead = num_ahead
-        self._pending: dict[str, list[Event]] = {OFFLOAD: [], PREFETCH: []}
+        self._pending: dict[str, deque[Event]] = {OFFLOAD: deque(), PREFETCH: deque()}
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._go_on, daemon=True)
 
-    def fill(self) -> None:
-        """Put there what is missing, in both directions by turns."""
-        for _ in range(self._num_ahead):
+    def __enter__(self) -> "BackgroundCopies":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _go_on(self) -> None:
+        use_device(self._lists.device)
+        while not self._is_over.is_set():
             for name, pending in self._pending.items():
-                pending[:] = [event for event in pending if not event.is_done()]
-                if len(pending) < self._num_ahead:
+                while len(pending) < self._num_ahead:
                     pending.append(self._lists.begin(name))
-
-    def is_going_on(self) -> bool:
-        """Return whether copies are still pending in both directions."""
-        return all(any(not event.is_done() for event in pending) for pending in self._pending.values())
-
-    def drain(self) -> None:
-        """Wait until everything has been copied."""
+            for pending in self._pending.values():
+                pending.popleft().synchronize()
+                self.num_copied += 1
         for pending in self._pending.values():
-            for event in pending:
-                event.synchronize()
-            pending.clear()
+            while pending:
+                pending.popleft().synchronize()
 
 
 def _awaited(begin: Callable[[], Event]) -> Callable[[], None]:

@@ -77,14 +77,6 @@ def test_what_a_part_did_not_come_to_is_not_measured() -> None:
     assert {one.verdict for one in outcomes({"kernels": {}, "transfers": {}}, is_toy=False)} == {NOT_MEASURED}
 
 
-@pytest.mark.parametrize(("ratio", "verdict"), [(1.0, NOT_MEASURED), (1.2, MISSED)])
-def test_a_decode_that_outlasted_the_copies_beside_it_can_only_miss(ratio: float, verdict: str) -> None:
-    row = iteration("decode beside copies", ratio, "64 x 2048 (copies ended earlier)")
-    outcome = outcomes({"iterations": {"rows": [row]}}, is_toy=False)[4]
-    assert outcome.verdict == verdict
-    assert outcome.seen == f"{ratio:.3g} times or more (2.00 for 1.00 ms; copies ended earlier)"
-
-
 def test_contenders_that_are_missing_leave_no_verdict() -> None:
     figures = {**FIGURES["generation"], "is_complete": False}
     assert outcomes({"generation": figures}, is_toy=False)[-1].verdict == NOT_MEASURED

@@ -8,8 +8,6 @@ import numpy.typing as npt
 from torch import Tensor
 
 Ints = npt.NDArray[np.int64]
-# A row that is copied straight, of a list that costs one launch: what a copy engine takes for a piece however small.
-LEAST_LISTED_BYTES = 32 << 10
 
 
 class RowRuns(NamedTuple):

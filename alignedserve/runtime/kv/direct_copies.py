@@ -18,7 +18,7 @@ from torch import Tensor
 
 from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.device.arrays import to_device
-from alignedserve.runtime.device.row_runs import LEAST_LISTED_BYTES, Ints, RowRuns
+from alignedserve.runtime.device.row_runs import Ints, RowRuns
 from alignedserve.runtime.device.streams import Stream
 from kernels.caches.block_digests import listed_digests, row_digests
 from kernels.caches.block_lists import copy_listed, gather_blocks, scatter_blocks
@@ -28,6 +28,7 @@ from kernels.cpu.row_digest import WORD_BYTES
 STAGED_BYTES = 32 << 20  # on the device: large enough for a link's full speed, small beside a cache
 # A block that is copied straight: five microseconds of a link, and more than a launch.
 LEAST_STRAIGHT_BYTES = 256 << 10
+_LEAST_LISTED_BYTES = 32 << 10  # the same where a list is one launch: smaller ones are no faster so, seen on an H100
 _ALL = slice(None)
 
 
@@ -76,7 +77,7 @@ class DirectCopies:
         self._accelerator = accelerator
         self._stream = accelerator.streams().stream("direct")
         self._staged_bytes = staged_bytes
-        listed = LEAST_LISTED_BYTES if self._stream.copies_runs_at_once else LEAST_STRAIGHT_BYTES
+        listed = _LEAST_LISTED_BYTES if self._stream.copies_runs_at_once else LEAST_STRAIGHT_BYTES
         self._least_straight_bytes = listed if least_straight_bytes is None else least_straight_bytes
         self._staging: Tensor | None = None  # allocated by the first copy that needs it
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.device.arrays import to_device
-from alignedserve.runtime.device.row_runs import LEAST_LISTED_BYTES, RowRuns
+from alignedserve.runtime.device.row_runs import RowRuns
 from alignedserve.runtime.device.streams import Event, Stream
 from alignedserve.runtime.kv.block_codecs import BlockCodec
 from kernels.cpu.block_copies import BlockList, all_rows
@@ -24,6 +24,7 @@ from kernels.cpu.block_copies import BlockList, all_rows
 IntArray = npt.NDArray[np.int64]
 
 _STAGED_BYTES = 32 << 20  # large enough for a link's full speed, small beside a cache
+_LEAST_LISTED_BYTES = 256 << 10  # a block: rows of the host lie side by side, so that a gathered piece is one copy
 _NUM_STAGES = 2  # one is filled while the other is emptied
 
 
@@ -37,7 +38,7 @@ class StagedCopies:
         accelerator: Accelerator | None,
         *,
         staged_bytes: int = _STAGED_BYTES,
-        least_listed_bytes: int = LEAST_LISTED_BYTES,
+        least_listed_bytes: int = _LEAST_LISTED_BYTES,
     ) -> None:
         """`accelerator`: of the stream and the blocks; None: a CPU, where blocks are copied straight to and from the
         host's rows. Others may gather in staging memory, allocated there now. `least_listed_bytes`: of a block that

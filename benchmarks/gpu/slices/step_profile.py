@@ -36,13 +36,14 @@ def profile_steps(
         engine = Engine(model=decoder, storage=storage, max_sequences=count, max_context_len=length + _SPARE)
         engine.record_graphs()
         timer = IterationTimer(engine, block_ids=list(range(num_blocks)), clock=time.perf_counter)
-        figures["batches"].append({"batch": f"{count} x {length}", **_profiled(timer, point, device)})
+        figures["batches"].append({"batch": f"{count} x {length}", **profiled(timer, point, device)})
         on_measured(figures)
         del engine, storage, timer
     return figures
 
 
-def _profiled(timer: IterationTimer, point: Point, device: torch.device) -> dict[str, Any]:
+def profiled(timer: IterationTimer, point: Point, device: torch.device) -> dict[str, Any]:
+    """Return a point's milliseconds, its heaviest kernels, and the share of time in which none ran."""
     timer.measure(point)
     is_gpu = device.type == CUDA
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]

@@ -9,6 +9,7 @@ import numpy as np
 from alignedserve.core.ids import BlockId
 from alignedserve.costmodel.iteration_points import Point, calibrate, calibration_points
 from alignedserve.costmodel.linear import Sample
+from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.calibration.kept_calibration import KeptCalibration
 from alignedserve.runtime.engine.engine import Engine
@@ -44,7 +45,12 @@ def measure_iterations(
     engine.storage.zero_blocks(blocks)
     timer = IterationTimer(engine, block_ids=blocks.tolist(), clock=clock)
     has_hidden_cache = engine.hidden_block_tokens is not None
-    known = calibration_points(max_requests=max_sequences, max_tokens=max_tokens, has_hidden_cache=has_hidden_cache)
+    known = calibration_points(
+        max_requests=max_sequences,
+        max_tokens=max_tokens,
+        has_hidden_cache=has_hidden_cache,
+        has_stairs=engine.storage.device.type == CUDA,
+    )
     points = [point for point in timer.feasible(known, max_context_len) if swap_space or not point.num_swapped]
     if not points:
         return ()
