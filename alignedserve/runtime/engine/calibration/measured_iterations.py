@@ -45,11 +45,12 @@ def measure_iterations(
     engine.storage.zero_blocks(blocks)
     timer = IterationTimer(engine, block_ids=blocks.tolist(), clock=clock)
     has_hidden_cache = engine.hidden_block_tokens is not None
+    is_on_gpu = engine.storage.device.type == CUDA
     known = calibration_points(
         max_requests=max_sequences,
         max_tokens=max_tokens,
         has_hidden_cache=has_hidden_cache,
-        has_stairs=engine.storage.device.type == CUDA,
+        has_stairs=is_on_gpu,
     )
     points = [point for point in timer.feasible(known, max_context_len) if swap_space or not point.num_swapped]
     if not points:
@@ -71,6 +72,8 @@ def measure_iterations(
         engine.storage.give_back()
         return known_before
     left_s = max(duration_s - (clock() - started_s), _LEAST_S)
+    for point in points if is_on_gpu else ():  # for whose sizes kernels are compiled, or loaded, at their first use
+        measure_in_turn(point)
     most = _MOST_ROUNDS * len(points)
     samples = calibrate(points, measure_in_turn, clock=clock, duration_s=left_s, max_samples=most)
     engine.storage.give_back()
