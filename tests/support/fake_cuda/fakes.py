@@ -76,6 +76,10 @@ def current() -> FakeCuda:
     return _installed[-1]
 
 
+def is_installed() -> bool:
+    return bool(_installed)
+
+
 def install(fake: FakeCuda) -> None:
     _installed.append(fake)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from tests.support.fake_cuda.fakes import current
+from tests.support.fake_cuda.fakes import current, is_installed
 from tests.support.fake_cuda.machine import Mark, Queue, Recording
 
 H100 = SimpleNamespace(
@@ -166,6 +166,12 @@ class CUDAGraph:
         assert self.recording is not None, "a graph that was not captured"
         assert not self.recording.is_broken, "a capture that failed"
         current().machine.replay(self.recording)
+
+    def __del__(self) -> None:
+        """Destroy it, which breaks what its thread captures."""
+        under_way = current().machine.thread.recording if is_installed() else None
+        if under_way is not None and under_way is not self.recording:
+            under_way.is_broken = True
 
 
 class graph:

@@ -5,7 +5,10 @@ the storage's scratch block. The inputs of a step (tokens, positions, slots, the
 at once, into memory that the graph reads.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +23,8 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 
 _CUDA: Any = torch.cuda
 _WARM_UPS = 2  # in which kernels are compiled and libraries take their memory
+_captures: list[bool] = []  # those under way: whether garbage was collected before
+_captures_lock = threading.Lock()
 
 
 class Capture(Protocol):
@@ -46,7 +51,8 @@ class CudaCapture:
         self._stream = self._stream or _CUDA.Stream()
         graph = _CUDA.CUDAGraph()
         # Only this thread's calls count: others copy blocks and allocate memory meanwhile.
-        with _CUDA.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        recorded = _CUDA.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with _no_garbage_collected(), recorded:
             result = work()
         self._pool = graph.pool()
 
@@ -55,6 +61,24 @@ class CudaCapture:
             return result
 
         return replay
+
+
+@contextlib.contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """Collect no garbage meanwhile: with an engine that is gone its graphs would be destroyed, which CUDA permits no
+    thread that captures, and PyTorch ends the process."""
+    with _captures_lock:
+        _captures.append(gc.isenabled())
+        gc.disable()
+    try:
+        yield
+    finally:
+        with _captures_lock:
+            was_enabled = _captures.pop(0)  # of the first one, where several threads capture
+            if _captures:
+                _captures[0] = was_enabled
+            elif was_enabled:
+                gc.enable()
 
 
 def graph_sizes(max_sequences: int) -> list[int]:

@@ -1,7 +1,9 @@
 """Engines on the fake CUDA whose first step on a GPU would once have been their last."""
 
+import gc
 import zlib
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +16,7 @@ from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.attention.backend import AUTO, TRITON
 from alignedserve.runtime.device.streams import CudaStreams
 from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.steps.cuda_graphs import CudaCapture
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.kv.staged_copies import StagedCopies
 from alignedserve.runtime.model.hf_config import parse_model_config
@@ -72,6 +75,33 @@ def test_graphs_of_experts_are_recorded_and_nothing_waits_for_the_routing(fake: 
     before = fake.machine.counts.synchronisations
     assert generated(tiny) == generated(TinyEngine(decoder(MIXTRAL), attention=AUTO))
     assert fake.machine.counts.synchronisations == before + 5  # once for each token
+
+
+@pytest.fixture
+def rarely_collected() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(1_000_000)
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.mark.usefixtures("fake", "rarely_collected")
+def test_graphs_of_an_engine_that_is_gone_are_not_destroyed_within_a_capture() -> None:
+    """Where they were, PyTorch would end the process."""
+    out = torch.zeros(2, device=DEVICE)
+
+    def work() -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            gc.set_threshold(1)
+        assert len([[number] for number in range(9)]) == 9  # enough for a collection
+        gc.set_threshold(1_000_000)
+        return out.add_(1.0)
+
+    gone: list[Any] = [CudaCapture()(work)]
+    gone.append(gone)  # nothing but a collection finds it
+    del gone
+    CudaCapture()(work)()
+    assert gc.isenabled()
 
 
 def test_a_driver_that_registers_nothing_leaves_the_worker_computing(fake: FakeCuda) -> None:
