@@ -1,4 +1,4 @@
-"""The kernels' tests on a GPU, and beside them those marked gpu, each in a process of its own until its time is over.
+"""The kernels' tests on a GPU, and beside them those marked gpu, in processes of their own until the time is over.
 
 Neither takes this project's settings for pytest, whose plugins may not be here. With pytest-xdist the kernels' tests
 run in several processes, as most of their time goes to compilers.
@@ -17,12 +17,12 @@ from typing import Any
 from alignedserve.gpu_check.processes import run_part
 
 KERNEL_TESTS = "tests/gpu_kernels"
-MARKED_TESTS = (
-    "tests/contract/test_kv_transfer.py",
-    "tests/contract/test_refused_fetches.py",
-    "tests/property/test_engine_histories.py",
-    "tests/components/test_prefetch_path.py",
-)
+# Those marked gpu, by what they are of; each in a process of its own, which may crash without the others.
+MARKED_TESTS = {
+    "transfers": ("tests/contract/test_kv_transfer.py", "tests/contract/test_refused_fetches.py"),
+    "streams": ("tests/property/test_engine_histories.py",),
+    "workers": ("tests/components/test_prefetch_path.py",),
+}
 _REPOSITORY = Path(__file__).parent.parent.parent
 _OF_ALL_TESTS = "hypothesis"  # which tests/conftest.py loads
 _ASYNCIO = "pytest_asyncio"
@@ -73,7 +73,8 @@ def run_tests(limit_s: float) -> dict[str, Any]:
     runs = {"the kernels' tests": [*settings, *_kernel_tests()]}
     missing = [name for name in (_OF_ALL_TESTS, _ASYNCIO) if not _is_here(name)]
     if not missing:
-        runs["tests marked gpu"] = [*settings, "-o", "asyncio_mode=auto", "-m", "gpu", *map(_path, MARKED_TESTS)]
+        marked = [*settings, "-o", "asyncio_mode=auto", "-m", "gpu"]
+        runs |= {f"tests of {name}": [*marked, *map(_path, files)] for name, files in MARKED_TESTS.items()}
     figures: dict[str, Any] = {"pytest": pytest.__version__, "counts": {}, "failed": [], "failures": [], "left_out": []}
     figures["left_out"] += [f"tests marked gpu: {name} is not installed" for name in missing]
     with ThreadPoolExecutor(len(runs)) as threads:
