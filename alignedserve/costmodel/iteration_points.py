@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from alignedserve.core.block_allocator import blocks_for
-from alignedserve.costmodel.full_sizes import TRIED_SIZES
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.work import IterationWork
 
@@ -109,21 +108,14 @@ _HIDDEN_POINTS = (
     Point("hidden", (Chunk(64, 0, is_last=True),), (128,) * 4, (128,) * 4),
     Point("hidden", hidden_contexts=(512,) * 8),
 )
-_STAIR_POINTS = tuple(Point("prefill", (Chunk(size, 0, is_last=True),)) for size in TRIED_SIZES)
 _NUM_FIRST = 2  # points before those of hidden caches
 _MAX_SAMPLES = 1024  # more would say nothing new
 
 
-def calibration_points(
-    *, max_requests: int, max_tokens: int, has_hidden_cache: bool, has_stairs: bool = False
-) -> list[Point]:
-    """Return the points within the limits of an iteration, in the order in which a worker measures them.
-
-    `has_stairs`: its time over its tokens is a staircase, as on a GPU (`FullSizes`).
-    """
+def calibration_points(*, max_requests: int, max_tokens: int, has_hidden_cache: bool) -> list[Point]:
+    """Return the points within the limits of an iteration, in the order in which a worker measures them."""
     hidden = _HIDDEN_POINTS if has_hidden_cache else ()
-    stairs = _STAIR_POINTS if has_stairs else ()
-    points = (*_POINTS[:_NUM_FIRST], *hidden, *_POINTS[_NUM_FIRST:], *stairs)
+    points = (*_POINTS[:_NUM_FIRST], *hidden, *_POINTS[_NUM_FIRST:])
     return [point for point in points if point.num_requests <= max_requests and point.num_tokens <= max_tokens]
 
 

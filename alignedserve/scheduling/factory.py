@@ -16,7 +16,6 @@ from alignedserve.config.sections import (
     Topology,
 )
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.full_sizes import FullSizes
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.online import learned_from
@@ -78,8 +77,7 @@ def make_scheduler(
     if costs is not None:
         return Scheduler(policy, costs, limits, passes_stop=passes_stop)
     learned = learned_from(measured)
-    filling = replace(limits, full_sizes=FullSizes.of(measured))
-    return Scheduler(policy, learned, filling, learned, passes_stop)
+    return Scheduler(policy, learned, limits, learned, passes_stop)
 
 
 def measured_speed(

@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from alignedserve.core.ids import RequestId
-from alignedserve.costmodel.full_sizes import FullSizes
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.block_users import HeldBlocks, num_shared
@@ -160,7 +159,6 @@ class IterationLimits:
 
     max_running_requests: int  # requests in one iteration
     max_tokens: int  # tokens in one iteration; a decode is one
-    full_sizes: FullSizes | None = None  # numbers of tokens that it computes best; None: each is as good
 
 
 _STRETCH_STEP = 0.02  # fifty iterations

@@ -21,8 +21,6 @@ import uvloop
 
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.core.request import Slo
-from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
-from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.profiling.shapes import SHAPES
 from benchmarks.gpu.part_list import DEFAULT_POLICIES
@@ -31,7 +29,6 @@ from benchmarks.gpu.timed_gateway import SentRequest, TimedGateway
 
 OnMeasured = Callable[[dict[str, Any]], None]
 CHAT, DOCUMENTS, BOTH = "chat alone", "documents alone", "chat beside documents"
-ANY_SIZES = "chat beside documents, iterations of any size"
 
 _SMALLER_CACHE = 40 << 30  # for a second try, where a worker ended with what `serve` chooses
 _LOOK_S = 0.02  # between looks at which documents have ended
@@ -68,9 +65,9 @@ class Load:
 
     def within(self, seconds: float) -> "Load":
         """Return the load with phases that take no longer in all."""
-        leads_s = 3 * self.lead_s + self.fill_s
-        counted_s = self.chat_alone_s + self.documents_alone_s + 2 * self.both_s - leads_s
-        share = min(1.0, max((seconds - leads_s - 3 * self.tail_s) / counted_s, 0.1))
+        leads_s = 2 * self.lead_s + self.fill_s
+        counted_s = self.chat_alone_s + self.documents_alone_s + self.both_s - leads_s
+        share = min(1.0, max((seconds - leads_s - 2 * self.tail_s) / counted_s, 0.1))
         return replace(
             self,
             chat_alone_s=self.lead_s + share * (self.chat_alone_s - self.lead_s),
@@ -262,9 +259,6 @@ class _Measuring:
                 await self._phase(DOCUMENTS, load.documents_alone_s, load.fill_s, traffic, served, found)
             lead_s = load.lead_s if is_first else load.fill_s
             await self._phase(BOTH, load.both_s, lead_s, traffic, served, found)
-            if is_first and (await served.state()).full_sizes is not None:
-                await served.fill_iterations(is_wanted=False)
-                await self._phase(ANY_SIZES, load.both_s, load.lead_s, traffic, served, found)
             status = await traffic.stop()
             found["blocks_used_at_the_end"] = status.num_worker_blocks_used
             self._tell(f"{policy}: nothing is held any more")
@@ -288,31 +282,22 @@ class _Measuring:
         state = await served.state()
         figures["iterations"] = iteration_figures(state, window)
         figures["coefficients"] = asdict(state.coefficients)
-        if state.full_sizes is not None:
-            found["full_sizes"] = state.full_sizes._asdict()
-        if name in (BOTH, ANY_SIZES):
-            figures["documents_keep"] = self._compare(figures, state.coefficients)
-        self._tell(f"{name}: {figures['iterations']} {figures.get('documents_keep', '')}")
+        if name == BOTH:
+            self._compare(found)
+        self._tell(f"{name}: {figures['iterations']} {found.get('documents_keep', '')}")
 
-    def _compare(self, beside: dict[str, Any], coefficients: LinearCoefficients) -> dict[str, float]:
-        """Return what documents keep beside chat, and what they could keep."""
+    def _compare(self, found: dict[str, Any]) -> None:
+        """Say what documents keep beside chat, and how many tokens are computed in all, as multiples of documents
+        alone."""
         first = next(iter(self._figures["policies"].values()))
-        alone = first["phases"].get(DOCUMENTS)
+        alone, beside = (one["phases"].get(name) for one, name in ((first, DOCUMENTS), (found, BOTH)))
         if alone is None:
-            return {}
-        load, names = self._load, ("prompt_tokens_per_s", "output_tokens_per_s")
-        costs = token_seconds(load.document_prompts, load.document_answers, coefficients)
-        rates = [[one["documents"][name] for name in names] for one in (beside, alone)]
-        work = [float(np.dot(costs, rate)) for rate in rates]
-        prompt_s, output_s = token_seconds(load.chat_prompts, load.chat_answers, coefficients)
-        chat = beside["chat"]
-        share = prompt_s * chat["prompt_tokens_per_s"] + output_s * chat["output_tokens_per_s"]
-        return {
-            **{name: one / max(other, 1e-9) for name, one, other in zip(names, *rates, strict=True)},
-            "work": work[0] / max(work[1], 1e-9),
-            "chat_work_share": share,
-            "bound": 1.0 - share,
-        }
+            return
+        names = ("prompt_tokens_per_s", "output_tokens_per_s")
+        kept = {name: beside["documents"][name] / max(alone["documents"][name], 1e-9) for name in names}
+        computed = sum(beside[who][name] for who in ("documents", "chat") for name in names)
+        kept["tokens_of_both"] = computed / max(sum(alone["documents"][name] for name in names), 1e-9)
+        found["documents_keep"] = kept
 
     def _tell(self, line: str) -> None:
         print(line, flush=True)
@@ -374,23 +359,6 @@ def iteration_figures(state: WorkerState, window: tuple[float, float]) -> dict[s
         "share_forward": sum(one.forward_s for one in records) / seconds,
         "share_sampling": sum(one.sampling_s for one in records) / seconds,
     }
-
-
-def token_seconds(
-    prompts: tuple[int, int], answers: tuple[int, int], coefficients: LinearCoefficients
-) -> tuple[float, float]:
-    """Return what a token of the prompt and one of the answer add to iterations that run anyway, by what the worker
-    has learned, of a request of average lengths."""
-    prompt_len, answer_len = sum(prompts) // 2, sum(answers) // 2
-    costs = LinearIterationModel(coefficients)
-    batch = IterationWork()
-    batch.add_decodes(128, 128 * 2048, 4096)
-    batch.add_chunk(1024, 0, is_last=False)  # beyond the bend
-    with_chunk, with_decode = batch.copy(), batch.copy()
-    with_chunk.add_chunk(prompt_len, 0, is_last=True)
-    with_decode.add_decode(prompt_len + answer_len // 2)
-    alone_s = costs.iteration_s(batch)
-    return (costs.iteration_s(with_chunk) - alone_s) / prompt_len, costs.iteration_s(with_decode) - alone_s
 
 
 def _spread(values: Sequence[float], unit: float = 1.0) -> dict[str, float | None]:

@@ -1,4 +1,5 @@
-"""The tables of docs/gpu.md from what benchmarks/results/gpu has of a GPU: targets, and where each part has run.
+"""The tables of docs/gpu.md and of decision 73 from what benchmarks/results/gpu has of a GPU: targets, where each part has
+run, the promise, and lists of blocks.
 
 python -m benchmarks.gpu.seen
 """
@@ -12,12 +13,14 @@ from benchmarks.gpu.targets import outcomes
 from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recording import RESULTS
 
-PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+_DOCS = Path(__file__).parents[2] / "docs"
+PAGES = (_DOCS / "gpu.md", _DOCS / "decisions" / "0073-lists-of-copies.md")
 
 
 def main() -> None:
     """Write them."""
-    PAGE.write_text(with_seen(PAGE.read_text(), recorded(RESULTS / "gpu")))
+    for page in PAGES:
+        page.write_text(with_seen(page.read_text(), recorded(RESULTS / "gpu")))
 
 
 def recorded(folder: Path) -> dict[str, dict[str, Any]]:
@@ -27,7 +30,7 @@ def recorded(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def with_seen(page: str, records: dict[str, dict[str, Any]]) -> str:
-    """Return the page with the tables of these records."""
+    """Return the page with those of the tables of these records that it has."""
     found = outcomes({name: record["figures"] for name, record in records.items()}, is_toy=False)
     targets = "| figure | target | seen | |\n|---|---|---|---|\n" + "".join(
         f"| {one.what} | {_spaced(one.target)} | {_spaced(one.seen)} | {one.verdict} |\n" for one in found
@@ -35,7 +38,50 @@ def with_seen(page: str, records: dict[str, dict[str, Any]]) -> str:
     runs = "| part | day | GPU | driver | PyTorch | Triton |\n|---|---|---|---|---|---|\n" + "".join(
         f"| `{name}` | {_run(record)} |\n" for name, record in records.items()
     )
-    return put_table(put_table(page, "gpu targets", targets), "gpu runs", runs)
+    tables = {"gpu targets": targets, "gpu runs": runs}
+    if "promise" in records:
+        tables["gpu promise"] = _promise(records["promise"]["figures"])
+    if "list-copies" in records:
+        tables["gpu lists"] = _lists(records["list-copies"]["figures"])
+    for name, table in tables.items():
+        page = put_table(page, name, table)
+    return page
+
+
+def _promise(figures: dict[str, Any]) -> str:
+    """Return what chat and documents got, of each phase."""
+    lines = [
+        "| policy | phase | chats held | TTFT p50, p99, ms | TPOT p50, p99, ms | longest gap p99, ms "
+        "| documents: prompt, output tokens/s | iterations/s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for policy, found in figures["policies"].items():
+        for phase, seen in found["phases"].items():
+            chat, documents = seen.get("chat"), seen.get("documents")
+            cells = [policy, phase, "", "", "", "", "", f"{seen['iterations']['per_s']:.1f}"]
+            if chat:
+                cells[2] = f"{chat['held']:.0%} of {chat['num']}".replace("%", " %")
+                cells[3:6] = [
+                    *(
+                        ", ".join(f"{chat[name][at] * 1e3:.0f}" for at in ("p50", "p99"))
+                        for name in ("ttft_s", "tpot_s")
+                    ),
+                    f"{chat['longest_gap_s']['p99'] * 1e3:.0f}",
+                ]
+            if documents:
+                cells[6] = f"{documents['prompt_tokens_per_s']:,.0f}, {documents['output_tokens_per_s']:,.0f}"
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _lists(figures: dict[str, Any]) -> str:
+    """Return GB/s of 64 MiB in blocks of each size."""
+    ways = [name for name in figures["rows"][0]["gb_per_s"] if name != "plain"]
+    lines = [f"| block | {' | '.join(ways)} | plain copy |", "|---" * (len(ways) + 2) + "|"]
+    for row in figures["rows"]:
+        rates = [f"{row['gb_per_s'][name]:.1f}" for name in (*ways, "plain")]
+        lines.append(f"| {row['block_bytes'] >> 10} KiB | {' | '.join(rates)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _spaced(figure: str) -> str:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,6 @@ from alignedserve.config.environment import limit_thread_spinning
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import AlignedServeError, ResourceError
-from alignedserve.costmodel.full_sizes import FullSizes
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
 from alignedserve.costmodel.online import OnlineIterationModel
 from alignedserve.messages.handshake import Role
@@ -48,7 +47,6 @@ from router.service import Router
 WORKER, GATEWAY = "decode-0", "gateway-0"
 _KEPT_OF_LOG = 60  # lines
 _ENDS_S = 15.0
-_known_sizes: dict[int, FullSizes | None] = {}  # of a worker's calibration, in its process
 
 
 class WorkerEnded(ResourceError):
@@ -60,7 +58,6 @@ class WorkerState(NamedTuple):
 
     iterations: list[IterationRecord]  # the latest, oldest first
     coefficients: LinearCoefficients  # what iterations cost, as far as it has learned
-    full_sizes: FullSizes | None  # of an iteration, as far as it keeps to them
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +164,6 @@ class Serving:
         assert isinstance(state, WorkerState), "an answer to what was asked"
         return state
 
-    async def fill_iterations(self, *, is_wanted: bool) -> None:
-        """Let the worker keep to the sizes at which its products fill the GPU, or take any. Raises WorkerEnded."""
-        self.require_alive()
-        self._pipe.send(is_wanted)
-        await self._answer()
-
     def require_alive(self) -> None:
         """Raise WorkerEnded with the end of its log where its process has ended."""
         if not self._process.is_alive():
@@ -236,21 +227,16 @@ def run_worker(config: ClusterConfig, served: ServedModel, spec: ProcessSpec, pi
     pipe.send(None if failure is None else f"{type(failure).__name__}: {failure}")
     with contextlib.suppress(EOFError, OSError):
         while failure is None:
-            is_filling = pipe.recv()
-            pipe.send(host.call(_state_of(started[0], is_filling)))
+            pipe.recv()
+            pipe.send(host.call(_state_of(started[0])))
     host.stop()
     sys.stdout.flush()
     os._exit(0)  # as Ray's processes end: nothing is left to tidy up, and native objects are not told apart from leaks
 
 
-async def _state_of(worker: ColocatedWorker, is_filling: bool | None) -> WorkerState:
-    """Return its state; before, let it keep to full sizes or not, unless that is None."""
+async def _state_of(worker: ColocatedWorker) -> WorkerState:
     logic = worker._driver._logic
     assert isinstance(logic, ColocatedLogic), "a worker that does both"
-    known = _known_sizes.setdefault(id(logic), logic._scheduler.limits.full_sizes)
-    if is_filling is not None:
-        limits = replace(logic._scheduler.limits, full_sizes=known if is_filling else None)
-        logic._scheduler = replace(logic._scheduler, limits=limits)
     costs = logic._scheduler.costs
     assert isinstance(costs, OnlineIterationModel | LinearIterationModel), "costs that are a sum"
-    return WorkerState(list(worker.iteration_log.records()), costs.coefficients, logic._scheduler.limits.full_sizes)
+    return WorkerState(list(worker.iteration_log.records()), costs.coefficients)

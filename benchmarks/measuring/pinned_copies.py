@@ -37,13 +37,19 @@ class PinnedLists:
         streams: DeviceStreams,
         outwards: npt.NDArray[np.int64],
         inwards: npt.NDArray[np.int64],
+        *,
+        is_listed: bool = False,
     ) -> None:
-        """Both lists are equally long; their blocks are used by nothing else, and the inward ones are overwritten."""
+        """Both lists are equally long; their blocks are used by nothing else, and the inward ones are overwritten.
+
+        `is_listed`: by one call of the driver, where it has that; otherwise gathered on the device first.
+        """
+        least = 0 if is_listed else None
         self._storage_bytes = storage.bytes
         self._ids = {OFFLOAD: outwards, PREFETCH: inwards}
         self._streams = {name: streams.stream(name) for name in self._ids}
         self._copies = {
-            name: StagedCopies(exact_codec(storage.bytes), stream, storage.accelerator)
+            name: StagedCopies(exact_codec(storage.bytes), stream, storage.accelerator, least_listed_bytes=least)
             for name, stream in self._streams.items()
         }
         self._rows = {name: copies.pinned(len(self._ids[name])) for name, copies in self._copies.items()}

@@ -26,6 +26,9 @@ from kernels.gpu.launching import (
 
 TILE = 64  # tokens
 _WARPS = 4
+# Parts of a context merged at a time: one long context in a small batch has a part in every program. By more warps, or
+# for several heads at a time, merging takes up to twice as long, seen on an H100.
+_PARTS, _MERGING_WARPS = 16, 2
 
 
 # Stages by bytes of a head, up to these: 5: the next tile is loaded while one is computed; 3: after it.
@@ -38,17 +41,6 @@ class DecodeTiling(NamedTuple):
     keys: int  # of a tile; those of the partition
     num_warps: int
     num_stages: int
-
-
-class MergeTiling(NamedTuple):
-    """How parts are merged."""
-
-    parts: int  # at a time: one long context in a small batch has a part in every program
-    heads: int  # of a program
-    num_warps: int
-
-
-MERGING = MergeTiling(16, 1, 4)
 
 
 def decode_tiling(head_dim: int, dtype: torch.dtype, shared_bytes: int) -> DecodeTiling:
@@ -88,7 +80,6 @@ def paged_decode(
     *,
     window: int | None = None,
     tiling: DecodeTiling | None = None,
-    merging: MergeTiling = MERGING,
 ) -> CompiledKernel | None:
     """Compute attention of one query token per context over its keys and values, its own included, in the blocks.
 
@@ -141,19 +132,17 @@ def paged_decode(
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    heads, (parts, each, merge_warps) = kv_heads * group, merging
-    _merge_parts[(num_rows, triton.cdiv(heads, each))](
+    _merge_parts[(num_rows, kv_heads * group)](
         out,
         row_parts,
         batch.sums,
         batch.weights,
         out.stride(0),
-        HEADS=heads,
+        HEADS=kv_heads * group,
         HEAD_DIM=head_dim,
         PADDED_DIM=padded_dim,
-        PARTS=parts,
-        EACH=each,
-        num_warps=merge_warps,
+        PARTS=_PARTS,
+        num_warps=_MERGING_WARPS,
     )
     return compiled
 
@@ -257,30 +246,27 @@ def _merge_parts(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PARTS: tl.constexpr,
-    EACH: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * EACH + tl.arange(0, EACH)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims, places = tl.arange(0, PADDED_DIM), tl.arange(0, PARTS)
-    is_dim = (dims < HEAD_DIM)[None, :]
-    most = tl.full((EACH,), -float("inf"), tl.float32)
-    total = tl.zeros((EACH,), tl.float32)
-    result = tl.zeros((EACH, PADDED_DIM), tl.float32)
+    is_dim = dims < HEAD_DIM
+    most = tl.full((), -float("inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    result = tl.zeros((PADDED_DIM,), tl.float32)
     last = tl.load(row_parts + row + 1)
     for first in range(tl.load(row_parts + row), last, PARTS):
-        is_part = (first + places < last)[:, None] & (heads < HEADS)[None, :]
-        own_heads = (first + places).to(tl.int64)[:, None] * HEADS + heads[None, :]
-        own_most = tl.load(weights + own_heads * 2, mask=is_part, other=-float("inf"))
-        own_total = tl.load(weights + own_heads * 2 + 1, mask=is_part, other=0.0)
-        where = own_heads[:, :, None] * HEAD_DIM + dims[None, None, :]
-        own = tl.load(sums + where, mask=is_part[:, :, None] & is_dim[None, :, :], other=0.0)
+        is_part = first + places < last
+        heads = (first + places).to(tl.int64) * HEADS + head
+        own_most = tl.load(weights + heads * 2, mask=is_part, other=-float("inf"))
+        own_total = tl.load(weights + heads * 2 + 1, mask=is_part, other=0.0)
+        where = heads[:, None] * HEAD_DIM + dims[None, :]
+        own = tl.load(sums + where, mask=is_part[:, None] & is_dim[None, :], other=0.0)
         higher = tl.maximum(most, tl.max(own_most, axis=0))
         before = tl.where(most == -float("inf"), 0.0, tl.exp2(most - higher))
         # A part without a number (NaN in its keys) has no maximum; its sum is none either, and stays none times 0.
-        share = tl.where(own_most == -float("inf"), 0.0, tl.exp2(own_most - higher[None, :]))
+        share = tl.where(own_most == -float("inf"), 0.0, tl.exp2(own_most - higher))
         total = total * before + tl.sum(own_total * share, axis=0)
-        result = result * before[:, None] + tl.sum(own * share[:, :, None], axis=0)
+        result = result * before + tl.sum(own * share[:, None], axis=0)
         most = higher
-    where = row * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
-    merged = (result / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + where, merged, mask=is_dim & (heads < HEADS)[:, None])
+    where = row * out_stride + head * HEAD_DIM + dims
+    tl.store(out + where, (result / total).to(out.dtype.element_ty), mask=is_dim)

@@ -8,6 +8,7 @@ those that gather.
 import ctypes
 import functools
 import logging
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ Ints = npt.NDArray[np.int64]
 
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the source is read in its turn
 _BESIDE_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+# Bytes of one call, half a millisecond of a link: what other streams copy meanwhile, such as a step's tokens, waits no
+# longer for an engine that takes a list as one piece.
+_BYTES_OF_CALL = 32 << 20
 _Address = ctypes.c_void_p
 
 
@@ -54,6 +58,12 @@ class BatchedCopies:
 
         Return False where the driver refuses, for whatever reason: then all of it must be copied by other means.
         """
+        calls = (np.cumsum(sizes) - 1) // _BYTES_OF_CALL
+        bounds = [0, *(np.flatnonzero(np.diff(calls)) + 1).tolist(), len(sizes)]
+        parts = (slice(first, last) for first, last in pairwise(bounds))
+        return all(self._call(sources[part], targets[part], sizes[part], stream) for part in parts)
+
+    def _call(self, sources: Ints, targets: Ints, sizes: Ints, stream: int) -> bool:
         lists = (targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes))
         attributes = (ctypes.addressof(_ATTRIBUTES), ctypes.addressof(_FROM_THE_FIRST), 1)
         failed = ctypes.c_size_t()

@@ -1,8 +1,8 @@
 """Stream-ordered copies of blocks between a device and host memory.
 
-Where the driver copies a list by one call, blocks that stay as they are go straight to and from the host's rows. Others
-are gathered on the device into contiguous bytes, so that few large copies cross the link; the host's memory is
-page-locked.
+Lists of blocks are gathered on the device into contiguous bytes, so that few large copies cross the link; the host's
+memory is page-locked. Blocks that stay as they are can go straight to and from the host's rows as well, where the
+driver copies a list by one call.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,6 @@ from kernels.cpu.block_copies import BlockList, all_rows
 IntArray = npt.NDArray[np.int64]
 
 _STAGED_BYTES = 32 << 20  # large enough for a link's full speed, small beside a cache
-_LEAST_LISTED_BYTES = 256 << 10  # a block: rows of the host lie side by side, so that a gathered piece is one copy
 _NUM_STAGES = 2  # one is filled while the other is emptied
 
 
@@ -38,17 +37,19 @@ class StagedCopies:
         accelerator: Accelerator | None,
         *,
         staged_bytes: int = _STAGED_BYTES,
-        least_listed_bytes: int = _LEAST_LISTED_BYTES,
+        least_listed_bytes: int | None = None,
     ) -> None:
         """`accelerator`: of the stream and the blocks; None: a CPU, where blocks are copied straight to and from the
         host's rows. Others may gather in staging memory, allocated there now. `least_listed_bytes`: of a block that
-        never is."""
+        is copied by lists instead; None: none is, as long as it is not known whether the driver's call returns at
+        once."""
         self._codec = codec
         self._stream = stream
         self._accelerator = accelerator
         self._piece = max(1, staged_bytes // codec.row_bytes)
         self._stages: list[Tensor] = []  # on the host, of walks through pieces
-        is_listed = stream.copies_runs_at_once and codec.row_bytes >= least_listed_bytes
+        is_listed = least_listed_bytes is not None and codec.row_bytes >= least_listed_bytes
+        is_listed = is_listed and stream.copies_runs_at_once
         self._listed = codec.exact_of if is_listed else None
         needs_staging = accelerator is not None and self._listed is None
         self._staging = accelerator.empty(self._piece, codec.row_bytes) if accelerator and needs_staging else None

@@ -1,9 +1,12 @@
 """Lists of blocks to a registered arena and back, by size: gathered on the GPU first, or by one call of the driver.
 
-Each way moves 64 MiB of blocks in no order; one plain copy of as many contiguous bytes stands beside it.
+Each way moves 64 MiB of blocks in no order; one plain copy of as many contiguous bytes stands beside it. And after
+which share of a list's time the driver's call returns: swaps are enqueued by the thread that computes.
 """
 
+import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +18,8 @@ import torch
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.host_accelerator import HostAccelerator
+from alignedserve.runtime.device.row_runs import RowRuns
+from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.direct_copies import DirectCopies, HostSide
@@ -56,8 +61,24 @@ def _measure(device: torch.device, layout: BlockLayout, num_blocks: int) -> dict
                 works[f"{name}, out"] = partial(copies.copy_out, storage.bytes, mine, theirs)
                 works[f"{name}, in"] = partial(copies.copy_in, theirs, storage.bytes, mine)
             seconds = medians_by_turns(_ROUNDS, *works.values())
+            returned = _returned(storage, torch.from_numpy(arena.blocks))
         finally:
             arena.close(unlink=True)
     size = num_blocks * layout.block_bytes
     rates = {name: size / taken / 1e9 for name, taken in zip(works, seconds, strict=True)}
-    return {"block_bytes": layout.block_bytes, "num_blocks": num_blocks, "gb_per_s": rates}
+    size_of = {"block_bytes": layout.block_bytes, "num_blocks": num_blocks}
+    return {**size_of, "gb_per_s": rates, "share_until_returned": returned}
+
+
+def _returned(storage: BlockStorage, host: torch.Tensor) -> float:
+    """Return the share of the time of a list, copied out, after which the host goes on; the median."""
+    stream, rng = streams_of(storage.device).stream("lists"), np.random.default_rng(1)
+    shares = []
+    for _ in range(_ROUNDS + 1):
+        runs = RowRuns.of(rng.permutation(len(host)), rng.permutation(len(host)))
+        began_s = time.perf_counter()
+        stream.copy_out_runs(storage.bytes, host, runs)
+        returned_s = time.perf_counter()
+        stream.record().synchronize()
+        shares.append((returned_s - began_s) / (time.perf_counter() - began_s))
+    return statistics.median(shares[1:])

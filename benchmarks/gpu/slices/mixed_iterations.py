@@ -1,7 +1,7 @@
 """Iterations of an 8B shape by how many tokens they compute: a chunk alone, and beside decodes, as where chat runs
 beside documents. Two of the mixed ones by kernel.
 
-The products of a pass are cut into tiles: where time over tokens is a staircase, `FullSizes` keeps to its edges.
+The products of a pass are cut into tiles: time over tokens is a staircase.
 """
 
 import time

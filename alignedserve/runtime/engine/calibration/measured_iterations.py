@@ -9,7 +9,6 @@ import numpy as np
 from alignedserve.core.ids import BlockId
 from alignedserve.costmodel.iteration_points import Point, calibrate, calibration_points
 from alignedserve.costmodel.linear import Sample
-from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.calibration.kept_calibration import KeptCalibration
 from alignedserve.runtime.engine.engine import Engine
@@ -45,13 +44,7 @@ def measure_iterations(
     engine.storage.zero_blocks(blocks)
     timer = IterationTimer(engine, block_ids=blocks.tolist(), clock=clock)
     has_hidden_cache = engine.hidden_block_tokens is not None
-    is_on_gpu = engine.storage.device.type == CUDA
-    known = calibration_points(
-        max_requests=max_sequences,
-        max_tokens=max_tokens,
-        has_hidden_cache=has_hidden_cache,
-        has_stairs=is_on_gpu,
-    )
+    known = calibration_points(max_requests=max_sequences, max_tokens=max_tokens, has_hidden_cache=has_hidden_cache)
     points = [point for point in timer.feasible(known, max_context_len) if swap_space or not point.num_swapped]
     if not points:
         return ()
@@ -72,8 +65,6 @@ def measure_iterations(
         engine.storage.give_back()
         return known_before
     left_s = max(duration_s - (clock() - started_s), _LEAST_S)
-    for point in points if is_on_gpu else ():  # for whose sizes kernels are compiled, or loaded, at their first use
-        measure_in_turn(point)
     most = _MOST_ROUNDS * len(points)
     samples = calibrate(points, measure_in_turn, clock=clock, duration_s=left_s, max_samples=most)
     engine.storage.give_back()

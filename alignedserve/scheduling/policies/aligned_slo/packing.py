@@ -190,13 +190,7 @@ class SloPacking:
 
     def _chunk_within(self, row: int, at_most: int, budget_s: float) -> int:
         costs, num_cached = self._view.costs, int(self._table.num_cached[row])
-        work, full_sizes = self._packer.work, self._view.limits.full_sizes
-        num_tokens = chunk_within(costs, work, num_cached=num_cached, at_most=at_most, budget_s=budget_s)
-        if full_sizes is None or num_tokens == at_most or self._table.is_real_time[row]:
-            return num_tokens
-        # The last chunk of an iteration: what it leaves out, the next one computes in less time.
-        full = full_sizes.best(work.num_tokens + num_tokens) - work.num_tokens
-        return full if full > 0 else num_tokens
+        return chunk_within(costs, self._packer.work, num_cached=num_cached, at_most=at_most, budget_s=budget_s)
 
     def _in_time(self, row: int, usual: int, at_most: int) -> int:
         """Return the tokens of an urgent prompt to compute now: more than the `usual` if it is in time only so.

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-from alignedserve.costmodel.full_sizes import FullSizes
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import WorkerView
 from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
@@ -46,20 +45,6 @@ def test_without_objectives_the_iteration_is_filled() -> None:
         "short": {"prompt_len": 100, "predicted_len": 10, "arrival_s": 0.2},
     }
     assert planned(view_of(rows, now=1.0)) == {"decodes": 1, "short": 100, "long": 411}
-
-
-def test_a_document_s_chunk_ends_where_the_products_fill_a_gpu_and_a_chat_s_where_its_time_does() -> None:
-    """Iterations of 33 to 64 tokens take as long as each other, and those of 65 half as long again."""
-    full = FullSizes(sizes := tuple(range(8, 200, 8)), tuple(0.02 + 0.02 * -(-size // 32) for size in sizes))
-    answer = {"prompt_len": 90, "num_generated": 10, "ttft_s": 0.4, "tpot_s": 0.2, "last_token_s": 0.99}
-    for newcomer, num_plain, num_full in (
-        ({"be": True, "arrival_s": 0.1}, 68, 63),
-        ({"ttft_s": 9.0, "tpot_s": 0.2, "arrival_s": 0.9}, 158, 158),
-    ):
-        view = view_of({"answer": answer, "new": {"prompt_len": 600, **newcomer}}, now=1.0, history=[0.02])
-        assert planned(view) == {"answer": 1, "new": num_plain}
-        filled = replace(view, limits=replace(view.limits, full_sizes=full))
-        assert planned(filled) == {"answer": 1, "new": num_full}
 
 
 def test_best_effort_gives_its_blocks_to_a_question_that_cannot_wait() -> None:
