@@ -1,5 +1,4 @@
-"""The tables of docs/gpu.md and of decision 73 from what benchmarks/results/gpu has of a GPU: targets, where each part has
-run, the promise, and lists of blocks.
+"""The tables of docs/gpu.md and of decision 73 from what benchmarks/results/gpu has of a GPU.
 
 python -m benchmarks.gpu.seen
 """
