@@ -1,14 +1,18 @@
-"""Where some ten decode steps of a model spend their time, by kernel, and what of it no kernel ran."""
+"""Where some ten decode steps of a model spend their time, by kernel, and what of it no kernel ran; and where the host
+spends it in a short prompt, whose kernels are launched one by one."""
 
+import cProfile
+import pstats
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from alignedserve.costmodel.iteration_points import Point
+from alignedserve.costmodel.iteration_points import Chunk, Point
 from alignedserve.profiling.model_loading import load_decoder
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.timing import synchronize
@@ -17,6 +21,7 @@ from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.kv.block_storage import BlockStorage
 
 _NUM_ROUNDS, _BLOCK_SIZE, _SPARE, _KEPT = 4, 16, 16, 25  # rounds of three steps
+_PROMPT, _TOY_PROMPT = 64, 8  # tokens: an H100 would compute them in the 6 ms that reading the weights takes
 _OF_A_GPU = "CUDA"  # in PyTorch's DeviceType
 _BATCHES, _TOY_BATCHES = ((64, 2048), (256, 512)), ((3, 24),)
 
@@ -24,7 +29,8 @@ _BATCHES, _TOY_BATCHES = ((64, 2048), (256, 512)), ((3, 24),)
 def profile_steps(
     device: torch.device, *, is_toy: bool, on_measured: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Return the heaviest kernels of each batch, and the share of time in which none ran; told after each batch."""
+    """Return the heaviest kernels of each batch, the share of time in which none ran, and the heaviest functions of a
+    short prompt; told after each batch."""
     shape, dtype = ("toy", "float32") if is_toy else ("llama-3-8b", "bfloat16")
     decoder = load_decoder(shape, dtype, device.type)
     figures: dict[str, Any] = {"shape": shape, "dtype": dtype, "batches": []}
@@ -37,9 +43,32 @@ def profile_steps(
         engine.record_graphs()
         timer = IterationTimer(engine, block_ids=list(range(num_blocks)), clock=time.perf_counter)
         figures["batches"].append({"batch": f"{count} x {length}", **profiled(timer, point, device)})
+        if "prompt" not in figures:
+            figures["prompt"] = host_calls(timer, _TOY_PROMPT if is_toy else _PROMPT)
         on_measured(figures)
         del engine, storage, timer
     return figures
+
+
+def host_calls(timer: IterationTimer, num_tokens: int) -> dict[str, Any]:
+    """Return a prompt's milliseconds, and the functions in which the host spends most under Python's profiler."""
+    point = Point("prefill", (Chunk(num_tokens, 0, is_last=True),))
+    timer.measure(point)
+    prompt_s = min(timer.measure(point) for _ in range(_NUM_ROUNDS))
+    with cProfile.Profile() as profiler:
+        for _ in range(_NUM_ROUNDS):
+            timer.measure(point, 1)
+    stats: Any = pstats.Stats(profiler)
+    own = sorted(stats.stats.items(), key=lambda one: -one[1][2])[:_KEPT]
+    functions = [
+        {
+            "function": f"{Path(file).name}:{line} {name}"[:120],
+            "calls": calls // _NUM_ROUNDS,
+            "ms": own_s / _NUM_ROUNDS * 1e3,
+        }
+        for (file, line, name), (_, calls, own_s, _, _) in own
+    ]
+    return {"tokens": num_tokens, "prompt_ms": prompt_s * 1e3, "functions": functions}
 
 
 def profiled(timer: IterationTimer, point: Point, device: torch.device) -> dict[str, Any]:
