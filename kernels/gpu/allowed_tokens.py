@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.launching import parts_of
+
 _TILE = 4096  # tokens of one program
 
 
@@ -13,7 +15,7 @@ def mask_tokens_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     num_masked, vocabulary = len(rows), logits.shape[1]
     assert logits.stride(1) == 1 or vocabulary == 1, "not rows of contiguous logits"
     if num_masked:
-        _mask[(num_masked, triton.cdiv(vocabulary, _TILE))](
+        _mask[(num_masked, parts_of(vocabulary, _TILE))](
             logits, rows, bits, logits.stride(0), vocabulary, bits.shape[1], TILE=_TILE
         )
 

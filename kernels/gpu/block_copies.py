@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.launching import parts_of
+
 _WORDS = 1024  # of 8 bytes that a program copies at a time
 # Of a copy between two GPUs. A megabyte or two under way fills a link of 450 GB/s, and more would keep multiprocessors
 # from what is computed meanwhile.
@@ -50,7 +52,7 @@ def _copy(
     count, num_words = len(listed), source.shape[1] // 8
     if not count:
         return
-    per_block = triton.cdiv(num_words, _WORDS)
+    per_block = parts_of(num_words, _WORDS)
     _copy_words[(min(count * per_block, most_programs),)](
         source.view(torch.int64),
         source_ids if source_ids is not None else listed,

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.launching import parts_of, power_of_two
+
 FEW_ROWS, ROWS = 16, 64  # of a tile of one expert
 _CHOICES = 1024  # that a program sorts at a time, and more of many
 _MANY_CHOICES = 4096
@@ -37,7 +39,7 @@ def choose(logits: Tensor, num_chosen: int, *, normalises: bool) -> tuple[Tensor
     experts = torch.empty((num_rows, num_chosen), dtype=torch.int32, device=logits.device)
     shares = torch.empty((num_rows, num_chosen), dtype=torch.float32, device=logits.device)
     if num_rows:
-        padded = triton.next_power_of_2(num_experts)
+        padded = power_of_two(num_experts)
         _choose[(num_rows,)](
             logits,
             experts,
@@ -82,7 +84,7 @@ def add_up(results: Tensor, places: Tensor, shares: Tensor) -> Tensor:
     """
     num_rows, width = len(places), results.shape[1]
     out = torch.empty((num_rows, width), dtype=results.dtype, device=results.device)
-    _add_up[(num_rows, triton.cdiv(width, _COLUMNS))](
+    _add_up[(num_rows, parts_of(width, _COLUMNS))](
         results, places, shares, out, results.stride(0), width, places.shape[1], COLUMNS=_COLUMNS
     )
     return out

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.blocks import float8_bytes
-from kernels.gpu.launching import row_warps
+from kernels.gpu.launching import power_of_two, row_warps
 
 MOST_ELEMENTS = 16384  # of a row that a program holds at a time
 _LARGEST = tl.constexpr(448.0)
@@ -20,7 +20,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     values, scales = empty_rows(len(x), x.shape[1], x.device)
     if len(x):
-        tile = min(triton.next_power_of_2(x.shape[1]), MOST_ELEMENTS)
+        tile = min(power_of_two(x.shape[1]), MOST_ELEMENTS)
         _round_rows[(len(x),)](
             x,
             values.view(torch.uint8),

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.float8_inputs import MOST_ELEMENTS, empty_rows, store_rounded
-from kernels.gpu.launching import row_warps
+from kernels.gpu.launching import parts_of, power_of_two, row_warps
 from kernels.narrow.float8_inputs import Float8Inputs, attach
 
 _COLUMNS = 1024  # of one program
@@ -36,7 +36,7 @@ class Gates:
             return self._rounded(x, width)
         out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
         if num_rows:
-            grid = (num_rows, triton.cdiv(width, _COLUMNS))
+            grid = (num_rows, parts_of(width, _COLUMNS))
             _gate[grid](
                 x,
                 out,
@@ -58,7 +58,7 @@ class Gates:
         else:
             out = unread.expand(num_rows, width)
         inputs = Float8Inputs(*empty_rows(num_rows, width, x.device))
-        padded_width = triton.next_power_of_2(width)
+        padded_width = power_of_two(width)
         if num_rows:
             _gate[(num_rows, 1)](
                 x,

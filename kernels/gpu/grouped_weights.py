@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.gpu.blocks import float8_values
 from kernels.gpu.expert_rows import FEW_ROWS, ROWS, num_tiles, rows_of_tile, tile_rows
-from kernels.gpu.launching import upcast
+from kernels.gpu.launching import parts_of, power_of_two, upcast
 
 _PROGRAMS = 256  # as many there should be
 _RUN_GROUPS = 4  # of one program at least
@@ -68,11 +68,11 @@ def multiply(x: Tensor, weight: GroupedOperand, *, tiling: Tiling | None = None)
     tiling = tiling or tiling_of(num_rows)
     num_runs = 1
     if num_rows <= tiling.rows:
-        num_runs = max(1, min(_PROGRAMS // triton.cdiv(columns, tiling.columns), num_groups // _RUN_GROUPS))
-    run_groups = triton.cdiv(num_groups, num_runs)
-    num_runs = triton.cdiv(num_groups, run_groups)
+        num_runs = max(1, min(_PROGRAMS // parts_of(columns, tiling.columns), num_groups // _RUN_GROUPS))
+    run_groups = parts_of(num_groups, num_runs)
+    num_runs = parts_of(num_groups, run_groups)
     out = torch.empty((num_runs, num_rows, columns), dtype=torch.float32 if num_runs > 1 else x.dtype, device=x.device)
-    grid = (triton.cdiv(num_rows, tiling.rows), triton.cdiv(columns, tiling.columns), num_runs)
+    grid = (parts_of(num_rows, tiling.rows), parts_of(columns, tiling.columns), num_runs)
     _launch(grid, x, weight, out, run_groups, tiling, None)
     return out[0] if num_runs == 1 else out.sum(0).to(x.dtype)
 
@@ -81,7 +81,7 @@ def unpack(weight: GroupedOperand, out: Tensor) -> None:
     """Write a weight's values, rounded once, to out [columns, in_width], contiguous."""
     num_groups, columns = weight.scales.shape
     group = weight.in_width // num_groups
-    _unpack[(num_groups, triton.cdiv(columns, _UNPACKED_COLUMNS))](
+    _unpack[(num_groups, parts_of(columns, _UNPACKED_COLUMNS))](
         weight.words,
         weight.scales,
         weight.scales if weight.zeros is None else weight.zeros,
@@ -103,7 +103,7 @@ def multiply_sorted(x: Tensor, weight: GroupedOperand, ends: Tensor) -> Tensor:
     num_experts, num_groups, columns = weight.scales.shape
     out = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
     tiling = _SORTED[tile_rows(len(x), num_experts)]
-    grid = (num_tiles(len(x), num_experts), triton.cdiv(columns, tiling.columns), 1)
+    grid = (num_tiles(len(x), num_experts), parts_of(columns, tiling.columns), 1)
     _launch(grid, x, weight, out, num_groups, tiling, ends)
     return out
 
@@ -153,7 +153,7 @@ def _launch(
         GROUP=group,
         IS_INT4=2 * weight.words.shape[-1] == weight.in_width,
         IS_FLOAT8=weight.zeros is None,
-        EXPERTS=0 if ends is None else triton.next_power_of_2(len(ends)),
+        EXPERTS=0 if ends is None else power_of_two(len(ends)),
         ROWS=tiling.rows,
         COLUMNS=tiling.columns,
         UPCAST=upcast(x.dtype),

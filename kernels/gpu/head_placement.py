@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.caches.float8_rows import LARGEST, SMALLEST
 from kernels.gpu.blocks import float8_bytes
+from kernels.gpu.launching import parts_of, power_of_two
 from kernels.rotary import HeadNorms
 
 _HEADS = 8  # of one program
@@ -51,7 +52,7 @@ class HeadRowsKernel:
         weights = (fused, fused, 0.0) if norm is None else (norm.queries, norm.keys, norm.eps)
         query_weight, key_weight, eps = weights
         cos, sin = rotation if rotation is not None else (fused, fused)
-        _place[(count, triton.cdiv(all_heads, _HEADS))](
+        _place[(count, parts_of(all_heads, _HEADS))](
             fused,
             query_weight,
             key_weight,
@@ -68,7 +69,7 @@ class HeadRowsKernel:
             FIRST=first,
             HALF=half,
             HAS_NORM=norm is not None,
-            PART=triton.next_power_of_2(max(first, head_dim - first)),
+            PART=power_of_two(max(first, head_dim - first)),
             HEADS=_HEADS,
             IS_FLOAT8=keys.dtype == torch.uint8,
         )

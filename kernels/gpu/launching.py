@@ -83,7 +83,20 @@ def programs_at_once(kernel: CompiledKernel, limits: Multiprocessor) -> int:
 
 def padded(size: int) -> int:
     """Return the smallest tile side for a matrix product that is at least `size`."""
-    return max(_LEAST_SIDE, int(triton.next_power_of_2(size)))
+    return max(_LEAST_SIDE, power_of_two(size))
+
+
+def power_of_two(size: int) -> int:
+    """Return the least power of two that is at least `size`, which is above 0.
+
+    Triton's own functions for this and `parts_of` are for kernels as well, and take the host twenty times as long.
+    """
+    return 1 << (size - 1).bit_length()
+
+
+def parts_of(size: int, part: int) -> int:
+    """Return how many parts of one size make up at least `size`."""
+    return -(-size // part)
 
 
 def row_warps(padded_width: int) -> int:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.adapters.adapter_tables import HEAD_TILES, MODULE_WORDS, MODULES_AT, MOST_MODULES, SITE_WORDS, TILE_WORDS
-from kernels.gpu.launching import multiprocessors
+from kernels.gpu.launching import multiprocessors, parts_of
 
 RANKS = 16  # of a product with A
 _INPUTS = 64  # multiplied at a time
@@ -46,8 +46,8 @@ class RowTiles(NamedTuple):
 
 def input_runs(in_width: int) -> tuple[int, int]:
     """Return the runs that the inputs of a product are summed in, and the inputs of each; of its width alone."""
-    width = max(_RUN_INPUTS, triton.cdiv(triton.cdiv(in_width, _MOST_RUNS), _INPUTS) * _INPUTS)
-    return triton.cdiv(in_width, width), width
+    width = max(_RUN_INPUTS, parts_of(parts_of(in_width, _MOST_RUNS), _INPUTS) * _INPUTS)
+    return parts_of(in_width, width), width
 
 
 def add_adapters(product: Tensor, x: Tensor, site: int, rows: RowTiles) -> None:

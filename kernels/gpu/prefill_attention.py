@@ -16,7 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.blocks import BlockTables, BlockView, cached_elements, cached_scales, widened
-from kernels.gpu.launching import LARGE_SHARED_BYTES, converts_float8, padded, program_shared_bytes, upcast
+from kernels.gpu.launching import (
+    LARGE_SHARED_BYTES,
+    converts_float8,
+    padded,
+    power_of_two,
+    program_shared_bytes,
+    upcast,
+)
 from kernels.gpu.work_partition import Int32Array, Int64Array
 
 
@@ -58,7 +65,7 @@ class ChunkBatch(NamedTuple):
 def chunk_tiles(lengths: Int64Array, counts: Int64Array, *, group: int, query_rows: int) -> ChunkTiles:
     """Cut chunks into tiles: the last counts[i] of the first lengths[i] tokens of sequence i are queries, in
     consecutive rows. `query_rows`: of the tiling."""
-    tokens = max(1, query_rows // triton.next_power_of_2(group))
+    tokens = max(1, query_rows // power_of_two(group))
     num_tiles = -(-counts // tokens)
     sequences = np.repeat(np.arange(len(counts)), num_tiles)
     within = np.arange(len(sequences)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
@@ -81,7 +88,7 @@ def paged_prefill(
     """
     _, kv_heads, group, head_dim = queries.shape
     stride, keys_at, values_at = view.offsets
-    padded_group = triton.next_power_of_2(group)
+    padded_group = power_of_two(group)
     query_rows, keys, num_warps, num_stages = tiling(
         head_dim, view.blocks.dtype, program_shared_bytes(view.blocks.device)
     )

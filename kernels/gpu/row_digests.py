@@ -18,6 +18,7 @@ from kernels.caches.block_digests import (
     secret_words,
 )
 from kernels.cpu.row_digest import MIX, PLACE
+from kernels.gpu.launching import parts_of
 
 _LANES, _STRIPES, _ROUND_WORDS = tl.constexpr(LANES), tl.constexpr(STRIPES), tl.constexpr(ROUND_WORDS)
 _ROUNDS, _PART_WORDS = tl.constexpr(PART_WORDS // ROUND_WORDS), tl.constexpr(PART_WORDS)
@@ -33,7 +34,7 @@ def row_digests(words: Tensor, row_ids: Tensor | None = None) -> Tensor:
     """
     width = words.shape[1]
     count = len(words) if row_ids is None else len(row_ids)
-    num_parts = triton.cdiv(width, PART_WORDS)
+    num_parts = parts_of(width, PART_WORDS)
     terms = torch.empty((count, num_parts), dtype=torch.int64, device=words.device)
     if count:
         device = words.device

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.float8_inputs import MOST_ELEMENTS, empty_rows, store_rounded
-from kernels.gpu.launching import row_warps
+from kernels.gpu.launching import power_of_two, row_warps
 from kernels.narrow.float8_inputs import Float8Inputs, attach
 
 
@@ -32,7 +32,7 @@ class RowNorm:
         """Normalise x [rows, width] -> normalised [rows, width], dtype of x. With `residual` of the same shape,
         residual += x first, in place, and the result is the normalised residual. Rows may be strided."""
         num_rows, width = x.shape
-        padded_width = triton.next_power_of_2(width)
+        padded_width = power_of_two(width)
         rounds = self._rounds and padded_width <= MOST_ELEMENTS
         unread = self._unread if rounds else None
         out = torch.empty_like(x, memory_format=torch.contiguous_format) if unread is None else unread.expand(x.shape)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.expert_rows import num_tiles, rows_of_tile, tile_rows
-from kernels.gpu.launching import upcast
+from kernels.gpu.launching import parts_of, power_of_two, upcast
 
 _COLUMNS, _INPUTS = 64, 64  # of one program, and of one step of it
 _MANY_COLUMNS = 128  # of one program whose tile has many rows
@@ -28,7 +28,7 @@ def multiply_sorted(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     out = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
     own_rows = tile_rows(len(x), num_experts)
     own_columns = _COLUMNS if own_rows < 64 else _MANY_COLUMNS
-    _multiply_stacked[(num_tiles(len(x), num_experts), triton.cdiv(columns, own_columns))](
+    _multiply_stacked[(num_tiles(len(x), num_experts), parts_of(columns, own_columns))](
         x,
         weight,
         ends,
@@ -40,7 +40,7 @@ def multiply_sorted(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ROWS=own_rows,
         COLUMNS=own_columns,
         INPUTS=_INPUTS,
-        EXPERTS=triton.next_power_of_2(num_experts),
+        EXPERTS=power_of_two(num_experts),
         UPCAST=upcast(x.dtype),
         num_stages=_STAGES if x.element_size() < 4 else 2,
     )

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.launching import power_of_two
 from kernels.sampling import RowParameters
 
 _TILE = 2048  # tokens that are held at a time
@@ -69,7 +70,7 @@ def sample_tokens(logits: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor,
             logits.stride(0),
             vocabulary,
             aside.shape[1],
-            TILE=min(_TILE, triton.next_power_of_2(vocabulary)),
+            TILE=min(_TILE, power_of_two(vocabulary)),
             num_warps=_WARPS,
         )
     return token_ids, is_usable
