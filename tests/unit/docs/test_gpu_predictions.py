@@ -8,6 +8,8 @@ from benchmarks.gpu import predicted, promise_simulated
 from benchmarks.gpu.timed_iterations import KINDS, timed_iterations
 from benchmarks.gpu.timed_iterations import SHORT as HOST_BOUND
 
+_WRITES_IT = "python -m benchmarks.gpu.predicted writes it"
+
 
 def test_the_tables_are_those_of_the_records() -> None:
     for page, table, with_table, command in (
@@ -21,11 +23,11 @@ def test_the_tables_are_those_of_the_records() -> None:
 
 def test_the_profile_is_fitted_to_what_was_timed() -> None:
     profile, fitted = read_profile(predicted.PROFILE), predicted.fitted_profile(predicted.FOLDER)
-    assert profile.shape == fitted.shape
+    assert profile.shape == fitted.shape, _WRITES_IT
     assert profile.num_threads is None, "of a GPU: nothing shares cores, no pass stops"
     for name, value in asdict(fitted.coefficients).items():
         # Not to the last digit: libraries add up in another order.
-        assert abs(getattr(profile.coefficients, name) - value) <= 1e-3 * value, name
+        assert abs(getattr(profile.coefficients, name) - value) <= 1e-3 * value, f"{name}: {_WRITES_IT}"
     iterations = timed_iterations(predicted.FOLDER)
     for kind in KINDS:
         error = fit_error(profile.cost_model(), [one.sample for one in iterations if one.kind == kind])
