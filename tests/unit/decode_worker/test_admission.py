@@ -73,6 +73,13 @@ def test_one_enters_an_empty_worker_whatever_its_objective() -> None:
     assert Worker().within(candidate("a", 0.001), candidate("b", 0.001)) == ["a"]
 
 
+def test_a_chat_does_not_wait_for_documents_that_run_and_they_wait_for_it() -> None:
+    """They entered while no chat was there; their iteration takes 52 ms, and they pause for chats."""
+    worker = Worker(0.017, *[None] * 20)
+    given = (candidate("document"), candidate("a", 0.05), candidate("b", 0.05))
+    assert worker.within(*given) == ["a"]  # 14 ms of chats; 16 with the other
+
+
 def test_an_objective_that_no_decode_alone_would_hold_bounds_nothing() -> None:
     assert Worker(0.01).within(candidate("a", 0.05)) == ["a"]
 
