@@ -117,9 +117,14 @@ def _cells(shape: str, row: Row) -> str:
         _off_on(chat["gap"]["max"], 1.0, 2),
         "-" if row["documents_share"] is None else f"{row['documents_share']:.0%}",
         f"{sum(phase['num_lines'] for phase in lines)}, {bad} bad",
-        "holds" if row["holds"] else f"**not**: {', '.join(name.partition(',')[0] for name in missed)}",
+        "holds" if row["holds"] else f"**not**: {', '.join(map(_short, missed))}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _short(bound: str) -> str:
+    """Return the name of a bound without what the column beside it says."""
+    return bound.partition(",")[0].removesuffix(" lost beside documents")
 
 
 def _percent(share: float) -> str:
