@@ -123,8 +123,9 @@ def _cells(shape: str, row: Row) -> str:
 
 
 def _short(bound: str) -> str:
-    """Return the name of a bound without what the column beside it says."""
-    return bound.partition(",")[0].removesuffix(" lost beside documents")
+    """Return the name of a bound as the heading of its column has it."""
+    name = bound.partition(",")[0]
+    return {"attainment lost beside documents": "attained", "latest first token": "latest"}.get(name, name)
 
 
 def _percent(share: float) -> str:
