@@ -21,7 +21,7 @@ from typing_extensions import override
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
 from alignedserve.runtime.device.accelerator import SharedRows
 from alignedserve.runtime.device.registered_memory import MemoryDriver
-from alignedserve.runtime.device.streams import CopiesOfRuns, Event
+from alignedserve.runtime.device.streams import Event, StreamDefaults
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.device_pieces import DevicePieces
@@ -263,7 +263,7 @@ class StandInEvent:
         self._is_done = True
 
 
-class StandInStream(CopiesOfRuns):
+class StandInStream(StreamDefaults):
     """Steps in order, each an operation or an event to wait for."""
 
     def __init__(self, device: StandInDevice) -> None:
@@ -295,6 +295,7 @@ class StandInStream(CopiesOfRuns):
         self._device.check_reachable(pinned)
         self._copy(pinned, rows)
 
+    @override
     def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor, *, num_rows: int) -> None:
         self._check_own(source, target)
         copy = self._machine.note(source, target, num_rows * source.shape[1], source.shape[1])

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.runtime.device.batched_copies import batched_copies
 from alignedserve.runtime.device.row_runs import RowRuns
@@ -79,10 +80,13 @@ class Stream(Protocol):
         """
 
 
-class CopiesOfRuns:
-    """Streams that copy one run after the other."""
+class StreamDefaults:
+    """What streams make of their own `run` and copies: one run of rows after the other."""
 
-    copies_runs_at_once = False
+    @property
+    def copies_runs_at_once(self) -> bool:
+        """See Stream."""
+        return False
 
     def copy_out_runs(self: Stream, rows: Tensor, pinned: Tensor, runs: RowRuns) -> None:
         """See Stream."""
@@ -93,6 +97,12 @@ class CopiesOfRuns:
         """See Stream."""
         for own, there in runs.slices():
             self.copy_in(pinned[there], rows[own])
+
+    def run_peer(
+        self: Stream, operation: Callable[[], object], source: Tensor, target: Tensor, *, num_rows: int
+    ) -> None:
+        """See Stream."""
+        self.run(operation)
 
 
 class DeviceStreams(Protocol):
@@ -116,7 +126,7 @@ class HostEvent:
         """See Event."""
 
 
-class HostStream(CopiesOfRuns):
+class HostStream(StreamDefaults):
     """A stream of a CPU, which runs everything at once."""
 
     _EVENT = HostEvent()
@@ -140,10 +150,6 @@ class HostStream(CopiesOfRuns):
     def copy_in(self, pinned: Tensor, rows: Tensor) -> None:
         """See Stream. Need not be page-locked."""
         rows.copy_(pinned)
-
-    def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor, *, num_rows: int) -> None:
-        """See Stream."""
-        operation()
 
 
 class HostStreams:
@@ -180,7 +186,7 @@ class CudaEvent:
         stream.wait_event(self._event)
 
 
-class CudaStream:
+class CudaStream(StreamDefaults):
     """A CUDA stream, ordered after earlier work on the current stream, such as loading weights."""
 
     def __init__(self, device: torch.device, *, has_sleeping_waits: bool = False) -> None:
@@ -190,6 +196,7 @@ class CudaStream:
         self._held: deque[tuple[CudaEvent, object]] = deque()
 
     @property
+    @override
     def copies_runs_at_once(self) -> bool:
         """See Stream."""
         return batched_copies() is not None
@@ -225,33 +232,31 @@ class CudaStream:
         """See Stream."""
         self._copy(pinned, rows, rows=rows, pinned=pinned)
 
+    @override
     def copy_out_runs(self, rows: Tensor, pinned: Tensor, runs: RowRuns) -> None:
         """See Stream."""
-        self._copy_runs(rows, pinned, runs, is_out=True)
+        if not self._copy_at_once(rows, pinned, runs, is_out=True):
+            super().copy_out_runs(rows, pinned, runs)
 
+    @override
     def copy_in_runs(self, pinned: Tensor, rows: Tensor, runs: RowRuns) -> None:
         """See Stream."""
-        self._copy_runs(rows, pinned, runs, is_out=False)
+        if not self._copy_at_once(rows, pinned, runs, is_out=False):
+            super().copy_in_runs(pinned, rows, runs)
 
-    def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor, *, num_rows: int) -> None:
-        """See Stream."""
-        self.run(operation)
-
-    def _copy_runs(self, rows: Tensor, pinned: Tensor, runs: RowRuns, *, is_out: bool) -> None:
-        """Have the driver copy all runs by one call; one after the other where it knows none for that, or refuses."""
-        if not len(runs.counts):
-            return
+    def _copy_at_once(self, rows: Tensor, pinned: Tensor, runs: RowRuns, *, is_out: bool) -> bool:
+        """Have the driver copy all runs by one call; return False where it knows none for that, or refuses."""
+        batch = batched_copies()
+        if batch is None or not len(runs.counts):
+            return False
         assert pinned.is_pinned(), "a copy with memory that is not page-locked would block the host"
         self._join()
         own, there, sizes = runs.addresses(rows, pinned)
         source, target = (own, there) if is_out else (there, own)
         with _CUDA.stream(self._stream):
-            batch = batched_copies()
-            if batch is None or not batch.enqueue(source, target, sizes, self._stream.cuda_stream):
-                for mine, other in runs.slices():
-                    one, another = (rows[mine], pinned[other]) if is_out else (pinned[other], rows[mine])
-                    another.copy_(one, non_blocking=True)
+            is_copied = batch.enqueue(source, target, sizes, self._stream.cuda_stream)
         self._hold((rows, pinned))
+        return is_copied
 
     def _copy(self, source: Tensor, target: Tensor, *, rows: Tensor, pinned: Tensor) -> None:
         _check_copy(source, target)
@@ -341,7 +346,7 @@ class CheckedEvent:
         self._is_done = True
 
 
-class CheckedStream(CopiesOfRuns):
+class CheckedStream(StreamDefaults):
     """Steps in order, each an operation or an event to wait for."""
 
     def __init__(self, streams: CheckedStreams) -> None:
@@ -370,10 +375,6 @@ class CheckedStream(CopiesOfRuns):
     def copy_in(self, pinned: Tensor, rows: Tensor) -> None:
         """See Stream."""
         self._copy(pinned, rows)
-
-    def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor, *, num_rows: int) -> None:
-        """See Stream."""
-        self.run(operation)
 
     def has_work(self) -> bool:
         """Return whether a step is left."""
