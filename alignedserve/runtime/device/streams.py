@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from alignedserve.runtime.device.batched_copies import batched_copies
-from alignedserve.runtime.device.row_runs import RowRuns
+from alignedserve.runtime.device.batched_copies import RowRuns, batched_copies
 
 _CUDA: Any = torch.cuda
 

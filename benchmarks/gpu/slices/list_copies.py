@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.runtime.device.batched_copies import RowRuns
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.host_accelerator import HostAccelerator
-from alignedserve.runtime.device.row_runs import RowRuns
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.block_storage import BlockStorage

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from alignedserve.runtime.device import batched_copies
 from alignedserve.runtime.device.arrays import FixedArrays, to_device
-from alignedserve.runtime.device.row_runs import RowRuns
+from alignedserve.runtime.device.batched_copies import RowRuns
 from alignedserve.runtime.device.streams import CudaStreams
 from tests.support.fake_cuda import FakeCuda, device_copies, fake_cuda
 from tests.support.marks import each
