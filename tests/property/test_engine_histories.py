@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from alignedserve.runtime.device.streams import CheckedStream, CheckedStreams, CudaStreams, DeviceStreams, HostStreams
+from alignedserve.runtime.device.streams import CudaStreams, DeviceStreams, HostStreams
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.steps.chunk_guess import ChunkGuess
 from alignedserve.runtime.engine.steps.next_step import NextStep
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch
 from alignedserve.runtime.kv.pending_copies import PendingCopies
 from tests.harnesses.engine_histories import EngineHistory, generated_alone, undisturbed
+from tests.support.checked_streams import CheckedStream, CheckedStreams
 from tests.support.marks import many, slow
 from tests.support.tiny_engines import tiny_decoder
 from tests.support.tiny_models import make_tiny_model

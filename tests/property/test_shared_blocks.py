@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 
 from alignedserve.core.request import Request, SampledToken
-from alignedserve.runtime.device.streams import CheckedStreams
 from alignedserve.runtime.engine.decoder import Decoder
 from tests.harnesses.shared_blocks import Counts, SharingWorker, generated_alone, request_of, run_history
+from tests.support.checked_streams import CheckedStreams
 from tests.support.marks import many, slow
 from tests.support.tiny_engines import tiny_decoder
 from tests.support.tiny_models import make_tiny_model

@@ -15,12 +15,12 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.costmodel.iteration_points import Point
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
-from alignedserve.runtime.device.streams import CheckedEvent, CheckedStream, CheckedStreams
 from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.steps.chunk_guess import ChunkGuess
 from alignedserve.runtime.engine.steps.next_step import NextStep
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch
+from tests.support.checked_streams import CheckedEvent, CheckedStream, CheckedStreams
 from tests.support.marks import many, slow
 from tests.support.tiny_engines import GREEDY, TinyEngine, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from alignedserve.runtime.device.accelerator import CudaAccelerator
-from alignedserve.runtime.device.streams import CheckedStreams, DeviceStreams, HostStreams
+from alignedserve.runtime.device.streams import DeviceStreams, HostStreams
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.device_pieces import DevicePieces
 from alignedserve.runtime.kv.direct_copies import DirectCopies, HostSide, PeerSide
@@ -17,6 +17,7 @@ from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from kernels.cpu.block_copies import BlockList, digest_blocks
 from tests.harnesses.transfer import filled, layout_of
+from tests.support.checked_streams import CheckedStreams
 from tests.support.cpu_accelerator import CpuAccelerator, cpu_lanes
 from tests.support.device_stand_in import LINK, Machine
 from tests.support.fake_cuda import fake_cuda

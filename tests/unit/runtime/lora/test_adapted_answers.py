@@ -8,11 +8,11 @@ import torch
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
-from alignedserve.runtime.device.streams import CheckedStreams
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.lora.adapter_files import read_adapter_files
 from alignedserve.runtime.lora.adapter_weights import load_adapter
 from kernels.adapters.lora import AdapterMatrices
+from tests.support.checked_streams import CheckedStreams
 from tests.support.lora_folders import LLAMA_TARGETS, merge, write_adapter
 from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
