@@ -17,7 +17,7 @@ DECODES, LONG, PROMPTS, SHORT, STARTING, MIXED = (
     "140 decodes of 1 726 and a chunk, 512 to 2 048 tokens",
 )
 KINDS = (DECODES, LONG, PROMPTS, SHORT, STARTING, MIXED)
-MIXED_CONTEXTS, MIXED_CACHED = (1726,) * 140, 1024  # as in slices/mixed_iterations.py
+MIXED_CONTEXTS, MIXED_CACHED = (1726,) * 140, 1024  # decodes, and tokens before the chunk
 
 _LONG_PROMPT = 4096
 _LEAST_STAIR = 512  # tokens; below, all prompts take what the host needs for their launches

@@ -16,10 +16,10 @@ from alignedserve.runtime.engine.calibration.iteration_timing import IterationTi
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from benchmarks.gpu.slices.step_profile import profiled
+from benchmarks.gpu.timed_iterations import MIXED_CACHED, MIXED_CONTEXTS
 
 _BLOCK_SIZE, _SPARE = 16, 16
-_DECODES, _TOY_DECODES = (1726,) * 140, (24,) * 3
-_CACHED, _TOY_CACHED = 1024, 8
+_TOY_DECODES, _TOY_CACHED = (24,) * 3, 8
 _TOTALS, _TOY_TOTALS = tuple(range(512, 2112, 64)), (16, 32)  # tokens of an iteration
 _PROFILED, _TOY_PROFILED = (1024, 1088), (16,)
 
@@ -29,7 +29,7 @@ def measure_mixed(
 ) -> dict[str, Any]:
     """Return milliseconds by number of tokens, alone and mixed, and kernels of some; told after each."""
     shape, dtype = ("toy", "float32") if is_toy else ("llama-3-8b", "bfloat16")
-    contexts, cached = (_TOY_DECODES, _TOY_CACHED) if is_toy else (_DECODES, _CACHED)
+    contexts, cached = (_TOY_DECODES, _TOY_CACHED) if is_toy else (MIXED_CONTEXTS, MIXED_CACHED)
     totals, by_kernel = (_TOY_TOTALS, _TOY_PROFILED) if is_toy else (_TOTALS, _PROFILED)
     decoder = load_decoder(shape, dtype, device.type)
 
