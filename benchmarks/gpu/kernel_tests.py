@@ -39,7 +39,7 @@ _MISSING = re.compile(r"^E +ModuleNotFoundError: No module named '([^']+)'", re.
 
 @dataclass(frozen=True, slots=True)
 class SeenTests:
-    """What a log of `pytest -v` says, which may end anywhere."""
+    """Results of single tests, read from a log of `pytest -v` that may end anywhere."""
 
     counts: dict[str, int]  # by result
     failed: list[str]  # tests, and files that cannot be read

@@ -58,7 +58,7 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """What a live run was given."""
+    """A recorded live run: its load, and what one policy made of it."""
 
     load: dict[str, Any]
     found: dict[str, Any]  # of the policy: sizes, and figures of each phase

@@ -51,7 +51,7 @@ class StagedCopies:
         is_listed = least_listed_bytes is not None and codec.row_bytes >= least_listed_bytes
         is_listed = is_listed and stream.copies_runs_at_once
         self._listed = codec.exact_of if is_listed else None
-        needs_staging = accelerator is not None and self._listed is None
+        needs_staging = self._listed is None
         self._staging = accelerator.empty(self._piece, codec.row_bytes) if accelerator and needs_staging else None
 
     def pinned(self, num_rows: int) -> Tensor:
