@@ -1,17 +1,20 @@
 """Chat beside documents with and without passes that stop between layers, live, on this machine.
 
-    python -m benchmarks.yielding                               # elastic workers; ten minutes, on a quiet machine
-    python -m benchmarks.yielding --topology disaggregated --duration 40 --rounds 1
+    python -m benchmarks.yielding                               # ten minutes for each topology, on a quiet machine
+    python -m benchmarks.yielding --topology disaggregated      # those of other topologies are kept
+    python -m benchmarks.yielding --page                        # only the table of the page
     python -m benchmarks.yielding --simulated                   # on any machine: the loads of chat_beside_documents
 
 A model of 125M OPT's shape with random weights in bfloat16. Chat: Poisson, prompts log-normal around 100 tokens,
 answers around 60, with TTFT 0.4 s and TPOT 0.2 s. Documents: 64 `flex` streams outstanding, prompts 512 to 1 024,
 answers 32 to 128. In every round one server of each setting: first chat alone, then both, after `LEARNING_S` that do
-not count; rounds alternate which setting goes first. Percentiles are means over the rounds, and the ratio is to chat
-alone of the same setting. Documents count by all tokens that were computed of their prompts and answers: in a minute
-few of them end, and which part of each falls into it is chance. Beside what clients saw stands what the worker's
-iteration log says of every stop, and one of them as a timeline. Targets: p99 of TTFT at most 1.25 times that of chat
-alone, documents at least 90 % of those without stops; a pass stands still within a layer and 5 ms.
+not count; rounds alternate which setting goes first. Chat alone and beside have the same arrivals and lengths, each
+round others. Percentiles are means over the rounds, and the ratio is to chat alone of the same setting. Documents count
+by all tokens that were computed of their prompts and answers: in a minute few of them end, and which part of each falls
+into it is chance. Beside what clients saw stands what the worker's iteration log says of every stop, and one of them as
+a timeline. Targets: p99 of TTFT at most 1.25 times that of chat alone, documents at least 90 % of those without stops;
+a pass stands still within a layer and 5 ms. The table stands in docs/yielding.md; tests/unit/docs/test_yielding.py
+holds page and record together.
 """
 
 import json
@@ -34,7 +37,8 @@ from alignedserve.workload.requests import Workload
 from benchmarks.chat_beside_documents import DURATION_S, NUM_DOCUMENTS, RATE, SHAPES, config_of, workload_of
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_opt_125m
-from benchmarks.measuring.recording import write_result
+from benchmarks.measuring.page_tables import put_table
+from benchmarks.measuring.recording import read_figures, write_result
 from benchmarks.measuring.server import TOPOLOGIES, served, settings_of, traffic_report
 
 LEARNING_S = 10.0
@@ -43,10 +47,16 @@ SIMULATED = ("elastic, 1", "elastic, 2", "colocated, 2", "disaggregated, 1 + 1",
 CHAT = "chat: prompt=lognormal(100,300), output=lognormal(60,120), rate={rate}, ttft=0.4, tpot=0.2"
 DOCUMENTS = "documents: prompt=uniform(512,1024), output=uniform(32,128), outstanding=64, tier=flex"
 _COMPUTED = re.compile(r"^alignedserve_(?:prompt_tokens_computed|tokens_generated)_total\{[^}]*\} (\S+)", re.MULTILINE)
+RECORD = "serving/yielding"
+PAGE = Path(__file__).parent.parent / "docs" / "yielding.md"
+_HEAD = (
+    "| workers | stops | held | TTFT p50 alone, beside (ratio), ms | p90 | p99 | TPOT p50, s | documents, tokens/s "
+    "| until a pass stands still, ms |"
+)
 Row = dict[str, Any]
 
 
-def measure(folder: Path, topology: str, rate: float, duration_s: float, *, yields: bool) -> Row:
+def measure(folder: Path, topology: str, rate: float, duration_s: float, seed: int, *, yields: bool) -> Row:
     """Serve chat alone and both kinds; return what clients saw, and the entries of the iteration logs."""
     settings = [*settings_of(topology), f"scheduling.yield_between_layers={str(yields).lower()}"]
     chat = CHAT.format(rate=rate)
@@ -54,9 +64,9 @@ def measure(folder: Path, topology: str, rate: float, duration_s: float, *, yiel
         os.environ[RUN_DIR_VARIABLE] = logs
         with served(folder, settings) as port:
             traffic_report(port, folder, [chat, DOCUMENTS], LEARNING_S)  # workers learn what iterations cost
-            alone = by_name(traffic_report(port, folder, [chat], duration_s))
+            alone = by_name(traffic_report(port, folder, [chat], duration_s, seed=seed))
             before = computed_tokens(port)
-            beside = by_name(traffic_report(port, folder, [chat, DOCUMENTS], duration_s, LEARNING_S))
+            beside = by_name(traffic_report(port, folder, [chat, DOCUMENTS], duration_s, LEARNING_S, seed=seed))
             computed = (computed_tokens(port) - before) / (LEARNING_S + duration_s)
         entries = [read_log(path) for path in sorted(Path(logs).rglob("*.iterations.jsonl"))]
     return {"yields": yields, "alone": alone["chat"], "beside": beside, "computed_per_s": computed, "entries": entries}
@@ -217,33 +227,74 @@ def _longest_gap_s(results: Sequence[ClassResult]) -> float:
     return max((one.max_tbt_s.curve[-1] for one in results if one.max_tbt_s is not None), default=0.0)
 
 
+# --- the table
+
+
+def table(figures: Row) -> str:
+    """Return the table: for each topology what chat and documents had without stops and with them."""
+    rows = [_HEAD, "|---" * (_HEAD.count("|") - 1) + "|"]
+    for topology, of_topology in figures.items():
+        for setting in ("off", "on"):
+            one = of_topology[setting]
+            times = " | ".join(
+                f"{1e3 * one['alone_ttft_s'][at]:.0f}, {1e3 * one['ttft_s'][at]:.0f} "
+                f"({one['ttft_s'][at] / one['alone_ttft_s'][at]:.2f})"
+                for at in ("p50", "p90", "p99")
+            )
+            stops = f"{1e3 * one['stopping_s']['p50']:.0f}" if one["stopping_s"] else ""
+            rows.append(
+                f"| {topology if setting == 'off' else ''} | {setting} | {one['held']:.1%} | {times} "
+                f"| {one['tpot_s']['p50']:.3f} | {one['documents_per_s']:.0f} | {stops} |"
+            )
+    return "\n".join(rows) + "\n"
+
+
+def with_table(page: str) -> str:
+    """Return the page with the table as the record has it now."""
+    figures = read_figures(RECORD)
+    return page if figures is None else put_table(page, "chat beside documents, live", table(figures["topologies"]))
+
+
 def main() -> None:
-    """Measure, print and record."""
-    parser = parser_of(__doc__, name="serving/yielding")
-    parser.add_argument("--topology", default="elastic", choices=TOPOLOGIES)
+    """Measure, print, record, and write the table into its page."""
+    parser = parser_of(__doc__, name=RECORD)
+    parser.add_argument("--topology", nargs="+", default=TOPOLOGIES, choices=TOPOLOGIES)
     parser.add_argument("--rate", type=float, default=1.0, help="chats per second")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--duration", type=float, default=60.0)
     parser.add_argument("--simulated", action="store_true", help="simulate instead")
+    parser.add_argument("--page", action="store_true", help="measure nothing, write the table of the page")
     arguments = parser.parse_args()
     if arguments.simulated:
         shapes = [simulated(shape, range(arguments.rounds), arguments.duration) for shape in SIMULATED]
         print(f"written to {write_result('scheduling/yielding', shapes)}")
         return
+    if not arguments.page:
+        loads = {"rate": arguments.rate, "duration_s": arguments.duration, "rounds": arguments.rounds}
+        known = read_figures(arguments.name)
+        figures = known if known and known["loads"] == loads else {"loads": loads, "topologies": {}}
+        with tempfile.TemporaryDirectory() as name:
+            folder = make_opt_125m(Path(name) / "opt-125m")
+            for topology in arguments.topology:
+                of_topology = measure_rounds(folder, topology, arguments.rate, arguments.duration, arguments.rounds)
+                figures["topologies"][topology] = of_topology
+                print(f"written to {write_result(arguments.name, figures)}", flush=True)
+    PAGE.write_text(with_table(PAGE.read_text()))
+
+
+def measure_rounds(folder: Path, topology: str, rate: float, duration_s: float, num_rounds: int) -> Row:
+    """Measure both settings in turns, and print what came out."""
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = make_opt_125m(Path(name) / "opt-125m")
-        for number in range(arguments.rounds):
-            order = (False, True) if number % 2 == 0 else (True, False)
-            rows += [
-                measure(folder, arguments.topology, arguments.rate, arguments.duration, yields=yields)
-                for yields in order
-            ]
-    figures: Row = {"topology": arguments.topology, "rate": arguments.rate, "duration_s": arguments.duration}
+    for number in range(num_rounds):
+        order = (False, True) if number % 2 == 0 else (True, False)
+        rows += [measure(folder, topology, rate, duration_s, number, yields=yields) for yields in order]
+    figures: Row = {}
     for setting, yields in (("off", False), ("on", True)):
         figures[setting] = one = summary_of([row for row in rows if row["yields"] is yields])
         ratios = " ".join(f"{at} {one['ttft_s'][at] / one['alone_ttft_s'][at]:.2f}" for at in ("p50", "p90", "p99"))
-        print(f"{setting:3} held {one['held']:.1%}  documents {one['documents_per_s']:.0f} tokens/s", end="  ")
+        print(
+            f"{topology}, {setting:3} held {one['held']:.1%}  documents {one['documents_per_s']:.0f} tokens/s", end="  "
+        )
         print(f"stops {one['num_stops']}")
         for title, values in (("alone", one["alone_ttft_s"]), ("beside", one["ttft_s"])):
             print(f"    TTFT {title:6} " + "  ".join(f"{at} {1e3 * value:.0f} ms" for at, value in values.items()))
@@ -251,7 +302,7 @@ def main() -> None:
     figures["documents_kept"] = figures["on"]["documents_per_s"] / figures["off"]["documents_per_s"]
     print(f"documents with stops, by those without: {figures['documents_kept']:.1%}")
     print("\n".join(figures["on"].get("timeline", [])))
-    print(f"written to {write_result(arguments.name, figures)}")
+    return figures
 
 
 if __name__ == "__main__":

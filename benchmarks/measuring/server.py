@@ -95,11 +95,12 @@ def load_report(port: int, *options: str) -> dict[str, Any]:
 
 
 def traffic_report(
-    port: int, folder: Path, traffic: Sequence[str], duration_s: float, warm_up_s: float = 0.0
+    port: int, folder: Path, traffic: Sequence[str], duration_s: float, warm_up_s: float = 0.0, *, seed: int = 0
 ) -> dict[str, Any]:
     """Return what `bench serve` saw of this made-up traffic in `duration_s`, after `warm_up_s` of it.
 
-    `folder`: the model's, for prompts of exact length. Documents in the air at the end are cut off.
+    `folder`: the model's, for prompts of exact length. Documents in the air at the end are cut off. Arrivals and
+    lengths follow from the seed.
     """
-    times = ("--duration", str(warm_up_s + duration_s), "--warm-up", str(warm_up_s))
+    times = ("--duration", str(warm_up_s + duration_s), "--warm-up", str(warm_up_s), "--seed", str(seed))
     return load_report(port, "--cut-off", *times, "--tokenizer", str(folder), "--synthetic", "; ".join(traffic))
