@@ -145,7 +145,7 @@ class RouterLogic:
             case WorkerLoad():
                 self._placement.update_load(peer, message)
             case SubmitRequest():
-                return self._submit(peer, message)
+                return self._submit(peer, message, now)
             case PrefillCompleted():
                 return self._prefill_completed(peer, message, now)
             case RequestPooled():
@@ -200,11 +200,12 @@ class RouterLogic:
             commands += self._adoption.worker_registered(worker, message.decoding, now)
         return commands
 
-    def _submit(self, gateway: str, message: SubmitRequest) -> list[Send]:
-        rejection = self._admission.rejection(message.request)
-        if rejection is not None:
+    def _submit(self, gateway: str, message: SubmitRequest, now: float) -> list[Send]:
+        if (rejection := self._admission.rejection(message.request, now)) is not None:
             return [Send(gateway, rejection)]
-        self._registry.accept(self._tracked(gateway, message.request, (), message.block_names))
+        tracked = self._tracked(gateway, message.request, (), message.block_names)
+        self._registry.accept(tracked)
+        self._admission.accepted(tracked, now)
         return []
 
     def _tracked(
@@ -384,6 +385,7 @@ class RouterLogic:
     def _on_tick(self, now: float) -> list[Send]:
         self._placement.clear_refusals()  # a pool may have connected to a worker since
         self._num_ticks += 1
+        self._admission.observe_chats(self._counters.num_prompt_tokens, now)
         moves = self._leans.moves(self._placement.workers.values(), self._registry.requests, now)
         commands = [one for pair in self._leans.wished for one in need_receiver(*pair)]
         commands += [one for move in moves for one in self._ownership.order_move(*move)] + self._adoption.tick(now)
@@ -393,8 +395,6 @@ class RouterLogic:
 
     def _report_status(self, now: float) -> list[Send]:
         self._reported_attempt, self._has_joined = self._last_attempt, False
-        wait_s = self._admission.real_time_wait_s()
-        requests = self._registry.requests.values()
-        forecast = QueueForecast(now, wait_s)
+        requests, forecast = self._registry.requests.values(), QueueForecast(now, self._admission.real_time_wait_s())
         status = status_of(requests, self._placement, self._counters, self._last_attempt, forecast)
         return [Send(gateway, status) for gateway in self._gateways]

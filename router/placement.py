@@ -20,9 +20,9 @@ from router.batching.batch_requests import BatchRequests
 from router.state import DispatchedPrefill, PooledRecord, PoolRecord, TrackedRequest, WorkerRecord
 from router.workers.adapter_index import AdapterIndex
 from router.workers.late_prompts import LatePrompts
+from router.workers.longest_contexts import LongestContexts
 from router.workers.prefillers import Prefillers, is_as_free, requests_at
 from router.workers.prefix_index import PrefixIndex
-from router.workers.ranking import Ranking
 from router.workers.standbys import Standbys
 
 
@@ -41,7 +41,7 @@ class Placement:
         self._for_real_time = Prefillers(is_real_time=True)  # elastic workers alone
         self._late_prompts = LatePrompts()  # at those
         self._at_full_pools = Prefillers()  # those whose pool has no room for what they have computed
-        self._largest: Ranking[int] = Ranking()  # decoders by the tokens that they have room for, negated
+        self.longest_contexts = LongestContexts()
         self._free: dict[str, WorkerRecord] = {}  # decode workers with a slot for chat
         self.prefixes = PrefixIndex()
         self.adapters = AdapterIndex()
@@ -89,8 +89,7 @@ class Placement:
         registered = worker.registered
         self.workers[worker.name] = worker
         self._nodes.setdefault(registered.pool_name, {})[worker.name] = worker
-        if registered.can_decode:
-            self._largest.put(worker.name, -worker.tokens_in(registered.num_blocks))
+        self.longest_contexts.add(worker)
         self._rank(worker)
 
     def remove(self, peer: str) -> None:
@@ -117,7 +116,7 @@ class Placement:
             del self._nodes[pool]
         for prefillers in (self._prefillers, self._at_full_pools, self._for_real_time):
             prefillers.discard(worker)
-        self._largest.discard(name)
+        self.longest_contexts.discard(name)
         for records in (self._free, self._refused):
             records.pop(name, None)
         self._batch_requests.worker_lost(worker)
@@ -136,11 +135,6 @@ class Placement:
         pool = worker.registered.pool_name
         yield (other for other in self._nodes[pool].values() if other.has_real_time_slot)
         yield (other for other in self._free.values() if other.registered.pool_name != pool)
-
-    def can_ever_hold(self, max_context_len: int) -> bool:
-        """Return True if a request of this length fits some decode worker, or while none is registered."""
-        largest = self._largest.first()
-        return largest is None or max_context_len <= -largest.rank
 
     # --- draining
 

@@ -16,7 +16,7 @@ from alignedserve.batches.remote.state_client import STATE
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
 from alignedserve.cluster.ray_polls import kill_actors
 from alignedserve.config.environment import api_keys, log_format, trace_headers
-from alignedserve.config.sections import ClusterConfig, EngineConfig, Observing, Topology
+from alignedserve.config.sections import ClusterConfig, EngineConfig, Observing, RouterConfig, Topology
 from alignedserve.messages.handshake import Role
 from alignedserve.process.addresses import AddressBook
 from alignedserve.process.logs.format import require_format
@@ -31,6 +31,9 @@ from prefill_worker.actor import PrefillWorkerActor
 from router.actor import RouterActor
 
 BATCHES = "batches-0"  # the driver of files and batches, beside the router
+
+
+_WAIT_SHARE = 0.75  # of the time after which gateways give a chat up: the longest that the router lets one wait
 
 
 class ActorClasses(NamedTuple):
@@ -156,7 +159,7 @@ class ActorFactory:
             router, state_folder = node.share.router, None
             if batches is not None and batches.folder is not None:
                 state_folder = batches.folder / router
-            arguments = (config.router, config.batching, self._served, state_folder)
+            arguments = (_router_config(config), config.batching, self._served, state_folder)
             yield _Process(RouterActor, Role.ROUTER, router, arguments)
         yield from self._workers(node)
         alone = (ServedDeployment(self._served, config.engine.block_size, config.prefix_cache),)
@@ -223,6 +226,12 @@ class ActorFactory:
             logs_steps=node.config.gateway.log_steps,
             notes_requests=Observing(node.config.explain, node.config.tracing).is_on,
         )
+
+
+def _router_config(config: ClusterConfig) -> RouterConfig:
+    """Return the router's section; chats that would wait longer than gateways do are refused, where nothing is set."""
+    longest_s = config.router.max_real_time_wait_s or _WAIT_SHARE * config.gateway.first_token_timeout_s
+    return msgspec.structs.replace(config.router, max_real_time_wait_s=longest_s)
 
 
 def _text(path: Path | None) -> str | None:

@@ -35,7 +35,7 @@ TOPOLOGIES = {
 }
 
 
-def _with_policy(config: SimConfig) -> SimConfig:
+def with_policy(config: SimConfig) -> SimConfig:
     router = RouterConfig(prefill_order="least_slack")
     return replace(
         config,
@@ -55,7 +55,7 @@ def beside(num_documents: int) -> Workload:
 
 
 def _run(name: str, num_documents: int) -> SimulationResult:
-    return Simulation(_with_policy(TOPOLOGIES[name]), beside(num_documents)).run()
+    return Simulation(with_policy(TOPOLOGIES[name]), beside(num_documents)).run()
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -75,7 +75,7 @@ def test_chats_that_come_in_a_burst_do_not_wait_for_the_documents_that_entered_b
     rng, tight = random.Random(4), {"slo": Slo(ttft_s=0.6, tpot_s=TIGHT_S)}
     requests = [timed(0.0, rng.randrange(150, 300), 300, **_DOCUMENT) for _ in range(150)]
     requests += [timed(12.0 + 0.2 * number, rng.randrange(20, 60), 12, **tight) for number in range(20)]
-    chat = Simulation(_with_policy(TOPOLOGIES[name]), workload_of(*requests)).run().classes["chat"]
+    chat = Simulation(with_policy(TOPOLOGIES[name]), workload_of(*requests)).run().classes["chat"]
     assert chat.attainment is not None
     assert chat.attainment >= 0.95
     assert chat.max_tbt_s is not None

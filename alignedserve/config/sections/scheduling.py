@@ -15,6 +15,9 @@ class RouterConfig(Section, frozen=True):
     max_queued_requests: int = 1024  # real-time ones
     max_queued_best_effort_requests: int = 8192
     max_queued_tokens: int = 2_000_000  # of each class
+    # Real-time requests are refused while those accepted would wait for their first token for longer than this, by the
+    # speed of late (router/overload.py); unset: three quarters of gateway.first_token_timeout_s, simulated none.
+    max_real_time_wait_s: float | None = None
     prefill_order: str | None = None  # name of an order in router/policies; the policy's own when unset
     direct_handoff: bool | None = None  # prefills go straight to decode workers; as the policy has it when unset
     # Of separate workers: tokens handed to one to prefill, the rest waits in the router; requests granted to a decode
@@ -33,6 +36,8 @@ class RouterConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         self._require_positive("max_queued_requests", "max_queued_tokens", "max_prefill_tokens_per_worker")
         self._require_positive("max_candidate_requests", "max_queued_best_effort_requests")
+        if self.max_real_time_wait_s is not None:
+            self._require_positive("max_real_time_wait_s")
         self._require(0.0 <= self.best_effort_floor <= 0.5, "best_effort_floor", "must be at least 0 and at most 0.5")
         self._require(self.max_learnt_bytes >= MIB, "max_learnt_bytes", f"must be at least {MIB}")
         self._require(self.max_retries >= 0, "max_retries", "must be at least 0")

@@ -5,23 +5,7 @@ from alignedserve.messages.pools import PoolLoad, PoolRegistered
 from alignedserve.messages.workers import WorkerLoad
 from router.state import BatchKind, DispatchedPrefill, TrackedRequest
 from tests.harnesses.placement import RUNNING, busy, decoding, empty_fleet, form, placement, pool_requests, refuse
-from tests.support.marks import each
 from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, epoch, request, worker
-
-# --- what fits at all
-
-
-@each(("state_blocks", "longest"), [(0, 80), (3, 68), (20, 0)])
-def test_a_request_must_fit_some_decode_worker_beside_its_states(state_blocks: int, longest: int) -> None:
-    where = placement(
-        **{
-            name: {"num_blocks": num_blocks, "state_blocks": state_blocks}
-            for name, num_blocks in (("decode_0", 20), ("decode_1", 10))
-        }
-    )
-    assert where.can_ever_hold(longest)
-    assert not where.can_ever_hold(longest + 1)
-
 
 # --- coming, going, counting
 
