@@ -56,7 +56,7 @@ def table(figures: Mapping[str, Any]) -> str:
     rows = [_HEAD, "|---" * (_HEAD.count("|") - 1) + "|"]
     for topology, of_topology in figures["topologies"].items():
         for way, one in of_topology.items():
-            refused, given_up = one["failures"].get("refused", 0), one["failures"].get("timeout", 0)
+            refused, given_up = (one["failures"].get(label, 0) for label in ("http 503", "error event"))
             rows.append(
                 f"| {topology if way == 'off' else ''} | {way} | {one['num_sent']} | {refused} | {given_up} "
                 f"| {one['num_completed']} | {one['held_per_s']:.1f} "
