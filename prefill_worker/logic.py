@@ -60,7 +60,8 @@ from alignedserve.worker_core.router_link import RouterLink
 from prefill_worker.candidate_buffers import CandidateBuffers
 from prefill_worker.departure import Departure, DepartureCommand
 from prefill_worker.job_blocks import JobBlocks
-from prefill_worker.state import JobStage, PrefillJob, waiting_cause, waiting_jobs
+from prefill_worker.place_order import PlaceOrder
+from prefill_worker.state import JobStage, PrefillJob, waiting_cause
 from prefill_worker.urgent_jobs import UrgentJobs
 
 CopyEvent = BlocksLoaded | BlocksOffloaded | BlocksRelayed
@@ -88,6 +89,7 @@ class PrefillLogic:
         self._registered = registered
         self._max_running_requests = max_running_requests
         self._scheduler = scheduler
+        self._order = PlaceOrder(knows_classes=scheduler.prioritizes_real_time)
         self._blocks = JobBlocks(registered.num_blocks, registered.block_size, prefixes, state_blocks=state_blocks)
         self._in_flight: list[Slices] = []  # of iterations that have begun, an urgent one last
         self._jobs: dict[RequestId, PrefillJob] = {}
@@ -289,13 +291,14 @@ class PrefillLogic:
         """
         requests: list[PrefillCommand] = []
         num_holding = sum(bool(job.block_ids) for job in self._jobs.values())
-        for job in waiting_jobs(self._jobs.values(), real_time_first=self._scheduler.prioritizes_real_time):
+        for job in self._order.of(self._jobs.values(), now):
             # Real-time jobs keep their share beside best effort, where they go first.
-            is_bound = self._scheduler.prioritizes_real_time and not job.is_real_time
+            is_bound = self._order.knows_classes and not job.is_real_time
             leaves_room = not is_bound or self._blocks.leave_room(job, self._jobs.values(), self._max_running_requests)
             is_full = num_holding >= self._max_running_requests or not leaves_room
             if is_full or not self._blocks.allocate(job):
                 break
+            self._order.note(job, now)
             num_holding += 1
             if job.has_copy and self._pool is not None:
                 job.stage = JobStage.ASKING

@@ -1,9 +1,9 @@
 """The prefill worker's records."""
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+from alignedserve.core.class_floor import turn_due_s
 from alignedserve.core.ids import BlockId
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import Handoff
@@ -59,6 +59,11 @@ class PrefillJob(WorkerRequest):
         return self.request.request_class is RequestClass.REAL_TIME
 
     @property
+    def turn_due_s(self) -> float:
+        """Return the time from which it is late where it waits for its turn, if it is real-time."""
+        return turn_due_s(self.request, has_begun=bool(self.generated_token_ids))
+
+    @property
     def num_cached(self) -> int:
         """Tokens whose cache its blocks hold once it is computed: all but the one sampled last."""
         return self.context_len - (self.stage is JobStage.DEPARTING)
@@ -95,11 +100,3 @@ def waiting_cause(job: PrefillJob, *, is_full: bool) -> Cause | None:
             is_going = job.leaving is not None and job.leaving.stage is not HandoffStage.ASKED
             return None if is_going else Cause.POOL_FULL
     return None
-
-
-def waiting_jobs(jobs: Iterable[PrefillJob], *, real_time_first: bool) -> list[PrefillJob]:
-    """Return jobs without blocks in order of arrival; with `real_time_first`, best-effort ones last."""
-    waiting = [job for job in jobs if job.stage is JobStage.WAITING]
-    if real_time_first:
-        waiting.sort(key=lambda job: not job.is_real_time)
-    return waiting

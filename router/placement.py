@@ -39,7 +39,7 @@ class Placement:
         self._nodes: dict[str, dict[str, WorkerRecord]] = {}  # workers by the pool of their node
         self._prefillers = Prefillers()
         self._for_real_time = Prefillers(is_real_time=True)  # elastic workers alone
-        self._late_prompts = LatePrompts()  # at those
+        self._late_prompts = LatePrompts()  # at those, and at separate prefill workers
         self._at_full_pools = Prefillers()  # those whose pool has no room for what they have computed
         self.longest_contexts = LongestContexts()
         self._free: dict[str, WorkerRecord] = {}  # decode workers with a slot for chat
@@ -193,12 +193,12 @@ class Placement:
         self.prefixes.expect(worker.name, prefill.block_names)
         if prefill.adapter:
             self.adapters.use(worker, prefill.adapter)
-        if worker.registered.can_move:
+        if worker.registered.can_move or not worker.registered.can_decode:
             self._late_prompts.add(worker.name, request_id, prefill)
         self._rank(worker)
 
     def note_late_prompts(self, now: float) -> None:
-        """Count the prompts that are late by now apart from the others at their elastic workers."""
+        """Count the prompts that are late by now apart from the others, at elastic and at separate prefill workers."""
         for late in self._late_prompts.take(now) if len(self._late_prompts) else ():
             worker = self.workers.get(late.worker)
             if worker is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from alignedserve.core.attempts import is_same_epoch
+from alignedserve.core.class_floor import turn_due_s
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.lifecycle import Stage, advance
 from alignedserve.core.request import Request, RequestClass
@@ -76,7 +77,7 @@ class TrackedRequest:
     @property
     def turn_due_s(self) -> float:
         """Return the time from which it is late in the queue: of no objective at all always, as in workers."""
-        return self.first_due_s if self.request.slo.targets or self.num_emitted else -math.inf
+        return turn_due_s(self.request, has_begun=self.num_emitted > 0)
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -248,18 +249,27 @@ class WorkerRecord:
         tells_speed = self.load is not None and self.load.prompt_tokens_per_s
         return seconds if tells_speed else seconds * _USUAL_TOKENS_PER_S
 
-    def has_room(self, num_tokens: int, allowance: int, *, beside: RequestClass | None, leaves_room: bool) -> bool:
+    def has_room(
+        self,
+        num_tokens: int,
+        allowance: int,
+        *,
+        beside: RequestClass | None,
+        leaves_room: bool,
+        passes_late: bool = False,
+    ) -> bool:
         """Return whether it may be given a prompt of that many tokens; one above the allowance waits for all others.
 
-        `beside`: only prompts of this class count; None: all do. A worker that does both phases takes any, as its own
-        policy orders them, but for an eighth of its places, which best effort leaves to others (`leaves_room`).
+        `beside`: only prompts of this class count; None: all do. `passes_late`: nor do real-time ones that are late,
+        as the worker computes those after it. A worker that does both phases takes any, as its own policy orders them,
+        but for an eighth of its places, which best effort leaves to others (`leaves_room`).
         """
         if self.registered.can_decode:
             num_held = len(self.prefilling) + len(self.decoding)
             return not leaves_room or num_held < (1.0 - _KEPT_SHARE) * self.registered.max_running_requests
         match beside:
             case RequestClass.REAL_TIME:
-                given = self.num_real_time_tokens
+                given = self.num_real_time_tokens - passes_late * self.num_late_tokens
             case RequestClass.BEST_EFFORT:
                 given = self.num_prefill_tokens - self.num_real_time_tokens
             case None:

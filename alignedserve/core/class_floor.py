@@ -9,8 +9,24 @@ So the tokens that go before a real-time request are at most those of the real-t
 each floor `r * share / (1 - share)` and one request of its class.
 """
 
+import math
+
+from alignedserve.core.request import Request
+
 # A real-time request is overdue when its next token has been due for so long, and then has this share.
 OVERDUE_S, OVERDUE_FLOOR = 30.0, 0.05
+
+
+def turn_due_s(request: Request, *, has_begun: bool) -> float:
+    """Return the time from which a real-time request is late where it waits for its turn.
+
+    That of its first token; infinite if it has had that, or has objectives, but none for it. One without any objective
+    is always late.
+    """
+    if not has_begun and not request.slo.targets:
+        return -math.inf
+    ttft_s = request.slo.ttft_s
+    return math.inf if has_begun or ttft_s is None else request.arrival_s + ttft_s
 
 
 class ClassFloor:

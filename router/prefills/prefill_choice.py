@@ -149,7 +149,13 @@ class PrefillChoice:
             return False
         leaves_room = self._registry.queue.order.knows_classes and not tracked.is_real_time
         num_tokens = tracked.num_prefill_tokens - hit.num_tokens
-        return worker.has_room(num_tokens, self._max_tokens_per_worker, beside=seeker.beside, leaves_room=leaves_room)
+        return worker.has_room(
+            num_tokens,
+            self._max_tokens_per_worker,
+            beside=seeker.beside,
+            leaves_room=leaves_room,
+            passes_late=tracked.first_due_s > seeker.now,
+        )
 
     def _wants_more(self, tracked: TrackedRequest, worker: WorkerRecord) -> bool:
         beside = self._placement.beside(worker)

@@ -1,4 +1,4 @@
-"""Late prompts at elastic workers: they wait for prompts that are on time, and no prompt waits for them."""
+"""Late prompts at workers: they wait for prompts that are on time, and none of these waits for them."""
 
 import heapq
 import math

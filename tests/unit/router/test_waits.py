@@ -105,6 +105,17 @@ def test_a_prompt_that_is_late_keeps_no_other_away() -> None:
     assert made.logic._placement.workers[FIRST].num_late_tokens == 0
 
 
+def test_late_prompts_at_a_prefill_worker_keep_no_chat_on_time_in_the_queue() -> None:
+    made = connected_router(max_prefill_tokens_per_worker=10)
+    made.submit(request("late", prompt_len=10, slo=Slo(ttft_s=1.0)))
+    made.now = 5.0
+    assert not made.submit(request("too", prompt_len=10, slo=Slo(ttft_s=1.0)))  # late itself: it waits for the other
+    (given,) = made.submit(request("chat", prompt_len=10, arrival_s=5.0, slo=Slo(ttft_s=1.0)))
+    assert isinstance(given.message, PrefillRequest)
+    assert given.message.request.request_id == "chat"
+    assert not made.submit(request("next", prompt_len=10, arrival_s=5.0, slo=Slo(ttft_s=1.0)))  # for the last one
+
+
 def test_documents_leave_places_of_a_worker_to_chat() -> None:
     held = WorkerRecord("worker-0", worker(can_prefill=True, max_running_requests=16))
     held.decoding |= {RequestId(f"document{number}") for number in range(14)}

@@ -1,0 +1,60 @@
+"""Who gets a place at a prefill worker first."""
+
+from typing import Any
+
+from alignedserve.core.class_floor import OVERDUE_S
+from alignedserve.core.request import RequestClass, Slo
+from alignedserve.messages.workers import PrefillRequest
+from prefill_worker.place_order import PlaceOrder
+from prefill_worker.state import JobStage, PrefillJob
+from tests.support.samples import request
+
+TIGHT = Slo(ttft_s=1.0)
+
+
+def _job(name: str, *, arrival_s: float = 0.0, **changes: Any) -> PrefillJob:
+    of = request(name, prompt_len=100, arrival_s=arrival_s, **{"slo": TIGHT, **changes})
+    return PrefillJob.of(PrefillRequest(of, 1, ()))
+
+
+def _names(order: PlaceOrder, jobs: list[PrefillJob], now: float) -> list[str]:
+    return [job.request.request_id for job in order.of(jobs, now)]
+
+
+_JOBS = [
+    _job("document", request_class=RequestClass.BEST_EFFORT),
+    _job("plain", slo=Slo()),
+    _job("late"),
+    _job("first", arrival_s=4.5),
+    _job("second", arrival_s=4.9),
+]
+
+
+def test_chats_on_time_go_before_late_ones_and_documents_last() -> None:
+    assert _names(PlaceOrder(knows_classes=True), _JOBS, 5.0) == ["first", "second", "plain", "late", "document"]
+
+
+def test_where_the_policy_knows_no_classes_all_go_as_they_came() -> None:
+    expected = ["document", "plain", "late", "first", "second"]
+    assert _names(PlaceOrder(knows_classes=False), _JOBS, 5.0) == expected
+
+
+def test_those_that_have_a_place_do_not_wait_for_one() -> None:
+    placed = _job("placed")
+    placed.stage = JobStage.COMPUTING
+    assert _names(PlaceOrder(knows_classes=True), [placed, *_JOBS[:1]], 5.0) == ["document"]
+
+
+def test_an_overdue_chat_gets_a_twentieth_while_chats_on_time_keep_coming() -> None:
+    order = PlaceOrder(knows_classes=True)
+    now = OVERDUE_S + 10.0
+    waiting = [_job(f"late{number}") for number in range(20)]
+    got: list[str] = []
+    for number in range(200):
+        waiting.append(_job(f"chat{number}", arrival_s=now))
+        job = order.of(waiting, now)[0]
+        order.note(job, now)
+        waiting.remove(job)
+        got.append(job.request.request_id)
+    assert sum(name.startswith("late") for name in got) == 10
+    assert got.index("late0") == 19
