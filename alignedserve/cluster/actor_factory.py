@@ -31,8 +31,6 @@ from prefill_worker.actor import PrefillWorkerActor
 from router.actor import RouterActor
 
 BATCHES = "batches-0"  # the driver of files and batches, beside the router
-
-
 _WAIT_SHARE = 0.75  # of the time after which gateways give a chat up: the longest that the router lets one wait
 
 
