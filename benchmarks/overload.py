@@ -7,7 +7,7 @@
 A model of 125M OPT's shape with random weights in bfloat16. Chat alone: Poisson, prompts log-normal around 100 tokens,
 answers around 60, TTFT 0.4 s, TPOT 0.2 s, some three times as many as the server can compute, for a minute. To fit a
 minute gateways give up after 20 s, a sixth of the default; so the router refuses who would wait for more than 15 s.
-`off`: it refuses nobody. `held`: chats a second that were in time by both objectives. The table stands in
+With `off` it refuses nobody; `held` counts chats a second that were in time by both objectives. The table stands in
 docs/policies/aligned_slo.md; tests/unit/docs/test_overload.py holds page and record together.
 """
 
@@ -20,12 +20,11 @@ from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_opt_125m
 from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recording import read_figures, write_result
-from benchmarks.measuring.server import TOPOLOGIES, served, settings_of, traffic_report
+from benchmarks.measuring.server import CHAT, TOPOLOGIES, served, settings_of, traffic_report
 
 RECORD = "serving/overload"
 PAGE = Path(__file__).parent.parent / "docs" / "policies" / "aligned_slo.md"
 PATIENCE_S = 20.0
-CHAT = "chat: prompt=lognormal(100,300), output=lognormal(60,120), rate={rate}, ttft=0.4, tpot=0.2"
 _WAYS = {"off": ("router.max_real_time_wait_s=100000",), "on": ()}
 _HEAD = (
     "| workers | refusals | chats | refused at once | given up after 20 s | completed | held, a second "

@@ -39,12 +39,11 @@ from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_opt_125m
 from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recording import read_figures, write_result
-from benchmarks.measuring.server import TOPOLOGIES, served, settings_of, traffic_report
+from benchmarks.measuring.server import CHAT, TOPOLOGIES, served, settings_of, traffic_report
 
 LEARNING_S = 10.0
 NUM_LAYERS = 12
 SIMULATED = ("elastic, 1", "elastic, 2", "colocated, 2", "disaggregated, 1 + 1", "disaggregated, 2 + 2, a small pool")
-CHAT = "chat: prompt=lognormal(100,300), output=lognormal(60,120), rate={rate}, ttft=0.4, tpot=0.2"
 DOCUMENTS = "documents: prompt=uniform(512,1024), output=uniform(32,128), outstanding=64, tier=flex"
 _COMPUTED = re.compile(r"^alignedserve_(?:prompt_tokens_computed|tokens_generated)_total\{[^}]*\} (\S+)", re.MULTILINE)
 RECORD = "serving/yielding"

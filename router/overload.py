@@ -1,4 +1,4 @@
-"""Which chats are refused in an overload, so that those which were accepted have their first token in good time.
+"""Refuses chats in an overload, so that those which were accepted have their first token in good time.
 
 A gateway gives up a chat that has no token after `gateway.first_token_timeout_s`. Chats on time pass late ones, so in a
 lasting overload those that come late wait and wait, until they are given up. So while a chat of the same tenant has
@@ -27,8 +27,8 @@ from alignedserve.core.request import Request
 from router.policies.forecast import DrainForecast
 from router.state import TrackedRequest
 
-# Of the longest wait, below which nobody is refused: a burst that has just come is no overload, and its speed is not
-# known yet.
+# Of the longest wait: while none has waited for that long nobody is refused, as a burst that has just come is no
+# overload, and its speed is not known yet.
 LEAST_WAITED = 0.125
 LATE_SHARE = 0.1  # of the speed: the floor of a worker, for chats that are overdue
 
@@ -47,7 +47,7 @@ class WaitingChats:
     """Knows which chats wait for their first token, by tenant, as of the last tick and with those accepted since."""
 
     def __init__(self, longest_s: float | None) -> None:
-        """`longest_s`: the longest that a chat shall wait; None: nobody is refused."""
+        """`longest_s`: so long chats wait at most; None: as long as it takes, and none is refused."""
         self._longest_s = longest_s
         self._by_tenant: dict[str, _Waiting] = {}
         self._speed = DrainForecast()

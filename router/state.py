@@ -180,12 +180,9 @@ class WorkerRecord:
     requested_kind: BatchKind = BatchKind.BATCH  # of that FormBatch, or the last one
     num_requested: int = 0  # its `max_requests`
     is_load_stale: bool = False  # the worker got a batch since its last report
-    refused_kinds: set[BatchKind] = field(
-        default_factory=set
-    )  # answered with an empty batch since the last change; membership only
-    refusing_pools: set[str] = field(
-        default_factory=set
-    )  # those of other nodes that had no batch for it since the last change; membership only
+    # Since the last change, membership only: answered with an empty batch; pools of other nodes that had none for it.
+    refused_kinds: set[BatchKind] = field(default_factory=set)
+    refusing_pools: set[str] = field(default_factory=set)
     last_batch_s: float = float("-inf")  # when it last got a new batch
     is_draining: bool = False  # it gets nothing new: it drains, or stands by
     is_standby: bool = False  # it waits for the loss of another of its node

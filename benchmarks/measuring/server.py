@@ -18,6 +18,8 @@ from typing import Any
 ALIGNEDSERVE = str(Path(sys.executable).with_name("alignedserve"))
 READY_TIMEOUT_S = 120.0
 TOPOLOGIES = ("elastic", "colocated", "disaggregated")
+# Chats that a server of the 125M OPT shape is measured with, at a rate to be filled in.
+CHAT = "chat: prompt=lognormal(100,300), output=lognormal(60,120), rate={rate}, ttft=0.4, tpot=0.2"
 # Of the 125M OPT shape.
 _SETTINGS = (
     "model.random_weights=true",

@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 
@@ -41,10 +42,17 @@ class CheckedStreams:
         ready[int(self._random.random() * len(ready))].step()
 
 
+class Stepping(Protocol):
+    """Streams whose work is done step by step, when the host waits."""
+
+    def step(self) -> None:
+        """Run one step of a stream that is not waiting."""
+
+
 class CheckedEvent:
     """An event on a CheckedStream."""
 
-    def __init__(self, streams: CheckedStreams) -> None:
+    def __init__(self, streams: Stepping) -> None:
         self._streams = streams
         self._is_done = False
 
@@ -61,11 +69,15 @@ class CheckedEvent:
         """Mark the event as reached; its stream calls this."""
         self._is_done = True
 
+    def is_of(self, streams: Stepping) -> bool:
+        """Return whether one of these streams reaches it."""
+        return self._streams is streams
+
 
 class CheckedStream(StreamDefaults):
     """Steps in order, each an operation or an event to wait for."""
 
-    def __init__(self, streams: CheckedStreams) -> None:
+    def __init__(self, streams: Stepping) -> None:
         self._streams = streams
         self._steps: deque[Callable[[], object] | CheckedEvent] = deque()
 

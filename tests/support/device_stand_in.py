@@ -6,7 +6,6 @@ any order that events allow, whenever a thread waits. Copies between memories ar
 
 import random
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,11 +20,12 @@ from typing_extensions import override
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
 from alignedserve.runtime.device.accelerator import SharedRows
 from alignedserve.runtime.device.registered_memory import MemoryDriver
-from alignedserve.runtime.device.streams import Event, StreamDefaults
+from alignedserve.runtime.device.streams import Event
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.device_pieces import DevicePieces
 from kernels.cpu.row_digest import WORD_BYTES
+from tests.support.checked_streams import CheckedEvent, CheckedStream
 
 HOST = "host"
 PCIE, LINK, ON_DEVICE = "PCIe", "link", "on the device"
@@ -245,51 +245,32 @@ class StandInDevice:
             raise Refused(f"a copy of {self.name} with host memory that is not registered with it")
 
 
-class StandInEvent:
-    """A point in a stream."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._is_done = False
-
-    def is_done(self) -> bool:
-        return self._is_done
-
-    def synchronize(self) -> None:
-        while not self._is_done:
-            self._machine.step()
-
-    def complete(self) -> None:
-        self._is_done = True
-
-
-class StandInStream(StreamDefaults):
-    """Steps in order, each an operation or an event to wait for."""
+class StandInStream(CheckedStream):
+    """A stream that refuses what a device would: memory of others, and host memory that is not registered."""
 
     def __init__(self, device: StandInDevice) -> None:
+        super().__init__(device.machine)
         self._device = device
         self._machine = device.machine
-        self._steps: deque[Callable[[], object] | StandInEvent] = deque()
         device.machine.add(self)
 
+    @override
     def run(self, operation: Callable[[], object]) -> None:
         self._device.check_current()
         self._steps.append(partial(_reaching, frozenset((self._device,)), operation))
 
-    def record(self) -> StandInEvent:
-        event = StandInEvent(self._machine)
-        self._steps.append(event.complete)
-        return event
-
+    @override
     def wait(self, event: Event) -> None:
-        assert isinstance(event, StandInEvent), "an event of other streams"
-        self._steps.append(event)
+        assert isinstance(event, CheckedEvent) and event.is_of(self._machine), "an event of other streams"  # noqa: PT018
+        super().wait(event)
 
+    @override
     def copy_out(self, rows: Tensor, pinned: Tensor) -> None:
         self._check_own(rows)
         self._device.check_reachable(pinned)
         self._copy(rows, pinned)
 
+    @override
     def copy_in(self, pinned: Tensor, rows: Tensor) -> None:
         self._check_own(rows)
         self._device.check_reachable(pinned)
@@ -304,21 +285,12 @@ class StandInStream(StreamDefaults):
         self._steps.append(partial(_reaching, owners, operation))
         self._steps.append(partial(self._end, copy))
 
-    def is_ready(self) -> bool:
-        while self._steps and isinstance(event := self._steps[0], StandInEvent) and event.is_done():
-            self._steps.popleft()
-        return bool(self._steps) and not isinstance(self._steps[0], StandInEvent)
-
-    def step(self) -> None:
-        operation = self._steps.popleft()
-        assert not isinstance(operation, StandInEvent), "a step before the event that it waits for"
-        operation()
-
     def _check_own(self, *memories: Tensor) -> None:
         self._device.check_current()
         if not any(isinstance(one, DeviceTensor) and one.owner is self._device for one in memories):
             raise Refused(f"a copy on a stream of {self._device.name} with none of its memory")
 
+    @override
     def _copy(self, source: Tensor, target: Tensor) -> None:
         """Copy row by row: a copy on a device is not atomic."""
         assert source.shape == target.shape, "a copy between tensors of two shapes"

@@ -77,7 +77,7 @@ class Stream(Protocol):
 
 
 class StreamDefaults:
-    """What streams make of their own `run` and copies: one run of rows after the other."""
+    """Copies runs of rows one after the other, and runs copies between devices as any operation."""
 
     @property
     def copies_runs_at_once(self) -> bool:

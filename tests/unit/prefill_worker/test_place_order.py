@@ -1,4 +1,4 @@
-"""Who gets a place at a prefill worker first."""
+"""A prefill worker gives places in the order of classes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which chats are refused, as those that were accepted wait too long already."""
+"""The router refuses chats while those that it has accepted wait too long already."""
 
 from typing import Any
 
