@@ -4,7 +4,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from alignedserve.core.ids import BatchId, BlockId, RequestId
-from alignedserve.core.request import Request, RequestClass
+from alignedserve.core.request import Request
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.iterations import BlockCopied, BlockReplacement
 from alignedserve.messages.workers import PrefillRequest
@@ -100,7 +100,7 @@ class HeldRequests:
 
     def is_reversed(self, tracked: HeldRequest) -> bool:
         """Return whether a request fills its blocks from the right, as best-effort ones do where blocks are shared."""
-        return self._has_shared_blocks and tracked.request.request_class is RequestClass.BEST_EFFORT
+        return self._has_shared_blocks and not tracked.is_real_time
 
     def of_parts(self, scheduled: Sequence[ScheduledRequest]) -> tuple[HeldRequest, ...]:
         """Return the requests of these parts of a plan."""

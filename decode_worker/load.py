@@ -6,7 +6,7 @@ from typing import NamedTuple
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PACKED_FROM, JoinedBatch, WorkerLoad
 from alignedserve.worker_core.request_notes import WaitingRequest
-from decode_worker.batching.batch_order import BatchOrder, is_best_effort
+from decode_worker.batching.batch_order import BatchOrder
 from decode_worker.batching.begun import span_of
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.eviction import Evictions
@@ -109,7 +109,7 @@ class LoadCounter:
             self._waiting_of = versions
             following = [one for one in staying if not self._order.joins_running(one)]
             counted = following if self._order.knows_classes else staying if self._batch.packing is not None else ()
-            num_real_time = sum(not is_best_effort(one) for one in counted)
+            num_real_time = sum(one.is_real_time for one in counted)
             self._waiting = _CandidateCounts(num_joining, len(staying) - num_joining, num_blocks, num_real_time)
         return self._waiting
 

@@ -97,14 +97,6 @@ async def start_decode_worker(
     return worker
 
 
-def stops_unasked(scheduling: SchedulingConfig, engine: EngineConfig, served: ServedModel) -> bool:
-    """Return whether a worker of both phases may stop passes where that is unset.
-
-    With a bound on gaps it does not: what is left of a pass is a gap for the chat that has stopped it.
-    """
-    return scheduling.interference is None and can_stop(engine.device, served)
-
-
 async def start_colocated_worker(
     config: DecodeWorkerConfig,
     scheduling: SchedulingConfig,
@@ -115,7 +107,7 @@ async def start_colocated_worker(
     process_spec: ProcessSpec,
 ) -> ColocatedWorker:
     """Start a worker that computes prompts and tokens. `lending`: None: requests do not move between workers."""
-    scheduling = with_yielding(scheduling, can_stop=stops_unasked(scheduling, engine_config, served))
+    scheduling = with_yielding(scheduling, can_stop=can_stop(engine_config.device, served), decodes_here=True)
     if served.encoder is not None:  # what a token's block holds depends on the tokens after it
         prefix_cache = PrefixCacheConfig(enabled=False)
     prefix_pool = process_spec.pool_name if prefix_cache.pool_bytes else None

@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass
 
 from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId
-from alignedserve.core.request import RequestClass
+from alignedserve.core.turn_class import TurnClass
 from alignedserve.messages.caches import BlocksWritten, Handoff
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.worker_core.handoff.receiver import is_described
@@ -18,14 +18,6 @@ class SetBlockGeneration:
 
     block_ids: tuple[BlockId, ...]
     generation: int
-
-
-class BatchClass(enum.IntEnum):
-    """Classes of pooled requests, in the order in which they leave where classes are known."""
-
-    ON_TIME = 0  # real-time
-    LATE = 1  # real-time, whose first token was late
-    BEST_EFFORT = 2
 
 
 class LeaseStage(enum.Enum):
@@ -59,7 +51,7 @@ class Lease:
         """Sort key of eviction: best-effort copies before real-time ones, the youngest first."""
         assert self.content is not None, "a copy of nothing"
         request = self.content.request
-        return request.request_class is RequestClass.REAL_TIME, -request.arrival_s, self.lease_id
+        return request.is_real_time, -request.arrival_s, self.lease_id
 
     def handoff(self, now: float) -> Handoff:
         """Describe its request to the worker that it is granted to."""
@@ -104,7 +96,7 @@ class PooledRequest:
     num_blocks: int
     arrival_s: float
     urgent_at_s: float | None  # waiting longer than this would miss its deadline; None: it has none
-    batch_class: BatchClass = BatchClass.ON_TIME
+    turn_class: TurnClass = TurnClass.ON_TIME
     turn: int = 0  # when the router gave out its prompt, compared with others
 
     @classmethod
@@ -125,13 +117,13 @@ class PooledRequest:
         )
 
 
-def _class_of(content: BlocksWritten, written_s: float) -> BatchClass:
+def _class_of(content: BlocksWritten, written_s: float) -> TurnClass:
     request = content.request
-    if request.request_class is RequestClass.BEST_EFFORT:
-        return BatchClass.BEST_EFFORT
+    if not request.is_real_time:
+        return TurnClass.BEST_EFFORT
     first_token_s, ttft_s = written_s - content.begun_s, request.slo.ttft_s
     is_late = ttft_s is not None and first_token_s > request.arrival_s + ttft_s
-    return BatchClass.LATE if is_late else BatchClass.ON_TIME
+    return TurnClass.LATE if is_late else TurnClass.ON_TIME
 
 
 def _urgent_at_s(content: BlocksWritten, tpot_s: float | None) -> float | None:

@@ -12,7 +12,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import (
     BlockCopy,
     BlocksPrefetched,
@@ -108,7 +107,7 @@ class CandidateBuffers:
         if not self._has_pool or self.returns.get(request.request_id) is not None:
             return [Send(peer, RequestReturned(request.request_id, message.attempt, ReturnOutcome.STAYED))]
         entry = _Returning(request, message.attempt, self._pool_name, peer, message)
-        is_best_effort = request.request_class is RequestClass.BEST_EFFORT
+        is_best_effort = not request.is_real_time
         return [self.returns.ask(entry, message.copy.num_blocks, is_best_effort=is_best_effort)]
 
     # --- the pool

@@ -8,9 +8,8 @@ best-effort ones, each in order of arrival. A late one that is overdue goes befo
 from collections.abc import Iterable
 
 from alignedserve.core.class_floor import OverdueFloor
+from alignedserve.core.turn_class import TurnClass
 from prefill_worker.state import JobStage, PrefillJob
-
-_ON_TIME, _LATE, _BEST_EFFORT = range(3)
 
 
 class PlaceOrder:
@@ -27,8 +26,11 @@ class PlaceOrder:
         waiting = [job for job in jobs if job.stage is JobStage.WAITING]
         if not self.knows_classes:
             return waiting
-        waiting.sort(key=lambda job: _class_of(job, now))
-        late = self._late = next((job for job in waiting if _class_of(job, now) == _LATE), None)
+        by_class: dict[TurnClass, list[PrefillJob]] = {one: [] for one in TurnClass}
+        for job in waiting:
+            by_class[_class_of(job, now)].append(job)
+        waiting = [job for of_class in by_class.values() for job in of_class]
+        late = self._late = next(iter(by_class[TurnClass.LATE]), None)
         if late is not None and self._floor.lets(late.context_len, late.turn_due_s, now):
             waiting.remove(late)
             waiting.insert(0, late)
@@ -38,14 +40,14 @@ class PlaceOrder:
         """Note a job of the order last given that has got a place."""
         if not self.knows_classes:
             return
-        job_class = _class_of(job, now)
-        if job_class == _LATE:
+        turn_class = _class_of(job, now)
+        if turn_class is TurnClass.LATE:
             self._floor.note_own(job.context_len)
-        elif job_class == _ON_TIME and self._late is not None:
+        elif turn_class is TurnClass.ON_TIME and self._late is not None:
             self._floor.note_earlier(job.context_len, self._late.context_len)
 
 
-def _class_of(job: PrefillJob, now: float) -> int:
+def _class_of(job: PrefillJob, now: float) -> TurnClass:
     if not job.is_real_time:
-        return _BEST_EFFORT
-    return _LATE if job.turn_due_s <= now else _ON_TIME
+        return TurnClass.BEST_EFFORT
+    return TurnClass.LATE if job.turn_due_s <= now else TurnClass.ON_TIME

@@ -31,7 +31,7 @@ async def start_prefill_worker(
 
     `decoders`: names of the decode workers of this node; `num_far_decoders`: how many others have, at first.
     """
-    scheduling = with_yielding(scheduling, can_stop=can_stop(engine_config.device, served))
+    scheduling = with_yielding(scheduling, can_stop=can_stop(engine_config.device, served), decodes_here=False)
     sizes = engine_sizes(
         engine_config,
         config.kv_cache_bytes,

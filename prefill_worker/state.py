@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from alignedserve.core.class_floor import turn_due_s
 from alignedserve.core.ids import BlockId
-from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import Handoff
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PrefillRequest
@@ -52,11 +51,6 @@ class PrefillJob(WorkerRequest):
             has_copy=message.has_copy,
             bypass_to=message.bypass_to,
         )
-
-    @property
-    def is_real_time(self) -> bool:
-        """Return whether a person waits for the answer."""
-        return self.request.request_class is RequestClass.REAL_TIME
 
     @property
     def turn_due_s(self) -> float:

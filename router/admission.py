@@ -1,7 +1,7 @@
 """Admission: which requests the router accepts, and after what time a rejected one is worth another try."""
 
 from alignedserve.config.sections import RouterConfig
-from alignedserve.core.request import Request, RequestClass
+from alignedserve.core.request import Request
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import RequestFailed, RequestRejected
 from router.overload import WaitingChats
@@ -31,7 +31,7 @@ class Admission:
             reason = "its context needs more cache blocks than any worker or pool of this cluster has"
             return RequestFailed(request.request_id, FailureKind.UNSERVABLE, reason)
         # Each class has bounds of its own: documents that wait, however many, take no place of chat.
-        is_real_time, config = request.request_class is RequestClass.REAL_TIME, self._config
+        is_real_time, config = request.is_real_time, self._config
         held = queue.held(is_real_time=is_real_time)
         most = config.max_queued_requests if is_real_time else config.max_queued_best_effort_requests
         if held.num_requests >= most or held.num_tokens + request.prompt_len > config.max_queued_tokens:

@@ -89,11 +89,10 @@ class WaitingChats:
         others = self._by_tenant.values()
         num_tokens = sum(min(other.num_tokens, share * other.weight) for other in others)
         num_late = sum(min(other.num_late, share * other.weight) for other in others)
-        all_s = self._speed.expected_s(num_tokens + request.prompt_len)
-        late_s = self._speed.expected_s(num_late / LATE_SHARE)
-        on_time_s = self._speed.expected_s(num_tokens - num_late + request.prompt_len)
-        if all_s is None or late_s is None or on_time_s is None:
+        if (speed := self._speed.tokens_per_s) is None:
             return None
+        all_s, late_s = (num_tokens + request.prompt_len) / speed, num_late / (LATE_SHARE * speed)
+        on_time_s = (num_tokens - num_late + request.prompt_len) / speed
         is_late = request.slo.ttft_s is None or on_time_s > request.slo.ttft_s
         if waited_s + all_s <= longest_s and not (is_late and waited_s + late_s > longest_s):
             return None

@@ -15,29 +15,21 @@ The floors, and what a real-time request waits for by them, are in alignedserve/
 import heapq
 import math
 from collections.abc import Iterable, Iterator
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 from alignedserve.core.class_floor import ClassFloor, OverdueFloor
 from alignedserve.core.fair_shares import FairShares, cost_of
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import Request, RequestClass
+from alignedserve.core.request import Request
+from alignedserve.core.turn_class import TurnClass
 from router.policies.prefill_order import OrderKey, PrefillOrder
 
 # By how much a tenant's counter may be beyond the lowest, and its requests on time still go before those that are late.
 DEADLINE_LEAD = 1024.0
 
 
-class QueueClass(IntEnum):
-    """Classes of queued requests, in their order; without classes all are the first."""
-
-    ON_TIME = 0  # real-time
-    LATE = 1  # real-time, past the time of its first token
-    BEST_EFFORT = 2
-
-
 # By whether requests are real-time, or the order knows no classes.
-_CLASSES_OF = {True: (QueueClass.ON_TIME, QueueClass.LATE), False: (QueueClass.BEST_EFFORT,)}
+_CLASSES_OF = {True: (TurnClass.ON_TIME, TurnClass.LATE), False: (TurnClass.BEST_EFFORT,)}
 
 
 class QueuedPrefill(NamedTuple):
@@ -79,7 +71,7 @@ class _Waiting(NamedTuple):
     queued: QueuedPrefill
     entry: _Entry  # of the request as it was pushed last; others of the same request are stale
     due_s: float
-    queue_class: QueueClass
+    turn_class: TurnClass
     tenant: str
     cost: float  # of its turn, as far as it is known
 
@@ -115,9 +107,9 @@ class PrefillQueue:
         real_time, best_effort = FairShares(), FairShares()
         self._shares = {True: real_time, False: best_effort}  # by whether real time; of the first, where none is known
         self._lines = {
-            QueueClass.ON_TIME: _Line(real_time),
-            QueueClass.LATE: _Line(real_time),
-            QueueClass.BEST_EFFORT: _Line(best_effort),
+            TurnClass.ON_TIME: _Line(real_time),
+            TurnClass.LATE: _Line(real_time),
+            TurnClass.BEST_EFFORT: _Line(best_effort),
         }
         self._waiting: dict[RequestId, _Waiting] = {}
         self.num_tokens = self.num_taken_tokens = 0  # the second: of all that workers ever got
@@ -150,13 +142,13 @@ class PrefillQueue:
         `num_answer_tokens`: that are expected to follow.
         """
         assert request.request_id not in self._waiting, "a request queued twice"
-        is_real_time = request.request_class is RequestClass.REAL_TIME
+        is_real_time = request.is_real_time
         is_first = is_real_time or not self.order.knows_classes
         waiting = _Waiting(
             QueuedPrefill(num_tokens, is_real_time),
             _Entry(self.order.key(request), request.arrival_s, request.request_id),
             due_s if is_real_time and self.order.knows_classes else math.inf,
-            QueueClass.ON_TIME if is_first else QueueClass.BEST_EFFORT,
+            TurnClass.ON_TIME if is_first else TurnClass.BEST_EFFORT,
             request.tenant,
             cost_of(num_tokens, num_answer_tokens),
         )
@@ -177,13 +169,13 @@ class PrefillQueue:
         if (own := self._waiting.get(request_id)) is None:
             return None
         before = self._before(own, now)
-        by_class = dict.fromkeys(QueueClass, 0)
+        by_class = dict.fromkeys(TurnClass, 0)
         for other in before:
-            by_class[other.queue_class] += other.queued.num_tokens
-        real_time = by_class[QueueClass.ON_TIME] + by_class[QueueClass.LATE]
-        if own.queue_class is not QueueClass.BEST_EFFORT:
+            by_class[other.turn_class] += other.queued.num_tokens
+        real_time = by_class[TurnClass.ON_TIME] + by_class[TurnClass.LATE]
+        if own.turn_class is not TurnClass.BEST_EFFORT:
             return Ahead(len(before), real_time + self._by_floor(real_time), None)
-        best_effort = by_class[QueueClass.BEST_EFFORT]
+        best_effort = by_class[TurnClass.BEST_EFFORT]
         if not self._floor.owed_share:
             return Ahead(len(before), best_effort + real_time, None)
         until_floor = max(best_effort + own.queued.num_tokens - self._floor.owed, 0.0) / self._floor.owed_share
@@ -200,7 +192,7 @@ class PrefillQueue:
         never holds up what it passes.
         """
         turns: list[Turn] = []
-        real_time, best_effort = self._first_real_time(now), self._first(QueueClass.BEST_EFFORT)
+        real_time, best_effort = self._first_real_time(now), self._first(TurnClass.BEST_EFFORT)
         if (overdue := self._overdue(now)) is not None and overdue != real_time:
             turns.append(Turn(overdue, False))
         if best_effort is not None and self._floor.is_due(self._waiting[best_effort].queued.num_tokens):
@@ -219,18 +211,18 @@ class PrefillQueue:
         Where tenants share the class; but for one on time whose tenant holds less there than its share.
         """
         waiting = self._waiting[request_id]
-        shares = self._lines[waiting.queue_class].shares
+        shares = self._lines[waiting.turn_class].shares
         if not shares.is_shared(now):
             return False
-        return waiting.queue_class is not QueueClass.ON_TIME or not shares.is_behind(waiting.tenant)
+        return waiting.turn_class is not TurnClass.ON_TIME or not shares.is_behind(waiting.tenant)
 
     def charge(self, request: Request, cost: float) -> None:
         """Add to the counter of its tenant what a request costs (core/fair_shares.py), or give it back: below 0."""
         is_first = self._is_first(request)
         self._shares[is_first].charge(request.tenant, cost)
         if cost < 0:
-            for queue_class in _CLASSES_OF[is_first]:
-                self._lines[queue_class].tenants.lowered(request.tenant)
+            for turn_class in _CLASSES_OF[is_first]:
+                self._lines[turn_class].tenants.lowered(request.tenant)
 
     def release(self, request: Request) -> None:
         """Note that a request which was taken is at no worker any more."""
@@ -239,17 +231,17 @@ class PrefillQueue:
     def take(self, request_id: RequestId) -> None:
         """Remove a request that a worker gets; its tenant has it until `release`."""
         waiting = self._waiting[request_id]
-        self._lines[waiting.queue_class].shares.hold(waiting.tenant)
+        self._lines[waiting.turn_class].shares.hold(waiting.tenant)
         self._remove(request_id)
         self.num_taken_tokens += waiting.queued.num_tokens
-        if waiting.queue_class is QueueClass.BEST_EFFORT:
+        if waiting.turn_class is TurnClass.BEST_EFFORT:
             self._floor.note_own(waiting.queued.num_tokens)
             return
-        self._note_passed(self._floor, waiting, QueueClass.BEST_EFFORT)
-        if waiting.queue_class is QueueClass.LATE:
+        self._note_passed(self._floor, waiting, TurnClass.BEST_EFFORT)
+        if waiting.turn_class is TurnClass.LATE:
             self._late_floor.note_own(waiting.queued.num_tokens)
         else:
-            self._note_passed(self._late_floor, waiting, QueueClass.LATE)
+            self._note_passed(self._late_floor, waiting, TurnClass.LATE)
 
     def discard(self, request_id: RequestId) -> None:
         """Remove a request if it is queued."""
@@ -259,16 +251,16 @@ class PrefillQueue:
     def _remove(self, request_id: RequestId) -> None:
         waiting = self._waiting.pop(request_id)
         self._count(waiting.queued, -1)
-        if not self._lines[waiting.queue_class].shares.stop_waiting(waiting.tenant):
-            for queue_class in _CLASSES_OF[waiting.queue_class is not QueueClass.BEST_EFFORT]:
-                self._lines[queue_class].drop(waiting.tenant)
+        if not self._lines[waiting.turn_class].shares.stop_waiting(waiting.tenant):
+            for turn_class in _CLASSES_OF[waiting.turn_class is not TurnClass.BEST_EFFORT]:
+                self._lines[turn_class].drop(waiting.tenant)
 
     def _is_first(self, request: Request) -> bool:
-        return request.request_class is RequestClass.REAL_TIME or not self.order.knows_classes
+        return request.is_real_time or not self.order.knows_classes
 
     def _by_floor(self, num_tokens: int) -> float:
         """Return the tokens that the floor lets go while so many of real-time requests leave; requests go whole."""
-        best_effort = self._first(QueueClass.BEST_EFFORT)
+        best_effort = self._first(TurnClass.BEST_EFFORT)
         owed = self._floor.owed + self._floor.owed_share * num_tokens
         if best_effort is None or owed < self._waiting[best_effort].queued.num_tokens:
             return 0.0
@@ -276,13 +268,13 @@ class PrefillQueue:
 
     def _before(self, own: _Waiting, now: float) -> list[_Waiting]:
         """Return the requests that go before this one, the floor aside; about these, where tenants share its class."""
-        classes = _CLASSES_OF[own.queue_class is not QueueClass.BEST_EFFORT]
-        shares = self._lines[own.queue_class].shares
+        classes = _CLASSES_OF[own.turn_class is not TurnClass.BEST_EFFORT]
+        shares = self._lines[own.turn_class].shares
         if shares.num_waiting == 1:
             place = (self._class_at(own, now), own.entry)
             return [one for one in self._waiting.values() if (self._class_at(one, now), one.entry) < place]
-        beside = [one for one in self._waiting.values() if one.queue_class in classes]
-        others = [one for one in self._waiting.values() if one.queue_class < classes[0]]
+        beside = [one for one in self._waiting.values() if one.turn_class in classes]
+        others = [one for one in self._waiting.values() if one.turn_class < classes[0]]
         turns = self._turns_of(beside, shares, now)
         own_turn = turns[own.entry.request_id]
         return others + [one for one in beside if turns[one.entry.request_id] < own_turn]
@@ -291,58 +283,58 @@ class PrefillQueue:
         """Return places of requests that share a class: their tenants' counters by then, and those of one in order."""
         counters: dict[str, tuple[float, int, float]] = {}
         turns: dict[RequestId, tuple[Any, ...]] = {}
-        for queue_class, entry, one in sorted((self._class_at(one, now), one.entry, one) for one in beside):
+        for turn_class, entry, one in sorted((self._class_at(one, now), one.entry, one) for one in beside):
             known = counters.get(one.tenant)
             counter, order, weight = known or (*shares.counter(one.tenant), shares.weight(one.tenant))
             counters[one.tenant] = counter + one.cost / weight, order, weight
-            lead = DEADLINE_LEAD if queue_class is QueueClass.ON_TIME else 0.0
-            turns[entry.request_id] = (counter - lead, order, queue_class, entry)
+            lead = DEADLINE_LEAD if turn_class is TurnClass.ON_TIME else 0.0
+            turns[entry.request_id] = (counter - lead, order, turn_class, entry)
         return turns
 
     def _put(self, waiting: _Waiting) -> None:
         self._waiting[waiting.entry.request_id] = waiting
-        self._lines[waiting.queue_class].push(waiting.tenant, waiting.entry)
+        self._lines[waiting.turn_class].push(waiting.tenant, waiting.entry)
 
-    def _class_at(self, waiting: _Waiting, now: float) -> QueueClass:
-        return QueueClass.LATE if waiting.due_s <= now else waiting.queue_class
+    def _class_at(self, waiting: _Waiting, now: float) -> TurnClass:
+        return TurnClass.LATE if waiting.due_s <= now else waiting.turn_class
 
     def _first_real_time(self, now: float) -> RequestId | None:
         shares = self._shares[True]
-        line = self._lines[QueueClass.ON_TIME]
-        while (tenant := self._first_tenant(QueueClass.ON_TIME)) is not None:
+        line = self._lines[TurnClass.ON_TIME]
+        while (tenant := self._first_tenant(TurnClass.ON_TIME)) is not None:
             waiting = self._waiting[line.heaps[tenant][0].request_id]
             if waiting.due_s <= now:
-                self._put(waiting._replace(queue_class=QueueClass.LATE))
+                self._put(waiting._replace(turn_class=TurnClass.LATE))
             elif shares.lead(tenant) <= DEADLINE_LEAD:
                 return waiting.entry.request_id
             else:
                 break
-        return self._first(QueueClass.LATE)
+        return self._first(TurnClass.LATE)
 
     def _overdue(self, now: float) -> RequestId | None:
         """Return the late request that its floor lets go before those on time, if there is one."""
-        if (late := self._first(QueueClass.LATE)) is None:
+        if (late := self._first(TurnClass.LATE)) is None:
             return None
         waiting = self._waiting[late]
         return late if self._late_floor.lets(waiting.queued.num_tokens, waiting.due_s, now) else None
 
-    def _note_passed(self, floor: ClassFloor, taken: _Waiting, queue_class: QueueClass) -> None:
+    def _note_passed(self, floor: ClassFloor, taken: _Waiting, turn_class: TurnClass) -> None:
         """Note for the floor of a class that a request of an earlier one goes."""
-        if (following := self._first(queue_class)) is not None:
+        if (following := self._first(turn_class)) is not None:
             floor.note_earlier(taken.queued.num_tokens, self._waiting[following].queued.num_tokens)
 
-    def _first(self, queue_class: QueueClass) -> RequestId | None:
-        tenant = self._first_tenant(queue_class)
-        return self._lines[queue_class].heaps[tenant][0].request_id if tenant is not None else None
+    def _first(self, turn_class: TurnClass) -> RequestId | None:
+        tenant = self._first_tenant(turn_class)
+        return self._lines[turn_class].heaps[tenant][0].request_id if tenant is not None else None
 
-    def _first_tenant(self, queue_class: QueueClass) -> str | None:
+    def _first_tenant(self, turn_class: TurnClass) -> str | None:
         """Return the tenant whose turn it is of those with requests of this class; the first of its heap is one."""
-        line = self._lines[queue_class]
+        line = self._lines[turn_class]
         while (tenant := line.tenants.first) is not None:
             heap = line.heaps[tenant]
             while heap:
                 waiting = self._waiting.get(heap[0].request_id)
-                if waiting is not None and (waiting.queue_class, waiting.entry) == (queue_class, heap[0]):
+                if waiting is not None and (waiting.turn_class, waiting.entry) == (turn_class, heap[0]):
                     return tenant
                 heapq.heappop(heap)
             line.drop(tenant)

@@ -61,7 +61,7 @@ class TrackedRequest:
     @property
     def is_real_time(self) -> bool:
         """True if a client waits for its tokens as they come."""
-        return self.request.request_class is RequestClass.REAL_TIME
+        return self.request.is_real_time
 
     @property
     def adapter(self) -> bytes:

@@ -96,7 +96,7 @@ class QueueForecast:
 
 def demand_of(requests: Iterable[TrackedRequest], placement: Placement, queue: QueueForecast) -> Demand:
     """Return what clients ask; workers that drain have no places."""
-    real_time = [tracked for tracked in requests if tracked.request.request_class is RequestClass.REAL_TIME]
+    real_time = [tracked for tracked in requests if tracked.is_real_time]
     return Demand(
         num_real_time=len(real_time),
         num_decode_places=sum(worker.num_places for worker in placement.workers.values() if not worker.is_draining),

@@ -173,6 +173,11 @@ class Request:
             check_pictures(self.pictures, self.prompt_len)
 
     @property
+    def is_real_time(self) -> bool:
+        """Whether somebody waits for its tokens as they come."""
+        return self.request_class is RequestClass.REAL_TIME
+
+    @property
     def prompt_len(self) -> int:
         """Number of prompt tokens."""
         return len(self.prompt_token_ids)

@@ -190,7 +190,7 @@ def simulated_requests(workload: Workload, machine: SimulatedMachine, seed: int)
 
 def simulation_of(machine: SimulatedMachine, seed: int) -> SimConfig:
     """Return the configuration of a simulation with this jitter."""
-    decode, prefill = machine.decode, machine.prefill
+    decode, prefill, engine = machine.decode, machine.prefill, machine.cluster.engine
     return SimConfig(
         cluster=machine.cluster,
         layout=machine.layout,
@@ -203,15 +203,9 @@ def simulation_of(machine: SimulatedMachine, seed: int) -> SimConfig:
         num_pools=machine.num_nodes,
         measured=machine.measured,
         unmeasured_costs=machine.unmeasured,
-        can_stop=_stops_unasked(machine.cluster),
+        can_stop=engine.device == "cpu" and engine.num_processes == 1,
         seed=seed,
     )
-
-
-def _stops_unasked(cluster: ClusterConfig) -> bool:
-    """Return whether passes stop between layers where that is unset (decode_worker/start.py)."""
-    is_bound = cluster.scheduling.interference is not None and not cluster.chosen_topology.is_separate
-    return cluster.engine.device == "cpu" and cluster.engine.num_processes == 1 and not is_bound
 
 
 def measures_of(rounds: Sequence[Sequence[ReplayedRequest]]) -> dict[tuple[str, str], float]:

@@ -138,10 +138,15 @@ def check_yielding(scheduling: SchedulingConfig, topology: Topology, available: 
         )
 
 
-def with_yielding(scheduling: SchedulingConfig, *, can_stop: bool) -> SchedulingConfig:
-    """Settle whether passes stop between layers, where that is unset. `can_stop`: whether the engine's can."""
+def with_yielding(scheduling: SchedulingConfig, *, can_stop: bool, decodes_here: bool) -> SchedulingConfig:
+    """Settle whether passes stop between layers, where that is unset.
+
+    `can_stop`: whether the engine's can. `decodes_here`: the worker generates too; there passes do not stop where gaps
+    are bounded, as what is left of a pass is a gap for the chat that has stopped it.
+    """
     wanted = scheduling.yield_between_layers
-    if wanted is None and not (can_stop and _may_yield(scheduling)):
+    is_bound = decodes_here and scheduling.interference is not None
+    if wanted is None and not (can_stop and not is_bound and _may_yield(scheduling)):
         return msgspec.structs.replace(scheduling, yield_between_layers=False, best_effort_floor=None)
     return msgspec.structs.replace(scheduling, yield_between_layers=wanted is not False)
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import Request, RequestClass
+from alignedserve.core.request import Request
 from kernels.cpu.request_table import is_native
 
 Ints = npt.NDArray[np.int64]
@@ -125,7 +125,7 @@ class RequestTable:
         for name, value in (
             ("order", self._num_added),
             ("arrival_s", request.arrival_s),
-            ("is_real_time", request.request_class is RequestClass.REAL_TIME),
+            ("is_real_time", request.is_real_time),
             ("priority", request.priority),
             ("ttft_s", np.inf if slo.ttft_s is None else slo.ttft_s),
             ("tpot_s", np.inf if slo.tpot_s is None else slo.tpot_s),

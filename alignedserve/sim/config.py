@@ -130,7 +130,7 @@ class SimConfig:
     def resolved(self) -> "SimConfig":
         """The same with what the policy implies, and what the simulated engine does where that is unset."""
         cluster = resolve_policy(self.cluster)
-        scheduling = with_yielding(cluster.scheduling, can_stop=self.can_stop)
+        scheduling = with_yielding(cluster.scheduling, can_stop=self.can_stop, decodes_here=self.is_colocated)
         return replace(self, cluster=msgspec.structs.replace(cluster, scheduling=scheduling))
 
     def costs_of(self, worker: str, *, is_prefill: bool = False) -> CostModel:

@@ -6,7 +6,6 @@ there is no iteration, those of real-time requests first, and of documents singl
 
 from collections.abc import Callable
 
-from alignedserve.core.request import Request, RequestClass
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.events import Received
@@ -53,7 +52,7 @@ class SimulatedEncoder:
         if not request.num_encoder_tokens:
             return False
         left_s = request.num_encoder_tokens * self._token_s
-        self._jobs.append(_Job(event, left_s, is_real_time=_is_real_time(request)))
+        self._jobs.append(_Job(event, left_s, is_real_time=request.is_real_time))
         self.go_on()
         return True
 
@@ -64,7 +63,7 @@ class SimulatedEncoder:
             self._real_time.pop(request_id, None)
         for addition in command.additions:
             self._lengths.enter(addition.request)
-            if _is_real_time(addition.request):
+            if addition.request.is_real_time:
                 self._real_time[addition.request.request_id] = None
         self._is_computing = True
         now = self._event_queue.now
@@ -130,10 +129,6 @@ class SimulatedEncoder:
         if job.left_s <= _NEARLY_S:
             self._jobs.remove(job)
             self._deliver(job.event)
-
-
-def _is_real_time(request: Request) -> bool:
-    return request.request_class is RequestClass.REAL_TIME
 
 
 def _token_s(costs: CostModel) -> float:

@@ -31,6 +31,11 @@ class WorkerRequest:
     _prompt_keys: tuple[int, ...] = field(init=False)  # as the prefix cache knows its prompt
     _prompt_len: int = field(init=False)
 
+    @property
+    def is_real_time(self) -> bool:
+        """Whether somebody waits for its tokens as they come."""
+        return self.request.is_real_time
+
     def __post_init__(self) -> None:
         # Kept, not worked out: they are read for every request in every iteration.
         self.num_received = len(self.generated_token_ids)

@@ -18,7 +18,7 @@ import numpy as np
 
 from alignedserve.core.class_floor import OVERDUE_S
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import RequestClass
+from alignedserve.core.turn_class import TurnClass
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.table import RequestTable
@@ -26,7 +26,6 @@ from alignedserve.scheduling.table_operations import note_decodes
 from decode_worker.state import Candidate
 
 _STARVATION_S = 60.0  # a candidate that has waited so long here enters as if nothing had an objective
-_BY_FLOOR, _ON_TIME, _LATE, _BEST_EFFORT = range(4)
 
 
 class AdmissionRoom:
@@ -45,7 +44,7 @@ class AdmissionRoom:
 
     def admits(self, candidate: Candidate) -> bool:
         """Return whether the candidate may enter beside what runs or was noted; one may that runs alone."""
-        beside = self._chats if _is_real_time(candidate) else self._work
+        beside = self._chats if candidate.is_real_time else self._work
         if not beside.num_decodes or self._now - candidate.granted_s >= _STARVATION_S:
             return True
         trial = beside.copy()
@@ -55,7 +54,7 @@ class AdmissionRoom:
     def note(self, candidate: Candidate) -> None:
         """Note a candidate that enters: its objective counts from now on."""
         _add(self._work, candidate)
-        if not _is_real_time(candidate):
+        if not candidate.is_real_time:
             return
         _add(self._chats, candidate)
         tpot_s = candidate.request.slo.tpot_s
@@ -92,10 +91,10 @@ class Admission:
         for candidate in loading:
             room.note(candidate)
 
-        def rank(one: Candidate) -> int:
-            return _BY_FLOOR if one.request.request_id == by_floor else _rank_of(one, now, least_s=least_s)
+        def turn(one: Candidate) -> tuple[bool, TurnClass]:
+            return one.request.request_id != by_floor, _class_of(one, now, least_s=least_s)
 
-        for candidate in sorted(candidates, key=rank):
+        for candidate in sorted(candidates, key=turn):
             if room.admits(candidate):
                 room.note(candidate)
                 yield candidate
@@ -114,25 +113,21 @@ class Admission:
         return float(np.min(table.tpot_s, where=counts, initial=np.inf))
 
 
-def _is_real_time(candidate: Candidate) -> bool:
-    return candidate.request.request_class is RequestClass.REAL_TIME
-
-
 def _add(work: IterationWork, candidate: Candidate) -> None:
     work.add_decode(candidate.context_len, is_constrained=bool(candidate.request.sampling.grammar))
 
 
-def _rank_of(candidate: Candidate, now: float, *, least_s: float) -> int:
-    """Return the candidate's rank. `least_s`: the shortest gap that the worker can have."""
+def _class_of(candidate: Candidate, now: float, *, least_s: float) -> TurnClass:
+    """Return the candidate's class. `least_s`: the shortest gap that the worker can have."""
     request, tpot_s = candidate.request, candidate.request.slo.tpot_s
-    if not _is_real_time(candidate):
-        return _BEST_EFFORT
+    if not candidate.is_real_time:
+        return TurnClass.BEST_EFFORT
     if tpot_s is None:
-        return _LATE
+        return TurnClass.LATE
     num_generated = len(candidate.generated_token_ids)
     expected = candidate.predicted_output_len or request.sampling.max_tokens
     num_left = max(expected - num_generated, 1.0)
     due_s = candidate.first_token_s + (num_generated + num_left - 1) * tpot_s
     # One that is late waits no longer than the pool lets it, or those on time would keep it from ever entering.
     is_overdue = now - candidate.granted_s >= OVERDUE_S
-    return _ON_TIME if is_overdue or due_s - now >= num_left * least_s else _LATE
+    return TurnClass.ON_TIME if is_overdue or due_s - now >= num_left * least_s else TurnClass.LATE

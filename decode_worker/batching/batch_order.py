@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from alignedserve.core.class_floor import ClassFloor
 from alignedserve.core.ids import BatchId, RequestId
-from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import BatchGranted
 from alignedserve.messages.fields import NO_BATCH
 from decode_worker.held_requests import HeldRequest
@@ -58,8 +57,7 @@ class WaitingBatch:
 
 def waiting_batch(batch_id: BatchId, granted: BatchGranted, now: float) -> WaitingBatch:
     """Return the batch that was granted."""
-    classes = {handoff.request.request_class for handoff in granted.handoffs}
-    is_best_effort = classes == {RequestClass.BEST_EFFORT}
+    is_best_effort = not any(handoff.request.is_real_time for handoff in granted.handoffs)
     return WaitingBatch(batch_id, granted.is_aligned, len(granted.handoffs), now, is_best_effort)
 
 
@@ -148,7 +146,7 @@ class BatchOrder:
             following = next(iter(self._waiting.values()), None)
             return self._choose(_by_id(all_candidates), following, running, now)
         urgent = self._choose_real_time(all_candidates, running, real_time or Holding(), now)
-        others = [candidate for candidate in all_candidates if is_best_effort(candidate)]
+        others = [candidate for candidate in all_candidates if not candidate.is_real_time]
         chosen: list[Candidate] = []
         if all(batch.is_best_effort for batch in self._waiting.values()):
             following = next(iter(self._waiting.values()), None)
@@ -159,7 +157,7 @@ class BatchOrder:
         """Note a candidate that enters the running batch."""
         if self._floor is None:
             return
-        if is_best_effort(candidate):
+        if not candidate.is_real_time:
             self._floor.note_own(candidate.context_len)
         elif self._next_tokens is not None:
             self._floor.note_earlier(candidate.context_len, self._next_tokens)
@@ -171,7 +169,7 @@ class BatchOrder:
     ) -> list[Candidate]:
         """Return the real-time candidates that may enter now: those that join what runs, else the next batch's."""
         following = next((batch for batch in self._waiting.values() if not batch.is_best_effort), None)
-        urgent = [candidate for candidate in candidates if not is_best_effort(candidate)]
+        urgent = [candidate for candidate in candidates if candidate.is_real_time]
         own = [candidate for candidate in urgent if self.joins_running(candidate)]
         if following is None or (own and not self._has_waited(following, now)):
             return own
@@ -185,7 +183,7 @@ class BatchOrder:
                 candidate.batch_id = NO_BATCH
         else:
             self._take_up(following, members, running.num_requests)
-        return own + [candidate for candidate in members if not is_best_effort(candidate)]
+        return own + [candidate for candidate in members if candidate.is_real_time]
 
     def _with_floor(
         self, floor: ClassFloor, urgent: list[Candidate], chosen: list[Candidate], others: list[Candidate]
@@ -256,8 +254,3 @@ def _by_id(candidates: Iterable[Candidate]) -> dict[BatchId, list[Candidate]]:
     for candidate in candidates:
         by_id.setdefault(candidate.batch_id, []).append(candidate)
     return by_id
-
-
-def is_best_effort(candidate: Candidate) -> bool:
-    """Return whether nobody waits for its tokens as they come."""
-    return candidate.request.request_class is RequestClass.BEST_EFFORT

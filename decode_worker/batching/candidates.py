@@ -13,7 +13,6 @@ from functools import partial
 
 from alignedserve.core.attempts import next_step
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import (
     ArenaOffered,
     BlockCopy,
@@ -129,7 +128,7 @@ class Candidates:
             candidate.pool_copy,
             slot.block_ids,
             generation=slot.generation,
-            is_best_effort=self._knows_classes and _is_best_effort(candidate),
+            is_best_effort=self._knows_classes and not candidate.is_real_time,
         )
         return [Send(slot.peer, message)]
 
@@ -174,11 +173,11 @@ class Candidates:
 
     def _is_dropped_late(self, candidate: Candidate) -> bool:
         """Return whether others leave buffers before this one: best-effort ones, where classes are known."""
-        return self._knows_classes and not _is_best_effort(candidate)
+        return self._knows_classes and candidate.is_real_time
 
     def to_move(self) -> list[Candidate]:
         """Return the candidates in the order in which they are copied ahead: real-time ones first, where it matters."""
-        return sorted(self._entries.values(), key=lambda one: self._knows_classes and _is_best_effort(one))
+        return sorted(self._entries.values(), key=lambda one: self._knows_classes and not one.is_real_time)
 
     def copy_of(self, candidate: Candidate) -> tuple[str, BlockCopy]:
         """Return the peer to load its cache from, and the copy there."""
@@ -274,7 +273,7 @@ class Candidates:
         candidate = Candidate.of(message, next_step(entry.attempt), NO_BATCH, CacheLocation.BUFFER, now)
         candidate.slot, candidate.buffer_copy = entry.slot, message.copy
         # In the pool a chat would wait for a batch of its length, perhaps behind all documents.
-        candidate.must_stay = self.space.is_far(entry.slot) or not _is_best_effort(candidate)
+        candidate.must_stay = self.space.is_far(entry.slot) or candidate.is_real_time
         return candidate, [Send(peer, BlocksTaken(request_id, message.attempt, is_accepted=True))]
 
     # --- losses
@@ -314,10 +313,6 @@ class Candidates:
         self._returned.clear()
         self.receiver.cancel_all()
         return [command for request_id in list(self._entries) for command in self.abort(request_id)]
-
-
-def _is_best_effort(candidate: Candidate) -> bool:
-    return candidate.request.request_class is RequestClass.BEST_EFFORT
 
 
 def _is_at(candidate: Candidate, peer: str) -> bool:

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from alignedserve.core.request import RequestClass
 from alignedserve.messages.iterations import Load, LoadBlocks
-from decode_worker.batching.batch_order import BatchOrder, Holding, is_best_effort
+from decode_worker.batching.batch_order import BatchOrder, Holding
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.eviction import Evictions
 from decode_worker.batching.scheduled_batch import DecodeBatch
@@ -50,9 +49,11 @@ class Entries:
         """
         if not self._batch.has_place and not self._order.is_overdue(now):
             return
-        num_best_effort = sum(map(is_best_effort, self._batch.loading.candidates())) if self._order.knows_classes else 0
+        num_best_effort = 0
+        if self._order.knows_classes:
+            num_best_effort = sum(not one.is_real_time for one in self._batch.loading.candidates())
         for candidate in self.may_enter(now):
-            if self._order.knows_classes and is_best_effort(candidate):
+            if self._order.knows_classes and not candidate.is_real_time:
                 if num_best_effort >= _MOST_BEST_EFFORT_LOADS:
                     continue
                 num_best_effort += 1
@@ -64,8 +65,8 @@ class Entries:
 
     def _real_time_holding(self) -> Holding:
         """Return what real-time requests hold that run or are being copied in."""
-        running = [one for one in self._batch if one.request.request_class is RequestClass.REAL_TIME]
-        loading = [one for one in self._batch.loading.candidates() if not is_best_effort(one)]
+        running = [one for one in self._batch if one.is_real_time]
+        loading = [one for one in self._batch.loading.candidates() if one.is_real_time]
         num_blocks = sum(len(one.block_ids) for one in running) + sum(one.num_copied_blocks for one in loading)
         return Holding(len(running) + len(loading), num_blocks)
 

@@ -9,7 +9,6 @@ Where classes are known, best-effort requests leave before real-time ones, and a
 from itertools import islice
 
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.iterations import BlocksOffloaded, OffloadBlocks
 from alignedserve.messages.workers import RequestPreempted
@@ -94,8 +93,7 @@ class Evictions:
     def _evict(self, running: BatchMember) -> list[OffloadBlocks]:
         """Start copying it into a prefill worker's memory; return nothing when no buffer has free blocks."""
         num_blocks = self._batch.blocks_for(self._batch.num_cached(running))
-        is_best_effort = running.request.request_class is RequestClass.BEST_EFFORT
-        slot = self._candidates.space_for_eviction(num_blocks, is_best_effort=is_best_effort)
+        slot = self._candidates.space_for_eviction(num_blocks, is_best_effort=not running.is_real_time)
         if slot is None:
             return []
         request_id = running.request.request_id
@@ -121,14 +119,12 @@ class Evictions:
 
     def _stays(self, running: BatchMember) -> bool:
         """Return whether its next token must not be late: alignment is an objective, the SLO is a constraint."""
-        request = running.request
-        has_slo = request.slo.tpot_s is not None
-        return request.request_class is RequestClass.REAL_TIME and (has_slo or self._order.knows_classes)
+        has_slo = running.request.slo.tpot_s is not None
+        return running.is_real_time and (has_slo or self._order.knows_classes)
 
     def _eviction_key(self, running: BatchMember) -> tuple[bool, int, RequestId]:
         """Order victims: the longest first, as it frees most."""
-        is_real_time = running.request.request_class is RequestClass.REAL_TIME
-        return is_real_time and self._order.knows_classes, -running.context_len, running.request.request_id
+        return running.is_real_time and self._order.knows_classes, -running.context_len, running.request.request_id
 
     def _preempt(self, running: BatchMember) -> list[RequestPreempted]:
         self._batch.drop(running)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.core.request import RequestClass
 from alignedserve.messages.iterations import IterationCompleted
 from alignedserve.scheduling.decode_costs import decode_s, is_mixing_cheaper
 from alignedserve.scheduling.policy import CandidateChoice, DeviceMemory, EvictionMode, IterationPlan
@@ -276,8 +275,7 @@ class ScheduledBatch:
 
     def _may_displace(self, candidate: Candidate) -> bool:
         """Return whether the policy may evict others for this candidate."""
-        is_real_time = candidate.request.request_class is RequestClass.REAL_TIME
-        return is_real_time or self._choice is CandidateChoice.ALL
+        return candidate.is_real_time or self._choice is CandidateChoice.ALL
 
     def _has_room_for_any(self) -> bool:
         """Return whether every request in the table would fit alone, beside the blocks of those being copied.

@@ -26,7 +26,7 @@ from math import inf
 from typing import NamedTuple
 
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import RequestClass
+from alignedserve.core.turn_class import TurnClass
 from alignedserve.costmodel.model import CostModel, LearningCostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.workers import ANY_LENGTH
@@ -42,7 +42,6 @@ _LEAST_AHEAD, _AHEAD = 2, 1 / 16  # candidates that wait here: at least, and of 
 ROOM_STEP = 128  # tokens
 _GROWTH = 8  # tokens by which each grows while a prompt is computed and copied
 _PROBED, _LEAST_TOKEN_S = 4096, 1e-10
-_ON_TIME, _LATE, _BEST_EFFORT = range(3)
 
 
 class Packing(NamedTuple):
@@ -123,11 +122,11 @@ class SlackPacking:
 
     def _turn(
         self, candidate: Candidate, now: float, least_s: float, by_floor: RequestId | None
-    ) -> tuple[bool, int, bool, float, RequestId]:
+    ) -> tuple[bool, TurnClass, bool, float, RequestId]:
         """Return its place: by class, on time before late, then those that have waited, then the shortest."""
         request_id, waits = candidate.request.request_id, now - candidate.granted_s >= PATIENCE_S
         place = candidate.granted_s if waits else float(candidate.context_len)
-        return request_id != by_floor, _rank_of(candidate, now, least_s), not waits, place, request_id
+        return request_id != by_floor, _class_of(candidate, now, least_s), not waits, place, request_id
 
     # --- what may join, and what waits
 
@@ -216,7 +215,7 @@ def _allowed_s(held: Iterable[_Held], num_left: float) -> float:
 
 
 def _tpot_of(one: WorkerRequest) -> float | None:
-    return one.request.slo.tpot_s if one.request.request_class is RequestClass.REAL_TIME else None
+    return one.request.slo.tpot_s if one.is_real_time else None
 
 
 def _num_left(one: WorkerRequest) -> float:
@@ -225,15 +224,15 @@ def _num_left(one: WorkerRequest) -> float:
     return max(expected - num_generated if expected > num_generated else num_generated, 1.0)
 
 
-def _rank_of(candidate: Candidate, now: float, least_s: float) -> int:
-    """Return its rank. `least_s`: the shortest gap that the worker can have."""
-    if candidate.request.request_class is not RequestClass.REAL_TIME:
-        return _BEST_EFFORT
+def _class_of(candidate: Candidate, now: float, least_s: float) -> TurnClass:
+    """Return its class. `least_s`: the shortest gap that the worker can have."""
+    if not candidate.is_real_time:
+        return TurnClass.BEST_EFFORT
     tpot_s = candidate.request.slo.tpot_s
     if tpot_s is None:
-        return _ON_TIME
+        return TurnClass.ON_TIME
     num_left = _num_left(candidate)
     due_s = candidate.first_token_s + (len(candidate.generated_token_ids) + num_left - 1) * tpot_s
     # One that is late waits no longer than PATIENCE_S for those on time, or they would keep it from ever entering.
     is_overdue = now - candidate.granted_s >= PATIENCE_S
-    return _ON_TIME if is_overdue or due_s - now >= num_left * least_s else _LATE
+    return TurnClass.ON_TIME if is_overdue or due_s - now >= num_left * least_s else TurnClass.LATE

@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from alignedserve.core.attempts import epoch_end
 from alignedserve.core.ids import BlockId, LeaseId, RequestId
-from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import (
     ArenaOffered,
     BlocksReserved,
@@ -137,8 +136,7 @@ class PooledDecodes(Handoffs):
     def _depart(self, tracked: HeldRequest) -> list[PooledCommand]:
         if not self.can_ask(tracked):
             return []
-        is_best_effort = tracked.request.request_class is RequestClass.BEST_EFFORT
-        return [*self.ask(tracked, self._pool, is_best_effort=is_best_effort)]
+        return [*self.ask(tracked, self._pool, is_best_effort=not tracked.is_real_time)]
 
     def _fetch(self, tracked: HeldRequest) -> list[PooledCommand]:
         """Hold blocks, and ask the pool."""

@@ -11,7 +11,7 @@ Until both have ended no request leaves the table: an aborted one is dropped the
 
 import msgspec
 
-from alignedserve.core.request import Request, RequestClass
+from alignedserve.core.request import Request
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.urgent_plans import UrgentPlans
@@ -35,7 +35,7 @@ class UrgentPrompts:
 
     def came(self, request: Request) -> None:
         """Note a request that has come."""
-        if request.request_class is RequestClass.REAL_TIME:
+        if request.is_real_time:
             self.cycle.came(request.request_id)
 
     def pass_began(self, now: float) -> None:

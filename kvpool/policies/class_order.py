@@ -15,9 +15,10 @@ from dataclasses import replace
 
 from alignedserve.core.class_floor import ClassFloor, OverdueFloor
 from alignedserve.core.ids import RequestId
+from alignedserve.core.turn_class import TurnClass
 from alignedserve.messages.cluster_view import LengthTree, tree_of
 from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits, LengthRange, batch_of
-from kvpool.state import BatchClass, PooledRequest
+from kvpool.state import PooledRequest
 
 _Choose = Callable[[BatchFormer, BatchLimits], AlignedBatch | None]
 
@@ -27,25 +28,25 @@ class ClassedBatchFormer:
 
     def __init__(self, make: Callable[[], BatchFormer], *, floor: float) -> None:
         """`make`: makes the former of one class. `floor`: the share of best effort while real-time requests wait."""
-        self._formers = {one: make() for one in BatchClass}
-        self.is_aligned = self._formers[BatchClass.BEST_EFFORT].is_aligned
-        self._waiting: dict[BatchClass, dict[RequestId, PooledRequest]] = {one: {} for one in BatchClass}
+        self._formers = {one: make() for one in TurnClass}
+        self.is_aligned = self._formers[TurnClass.BEST_EFFORT].is_aligned
+        self._waiting: dict[TurnClass, dict[RequestId, PooledRequest]] = {one: {} for one in TurnClass}
         self._since_s: dict[RequestId, float] = {}  # when late ones came
         self._late_floor, self._floor = OverdueFloor(), ClassFloor(floor)
-        self._floors = {BatchClass.LATE: self._late_floor, BatchClass.BEST_EFFORT: self._floor}
+        self._floors = {TurnClass.LATE: self._late_floor, TurnClass.BEST_EFFORT: self._floor}
 
     def insert(self, pooled: PooledRequest, now: float) -> None:
         """See BatchFormer."""
-        self._waiting[pooled.batch_class][pooled.request_id] = pooled
-        self._formers[pooled.batch_class].insert(pooled, now)
-        if pooled.batch_class is BatchClass.LATE:
+        self._waiting[pooled.turn_class][pooled.request_id] = pooled
+        self._formers[pooled.turn_class].insert(pooled, now)
+        if pooled.turn_class is TurnClass.LATE:
             self._since_s[pooled.request_id] = now
 
     def remove(self, request_id: RequestId) -> None:
         """See BatchFormer."""
-        batch_class = self._class_of(request_id)
-        del self._waiting[batch_class][request_id]
-        self._formers[batch_class].remove(request_id)
+        turn_class = self._class_of(request_id)
+        del self._waiting[turn_class][request_id]
+        self._formers[turn_class].remove(request_id)
         self._since_s.pop(request_id, None)
 
     def form(self, limits: BatchLimits, now: float) -> AlignedBatch | None:
@@ -54,8 +55,8 @@ class ClassedBatchFormer:
             lone = self._formers[by_floor].form(replace(limits, max_requests=1, min_requests=1), now)
             if lone is not None:
                 return self._noted(lone)
-        for batch_class in self._classes(limits):
-            first = self._formers[batch_class].form(limits, now) if self._waiting[batch_class] else None
+        for turn_class in self._classes(limits):
+            first = self._formers[turn_class].form(limits, now) if self._waiting[turn_class] else None
             if first is not None:
                 return self._noted(self._filled(first, limits, now))
         return None
@@ -78,17 +79,17 @@ class ClassedBatchFormer:
 
     # --- inside
 
-    def _classes(self, limits: BatchLimits) -> list[BatchClass]:
-        return [one for one in BatchClass if one is not BatchClass.BEST_EFFORT or not limits.is_for_real_time]
+    def _classes(self, limits: BatchLimits) -> list[TurnClass]:
+        return [one for one in TurnClass if one is not TurnClass.BEST_EFFORT or not limits.is_for_real_time]
 
-    def _due_by_floor(self, now: float) -> Iterator[BatchClass]:
+    def _due_by_floor(self, now: float) -> Iterator[TurnClass]:
         """Yield the classes of which a request goes before earlier ones that wait."""
         late, best_effort = (next(iter(self._waiting[one].values()), None) for one in self._floors)
-        on_time, since_s = self._waiting[BatchClass.ON_TIME], self._since_s
+        on_time, since_s = self._waiting[TurnClass.ON_TIME], self._since_s
         if late and on_time and self._late_floor.lets(late.context_len, since_s[late.request_id], now):
-            yield BatchClass.LATE
+            yield TurnClass.LATE
         if best_effort and (on_time or late) and self._floor.is_due(best_effort.context_len):
-            yield BatchClass.BEST_EFFORT
+            yield TurnClass.BEST_EFFORT
 
     def _filled(self, first: AlignedBatch, limits: BatchLimits, now: float) -> AlignedBatch:
         chosen = self._members(first)
@@ -97,7 +98,7 @@ class ClassedBatchFormer:
             max_blocks=limits.max_blocks - first.num_blocks,
             max_requests=limits.max_requests - len(chosen),
         )
-        later = [one for one in self._classes(limits) if one > chosen[0].batch_class]
+        later = [one for one in self._classes(limits) if one > chosen[0].turn_class]
         joining = self._join(first.lengths, left, later, now, chosen)
         return batch_of([*chosen, *joining], by_turn=limits.by_turn) if joining else first
 
@@ -105,18 +106,18 @@ class ClassedBatchFormer:
         self,
         lengths: LengthRange,
         limits: BatchLimits,
-        classes: Iterable[BatchClass],
+        classes: Iterable[TurnClass],
         now: float,
         chosen: Iterable[PooledRequest],
     ) -> list[PooledRequest]:
         """Choose requests of these classes and lengths, up to the first class before which others are left behind."""
         joining: list[PooledRequest] = []
         taken = {one.request_id for one in chosen}
-        for batch_class in classes:
-            earlier = (one for other in BatchClass if other < batch_class for one in self._waiting[other])
+        for turn_class in classes:
+            earlier = (one for other in TurnClass if other < turn_class for one in self._waiting[other])
             if any(one not in taken for one in earlier):
                 break
-            members = self._members(self._formers[batch_class].join(lengths, limits, now))
+            members = self._members(self._formers[turn_class].join(lengths, limits, now))
             joining += members
             taken.update(one.request_id for one in members)
             limits = replace(
@@ -131,20 +132,20 @@ class ClassedBatchFormer:
             return []
         return [self._waiting[self._class_of(request_id)][request_id] for request_id in batch.request_ids]
 
-    def _class_of(self, request_id: RequestId) -> BatchClass:
-        return next(one for one in BatchClass if request_id in self._waiting[one])
+    def _class_of(self, request_id: RequestId) -> TurnClass:
+        return next(one for one in TurnClass if request_id in self._waiting[one])
 
     def _noted(self, batch: AlignedBatch) -> AlignedBatch:
         """Note what leaves with this batch."""
         members = self._members(batch)
         leaving = set(batch.request_ids)
-        for batch_class, floor in self._floors.items():
-            staying = (one for one in self._waiting[batch_class].values() if one.request_id not in leaving)
+        for turn_class, floor in self._floors.items():
+            staying = (one for one in self._waiting[turn_class].values() if one.request_id not in leaving)
             following = next(staying, None)
             for one in members:
-                if one.batch_class is batch_class:
+                if one.turn_class is turn_class:
                     floor.note_own(one.context_len)
-                elif one.batch_class < batch_class and following is not None:
+                elif one.turn_class < turn_class and following is not None:
                     floor.note_earlier(one.context_len, following.context_len)
         return batch
 

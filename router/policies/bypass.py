@@ -10,7 +10,7 @@ the decode worker with a free slot that runs lengths nearest to 900; one with `t
 from collections.abc import Iterable
 from typing import Protocol
 
-from alignedserve.core.request import Request, RequestClass
+from alignedserve.core.request import Request
 from router.state import WorkerRecord
 
 _WEIGHT = 1 / 16  # of the latest wait, where it is shorter than expected; a longer one is expected at once
@@ -73,7 +73,7 @@ class UrgentBypass:
     def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
         """See Bypass. Chooses the worker whose running lengths are nearest, one with a free slot if there is any."""
         tpot_s = request.slo.tpot_s
-        if request.request_class is not RequestClass.REAL_TIME or tpot_s is None or self._expected_wait_s <= tpot_s:
+        if not request.is_real_time or tpot_s is None or self._expected_wait_s <= tpot_s:
             return None
         able = [worker for worker in workers if worker.has_real_time_slot]
         return min(able, key=lambda worker: _order_of(worker, context_len), default=None)
@@ -105,7 +105,7 @@ class PackedBypass:
         known = list(workers)
         if not all(worker.takes_any_length for worker in known):
             return self._otherwise.target(request, context_len, known)
-        if request.request_class is not RequestClass.REAL_TIME or request.slo.tpot_s is None:
+        if not request.is_real_time or request.slo.tpot_s is None:
             return None
         able = [worker for worker in known if worker.has_real_time_slot]
         return min(able, key=lambda worker: (not worker.has_free_slot, -worker.room, worker.name), default=None)

@@ -64,4 +64,9 @@ class DrainForecast:
 
     def expected_s(self, num_tokens: float) -> float | None:
         """Return the predicted seconds for this many tokens; None while no rate is known."""
-        return num_tokens * self._seconds / self._num_tokens if self._num_tokens and self._seconds else None
+        return None if (rate := self.tokens_per_s) is None else num_tokens / rate
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The rate at which tokens left; None while it is not known."""
+        return self._num_tokens / self._seconds if self._num_tokens and self._seconds else None

@@ -86,6 +86,6 @@ def first_token_s(request: Request) -> float:
         return slo.ttft_s
     if slo.deadline_s is None:
         return DEFAULT_TTFT_S[request.request_class]
-    if request.request_class is RequestClass.BEST_EFFORT:
+    if not request.is_real_time:
         return min(slo.deadline_s, LONGEST_DEADLINE_S)
     return min(DEFAULT_TTFT_S[RequestClass.REAL_TIME], slo.deadline_s)

@@ -159,7 +159,7 @@ def _features(request: Request, code: PromptCode) -> Vector:
     num_coded = len(code.features)
     features = np.empty(num_coded + _NUM_FACTS, np.float32)
     np.multiply(code.features, np.float32(num_coded**0.5), out=features[:num_coded])
-    is_real_time = request.request_class is RequestClass.REAL_TIME
+    is_real_time = request.is_real_time
     features[num_coded:] = (log1p(request.prompt_len) / 8.0, log1p(request.sampling.max_tokens) / 8.0, is_real_time)
     return features
 

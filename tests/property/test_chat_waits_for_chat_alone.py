@@ -21,6 +21,7 @@ from alignedserve.config.sections import RouterConfig, SchedulingConfig
 from alignedserve.core.class_floor import ClassFloor
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass, Slo
+from alignedserve.core.turn_class import TurnClass
 from alignedserve.messages.events import Received
 from alignedserve.messages.gateways import SubmitRequest
 from alignedserve.messages.iterations import RunIteration
@@ -31,7 +32,7 @@ from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import Workload
 from kvpool.policies import make_batch_former
 from kvpool.policies.batch_former import BatchLimits
-from kvpool.state import BatchClass, PooledRequest
+from kvpool.state import PooledRequest
 from router.policies.prefill_order import LeastSlackOrder
 from router.prefill_queue import PrefillQueue
 from tests.harnesses.scheduling import EasyCosts
@@ -229,8 +230,8 @@ def test_tokens_before_a_chat_in_the_pool(events: list[tuple[str, int]], floor: 
                 former.remove(request_id)
                 passed.took(request_id)
             continue
-        batch_class = BatchClass.ON_TIME if what == "chat" else BatchClass.BEST_EFFORT
-        one = PooledRequest(RequestId(f"r{number:03}"), size, -(-size // 16), float(number), None, batch_class)
+        turn_class = TurnClass.ON_TIME if what == "chat" else TurnClass.BEST_EFFORT
+        one = PooledRequest(RequestId(f"r{number:03}"), size, -(-size // 16), float(number), None, turn_class)
         former.insert(one, float(number))
         passed.came(one.request_id, size, is_chat=what == "chat")
 

@@ -7,9 +7,10 @@ from typing import Any
 from alignedserve.core.fair_shares import MAX_IDLE_TENANTS, SHARED_S, FairShares
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass
+from alignedserve.core.turn_class import TurnClass
 from kvpool.policies import make_batch_former
 from kvpool.policies.batch_former import BatchLimits
-from kvpool.state import BatchClass, PooledRequest
+from kvpool.state import PooledRequest
 from router.policies.prefill_order import LeastSlackOrder
 from router.prefill_queue import DEADLINE_LEAD, PrefillQueue
 from tests.support.marks import each
@@ -181,7 +182,7 @@ def test_requests_leave_a_pool_by_turn_whatever_their_lengths(seed: int) -> None
     rng = random.Random(seed)
     floor = rng.choice([None, 0.0])
     former = make_batch_former("density_first", block_size=16, starvation_s=2.0, best_effort_floor=floor)
-    classes = [BatchClass.ON_TIME] if floor is None else [BatchClass.ON_TIME, BatchClass.BEST_EFFORT]
+    classes = [TurnClass.ON_TIME] if floor is None else [TurnClass.ON_TIME, TurnClass.BEST_EFFORT]
     waiting: dict[RequestId, PooledRequest] = {}
     for turn in range(1, 300):
         context_len = rng.randrange(1, 2000)
@@ -194,7 +195,7 @@ def test_requests_leave_a_pool_by_turn_whatever_their_lengths(seed: int) -> None
         limits = BatchLimits(rng.randrange(130, 400), rng.randrange(1, 6), by_turn=True)
         batch = former.form(limits, float(turn))
         assert batch is not None
-        in_order = sorted(waiting.values(), key=lambda one: (one.batch_class, one.turn))
+        in_order = sorted(waiting.values(), key=lambda one: (one.turn_class, one.turn))
         sizes = list(accumulate(one.num_blocks for one in in_order))
         num_taken = sum(size <= limits.max_blocks for size in sizes[: limits.max_requests])
         assert list(batch.request_ids) == [one.request_id for one in in_order[:num_taken]]

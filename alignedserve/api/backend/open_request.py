@@ -1,7 +1,7 @@
 """One request that a gateway has sent to a deployment, and its tokens in order."""
 
 from alignedserve.api.backend.interface import RequestStream
-from alignedserve.core.request import FinishReason, Request, RequestClass, TokenLogprob
+from alignedserve.core.request import FinishReason, Request, TokenLogprob
 from alignedserve.messages.gateways import PromptScored, TokenDelta
 
 # A request that is silent for this long is sent to the router again, which ignores it if all is well: no request waits
@@ -30,7 +30,7 @@ class OpenRequest:
     @property
     def is_best_effort(self) -> bool:
         """True if no person waits for it."""
-        return self.request.request_class is RequestClass.BEST_EFFORT
+        return not self.request.is_real_time
 
     @property
     def num_tokens(self) -> int:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from alignedserve.config.sections import EngineConfig
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import Request, RequestClass
 from alignedserve.messages.iterations import RunIteration
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import requests_of
@@ -23,7 +22,7 @@ class DeviceTurns:
 
     def on_message(self, message: Message) -> None:
         """End a wait when a message brings a request that somebody waits for. From any thread."""
-        if self._device is not None and any(map(_is_real_time, requests_of(message))):
+        if self._device is not None and any(request.is_real_time for request in requests_of(message)):
             self._device.on_arrival()
 
     @contextlib.contextmanager
@@ -49,7 +48,7 @@ class DeviceTurns:
         """Note which sequences leave and enter with an iteration."""
         self._real_time.difference_update(command.removals)  # first: a later attempt may be added with the same id
         for addition in command.additions:
-            if _is_real_time(addition.request):
+            if addition.request.is_real_time:
                 self._real_time.add(addition.request.request_id)
 
     def has_real_time(self) -> bool:
@@ -68,10 +67,6 @@ class DeviceTurns:
         """Leave the board of the device."""
         if self._device is not None:
             self._device.close()
-
-
-def _is_real_time(request: Request) -> bool:
-    return request.request_class is RequestClass.REAL_TIME
 
 
 def shared_device_of(spec: ProcessSpec, config: EngineConfig) -> SharedDevice | None:

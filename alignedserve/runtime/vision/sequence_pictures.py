@@ -23,7 +23,7 @@ from torch import Tensor
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.picture import Picture
-from alignedserve.core.request import Request, RequestClass
+from alignedserve.core.request import Request
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.pictures.decoder import PictureDecoder
@@ -143,7 +143,7 @@ class SequencePictures(_FailedSequences):
         key = _key_of(request, picture)
         if self._cache.get(key) is not None:
             return None
-        begun = self._queue.add(key, picture, is_real_time=request.request_class is RequestClass.REAL_TIME)
+        begun = self._queue.add(key, picture, is_real_time=request.is_real_time)
         begun.add_done_callback(partial(self._keep, key))
         return begun
 

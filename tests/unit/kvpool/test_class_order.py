@@ -3,18 +3,19 @@
 import pytest
 
 from alignedserve.core.ids import RequestId
+from alignedserve.core.turn_class import TurnClass
 from alignedserve.messages.cluster_view import LengthLeaf
 from kvpool.policies import make_batch_former
 from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits, LengthRange
-from kvpool.state import BatchClass, PooledRequest
+from kvpool.state import PooledRequest
 
 PLENTY = BatchLimits(max_blocks=10_000, max_requests=100)
 FOR_REAL_TIME = BatchLimits(max_blocks=10_000, max_requests=100, is_for_real_time=True)
 
 
 def pooled(name: str, context_len: int, arrival_s: float = 0.0) -> PooledRequest:
-    batch_class = {"c": BatchClass.ON_TIME, "l": BatchClass.LATE, "d": BatchClass.BEST_EFFORT}[name[0]]
-    return PooledRequest(RequestId(name), context_len, -(-context_len // 16), arrival_s, None, batch_class)
+    turn_class = {"c": TurnClass.ON_TIME, "l": TurnClass.LATE, "d": TurnClass.BEST_EFFORT}[name[0]]
+    return PooledRequest(RequestId(name), context_len, -(-context_len // 16), arrival_s, None, turn_class)
 
 
 def former_with(*waiting: tuple[str, int], floor: float = 0.0, name: str = "density_first") -> BatchFormer:

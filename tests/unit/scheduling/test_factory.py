@@ -125,19 +125,21 @@ def test_passes_that_stop_leave_documents_the_share_of_the_router() -> None:
 
 
 @each(
-    ("scheduling", "can_stop", "stops"),
+    ("scheduling", "can_stop", "decodes_here", "stops"),
     [
-        (SchedulingConfig(), True, True),
-        (SchedulingConfig(), False, False),
-        (NOT_STOPPING, True, False),
-        (STOPPING, False, True),  # which is refused, or simulated
-        (SchedulingConfig(policy="sarathi_classed"), True, False),
+        (SchedulingConfig(), True, True, True),
+        (SchedulingConfig(), False, True, False),
+        (NOT_STOPPING, True, True, False),
+        (STOPPING, False, True, True),  # which is refused, or simulated
+        (SchedulingConfig(policy="sarathi_classed"), True, True, False),
+        (SchedulingConfig(interference=1.1), True, True, False),
+        (SchedulingConfig(interference=1.1), True, False, True),
     ],
 )
 def test_passes_stop_by_default_where_the_engine_can_and_the_policy_wants(
-    scheduling: SchedulingConfig, can_stop: bool, stops: bool
+    scheduling: SchedulingConfig, can_stop: bool, decodes_here: bool, stops: bool
 ) -> None:
-    settled = with_yielding(scheduling, can_stop=can_stop)
+    settled = with_yielding(scheduling, can_stop=can_stop, decodes_here=decodes_here)
     assert settled.yield_between_layers is stops
     assert (make_yielding(settled, 12) is not None) is stops
 
