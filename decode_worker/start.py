@@ -129,7 +129,6 @@ async def start_colocated_worker(
         max_running=config.max_running_requests,
         loads_quietly=process_spec.joins_others,
         candidate_buffer_bytes=lending.buffer_bytes if lending is not None else 0,
-        yields_between_layers=bool(scheduling.yield_between_layers),
     )
 
     device = shared_device_of(process_spec, engine_config)

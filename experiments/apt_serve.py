@@ -4,7 +4,7 @@
 
 A request counts when its first token and the 99th percentile of its own gaps hold their objectives; effective
 throughput is the highest rate at which so large a share of the requests counts. docs/experiments/apt_serve.md has the
-paper's numbers, ours, and why they differ. Table 6 is `python -m benchmarks.decisions --policy apt_serve`.
+paper's numbers, ours, and why they differ. Table 6 is `python -m benchmarks.scheduling.decisions --policy apt_serve`.
 """
 
 import math

@@ -38,7 +38,6 @@ async def start_prefill_worker(
         config.max_running_requests,
         loads_quietly=process_spec.joins_others,
         candidate_buffer_bytes=config.candidate_buffer_bytes,
-        yields_between_layers=bool(scheduling.yield_between_layers),
     )
     layout = served.block_layout(engine_config.block_size)
     pool_name = process_spec.pool_name

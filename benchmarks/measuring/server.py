@@ -97,12 +97,20 @@ def load_report(port: int, *options: str) -> dict[str, Any]:
 
 
 def traffic_report(
-    port: int, folder: Path, traffic: Sequence[str], duration_s: float, warm_up_s: float = 0.0, *, seed: int = 0
+    port: int,
+    folder: Path,
+    traffic: Sequence[str],
+    duration_s: float,
+    warm_up_s: float = 0.0,
+    *,
+    seed: int = 0,
+    model: str | None = None,
 ) -> dict[str, Any]:
     """Return what `bench serve` saw of this made-up traffic in `duration_s`, after `warm_up_s` of it.
 
     `folder`: the model's, for prompts of exact length. Documents in the air at the end are cut off. Arrivals and
-    lengths follow from the seed.
+    lengths follow from the seed. `model`: its name, where several are served.
     """
     times = ("--duration", str(warm_up_s + duration_s), "--warm-up", str(warm_up_s), "--seed", str(seed))
-    return load_report(port, "--cut-off", *times, "--tokenizer", str(folder), "--synthetic", "; ".join(traffic))
+    named = ("--model", model) if model is not None else ()
+    return load_report(port, "--cut-off", *times, *named, "--tokenizer", str(folder), "--synthetic", "; ".join(traffic))

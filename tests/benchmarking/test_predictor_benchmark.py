@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.predictor import accuracies, bucket_of, pocket_corpus, rank_correlation, read_corpus, speeds
+from benchmarks.scheduling.predictor import accuracies, bucket_of, pocket_corpus, rank_correlation, read_corpus, speeds
 
 
 def write_texts(path: Path, num_texts: int) -> Path:

@@ -7,7 +7,13 @@ import pytest
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
-from benchmarks.schedule import LENGTHS, Arrivals, ScheduleBenchmarkSpec, range_to_best, run_schedule_benchmark
+from benchmarks.scheduling.schedule import (
+    LENGTHS,
+    Arrivals,
+    ScheduleBenchmarkSpec,
+    range_to_best,
+    run_schedule_benchmark,
+)
 from kvpool.policies.batch_former import AlignedBatch, BatchLimits, LengthRange, batch_of
 from kvpool.state import PooledRequest
 from tests.support.marks import slow

@@ -237,7 +237,6 @@ class RoomCluster:
             has_int8_swaps=section.has_int8_swaps,
             hidden_block_tokens=block_tokens,
             jumps_ahead=True,
-            yields_between_layers=bool(self.config.scheduling.yield_between_layers),
         )
         make = partial(
             decode_factory.make_colocated_logic,

@@ -1,11 +1,14 @@
-"""Lets the workers of several models share a device by objective: work that nobody waits for gives way, but never ends.
+"""Lets the workers of a machine share a device by objective: work that nobody waits for gives way, but never ends.
 
-Each worker has a slot on a board, a small file in shared memory. While it computes for a person who waits it posts a
-time there until which others are to give way. A worker whose next iteration is for documents alone waits as long as
-another model's post holds, for a bounded time, so that documents keep a share of the device. Posts of a process that
-dies expire by themselves, and so does its claim to the slot, which is a lock.
+Each worker has a slot on a board, a small file in shared memory. While it computes for a person who waits, and from
+when such a request comes, it posts a time there until which others are to give way. A worker that computes for
+documents alone stands still as long as another model's post holds, before its iteration and, where its engine can,
+between two layers. So it does for workers of its own model that compute a prompt, where these have more threads
+together than there are cores. Documents keep a share of the time: what they may stand still is in proportion to what
+they have computed. Posts of a process that dies expire by themselves, and so does its claim to the slot, a lock.
 """
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -13,12 +16,15 @@ import struct
 import threading
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from alignedserve.runtime.device.cores import num_cores
+
 _NUM_SLOTS = 64
-_SLOT = np.dtype([("until_s", "<f8"), ("deployment", "<u4"), ("unused", "<u4")])
+_SLOT = np.dtype([("until_s", "<f8"), ("prompt_until_s", "<f8"), ("deployment", "<u4"), ("num_threads", "<u4")])
 _POSTED_S = 2.0  # for which an iteration may last unseen; a post of a process that died is as old at most
 _BETWEEN_S = 0.02  # from one iteration to the next
 _LOOK_S = 0.001
@@ -29,28 +35,46 @@ _MAX_WAIT_S = 2.0
 class DeviceBoard:
     """The board of one device, with a slot of this process."""
 
-    def __init__(self, path: Path, deployment_id: str) -> None:
-        """`path`: of the board, made by the first worker. Without a free slot nothing is posted, and posts are seen."""
+    def __init__(self, path: Path, deployment_id: str, num_threads: int = 0) -> None:
+        """`path`: of the board, made by the first worker. Without a free slot nothing is posted, and posts are seen.
+
+        `num_threads`: that its worker computes with, on cores; 0: on a device of another kind.
+        """
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         os.ftruncate(self._file, _NUM_SLOTS * _SLOT.itemsize)
         self._memory = mmap.mmap(self._file, _NUM_SLOTS * _SLOT.itemsize)
         self._slots = np.frombuffer(self._memory, _SLOT)
-        self._deployment = zlib.crc32(deployment_id.encode())
+        self._deployment, self._num_threads = zlib.crc32(deployment_id.encode()), num_threads
+        self._num_cores = num_cores()
         self._own = self._claim()
 
-    def post(self, until_s: float) -> None:
-        """Ask others to give way until then, by the system's monotonic clock; 0.0: no more."""
+    def post(self, until_s: float, *, is_prompt: bool = False) -> None:
+        """Ask others to give way until then, by the system's monotonic clock; 0.0: no more.
+
+        `is_prompt`: workers of the same model too, where threads want more cores than there are.
+        """
         if self._own is not None:
+            self._slots["prompt_until_s"][self._own] = until_s if is_prompt else 0.0
             self._slots["until_s"][self._own] = until_s
 
     def is_posted(self, now: float) -> bool:
-        """Return whether a worker of another model asks to give way."""
-        others = self._slots["deployment"] != self._deployment
-        return bool(((self._slots["until_s"] > now) & others).any())
+        """Return whether another worker asks this one to give way."""
+        slots = self._slots
+        is_like = slots["deployment"] == self._deployment
+        if ((slots["until_s"] > now) & ~is_like).any():
+            return True
+        if int(slots["num_threads"][is_like].sum()) <= self._num_cores:
+            return False
+        asking = slots["prompt_until_s"] > now
+        if self._own is not None:
+            asking[self._own] = False
+        return bool((asking & is_like).any())
 
     def close(self) -> None:
         """Give the slot back."""
-        self.post(0.0)
+        own, self._own = self._own, None
+        if own is not None:
+            self._slots[own] = (0.0, 0.0, self._deployment, 0)
         del self._slots
         self._memory.close()
         os.close(self._file)
@@ -62,62 +86,108 @@ class DeviceBoard:
                 fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, lock)
             except OSError:
                 continue
-            self._slots["until_s"][index] = 0.0
-            self._slots["deployment"][index] = self._deployment
+            self._slots[index] = (0.0, 0.0, self._deployment, self._num_threads)
             return index
         return None
 
 
 class SharedDevice:
-    """A worker's conduct on a device that other models use too. For its compute thread, except `on_arrival`."""
+    """A worker's conduct on a device that others use too. For its compute thread, except `on_arrival`."""
 
     def __init__(self, board: DeviceBoard, best_effort_share: float) -> None:
         """`best_effort_share`: of the time, that iterations without a person waiting keep at least."""
         self._board = board
-        self._patience = 1.0 / best_effort_share - 1.0  # seconds of waiting for each of computing
-        self._last_s = 0.0  # how long the last such iteration took
-        self._began_s = 0.0
+        self._patience = 1.0 / best_effort_share - 1.0  # seconds of standing still for each of computing
+        self._credit_s = 0.0  # for which they may stand still now
+        self._computes_since_s: float | None = None  # such an iteration; None: none is in progress
+        self._may_stop = True  # that one, between its layers
+        self._stopped_s = 0.0  # between its layers
         self._has_arrival = threading.Event()
 
     @classmethod
-    def of(cls, folder: Path, device: str, deployment_id: str, best_effort_share: float) -> "SharedDevice | None":
-        """Return the conduct of a worker of this deployment; None: its model gives way to none.
+    def of(
+        cls, folder: Path, device: str, deployment_id: str, best_effort_share: float, num_threads: int = 0
+    ) -> "SharedDevice | None":
+        """Return the conduct of a worker of this deployment; None: it gives way to none.
 
-        `folder`: private, of the cluster on this host. `device`: as torch spells it.
+        `folder`: private, of the cluster on this host. `device`: as torch spells it. `num_threads`: see DeviceBoard.
         """
         if best_effort_share >= 1.0:
             return None
-        return cls(DeviceBoard(folder / f"turns-{device.replace(':', '-')}", deployment_id), best_effort_share)
+        board = DeviceBoard(folder / f"turns-{device.replace(':', '-')}", deployment_id, num_threads)
+        return cls(board, best_effort_share)
 
     def on_arrival(self) -> None:
-        """End a wait: there is a request now that somebody waits for. From any thread."""
+        """Post a request that somebody waits for, and end a wait. From any thread."""
+        self._board.post(time.monotonic() + _POSTED_S, is_prompt=True)
         self._has_arrival.set()
 
     def is_alone(self) -> bool:
-        """Return whether no worker of another model asks to give way."""
+        """Return whether no other worker asks to give way."""
         return not self._board.is_posted(time.monotonic())
 
-    def begin(self, *, is_real_time: bool) -> None:
-        """Begin an iteration, after giving way if it is for nobody who waits."""
-        self._began_s = time.monotonic()
+    def begin(self, *, is_real_time: bool, has_prompt: bool = False, may_stop: bool = True) -> None:
+        """Begin an iteration, after giving way if it is for nobody who waits.
+
+        `has_prompt`: of somebody who waits. `may_stop`: between its layers, if nobody waits for it.
+        """
         if is_real_time:
             self._has_arrival.clear()
-            self._board.post(self._began_s + _POSTED_S)
+            self._board.post(time.monotonic() + _POSTED_S, is_prompt=has_prompt)
             return
-        ends_s = self._began_s + min(self._last_s * self._patience, _MAX_WAIT_S)
-        while self._board.is_posted(now := time.monotonic()) and now < ends_s and not self._has_arrival.wait(_LOOK_S):
-            pass
+        self._give_way()
         self._has_arrival.clear()  # not before: what arrived since the last iteration began waits behind this one
-        self._began_s = time.monotonic()
+        self._computes_since_s, self._may_stop = time.monotonic(), may_stop
+
+    def between_layers(self) -> None:
+        """Give way in the middle of an iteration that is for nobody who waits."""
+        can_stop = self._computes_since_s is not None and self._may_stop
+        if not can_stop or not self._board.is_posted(began_s := time.monotonic()):
+            return
+        self._earn(began_s)
+        self._give_way()
+        self._computes_since_s = time.monotonic()
+        self._stopped_s += self._computes_since_s - began_s
+
+    def take_stopped_s(self) -> float:
+        """Return how long the iteration that has ended stood still between its layers."""
+        stopped_s, self._stopped_s = self._stopped_s, 0.0
+        return stopped_s
+
+    @contextlib.contextmanager
+    def taken_within(self) -> Iterator[None]:
+        """Compute for somebody who waits, within the iteration in progress, which stands still meanwhile."""
+        now, is_best_effort = time.monotonic(), self._computes_since_s is not None
+        self._earn(now)
+        self._board.post(now + _POSTED_S, is_prompt=True)
+        try:
+            yield
+        finally:
+            now = time.monotonic()
+            self._board.post(now + (_BETWEEN_S if is_best_effort else _POSTED_S))
+            self._computes_since_s = now if is_best_effort else None
 
     def end(self, *, is_real_time: bool) -> None:
         """End an iteration."""
         now = time.monotonic()
         if is_real_time:
             self._board.post(now + _BETWEEN_S)
-        else:
-            self._last_s = now - self._began_s
+        self._earn(now)
 
     def close(self) -> None:
         """Leave the board."""
         self._board.close()
+
+    def _earn(self, now: float) -> None:
+        """Earn credit for what the iteration in progress has computed, if nobody waits for it."""
+        if self._computes_since_s is not None:
+            earned_s = self._patience * (now - self._computes_since_s)
+            self._credit_s = min(self._credit_s + earned_s, _MAX_WAIT_S)
+        self._computes_since_s = None
+
+    def _give_way(self) -> None:
+        began_s = now = time.monotonic()
+        ends_s = began_s + self._credit_s
+        while now < ends_s and self._board.is_posted(now) and not self._has_arrival.wait(_LOOK_S):
+            now = time.monotonic()
+        self._credit_s -= min(now - began_s, self._credit_s)

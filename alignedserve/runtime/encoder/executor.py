@@ -67,7 +67,7 @@ class EncoderExecutor:
     ) -> None:
         """`served`: an encoder. `progress_path`: the file for how far the loading has come.
 
-        `shared_device`: None: no other model's.
+        `shared_device`: None: it gives way to none.
         """
         self._turns = DeviceTurns(shared_device)
         config = served.encoder

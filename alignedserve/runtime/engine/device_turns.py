@@ -1,4 +1,4 @@
-"""The turns of a worker on a device that several models share: which of its iterations somebody waits for."""
+"""The turns of a worker on a device that it shares with others: which of its iterations somebody waits for."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,6 +9,8 @@ from alignedserve.messages.iterations import RunIteration
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import requests_of
 from alignedserve.process.process_spec import ProcessSpec
+from alignedserve.runtime.device.cores import num_cores
+from alignedserve.runtime.device.devices import CPU, device_type
 from alignedserve.runtime.device.shared_device import SharedDevice
 
 
@@ -27,22 +29,39 @@ class DeviceTurns:
 
     @contextlib.contextmanager
     def taken_for(self, command: RunIteration) -> Iterator[None]:
-        """Take the device for one iteration, once no other model's is more urgent; see SharedDevice."""
+        """Take the device for one iteration, once no other worker's is more urgent; see SharedDevice."""
         self.note(command)
-        with self.taken(is_real_time=any(request_id in self._real_time for request_id, _ in command.slices)):
+        urgent = [num_tokens for request_id, num_tokens in command.slices if request_id in self._real_time]
+        with self.taken(is_real_time=bool(urgent), has_prompt=max(urgent, default=0) > 1):
             yield
 
     @contextlib.contextmanager
-    def taken(self, *, is_real_time: bool) -> Iterator[None]:
+    def taken_within(self, command: RunIteration) -> Iterator[None]:
+        """Take the device for an iteration within the one that has it."""
+        self.note(command)
+        with self._device.taken_within() if self._device is not None else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def taken(self, *, is_real_time: bool, has_prompt: bool = False, may_stop: bool = True) -> Iterator[None]:
         """Take the device for work that somebody waits for, or that nobody does, in the same way."""
         if self._device is None:
             yield
             return
-        self._device.begin(is_real_time=is_real_time)
+        self._device.begin(is_real_time=is_real_time, has_prompt=has_prompt, may_stop=may_stop)
         try:
             yield
         finally:
             self._device.end(is_real_time=is_real_time)
+
+    def between_layers(self) -> None:
+        """Let the iteration in progress stand still where another worker's is more urgent."""
+        if self._device is not None:
+            self._device.between_layers()
+
+    def take_stopped_s(self) -> float:
+        """Return how long the iteration that has ended stood still for others."""
+        return self._device.take_stopped_s() if self._device is not None else 0.0
 
     def note(self, command: RunIteration) -> None:
         """Note which sequences leave and enter with an iteration."""
@@ -56,12 +75,12 @@ class DeviceTurns:
         return bool(self._real_time)
 
     def is_alone(self) -> bool:
-        """Return whether no other model asks for the device: what is launched now may run on behind the turn."""
+        """Return whether no other worker asks for the device: what is launched now may run on behind the turn."""
         return self._device is None or self._device.is_alone()
 
     def giving_way(self) -> contextlib.AbstractContextManager[None]:
-        """Take the device for work that nobody waits for, as before the worker serves."""
-        return self.taken(is_real_time=False)
+        """Take the device for work that nobody waits for, as before the worker serves, and that is timed."""
+        return self.taken(is_real_time=False, may_stop=False)
 
     def close(self) -> None:
         """Leave the board of the device."""
@@ -70,5 +89,7 @@ class DeviceTurns:
 
 
 def shared_device_of(spec: ProcessSpec, config: EngineConfig) -> SharedDevice | None:
-    """Return what a worker observes on the device that it computes on; None: its model gives way to none."""
-    return SharedDevice.of(spec.addresses.folder, config.device, spec.deployment_id, config.best_effort_share)
+    """Return what a worker observes on the device that it computes on; None: it gives way to none."""
+    num_threads = (config.threads_per_worker or num_cores()) if device_type(config.device) == CPU else 0
+    folder, share = spec.addresses.folder, config.best_effort_share
+    return SharedDevice.of(folder, config.device, spec.deployment_id, share, num_threads)

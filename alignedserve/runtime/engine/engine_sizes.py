@@ -31,7 +31,6 @@ class EngineSizes:
     is_decoding: bool = True  # its sequences go on after their prompts
     swap_space_bytes: int = 0  # of caches in host memory, that is registered with a GPU at the start
     max_running: int | None = None  # sequences of one step, of those that it holds; None: all
-    yields_between_layers: bool = False  # its passes stop there for urgent iterations
 
     @property
     def may_launch_ahead(self) -> bool:
@@ -55,7 +54,6 @@ def engine_sizes(
     candidate_buffer_bytes: int = 0,
     swap_space_bytes: int = 0,
     max_running: int | None = None,
-    yields_between_layers: bool = False,
 ) -> EngineSizes:
     """Combine the engine's configuration, whose device and threads are decided, with one worker's sizes.
 
@@ -78,7 +76,6 @@ def engine_sizes(
         is_decoding=is_decoding,
         swap_space_bytes=swap_space_bytes,
         max_running=max_running,
-        yields_between_layers=yields_between_layers,
     )
 
 

@@ -39,7 +39,7 @@ from alignedserve.runtime.engine.calibration.kept_calibration import KeptCalibra
 from alignedserve.runtime.engine.calibration.measured_iterations import measure_iterations
 from alignedserve.runtime.engine.device_turns import DeviceTurns
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepTimes
-from alignedserve.runtime.engine.engine_sizes import EngineSizes, storage_blocks, threads_per_rank
+from alignedserve.runtime.engine.engine_sizes import EngineSizes, can_stop, storage_blocks, threads_per_rank
 from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
 from alignedserve.runtime.engine.model_loading import (
     ConnectStages,
@@ -103,7 +103,7 @@ class ModelExecutor:
         shared_device: SharedDevice | None = None,
         connect_stages: ConnectStages | None = None,
     ) -> None:
-        """`progress_path`: the file for how far the loading has come. `shared_device`: None: no other model's.
+        """`progress_path`: the file for how far the loading has come. `shared_device`: None: it gives way to none.
         `connect_stages`: to those on other hosts; None: all are on this one."""
         self._turns = DeviceTurns(shared_device)
         torch.set_num_threads(threads_per_rank(sizes, served.processes_per_host))
@@ -196,8 +196,8 @@ class ModelExecutor:
         rope = served.decoder.rope
         self._has_axes = rope is not None and bool(rope.axes)
         self._urgent = UrgentIterations()
-        if sizes.yields_between_layers:
-            decoder.stop_for(self._urgent.between_layers)
+        if can_stop(sizes.device, served):
+            decoder.stop_for(self._between_layers)
         self._sizes, self._max_context_len = sizes, served.max_context_len
         self._described = described(served, sizes)
 
@@ -295,8 +295,12 @@ class ModelExecutor:
     def _run_urgent(self, command: RunIteration) -> IterationCompleted:
         if not self._urgent.is_within:
             return self.run_iteration(command)
-        self._turns.note(command)  # it has the turn of the other
-        return self._run(command)
+        with self._turns.taken_within(command):
+            return self._run(command)
+
+    def _between_layers(self) -> None:
+        self._urgent.between_layers()
+        self._turns.between_layers()
 
     def _run(self, command: RunIteration) -> IterationCompleted:
         started = time.monotonic()
@@ -320,7 +324,7 @@ class ModelExecutor:
         failed = (*(request_id for request_id in output.failed if request_id not in lacking), *lacking)
         reasons = tuple((output.reasons | lacking).items())
         forced = tuple(count for count in output.forced if count[0] not in lacking)
-        yielded_s = 0.0 if command.is_urgent else self._urgent.take_stopped_s()
+        yielded_s = 0.0 if command.is_urgent else self._urgent.take_stopped_s() + self._turns.take_stopped_s()
         turn_s = 0.0 if command.is_urgent else self._turn_lengths.before_iteration()
         times = _times_of(output.times, started, changed, yielded_s, turn_s)
         self._turn_lengths.ran(times.computed_s)

@@ -9,7 +9,7 @@ from alignedserve.costmodel.model_shapes import model_shape
 from alignedserve.costmodel.published.files import rows_of
 from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.costmodel.work import IterationWork
-from benchmarks.calibration import chunk_ratios, error_of, overheads
+from benchmarks.simulation.calibration import chunk_ratios, error_of, overheads
 from tests.harnesses.costs import decodes, prefill
 from tests.support.marks import each
 

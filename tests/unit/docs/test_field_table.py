@@ -1,15 +1,15 @@
 """The tables of the policies that know classes are those of the record."""
 
 from alignedserve.scheduling.policies import POLICIES
-from benchmarks.classed_policies import LOADS, SHAPES
-from benchmarks.classed_policies import POLICIES as COMPARED
-from benchmarks.classed_table import PAGE, RECORD, with_tables
 from benchmarks.measuring.recording import read_figures
+from benchmarks.promise.classed_policies import LOADS, SHAPES
+from benchmarks.promise.classed_policies import POLICIES as COMPARED
+from benchmarks.promise.classed_table import PAGE, RECORD, with_tables
 
 
 def test_the_tables_are_those_of_the_record() -> None:
     text = PAGE.read_text()
-    assert with_tables(text) == text, "python -m benchmarks.classed_table writes them"
+    assert with_tables(text) == text, "python -m benchmarks.promise.classed_table writes them"
     assert all(f"<!-- table: {shape} -->" in text for shape in SHAPES)
 
 

@@ -1,12 +1,13 @@
 """The live table of policies is that of its record."""
 
-from benchmarks.live_policies import LOADS, PAGE, RECORD, systems, table, with_table
 from benchmarks.measuring.recording import read_figures
+from benchmarks.promise.live_load import LOADS
+from benchmarks.promise.live_policies import PAGE, RECORD, systems, table, with_table
 
 
 def test_the_table_is_that_of_the_record() -> None:
     text = PAGE.read_text()
-    assert with_table(text) == text, "python -m benchmarks.live_policies --page writes it"
+    assert with_table(text) == text, "python -m benchmarks.promise.live_policies --page writes it"
     assert table(read_figures(RECORD)) in text
 
 

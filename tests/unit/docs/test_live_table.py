@@ -1,12 +1,12 @@
 """The table of simulated against live runs is that of the records."""
 
 from alignedserve.planning.confidence import THROUGHPUT_RATIOS, TPOT_RATIOS, TTFT_RATIOS
-from benchmarks.live_table import PAGE, SHAPES, range_of, table, with_table
+from benchmarks.simulation.live_table import PAGE, SHAPES, range_of, table, with_table
 
 
 def test_the_table_is_that_of_the_records() -> None:
     text = PAGE.read_text()
-    assert with_table(text) == text, "python -m benchmarks.live_table writes it"
+    assert with_table(text) == text, "python -m benchmarks.simulation.live_table writes it"
     assert table() in text
 
 

@@ -12,7 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from alignedserve.runtime.device import shared_device
+from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.shared_device import DeviceBoard, SharedDevice
+from tests.support.marks import each
 
 _POSTING = """
 import sys, time
@@ -60,8 +62,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def worker(path: Path, deployment_id: str, share: float = 0.1) -> SharedDevice:
-    return SharedDevice(DeviceBoard(path, deployment_id), share)
+def worker(path: Path, deployment_id: str, share: float = 0.1, *, num_threads: int = 0) -> SharedDevice:
+    return SharedDevice(DeviceBoard(path, deployment_id, num_threads), share)
 
 
 def iterate(clock: Clock, device: SharedDevice, seconds: float, *, is_real_time: bool) -> float:
@@ -82,10 +84,20 @@ def test_a_post_is_seen_by_other_models_until_its_time(path: Path) -> None:
     assert not chat.is_posted(9.0)
 
 
-def test_workers_of_one_model_do_not_give_way_to_each_other(path: Path) -> None:
-    first, second = DeviceBoard(path, ""), DeviceBoard(path, "")
-    first.post(10.0)
+@each(
+    ("num_threads", "is_prompt", "gives_way"),
+    [(num_cores(), True, True), (num_cores(), False, False), (num_cores() // 2, True, False), (0, True, False)],
+)
+def test_workers_of_one_model_give_way_to_each_others_prompts_where_cores_are_too_few(
+    path: Path, num_threads: int, is_prompt: bool, gives_way: bool
+) -> None:
+    first, second = DeviceBoard(path, "", num_threads), DeviceBoard(path, "", num_threads)
+    first.post(10.0, is_prompt=is_prompt)
+    assert second.is_posted(9.0) is gives_way
+    assert not first.is_posted(9.0)
+    first.close()
     assert not second.is_posted(9.0)
+    second.close()
 
 
 def test_documents_wait_for_another_models_chats_but_not_for_ever(path: Path, clock: Clock) -> None:
@@ -94,6 +106,72 @@ def test_documents_wait_for_another_models_chats_but_not_for_ever(path: Path, cl
     chat.begin(is_real_time=True)
     waited_s = iterate(clock, documents, 0.0, is_real_time=False)
     assert waited_s == pytest.approx(3.0 * 0.02, rel=0.2)  # a quarter is its share
+
+
+def between_layers(clock: Clock, device: SharedDevice) -> float:
+    """Return how long it stands still there."""
+    began_s = clock.now
+    device.between_layers()
+    return clock.now - began_s
+
+
+def test_documents_stand_still_between_layers_in_proportion_to_what_they_have_computed(
+    path: Path, clock: Clock
+) -> None:
+    chat, documents = worker(path, ""), worker(path, "2", share=0.25)
+    documents.begin(is_real_time=False)
+    clock.pass_time(0.02)
+    assert between_layers(clock, documents) < 0.005
+    chat.begin(is_real_time=True)
+    stood_s = between_layers(clock, documents)
+    assert stood_s == pytest.approx(3.0 * 0.02, abs=0.015)  # a look at the clock takes 1 ms
+    assert between_layers(clock, documents) < 0.02
+    documents.end(is_real_time=False)
+    assert documents.take_stopped_s() == pytest.approx(stood_s, abs=0.02)
+    assert documents.take_stopped_s() == 0.0
+
+
+def test_they_go_on_where_somebody_waits_for_their_own_worker(path: Path, clock: Clock) -> None:
+    chat, documents = worker(path, ""), worker(path, "2")
+    documents.begin(is_real_time=False)
+    clock.pass_time(0.2)
+    chat.begin(is_real_time=True)
+    clock.ring_in(0.05, documents.on_arrival)
+    assert between_layers(clock, documents) == pytest.approx(0.05, abs=0.005)
+    assert between_layers(clock, documents) < 0.005
+
+
+def test_neither_chats_nor_what_is_timed_stands_still_between_layers(path: Path, clock: Clock) -> None:
+    chat, other = worker(path, ""), worker(path, "2")
+    iterate(clock, other, 0.2, is_real_time=False)
+    chat.begin(is_real_time=True)
+    other.begin(is_real_time=True)
+    assert between_layers(clock, other) < 0.005
+    other.end(is_real_time=True)
+    iterate(clock, chat, 0.0, is_real_time=True)
+    other.begin(is_real_time=False, may_stop=False)
+    chat.begin(is_real_time=True)
+    assert between_layers(clock, other) < 0.005
+
+
+def test_a_chat_within_an_iteration_of_documents_makes_others_stand_still(path: Path, clock: Clock) -> None:
+    first, second = (worker(path, "", num_threads=num_cores()) for _ in range(2))
+    for one in (first, second):
+        one.begin(is_real_time=False)
+    clock.pass_time(0.02)
+    with first.taken_within():
+        assert between_layers(clock, second) > 0.1
+        assert between_layers(clock, first) < 0.005  # in the layers of the chat
+    clock.pass_time(0.05)
+    assert between_layers(clock, second) < 0.005
+
+
+def test_others_stand_still_from_when_a_chat_comes(path: Path, clock: Clock) -> None:
+    chat, documents = worker(path, ""), worker(path, "2")
+    documents.begin(is_real_time=False)
+    clock.pass_time(0.02)
+    chat.on_arrival()
+    assert between_layers(clock, documents) > 0.1
 
 
 def test_documents_go_on_as_soon_as_nobody_waits(path: Path, clock: Clock) -> None:

@@ -17,7 +17,7 @@ class Device:
     def __init__(self) -> None:
         self.urgent: list[bool] = []
 
-    def begin(self, *, is_real_time: bool) -> None:
+    def begin(self, *, is_real_time: bool, has_prompt: bool, may_stop: bool) -> None:
         self.urgent.append(is_real_time)
 
     def end(self, *, is_real_time: bool) -> None:

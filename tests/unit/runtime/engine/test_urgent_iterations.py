@@ -4,20 +4,22 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.core.request import SamplingParams
+from alignedserve.core.request import RequestClass, SamplingParams
 from alignedserve.messages.iterations import Addition, IterationCompleted, RunIteration
+from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
 from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.samples import request
 
-SIZES = EngineSizes(4 << 20, 4, 16, 1, yields_between_layers=True)
+SIZES = EngineSizes(4 << 20, 4, 16, 1)
 LONG, SHORT = 400, 20
 
 
@@ -54,11 +56,18 @@ async def executor() -> AsyncIterator[ModelExecutor]:
     made.close()
 
 
-def prompt(name: str, num_tokens: int, first_block: int, *, is_urgent: bool = False) -> RunIteration:
+def prompt(
+    name: str,
+    num_tokens: int,
+    first_block: int,
+    *,
+    is_urgent: bool = False,
+    request_class: RequestClass = RequestClass.REAL_TIME,
+) -> RunIteration:
     """Return the iteration that computes a whole prompt."""
     tokens = tuple(random.Random(name).randrange(1, 60) for _ in range(num_tokens))
     sampling = SamplingParams(temperature=0.0, max_tokens=4, num_logprobs=2)
-    made = replace(request(name), prompt_token_ids=tokens, sampling=sampling)
+    made = replace(request(name, request_class=request_class), prompt_token_ids=tokens, sampling=sampling)
     block_ids = tuple(BlockId(first_block + index) for index in range(-(-num_tokens // 16)))
     addition = Addition(made, (), block_ids, 0)
     return RunIteration((), (addition,), (), ((RequestId(name), num_tokens),), is_urgent=is_urgent)
@@ -89,6 +98,21 @@ async def test_the_tokens_are_the_same_bit_for_bit(executor: ModelExecutor) -> N
     assert long.started_s < short.started_s < short.finished_s < long.finished_s
     assert short.computed_s <= long.yielded_s < long.finished_s - long.started_s
     assert long.prepare_s + long.forward_s + long.sampling_s == pytest.approx(long.computed_s, abs=0.005)
+
+
+def test_a_pass_of_documents_stands_still_for_another_models_chat_and_loses_nothing(tmp_path: Path) -> None:
+    own, other = (SharedDevice.of(tmp_path, "cpu", name, best_effort_share=0.5) for name in ("own", "other"))
+    assert other is not None
+    executor = ModelExecutor(resolve_model(ModelSectionConfig()), SIZES, shared_device=own)
+    document = prompt("document", LONG, 0, request_class=RequestClass.BEST_EFFORT)
+    alone = executor.run_iteration(document)
+    executor.run_iteration(RunIteration((RequestId("document"),), (), (), ()))
+    other.begin(is_real_time=True)
+    beside = executor.run_iteration(document)
+    executor.close()
+    assert beside.sampled == alone.sampled
+    assert beside.times is not None
+    assert beside.times.yielded_s > 0.2 * beside.times.computed_s  # as long as it computes, by its share
 
 
 def replace_urgent(command: RunIteration) -> RunIteration:

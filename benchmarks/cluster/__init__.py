@@ -1,0 +1,1 @@
+"""A cluster's processes: starting, models that come and go, losses, hosts."""

@@ -1,0 +1,1 @@
+"""The gateway: streams, bodies and keys."""

@@ -1,0 +1,1 @@
+"""Caches: what contexts take, and what happens where memory is short."""

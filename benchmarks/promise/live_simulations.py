@@ -1,0 +1,98 @@
+"""What the simulator makes of a row of the live table of policies, with the costs of a recorded run."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from alignedserve.cli.commands.simulation.replay import replay_folder
+from alignedserve.config.loading import load_config
+from alignedserve.config.sections import Topology
+from alignedserve.core.metrics import describe
+from alignedserve.replay.fitting import fit_machine
+from alignedserve.replay.run_file import read_run_metadata
+from alignedserve.replay.simulated import SimulatedMachine, fitted_machine, simulated_requests
+from alignedserve.scheduling.policies import POLICIES
+from alignedserve.scheduling.policy import Mechanism
+from alignedserve.sim.policies import with_policy
+from alignedserve.sim.records import RequestRecord
+from alignedserve.workload.build import build_workload
+from alignedserve.workload.catalogue import Library
+from benchmarks.promise.live_load import BEST_EFFORT, CHAT, DOCUMENTS, STEADY_S, real_time, settings
+
+NUM_RUNS = 5  # draws of the traffic, whose means are taken
+Row = dict[str, Any]
+
+
+def machine_of(recording: Path) -> SimulatedMachine:
+    """Return a machine with the costs of iterations and copies fitted to this recording."""
+    metadata = read_run_metadata(recording)
+    return fitted_machine(metadata, fit_machine(replay_folder(recording)[1], metadata.layout.block_bytes))
+
+
+def simulated(machine: SimulatedMachine, policy: str, topology: str, load: str, duration_s: float) -> Row | None:
+    """Return what the simulator predicts for both kinds under a policy: means over draws of the traffic.
+
+    As live, `STEADY_S` come before what counts. None: the policy needs hidden caches, whose costs no recording of
+    another policy tells.
+    """
+    if Mechanism.HIDDEN_CACHE in POLICIES[policy].needs:
+        return None
+    cluster = load_config(None, settings(policy, topology))
+    cluster = msgspec.structs.replace(cluster, engine=machine.cluster.engine)  # as it was settled there
+    machine = replace(machine, cluster=with_policy(cluster, policy, topology=Topology(topology)))
+    traffic, ends_s = "; ".join((real_time(load), BEST_EFFORT)), STEADY_S + duration_s
+    runs = []
+    for seed in range(NUM_RUNS):
+        workload = build_workload(traffic, seed=seed, library=Library(), duration_s=ends_s)
+        runs.append(simulated_requests(workload, machine, seed).records)
+    chats = [_chats([one for one in run if one.class_name == CHAT and one.arrival_s >= STEADY_S]) for run in runs]
+    documents = [
+        sum(_tokens_within(one, STEADY_S, ends_s) for one in run if one.class_name == DOCUMENTS) for run in runs
+    ]
+    return {CHAT: _means(chats), DOCUMENTS: {"tokens_per_s": _mean([tokens / duration_s for tokens in documents])}}
+
+
+def _chats(records: Sequence[RequestRecord]) -> Row:
+    ttft, tpot = ([getattr(one, name) for one in records] for name in ("ttft_s", "tpot_s"))
+    return {
+        "held": statistics.fmean(one.has_met_slo for one in records) if records else None,
+        "ttft_s": _percentiles(ttft),
+        "tpot_s": _percentiles(tpot),
+        "longest_gap_s": max((one.max_tbt_s for one in records if one.max_tbt_s is not None), default=None),
+    }
+
+
+def _tokens_within(record: RequestRecord, begins_s: float, ends_s: float) -> float:
+    """Return how many tokens came in this time, as if they came evenly from the first to the last."""
+    if record.ttft_s is None:
+        return 0.0
+    first_s, last_s = record.arrival_s + record.ttft_s, record.ended_s
+    if last_s <= first_s:
+        return float(record.num_tokens * (begins_s <= first_s < ends_s))
+    within_s = max(min(last_s, ends_s) - max(first_s, begins_s), 0.0)
+    return record.num_tokens * within_s / (last_s - first_s)
+
+
+def _percentiles(values: Iterable[float | None]) -> dict[str, float] | None:
+    distribution = describe(sorted(value for value in values if value is not None))
+    if distribution is None:
+        return None
+    return {name: getattr(distribution, name) for name in ("p50", "p90", "p99", "max")}
+
+
+def _means(rows: Sequence[Row]) -> Row:
+    """Return the means of rows alike, field by field, of those that have it."""
+    found: Row = {}
+    for name, value in rows[0].items():
+        values = [row[name] for row in rows]
+        found[name] = _means([one for one in values if one is not None]) if isinstance(value, dict) else _mean(values)
+    return found
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return round(statistics.fmean(present), 4) if present else None

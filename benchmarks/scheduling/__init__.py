@@ -1,0 +1,1 @@
+"""Decisions: what they cost, and how good they are."""
