@@ -19,9 +19,9 @@ from alignedserve.config.sections import Topology
 from alignedserve.core.request import SamplingParams, Slo
 from alignedserve.runtime.model.hf_config import read_model_config
 from tests.harnesses.client_gateway import Answer
-from tests.support.in_process import RoomCluster, running, small_config
-from tests.support.tiny_hybrids import DELTA, MAMBA2
-from tests.support.tiny_llama import TINY_LLAMA
+from tests.support.clusters.in_process import RoomCluster, running, small_config
+from tests.support.models.tiny_hybrids import DELTA, MAMBA2
+from tests.support.models.tiny_llama import TINY_LLAMA
 
 _SIZES = {**TINY_LLAMA, "num_hidden_layers": 3}
 KINDS = {"mamba2": MAMBA2, "delta": DELTA}

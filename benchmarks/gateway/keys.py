@@ -39,7 +39,7 @@ from alignedserve.keys.edit import change_keys
 from alignedserve.keys.file import KeyRow, SecretRow, parse_keys, render_keys
 from alignedserve.keys.ring import CurrentKeys, digest_of
 from alignedserve.keys.watch import KeysFile, KeysWatch
-from tests.support.state_links import state_hosts
+from tests.support.servers.state_links import state_hosts
 
 _NUM_KEYS, _NUM_CHECKS, _NUM_RELOADS = 10_000, 20_000, 7
 _PATH = "/v1/chat/completions"

@@ -11,7 +11,7 @@ from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec
 from benchmarks.engine.ceilings import chosen_points
 from benchmarks.engine.throughput import run_engine_benchmark
 from benchmarks.engine.workloads import RequestGroup, parse_workload
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_models import make_tiny_model
 
 
 def test_workloads() -> None:

@@ -17,7 +17,7 @@ from benchmarks.engine import __main__ as command
 from benchmarks.engine.iterations import TOY, IterationSpec, run_iteration_benchmark
 from benchmarks.measuring.device_ceilings import SIZES, TOY_SIZES
 from benchmarks.measuring.pinned_copies import OFFLOAD, PREFETCH, BackgroundCopies, PinnedLists, lists_at_the_end
-from tests.support.checked_streams import CheckedStreams
+from tests.support.devices.checked_streams import CheckedStreams
 from tests.support.waiting import wait_until
 
 

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from alignedserve.core.request import SamplingParams
 from alignedserve.offline.llm import LLM
 from tests.cluster.serving import FLOAT32, serving
-from tests.support.converted_gguf import split_in_parts
-from tests.support.hub_server import HubServer
-from tests.support.tiny_gguf import write_tiny_gguf
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.converted_gguf import split_in_parts
+from tests.support.models.tiny_gguf import write_tiny_gguf
+from tests.support.models.tiny_models import make_tiny_model
+from tests.support.servers.hub_server import HubServer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -9,7 +9,7 @@ import pytest
 from tests.cluster.serving import EXACT, Serving, serving, token_prompts
 from tests.cluster.streams import stream_all
 from tests.gateway.support import write_tokenizer
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -13,8 +13,8 @@ from alignedserve.config.sections import Topology
 from alignedserve.core.request import SamplingParams
 from kernels.cpu.rank_exchange import ExchangeBroken
 from tests.components.work import check, prompts
-from tests.support.in_process import running, small_config
-from tests.support.tiny_llama import TINY_LLAMA
+from tests.support.clusters.in_process import running, small_config
+from tests.support.models.tiny_llama import TINY_LLAMA
 
 pytestmark = pytest.mark.slow
 

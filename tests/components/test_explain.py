@@ -8,7 +8,7 @@ import pytest
 
 from alignedserve.config.sections import ExplainConfig, Observing, RouterConfig, Topology, TracingConfig
 from tests.components.explained import Explained, explained
-from tests.support.otlp_receiver import collecting
+from tests.support.servers.otlp_receiver import collecting
 from tests.support.waiting import holds, holds_async
 
 pytestmark = pytest.mark.slow

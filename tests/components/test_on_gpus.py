@@ -20,9 +20,9 @@ from alignedserve.runtime.device import accelerator
 from alignedserve.runtime.kv.direct_copies import DirectCopies
 from alignedserve.runtime.kv.staged_copies import StagedCopies
 from tests.components.work import check, prompts, submitted
+from tests.support.clusters.in_process import running, small_config
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.fake_cuda.quick_kernels import quick_kernels
-from tests.support.in_process import running, small_config
 from tests.support.waiting import holds
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

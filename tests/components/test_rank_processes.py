@@ -22,9 +22,9 @@ from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec, RankEngineSpe
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.model_files import read_config
 from kernels.cpu.rank_exchange import ExchangeBroken, has_rank_exchange
-from tests.support.lora_folders import write_adapter
-from tests.support.tiny_engines import GREEDY, random_tokens
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.lora_folders import write_adapter
+from tests.support.models.tiny_engines import GREEDY, random_tokens
+from tests.support.models.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_rank_exchange(), reason="the native kernels are not built")]
 

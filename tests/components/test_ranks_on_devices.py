@@ -17,10 +17,10 @@ from alignedserve.runtime.engine import model_executor
 from alignedserve.runtime.engine.ranks import rank_group
 from kernels.cpu.rank_exchange import has_rank_exchange
 from tests.components.work import check, prompts, submitted
-from tests.support.device_stand_in import HOST, LINK, PCIE, Machine
-from tests.support.in_process import running, small_config
-from tests.support.rank_devices import RanksOnDevices, device_of, load_on_devices
-from tests.support.two_nodes import FAR, start_two_nodes
+from tests.support.clusters.in_process import running, small_config
+from tests.support.clusters.two_nodes import FAR, start_two_nodes
+from tests.support.devices.device_stand_in import HOST, LINK, PCIE, Machine
+from tests.support.devices.rank_devices import RanksOnDevices, device_of, load_on_devices
 from tests.support.waiting import holds
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_rank_exchange(), reason="the native kernels are not built")]

@@ -12,7 +12,7 @@ from alignedserve import LLM, LoRARequest, SamplingParams
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.model_files import read_config
 from kernels.cpu.rank_exchange import ExchangeBroken
-from tests.support.lora_folders import write_adapter
+from tests.support.models.lora_folders import write_adapter
 
 pytestmark = [pytest.mark.slow]
 

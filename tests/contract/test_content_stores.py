@@ -19,8 +19,8 @@ from alignedserve.batches.stores.disk_blobs import DiskBlobs
 from alignedserve.batches.stores.object_blobs import ObjectBlobs
 from alignedserve.batches.stores.object_location import ObjectStoreLocation
 from alignedserve.core.errors import StorageDamaged, StorageError, StoreUnavailable
-from tests.support.s3_server import S3Server, s3_server
-from tests.support.state_links import state_hosts
+from tests.support.servers.s3_server import S3Server, s3_server
+from tests.support.servers.state_links import state_hosts
 
 FILE = FileId("file-" + "a" * 24)
 OTHER = FileId("file-" + "b" * 24)

@@ -13,8 +13,8 @@ from alignedserve.messages.state import AddToIndex, DeleteValue, RemoveFromIndex
 from tests.contract.test_redis_faults import stored
 from tests.contract.test_sqlite_faults import opened
 from tests.support.memory_records import MemoryRecords
-from tests.support.state_links import state_hosts
-from tests.support.valkey import ValkeyServer
+from tests.support.servers.state_links import state_hosts
+from tests.support.servers.valkey import ValkeyServer
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from alignedserve.config.environment import REDIS_CA_VARIABLE, REDIS_URL_VARIABL
 from alignedserve.config.sections import BatchesConfig, ClusterConfig
 from alignedserve.core.errors import ConfigError, ResourceError, StoreUnavailable
 from alignedserve.messages.state import SetValue
-from tests.support.valkey import ValkeyServer
+from tests.support.servers.valkey import ValkeyServer
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from alignedserve.batches.stores.redis_location import RedisLocation
 from alignedserve.batches.stores.redis_records import RedisRecords
 from alignedserve.core.errors import StoreUnavailable
 from alignedserve.messages.state import SetValue
-from tests.support.valkey import ValkeyServer
+from tests.support.servers.valkey import ValkeyServer
 
 pytestmark = pytest.mark.slow
 

@@ -39,7 +39,7 @@ from alignedserve.messages.state import (
 from alignedserve.messages.state import ChunkRead as Chunk
 from tests.support.batch_samples import BATCH
 from tests.support.memory_records import MemoryRecords
-from tests.support.state_links import StateHosts, state_hosts
+from tests.support.servers.state_links import StateHosts, state_hosts
 from tests.support.waiting import holds
 
 pytestmark = pytest.mark.slow

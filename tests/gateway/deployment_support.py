@@ -21,7 +21,7 @@ from alignedserve.process.links import Identity, Peer
 from alignedserve.runtime.model.served_deployment import ServedDeployment
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from tests.gateway.support import EOS, tokenizer_folder
-from tests.support.tiny_llama import TINY_LLAMA
+from tests.support.models.tiny_llama import TINY_LLAMA
 
 SECRET = b"s" * 32
 

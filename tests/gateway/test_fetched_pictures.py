@@ -23,7 +23,7 @@ from alignedserve.keys.entry import ANYONE
 from tests.gateway.support import Gateway, error_of, gateway
 from tests.gateway.test_pictures import GOOD, chat, data_url, image, seeing, text
 from tests.support.marks import each
-from tests.support.picture_server import PictureServer, picture_server
+from tests.support.servers.picture_server import PictureServer, picture_server
 
 __all__ = ["seeing"]
 

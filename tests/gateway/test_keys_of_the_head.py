@@ -22,7 +22,7 @@ from alignedserve.keys.ring import CurrentKeys, digest_of
 from alignedserve.keys.watch import KeysFile, KeysWatch
 from alignedserve.messages.handshake import Role
 from tests.gateway.deployment_support import deployed
-from tests.support.state_links import StateHosts, identity, state_hosts
+from tests.support.servers.state_links import StateHosts, identity, state_hosts
 from tests.support.waiting import holds, holds_async
 
 GATEWAYS = ("gateway-1", "gateway-2")

@@ -12,7 +12,7 @@ from alignedserve.pictures.form_parts import Scaling
 from alignedserve.pictures.tiled_forms import TiledForm
 from alignedserve.text.tokenizer import Tokenizer
 from tests.gateway.support import EOS, Gateway, error_of, gateway, write_tokenizer
-from tests.support.tiny_vision import MARKS, TEMPLATE, TILES, picture
+from tests.support.models.tiny_vision import MARKS, TEMPLATE, TILES, picture
 
 HALVES = (0.5, 0.5, 0.5)
 GOOD = picture(20, 20)

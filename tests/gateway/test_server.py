@@ -21,7 +21,7 @@ from alignedserve.gateway.server import GatewayServer, HttpServer, bind, shares_
 from alignedserve.process.addresses import AddressBook
 from tests.gateway.deployment_support import EchoingDeployment, deployed, gateway_links
 from tests.gateway.support import saying, services_for, tokens_of
-from tests.support.state_links import Entries
+from tests.support.servers.state_links import Entries
 from tests.support.waiting import holds
 
 SECRET = b"s" * 32

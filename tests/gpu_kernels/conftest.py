@@ -6,7 +6,7 @@ import pytest
 import torch
 
 if importlib.util.find_spec("triton") is not None:
-    from tests.support.quick_interpreter import patch_once_per_kernel
+    from tests.support.devices.quick_interpreter import patch_once_per_kernel
 
     patch_once_per_kernel()
 

@@ -43,11 +43,17 @@ from kernels.gpu import expert_rows, grouped_weights, launching
 from kernels.gpu.allowed_tokens import mask_tokens_
 from kernels.narrow.float8_inputs import float8_inputs
 from kernels.narrow.grouped_linear import UNPACKING_ROWS, GroupedLinear, GroupedWeight, Numbers
-from tests.support.lora_folders import write_adapter
-from tests.support.quantized_checkpoints import FORMATS, CheckpointFormat, awq_columns, float8_blocks, quantize_folder
-from tests.support.quick_interpreter import patch_once_per_kernel
-from tests.support.tiny_engines import capture_nothing, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.devices.quick_interpreter import patch_once_per_kernel
+from tests.support.models.lora_folders import write_adapter
+from tests.support.models.quantized_checkpoints import (
+    FORMATS,
+    CheckpointFormat,
+    awq_columns,
+    float8_blocks,
+    quantize_folder,
+)
+from tests.support.models.tiny_engines import capture_nothing, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_CONTEXT_LEN = 16, 64, 256
 # A quarter of the heads of an 8B Llama; a group of 4 and heads of 128 as there.

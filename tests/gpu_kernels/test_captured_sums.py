@@ -12,9 +12,9 @@ from torch import Tensor
 from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.device.collectives import Collectives
 from kernels.cpu.rank_exchange import ExchangeBroken, has_rank_exchange
-from tests.support.ranked_engines import RankedEngine, make_collectives
-from tests.support.tiny_engines import TinyEngine, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.devices.ranked_engines import RankedEngine, make_collectives
+from tests.support.models.tiny_engines import TinyEngine, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 pytest.importorskip("triton")
 

@@ -12,8 +12,8 @@ from kernels import gpu_dispatch as gpu_choice
 from kernels.activation import Gated, gated
 from kernels.norm import RmsNorm, rms_norm
 from tests.support.marks import slow
-from tests.support.tiny_engines import GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -21,10 +21,10 @@ from alignedserve.runtime.attention.backend import TORCH, TRITON
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.steps.cuda_graphs import graph_sizes
 from kernels import gpu_dispatch as gpu_choice
-from tests.support.checked_streams import CheckedEvent, CheckedStream, CheckedStreams
-from tests.support.host_reads import NoHostReads
+from tests.support.devices.checked_streams import CheckedEvent, CheckedStream, CheckedStreams
+from tests.support.devices.host_reads import NoHostReads
 from tests.support.marks import slow
-from tests.support.tiny_engines import (
+from tests.support.models.tiny_engines import (
     GREEDY,
     LogitsProbe,
     TinyEngine,
@@ -33,7 +33,7 @@ from tests.support.tiny_engines import (
     reference_generation,
     tiny_decoder,
 )
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_models import make_tiny_model
 
 pytest.importorskip("triton")
 

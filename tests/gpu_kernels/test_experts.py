@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels import gpu_dispatch
 from kernels.feed_forward import ExpertRouter
 from kernels.sorted_experts import StackedProduct, has_grouped_products, rows_by_expert, stacked_experts
-from tests.support.host_reads import NoHostReads
+from tests.support.devices.host_reads import NoHostReads
 from tests.support.marks import slow
 
 pytest.importorskip("triton")

@@ -11,8 +11,8 @@ from alignedserve.runtime.attention.backend import TORCH, TRITON
 from alignedserve.runtime.device import timing as device_timing
 from alignedserve.runtime.engine.decoder import Decoder
 from kernels import gpu_dispatch as gpu_choice
-from tests.support.tiny_engines import TinyEngine, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import TinyEngine, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 pytest.importorskip("triton")
 

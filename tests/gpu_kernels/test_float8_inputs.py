@@ -15,9 +15,9 @@ from kernels import gpu_dispatch
 from kernels.narrow.float8_inputs import float8_inputs, rounded_inputs
 from kernels.narrow.float8_linear import Float8Linear
 from tests.support.marks import slow
-from tests.support.quantized_checkpoints import FORMATS, quantize_folder
-from tests.support.tiny_engines import LogitsProbe, random_tokens
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.quantized_checkpoints import FORMATS, quantize_folder
+from tests.support.models.tiny_engines import LogitsProbe, random_tokens
+from tests.support.models.tiny_models import make_tiny_model
 
 pytest.importorskip("triton")
 

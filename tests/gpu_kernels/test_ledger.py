@@ -13,7 +13,7 @@ from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.weights.random_weights import random_weights
 from kernels import gpu_dispatch
-from tests.support.tiny_engines import TinyEngine, capture_nothing, random_tokens
+from tests.support.models.tiny_engines import TinyEngine, capture_nothing, random_tokens
 
 pytest.importorskip("triton")
 

@@ -40,9 +40,9 @@ from tests.gpu_kernels.library_stand_ins import (
     varlen_attn,
     without_guard,
 )
+from tests.support.models.tiny_engines import TinyEngine, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 from tests.support.prompt_setups import WINDOW, layout, setup_of
-from tests.support.tiny_engines import TinyEngine, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
 
 pytest.importorskip("triton")
 

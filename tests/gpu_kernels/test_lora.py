@@ -23,10 +23,10 @@ from kernels.addend_layout import LayerProduct, ProductShape, site_of, up_column
 from kernels.cpu.lora import LoraModule
 from kernels.linear import Linear
 from tests.support.fake_cuda import fake_cuda
-from tests.support.lora_folders import LLAMA_TARGETS, write_adapter
 from tests.support.marks import slow
-from tests.support.tiny_engines import TinyEngine, capture_nothing, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.lora_folders import LLAMA_TARGETS, write_adapter
+from tests.support.models.tiny_engines import TinyEngine, capture_nothing, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
 

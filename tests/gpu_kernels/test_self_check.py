@@ -13,7 +13,7 @@ from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.device_check.self_check import CheckPlan, Computer, obstacle_of
 from kernels import gpu_dispatch
 from tests.support.marks import slow
-from tests.support.tiny_engines import capture_nothing
+from tests.support.models.tiny_engines import capture_nothing
 
 pytestmark = [
     pytest.mark.slow,

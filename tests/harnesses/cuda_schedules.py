@@ -42,7 +42,7 @@ from tests.harnesses.engine_histories import (
 )
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.fake_cuda.quick_kernels import quick_kernels
-from tests.support.tiny_llama import TINY_LLAMA
+from tests.support.models.tiny_llama import TINY_LLAMA
 
 NUM_TURNS = 10
 _CONFIG = {**TINY_LLAMA, "vocab_size": 199, "num_key_value_heads": 4}

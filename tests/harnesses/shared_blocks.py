@@ -25,8 +25,8 @@ from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, Iterat
 from alignedserve.scheduling.scheduler import Scheduler
 from decode_worker.colocated.logic import ColocatedLogic
 from tests.harnesses.scheduling import EasyCosts
+from tests.support.models.tiny_engines import random_tokens
 from tests.support.samples import ROUTER, worker
-from tests.support.tiny_engines import random_tokens
 
 BLOCK_SIZE = 4
 MAX_CONTEXT_LEN = 64

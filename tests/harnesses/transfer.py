@@ -28,7 +28,7 @@ from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from tests.harnesses.owner_process import ProcessMedium
-from tests.support.cpu_accelerator import cpu_lanes
+from tests.support.devices.cpu_accelerator import cpu_lanes
 from tests.support.samples import blocks
 from tests.support.stored_blocks import read_blocks, write_blocks
 

@@ -23,9 +23,9 @@ from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.cpu.native import supported_levels
 from tests.support.marks import many, slow
-from tests.support.tiny_engines import random_tokens, tiny_decoder
-from tests.support.tiny_gguf import write_tiny_gguf
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import random_tokens, tiny_decoder
+from tests.support.models.tiny_gguf import write_tiny_gguf
+from tests.support.models.tiny_models import make_tiny_model
 
 pytestmark = [
     pytest.mark.slow,

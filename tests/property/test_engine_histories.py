@@ -16,10 +16,10 @@ from alignedserve.runtime.engine.steps.next_step import NextStep
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch
 from alignedserve.runtime.kv.pending_copies import PendingCopies
 from tests.harnesses.engine_histories import EngineHistory, generated_alone, undisturbed
-from tests.support.checked_streams import CheckedStream, CheckedStreams
+from tests.support.devices.checked_streams import CheckedStream, CheckedStreams
 from tests.support.marks import many, slow
-from tests.support.tiny_engines import tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
 

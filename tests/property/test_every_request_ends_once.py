@@ -13,8 +13,8 @@ from alignedserve.config.sections import SchedulingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams, Slo
 from tests.harnesses.token_engine import right_answer
-from tests.support.cluster_shape import Shape
-from tests.support.logic_cluster import LogicCluster
+from tests.support.clusters.cluster_shape import Shape
+from tests.support.clusters.logic_cluster import LogicCluster
 from tests.support.marks import many
 
 pytestmark = pytest.mark.slow

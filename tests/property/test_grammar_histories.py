@@ -16,8 +16,8 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.engine.decoder import Decoder
 from tests.support.grammars import EOS, PERSON, byte_masks, regex_grammar, text_of
 from tests.support.marks import many, slow
-from tests.support.tiny_engines import TinyEngine, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import TinyEngine, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 MAX_TOKENS = 70
 GRAMMARS = (PERSON, regex_grammar("(ab|true|12){3,20}!"), regex_grammar("yes|no"), "")

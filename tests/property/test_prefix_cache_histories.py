@@ -25,8 +25,8 @@ from router.state import TrackedRequest, WorkerRecord
 from router.workers.prefix_index import PrefixIndex
 from tests.harnesses.token_engine import right_answer
 from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, some_steps
-from tests.support.cluster_shape import Shape
-from tests.support.logic_cluster import LogicCluster
+from tests.support.clusters.cluster_shape import Shape
+from tests.support.clusters.logic_cluster import LogicCluster
 from tests.support.marks import slow
 
 pytestmark = pytest.mark.slow

@@ -8,10 +8,10 @@ import pytest
 from alignedserve.core.request import Request, SampledToken
 from alignedserve.runtime.engine.decoder import Decoder
 from tests.harnesses.shared_blocks import Counts, SharingWorker, generated_alone, request_of, run_history
-from tests.support.checked_streams import CheckedStreams
+from tests.support.devices.checked_streams import CheckedStreams
 from tests.support.marks import many, slow
-from tests.support.tiny_engines import tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 Alone = Callable[[Request], list[SampledToken]]
 NUM_HISTORIES, NUM_SLOW_HISTORIES = 6, many(300)

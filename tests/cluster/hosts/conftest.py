@@ -12,7 +12,7 @@ from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.runtime.model.served_model import resolve_model
 from tests.harnesses.hosts.namespace_hosts import NamespaceHosts
 from tests.harnesses.hosts.rehearsal import SETTINGS, Rehearsal
-from tests.support.lora_folders import write_adapter
+from tests.support.models.lora_folders import write_adapter
 from tests.support.waiting import wait_until
 
 # Ray's own processes wait for a head that is gone, which is 60 s by default.

@@ -23,7 +23,7 @@ from alignedserve.loadgen.trust import trust_for
 from alignedserve.process.server_certificate import ServerCertificate
 from tests.gateway.support import saying, services_for
 from tests.support.marks import each
-from tests.support.server_certificates import Authority
+from tests.support.servers.server_certificates import Authority
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 

@@ -10,8 +10,8 @@ from alignedserve.config.sections import LoraConfig, ModelSectionConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.served_model import resolve_model
-from tests.support.lora_folders import write_adapter
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.lora_folders import write_adapter
+from tests.support.models.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
 

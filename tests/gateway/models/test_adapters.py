@@ -23,7 +23,7 @@ from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.deployment_support import served_model
 from tests.gateway.support import EOS, error_of, tokenizer, tokenizer_folder, tokens_of, write_tokenizer
 from tests.support.batch_samples import chat_line
-from tests.support.lora_folders import write_adapter
+from tests.support.models.lora_folders import write_adapter
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 REASON = "its adapter cannot be loaded: The files of the adapter have changed since it was loaded."

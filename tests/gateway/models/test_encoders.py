@@ -24,7 +24,7 @@ from alignedserve.runtime.model.encoder.encoder_config import (
 from tests.gateway.batches.batch_support import batch_gateway
 from tests.gateway.support import Gateway, error_of, gateway
 from tests.support.marks import each
-from tests.support.tiny_encoders import VOCABULARY, write_tokenizer
+from tests.support.models.tiny_encoders import VOCABULARY, write_tokenizer
 
 CONFIG = EncoderConfig(
     family=EncoderFamily.BERT,

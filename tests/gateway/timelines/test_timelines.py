@@ -31,7 +31,7 @@ from alignedserve.messages.request_notes import (
 from alignedserve.messages.wire import Message
 from tests.gateway.support import gateway, saying
 from tests.support.marks import each
-from tests.support.otlp_receiver import collecting
+from tests.support.servers.otlp_receiver import collecting
 from tests.support.waiting import holds
 
 PARENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-"

@@ -13,8 +13,8 @@ from alignedserve.messages.workers import PrefillRequest
 from router.logic import RouterLogic
 from router.state import DrainRequested
 from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, make_requests, some_steps
-from tests.support.cluster_shape import Shape
-from tests.support.logic_cluster import LogicCluster
+from tests.support.clusters.cluster_shape import Shape
+from tests.support.clusters.logic_cluster import LogicCluster
 from tests.support.marks import each, many
 
 ROUTER = "router"

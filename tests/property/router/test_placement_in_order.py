@@ -23,8 +23,8 @@ from router.policies.bypass import DirectHandoff, UrgentBypass
 from router.policies.prefill_order import LeastSlackOrder
 from router.state import WorkerRecord
 from tests.property.test_every_request_ends_once import lose_processes, make_requests, some_steps
-from tests.support.cluster_shape import Shape
-from tests.support.logic_cluster import Logic, LogicCluster
+from tests.support.clusters.cluster_shape import Shape
+from tests.support.clusters.logic_cluster import Logic, LogicCluster
 from tests.support.marks import many
 
 SHAPES = (

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from tests.support.devices.memory_drivers import StandInCuda
 from tests.support.fake_cuda.machine import Machine
 from tests.support.fake_cuda.memory import Memory
-from tests.support.memory_drivers import StandInCuda
 
 _installed: list["FakeCuda"] = []
 

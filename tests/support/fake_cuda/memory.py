@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.support.devices.memory_drivers import StandInCuda
 from tests.support.fake_cuda.machine import Machine, Mark, Queue
-from tests.support.memory_drivers import StandInCuda
 
 _ALIGNMENT = 512
 POISON = 0xFF  # no number of any floating-point type, and no index

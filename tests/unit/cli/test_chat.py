@@ -16,7 +16,7 @@ from alignedserve.cli.commands.chat.sampling import ChatSampling
 from alignedserve.cli.commands.options import ChatOptions
 from alignedserve.core.errors import ConfigError
 from alignedserve.loadgen.client import ListedModel
-from tests.support.fake_server import FakeServer, Script, running
+from tests.support.servers.fake_server import FakeServer, Script, running
 
 # A terminal's Ctrl-C is never ignored, as it is for whatever a shell has started in the background.
 CHAT = """

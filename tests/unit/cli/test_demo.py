@@ -19,8 +19,8 @@ from alignedserve.evaluation.fault_injector import plan_faults
 from alignedserve.evaluation.pocket_calls import MAX_PROMPT_LEN, MIN_PROMPT_LEN, pocket_tokenizer
 from alignedserve.pocket.tasks import PocketTask, Skill
 from alignedserve.workload.traces import shipped_trace
-from tests.support.fake_server import FakeServer, Script, running
 from tests.support.marks import each
+from tests.support.servers.fake_server import FakeServer, Script, running
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ from alignedserve.evaluation.accuracy import CONTEXT_BUCKETS, EvalAnswer, make_i
 from alignedserve.evaluation.pocket_calls import CONTEXT_LEN, pocket_tokenizer
 from alignedserve.evaluation.questions import make_questions
 from alignedserve.pocket.tasks import OFFERED_SKILLS, Skill
-from tests.support.fake_server import FakeServer, Script, running
 from tests.support.marks import each
+from tests.support.servers.fake_server import FakeServer, Script, running
 
 COUNT_TOKENS = pocket_tokenizer()
 ITEMS = make_items(3, 0, COUNT_TOKENS)

@@ -9,7 +9,7 @@ from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.main import main
 from alignedserve.config.loading import load_config
 from alignedserve.core.errors import ConfigError, ModelNotFound, NodeLost
-from tests.support.fake_server import MODEL, FakeServer, Script, running
+from tests.support.servers.fake_server import MODEL, FakeServer, Script, running
 
 # What takes its time to load.
 HEAVY = (

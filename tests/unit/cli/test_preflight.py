@@ -15,9 +15,9 @@ from alignedserve.cluster import preflight
 from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology
 from alignedserve.core.errors import AddressInUse, ConfigError, ModelError, ModelNotFound, NotEnoughMemory
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
-from tests.support.in_process import small_config
-from tests.support.tiny_gguf import write_tiny_gguf
-from tests.support.tiny_llama import TINY_LLAMA
+from tests.support.clusters.in_process import small_config
+from tests.support.models.tiny_gguf import write_tiny_gguf
+from tests.support.models.tiny_llama import TINY_LLAMA
 
 
 class Free(NamedTuple):

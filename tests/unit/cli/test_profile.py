@@ -15,7 +15,7 @@ from alignedserve.profiling.points import CPU_SIZES, GPU_SIZES, PointSizes, fitt
 from alignedserve.profiling.profile import ProfileSpec, run_profile, sizes_on
 from tests.harnesses.costs import decodes, prefill
 from tests.support.marks import each
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_models import make_tiny_model
 
 
 def test_a_point_as_work() -> None:

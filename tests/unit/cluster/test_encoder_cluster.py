@@ -14,7 +14,7 @@ from alignedserve.core.errors import ConfigError, UnsupportedModel
 from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.scheduling.factory import resolve_policy
-from tests.support.tiny_encoders import make_tiny_encoder
+from tests.support.models.tiny_encoders import make_tiny_encoder
 
 GIB = 1 << 30
 MACHINE = Machine(available_bytes=8 * GIB, shared_bytes=4 * GIB, num_cores=4, has_bfloat16=True)

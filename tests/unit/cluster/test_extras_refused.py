@@ -12,7 +12,7 @@ from alignedserve.config.sections import ClusterConfig, LoraConfig, ModelSection
 from alignedserve.core.errors import ConfigError, ModelError, UnsupportedModel
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.served_model import resolve_model
-from tests.support.tiny_llama import TINY_LLAMA
+from tests.support.models.tiny_llama import TINY_LLAMA
 
 GEMMA3N = {**TINY_LLAMA, "model_type": "gemma3n_text", "num_hidden_layers": 5, "num_kv_shared_layers": 0}
 GEMMA4 = {**TINY_LLAMA, "model_type": "gemma4_text", "num_hidden_layers": 6}

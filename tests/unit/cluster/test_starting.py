@@ -19,7 +19,7 @@ from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
 from alignedserve.process.loading_progress import LoadingProgress, Progress, read_progress
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.model.weights.random_weights import random_weights
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_models import make_tiny_model
 
 CHOICE = SizeChoice(ClusterConfig(), resolve_model(ModelSectionConfig()), ("the context is shortened",))
 

@@ -17,7 +17,7 @@ from alignedserve.config.sections import (
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError, UnsupportedModel
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
-from tests.support.tiny_llama import TINY_LLAMA
+from tests.support.models.tiny_llama import TINY_LLAMA
 
 LFM2 = {**TINY_LLAMA, "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_multiple_of": 16}
 

@@ -14,7 +14,7 @@ from alignedserve.gguf.file import GgufFile
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.text.tokenizer import Tokenizer
 from tests.support.marks import many
-from tests.support.tiny_gguf import HIDDEN, byte_level_tokens, mutated_header, write_tiny_gguf
+from tests.support.models.tiny_gguf import HIDDEN, byte_level_tokens, mutated_header, write_tiny_gguf
 
 STRING, ARRAY, UINT32, UINT64 = 8, 9, 4, 10
 MODEST_BYTES = 32 << 20

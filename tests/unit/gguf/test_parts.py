@@ -12,8 +12,8 @@ from alignedserve.gguf import file as gguf_file
 from alignedserve.gguf.file import GgufFile, part_names
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.text.tokenizer import Tokenizer
-from tests.support.converted_gguf import split_in_parts
-from tests.support.tiny_gguf import write_tiny_gguf
+from tests.support.models.converted_gguf import split_in_parts
+from tests.support.models.tiny_gguf import write_tiny_gguf
 
 
 @pytest.fixture

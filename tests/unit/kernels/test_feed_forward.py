@@ -12,7 +12,7 @@ from kernels.cpu.int8_linear import Int8Linear
 from kernels.feed_forward import ExpertRouter, Experts, FeedForwardPart, GroupRouter, grouped_products
 from kernels.linear import Linear
 from kernels.sorted_experts import stacked_experts
-from tests.support.host_reads import NoHostReads
+from tests.support.devices.host_reads import NoHostReads
 from tests.support.marks import each
 
 HIDDEN, INNER = 24, 16

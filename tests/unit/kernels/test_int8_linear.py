@@ -10,8 +10,8 @@ from kernels.activation import ACTIVATIONS
 from kernels.cpu.int8_linear import Int8Linear
 from kernels.linear import Linear
 from tests.support.marks import each
-from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 WORKED_WEIGHT, WORKED_INPUT = torch.tensor([[0.5, -1.27]]), torch.tensor([[2.54, 1.27]])
 

@@ -18,7 +18,7 @@ from alignedserve.loadgen.load_generator import LoadGenerator, LoadRun
 from alignedserve.loadgen.load_plan import LoadPlan, LoadRequest, TrafficClass, plan_synthetic
 from alignedserve.loadgen.prompts import CallMaker, exact_prompt
 from alignedserve.workload.lengths import LengthLimits
-from tests.support.fake_server import MODEL, FakeServer, Script
+from tests.support.servers.fake_server import MODEL, FakeServer, Script
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 
 from alignedserve.pictures.decoder import PictureDecoder, PictureError
-from tests.support.tiny_vision import picture
+from tests.support.models.tiny_vision import picture
 
 
 def test_broken_files_are_refused_and_a_lost_process_comes_back() -> None:

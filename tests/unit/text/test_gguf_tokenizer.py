@@ -17,8 +17,8 @@ from alignedserve.text.chat_prompt import ChatPrompt
 from alignedserve.text.gguf_tokenizer import PRE_TOKENIZERS
 from alignedserve.text.tokenizer import Tokenizer
 from tests.support.marks import each
-from tests.support.tiny_gguf import byte_level_tokens
-from tests.support.tiny_gguf import write_tiny_gguf as write
+from tests.support.models.tiny_gguf import byte_level_tokens
+from tests.support.models.tiny_gguf import write_tiny_gguf as write
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 TEXTS = [

@@ -18,8 +18,8 @@ from alignedserve.cli.certify.live import LiveOptions, LiveRun, Measured
 from alignedserve.cli.certify.options import CertifyOptions
 from alignedserve.core.errors import ConfigError, PeerError
 from alignedserve.loadgen.client import CompletionApi
-from tests.support.fake_batches import FakeBatches
-from tests.support.fake_server import FakeServer, Script
+from tests.support.servers.fake_batches import FakeBatches
+from tests.support.servers.fake_server import FakeServer, Script
 
 _SIZES: dict[str, Any] = {
     "burst_s": 0.2,

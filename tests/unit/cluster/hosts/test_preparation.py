@@ -18,8 +18,8 @@ from alignedserve.core.errors import ConfigError, NotEnoughMemory
 from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.lora.loaded_file import loaded_file, with_loaded, write_changes
 from alignedserve.runtime.model.model_files import read_config
-from tests.support.lora_folders import write_adapter
-from tests.support.tiny_llama import TINY_LLAMA
+from tests.support.models.lora_folders import write_adapter
+from tests.support.models.tiny_llama import TINY_LLAMA
 from tests.unit.cluster.driven_cluster import NODES, joined
 
 TOO_SMALL = Machine(MIB, MIB, 2, has_bfloat16=False)  # refuses what the names do not

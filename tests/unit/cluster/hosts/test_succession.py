@@ -30,8 +30,8 @@ from alignedserve.config.unset_sizes import DefaultSize, from_mapping
 from alignedserve.core.errors import ProtocolError
 from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.model.served_model import resolve_model
-from tests.support import tiny_mobile
-from tests.support.tiny_encoders import make_tiny_encoder
+from tests.support.models import tiny_mobile
+from tests.support.models.tiny_encoders import make_tiny_encoder
 from tests.unit.cluster.driven_cluster import NODES, AgentMemory, joined
 
 PRODUCT = ("alignedserve", "router", "kvpool", "prefill_worker", "decode_worker", "kernels")

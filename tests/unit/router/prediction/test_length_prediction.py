@@ -23,8 +23,8 @@ from router.prediction.predictor import (
 )
 from router.prediction.token_embeddings import TokenEmbeddings
 from tests.support.marks import each
+from tests.support.models.tiny_gguf import HIDDEN, write_tiny_gguf
 from tests.support.samples import request
-from tests.support.tiny_gguf import HIDDEN, write_tiny_gguf
 
 
 class Planar:

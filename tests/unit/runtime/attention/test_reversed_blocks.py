@@ -8,8 +8,8 @@ from torch import Tensor
 
 from alignedserve.runtime.attention.backend import TORCH
 from kernels.cpu.native import supported_levels
-from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 PROMPTS = {"a": random_tokens(1, 150), "b": random_tokens(2, 6), "c": random_tokens(3, 90)}
 CACHES = [("float32", None), ("bfloat16", None), ("float32", "int8")]

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from alignedserve.runtime.device.streams import CudaStreams
 from alignedserve.runtime.engine.steps.cuda_graphs import CudaCapture
+from tests.support.devices.memory_drivers import StandInCuda
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.fake_cuda.machine import CaptureRefused
 from tests.support.marks import each
-from tests.support.memory_drivers import StandInCuda
 
 DEVICE = torch.device("cuda", 0)
 CUDA: Any = torch.cuda

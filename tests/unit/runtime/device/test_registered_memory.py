@@ -14,10 +14,10 @@ from alignedserve.runtime.kv.direct_copies import DirectCopies, HostSide
 from alignedserve.runtime.kv.host_rows import HostRows
 from alignedserve.runtime.kv.shm_arena import Arena
 from tests.harnesses.transfer import layout_of
-from tests.support.cpu_accelerator import CpuAccelerator
-from tests.support.device_stand_in import Machine
+from tests.support.devices.cpu_accelerator import CpuAccelerator
+from tests.support.devices.device_stand_in import Machine
+from tests.support.devices.memory_drivers import NotedDriver, StandInCuda
 from tests.support.marks import each
-from tests.support.memory_drivers import NotedDriver, StandInCuda
 
 PAGE = mmap.PAGESIZE
 LAYOUT = layout_of("float32")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.checked_streams import CheckedStreams
+from tests.support.devices.checked_streams import CheckedStreams
 
 
 class Notes:

@@ -14,7 +14,7 @@ from alignedserve.runtime.encoder.executor import EncoderExecutor
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.executor import make_executor
 from alignedserve.runtime.model.served_model import resolve_model
-from tests.support.tiny_encoders import make_tiny_encoder
+from tests.support.models.tiny_encoders import make_tiny_encoder
 
 BLOCK_SIZE = 16
 

@@ -11,7 +11,7 @@ import torch
 
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.offline.llm import LLM
-from tests.support.tiny_encoders import make_tiny_encoder, write_sentence_files
+from tests.support.models.tiny_encoders import make_tiny_encoder, write_sentence_files
 
 TEXTS = ["hello there", "a", "the quick brown fox jumps over the lazy dog", *(chr(97 + at) * at for at in range(1, 20))]
 

@@ -20,8 +20,8 @@ from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.weights.random_weights import random_weights
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.fake_cuda.quick_kernels import quick_kernels
-from tests.support.tiny_engines import BLOCK_SIZE, TinyEngine, random_tokens
-from tests.support.tiny_llama import TINY_LLAMA
+from tests.support.models.tiny_engines import BLOCK_SIZE, TinyEngine, random_tokens
+from tests.support.models.tiny_llama import TINY_LLAMA
 
 DEVICE = torch.device("cuda", 0)
 SEEDS = range(12)

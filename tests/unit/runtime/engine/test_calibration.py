@@ -21,8 +21,8 @@ from alignedserve.runtime.model.weights.random_weights import random_weights
 from alignedserve.scheduling.factory import calibration_s, make_scheduler
 from alignedserve.scheduling.policy import IterationLimits
 from tests.harnesses.costs import decodes, prefill
-from tests.support.tiny_engines import MAX_CONTEXT_LEN, TinyEngine
-from tests.support.tiny_llama import TINY_LLAMA
+from tests.support.models.tiny_engines import MAX_CONTEXT_LEN, TinyEngine
+from tests.support.models.tiny_llama import TINY_LLAMA
 
 MACHINE = LinearIterationModel(
     LinearCoefficients(base_s=0.015, prompt_token_s=5e-4, prompt_pair_s=4e-7, decode_s=6e-4, context_token_s=1e-5)

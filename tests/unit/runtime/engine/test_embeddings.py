@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from alignedserve.core.request import SamplingParams
-from tests.support.tiny_engines import TinyEngine, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import TinyEngine, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 EMBEDDING = SamplingParams(max_tokens=0, wants_embedding=True)
 

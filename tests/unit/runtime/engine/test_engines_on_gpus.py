@@ -22,11 +22,11 @@ from alignedserve.runtime.kv.staged_copies import StagedCopies
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard
 from alignedserve.runtime.model.weights.random_weights import RandomSource
+from tests.support.devices.memory_drivers import StandInCuda
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.fake_cuda.quick_kernels import quick_kernels
-from tests.support.memory_drivers import StandInCuda
-from tests.support.tiny_engines import TinyEngine, random_tokens
-from tests.support.tiny_llama import TINY_LLAMA
+from tests.support.models.tiny_engines import TinyEngine, random_tokens
+from tests.support.models.tiny_llama import TINY_LLAMA
 
 DEVICE = torch.device("cuda", 0)
 MIXTRAL = {

@@ -8,15 +8,15 @@ import torch
 
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.hf_config import read_model_config
-from tests.support.tiny_engines import (
+from tests.support.models.tiny_engines import (
     LogitsProbe,
     TinyEngine,
     random_tokens,
     reference_generation,
     tiny_decoder,
 )
-from tests.support.tiny_models import LATER_FAMILIES, TINY_MODELS, make_tiny_model
-from tests.support.tiny_vision import TINY_SEEING
+from tests.support.models.tiny_models import LATER_FAMILIES, TINY_MODELS, make_tiny_model
+from tests.support.models.tiny_vision import TINY_SEEING
 
 PROMPTS = {"a": 41, "b": 7, "c": 22}
 

@@ -9,14 +9,14 @@ import torch
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.engine.decoder import Decoder
-from tests.support.tiny_engines import (
+from tests.support.models.tiny_engines import (
     MAX_CONTEXT_LEN,
     TinyEngine,
     random_tokens,
     reference_generation,
     tiny_decoder,
 )
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_models import make_tiny_model
 
 SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=100)
 A, B = RequestId("a"), RequestId("b")

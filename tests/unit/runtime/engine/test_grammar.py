@@ -10,8 +10,8 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.engine.decoder import Decoder
 from tests.support.grammars import EOS, PERSON, byte_masks, encode, text_of
-from tests.support.tiny_engines import GREEDY, TinyEngine, capture_nothing, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import GREEDY, TinyEngine, capture_nothing, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 PROMPT = random_tokens(1, 9)
 CONSTRAINED = SamplingParams(temperature=0.0, max_tokens=60, grammar=PERSON)

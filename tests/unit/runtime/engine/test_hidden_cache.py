@@ -6,8 +6,8 @@ import pytest
 
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.engine.decoder import Decoder
-from tests.support.tiny_engines import BLOCK_SIZE, GREEDY, TinyEngine, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import BLOCK_SIZE, GREEDY, TinyEngine, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 # Tokens that a block of BLOCK_SIZE slots holds in layer inputs.
 BLOCK_TOKENS = {

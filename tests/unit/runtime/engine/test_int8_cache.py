@@ -13,8 +13,8 @@ from alignedserve.runtime.attention.backend import AUTO, TORCH
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.served_model import resolve_model
 from kernels.cpu.native import supported_levels
-from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import LogitsProbe, TinyEngine, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.steps.step_output import StepOutput
 from tests.support.grammars import EOS, PERSON, byte_masks, json_grammar, regex_grammar
-from tests.support.tiny_engines import BLOCK_SIZE, TinyEngine, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import BLOCK_SIZE, TinyEngine, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 PROMPT = random_tokens(1, 9)
 PLAIN = SamplingParams(temperature=0.0, max_tokens=90, grammar=PERSON)

@@ -20,10 +20,10 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.steps.chunk_guess import ChunkGuess
 from alignedserve.runtime.engine.steps.next_step import NextStep
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch
-from tests.support.checked_streams import CheckedEvent, CheckedStream, CheckedStreams
+from tests.support.devices.checked_streams import CheckedEvent, CheckedStream, CheckedStreams
 from tests.support.marks import many, slow
-from tests.support.tiny_engines import GREEDY, TinyEngine, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import GREEDY, TinyEngine, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=100)
 PENALISED = SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.4, max_tokens=100)

@@ -13,8 +13,8 @@ from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON
 from alignedserve.runtime.engine.decoder import Decoder
 from kernels.cpu.native import supported_levels
 from kernels.gpu_dispatch import gpu_kernels_available
-from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
-from tests.support.tiny_models import TINY_MODELS, make_tiny_model
+from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import TINY_MODELS, make_tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from alignedserve import LLM, LoRARequest, SamplingParams
 from alignedserve.core.errors import AdapterError, InvalidRequest, ModelError
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.model_files import read_config
-from tests.support.lora_folders import write_adapter
+from tests.support.models.lora_folders import write_adapter
 
 PROMPTS = ["what is 4 + 5?", "spell otter"]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

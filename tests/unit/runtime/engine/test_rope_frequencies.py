@@ -12,8 +12,8 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.rope_frequencies import inverse_frequencies
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.model_config import ModelConfig
-from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model, transformers_library
+from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model, transformers_library
 
 _SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
 factors = st.floats(1.0, 64.0)

@@ -10,7 +10,7 @@ from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.device.streams import DeviceStreams, HostStreams
 from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from tests.support.checked_streams import CheckedStreams
+from tests.support.devices.checked_streams import CheckedStreams
 from tests.support.samples import R1, R2, blocks
 
 SHAPE = (6, 6, 4)  # blocks, keys and values of three layers, slots

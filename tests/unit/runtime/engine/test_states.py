@@ -9,8 +9,8 @@ from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import NewSequence
-from tests.support.tiny_engines import BLOCK_SIZE, GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import BLOCK_SIZE, GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 FAMILIES = ("lfm2", "granitemoehybrid", "qwen3_next")
 PROMPT = random_tokens(3, 30)

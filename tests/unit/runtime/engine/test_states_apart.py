@@ -9,8 +9,8 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepSlice
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from tests.support.tiny_engines import GREEDY, TinyEngine, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import GREEDY, TinyEngine, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 FAMILIES = ("granitemoehybrid", "qwen3_next")
 SIZE, NUM_BLOCKS = 64, 60

@@ -8,8 +8,8 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.weights.random_weights import random_weights
 from kernels.cpu.native import supported_levels
-from tests.support.tiny_engines import TinyEngine, random_tokens
-from tests.support.tiny_llama import TINY_LLAMA
+from tests.support.models.tiny_engines import TinyEngine, random_tokens
+from tests.support.models.tiny_llama import TINY_LLAMA
 
 # In blocks of four slots, each of two times 16 floats: what a call costs that reads nothing.
 CALL = (512 << 10) / (4 * 2 * 16 * 4)

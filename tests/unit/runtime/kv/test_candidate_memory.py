@@ -24,7 +24,7 @@ from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.registry import open_transfer
 from tests.harnesses.transfer import layout_of
-from tests.support.device_stand_in import Machine, StandInDevice
+from tests.support.devices.device_stand_in import Machine, StandInDevice
 from tests.support.samples import DECODE, PREFILL, blocks
 from tests.support.stored_blocks import read_blocks, write_blocks
 

@@ -15,7 +15,7 @@ from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from tests.harnesses.transfer import CLIENT, OWNER, content, filled, layout_of
-from tests.support.device_stand_in import LINK, DeviceTensor, Machine, Refused, StandInDevice, StandInStorage
+from tests.support.devices.device_stand_in import LINK, DeviceTensor, Machine, Refused, StandInDevice, StandInStorage
 from tests.support.samples import blocks
 
 LAYOUT = layout_of("float32")

@@ -17,11 +17,11 @@ from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from kernels.cpu.block_copies import BlockList, digest_blocks
 from tests.harnesses.transfer import filled, layout_of
-from tests.support.checked_streams import CheckedStreams
-from tests.support.cpu_accelerator import CpuAccelerator, cpu_lanes
-from tests.support.device_stand_in import LINK, Machine
+from tests.support.devices.checked_streams import CheckedStreams
+from tests.support.devices.cpu_accelerator import CpuAccelerator, cpu_lanes
+from tests.support.devices.device_stand_in import LINK, Machine
+from tests.support.devices.memory_drivers import NotedDriver
 from tests.support.fake_cuda import fake_cuda
-from tests.support.memory_drivers import NotedDriver
 
 NUM_BLOCKS, BLOCK_BYTES = 13, 264
 LAYOUT = layout_of("float32")

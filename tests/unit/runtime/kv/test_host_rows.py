@@ -13,7 +13,7 @@ from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from tests.harnesses.transfer import layout_of
-from tests.support.device_stand_in import Machine, StandInDevice, StandInStorage
+from tests.support.devices.device_stand_in import Machine, StandInDevice, StandInStorage
 from tests.support.marks import each
 
 LAYOUT = layout_of("float32")

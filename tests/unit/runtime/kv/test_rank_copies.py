@@ -24,8 +24,8 @@ from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.ranked_transfer import PartsOffer, RankedTransfer
 from alignedserve.runtime.kv.transfers.registry import open_transfer
-from tests.support.device_stand_in import HOST, PCIE, Machine, StandInStorage
-from tests.support.rank_devices import device_of
+from tests.support.devices.device_stand_in import HOST, PCIE, Machine, StandInStorage
+from tests.support.devices.rank_devices import device_of
 from tests.support.samples import DECODE, PREFILL, blocks
 
 pytestmark = pytest.mark.slow

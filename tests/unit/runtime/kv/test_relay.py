@@ -15,9 +15,9 @@ from alignedserve.runtime.kv.transfers.local_transfer import relay
 from alignedserve.runtime.kv.transfers.own_buffer_transfer import OwnBufferTransfer
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from tests.harnesses.transfer import NUM_POOL_BLOCKS, changed, content, filled, layout_of, run_of
-from tests.support.cpu_accelerator import cpu_lanes
+from tests.support.devices.cpu_accelerator import cpu_lanes
+from tests.support.devices.memory_drivers import NotedDriver
 from tests.support.marks import each
-from tests.support.memory_drivers import NotedDriver
 from tests.support.samples import blocks
 
 LAYOUT = layout_of("float32")

@@ -13,8 +13,8 @@ from alignedserve.runtime.device.streams import DeviceStreams, HostStreams
 from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.pending_copies import PendingCopies
 from alignedserve.runtime.kv.staged_copies import StagedCopies
-from tests.support.checked_streams import CheckedStreams
-from tests.support.cpu_accelerator import CpuAccelerator
+from tests.support.devices.checked_streams import CheckedStreams
+from tests.support.devices.cpu_accelerator import CpuAccelerator
 
 NUM_BLOCKS, BLOCK_BYTES, PIECE = 11, 24, 3
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.lora.adapter_files import read_adapter_files
 from alignedserve.runtime.lora.adapter_weights import load_adapter
 from kernels.adapters.lora import AdapterMatrices
-from tests.support.checked_streams import CheckedStreams
-from tests.support.lora_folders import LLAMA_TARGETS, merge, write_adapter
-from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.devices.checked_streams import CheckedStreams
+from tests.support.models.lora_folders import LLAMA_TARGETS, merge, write_adapter
+from tests.support.models.tiny_engines import LogitsProbe, TinyEngine, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 OPT_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 NEOX_TARGETS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")

@@ -19,8 +19,8 @@ from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
 from kernels.adapters.lora import AdapterMatrices
 from kernels.addend_layout import ProductShape
-from tests.support.lora_folders import write_adapter
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.lora_folders import write_adapter
+from tests.support.models.tiny_models import make_tiny_model
 
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
 

@@ -25,8 +25,8 @@ from alignedserve.runtime.lora.loaded_file import (
 )
 from alignedserve.runtime.model.served_model import ServedModel
 from tests.gateway.deployment_support import served_model
-from tests.support.lora_folders import write_adapter
 from tests.support.marks import each
+from tests.support.models.lora_folders import write_adapter
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from alignedserve.runtime.lora.adapter_files import read_adapter_files
 from alignedserve.runtime.lora.adapter_weights import load_adapter
 from kernels.adapters.lora import AdapterMatrices
 from kernels.cpu.decode_pass import decode_pass_available
-from tests.support.lora_folders import LLAMA_TARGETS, write_adapter
-from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.lora_folders import LLAMA_TARGETS, write_adapter
+from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(not decode_pass_available(), reason="the native kernels are not built")
 

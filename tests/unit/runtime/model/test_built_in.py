@@ -9,7 +9,7 @@ from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ModelNotFound
 from alignedserve.runtime.model import built_in
 from alignedserve.runtime.model.served_model import resolve_model
-from tests.support.tiny_gguf import write_tiny_gguf
+from tests.support.models.tiny_gguf import write_tiny_gguf
 
 
 def test_found_in_a_package_that_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

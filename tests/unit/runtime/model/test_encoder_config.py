@@ -13,7 +13,7 @@ from alignedserve.runtime.model.encoder.encoder_config import HeadActivation, Po
 from alignedserve.runtime.model.encoder.encoder_weights import load_encoder_weights
 from alignedserve.runtime.model.hf_config import read_any_config
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
-from tests.support.tiny_encoders import make_tiny_encoder, write_sentence_files, write_tokenizer
+from tests.support.models.tiny_encoders import make_tiny_encoder, write_sentence_files, write_tokenizer
 
 BERT: dict[str, Any] = {
     "architectures": ["BertModel"],

@@ -11,7 +11,7 @@ from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ConfigError, ModelError
 from alignedserve.runtime.model.built_in import POCKET, pocket_folder
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer, resolve_model
-from tests.support.tiny_llama import TINY_LLAMA
+from tests.support.models.tiny_llama import TINY_LLAMA
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSou
 from alignedserve.runtime.model.weights.weight_files import load_weights
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from kernels.sorted_experts import SortedExperts
-from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, reference_generation, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import LogitsProbe, TinyEngine, random_tokens, reference_generation, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 NORM = "model.layers.1.input_layernorm.weight"
 

@@ -25,8 +25,8 @@ from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReadin
 from alignedserve.runtime.model.weights.random_weights import random_weights
 from alignedserve.runtime.model.weights.weight_files import load_weights
 from kernels.cpu.rank_exchange import ExchangeBroken
-from tests.support.tiny_engines import TinyEngine, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import TinyEngine, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 SCORED = SamplingParams(temperature=0.0, max_tokens=100, num_logprobs=3)
 FAMILIES = ("gpt_oss", "deepseek_v3", "llama4_text", "granitemoehybrid", "qwen3_next")  # each routes in its way

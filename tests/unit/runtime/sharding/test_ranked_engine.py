@@ -8,11 +8,11 @@ import pytest
 
 from alignedserve.core.request import SampledToken, SamplingParams
 from kernels.cpu.rank_exchange import has_rank_exchange
-from tests.support.quantized_checkpoints import FORMATS, quantize_folder
-from tests.support.ranked_engines import RankedEngine
-from tests.support.tiny_engines import GREEDY, TinyEngine, random_tokens, tiny_decoder
-from tests.support.tiny_gguf import write_tiny_gguf
-from tests.support.tiny_models import TINY_MODELS, make_tiny_model
+from tests.support.devices.ranked_engines import RankedEngine
+from tests.support.models.quantized_checkpoints import FORMATS, quantize_folder
+from tests.support.models.tiny_engines import GREEDY, TinyEngine, random_tokens, tiny_decoder
+from tests.support.models.tiny_gguf import write_tiny_gguf
+from tests.support.models.tiny_models import TINY_MODELS, make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_rank_exchange(), reason="the native kernels are not built")]
 

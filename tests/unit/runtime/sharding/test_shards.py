@@ -17,7 +17,7 @@ from alignedserve.runtime.model.weights import safetensors_source
 from alignedserve.runtime.model.weights.packed_products import GroupedRows
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from kernels.narrow.grouped_linear import GroupedWeight, Numbers
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_models import make_tiny_model
 
 
 def test_heads_that_do_not_divide_are_refused_with_what_would_fit(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
-from tests.support.quantized_checkpoints import FORMATS, quantize_folder
-from tests.support.staged_engines import StagedTinyEngine
-from tests.support.tiny_engines import GREEDY, TinyEngine, random_tokens, tiny_decoder
-from tests.support.tiny_models import TINY_MODELS, make_tiny_model
+from tests.support.devices.staged_engines import StagedTinyEngine
+from tests.support.models.quantized_checkpoints import FORMATS, quantize_folder
+from tests.support.models.tiny_engines import GREEDY, TinyEngine, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import TINY_MODELS, make_tiny_model
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=100, presence_penalty=0.5)
 SCORED = SamplingParams(temperature=0.0, max_tokens=100, num_logprobs=3, num_prompt_logprobs=2)

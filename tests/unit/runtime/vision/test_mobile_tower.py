@@ -19,8 +19,8 @@ from alignedserve.runtime.model.vision.mobile_weights import MobileWeights, load
 from alignedserve.runtime.vision.mobile_tower import MobileTower
 from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
 from alignedserve.runtime.vision.tower import Steps
-from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
-from tests.support.tiny_mobile import (
+from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.models.tiny_mobile import (
     CONFIG,
     IMAGE,
     STEP,
@@ -31,7 +31,7 @@ from tests.support.tiny_mobile import (
     timm_shapes,
     timm_tower,
 )
-from tests.support.tiny_models import make_tiny_model, transformers_library
+from tests.support.models.tiny_models import make_tiny_model, transformers_library
 
 GEMMA3N: dict[str, Any] = {
     "model_type": "gemma3n",

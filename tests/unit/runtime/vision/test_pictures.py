@@ -27,8 +27,8 @@ from alignedserve.runtime.model.vision.vision_weights import load_vision_weights
 from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
 from alignedserve.runtime.vision.rope_places import RopePlaces, rope_places
 from alignedserve.runtime.vision.tower import VisionTower
-from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, tiny_decoder
-from tests.support.tiny_vision import IMAGE, TINY_SEEING, llama4_tiles, make_tiny_seeing, picture, processed
+from tests.support.models.tiny_engines import LogitsProbe, TinyEngine, random_tokens, tiny_decoder
+from tests.support.models.tiny_vision import IMAGE, TINY_SEEING, llama4_tiles, make_tiny_seeing, picture, processed
 
 SIZES = [(23, 40), (40, 23), (32, 32), (7, 7), (90, 3), (16, 16)]
 FILES = (picture(23, 40), picture(30, 30, seed=1))

@@ -13,7 +13,7 @@ from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.stored_weights import stored_weights
 from alignedserve.runtime.model.model_files import check_weight_files, read_config
 from alignedserve.runtime.model.served_model import resolve_model
-from tests.support.tiny_gguf import write_tiny_gguf as write
+from tests.support.models.tiny_gguf import write_tiny_gguf as write
 
 
 def test_tokens_that_end_an_answer(tmp_path: Path) -> None:

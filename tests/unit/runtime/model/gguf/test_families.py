@@ -13,9 +13,9 @@ from alignedserve.gguf.file import GgufFile
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.served_model import resolve_model
-from tests.support.converted_gguf import write_converted
-from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.converted_gguf import write_converted
+from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 TOKENS = random_tokens(1, 41)
 CASES: dict[str, dict[str, Any]] = {

@@ -14,9 +14,9 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.source import GgufSource
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
-from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
-from tests.support.tiny_gguf import HEAD_DIM, write_tiny_gguf
-from tests.support.tiny_models import transformers_library
+from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.models.tiny_gguf import HEAD_DIM, write_tiny_gguf
+from tests.support.models.tiny_models import transformers_library
 
 pytestmark = pytest.mark.slow
 

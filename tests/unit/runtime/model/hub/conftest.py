@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from alignedserve.runtime.model.hub.repository import Hub
-from tests.support.hub_samples import REPO, model_files
-from tests.support.hub_server import HubServer
+from tests.support.servers.hub_samples import REPO, model_files
+from tests.support.servers.hub_server import HubServer
 
 
 @pytest.fixture

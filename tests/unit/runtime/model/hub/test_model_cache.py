@@ -9,8 +9,8 @@ from alignedserve.core.errors import ModelNotFound
 from alignedserve.runtime.model.hub.hub_name import parse_hub_name
 from alignedserve.runtime.model.hub.model_cache import list_models, remove_model
 from alignedserve.runtime.model.hub.repository import Hub
-from tests.support.hub_samples import REPO, WEIGHTS, model_files
-from tests.support.hub_server import HubServer
+from tests.support.servers.hub_samples import REPO, WEIGHTS, model_files
+from tests.support.servers.hub_server import HubServer
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from alignedserve.core.errors import ModelError, ModelNotFound, StorageFull, Uns
 from alignedserve.runtime.model.hub.hub_name import parse_hub_name
 from alignedserve.runtime.model.hub.local_models import with_local_model
 from alignedserve.runtime.model.hub.repository import Hub
-from tests.support.hub_samples import REPO, WEIGHTS, model_files
-from tests.support.hub_server import HubServer
+from tests.support.servers.hub_samples import REPO, WEIGHTS, model_files
+from tests.support.servers.hub_server import HubServer
 
 pytestmark = pytest.mark.slow
 

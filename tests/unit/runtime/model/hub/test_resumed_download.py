@@ -12,8 +12,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.hub import resumed_download
 from alignedserve.runtime.model.hub.resumed_download import Download, DownloadStopped, RemoteFile
-from tests.support.hub_samples import REPO, WEIGHTS
-from tests.support.hub_server import HubServer
+from tests.support.servers.hub_samples import REPO, WEIGHTS
+from tests.support.servers.hub_server import HubServer
 
 pytestmark = pytest.mark.slow
 

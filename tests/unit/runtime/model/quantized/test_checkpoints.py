@@ -16,9 +16,9 @@ from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.quantized.stored_weights import quantized_weights
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from benchmarks.engine.throughput import weight_bytes
-from tests.support.quantized_checkpoints import FORMATS, quantize_folder
-from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.quantized_checkpoints import FORMATS, quantize_folder
+from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 MODULE = "model.layers.1.self_attn.k_proj."
 TOKENS = random_tokens(1, 9)

@@ -9,7 +9,7 @@ from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.quantized.config import read_quantization
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod, WeightScheme
 from tests.support.marks import each
-from tests.support.quantized_checkpoints import FORMATS
+from tests.support.models.quantized_checkpoints import FORMATS
 
 GPTQ, AWQ, FP8 = (FORMATS[name].config for name in ("gptq", "awq", "fp8 in blocks"))
 W8A8 = FORMATS["w8a8"].config

@@ -22,9 +22,9 @@ from kernels.linear import Linear
 from kernels.narrow.float8_linear import Float8Linear
 from kernels.sorted_experts import SortedExperts
 from tests.support.marks import slow
-from tests.support.quantized_checkpoints import FORMATS, quantize_folder
-from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.quantized_checkpoints import FORMATS, quantize_folder
+from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from alignedserve.runtime.model.quantized.source import QuantizedSource
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
-from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.models.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from alignedserve.runtime.model.weight_index import TensorHeader
 from alignedserve.runtime.model.weights.packed_products import BlockRows, Int8Rows
 from kernels.weight_blocks.block_formats import dequantize
 from tests.support.marks import each
-from tests.support.quantized_checkpoints import (
+from tests.support.models.quantized_checkpoints import (
     FORMATS,
     Quantized,
     as_int32,

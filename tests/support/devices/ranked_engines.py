@@ -26,7 +26,7 @@ from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.weights.weight_files import load_weights
 from kernels.cpu.rank_exchange import ExchangeBroken, RankExchange, make_exchange_memory
-from tests.support.tiny_engines import BLOCK_SIZE, MAX_CONTEXT_LEN, TinyEngine, poisoned_storage
+from tests.support.models.tiny_engines import BLOCK_SIZE, MAX_CONTEXT_LEN, TinyEngine, poisoned_storage
 
 _TIMEOUT_S = 60.0
 _SLOT_BYTES = 4096  # so that larger arrays take several calls

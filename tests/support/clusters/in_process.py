@@ -49,10 +49,10 @@ from prefill_worker import factory as prefill_factory
 from prefill_worker.service import PrefillWorker
 from router.service import Router
 from tests.harnesses.client_gateway import ClientGateway
-from tests.support.counting_engine import CountingEngine
-from tests.support.device_stand_in import Machine
-from tests.support.folder_digests import contents_of
-from tests.support.tiny_llama import TINY_LLAMA
+from tests.support.devices.counting_engine import CountingEngine
+from tests.support.devices.device_stand_in import Machine
+from tests.support.models.folder_digests import contents_of
+from tests.support.models.tiny_llama import TINY_LLAMA
 
 _CLUSTERS = itertools.count()
 _REFERENCES: dict[tuple[object, ...], list[int]] = {}  # the tokens of every request that was computed alone

@@ -18,8 +18,8 @@ from alignedserve.runtime.engine.ranks.group_copies import GroupCopies
 from alignedserve.runtime.engine.ranks.rank_spec import Meeting, RankEngineSpec, load_shard, make_storage
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.served_model import ServedModel
-from tests.support.device_stand_in import Machine, StandInStorage
-from tests.support.ranked_engines import ThreadRanks, make_collectives
+from tests.support.devices.device_stand_in import Machine, StandInStorage
+from tests.support.devices.ranked_engines import ThreadRanks, make_collectives
 
 _ELSEWHERE = Meeting(None, Path(), None)  # each rank's blocks are in memory of its own
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.process.addresses import AddressBook
 from alignedserve.process.tls import CertificateAuthority
-from tests.support.device_stand_in import Machine
-from tests.support.in_process import RoomCluster
+from tests.support.clusters.in_process import RoomCluster
+from tests.support.devices.device_stand_in import Machine
 
 FAR = "decode-9"
 _MAPPED_S = 0.3

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.support.tiny_gemma import tiny_gemmas
+from tests.support.models.tiny_gemma import tiny_gemmas
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 199,

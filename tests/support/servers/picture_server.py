@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tests.support.server_certificates import Authority
+from tests.support.servers.server_certificates import Authority
 
 
 class PictureServer:

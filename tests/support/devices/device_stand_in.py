@@ -25,7 +25,7 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.device_pieces import DevicePieces
 from kernels.cpu.row_digest import WORD_BYTES
-from tests.support.checked_streams import CheckedEvent, CheckedStream
+from tests.support.devices.checked_streams import CheckedEvent, CheckedStream
 
 HOST = "host"
 PCIE, LINK, ON_DEVICE = "PCIe", "link", "on the device"

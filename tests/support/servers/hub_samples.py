@@ -3,7 +3,7 @@
 import hashlib
 import json
 
-from tests.support.tiny_llama import TINY_LLAMA
+from tests.support.models.tiny_llama import TINY_LLAMA
 
 REPO = "org/tiny"
 WEIGHTS = b"".join(hashlib.sha256(str(number).encode()).digest() for number in range(1 << 15)) * 4  # 4 MiB

@@ -1,6 +1,6 @@
 """A tiny MobileNet-V5: its weights and a picture, from seeds, and what timm makes of them (tiny_mobile.json).
 
-    python -m tests.support.tiny_mobile      # writes that anew, where timm is installed
+    python -m tests.support.models.tiny_mobile      # writes that anew, where timm is installed
 
 timm needs torchvision, of which its wheels on PyPI load beside a torch for GPUs alone. So it is no dependency of the
 tests; what it needs of that is stood in for.

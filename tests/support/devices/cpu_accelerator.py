@@ -8,7 +8,7 @@ from alignedserve.runtime.device.host_accelerator import HostAccelerator
 from alignedserve.runtime.device.registered_memory import MemoryDriver
 from alignedserve.runtime.device.streams import DeviceStreams, HostStreams
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
-from tests.support.memory_drivers import NotedDriver
+from tests.support.devices.memory_drivers import NotedDriver
 
 
 class CpuAccelerator(HostAccelerator):

@@ -7,7 +7,7 @@ from typing import Any
 import tokenizers
 import torch
 
-from tests.support.tiny_models import transformers_library
+from tests.support.models.tiny_models import transformers_library
 
 VOCABULARY = [
     "<s>",

@@ -63,8 +63,8 @@ from router import factory as router_factory
 from router.logic import RouterLogic
 from tests.harnesses.scheduling import EasyCosts
 from tests.harnesses.token_engine import BLOCK_SIZE, EOS, FakeArena, FakeEngine
-from tests.support.cluster_shape import Shape
-from tests.support.logic_client import Client, block_names_of
+from tests.support.clusters.cluster_shape import Shape
+from tests.support.clusters.logic_client import Client, block_names_of
 
 GATEWAY, POOL = "gateway-0", "pool-0"
 

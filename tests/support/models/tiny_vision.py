@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from tests.support.tiny_models import transformers_library
+from tests.support.models.tiny_models import transformers_library
 
 IMAGE = 198  # stands in prompts for a picture's tokens
 MARKS = ("<image>", "<fake_token_around_image>", "<global-img>")

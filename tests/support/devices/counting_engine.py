@@ -11,9 +11,9 @@ from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.vision.rope_places import rope_places
-from tests.support.device_stand_in import Machine, StandInStorage
-from tests.support.rank_devices import RanksOnDevices
-from tests.support.tiny_engines import generate_alone
+from tests.support.devices.device_stand_in import Machine, StandInStorage
+from tests.support.devices.rank_devices import RanksOnDevices
+from tests.support.models.tiny_engines import generate_alone
 
 
 class CountingEngine(ModelExecutor):
