@@ -44,7 +44,9 @@ def simulated(machine: SimulatedMachine, policy: str, topology: str, load: str, 
     cluster = load_config(None, settings(policy, topology))
     cluster = msgspec.structs.replace(cluster, engine=machine.cluster.engine)  # as it was settled there
     machine = replace(machine, cluster=with_policy(cluster, policy, topology=Topology(topology)))
-    traffic, ends_s = "; ".join((real_time(load), BEST_EFFORT)), STEADY_S + duration_s
+    # Clients of the live run name as limit what they want to have.
+    traffic = "; ".join(f"{line}, max_tokens=exact" for line in (real_time(load), BEST_EFFORT))
+    ends_s = STEADY_S + duration_s
     runs = []
     for seed in range(NUM_RUNS):
         workload = build_workload(traffic, seed=seed, library=Library(), duration_s=ends_s)
