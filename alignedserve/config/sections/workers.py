@@ -79,7 +79,7 @@ class EngineConfig(Section, frozen=True):
     # Of keys and values: auto (the model's dtype), or with a scale per token and head: int8 on CPUs, fp8 on GPUs.
     kv_cache_dtype: str = "auto"
     # Of a device that several workers share, the least that iterations without a real-time request keep while another
-    # model has one (or another worker of this one a prompt, where threads are more than cores); 1: they give way to none.
+    # model has one, or another worker of this one a prompt, where threads are more than cores; 1: they never give way.
     best_effort_share: float = 0.1
 
     def __post_init__(self) -> None:
