@@ -97,6 +97,15 @@ def test_a_tenant_that_floods_has_only_its_own_chats_refused() -> None:
     assert chats.retry_after_s(6.0, tenant="newcomer") is None
 
 
+def test_a_prompt_under_way_slows_nothing_down() -> None:
+    """One has taken three seconds, and the next is under way for three: 20 take 60 s, not 120."""
+    chats = _Chats()
+    chats.come(20)
+    for now in range(7):
+        chats.waiting.note(chats.tracked, 100 * (now >= 3), float(now))
+    assert chats.retry_after_s(6.0) == pytest.approx(60.0)
+
+
 def test_answers_that_have_begun_do_not_wait_for_a_first_token() -> None:
     chats = _Chats()
     chats.come(1)
