@@ -35,4 +35,6 @@ def test_a_worker_sees_every_gpu_where_ray_would_show_its_own_alone() -> None:
         [sys.executable, "-c", DRIVER], env=environment, capture_output=True, text=True, timeout=100, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout.splitlines()[-1]) == ["0", None]
+    by_ray, ours = json.loads(ended.stdout.splitlines()[-1])
+    assert by_ray in ("0", "1")  # whichever of both was started first
+    assert ours is None
