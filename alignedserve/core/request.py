@@ -174,7 +174,7 @@ class Request:
 
     @property
     def is_real_time(self) -> bool:
-        """Whether somebody waits for its tokens as they come."""
+        """Whether a client reads its tokens as they come."""
         return self.request_class is RequestClass.REAL_TIME
 
     @property

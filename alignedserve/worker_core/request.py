@@ -33,7 +33,7 @@ class WorkerRequest:
 
     @property
     def is_real_time(self) -> bool:
-        """Whether somebody waits for its tokens as they come."""
+        """Whether a client reads its tokens as they come."""
         return self.request.is_real_time
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_opt_125m
 from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recording import read_figures, write_result
-from benchmarks.measuring.server import served, settings_of
+from benchmarks.measuring.server import CACHE_FILLED_SOON, served, settings_of
 
 RECORD = "serving/certificates"
 PAGE = Path(__file__).parents[2] / "docs" / "certify.md"
@@ -39,8 +39,6 @@ _TRAFFIC_OF_OPT = (
     *("--ttft", "0.4", "--tpot", "0.2", "--chat-prompt", "100", "--chat-output", "60"),
     *("--document-prompt", "768", "--document-output", "80"),
 )
-# Filled soon: see live_load.py. Else what is measured first pays for what is measured last.
-_CACHE = "decode.kv_cache_bytes=1536MiB"
 _KEPT = ("holds", "about", "checks", "chat", "documents_share", "protocol", "speed", "notes")
 _HEAD = (
     "| topology, workers | bursts, chats | attained | latest first token | TTFT p99, ms | TPOT p99, ms "
@@ -64,7 +62,7 @@ def certify(model: str, shape: str, *, is_whole: bool) -> Row:
             _run(folder, *protocol, "--topology", topology, "--workers", count)
         else:
             counts = [f"{role}.count={count}" for role in _roles(topology)]
-            with served(make_opt_125m(folder / model), [*settings_of(topology), _CACHE, *counts]) as port:
+            with served(make_opt_125m(folder / model), [*settings_of(topology), CACHE_FILLED_SOON, *counts]) as port:
                 _run(folder, f"http://127.0.0.1:{port}", *protocol, *_TRAFFIC_OF_OPT)
         row = row_of(json.loads((folder / "certificate.json").read_text()))
     if model != POCKET:

@@ -1,4 +1,4 @@
-"""Lets the workers of a machine share a device by objective: work that nobody waits for gives way, but never ends.
+"""Lets the workers of a machine share a device: documents give way to chats, and keep a share of the time.
 
 Each worker has a slot on a board, a small file in shared memory. While it computes for a person who waits, and from
 when such a request comes, it posts a time there until which others are to give way. A worker that computes for
@@ -118,7 +118,7 @@ class SharedDevice:
         return cls(board, best_effort_share)
 
     def on_arrival(self) -> None:
-        """Post a request that somebody waits for, and end a wait. From any thread."""
+        """Ask others to give way to a chat that has just come, and end an own wait. From any thread."""
         self._board.post(time.monotonic() + _POSTED_S, is_prompt=True)
         self._has_arrival.set()
 
@@ -127,9 +127,9 @@ class SharedDevice:
         return not self._board.is_posted(time.monotonic())
 
     def begin(self, *, is_real_time: bool, has_prompt: bool = False, may_stop: bool = True) -> None:
-        """Begin an iteration, after giving way if it is for nobody who waits.
+        """Begin an iteration, which gives way first if it is for documents alone (not `is_real_time`).
 
-        `has_prompt`: of somebody who waits. `may_stop`: between its layers, if nobody waits for it.
+        `has_prompt`: of a chat. `may_stop`: an iteration for documents alone, between its layers.
         """
         if is_real_time:
             self._has_arrival.clear()
@@ -140,7 +140,7 @@ class SharedDevice:
         self._computes_since_s, self._may_stop = time.monotonic(), may_stop
 
     def between_layers(self) -> None:
-        """Give way in the middle of an iteration that is for nobody who waits."""
+        """Let an iteration for documents alone give way in its middle."""
         can_stop = self._computes_since_s is not None and self._may_stop
         if not can_stop or not self._board.is_posted(began_s := time.monotonic()):
             return
@@ -156,7 +156,7 @@ class SharedDevice:
 
     @contextlib.contextmanager
     def taken_within(self) -> Iterator[None]:
-        """Compute for somebody who waits, within the iteration in progress, which stands still meanwhile."""
+        """Compute a chat within the iteration in progress, which stands still meanwhile."""
         now, is_best_effort = time.monotonic(), self._computes_since_s is not None
         self._earn(now)
         self._board.post(now + _POSTED_S, is_prompt=True)
@@ -179,7 +179,7 @@ class SharedDevice:
         self._board.close()
 
     def _earn(self, now: float) -> None:
-        """Earn credit for what the iteration in progress has computed, if nobody waits for it."""
+        """Stop counting what is computed for documents alone, if it is, and earn credit for it."""
         if self._computes_since_s is not None:
             earned_s = self._patience * (now - self._computes_since_s)
             self._credit_s = min(self._credit_s + earned_s, _MAX_WAIT_S)

@@ -1,4 +1,4 @@
-"""The turns of a worker on a device that it shares with others: which of its iterations somebody waits for."""
+"""The turns of a worker on a device that it shares with others: which of its iterations are for chats."""
 
 import contextlib
 from collections.abc import Iterator
@@ -79,7 +79,7 @@ class DeviceTurns:
         return self._device is None or self._device.is_alone()
 
     def giving_way(self) -> contextlib.AbstractContextManager[None]:
-        """Take the device for work that nobody waits for, as before the worker serves, and that is timed."""
+        """Take the device for work that is timed before the worker serves, and for which nobody waits."""
         return self.taken(is_real_time=False, may_stop=False)
 
     def close(self) -> None:
