@@ -89,20 +89,19 @@ class AllowedTokens(NamedTuple):
 
 
 class PassTimes(NamedTuple):
-    """Seconds that attention and products took, of the time from a step's beginning to its end."""
+    """Seconds that attention, the products of layers and that of the head took, of the time of a step."""
 
     attention_s: float
     products_s: float
+    head_s: float
 
 
 class Pause(NamedTuple):
-    """What is called between parts of a pass."""
+    """What is called between parts of a pass: so many layers, or a slice of the head's columns."""
 
     call: Callable[[], object]
-    num_layers: int  # of a part
-
-
-_NO_HEAD = (0, (0, 0), (0, 0, 0))  # addresses of nothing
+    num_layers: int
+    num_slices: int
 
 
 def decode_pass_available() -> bool:
@@ -179,13 +178,9 @@ class DecodePass:
         Raises ExchangeBroken.
         """
         count = residual.shape[0]
-        assert residual.shape == (count, self._hidden_size), f"not rows of {self._hidden_size}: {residual.shape}"
-        assert residual.dtype == self._dtype, f"rows are {self._dtype}, not {residual.dtype}"
-        assert residual.is_contiguous(), "rows are one run of memory"
-        assert residual.device.type == "cpu", "native kernels run on the CPU"
+        self._check_rows(residual)
         if logits is not None:
-            assert self._head is not None, "a pass without a head"
-            num_columns = sum(product.out_width for product in self._head.products)
+            num_columns = self._num_columns
             assert logits.shape == (count, num_columns), f"not rows of {num_columns}: {logits.shape}"
             assert logits.dtype == self._dtype, f"rows are {self._dtype}, not {logits.dtype}"
             assert logits.is_contiguous(), "logits are one run of memory"
@@ -205,39 +200,35 @@ class DecodePass:
             _adapter_numbers(adapters, count),
             torch.get_num_threads(),
         )
-        rows = (residual.data_ptr(), pending.data_ptr())
         head = (0 if logits is None else logits.data_ptr(), found, bits)
-        if pause is None:
-            times = PassTimes(*self._kernel.run(*rows, *head, *rest))
-        else:
-            times = self._run_parts(rows, head, rest, pause)
+        times = PassTimes(*self._kernel.run(residual.data_ptr(), pending.data_ptr(), *head, *rest, pause))
         if self._exchange is not None:
             self._exchange.check()
         return pending, times
 
-    def _run_parts(
-        self, rows: tuple[int, int], head: tuple[Any, ...], rest: tuple[Any, ...], pause: Pause
-    ) -> PassTimes:
-        """Run all layers, some at a time."""
-        end, attention_s, products_s = self._num_layers, 0.0, 0.0
-        for first in range(0, end, pause.num_layers):
-            until = min(first + pause.num_layers, end)
-            self._kernel.set_range(first, until)
-            own = head if until == end else _NO_HEAD
-            try:
-                took = self._kernel.run(*rows, *own, *rest)
-            finally:
-                self._kernel.set_range(0, end)
-            attention_s, products_s = attention_s + took[0], products_s + took[1]
-            if until < end:
-                pause.call()
-        return PassTimes(attention_s, products_s)
+    def logits(self, residual: Tensor, pause: Pause | None = None) -> tuple[Tensor, PassTimes]:
+        """Compute the logits [rows, columns of the head] of residual [rows, hidden_size] behind the last layer."""
+        self._check_rows(residual)
+        logits = torch.empty((len(residual), self._num_columns), dtype=self._dtype)
+        rows = (residual.data_ptr(), logits.data_ptr(), len(residual))
+        return logits, PassTimes(*self._kernel.run_head(*rows, torch.get_num_threads(), pause))
+
+    def _check_rows(self, residual: Tensor) -> None:
+        count = residual.shape[0]
+        assert residual.shape == (count, self._hidden_size), f"not rows of {self._hidden_size}: {residual.shape}"
+        assert residual.dtype == self._dtype, f"rows are {self._dtype}, not {residual.dtype}"
+        assert residual.is_contiguous(), "rows are one run of memory"
+        assert residual.device.type == "cpu", "native kernels run on the CPU"
+
+    @property
+    def _num_columns(self) -> int:
+        assert self._head is not None, "a pass without a head"
+        return sum(product.out_width for product in self._head.products)
 
     def _bits(self, allowed: AllowedTokens, count: int) -> tuple[int, int, int]:
         """Return the addresses of places and bits, and the words of a place."""
         places, bits = allowed
-        assert self._head is not None, "a pass without a head"
-        num_words = -(-sum(product.out_width for product in self._head.products) // 32)
+        num_words = -(-self._num_columns // 32)
         assert bits.dtype == torch.int32, "words are int32"
         assert bits.shape[1:] == (num_words,), f"not {num_words} words: {bits.shape}"
         assert bits.is_contiguous(), "bits are one run of memory"

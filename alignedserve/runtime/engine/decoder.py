@@ -84,7 +84,7 @@ class Decoder:
         return self.config.vocab_size if self._ranks is None or self._ranks.rank == 0 else 0
 
     def stop_for(self, between_layers: Callable[[], object]) -> None:
-        """Call this between the layers of passes, which stand still meanwhile: another pass may begin and end there."""
+        """Call this between layers, and slices of the head, of passes: another one may begin and end there."""
         self._between_layers = between_layers
         if self._native_pass is not None:
             self._native_pass.between_layers = between_layers
@@ -104,10 +104,7 @@ class Decoder:
         return self.through_layers(self._embed(batch), batch, storage)
 
     def through_layers(self, hidden: Tensor, batch: ForwardBatch, storage: BlockStorage) -> Tensor:
-        """Do as `forward` does with the inputs of the first layer [tokens, hidden_size], which may change.
-
-        In inference mode.
-        """
+        """Do as `forward` does, in inference mode, with inputs of layer 0 [tokens, hidden_size], changed in place."""
         if len(batch.fresh_blocks):
             storage.zero_blocks(batch.fresh_blocks)
         for block_id, first_slot in batch.unclean_tails:
@@ -183,7 +180,7 @@ class Decoder:
         return highest if self._ranks is None else self._ranks.gather_highest(highest)
 
     def _note(self, times: PassTimes, *, has_head: bool) -> None:
-        self.attention_s, self.products_s = times
+        self.attention_s, self.products_s = times.attention_s, times.products_s + times.head_s
         self.had_head = has_head
         self.chunk_attention_s = 0.0
 
@@ -198,7 +195,11 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute hidden [rows, hidden_size], rows >= 1 -> logits [rows, logits_width], dtype of the weights."""
-        logits = self._weights.lm_head(self.outputs(hidden))
+        native = self._native_pass
+        if native is not None and native.has_head:
+            logits = native.head(hidden)
+        else:
+            logits = self._weights.lm_head(self.outputs(hidden))
         if self._ranks is not None:
             logits = self._ranks.gather_logits(logits)
         if self.config.logits_divisor != 1.0:

@@ -37,6 +37,7 @@ from kernels.norm import LayerNorm, Norm, RmsNorm
 from kernels.rotary import HeadPlacement
 
 _PART_S = 0.002  # of a pass that may stand still: shorter parts would cost more than they bring
+_MOST_SLICES = 16
 _LEAST_S = 1e-6
 
 
@@ -74,7 +75,8 @@ class NativePass:
         self._most_rows = None if exchange is None else exchange.slot_bytes // row_bytes
         self.has_head = head is not None
         self.between_layers: Callable[[], object] | None = None  # as of the decoder
-        self._layer_s = math.inf  # of the latest pass; this long, or longer, its parts take between two calls of that
+        # Of the latest pass: from these follow the parts between which that is called.
+        self._layer_s = self._head_s = math.inf
         self._storage: BlockStorage | None = None
         self._slots = CacheSlots(0, 0, 0, 0, False)
 
@@ -102,6 +104,12 @@ class NativePass:
         """Run likewise, and return the logits of every row [tokens, the rank's tokens]; `hidden` is of no use then."""
         logits = torch.empty((len(hidden), self._num_tokens), dtype=hidden.dtype)
         return logits, self._run(hidden, batch, storage, rotations, logits)[1]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return the logits [rows, the rank's tokens] of what `run` left [rows, hidden_size]."""
+        logits, times = self._pass.logits(hidden.contiguous(), self._pause())
+        self._head_s = times.head_s
+        return logits
 
     def highest(
         self,
@@ -134,13 +142,23 @@ class NativePass:
         adapters = batch.adapters.pass_adapters if isinstance(batch.adapters, AdapterRows) else None
         slots = self._slots_of(storage)
         run = partial(self._pass.run, hidden, plan, rotations, batch.slots, slots, logits, highest, allowed, adapters)
-        if self.between_layers is None:
+        pause = self._pause()
+        if pause is None:
             return run()
-        stopped = _Stopped(self.between_layers)
+        stopped = _Stopped(pause.call)
         began = time.perf_counter()
-        pending, times = run(Pause(stopped.call, max(int(_PART_S / self._layer_s), 1)))
-        self._layer_s = max(time.perf_counter() - began - stopped.seconds, _LEAST_S) / self._num_layers
+        pending, times = run(pause._replace(call=stopped.call))
+        layers_s = time.perf_counter() - began - stopped.seconds - times.head_s
+        self._layer_s = max(layers_s, _LEAST_S) / self._num_layers
+        if logits is not None or highest is not None:
+            self._head_s = times.head_s
         return pending, times
+
+    def _pause(self) -> Pause | None:
+        if self.between_layers is None:
+            return None
+        num_slices = max(int(min(self._head_s / _PART_S, _MOST_SLICES)), 1)
+        return Pause(self.between_layers, max(int(_PART_S / self._layer_s), 1), num_slices)
 
     def _slots_of(self, storage: BlockStorage) -> CacheSlots:
         """Return where the storage's slots lie; an engine has one storage, so the latest is kept."""

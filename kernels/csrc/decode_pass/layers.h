@@ -65,7 +65,6 @@ struct Model {
     int64_t hidden_size;
     int64_t element_bytes;
     std::vector<Layer> layers;
-    int64_t first_layer = 0, end_layer = 0;  // that a step runs through; the head follows the last of all
     const RowNorm* head_norm = nullptr;  // null: logits are computed elsewhere
     JoinedProduct head;
     rank_exchange::Exchange* exchange = nullptr;  // with the ranks that have the rest of every layer; null: there are none
@@ -106,7 +105,7 @@ struct Step {
     int64_t num_rows;
     CacheSlots cache;
     std::vector<Angles> angles;
-    Attention* attention;
+    Attention* attention;  // null: the head alone
     const StepAdapters* adapters;  // or null
     Buffers buffers;
 };

@@ -17,6 +17,7 @@
 //
 // Addresses are checked by the caller (kernels/cpu/decode_pass.py), which holds the tensors.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -24,6 +25,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -42,9 +44,17 @@ namespace {
 
 using products::Memory;
 
-constexpr size_t kMostLayers = 3072;  // their stages are numbered in 16 bits
+constexpr size_t kMostLayers = 2048;  // their stages are numbered in 16 bits, with those of the head
+constexpr int64_t kMostSlices = 1024;
 
 typedef std::tuple<std::vector<LowRank*>, std::vector<uintptr_t>, std::vector<int>, std::vector<int64_t>> AdapterNumbers;
+
+// Of attention, of the layers' products and of the head's.
+typedef std::tuple<double, double, double> Seconds;
+
+// What is called between parts of a run, in which others may come and go; of how many layers these are; how many of them
+// are the head's. Nothing: it has one part.
+typedef std::optional<std::tuple<nb::callable, int64_t, int64_t>> PauseNumbers;
 
 StepAdapters adapters_of(const AdapterNumbers& numbers) {
     const auto& [groups, of_rows, at_site, widths] = numbers;
@@ -56,7 +66,9 @@ StepAdapters adapters_of(const AdapterNumbers& numbers) {
 class DecodePass {
    public:
     DecodePass(const Placement& placement, int64_t hidden_size)
-        : model_{placement, hidden_size, placement.is_bfloat16() ? 2 : 4, {}, 0, 0, nullptr, {}, nullptr} {}
+        : model_{placement, hidden_size, placement.is_bfloat16() ? 2 : 4, {}, nullptr, {}, nullptr} {}
+    DecodePass(const DecodePass&) = delete;
+    DecodePass& operator=(const DecodePass&) = delete;
 
     // `norms`: before attention and before the second half; then of what these add, or null. `head_norms`: of each query
     // and of each key head, or none.
@@ -86,16 +98,6 @@ class DecodePass {
         if (layer.gate_up.out_width() != layer.down.in_width())
             throw std::invalid_argument("products that do not follow one another");
         model_.layers.push_back(layer);
-        model_.end_layer = int64_t(model_.layers.size());
-    }
-
-    // The layers that the next runs go through: what a run from a later one than the first takes, that before it has
-    // left in residual and pending.
-    void set_range(int64_t first, int64_t end) {
-        if (first < 0 || end <= first || end > int64_t(model_.layers.size()))
-            throw std::invalid_argument("not layers of this model");
-        model_.first_layer = first;
-        model_.end_layer = end;
     }
 
     void set_head(const RowNorm& norm, const std::vector<const Product*>& head) {
@@ -112,15 +114,18 @@ class DecodePass {
     // each row alone: its column [num_rows] int64, its value [num_rows] float32. `allowed`: see TokenBits; its words
     // reach to the last column of the head. `angles`: cos, sin, half of each rope.
     // `adapters`: groups, addresses of their of_row [num_rows], which are at which site, widths; see StepAdapters.
-    // Returns the seconds of attention and products.
-    std::pair<double, double> run(uintptr_t residual, uintptr_t pending, uintptr_t logits,
-                                  std::pair<uintptr_t, uintptr_t> highest,
-                                  std::tuple<uintptr_t, uintptr_t, int64_t> allowed, int64_t num_rows,
-                                  Attention& attention, const std::vector<std::vector<uintptr_t>>& angles,
-                                  uintptr_t slots, uintptr_t keys, uintptr_t values, int64_t layer_bytes,
-                                  int64_t num_slots, bool is_int8, const AdapterNumbers& adapters, int num_threads);
+    Seconds run(uintptr_t residual, uintptr_t pending, uintptr_t logits, std::pair<uintptr_t, uintptr_t> highest,
+                std::tuple<uintptr_t, uintptr_t, int64_t> allowed, int64_t num_rows, Attention& attention,
+                const std::vector<std::vector<uintptr_t>>& angles, uintptr_t slots, uintptr_t keys, uintptr_t values,
+                int64_t layer_bytes, int64_t num_slots, bool is_int8, const AdapterNumbers& adapters, int num_threads,
+                const PauseNumbers& pause);
+
+    // The logits [num_rows, columns of the head] of residual [num_rows, hidden_size], to which nothing is to be added.
+    Seconds run_head(uintptr_t residual, uintptr_t logits, int64_t num_rows, int num_threads, const PauseNumbers& pause);
 
    private:
+    Seconds perform(Step& step, int num_threads, const PauseNumbers& pause);
+
     void check(const RowNorm& norm) const {
         if (norm.width() != model_.hidden_size || norm.is_bfloat16() != model_.placement.is_bfloat16())
             throw std::invalid_argument("a norm of other rows");
@@ -140,10 +145,10 @@ class DecodePass {
     void check(const Step& step, int64_t num_slots, int num_threads) const {
         if (model_.layers.empty() || num_threads < 1 || step.num_rows < 1)
             throw std::invalid_argument("nothing to run");
-        if ((step.logits || step.highest) && (!model_.head_norm || model_.end_layer != int64_t(model_.layers.size())))
-            throw std::invalid_argument("no head");
+        if ((step.logits || step.highest) && !model_.head_norm) throw std::invalid_argument("no head");
         if (model_.exchange && step.num_rows * model_.hidden_size * model_.element_bytes > model_.exchange->slot_bytes())
             throw std::invalid_argument("more rows than a slot of the exchange holds");
+        if (!step.attention) return;
         const Attention& attention = *step.attention;
         if (attention.num_rows() != step.num_rows || attention.num_layers() != int64_t(model_.layers.size()) ||
             attention.query_width() != model_.placement.query_width() ||
@@ -173,7 +178,7 @@ class DecodePass {
         }
     }
 
-    // Out of one run of memory that is kept from step to step.
+    // Out of one run of memory that is kept from step to step: one for steps within a step, each.
     Buffers buffers(int64_t num_rows, const StepAdapters* adapters) {
         int64_t inner_width = 0;
         size_t rounded = model_.head_norm ? model_.head.rounded_bytes(num_rows) : 0;
@@ -193,11 +198,13 @@ class DecodePass {
         const size_t shrunk = aligned(size_t(shrunk_floats) * sizeof(float));
         const size_t bytes = 2 * hidden + fused + attended + inner + rounded + shrunk +
                              aligned(size_t(addend_floats) * sizeof(float));
-        if (!memory_ || memory_->bytes() < bytes) {
-            memory_.reset();
-            memory_ = std::make_unique<Memory>(bytes);
+        memories_.resize(std::max(memories_.size(), size_t(depth_)));
+        std::unique_ptr<Memory>& memory = memories_[depth_ - 1];
+        if (!memory || memory->bytes() < bytes) {
+            memory.reset();
+            memory = std::make_unique<Memory>(bytes);
         }
-        char* at = memory_->data();
+        char* at = memory->data();
         const auto next = [&](size_t size) { return std::exchange(at, at + size); };
         Buffers rows{next(hidden), next(fused), next(attended), next(hidden), next(inner), next(rounded), nullptr, nullptr};
         rows.shrunk = reinterpret_cast<float*>(next(shrunk));
@@ -206,16 +213,15 @@ class DecodePass {
     }
 
     Model model_;
-    std::unique_ptr<Memory> memory_;
+    int depth_ = 0;  // of steps in progress, each within a pause of the one before
+    std::vector<std::unique_ptr<Memory>> memories_;
 };
 
-std::pair<double, double> DecodePass::run(uintptr_t residual, uintptr_t pending, uintptr_t logits,
-                                          std::pair<uintptr_t, uintptr_t> highest,
-                                          std::tuple<uintptr_t, uintptr_t, int64_t> allowed, int64_t num_rows,
-                                          Attention& attention, const std::vector<std::vector<uintptr_t>>& angles,
-                                          uintptr_t slots, uintptr_t keys, uintptr_t values, int64_t layer_bytes,
-                                          int64_t num_slots, bool is_int8, const AdapterNumbers& adapter_numbers,
-                                          int num_threads) {
+Seconds DecodePass::run(uintptr_t residual, uintptr_t pending, uintptr_t logits, std::pair<uintptr_t, uintptr_t> highest,
+                        std::tuple<uintptr_t, uintptr_t, int64_t> allowed, int64_t num_rows, Attention& attention,
+                        const std::vector<std::vector<uintptr_t>>& angles, uintptr_t slots, uintptr_t keys,
+                        uintptr_t values, int64_t layer_bytes, int64_t num_slots, bool is_int8,
+                        const AdapterNumbers& adapter_numbers, int num_threads, const PauseNumbers& pause) {
     const StepAdapters adapters = adapters_of(adapter_numbers);
     Step step{reinterpret_cast<char*>(residual), reinterpret_cast<char*>(pending), reinterpret_cast<char*>(logits),
               nullptr,
@@ -231,14 +237,42 @@ std::pair<double, double> DecodePass::run(uintptr_t residual, uintptr_t pending,
     HighestLogits noted(model_.placement.level(), num_rows, model_.placement.is_bfloat16(), num_threads, bits);
     if (highest.first) step.highest = &noted;
     check(step, num_slots, num_threads);
-    step.buffers = buffers(num_rows, step.adapters);
-    nb::gil_scoped_release released;
-    StepRun run(model_, step, num_threads);
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    run.work(omp_get_thread_num());
+    const Seconds seconds = perform(step, num_threads, pause);
     if (highest.first)
         noted.finish(reinterpret_cast<int64_t*>(highest.first), reinterpret_cast<float*>(highest.second));
-    return {run.times().attention_s, run.times().products_s};
+    return seconds;
+}
+
+Seconds DecodePass::run_head(uintptr_t residual, uintptr_t logits, int64_t num_rows, int num_threads,
+                             const PauseNumbers& pause) {
+    Step step{reinterpret_cast<char*>(residual), nullptr, reinterpret_cast<char*>(logits), nullptr, num_rows, {}, {},
+              nullptr, nullptr, {}};
+    check(step, 0, num_threads);
+    return perform(step, num_threads, pause);
+}
+
+Seconds DecodePass::perform(Step& step, int num_threads, const PauseNumbers& pause) {
+    const int64_t num_layers = pause ? std::get<1>(*pause) : 0, num_slices = pause ? std::get<2>(*pause) : 1;
+    if (num_layers < (pause ? 1 : 0) || num_slices < 1 || num_slices > kMostSlices)
+        throw std::invalid_argument("not parts of a run");
+    struct Deeper {
+        explicit Deeper(int& depth) : depth(depth) { ++depth; }
+        ~Deeper() { --depth; }
+        int& depth;
+    } deeper(depth_);
+    step.buffers = buffers(step.num_rows, step.adapters);
+    nb::gil_scoped_release released;
+    StepRun run(model_, step, num_threads, num_slices);
+    for (bool is_first = true; run.has_more(); is_first = false) {
+        if (!is_first) {
+            nb::gil_scoped_acquire held;
+            std::get<0>(*pause)();
+        }
+        run.begin(num_layers);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+        run.work(omp_get_thread_num());
+    }
+    return {run.times().attention_s, run.times().products_s, run.times().head_s};
 }
 
 }  // namespace
@@ -255,10 +289,10 @@ void bind(nb::module_& module) {
     nb::class_<DecodePass>(module, "DecodePass")
         .def(nb::init<const Placement&, int64_t>(), nb::keep_alive<1, 2>())
         .def("add_layer", &DecodePass::add_layer)
-        .def("set_range", &DecodePass::set_range)
         .def("set_head", &DecodePass::set_head)
         .def("set_exchange", &DecodePass::set_exchange, nb::keep_alive<1, 2>())
-        .def("run", &DecodePass::run);
+        .def("run", &DecodePass::run)
+        .def("run_head", &DecodePass::run_head);
 }
 
 }  // namespace decode_pass

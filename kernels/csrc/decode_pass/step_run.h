@@ -20,11 +20,11 @@ constexpr int64_t kRowsTogether = 2;
 // A thread that waits for a stage looks so often, some ten microseconds, before it offers its core to others.
 constexpr int kSpins = 1000;
 
-// Seconds of attention and of products, from the beginning of their stages to the end.
+// Seconds of attention, of the layers' products and of the head's, from the beginning of their stages to the end.
 struct Times {
     using Clock = std::chrono::steady_clock;
 
-    double attention_s = 0.0, products_s = 0.0;
+    double attention_s = 0.0, products_s = 0.0, head_s = 0.0;
     Clock::time_point since = Clock::now();
 
     // Add the time since the last call to `seconds`, if given.
@@ -35,22 +35,36 @@ struct Times {
     }
 };
 
-// The stages of one step, for all threads of the region.
+// The stages of one step, for all threads of a region at a time. Between two regions it stands still: what it has
+// computed so far is in its own buffers.
 class StepRun {
    public:
-    StepRun(const Model& model, const Step& step, int num_threads)
+    // Of the head alone: without attention. Its product is of `num_slices` stages.
+    StepRun(const Model& model, const Step& step, int num_threads, int64_t num_slices)
         : model_(model),
           step_(step),
           num_row_parts_(step.num_rows <= kRowsTogether ? 1 : std::min<int64_t>(step.num_rows, num_threads)),
+          num_slices_(num_slices),
           head_(int64_t(model.layers.size()) * kStages),
-          end_(model.end_layer * kStages + (step.logits || step.highest ? kHeadStages : 0)),
-          parts_(num_threads) {
-        go_on(model.first_layer * kStages - 1, 0);
+          end_(head_ + (step.logits || step.highest ? kHead + num_slices : 0)),
+          parts_(num_threads),
+          stage_(step.attention ? 0 : head_) {}
+
+    bool has_more() const { return stage_.load(std::memory_order_relaxed) < end_; }
+
+    // Before a region: its threads come to the end of the next `num_layers` layers, and of the next slice of the head,
+    // with the norm before the first. A head of one slice goes with the last layers. 0: to the end of all.
+    void begin(int64_t num_layers) {
+        const int64_t stage = stage_.load(std::memory_order_relaxed);
+        until_ = stage < head_ ? std::min(stage + num_layers * kStages, head_) : std::max(stage, head_ + kHead) + 1;
+        if (!num_layers || (until_ == head_ && num_slices_ == 1)) until_ = end_;
+        times_.lap(nullptr);
+        enter(stage, 0);
     }
 
     // By every thread.
     void work(int thread) {
-        for (int64_t stage = stage_.load(std::memory_order_acquire); stage < end_;) {
+        for (int64_t stage = stage_.load(std::memory_order_acquire); stage < until_;) {
             int64_t num_done = 0;
             for (int64_t part = parts_.take(stage, thread); part >= 0; part = parts_.take(stage, thread)) {
                 compute(stage, part, thread);
@@ -72,8 +86,8 @@ class StepRun {
         kRoundInner, kShrinkDown, kExpandDown, kDown, kShareDown, kSumDown, kPostMlp, kStages
     };
 
-    // Behind the last layer.
-    enum HeadStage { kFinalNorm, kHead, kHeadStages };
+    // Behind the last layer; as many of the last as the head has slices.
+    enum HeadStage { kFinalNorm, kHead };
 
     // Count parts of the current stage, which does not end before; true: they were the last.
     bool completes(int64_t num_done) {
@@ -81,19 +95,28 @@ class StepRun {
         return num_done_.fetch_add(num_done, std::memory_order_acq_rel) + num_done == num_parts;
     }
 
-    // By the thread that completed the stage, alone: do stages of a single part, up to one that is handed out.
+    // By the thread that completed the stage, alone.
     void go_on(int64_t stage, int thread) {
-        while (true) {
-            times_.lap(seconds_of(stage));
-            if (is_sum(stage)) model_.exchange->advance();
-            if (++stage == end_) break;
+        leave(stage);
+        enter(stage + 1, thread);
+    }
+
+    // Do stages of a single part, from this one on, up to one that is handed out.
+    void enter(int64_t stage, int thread) {
+        for (; stage < until_; ++stage) {
             num_parts_ = num_parts(stage);
             if (num_parts_ > 1) break;
             if (num_parts_) compute(stage, 0, thread);
+            leave(stage);
         }
         num_done_.store(0, std::memory_order_relaxed);
-        if (stage < end_) parts_.restart(stage, num_parts_);
+        if (stage < until_) parts_.restart(stage, num_parts_);
         stage_.store(stage, std::memory_order_release);
+    }
+
+    void leave(int64_t stage) {
+        times_.lap(seconds_of(stage));
+        if (is_sum(stage)) model_.exchange->advance();
     }
 
     // Wait until the stage is another one.
@@ -116,15 +139,14 @@ class StepRun {
 
     // Whether the ranks' parts of a product are added up in this stage.
     bool is_sum(int64_t stage) const {
-        if (!model_.exchange || stage < 0 || stage >= head_) return false;
+        if (!model_.exchange || stage >= head_) return false;
         return stage % kStages == kSumOutput || stage % kStages == kSumDown;
     }
 
     const Layer& layer_of(int64_t stage) const { return model_.layers[stage / kStages]; }
 
     double* seconds_of(int64_t stage) {
-        if (stage < 0) return nullptr;
-        if (stage >= head_) return stage == head_ + kHead ? &times_.products_s : nullptr;
+        if (stage >= head_) return stage == head_ + kFinalNorm ? nullptr : &times_.head_s;
         if (is_of_adapters(stage)) return &times_.products_s;
         switch (stage % kStages) {
             case kQkv:
@@ -138,7 +160,8 @@ class StepRun {
     }
 
     int64_t num_parts(int64_t stage) const {
-        if (stage >= head_) return stage == head_ + kHead ? model_.head.num_parts(step_.num_rows) : num_row_parts_;
+        if (stage == head_ + kFinalNorm) return num_row_parts_;
+        if (stage > head_) return first_of_slice(stage + 1) - first_of_slice(stage);
         if (is_of_adapters(stage)) return num_parts_of_adapters(stage);
         const Layer& layer = layer_of(stage);
         switch (stage % kStages) {
@@ -161,8 +184,9 @@ class StepRun {
     void compute(int64_t stage, int64_t part, int thread) const {
         const Buffers& rows = step_.buffers;
         if (stage == head_ + kFinalNorm) return normalise(*model_.head_norm, step_.pending, model_.head, part);
-        if (stage == head_ + kHead && step_.highest) return note_highest(part, thread);
-        if (stage == head_ + kHead) return multiply(model_.head, rows.normed, step_.logits, part, {});
+        if (stage > head_ && step_.highest) return note_highest(first_of_slice(stage) + part, thread);
+        if (stage > head_)
+            return multiply(model_.head, rows.normed, step_.logits, first_of_slice(stage) + part, {});
         if (is_of_adapters(stage)) return compute_of_adapters(stage, part);
         const Layer& layer = layer_of(stage);
         switch (stage % kStages) {
@@ -184,6 +208,11 @@ class StepRun {
             case kDown: return multiply(layer.down, rows.inner, shared(step_.pending), part, addends_at(stage));
             case kPostMlp: return normalise_in_place(*layer.mlp_post_norm, step_.pending, part);
         }
+    }
+
+    // The first part of the head's product in a stage, or behind the last of all.
+    int64_t first_of_slice(int64_t stage) const {
+        return model_.head.num_parts(step_.num_rows) * (stage - head_ - kHead) / num_slices_;
     }
 
     int64_t first_row(int64_t part) const { return step_.num_rows * part / num_row_parts_; }
@@ -245,7 +274,7 @@ class StepRun {
     }
 
     bool is_of_adapters(int64_t stage) const {
-        return stage >= 0 && stage < head_ && (is_shrink(stage) || (stage % kStages && is_shrink(stage - 1)));
+        return stage < head_ && (is_shrink(stage) || (stage % kStages && is_shrink(stage - 1)));
     }
 
     // Which of the step's groups add to the product of this stage; -1: none.
@@ -357,8 +386,10 @@ class StepRun {
     const Model& model_;
     const Step& step_;
     const int64_t num_row_parts_;
+    const int64_t num_slices_;
     const int64_t head_;  // the first stage behind the layers
     const int64_t end_;
+    int64_t until_ = 0;  // the first stage that the threads of this region leave
     Times times_;  // written by the thread that goes on, as num_parts_
     int64_t num_parts_ = 0;
     StageParts parts_;

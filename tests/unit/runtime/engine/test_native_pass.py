@@ -90,20 +90,60 @@ def test_same_bits_as_layer_by_layer(
     assert torch.equal(fused, separate)
 
 
-@pytest.mark.parametrize(("family", "part_s"), [("opt", 0.0), ("gemma3_text", 0.0), ("qwen3", 1.0)])
+@pytest.mark.parametrize(("family", "part_s"), [("opt", 1e-9), ("gemma3_text", 1e-9), ("qwen3", 1.0)])
 def test_a_pass_in_parts(
     family: str, part_s: float, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One layer at a time, or as many as take a second: all."""
+    """One layer at a time, and slices of the head; or as much as takes a second: all."""
     whole = logits_of(tiny_decoder(folder_of(family), "bfloat16"))
     monkeypatch.setattr(native_pass, "_PART_S", part_s)
     stopping, stops = tiny_decoder(folder_of(family), "bfloat16"), list[None]()
     stopping.stop_for(lambda: stops.append(None))
     assert torch.equal(logits_of(stopping), whole)
-    num_layers = stopping.config.num_layers
-    num_parts = 1 if part_s else num_layers
-    # The prompt goes layer by layer, and the first pass of all does not know yet how long a layer takes.
-    assert num_layers + 36 * (num_parts - 1) <= len(stops) <= 2 * num_layers + 36 * (num_parts - 1)
+    num_layers, num_slices = stopping.config.num_layers, native_pass._MOST_SLICES
+    # The prompt goes layer by layer; the first pass of all, and the first head, do not know yet how long parts take.
+    num_passes, num_heads = (1, 1) if part_s == 1.0 else (36, 64)
+    assert len(stops) == num_layers + num_passes * (num_layers - 1) + num_heads * (num_slices - 1)
+
+
+@pytest.mark.parametrize(("family", "temperature"), [("opt", 0.0), ("llama", 0.9)])
+def test_passes_within_the_parts_of_another(
+    family: str, temperature: float, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of logits that are kept, for they are drawn from, and of their highest."""
+    prompt, chat = random_tokens(1, 12, 128), random_tokens(2, 40, 128)
+    sampling = SamplingParams(temperature=temperature, seed=1, max_tokens=100)
+
+    def generated(decoder: Decoder) -> list[int]:
+        tiny = TinyEngine(decoder)
+        tiny.add("own", prompt, sampling)
+        return [token.token_id for token in tiny.generate("own", 12)]
+
+    whole, alone = generated(tiny_decoder(folder_of(family), "bfloat16")), chat_logits(folder_of(family), chat)
+    monkeypatch.setattr(native_pass, "_PART_S", 1e-9)
+    decoder, within = tiny_decoder(folder_of(family), "bfloat16"), list[int]()
+    other = LogitsProbe(decoder)
+    other.add("chat", chat)
+
+    def run_another() -> None:
+        if len(within) == len(chat) or (within and within[-1] < 0):
+            return
+        within.append(-1)
+        other.step(chat=1)
+        within[-1] = 1
+
+    decoder.stop_for(run_another)
+    assert generated(decoder) == whole
+    assert within == [1] * len(chat)
+    assert torch.equal(other.logits("chat"), alone)
+
+
+def chat_logits(folder: Path, tokens: list[int]) -> torch.Tensor:
+    probe = LogitsProbe(tiny_decoder(folder, "bfloat16"))
+    probe.add("chat", tokens)
+    for _ in tokens:
+        probe.step(chat=1)
+    return probe.logits("chat")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
