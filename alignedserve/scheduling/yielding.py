@@ -16,11 +16,13 @@ whose first token the pass brings. And it must not hurt:
 - Documents lose at most `most_cost` of their time to it: each pass earns that share of its best-effort part as credit,
   and each stop spends what it costs.
 - A pass stops `most_stops` times at most, and stands still for no longer than leaves best-effort work its floor.
-- Chats in the pass still have their next token in time, and documents with a deadline still end in time.
-- Those who come wait for their second token the longer, where they decode here. They do so only as far as their mean
-  gap can still be held, or where their first token would be late without:
+- Documents with a deadline still end in time.
+- Chats in the pass wait for their next token, and those who come, where they decode here, for their second. They do so
+  only as far as their mean gap can still be held, as later gaps are shorter than they may be; or, those who come, where
+  their first token would be late without:
 
-    left of the pass + an iteration like it <= TPOT + (predicted length - 2) * TPOT * later_share
+    late by, of chats in the pass <= tokens left behind the next * TPOT * later_share
+    left of the pass + an iteration like it, of those who come <= TPOT + (predicted length - 2) * TPOT * later_share
 
   Example: 40 tokens with a TPOT of 0.1 s may wait for 0.1 + 38 * 0.1 * 0.05 = 0.29 s.
 """
@@ -34,7 +36,7 @@ from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import RefreshedEstimate, fit_request_runtime, remaining_output_len
 from alignedserve.scheduling.scheduler_state import Flight
-from alignedserve.scheduling.table import Ints, RequestTable
+from alignedserve.scheduling.table import Floats, Ints, RequestTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +115,7 @@ class Yielding:
     def _who_gain(self, view: WorkerView, prompts: Sequence[int], left_s: float, pass_s: float) -> list[int]:
         """Return those that can afford the gap after their next token, or would have that late without a stop."""
         table, rows = view.table, np.array(prompts)
-        num_left, _ = remaining_output_len(table)
-        allowed_s = table.tpot_s[rows] * (1.0 + self._config.later_share * np.maximum(num_left[rows] - 2.0, 0.0))
+        allowed_s = table.tpot_s[rows] + self._given_back_s(table, rows, num_first=2)
         else_s = view.now + left_s + self._runtime.of(view.costs).prefill_s(table.num_remaining[rows])
         is_late_else = table.next_token_due_s[rows] < else_s
         chosen: list[int] = rows[(left_s + pass_s <= allowed_s) | is_late_else].tolist()
@@ -130,12 +131,20 @@ class Yielding:
         table = view.table
         chats = rows[table.is_real_time[rows]]
         slack_s = table.next_token_due_s[chats] - (view.now + left_s)
+        slack_s += np.where(table.num_generated[chats] > 0, self._given_back_s(table, chats, num_first=1), 0.0)
         bound = rows[np.isfinite(table.deadline_s[rows]) & ~table.is_real_time[rows]]
         if len(bound):
             num_left, _ = remaining_output_len(table)
             ends_s = view.now + self._runtime.of(view.costs).remaining_s(table, num_left)[bound]
             slack_s = np.concatenate((slack_s, table.arrival_s[bound] + table.deadline_s[bound] - ends_s))
         return not ((slack_s >= 0.0) & (slack_s < urgent_s)).any()
+
+    def _given_back_s(self, table: RequestTable, rows: Ints, *, num_first: int) -> Floats:
+        """Return by how much the gaps behind the next `num_first` tokens are likely to be shorter than they may be."""
+        num_left, _ = remaining_output_len(table)
+        num_later = np.maximum(num_left[rows] - num_first, 0.0)
+        bound = np.where(np.isfinite(table.tpot_s[rows]), table.tpot_s[rows], 0.0)  # else nothing has to be given back
+        return self._config.later_share * bound * num_later
 
 
 def _best_effort_share(table: RequestTable, flight: Flight) -> float:

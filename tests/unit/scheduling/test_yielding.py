@@ -114,15 +114,29 @@ def test_what_stops_cost_is_bounded_and_earned_again() -> None:
     assert [case.asked() is not None for _ in range(2)] == [True, False]
 
 
-@pytest.mark.parametrize(("tpot_s", "stops"), [(0.2, True), (0.17, False), (0.15, True)])
-def test_a_chat_in_the_pass_is_not_made_late(tpot_s: float, stops: bool) -> None:
-    """Its token comes at 0.161 s, or 30 ms later; one that is late anyway stops nobody."""
-    rows: dict[str, Mapping[str, Any]] = {
-        "document": DOCUMENT,
-        "before": {"prompt_len": 20, "num_generated": 1, "tpot_s": tpot_s},
-        "chat": CHAT,
-    }
+@pytest.mark.parametrize(
+    ("tpot_s", "predicted_len", "stops"),
+    [
+        (0.2, 2, True),
+        (0.17, 2, False),
+        (0.15, 2, True),  # it is late anyway
+        (0.17, 4, False),
+        (0.17, 6, True),  # 21 ms beyond 0.17 s, of 34 that its later tokens give back
+    ],
+)
+def test_a_chat_in_the_pass_is_not_made_late(tpot_s: float, predicted_len: int, stops: bool) -> None:
+    """Its token comes at 0.161 s, or 30 ms later."""
+    before = {"prompt_len": 20, "num_generated": 1, "tpot_s": tpot_s, "predicted_len": predicted_len}
+    rows: dict[str, Mapping[str, Any]] = {"document": DOCUMENT, "before": before, "chat": CHAT}
     case = Case(rows, {"document": 150, "before": 1})
+    assert (case.asked() is not None) is stops
+
+
+@pytest.mark.parametrize(("ttft_s", "stops"), [(0.22, True), (0.2, False)])
+def test_the_first_token_of_a_chat_in_the_pass_is_not_made_late(ttft_s: float, stops: bool) -> None:
+    """Of 0.18 s, or 30 ms more: no later token gives that back."""
+    before = {"prompt_len": 20, "ttft_s": ttft_s, "tpot_s": 0.2, "predicted_len": 100}
+    case = Case({"document": DOCUMENT, "before": before, "chat": CHAT}, {"document": 150, "before": 20})
     assert (case.asked() is not None) is stops
 
 
