@@ -6,7 +6,7 @@
     python -m benchmarks.promise.live_policies --recordings FOLDER --simulate   # simulate them again, measure nothing
     python -m benchmarks.promise.live_policies --page                           # only the table of the page
 
-What is recorded already is kept, unless `--anew` forgets it.
+What is recorded already is kept; `--anew` measures the chosen rows again.
 
 A model of 125M OPT's shape with random weights in bfloat16. Real-time: Poisson, prompts log-normal around 100 tokens,
 answers around 60; TTFT 0.4 s, TPOT 0.2 s. Best-effort: 24 requests outstanding, prompts 512 to 1 024, answers 32 to
@@ -15,7 +15,8 @@ measured from a cold start, and after its first 15 s as many documents end as be
 longer than the run, and what held many of them at a time seemed to be the fastest. Per topology first each kind alone,
 under `aligned_slo`: best-effort alone gives its throughput, real-time alone the share of the workers' time that it
 takes. Beside each run stands what the simulator makes of the same traffic (other draws from the same distributions),
-with costs fitted to the recording of those runs, and to that of the very run.
+with costs fitted to the recording of those runs, and to that of the very run, and how far its draws lie apart: a run
+of half a minute is one draw.
 The table stands in docs/benchmarks.md; tests/unit/docs/test_live_policies.py holds page and record together.
 """
 
@@ -24,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from alignedserve.cli.machine import describe_machine
 from alignedserve.config.sections import Topology
 from alignedserve.scheduling.policies import POLICIES
 from alignedserve.scheduling.policy import Mechanism
@@ -113,7 +115,8 @@ def table(figures: Mapping[str, Any]) -> str:
         documents = round(alone[DOCUMENTS][DOCUMENTS]["tokens_per_s"])
         for load in LOADS:
             chat = _chat_cells(alone[load])
-            rows.append(f"| {topology}, {load} | each alone (`aligned_slo`) | {chat} | {documents} | |")
+            where = f", {of_topology['machine']}" if "machine" in of_topology else ""
+            rows.append(f"| {topology}, {load} | each alone (`aligned_slo`){where} | {chat} | {documents} | |")
             for policy, measured in of_topology["both"].items():
                 if load in measured:
                     rows.append(f"| | `{policy}` | {_cells(measured[load])} |")
@@ -121,29 +124,38 @@ def table(figures: Mapping[str, Any]) -> str:
 
 
 def _cells(measured: Mapping[str, Any]) -> str:
-    live, by_own = measured["live"], measured.get(OWN_COSTS)
+    live, predicted = measured["live"], [measured[name] for name in ("simulated", OWN_COSTS) if measured.get(name)]
     tokens = live[DOCUMENTS]["tokens_per_s"]
-    predicted = [one[DOCUMENTS]["tokens_per_s"] for one in (measured["simulated"], by_own) if one is not None]
-    shown = [_bold(f"{expected:.0f}", abs(expected - tokens) > _DIFFERS * tokens) for expected in predicted]
-    return f"{_chat_cells(live, measured['simulated'], by_own)} | {tokens:.0f} | {', '.join(shown) or '-'}"
+    shown = _predicted([one[DOCUMENTS] for one in predicted], "tokens_per_s", tokens, _DIFFERS * tokens, "{:.0f}")
+    return f"{_chat_cells(live, *predicted)} | {tokens:.0f} | {shown or '-'}"
 
 
-def _chat_cells(live: Row, *predicted: Row | None) -> str:
+def _chat_cells(live: Row, *predicted: Row) -> str:
     chat = live[CHAT]
     held = chat["held"] or 0.0
-    shares = [one[CHAT]["held"] or 0.0 for one in predicted if one is not None]
-    expected = ", ".join(_bold(f"{share:.0%}", abs(share - held) > _DIFFERS) for share in shares)
+    shown = _predicted([one[CHAT] for one in predicted], "held", held, _DIFFERS, "{:.0%}")
     ttft, tpot = chat["ttft_s"], chat["tpot_s"]
     times = [
         ", ".join(_seconds(ttft and ttft[name]) for name in ("p50", "p90", "max")),
         ", ".join(_seconds(tpot and tpot[name], 3) for name in ("p50", "p90")),
         _seconds(chat["longest_gap_s"]),
     ]
-    return " | ".join([f"{held:.0%}", expected, *times])
+    return " | ".join([f"{held:.0%}", shown, *times])
 
 
-def _bold(text: str, is_bold: bool) -> str:
-    return f"**{text}**" if is_bold else text
+def _predicted(rows: Sequence[Mapping[str, Any]], name: str, seen: float, most: float, form: str) -> str:
+    """Return the means of the draws, and how far those of the last row lie apart.
+
+    A mean is in bold where it differs from what was seen by more than `most`, unless that may be such a draw.
+    """
+    shown, ends = [], []
+    for row in rows:
+        mean, ends = row[name] or 0.0, row.get(f"{name}_range") or []
+        is_a_draw = bool(ends) and ends[0] <= seen <= ends[1]
+        text = form.format(mean)
+        shown.append(f"**{text}**" if abs(mean - seen) > most and not is_a_draw else text)
+    apart = f" ({form.format(ends[0])} to {form.format(ends[1])})" if ends else ""
+    return ", ".join(shown) + apart
 
 
 def _seconds(value: float | None, digits: int = 2) -> str:
@@ -178,6 +190,7 @@ def measure_all(
         }
         if not any(missing.values()):
             continue
+        _check_machine(topology, of_topology)
         of_topology["alone"] = measure_alone(folder, topology, recordings / f"{topology}-alone", duration_s)
         for policy, of_policy in missing.items():
             if not of_policy:
@@ -188,12 +201,28 @@ def measure_all(
             write_record(figures)
 
 
+def _forget(figures: dict[str, Any], rows: Sequence[tuple[str, str]]) -> None:
+    """Forget these policies in their topologies."""
+    for policy, topology in rows:
+        figures["topologies"].get(topology, {"both": {}})["both"].pop(policy, None)
+
+
+def _check_machine(topology: str, of_topology: dict[str, Any]) -> None:
+    """Raise RuntimeError where rows of this topology are of another machine."""
+    machine = describe_machine()["cpu"]
+    if of_topology["both"] and of_topology.get("machine", machine) != machine:
+        raise RuntimeError(
+            f"rows of {topology} are of {of_topology['machine']}, which this is not: --anew forgets them"
+        )
+    of_topology["machine"] = machine
+
+
 def simulate_again(rows: dict[str, Row], recordings: Path, policy: str, topology: str, duration_s: float) -> None:
-    """Simulate the rows of a policy, by load, with the costs of these recordings, where they are there."""
+    """Simulate the rows of a policy, by load, with the costs of these recordings, where they tell some."""
     costs = {"simulated": recordings / f"{topology}-alone", OWN_COSTS: recordings / f"{topology}-{policy}"}
     for name, recording in costs.items():
-        if recording.exists():
-            machine = machine_of(recording)
+        machine = machine_of(recording) if recording.exists() else None
+        if machine is not None:
             for load, row in rows.items():
                 row[name] = simulated(machine, policy, topology, load, duration_s)
     for load, row in rows.items():
@@ -214,7 +243,7 @@ def main() -> None:
     parser.add_argument("--duration", type=float, default=30.0)
     parser.add_argument("--recordings", type=Path, help="a folder that keeps them")
     parser.add_argument("--simulate", action="store_true", help="measure nothing, simulate again what they have")
-    parser.add_argument("--anew", action="store_true", help="forget what is recorded")
+    parser.add_argument("--anew", action="store_true", help="forget the chosen rows first")
     parser.add_argument("--page", action="store_true", help="measure nothing, write the table of the page")
     arguments = parser.parse_args()
     chosen = [
@@ -231,8 +260,10 @@ def main() -> None:
             simulate_again(rows, arguments.recordings, policy, topology, figures["duration_s"])
         write_record(figures)
     elif not arguments.page:
-        known = None if arguments.anew else read_figures(RECORD)
+        known = read_figures(RECORD)
         figures = known if known and known["duration_s"] == arguments.duration else None
+        if figures is not None and arguments.anew:
+            _forget(figures, chosen)
         figures = figures or {"duration_s": arguments.duration, "topologies": {}}
         figures |= {"real_time": {load: real_time(load) for load in LOADS}, "best_effort": BEST_EFFORT}
         with tempfile.TemporaryDirectory() as made:

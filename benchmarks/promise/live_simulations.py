@@ -27,17 +27,23 @@ NUM_RUNS = 5  # draws of the traffic, whose means are taken
 Row = dict[str, Any]
 
 
-def machine_of(recording: Path) -> SimulatedMachine:
-    """Return a machine with the costs of iterations and copies fitted to this recording."""
+def machine_of(recording: Path) -> SimulatedMachine | None:
+    """Return a machine with the costs of iterations and copies fitted to this recording.
+
+    None: today's code decides otherwise, so that it cannot be known what its iterations had to compute.
+    """
+    checks, run = replay_folder(recording)
+    if any(check.difference is not None for check in checks):
+        return None
     metadata = read_run_metadata(recording)
-    return fitted_machine(metadata, fit_machine(replay_folder(recording)[1], metadata.layout.block_bytes))
+    return fitted_machine(metadata, fit_machine(run, metadata.layout.block_bytes))
 
 
 def simulated(machine: SimulatedMachine, policy: str, topology: str, load: str, duration_s: float) -> Row | None:
     """Return what the simulator predicts for both kinds under a policy: means over draws of the traffic.
 
-    As live, `STEADY_S` come before what counts. None: the policy needs hidden caches, whose costs no recording of
-    another policy tells.
+    As live, `STEADY_S` come before what counts. `..._range`: the least and the most of any draw. None: the policy
+    needs hidden caches, whose costs no recording of another policy tells.
     """
     if Mechanism.HIDDEN_CACHE in POLICIES[policy].needs:
         return None
@@ -53,9 +59,13 @@ def simulated(machine: SimulatedMachine, policy: str, topology: str, load: str, 
         runs.append(simulated_requests(workload, machine, seed).records)
     chats = [_chats([one for one in run if one.class_name == CHAT and one.arrival_s >= STEADY_S]) for run in runs]
     documents = [
-        sum(_tokens_within(one, STEADY_S, ends_s) for one in run if one.class_name == DOCUMENTS) for run in runs
+        sum(_tokens_within(one, STEADY_S, ends_s) for one in run if one.class_name == DOCUMENTS) / duration_s
+        for run in runs
     ]
-    return {CHAT: _means(chats), DOCUMENTS: {"tokens_per_s": _mean([tokens / duration_s for tokens in documents])}}
+    return {
+        CHAT: {**_means(chats), "held_range": _range([run["held"] for run in chats])},
+        DOCUMENTS: {"tokens_per_s": _mean(documents), "tokens_per_s_range": _range(documents)},
+    }
 
 
 def _chats(records: Sequence[RequestRecord]) -> Row:
@@ -93,6 +103,11 @@ def _means(rows: Sequence[Row]) -> Row:
         values = [row[name] for row in rows]
         found[name] = _means([one for one in values if one is not None]) if isinstance(value, dict) else _mean(values)
     return found
+
+
+def _range(values: Sequence[float | None]) -> list[float]:
+    present = [value for value in values if value is not None]
+    return [round(min(present), 4), round(max(present), 4)] if present else []
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
