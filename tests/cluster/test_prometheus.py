@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.cluster.serving import Serving, free_port, serving
-from tests.gateway.test_monitoring_files import DEPLOY, PANELS, RULES
+from tests.gateway.monitoring.test_monitoring_files import DEPLOY, PANELS, RULES
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,7 +10,7 @@ from typing import Any
 
 from jsonschema import ValidationError  # type: ignore[import-untyped]
 
-from tests.gateway.api_description import ApiDescription
+from tests.gateway.completions.api_description import ApiDescription
 
 DESCRIPTION = Path(__file__).with_name("openai-responses-trimmed.yaml")
 _PREFIXES = ("/v1/responses", "/v1/conversations")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.api_description import field_names
+from tests.gateway.completions.api_description import field_names
 from tests.gateway.responses.conformance import Answer, check, described
 from tests.gateway.support import gateway
 

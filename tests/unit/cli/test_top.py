@@ -20,7 +20,7 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
 from alignedserve.gateway.live.view import live_view
 from alignedserve.messages.gateways import ClusterStatus
-from tests.gateway.live_samples import BUSY_STATUS
+from tests.gateway.monitoring.live_samples import BUSY_STATUS
 from tests.gateway.support import saying, services_for
 from tests.support.marks import each
 

@@ -23,8 +23,7 @@ from alignedserve.gateway.jwt.issuer_keys import AGAIN_S, IssuerKeys
 from alignedserve.gateway.jwt.key_set import MAX_KEY_SET_BYTES, parse_key_set
 from alignedserve.gateway.jwt.verifier import MAX_TOKEN_LEN, TokenVerifier
 from alignedserve.keys.file import KeyRow, ring_of
-from tests.gateway.support import Gateway, error_of, gateway
-from tests.gateway.token_support import (
+from tests.gateway.keys.token_support import (
     AUDIENCE,
     ISSUER,
     Published,
@@ -36,6 +35,7 @@ from tests.gateway.token_support import (
     rsa_key,
     token,
 )
+from tests.gateway.support import Gateway, error_of, gateway
 
 
 def now(after_s: int = 0) -> int:

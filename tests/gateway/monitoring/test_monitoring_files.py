@@ -10,11 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from alignedserve.batches.records import BatchTotals
 from alignedserve.gateway.storage_metrics import Disks, batch_metrics
-from tests.gateway.live_samples import BUSY_STATUS
+from tests.gateway.monitoring.live_samples import BUSY_STATUS
 from tests.gateway.support import gateway
 from tests.support.marks import each
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = Path(__file__).parents[3] / "deploy"
 DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana/alignedserve.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 RULES: list[dict[str, Any]] = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"][0]["rules"]
@@ -83,5 +83,5 @@ def test_every_alert_says_what_is_wrong_and_is_in_the_documentation(rule: dict[s
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
     assert rule["annotations"]["summary"]
     assert rule["annotations"]["description"]
-    page = (Path(__file__).parents[2] / "docs/observability.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/observability.md").read_text()
     assert f"`{rule['alert']}`" in page

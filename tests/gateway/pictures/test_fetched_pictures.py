@@ -20,8 +20,8 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.gateway.long_bodies.messages import NotRead
 from alignedserve.gateway.long_bodies.process import BodyReading, LoadedModel
 from alignedserve.keys.entry import ANYONE
+from tests.gateway.pictures.test_pictures import GOOD, chat, data_url, image, seeing, text
 from tests.gateway.support import Gateway, error_of, gateway
-from tests.gateway.test_pictures import GOOD, chat, data_url, image, seeing, text
 from tests.support.marks import each
 from tests.support.servers.picture_server import PictureServer, picture_server
 

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.gateway.api_description import ApiDescription, field_names, validator_of
+from tests.gateway.completions.api_description import ApiDescription, field_names, validator_of
 from tests.gateway.support import chunks_of, gateway, saying
 from tests.support.marks import each
 

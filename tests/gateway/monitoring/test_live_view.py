@@ -4,7 +4,7 @@ from typing import Any
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import GenerationFailed
-from tests.gateway.live_samples import BUSY_STATUS
+from tests.gateway.monitoring.live_samples import BUSY_STATUS
 from tests.gateway.support import Gateway, gateway, saying
 
 LIVE = "/v1/alignedserve/live"
