@@ -16,6 +16,7 @@ from kernels.cpu.decode_pass import (
     HeadParts,
     HighestLogits,
     LayerParts,
+    Pause,
     decode_pass_available,
 )
 from kernels.cpu.native import supported_levels, vector_levels
@@ -161,3 +162,43 @@ def test_the_highest_are_sought_among_the_tokens_that_a_row_may_choose(
     assert torch.equal(found.token_ids, expected[0])
     assert torch.equal(found.values.nan_to_num(7.0), expected[1].nan_to_num(7.0))
     assert found.values[3] == -torch.inf
+
+
+@each("num_threads", [1, 2])
+@each("num_slices", [1, 2, 7])
+def test_a_run_in_parts_has_the_same_bits(num_slices: int, num_threads: int) -> None:
+    """Another run comes and goes in every pause: each has its own buffers."""
+    place = HeadRows(HEADS, KV_HEADS, HEAD_DIM, torch.float32, level=vector_levels()[0])
+    head = HeadParts(norm(), product(171, WIDTH))
+    own = DecodePass((layer(), layer()), place, WIDTH, torch.float32, head)
+    slots = torch.arange(6) * 2 * NUM_LAYERS * BLOCK_SIZE
+    residual = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(3))
+
+    def results(pause: Pause | None) -> list[Tensor]:
+        logits = torch.empty(6, 171)
+        found = HighestLogits(torch.empty(6, dtype=torch.int64), torch.empty(6))
+        caches = [cache_for(own) for _ in range(3)]
+        for cache, kept in zip(caches, ((logits, None), (None, found), (None, None)), strict=True):
+            left = residual.clone()
+            pending, _ = own.run(left, cache.plan(6), [], slots, cache.slots, *kept, pause=pause)
+        apart, _ = own.logits(left + pending, pause)
+        return [logits, apart, *found, *(cache.blocks for cache in caches)]
+
+    torch.set_num_threads(num_threads)
+    whole, stops = results(None), list[Tensor]()
+    in_parts = results(Pause(lambda: stops.append(run(own, cache_for(own), [0, 16, 32])), 1, num_slices))
+    torch.set_num_threads(1)
+    assert all(torch.equal(one, other) for one, other in zip(in_parts, whole, strict=True))
+    assert torch.equal(whole[0], whole[1])
+    num_with_head = NUM_LAYERS - 1 + (num_slices if num_slices > 1 else 0)
+    assert len(stops) == 2 * num_with_head + NUM_LAYERS - 1 + num_slices - 1
+    assert all(torch.equal(one, stops[0]) for one in stops)
+
+
+@pytest.mark.parametrize("pause", [Pause(print, 0, 1), Pause(print, 1, 0), Pause(print, 1, 1 << 20)])
+def test_parts_of_nothing_are_refused(pause: Pause) -> None:
+    own = make_pass(layer(), layer())
+    cache = cache_for(own)
+    with pytest.raises(ValueError, match="parts"):
+        own.run(torch.zeros(1, WIDTH), cache.plan(1), [], torch.tensor([0]), cache.slots, pause=pause)
+    assert not cache.blocks.any()
