@@ -38,7 +38,7 @@ from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_opt_125m
 from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recording import read_figures, write_result
-from benchmarks.measuring.server import CHAT, TOPOLOGIES, served, settings_of, traffic_report
+from benchmarks.measuring.server import CACHE_FILLED_SOON, CHAT, TOPOLOGIES, served, settings_of, traffic_report
 from benchmarks.promise.chat_beside_documents import DURATION_S, NUM_DOCUMENTS, RATE, SHAPES, config_of, workload_of
 
 LEARNING_S = 10.0
@@ -57,7 +57,7 @@ Row = dict[str, Any]
 
 def measure(folder: Path, topology: str, rate: float, duration_s: float, seed: int, *, yields: bool) -> Row:
     """Serve chat alone and both kinds; return what clients saw, and the entries of the iteration logs."""
-    settings = [*settings_of(topology), f"scheduling.yield_between_layers={str(yields).lower()}"]
+    settings = [*settings_of(topology), CACHE_FILLED_SOON, f"scheduling.yield_between_layers={str(yields).lower()}"]
     chat = CHAT.format(rate=rate)
     with tempfile.TemporaryDirectory(prefix="y") as logs:
         os.environ[RUN_DIR_VARIABLE] = logs

@@ -146,9 +146,9 @@ class DecodePass {
         if (model_.layers.empty() || num_threads < 1 || step.num_rows < 1)
             throw std::invalid_argument("nothing to run");
         if ((step.logits || step.highest) && !model_.head_norm) throw std::invalid_argument("no head");
+        if (!step.attention) return;
         if (model_.exchange && step.num_rows * model_.hidden_size * model_.element_bytes > model_.exchange->slot_bytes())
             throw std::invalid_argument("more rows than a slot of the exchange holds");
-        if (!step.attention) return;
         const Attention& attention = *step.attention;
         if (attention.num_rows() != step.num_rows || attention.num_layers() != int64_t(model_.layers.size()) ||
             attention.query_width() != model_.placement.query_width() ||
@@ -178,7 +178,7 @@ class DecodePass {
         }
     }
 
-    // Out of one run of memory that is kept from step to step: one for steps within a step, each.
+    // Out of one run of memory that is kept from step to step; a step within another has its own.
     Buffers buffers(int64_t num_rows, const StepAdapters* adapters) {
         int64_t inner_width = 0;
         size_t rounded = model_.head_norm ? model_.head.rounded_bytes(num_rows) : 0;
