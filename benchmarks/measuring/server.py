@@ -48,10 +48,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_ready(port: int) -> None:
-    """Wait until /ready answers 200."""
+class ServerEnded(Exception):
+    """The process that was to be ready."""
+
+
+def wait_ready(port: int, server: subprocess.Popen[bytes] | None = None) -> None:
+    """Wait until /ready answers 200. Raises ServerEnded if `server` does, TimeoutError if it takes too long."""
     deadline_s = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline_s:
+        if server is not None and server.poll() is not None:
+            raise ServerEnded
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=2) as answer:
                 if answer.status == 200:
@@ -82,8 +88,11 @@ def served(model: str | Path | None, settings: Sequence[str] = (), *options: str
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"ALIGNEDSERVE_API_KEYS": ""})
         try:
-            wait_ready(port)
+            wait_ready(port, server)
             yield port
+        except ServerEnded:
+            log.seek(0)
+            raise RuntimeError(f"the server ended: {log.read().decode(errors='replace')[-2000:]}") from None
         finally:
             server.send_signal(signal.SIGINT)
             server.wait(60)

@@ -20,6 +20,7 @@ of half a minute is one draw.
 The table stands in docs/benchmarks.md; tests/unit/docs/test_live_policies.py holds page and record together.
 """
 
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -191,11 +192,14 @@ def measure_all(
         if not any(missing.values()):
             continue
         _check_machine(topology, of_topology)
-        of_topology["alone"] = measure_alone(folder, topology, recordings / f"{topology}-alone", duration_s)
+        of_topology["alone"] = measure_alone(
+            folder, topology, _new_recording(recordings / f"{topology}-alone"), duration_s
+        )
         for policy, of_policy in missing.items():
             if not of_policy:
                 continue
-            live = measure(folder, policy, topology, of_policy, duration_s, recordings / f"{topology}-{policy}")
+            recording = _new_recording(recordings / f"{topology}-{policy}")
+            live = measure(folder, policy, topology, of_policy, duration_s, recording)
             both.setdefault(policy, {}).update({load: {"live": live[load]} for load in of_policy})
             simulate_again(both[policy], recordings, policy, topology, duration_s)
             write_record(figures)
@@ -205,6 +209,12 @@ def _forget(figures: dict[str, Any], rows: Sequence[tuple[str, str]]) -> None:
     """Forget these policies in their topologies."""
     for policy, topology in rows:
         figures["topologies"].get(topology, {"both": {}})["both"].pop(policy, None)
+
+
+def _new_recording(folder: Path) -> Path:
+    """Return this folder for a recording, without an earlier one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
 
 
 def _check_machine(topology: str, of_topology: dict[str, Any]) -> None:
