@@ -118,7 +118,7 @@ def table(figures: Mapping[str, Any]) -> str:
             chat = _chat_cells(alone[load])
             where = f", {of_topology['machine']}" if "machine" in of_topology else ""
             rows.append(f"| {topology}, {load} | each alone (`aligned_slo`){where} | {chat} | {documents} | |")
-            for policy, measured in of_topology["both"].items():
+            for policy, measured in sorted(of_topology["both"].items()):
                 if load in measured:
                     rows.append(f"| | `{policy}` | {_cells(measured[load])} |")
     return "\n".join(rows) + "\n"
