@@ -149,7 +149,7 @@ def _predicted(rows: Sequence[Mapping[str, Any]], name: str, seen: float, most: 
 
     A mean is in bold where it differs from what was seen by more than `most`, unless that may be such a draw.
     """
-    shown, ends = [], []
+    shown, ends = list[str](), list[float]()
     for row in rows:
         mean, ends = row[name] or 0.0, row.get(f"{name}_range") or []
         is_a_draw = bool(ends) and ends[0] <= seen <= ends[1]
