@@ -116,8 +116,8 @@ def table(figures: Mapping[str, Any]) -> str:
         documents = round(alone[DOCUMENTS][DOCUMENTS]["tokens_per_s"])
         for load in LOADS:
             chat = _chat_cells(alone[load])
-            where = f", {of_topology['machine']}" if "machine" in of_topology else ""
-            rows.append(f"| {topology}, {load} | each alone (`aligned_slo`){where} | {chat} | {documents} | |")
+            where = of_topology["machine"]
+            rows.append(f"| {topology}, {load} | each alone (`aligned_slo`), {where} | {chat} | {documents} | |")
             for policy, measured in sorted(of_topology["both"].items()):
                 if load in measured:
                     rows.append(f"| | `{policy}` | {_cells(measured[load])} |")
@@ -220,7 +220,7 @@ def _new_recording(folder: Path) -> Path:
 def _check_machine(topology: str, of_topology: dict[str, Any]) -> None:
     """Raise RuntimeError where rows of this topology are of another machine."""
     machine = describe_machine()["cpu"]
-    if of_topology["both"] and of_topology.get("machine", machine) != machine:
+    if of_topology["both"] and of_topology["machine"] != machine:
         raise RuntimeError(
             f"rows of {topology} are of {of_topology['machine']}, which this is not: --anew forgets them"
         )

@@ -97,11 +97,11 @@ class PassTimes(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """What is called between parts of a pass: so many layers, or a slice of the head's columns."""
+    """Names what to call between the parts of a pass, and says how large these are."""
 
     call: Callable[[], object]
-    num_layers: int
-    num_slices: int
+    num_layers: int  # of a part
+    num_slices: int  # of the head's columns, a part each
 
 
 def decode_pass_available() -> bool:

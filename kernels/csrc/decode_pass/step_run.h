@@ -39,7 +39,7 @@ struct Times {
 // computed so far is in its own buffers.
 class StepRun {
    public:
-    // Of the head alone: without attention. Its product is of `num_slices` stages.
+    // Runs the head alone where the step has no attention. The head's product is cut into `num_slices` stages.
     StepRun(const Model& model, const Step& step, int num_threads, int64_t num_slices)
         : model_(model),
           step_(step),

@@ -134,7 +134,7 @@ def test_a_chat_in_the_pass_is_not_made_late(tpot_s: float, predicted_len: int, 
 
 @pytest.mark.parametrize(("ttft_s", "stops"), [(0.22, True), (0.2, False)])
 def test_the_first_token_of_a_chat_in_the_pass_is_not_made_late(ttft_s: float, stops: bool) -> None:
-    """Of 0.18 s, or 30 ms more: no later token gives that back."""
+    """Let its first token come at 0.18 s, or 30 ms later, which no later token can make up for."""
     before = {"prompt_len": 20, "ttft_s": ttft_s, "tpot_s": 0.2, "predicted_len": 100}
     case = Case({"document": DOCUMENT, "before": before, "chat": CHAT}, {"document": 150, "before": 20})
     assert (case.asked() is not None) is stops

@@ -110,7 +110,7 @@ def test_a_pass_in_parts(
 def test_passes_within_the_parts_of_another(
     family: str, temperature: float, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of logits that are kept, for they are drawn from, and of their highest."""
+    """Run a chat within passes that keep their highest logits alone, and within such as draw from all."""
     prompt, chat = random_tokens(1, 12, 128), random_tokens(2, 40, 128)
     sampling = SamplingParams(temperature=temperature, seed=1, max_tokens=100)
 
