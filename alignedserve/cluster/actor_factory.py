@@ -97,7 +97,7 @@ class ActorFactory:
         self._actor_classes = actor_classes
         self._secrets = cluster_secrets or ClusterSecrets()
         self._options = {"lifetime": "detached"} if is_detached else {}
-        self._is_adopting = False
+        self.is_adopting = False  # see `adopting`
 
     def serving(self, served: ServedModel, listed: tuple[ServedDeployment, ...] | None = None) -> "ActorFactory":
         """Return a factory of the same cluster for another model.
@@ -116,11 +116,11 @@ class ActorFactory:
     @contextlib.contextmanager
     def adopting(self) -> Iterator[None]:
         """Let `create` find living actors by their names, and create missing ones."""
-        self._is_adopting = True
+        self.is_adopting = True
         try:
             yield
         finally:
-            self._is_adopting = False
+            self.is_adopting = False
 
     def create(self, node: PreparedNode, state: SharedState, *, drives_batches: bool = False) -> dict[str, Any]:
         """Create all of a node's actors; return them by name.
@@ -201,7 +201,7 @@ class ActorFactory:
     def _add(self, actors: dict[str, Any], node: PreparedNode, process: _Process) -> None:
         # A dead actor is restarted for as long as its node lives.
         name = process.name
-        options = {"name": name, "get_if_exists": self._is_adopting, **self._options, **node.options_of(name)}
+        options = {"name": name, "get_if_exists": self.is_adopting, **self._options, **node.options_of(name)}
         made = process.actor_class.options(max_restarts=-1, max_task_retries=0, **options)
         actors[name] = made.remote(*process.arguments, self._spec(node, process.role, name))
 

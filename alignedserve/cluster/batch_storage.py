@@ -46,8 +46,12 @@ class BatchStorage(NamedTuple):
     lock: StateLock | None  # of the folder; clusters may share one only with a Redis that they name
 
 
-def open_batch_storage(config: ClusterConfig) -> BatchStorage:
-    """Prepare the state folder, and the file of records unless a Redis is named. Raises ResourceError."""
+def open_batch_storage(config: ClusterConfig, *, is_adopted: bool = False) -> BatchStorage:
+    """Prepare the state folder, and the file of records unless a Redis is named. Raises ResourceError.
+
+    `is_adopted`: the cluster of a former driver goes on. Its driver of batches lives and has the file for itself, or
+    is started anew and opens it again.
+    """
     folder, objects = _state_folder(config), _object_store(config.batches)
     named = _named_redis()
     location = BatchLocation(config.batches, folder, named, objects)
@@ -60,7 +64,8 @@ def open_batch_storage(config: ClusterConfig) -> BatchStorage:
         return BatchStorage(location, None)
     lock = StateLock(folder)
     try:
-        prepare_records(folder / RECORDS)
+        if not (is_adopted and (folder / RECORDS).exists()):
+            prepare_records(folder / RECORDS)
     except BaseException:
         lock.release()
         raise

@@ -102,7 +102,7 @@ class RunningCluster:
         gateways = self._first_gateways or tuple(name for node in nodes for name, _ in node.share.gateways)
         self._state = SharedState(gateways=gateways)
         if self.config.batches.enabled:
-            location, self._state_lock = open_batch_storage(self.config)
+            location, self._state_lock = open_batch_storage(self.config, is_adopted=self._factory.is_adopting)
             self._state = SharedState(location, gateways)
         if not ray.is_initialized():
             processes = start_ray(self.folder, f"alignedserve-{self.folder.name}", self._template)
