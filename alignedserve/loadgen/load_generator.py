@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from alignedserve.loadgen.client import CompletionOutcome
-from alignedserve.loadgen.load_plan import LoadPlan, LoadRequest, PlannedLoop
+from alignedserve.loadgen.load_plan import LoadPlan, LoadRequest, PlannedLoop, TrafficClass
 
 LAG_SAMPLE_S = 0.02
 
@@ -34,6 +34,7 @@ class LoadRun:
     ended_s: float = 0.0
     sent: list[SentRequest] = field(default_factory=list)  # in order of sending
     cut_off: list[SentRequest] = field(default_factory=list)  # given up at the end: only their tokens count
+    cut_off_s: float | None = None  # in the run, when closed loops were; None: they were waited for
     warm_up_s: float = 0.0
     loop_lags_s: list[float] = field(default_factory=list)
     cpu_s: float = 0.0  # processor time that the generator itself took
@@ -42,6 +43,15 @@ class LoadRun:
     def duration_s(self) -> float:
         """Return the seconds from the end of warming up to the last answer."""
         return self.ended_s - self.started_s - self.warm_up_s
+
+    def duration_of(self, traffic: TrafficClass) -> float:
+        """Return the seconds in which this class had requests out, after warming up.
+
+        A closed loop that is cut off gets nothing while the answers to others are waited for.
+        """
+        if traffic.outstanding is None or self.cut_off_s is None:
+            return self.duration_s
+        return self.cut_off_s - self.warm_up_s
 
     @property
     def counted(self) -> list[SentRequest]:
@@ -80,7 +90,7 @@ class LoadGenerator:
         self._cuts_off = cuts_off
         self._send = send
         self._on_done = on_done
-        self._run = LoadRun(warm_up_s=warm_up_s)
+        self._run = LoadRun(warm_up_s=warm_up_s, cut_off_s=plan.ends_s if cuts_off else None)
         self._opens_done = asyncio.Event()
         self._num_closed = 0
 

@@ -25,6 +25,7 @@ class ClassReport:
     slo: Slo
     num_sent: int
     num_completed: int
+    duration_s: float  # of the rates below: of a closed loop that was cut off until then, else until the last answer
     failures: dict[str, int]  # by kind, most frequent first
     input_tokens: int  # of completed requests: the server's count, else as planned
     cached_tokens: int  # of `input_tokens`, from the server's prefix cache, as it tells
@@ -70,8 +71,8 @@ class LoadReport:
 def summarise(run: LoadRun, classes: Sequence[TrafficClass], *, num_clamped: tuple[int, int] = (0, 0)) -> LoadReport:
     """Return the report of a run; `num_clamped` prompts and outputs were shortened by the plan."""
     slos = {traffic.name: traffic.slo for traffic in classes}
-    reports = tuple(_class_report(traffic.name, run, slos) for traffic in classes)
-    total = _class_report(None, run, slos)
+    reports = tuple(_class_report(traffic.name, run, slos, run.duration_of(traffic)) for traffic in classes)
+    total = _class_report(None, run, slos, run.duration_s)
     return LoadReport(
         duration_s=run.duration_s,
         total=total,
@@ -85,8 +86,8 @@ def summarise(run: LoadRun, classes: Sequence[TrafficClass], *, num_clamped: tup
     )
 
 
-def _class_report(name: str | None, run: LoadRun, slos: dict[str, Slo]) -> ClassReport:
-    """Report on one class, or on all together (None)."""
+def _class_report(name: str | None, run: LoadRun, slos: dict[str, Slo], duration_s: float) -> ClassReport:
+    """Report on one class, or on all together (None). `duration_s`: of its rates."""
     members = [sent for sent in run.counted if name is None or sent.request.class_name == name]
     completed = [sent for sent in members if sent.outcome.failure is None]
     failed = [sent.outcome.failure for sent in members if sent.outcome.failure is not None]
@@ -101,19 +102,20 @@ def _class_report(name: str | None, run: LoadRun, slos: dict[str, Slo]) -> Class
         slo=Slo() if name is None else slos[name],
         num_sent=len(members),
         num_completed=len(completed),
+        duration_s=duration_s,
         failures=dict(failures.most_common()),
         input_tokens=input_tokens,
         cached_tokens=sum(sent.outcome.num_cached_tokens for sent in completed),
         output_tokens=output_tokens,
-        requests_per_s=metrics.per_second(len(completed), run.duration_s),
-        input_tokens_per_s=metrics.per_second(input_tokens, run.duration_s),
-        output_tokens_per_s=metrics.per_second(output_tokens, run.duration_s),
+        requests_per_s=metrics.per_second(len(completed), duration_s),
+        input_tokens_per_s=metrics.per_second(input_tokens, duration_s),
+        output_tokens_per_s=metrics.per_second(output_tokens, duration_s),
         ttft_s=metrics.describe([ttft for sent in completed if (ttft := _ttft_s(sent)) is not None]),
         tbt_s=metrics.describe([gap for sent in completed for gap in metrics.tbt_s(sent.outcome.token_times_s)]),
         tpot_s=metrics.describe([tpot for sent in completed if (tpot := _tpot_s(sent)) is not None]),
         end_to_end_s=metrics.describe([_end_to_end_s(sent) for sent in completed]),
         slo_attainment=metrics.attainment(num_met, len(members)) if has_slo else None,
-        goodput_per_s=metrics.per_second(num_met, run.duration_s) if has_slo else None,
+        goodput_per_s=metrics.per_second(num_met, duration_s) if has_slo else None,
         fluidity=metrics.attainment(sum(one.num_met for one in deadlines), sum(one.num_due for one in deadlines)),
         completed_of_arrived=_completed_of_arrived(name, run),
         stalled=metrics.stalled([_longest_gap_s(sent) for sent in members if sent.outcome.token_times_s]),

@@ -14,9 +14,8 @@ answers around 60; TTFT 0.4 s, TPOT 0.2 s. Best-effort: 24 requests outstanding,
 measured from a cold start, and after its first 15 s as many documents end as begin: with 64 outstanding that took
 longer than the run, and what held many of them at a time seemed to be the fastest. Per topology first each kind alone,
 under `aligned_slo`: best-effort alone gives its throughput, real-time alone the share of the workers' time that it
-takes. Beside each run stands what the simulator makes of the same traffic (other draws from the same distributions),
-with costs fitted to the recording of those runs, and to that of the very run, and how far its draws lie apart: a run
-of half a minute is one draw.
+takes. Beside each run stands what the simulator makes of the same arrivals and lengths, with costs fitted to the
+recording of those runs, and to that of the very run, and how far its runs lie apart.
 The table stands in docs/benchmarks.md; tests/unit/docs/test_live_policies.py holds page and record together.
 """
 
@@ -35,7 +34,7 @@ from benchmarks.measuring.models import make_opt_125m
 from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recording import read_figures, write_result
 from benchmarks.measuring.server import TOPOLOGIES, served, traffic_report
-from benchmarks.promise.live_load import BEST_EFFORT, CHAT, DOCUMENTS, LOADS, STEADY_S, real_time, settings
+from benchmarks.promise.live_load import BEST_EFFORT, CHAT, DOCUMENTS, LOADS, SEED, STEADY_S, real_time, settings
 from benchmarks.promise.live_simulations import machine_of, simulated
 
 RECORD = "serving/live_policies"
@@ -78,7 +77,7 @@ def measure(
     with served(folder, settings(policy, topology), "--policy", policy, "--record", str(recording)) as port:
         traffic_report(port, folder, [real_time("heavy"), BEST_EFFORT], LEARNING_S)
         return {
-            load: row_of(traffic_report(port, folder, [real_time(load), BEST_EFFORT], duration_s, STEADY_S))
+            load: row_of(traffic_report(port, folder, [real_time(load), BEST_EFFORT], duration_s, STEADY_S, seed=SEED))
             for load in loads
         }
 
@@ -145,16 +144,16 @@ def _chat_cells(live: Row, *predicted: Row) -> str:
 
 
 def _predicted(rows: Sequence[Mapping[str, Any]], name: str, seen: float, most: float, form: str) -> str:
-    """Return the means of the draws, and how far those of the last row lie apart.
+    """Return the means of the runs, and how far those of the last row lie apart.
 
-    A mean is in bold where it differs from what was seen by more than `most`, unless that may be such a draw.
+    A mean is in bold where it differs from what was seen by more than `most`, unless that may be such a run.
     """
     shown, ends = list[str](), list[float]()
     for row in rows:
         mean, ends = row[name] or 0.0, row.get(f"{name}_range") or []
-        is_a_draw = bool(ends) and ends[0] <= seen <= ends[1]
+        is_such_a_run = bool(ends) and ends[0] <= seen <= ends[1]
         text = form.format(mean)
-        shown.append(f"**{text}**" if abs(mean - seen) > most and not is_a_draw else text)
+        shown.append(f"**{text}**" if abs(mean - seen) > most and not is_such_a_run else text)
     apart = f" ({form.format(ends[0])} to {form.format(ends[1])})" if ends else ""
     return ", ".join(shown) + apart
 

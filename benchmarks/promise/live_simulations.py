@@ -19,11 +19,12 @@ from alignedserve.scheduling.policies import POLICIES
 from alignedserve.scheduling.policy import Mechanism
 from alignedserve.sim.policies import with_policy
 from alignedserve.sim.records import RequestRecord
+from alignedserve.sim.simulation import BEGIN_S
 from alignedserve.workload.build import build_workload
 from alignedserve.workload.catalogue import Library
-from benchmarks.promise.live_load import BEST_EFFORT, CHAT, DOCUMENTS, STEADY_S, real_time, settings
+from benchmarks.promise.live_load import BEST_EFFORT, CHAT, DOCUMENTS, SEED, STEADY_S, real_time, settings
 
-NUM_RUNS = 5  # draws of the traffic, whose means are taken
+NUM_RUNS = 5  # whose means are taken: the same traffic, with other draws of how long iterations take
 Row = dict[str, Any]
 
 
@@ -40,10 +41,11 @@ def machine_of(recording: Path) -> SimulatedMachine | None:
 
 
 def simulated(machine: SimulatedMachine, policy: str, topology: str, load: str, duration_s: float) -> Row | None:
-    """Return what the simulator predicts for both kinds under a policy: means over draws of the traffic.
+    """Return what the simulator predicts for the traffic of the live run under a policy: means over several runs.
 
-    As live, `STEADY_S` come before what counts. `..._range`: the least and the most of any draw. None: the policy
-    needs hidden caches, whose costs no recording of another policy tells.
+    As live, `STEADY_S` come before what counts; other than live, documents under way at its end go on. `..._range`: the
+    least and the most of any run. None: the policy needs hidden caches, whose costs no recording of another policy
+    tells.
     """
     if Mechanism.HIDDEN_CACHE in POLICIES[policy].needs:
         return None
@@ -52,14 +54,13 @@ def simulated(machine: SimulatedMachine, policy: str, topology: str, load: str, 
     machine = replace(machine, cluster=with_policy(cluster, policy, topology=Topology(topology)))
     # Clients of the live run name as limit what they want to have.
     traffic = "; ".join(f"{line}, max_tokens=exact" for line in (real_time(load), BEST_EFFORT))
-    ends_s = STEADY_S + duration_s
-    runs = []
-    for seed in range(NUM_RUNS):
-        workload = build_workload(traffic, seed=seed, library=Library(), duration_s=ends_s)
-        runs.append(simulated_requests(workload, machine, seed).records)
-    chats = [_chats([one for one in run if one.class_name == CHAT and one.arrival_s >= STEADY_S]) for run in runs]
+    workload = build_workload(traffic, seed=SEED, library=Library(), duration_s=STEADY_S + duration_s)
+    runs = [simulated_requests(workload, machine, seed).records for seed in range(NUM_RUNS)]
+    steady_s = BEGIN_S + STEADY_S  # on the simulation's clock
+    chats = [_chats([one for one in run if one.class_name == CHAT and one.arrival_s >= steady_s]) for run in runs]
     documents = [
-        sum(_tokens_within(one, STEADY_S, ends_s) for one in run if one.class_name == DOCUMENTS) / duration_s
+        sum(_tokens_within(one, steady_s, steady_s + duration_s) for one in run if one.class_name == DOCUMENTS)
+        / duration_s
         for run in runs
     ]
     return {

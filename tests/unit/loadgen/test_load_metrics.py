@@ -109,6 +109,17 @@ def test_what_warms_up_is_not_counted_but_every_token_is_that_comes_after_it() -
     assert report.total.output_tokens_per_s == 0.5
 
 
+def test_a_closed_loop_that_was_cut_off_is_not_blamed_for_the_wait_for_the_others() -> None:
+    """Its rate would be the lower the later the last chat is answered."""
+    run = LoadRun(0.0, 40.0, [_sent(0, "rt", 0.1)], [_sent(1, "be", 5.0)], cut_off_s=10.0)
+    classes = [TrafficClass("rt"), TrafficClass("be", outstanding=1)]
+    chat, documents = summarise(run, classes).classes
+    assert (chat.duration_s, documents.duration_s) == (40.0, 10.0)
+    assert (chat.output_tokens_per_s, documents.output_tokens_per_s) == (3 / 40, 3 / 10)
+    run.cut_off_s = None  # it was waited for, as the chat was
+    assert summarise(run, classes).classes[1].output_tokens_per_s == 3 / 40
+
+
 def test_a_report_counts_missed_token_deadlines_and_what_stays_behind() -> None:
     stalled = _sent(1, "rt", 9.0)  # due at 1.0: it misses that deadline and sixteen more of 0.5 s
     stalled.outcome.sent_s = 1.0
