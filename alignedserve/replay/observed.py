@@ -179,7 +179,6 @@ class ComponentObserver:
         self._recording_costs = _RecordingCosts()
         self._engine = SimulatedEngine(self._recording_costs, _UnknownAnswers(), _ANY_MEMORY, keeps_timeline=False)
         self._running: dict[bool, tuple[float, IterationWork]] = {}  # start and work, by whether it is urgent
-        self._urgent_s = 0.0  # of urgent iterations within the one that runs
         self._begun_s: dict[object, float] = {}  # copies under way
 
     def take(self, decided: Decided) -> None:
@@ -188,20 +187,23 @@ class ComponentObserver:
         if isinstance(event, Received):
             self._run.record_received(event.message, now)
         elif isinstance(event, IterationCompleted):
-            started_s, work = self._running[event.is_urgent]
-            engine_s = event.duration_s(started_s, now)
-            stood_still_s = 0.0
-            if event.is_urgent:
-                self._urgent_s += now - started_s
-            else:
-                stood_still_s, self._urgent_s = self._urgent_s, 0.0
-            self._run.iterations.append(ObservedIteration(self._name, started_s, now, work, engine_s, stood_still_s))
+            self._run.iterations.append(self._iteration(event, now))
         elif isinstance(event, LengthPredicted):
             self._run.record_predicted(event)
         elif isinstance(event, BlocksLoaded | BlocksOffloaded | BlocksRelayed):
             self._copied(event, now)
         for command in commands:
             self._observe(command, now)
+
+    def _iteration(self, event: IterationCompleted, now: float) -> ObservedIteration:
+        """Return the iteration that ends; an urgent one begins when the pass stands still, which goes on until then."""
+        started_s, work = self._running[event.is_urgent]
+        engine_s, times = event.duration_s(started_s, now), event.times
+        if times is None:
+            return ObservedIteration(self._name, started_s, now, work, engine_s)
+        if event.is_urgent:
+            started_s = times.started_s
+        return ObservedIteration(self._name, started_s, now, work, engine_s, times.yielded_s)
 
     def _observe(self, command: object, now: float) -> None:
         match command:

@@ -11,7 +11,9 @@ from alignedserve.core.request import Request, RequestClass, SamplingParams
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.gateways import SubmitRequest
+from alignedserve.messages.iterations import IterationCompleted, IterationTimes, RunIteration
 from alignedserve.messages.workers import RequestFinished
+from alignedserve.replay.component_replay import Decided
 from alignedserve.replay.fitting import fit_machine, fit_unmeasured
 from alignedserve.replay.jitter import JitteryCosts, Ratio
 from alignedserve.replay.observed import ObservedIteration, ObservedRun
@@ -78,6 +80,31 @@ def test_the_part_that_no_engine_measures_grows_with_the_requests() -> None:
     assert fit_unmeasured(iterations).iteration_s(decodes(40, 10)) == pytest.approx(0.006)
     never_less = [iteration(number, 0.1, engine_s=0.2) for number in range(5)]
     assert fit_unmeasured(never_less).iteration_s(IterationWork()) == 0.0
+
+
+def test_a_pass_computes_until_it_stands_still_and_an_urgent_one_from_then_on() -> None:
+    """Its command comes before; and where the pass ends first, the urgent one runs behind it, within none."""
+    run = ObservedRun()
+    observer = run.observer("worker-0", None)
+
+    def begin(now: float, *, is_urgent: bool = False) -> None:
+        observer.take(Decided(None, now, [RunIteration((), (), (), (), is_urgent=is_urgent)]))
+
+    def end(started_s: float, now: float, *, yielded_s: float = 0.0, is_urgent: bool = False) -> None:
+        times = IterationTimes(started_s, now, 0.0, now - started_s - yielded_s, 0.0, yielded_s=yielded_s)
+        observer.take(Decided(IterationCompleted((), times=times, is_urgent=is_urgent), now, []))
+
+    begin(0.0)
+    begin(0.10, is_urgent=True)
+    end(0.14, 0.17, is_urgent=True)
+    end(0.0, 0.30, yielded_s=0.03)
+    begin(1.0)
+    begin(1.08, is_urgent=True)
+    end(1.0, 1.1)
+    end(1.1, 1.13, is_urgent=True)
+    begin(2.0)
+    end(2.0, 2.1)
+    assert [one.seconds for one in run.iterations] == pytest.approx([0.03, 0.27, 0.1, 0.03, 0.1])
 
 
 def test_costs_are_fitted_to_passes_that_stood_still_for_urgent_ones() -> None:
