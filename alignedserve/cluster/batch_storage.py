@@ -49,8 +49,7 @@ class BatchStorage(NamedTuple):
 def open_batch_storage(config: ClusterConfig, *, is_adopted: bool = False) -> BatchStorage:
     """Prepare the state folder, and the file of records unless a Redis is named. Raises ResourceError.
 
-    `is_adopted`: the cluster of a former driver goes on. Its driver of batches lives and has the file for itself, or
-    is started anew and opens it again.
+    `is_adopted`: the cluster of a former driver goes on, and its driver of batches has the file.
     """
     folder, objects = _state_folder(config), _object_store(config.batches)
     named = _named_redis()
@@ -64,8 +63,7 @@ def open_batch_storage(config: ClusterConfig, *, is_adopted: bool = False) -> Ba
         return BatchStorage(location, None)
     lock = StateLock(folder)
     try:
-        if not (is_adopted and (folder / RECORDS).exists()):
-            prepare_records(folder / RECORDS)
+        prepare_records(folder / RECORDS, is_served=is_adopted)
     except BaseException:
         lock.release()
         raise

@@ -7,10 +7,14 @@ from alignedserve.batches.stores.sqlite_file import begin_file, check_file
 from alignedserve.core.errors import ResourceError
 
 
-def prepare_records(path: Path) -> None:
-    """Check the file of records, or begin it. Raises ResourceError, with whatever was there left as it is."""
+def prepare_records(path: Path, *, is_served: bool = False) -> None:
+    """Check the file of records, or begin it. Raises ResourceError, with whatever was there left as it is.
+
+    `is_served`: a process may have it open, alone, and opens it again where it is started anew; it is not checked then.
+    """
     if path.exists():
-        check_file(path)
+        if not is_served:
+            check_file(path)
         return
     if has_contents(path.parent):
         raise ResourceError(
