@@ -11,7 +11,9 @@ The time of grammars is measured apart in every iteration, so it is no part of t
 what the last such rows did, as a moving mean.
 
 Copies to and from the host run beside the computing. An iteration that took unusually longer than its computing has
-waited for them, and tells how long they take. Any other tells that they take no longer than it did.
+waited for them, and tells how long they take, if they take half as long as the computing by what is known. Fewer copies
+would make a small error of the computing's prediction a large one of theirs, and a cost so learned is not soon put
+right, as by it nothing is copied any more. Any other iteration tells that copies take no longer than it did.
 """
 
 import math
@@ -34,6 +36,8 @@ _ERROR_STEP = 0.05
 _MAX_ERRORS = 2.0  # larger errors, in multiples of the usual one, count in proportion, not squared
 _MIN_ERROR = 0.01
 _COPY_STEP = 0.2  # towards what an iteration tells of its copies
+_LEAST_COPIED = 0.5  # of the time of computing: that copies take which an iteration may have waited for
+_MOST_DEARER = 2.0  # times as dear as known: the most that one iteration tells of copies
 _LEAST_REST = 0.1  # of an iteration's time, which its grammars did not take
 _GRAMMAR_STEP = 0.05  # towards what an iteration tells of its rows' grammars
 _COPY_SHARE = 0.25  # of the time to compute a token: to copy it, as long as nothing is known of copies
@@ -122,9 +126,10 @@ class OnlineIterationModel:
 
     def _learn_copies(self, num_tokens: float, seconds: float, computing_s: float) -> None:
         """Correct the time of a copied token; one that is free in the prior stays free."""
-        token_s = seconds / num_tokens
-        has_waited = seconds > (1.0 + _MAX_ERRORS * self._usual_error) * computing_s
-        if self._swap_token_s and (has_waited or token_s < self._swap_token_s):
+        token_s = min(seconds / num_tokens, _MOST_DEARER * self._swap_token_s)
+        is_late = seconds > (1.0 + _MAX_ERRORS * self._usual_error) * computing_s
+        has_waited = is_late and self.swap_s(num_tokens) >= _LEAST_COPIED * computing_s
+        if has_waited or token_s < self._swap_token_s:
             self._swap_token_s += _COPY_STEP * (token_s - self._swap_token_s)
 
     def _rescale(self, prior_ratio: float) -> None:

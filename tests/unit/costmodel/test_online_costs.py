@@ -160,6 +160,22 @@ def test_copies_that_no_iteration_waited_for_take_no_longer_than_it_did() -> Non
     assert costs.swap_s(2000) <= 0.021
 
 
+def test_a_slow_iteration_with_few_copies_does_not_make_swapping_dear() -> None:
+    """One that took a few percent longer than predicted once tripled what a copy was believed to take, for good."""
+    machine = LinearIterationModel(LinearCoefficients(base_s=0.01, prompt_token_s=1e-4), swap_token_s=4e-5)
+    costs = OnlineIterationModel(machine.coefficients, machine.swap_token_s)
+    for num_copied, slower in ((0, 1.0), (0, 1.0), (64, 1.05), (64, 3.0)):
+        work = IterationWork(num_prompt_tokens=256, swap_out_tokens=float(num_copied))
+        costs.observe(work, slower * machine.iteration_s(work))
+    assert costs.swap_s(1) == machine.swap_s(1)
+
+
+def test_one_iteration_makes_copies_a_fifth_dearer_at_most() -> None:
+    costs = OnlineIterationModel(swap_token_s=1e-4)
+    costs.observe(IterationWork(num_prompt_tokens=16, swap_out_tokens=3000.0), 100.0)
+    assert costs.swap_s(1) == pytest.approx(1.2e-4)
+
+
 @pytest.mark.skipif(not is_native(), reason="the native kernels are not built")
 @pytest.mark.parametrize("prior", [GENERIC, MEASURED_ELSEWHERE])
 def test_the_kernel_learns_the_same_to_the_last_bit(prior: LinearCoefficients) -> None:
