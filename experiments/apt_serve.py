@@ -270,13 +270,10 @@ def figure_9(sizes: WorkerSizes) -> list[LabelledCase]:
 
 
 def tables_4_and_5(sizes: WorkerSizes) -> list[LabelledCase]:
-    """Return runs without hidden caches, with them, and first come, first served.
-
-    Poisson arrivals with several seeds.
-    """
+    """Return runs without hidden caches, with them, and first come, first served; several seeds, as one has one burst."""
     rates = [("sharegpt", 3.0), ("sharegpt", 6.0), ("longbench", 1.5)]
-    points = [(AptServeLoad(*pair, sizes.num_requests), seed) for pair in rates for seed in sizes.seeds]
-    points += [(AptServeLoad(*pair, sizes.num_requests, cv), sizes.seeds[0]) for pair in rates for cv in BURSTS[1:]]
+    loads = [AptServeLoad(*pair, sizes.num_requests, cv) for pair in rates for cv in BURSTS]
+    points = list(product(loads, sizes.seeds))
     policies = ("fcfs", KV_ONLY, *OURS)
     return [load.case("tables 4, 5", policy, seed) for load, seed in points for policy in policies]
 

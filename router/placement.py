@@ -253,7 +253,7 @@ class Placement:
             self.unassign(tracked)
         tracked.move(Stage.POOLED, pool)
         self.set_copy(tracked, pool)
-        record = PooledRecord(num_blocks, tracked.pooled_s, tracked.is_real_time)
+        record = PooledRecord(num_blocks, tracked.pooled_s, tracked.is_real_time, tracked.next_late_s)
         self.pools[pool].add_pooled(tracked.request.request_id, record)
         self._num_pooled += 1
         if num_blocks > self._batch_requests.least_share(pool):

@@ -14,6 +14,7 @@ from alignedserve.core.request import Request, RequestClass
 from alignedserve.messages.cluster_view import BatchShape, LengthTree
 from alignedserve.messages.prefixes import BLOCK_NAME_BYTES
 from alignedserve.messages.workers import PACKED_FROM, IterationLogReport, WorkerLoad, WorkerRegistered
+from router.workers.ranking import Ranking
 
 _KEPT_SHARE = 1 / 8  # of the places of a worker that does both phases, from best effort
 _USUAL_TOKENS_PER_S = 5000  # of prompts, where workers do not tell their speed
@@ -73,6 +74,12 @@ class TrackedRequest:
         """Return the time at which its first token is late; infinite without an objective, or once a token was sent."""
         ttft_s = self.request.slo.ttft_s
         return math.inf if ttft_s is None or self.num_emitted else self.request.arrival_s + ttft_s
+
+    @property
+    def next_late_s(self) -> float:
+        """Return when its next token is late in the pool; infinite: it has no objective, or nobody waits for it."""
+        tpot_s = self.request.slo.tpot_s
+        return self.pooled_s + tpot_s if self.is_real_time and tpot_s is not None else math.inf
 
     @property
     def turn_due_s(self) -> float:
@@ -350,6 +357,7 @@ class PooledRecord(NamedTuple):
     num_blocks: int
     since_s: float
     is_real_time: bool = False
+    late_at_s: float = math.inf  # when the next token of a chat is late
 
 
 @dataclass(slots=True)
@@ -371,16 +379,20 @@ class PoolRecord:
         default_factory=OrderedDict
     )  # requests that wait there for a batch or are on their way, as the router knows them; the oldest first
     pooled_real_time: dict[RequestId, int] = field(default_factory=dict)  # the real-time ones of these: blocks
+    late: Ranking[float] = field(default_factory=Ranking)  # those by when their next token is late
 
     def add_pooled(self, request_id: RequestId, record: PooledRecord) -> None:
         """Add a request that waits here."""
         self.pooled[request_id] = record
         if record.is_real_time:
             self.pooled_real_time[request_id] = record.num_blocks
+        if math.isfinite(record.late_at_s):
+            self.late.put(request_id, record.late_at_s)
 
     def remove_pooled(self, request_id: RequestId) -> bool:
         """Remove a request; return whether it was here."""
         self.pooled_real_time.pop(request_id, None)
+        self.late.discard(request_id)
         self.large_requests.pop(request_id, None)
         return self.pooled.pop(request_id, None) is not None
 
@@ -393,6 +405,12 @@ class PoolRecord:
     def oldest_s(self) -> float:
         """Since when the oldest of them has waited; there must be one."""
         return next(iter(self.pooled.values())).since_s
+
+    @property
+    def late_at_s(self) -> float:
+        """When the next token of one of its chats is late first; infinite: none has an objective."""
+        first = self.late.first()
+        return first.rank if first is not None else math.inf
 
     @property
     def oldest_blocks(self) -> int:

@@ -8,18 +8,20 @@ longer similar. With a cost model, a batch may join at any time if its lengths a
 
 Where classes are known, real-time candidates go before best-effort ones, whichever batch came first, and these take
 neither place nor memory from them: a batch of chats is due as if no document ran. A full one replaces the running batch
-as above; a smaller one enters beside it like requests that come straight from a prefill worker, and the running batch
-stays as aligned as it was. Documents that have been copied ahead keep their copies and wait, with their floor
-(alignedserve/core/class_floor.py).
+as above; beside documents a smaller one enters like requests that come straight from a prefill worker, and the running
+batch stays as aligned as it was. None waits once the next token of one of its chats is late. Documents that have been
+copied ahead keep their copies and wait, with their floor (alignedserve/core/class_floor.py).
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from alignedserve.core.class_floor import ClassFloor
 from alignedserve.core.ids import BatchId, RequestId
-from alignedserve.messages.caches import BatchGranted
+from alignedserve.messages.caches import BatchGranted, Handoff
 from alignedserve.messages.fields import NO_BATCH
 from decode_worker.held_requests import HeldRequest
 from decode_worker.state import Candidate, RunningRequest
@@ -53,12 +55,20 @@ class WaitingBatch:
     num_requests: int
     granted_s: float
     is_best_effort: bool = False  # all of it
+    late_at_s: float = math.inf  # when the next token of one of its chats is late
 
 
 def waiting_batch(batch_id: BatchId, granted: BatchGranted, now: float) -> WaitingBatch:
     """Return the batch that was granted."""
-    is_best_effort = not any(handoff.request.is_real_time for handoff in granted.handoffs)
-    return WaitingBatch(batch_id, granted.is_aligned, len(granted.handoffs), now, is_best_effort)
+    chats = [one for one in granted.handoffs if one.request.is_real_time]
+    late_at_s = min(map(partial(_late_at_s, now=now), chats), default=math.inf)
+    return WaitingBatch(batch_id, granted.is_aligned, len(granted.handoffs), now, not chats, late_at_s)
+
+
+def _late_at_s(chat: Handoff, now: float) -> float:
+    """Return when its next token is late; of a chat that comes back, as if it had its last one now."""
+    tpot_s, is_new = chat.request.slo.tpot_s, len(chat.generated_token_ids) == 1
+    return math.inf if tpot_s is None else now + tpot_s - (chat.begun_s if is_new else 0.0)
 
 
 class Holding(NamedTuple):
@@ -90,6 +100,7 @@ class BatchOrder:
         self.version = 0  # changes with which batches there are
         self.running_id = NO_BATCH
         self.is_aligned = False  # whether what runs is of similar length
+        self.is_best_effort = False  # whether the batch that runs was of best effort alone
         self.is_switching = False  # whether requests of the batch before may still run
         floor = limits.best_effort_floor
         self._floor = None if floor is None else ClassFloor(floor)
@@ -119,12 +130,13 @@ class BatchOrder:
         return candidate.batch_id in (self.running_id, NO_BATCH)
 
     def is_overdue(self, now: float) -> bool:
-        """Return whether the next batch has waited longer than `starvation_s`, and so takes over in any case."""
+        """Return whether the next batch has waited for too long, and so takes over in any case."""
         following = next(iter(self._waiting.values()), None)
         return following is not None and self._has_waited(following, now)
 
     def _has_waited(self, batch: WaitingBatch, now: float) -> bool:
-        return now - batch.granted_s >= self._limits.starvation_s
+        late_at_s = batch.late_at_s if self.knows_classes else math.inf
+        return now >= min(batch.granted_s + self._limits.starvation_s, late_at_s)
 
     def choose(
         self,
@@ -169,20 +181,22 @@ class BatchOrder:
     ) -> list[Candidate]:
         """Return the real-time candidates that may enter now: those that join what runs, else the next batch's."""
         following = next((batch for batch in self._waiting.values() if not batch.is_best_effort), None)
-        urgent = [candidate for candidate in candidates if candidate.is_real_time]
-        own = [candidate for candidate in urgent if self.joins_running(candidate)]
+        members = [one for one in candidates if following is not None and one.batch_id == following.batch_id]
+        own = [one for one in candidates if one.is_real_time and self.joins_running(one)]
+        if running.num_requests == real_time.num_requests:
+            chosen = self._choose(_by_id([*own, *members]), following, running, now)
+            return [one for one in chosen if one.is_real_time]
         if following is None or (own and not self._has_waited(following, now)):
             return own
         if not (self._has_waited(following, now) or self._may_follow(following, *real_time)):
             return own
-        members = [candidate for candidate in candidates if candidate.batch_id == following.batch_id]
         is_full = following.is_aligned and following.num_requests >= self._limits.min_requests
-        if running.num_requests and not is_full:
+        if is_full:
+            self._take_up(following, members, running.num_requests)
+        else:
             self._begin(following)
             for candidate in members:
                 candidate.batch_id = NO_BATCH
-        else:
-            self._take_up(following, members, running.num_requests)
         return own + [candidate for candidate in members if candidate.is_real_time]
 
     def _with_floor(
@@ -239,6 +253,7 @@ class BatchOrder:
         is_full = following.num_requests >= self._limits.min_requests
         if num_running == 0 or (following.is_aligned and is_full):
             self.running_id, self.is_aligned = following.batch_id, following.is_aligned
+            self.is_best_effort = following.is_best_effort
             self.is_switching = num_running > 0
             return
         self.is_aligned = False

@@ -3,7 +3,7 @@
 1. The victim leaves the engine; its blocks stay taken while they are copied into a prefill worker's memory.
 2. The copy is done: the blocks are free, and the request is a candidate again. If the copy failed, it is preempted.
 If no buffer has free blocks for its cache, it is preempted only if another request stalls for its blocks.
-Where classes are known, best-effort requests leave before real-time ones, and a batch that is replaced keeps these.
+Where classes are known, best-effort requests leave before real-time ones, and these never to a batch of best effort.
 """
 
 from itertools import islice
@@ -118,9 +118,12 @@ class Evictions:
         return [offload]
 
     def _stays(self, running: BatchMember) -> bool:
-        """Return whether its next token must not be late: alignment is an objective, the SLO is a constraint."""
+        """Return whether its next token must not be late: alignment is an objective, the SLO is a constraint.
+
+        Chat without an objective leaves to other chat, and not to a batch of best effort.
+        """
         has_slo = running.request.slo.tpot_s is not None
-        return running.is_real_time and (has_slo or self._order.knows_classes)
+        return running.is_real_time and (has_slo or (self._order.knows_classes and self._order.is_best_effort))
 
     def _eviction_key(self, running: BatchMember) -> tuple[bool, int, RequestId]:
         """Order victims: the longest first, as it frees most."""

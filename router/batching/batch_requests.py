@@ -11,6 +11,7 @@ Nothing is decided twice from the same facts: a pool is looked at when something
 when the time is up that one of its workers or large requests had to wait.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
@@ -158,7 +159,7 @@ class BatchRequests:
     def _wait(self, name: str, now: float) -> None:
         """Look at the pool again when its oldest or next large request or worker will have waited for `starvation_s`.
 
-        Large requests concern the workers of its node.
+        And when a chat's next token is late, where classes are known. Large requests concern the workers of its node.
         """
         pool = self._pools.get(name)
         if pool is None or not pool.num_pooled:
@@ -167,6 +168,8 @@ class BatchRequests:
         near = self._nodes.get(name, {}).values()
         begins = [pool.oldest_s, *(worker.last_batch_s for worker in near)]
         begins += [pooled_s for _, pooled_s in pool.large_requests.values()] if near else []
+        if self._batching.best_effort_floor is not None and math.isfinite(pool.late_at_s):
+            begins.append(self._late_from(pool))
         begin = min((begin for begin in begins if now - begin < self._batching.starvation_s), default=None)
         if begin is None:
             self._waiting.discard(name)
@@ -222,7 +225,7 @@ class BatchRequests:
         """Request a batch of the real-time requests that wait, where classes are known.
 
         Best-effort ones that the worker runs, or has for its next batch, take no place and no blocks from these: there
-        they go after them.
+        they go after them. One whose next token is late does not wait for others that make a batch worth a switch.
         """
         load, batching, waiting = worker.load or WorkerLoad(), self._batching, pool.pooled_real_time
         if batching.best_effort_floor is None or not waiting or BatchKind.REAL_TIME in worker.refused_kinds:
@@ -232,7 +235,7 @@ class BatchRequests:
         max_requests, num_held = worker.registered.max_running_requests, len(worker.decoding_real_time)
         min_requests = batching.enough_requests(max_requests)
         is_saturated = num_held >= min_requests
-        has_waited = now - worker.last_batch_s >= batching.starvation_s
+        has_waited = now - min(worker.last_batch_s, self._late_from(pool)) >= batching.starvation_s
         if is_saturated and len(waiting) < min_requests and not has_waited:
             return None
         if not (is_saturated and batching.is_aligned):
@@ -246,6 +249,10 @@ class BatchRequests:
         min_requests = min(min_requests, max_requests)
         name = WorkerName(worker.name)
         return FormBatch(self._batch_id(), name, max_blocks, max_requests, min_requests, is_for_real_time=True)
+
+    def _late_from(self, pool: PoolRecord) -> float:
+        """Return since when a worker must have had no batch for a chat's next token to be late now."""
+        return pool.late_at_s - self._batching.starvation_s
 
     def _fair_share(self, num_waiting: int, pool: PoolRecord) -> int:
         """Return how many of these requests each decode worker of the pool's node gets."""

@@ -60,13 +60,13 @@ class DecodeHarness:
         policy: IterationPolicy | None = None,
         packing: Packing | None = None,
         host_tokens: int = 0,
+        best_effort_floor: float | None = None,
         **scheduled: Any,
     ) -> None:
         self.now = 0.0
         self.registered = worker(num_blocks=num_blocks, max_running_requests=max_running_requests)
-        limits = DecodeLimits(
-            max_running_requests, SwitchLimits(min_requests, low_running=min_requests, starvation_s=2.0)
-        )
+        switch = SwitchLimits(min_requests, min_requests, starvation_s=2.0, best_effort_floor=best_effort_floor)
+        limits = DecodeLimits(max_running_requests, switch)
         batch: DecodeBatch | None = None
         if policy is not None:
             batch = scheduled_batch(policy, num_blocks, max_running_requests, host_tokens, **scheduled)

@@ -81,7 +81,7 @@ def test_a_busy_cluster_is_still_below_its_limit(config: SimConfig) -> None:
 @each(
     ("name", "expected"),
     [
-        ("disaggregated", (33.728, 0.9950, 0.6066, 0.0610, 9354)),
+        ("disaggregated", (33.728, 0.9950, 0.6066, 0.0610, 9351)),
         ("colocated", (34.932, 0.9850, 0.5952, 0.9512, 3122)),
     ],
 )
@@ -104,7 +104,7 @@ def test_figures_are_what_they_were(name: str, expected: tuple[float, ...]) -> N
 def test_memory_that_is_short_makes_evictions_and_memory_elsewhere_takes_them() -> None:
     workload = mixed_workload(150, 20.0, longest=80, longest_answer=200)
     with_buffers, without = run(CONFIGS["short of blocks"], workload), run(CONFIGS["without buffers"], workload)
-    assert (with_buffers.num_evictions, without.num_evictions) == (17, 0)
+    assert (with_buffers.num_evictions, without.num_evictions) == (19, 0)
     assert (with_buffers.num_preemptions, without.num_preemptions) == (7, 28)
     assert without.num_recomputed_tokens > with_buffers.num_recomputed_tokens > 0
 

@@ -1,7 +1,12 @@
 """The order of candidates where classes are known: chat first, in batches of its own or beside what runs."""
 
+import math
+
+import msgspec
+import pytest
+
 from alignedserve.core.ids import BatchId
-from alignedserve.core.request import RequestClass
+from alignedserve.core.request import RequestClass, Slo
 from alignedserve.messages.caches import BatchGranted
 from alignedserve.messages.fields import NO_BATCH
 from decode_worker.batching.batch_order import BatchOrder, Holding, SwitchLimits, WaitingBatch, waiting_batch
@@ -15,11 +20,11 @@ def candidate(name: str, batch: int, prompt_len: int = 4) -> Candidate:
     return Candidate.of_handoff(handoff(request(name, prompt_len, request_class=request_class), 1), BatchId(batch), 0.0)
 
 
-def order(*batches: tuple[int, bool, int], floor: float = 0.0) -> BatchOrder:
+def order(*batches: tuple[int, bool, int], floor: float | None = 0.0, late_at_s: float = math.inf) -> BatchOrder:
     """Build an order in which these wait: their numbers, whether they are documents', and their requests."""
     made = BatchOrder(SwitchLimits(min_requests=3, low_running=3, starvation_s=2.0, best_effort_floor=floor))
     for batch, is_best_effort, count in batches:
-        made.granted(WaitingBatch(BatchId(batch), True, count, 0.0, is_best_effort))
+        made.granted(WaitingBatch(BatchId(batch), True, count, 0.0, is_best_effort, late_at_s))
     return made
 
 
@@ -43,6 +48,29 @@ def test_documents_that_run_do_not_make_a_worker_full_for_chat_and_chats_do() ->
     assert names(order((2, False, 1)).choose(waiting, 9, 0.5, real_time=Holding(2, 2))) == "c1"
     assert names(order((2, False, 1)).choose([candidate("c1", 2)], 9, 0.5, real_time=Holding(3, 3))) == ""
     assert names(order((2, False, 1)).choose([candidate("c1", 2)], 9, 2.0, real_time=Holding(3, 3))) == "c1"
+
+
+@pytest.mark.parametrize("running", [3, 9], ids=["chats run", "documents too"])
+def test_a_chat_whose_next_token_is_late_waits_no_longer_for_what_runs(running: int) -> None:
+    """One of thousands had its second token after 2.6 s, where 0.1 s was its objective: it waited to be starved."""
+    made, held = order((2, False, 1), late_at_s=0.1), Holding(3, 3)
+    waiting = [candidate("c1", 2)]
+    assert names(made.choose(waiting, running, 0.09, real_time=held)) == ""
+    assert names(made.choose(waiting, running, 0.1, real_time=held)) == "c1"
+    paper = order((2, False, 1), floor=None, late_at_s=0.1)
+    assert names(paper.choose([candidate("c1", 2)], running, 0.1)) == ""  # where alignment goes first
+
+
+def test_chats_alone_are_batched_as_without_classes() -> None:
+    asked: list[list[int]] = []
+    limits = SwitchLimits(min_requests=3, low_running=3, starvation_s=2.0, best_effort_floor=0.05)
+    made = BatchOrder(limits, lambda lengths: not asked.append(sorted(lengths)))
+    for batch in (1, 2):
+        made.granted(WaitingBatch(BatchId(batch), True, 3, 0.0))
+    first, second = ([candidate(f"c{batch}{number}", batch) for number in range(3)] for batch in (1, 2))
+    made.choose([*first, *second], 0, 0.0)
+    assert names(made.choose(second, 3, 0.1, real_time=Holding(3, 3))) == "c20 c21 c22"  # costs nothing beside those
+    assert (len(asked), made.running_id) == (1, BatchId(1))
 
 
 def test_a_full_batch_of_chats_replaces_what_runs() -> None:
@@ -78,7 +106,16 @@ def test_a_document_enters_first_when_its_floor_has_made_up_its_tokens() -> None
 
 
 def test_a_batch_is_of_documents_if_all_of_it_is() -> None:
-    document = handoff(request("d1", request_class=RequestClass.BEST_EFFORT), 1)
+    document = handoff(request("d1", request_class=RequestClass.BEST_EFFORT, slo=Slo(tpot_s=0.05)), 1)
     mixed = waiting_batch(BatchId(1), BatchGranted(BatchId(1), (document, handoff(request("c1"), 2))), 4.0)
     assert (mixed.is_best_effort, mixed.num_requests, mixed.granted_s) == (False, 2, 4.0)
-    assert waiting_batch(BatchId(1), BatchGranted(BatchId(1), (document,)), 4.0).is_best_effort
+    alone = waiting_batch(BatchId(1), BatchGranted(BatchId(1), (document,)), 4.0)
+    assert (alone.is_best_effort, alone.late_at_s) == (True, math.inf)
+
+
+def test_a_batch_is_late_when_the_next_token_of_its_first_chat_is() -> None:
+    chats = [handoff(request(f"c{number}", slo=Slo(tpot_s=tpot_s)), number) for number, tpot_s in ((1, 0.5), (2, 0.2))]
+    begun = msgspec.structs.replace(chats[1], begun_s=0.05)
+    assert waiting_batch(BatchId(1), BatchGranted(BatchId(1), (chats[0], begun)), 4.0).late_at_s == 4.15
+    back = msgspec.structs.replace(begun, generated_token_ids=(7, 8))  # when it had its last token is not known
+    assert waiting_batch(BatchId(1), BatchGranted(BatchId(1), (back,)), 4.0).late_at_s == 4.2

@@ -188,9 +188,9 @@ def test_a_later_attempt_waits_until_the_earlier_one_is_copied_out() -> None:
 # --- case 2: a batch switch
 
 
-def two(num_blocks: int = 60, **changes: Any) -> DecodeHarness:
+def two(num_blocks: int = 60, best_effort_floor: float | None = None, **changes: Any) -> DecodeHarness:
     """Two requests make a batch; r1 runs alone, of batch 1."""
-    made = DecodeHarness(num_blocks=num_blocks, min_requests=2, buffer_blocks=16)
+    made = DecodeHarness(num_blocks=num_blocks, min_requests=2, buffer_blocks=16, best_effort_floor=best_effort_floor)
     made.enter(handoff(request(max_tokens=60, **changes), 11))
     return made
 
@@ -223,6 +223,18 @@ def test_of_a_batch_that_is_replaced_eight_at_most_leave_at_a_time() -> None:
 def test_who_must_not_be_late_finishes_beside_the_new_batch() -> None:
     made = two(**IN_A_HURRY)
     made.grant(*NEWCOMERS, batch=2)
+    assert offloads(made.sampled(r1=8)) == []
+
+
+def test_chat_without_an_objective_leaves_to_chat_alone() -> None:
+    """Where it stayed in any case, a worker of such chat alone aligned nothing."""
+    made = two(best_effort_floor=0.05)
+    made.grant(*NEWCOMERS, batch=2)
+    assert [one.request_id for one in offloads(made.sampled(r1=8))] == [R1]
+    made = two(best_effort_floor=0.05)
+    documents = [handoff(request(f"d{number}", request_class=RequestClass.BEST_EFFORT), number) for number in (12, 13)]
+    made.now = 3.0
+    made.grant(*documents, batch=2)
     assert offloads(made.sampled(r1=8)) == []
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from alignedserve.core.lifecycle import Stage
-from alignedserve.core.request import RequestClass
+from alignedserve.core.request import RequestClass, Slo
 from alignedserve.messages.workers import WorkerLoad
 from router.placement import Placement
 from router.state import TrackedRequest
@@ -58,6 +58,18 @@ def test_a_worker_full_of_chats_gets_more_when_they_are_worth_it_or_have_waited(
     pool_requests(where, 1)
     assert where.batches_to_form(0.1) == []
     assert where.batches_to_form(2.0) == real_time(1, 8, 1)
+
+
+def test_a_chat_whose_next_token_is_late_does_not_wait_for_a_batch_worth_a_switch() -> None:
+    where = placement({"best_effort_floor": 0.05}, decode_0={})
+    decoding(where, DECODE, 3)
+    where.workers[DECODE].last_batch_s = 0.0
+    where.update_load(DECODE, WorkerLoad(num_running=3, num_free_blocks=8))
+    chat = TrackedRequest(request("c1", slo=Slo(tpot_s=0.25)), GATEWAY, 1.0, pooled_s=0.25)
+    chat.move(Stage.PREFILLING, PREFILL)
+    where.set_pooled(chat, POOL, 1)
+    assert where.batches_to_form(0.4) == []
+    assert where.batches_to_form(0.5) == real_time(1, 8, 1)  # looked at again without any other change
 
 
 def test_documents_are_ordered_when_no_chat_waits() -> None:
