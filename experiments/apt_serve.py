@@ -270,7 +270,7 @@ def figure_9(sizes: WorkerSizes) -> list[LabelledCase]:
 
 
 def tables_4_and_5(sizes: WorkerSizes) -> list[LabelledCase]:
-    """Return runs without hidden caches, with them, and first come, first served; several seeds, as one has one burst."""
+    """Return runs without hidden caches, with them, and first come, first served, with several seeds."""
     rates = [("sharegpt", 3.0), ("sharegpt", 6.0), ("longbench", 1.5)]
     loads = [AptServeLoad(*pair, sizes.num_requests, cv) for pair in rates for cv in BURSTS]
     points = list(product(loads, sizes.seeds))

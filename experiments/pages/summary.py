@@ -153,7 +153,7 @@ def _apt_serve() -> dict[str, list[Compared]]:
 
     variations = (1.0, 5.0, 10.0)
     return {
-        "Apt-Serve, burst of 300, ShareGPT 6/s held: CV 1 (three seeds), 5, 10": [
+        "Apt-Serve, bursts of 300 (three seeds), ShareGPT 6/s held: CV 1, 5, 10": [
             held("tables 4, 5", "sharegpt", 6.0, cv) for cv in variations
         ],
         "Apt-Serve, LongBench 1.5/s, likewise": [held("tables 4, 5", "longbench", 1.5, cv) for cv in variations],

@@ -56,6 +56,6 @@ WHY: Mapping[str, str] = {  # by the names of the rows
     "the same, iteration-level SLOs": _LONG_ITERATIONS,
     "ALISE, s/token: Alpaca 20/s, ShareGPT 1.7/s, ten minutes of 1.5/s": _LEARNED_COSTS,
     "the same, p99 of the response, s": _SHORT_FIRST,
-    "Apt-Serve, burst of 300, ShareGPT 6/s held: CV 1 (three seeds), 5, 10": _BURSTS,
+    "Apt-Serve, bursts of 300 (three seeds), ShareGPT 6/s held: CV 1, 5, 10": _BURSTS,
     "Apt-Serve, LongBench 1.5/s, likewise": _BURSTS,
 }
