@@ -6,7 +6,7 @@ from functools import cache
 from experiments.common import Row
 from experiments.grid.record import PATH, Record
 from experiments.grid.systems import FIELD
-from experiments.pages.record import bold, bullets, codes_of, digits, figures, seconds, share, table, warnings_of
+from experiments.pages.record import bold, bullets, digits, figures, seconds, share, states_of, table, warnings_of
 from experiments.steady import LEAST_S
 from experiments.validity.rows import states
 
@@ -29,9 +29,9 @@ def rows() -> Sequence[Row]:
 
 
 def record() -> str:
-    """Return which decision code made the record, and whether it is today's."""
+    """Return how much of the record is of today's decision code."""
     found = states("grid", rows())
-    return bullets([*warnings_of(rows(), found), *codes_of("grid.jsonl", rows(), found)])
+    return bullets([*warnings_of(rows(), found), *states_of("grid.jsonl", rows(), found)])
 
 
 def progress() -> str:
@@ -60,7 +60,9 @@ def verdict() -> str:
         f"more than a point behind the best of the field: **{lost}**",
         f"where none holds 99 %: {open_points} points; goodput +15 % or more at **{level['num_gained']} of them**, "
         f"{_signed(level['median_gain'])} at the median point, {_signed(level['summed_gain'])} all together, "
-        f"{_signed(level['least_gain'])} at the worst",
+        f"{_signed(level['least_gain'])} at the worst. At {level['num_narrow']} of the others the best of the "
+        f"field holds 87 % or more, so that there is no such gain to be had",
+        f"of what the best of the field misses there, the default holds {share(level['recovered'] / 100, 0)}",
         f"best-effort tokens there: {_signed(level['summed_be_gain'])} all together (-: no such point has any)",
         f"rates that the default serves (completions at least 0.95 of arrivals): {level['num_served']} of "
         f"{level['num_points']}",

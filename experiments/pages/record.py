@@ -2,8 +2,10 @@
 
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +164,18 @@ def codes_of(file: str, rows: Sequence[Row], found: Sequence[State]) -> list[str
         f"`results/{file}`{f' of `{code}`' if code else ''}, {_num(len(of), 'row')} {state.value}"
         f"{_KNEW_MORE if knew_more else ''}: {_names(of, rows) if len(made) > 1 else 'all'}"
         for (state, code, knew_more), of in made.items()
+    ]
+
+
+def states_of(file: str, rows: Sequence[Row], found: Sequence[State]) -> list[str]:
+    """Return how many rows of each system are of each state: for a record that many digests have made."""
+    counts = {
+        state: Counter(map(system_of, compress(rows, map(state.__eq__, found)))) for state in dict.fromkeys(found)
+    }
+    return [
+        f"`results/{file}`, {_num(of.total(), 'row')} {state.value}: "
+        f"{', '.join(f'`{system}` ({number})' for system, number in of.most_common())}"
+        for state, of in counts.items()
     ]
 
 
