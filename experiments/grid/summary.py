@@ -176,7 +176,7 @@ def totals_of(rows: Sequence[Row]) -> Row:
 
 def _most_gain(row: Row) -> float:
     """Return by how many per cent more a system would hold that holds all."""
-    return 100 * (100 / row["best"] - 1)
+    return 100 * (100 / float(row["best"]) - 1)
 
 
 def _recovered(rows: Sequence[Row]) -> float | None:
