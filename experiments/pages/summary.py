@@ -65,20 +65,24 @@ def _alignedserve() -> dict[str, list[Compared]]:
     def gap(part: str, **labels: object) -> Compared:
         return Compared(*_pair(at(part, **labels), ("aligned", _UNION), _TBT), milliseconds, is_more_better=False)
 
-    models = ("opt-6.7b", "opt-13b", "opt-30b")
-    lengths = ("sharegpt", "longbench", "azure")
-    name = "AlignedServe"
+    name, kernels = "AlignedServe", (_STRAGGLER, _BALANCED)
     return {
-        f"{name}, headline (three seeds), tokens/s: one block per sequence, balanced": [
-            tokens("headline", kernel=kernel) for kernel in (_STRAGGLER, _BALANCED)
+        f"{name}, burst of 600 (three seeds), tokens/s: waves as long as the longest, balanced": [
+            tokens("headline", kernel=kernel) for kernel in kernels
         ],
-        "the same, p99 TBT": [gap("headline", kernel=kernel) for kernel in (_STRAGGLER, _BALANCED)],
-        f"{name}, eight accelerators: tokens/s, p99 TBT": [tokens("eight accelerators"), gap("eight accelerators")],
-        f"{name}, tokens/s: OPT-6.7B, 13B, 30B": [tokens("figures 7, 9", model=model) for model in models],
-        f"{name}, tokens/s, one block: ShareGPT, LongBench, Azure": [
-            tokens("figures 8, 10", lengths=one, kernel=_STRAGGLER) for one in lengths
+        "the same, p99 TBT": [gap("headline", kernel=kernel) for kernel in kernels],
+        f"{name}, **in steady state**, tokens/s, p99 TBT": [tokens("steady"), gap("steady")],
+        "the same, tokens/s: ShareGPT, LongBench, Azure": [
+            tokens("steady, recordings", lengths=one) for one in ("sharegpt", "longbench", "azure")
         ],
-        "the same, balanced": [tokens("figures 8, 10", lengths=one, kernel=_BALANCED) for one in lengths],
+        "the same, tokens/s: OPT-2.7B, 6.7B, 30B; 70 % short": [
+            *(tokens("steady, models", model=model) for model in ("opt-2.7b", "opt-6.7b", "opt-30b")),
+            tokens("steady, models", model="opt-13b"),
+        ],
+        "the same, eight accelerators: tokens/s, p99 TBT": [
+            tokens("steady, eight accelerators"),
+            gap("steady, eight accelerators"),
+        ],
     }
 
 
