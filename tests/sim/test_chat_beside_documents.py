@@ -82,11 +82,14 @@ def test_chats_that_come_in_a_burst_do_not_wait_for_the_documents_that_entered_b
     assert chat.max_tbt_s.distribution.max <= 0.5  # 9 s where they did
 
 
-@pytest.mark.parametrize(("num_documents", "held_before"), [(0, 0.994), (40, 0.963)])
-def test_no_chat_waits_for_its_second_token_until_others_make_a_batch(num_documents: int, held_before: float) -> None:
-    """Beside as many chats as saturate a worker one waited in the pool, or before the worker, until it was starved."""
+@pytest.mark.parametrize("num_documents", [0, 40])
+def test_no_chat_waits_for_its_second_token_until_others_make_a_batch(num_documents: int) -> None:
+    """Beside as many chats as saturate a worker one waited in the pool, or before the worker, until it was starved.
+
+    So 99.4 and 96.3 % had their tokens in time.
+    """
     rng = random.Random(5)
     requests = [timed(0.0, rng.randrange(150, 300), 300, **_DOCUMENT) for _ in range(num_documents)]
     requests += [timed(0.1 * number, rng.randrange(10, 120), rng.randrange(20, 80), **_CHAT) for number in range(160)]
     chat = Simulation(with_policy(TOPOLOGIES["disaggregated"]), workload_of(*requests)).run().classes["chat"]
-    assert chat.tpot_attainment == 1.0 > held_before
+    assert chat.tpot_attainment == 1.0
