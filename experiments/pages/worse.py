@@ -36,8 +36,8 @@ _SHORT_FIRST = (
     " ([more](alise.md#the-record-bursts-of-15-to-120-s))."
 )
 _BURSTS = (
-    "A burst is where a policy must know which answers are short, and it is not told; of three seeds with one burst each"
-    " it is ahead in two"
+    "A burst is where a policy must know which answers are short, and it is not told; of three seeds with one burst"
+    " each it is ahead in two"
     " ([more](apt_serve.md#opt-13b-at-the-papers-rates-bursts-of-300-requests))."
 )
 WHY: Mapping[str, str] = {  # by the names of the rows
