@@ -5,7 +5,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +168,9 @@ def codes_of(file: str, rows: Sequence[Row], found: Sequence[State]) -> list[str
 
 def states_of(file: str, rows: Sequence[Row], found: Sequence[State]) -> list[str]:
     """Return how many rows of each system are of each state: for a record that many digests have made."""
-    counts = {
-        state: Counter(map(system_of, compress(rows, map(state.__eq__, found)))) for state in dict.fromkeys(found)
-    }
+    counts: dict[State, Counter[str]] = {}
+    for row, state in zip(rows, found, strict=True):
+        counts.setdefault(state, Counter())[system_of(row)] += 1
     return [
         f"`results/{file}`, {_num(of.total(), 'row')} {state.value}: "
         f"{', '.join(f'`{system}` ({number})' for system, number in of.most_common())}"

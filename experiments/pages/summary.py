@@ -184,7 +184,7 @@ def _steady() -> dict[str, list[Compared]]:
             continue
         at = {rate: partial(_of_policy, steady.of(rate=rate)) for rate in rates}
         names = ", ".join(f"{rate:g}" for rate in rates)
-        found[f"{name}, **in steady state** at {names}/s: held (0 % if not served)"] = [
+        found[f"{name}, **in steady state** at {names}/s: held if served"] = [
             _compared_held(at[rate], page, of, figure) for rate in rates
         ]
         found["the same, longest gap"] = [_longest_gaps(at[rate], page, f"{of}.longest_gap_s") for rate in rates]
