@@ -67,8 +67,7 @@ SYSTEMS: Mapping[str, tuple[str, Topology]] = {
     "aligned_slo, colocated": ("aligned_slo", Topology.COLOCATED),
 }
 COMPARED = ("aligned", "aligned_slo", "distserve", "vllm", "fastgen")
-UNION = "aligned_slo"
-BASELINES, CORE = ("vllm", "distserve", "fastgen"), ("aligned", "distserve", "vllm")
+BASELINES, CORE = ("vllm", "distserve", "fastgen"), ("aligned", "aligned_slo", "distserve", "vllm")
 STEADY = "steady"  # ten minutes: rates; all other parts are bursts
 WITHOUT_PREFETCH, WITHOUT_BOTH, FCFS_BATCHES = "aligned w/o P", "aligned w/o P&B", "aligned w/o B"
 PAPERS = {"aligned": {"pack_share": None}}  # slack packed is not AlignedServe's: experiments.slack
@@ -321,8 +320,8 @@ def steady_state() -> list[list[LabelledCase]]:
         [azure.ablated(f"{STEADY}, parts", name, 1) for name in (FCFS_BATCHES, *ablations)],
         *([point.case(STEADY, system, seed) for system in COMPARED] for seed in range(2, LEAST_SEEDS + 1)),
         *([load.case(f"{STEADY}, grouped heads", system, 1) for system in CORE] for load in grouped),
-        *([load.case(f"{STEADY}, models", system, 1) for system in (*CORE, UNION)] for load in models),
-        [replace(point, cell=EIGHT).case(f"{STEADY}, eight accelerators", system, 1) for system in (*CORE, UNION)],
+        *([load.case(f"{STEADY}, models", system, 1) for system in CORE] for load in models),
+        [replace(point, cell=EIGHT).case(f"{STEADY}, eight accelerators", system, 1) for system in CORE],
     ]
 
 

@@ -77,7 +77,7 @@ class TrackedRequest:
 
     @property
     def next_late_s(self) -> float:
-        """Return when its next token is late in the pool; infinite: it has no objective, or nobody waits for it."""
+        """Return the time at which its next token is late in the pool; infinite for best effort or no objective."""
         tpot_s = self.request.slo.tpot_s
         return self.pooled_s + tpot_s if self.is_real_time and tpot_s is not None else math.inf
 

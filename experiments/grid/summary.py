@@ -148,12 +148,12 @@ def _apart(apart: Interval, default: Held, best: Held) -> Row:
 def totals_of(rows: Sequence[Row]) -> Row:
     """Return how many points there are, at how many each claim holds, and the gain where none holds 99 %.
 
-    `num_narrow`: of these the ones without the gain that is claimed, and where none of that size is left to be had.
+    `num_narrow`: of these the ones at which no gain of the size that is claimed is left to be had.
     """
     compared = [row for row in rows if "ahead" in row]
     open_points = [row for row in compared if max(row["default"], row["best"]) < 100 * ENOUGH]
     gains = [row["gain"] for row in open_points if row["gain"] is not None]
-    narrow = [row for row in open_points if (row["gain"] or 0.0) < CLAIMED_GAIN and _most_gain(row) < CLAIMED_GAIN]
+    most_gains = [_ratio(100.0, row["best"]) for row in open_points]  # of a system that holds all
     totals = {
         "num_points": len(rows),
         "num_contested": sum(row["contested"] for row in rows),
@@ -163,26 +163,15 @@ def totals_of(rows: Sequence[Row]) -> Row:
         "num_ahead": sum("ahead" not in row or row["ahead"] > CLAIMED_POINTS for row in rows),
         "num_open": len(open_points),
         "num_gained": sum(gain >= CLAIMED_GAIN for gain in gains),
-        "num_narrow": len(narrow),
-        "recovered": _recovered(open_points),
+        "num_narrow": sum(gain is not None and gain < CLAIMED_GAIN for gain in most_gains),
         "mean_ahead": mean(row["ahead"] for row in open_points) if open_points else None,
         "median_gain": median(gains) if gains else None,
         "least_gain": min(gains, default=None),
         "summed_gain": _ratio(*(sum(row[name] for row in open_points) for name in ("default_goodput", "best_goodput"))),
+        "summed_misses": _ratio(*(sum(100 - row[name] for row in open_points) for name in ("default", "best"))),
         "summed_be_gain": _best_effort_gain(open_points),
     }
     return chosen([totals], totals)[0]
-
-
-def _most_gain(row: Row) -> float:
-    """Return by how many per cent more a system would hold that holds all."""
-    return 100 * (100 / float(row["best"]) - 1)
-
-
-def _recovered(rows: Sequence[Row]) -> float | None:
-    """Return the share, in per cent, that the default holds of what the best of the field misses."""
-    missed, ours = (sum(100 - row[name] for row in rows) for name in ("best", "default"))
-    return 100 * (1 - ours / missed) if missed else None
 
 
 def _best_effort_gain(rows: Sequence[Row]) -> float | None:

@@ -60,9 +60,9 @@ def verdict() -> str:
         f"more than a point behind the best of the field: **{lost}**",
         f"where none holds 99 %: {open_points} points; goodput +15 % or more at **{level['num_gained']} of them**, "
         f"{_signed(level['median_gain'])} at the median point, {_signed(level['summed_gain'])} all together, "
-        f"{_signed(level['least_gain'])} at the worst. At {level['num_narrow']} of the others the best of the "
+        f"{_signed(level['least_gain'])} at the worst. At {level['num_narrow']} of the {open_points} the best of the "
         f"field holds 87 % or more, so that there is no such gain to be had",
-        f"of what the best of the field misses there, the default holds {share(level['recovered'] / 100, 0)}",
+        f"requests missed there: {_signed(level['summed_misses'])} all together",
         f"best-effort tokens there: {_signed(level['summed_be_gain'])} all together (-: no such point has any)",
         f"rates that the default serves (completions at least 0.95 of arrivals): {level['num_served']} of "
         f"{level['num_points']}",
