@@ -241,7 +241,7 @@ class ModelExecutor:
         if not command.is_urgent:
             self._threads.submit(_COMPUTE, lambda: self.run_iteration(command), on_completed)
             return
-        self._urgent.add(self._threads.performer(lambda: self._run_urgent(command), on_completed))
+        self._urgent.add(self._threads, lambda: self._run_urgent(command), on_completed)
         self._threads.submit(_COMPUTE, self._urgent.perform_left, lambda _: None)
 
     def close(self) -> None:

@@ -1,8 +1,16 @@
 """Iterations that run within another one: its pass stands still between two layers meanwhile, and loses nothing."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
+
+from alignedserve.process.worker_threads import WorkerThreads
+
+_ANSWER_S = 0.02  # at most, until what follows one that has ended is decided: mostly a millisecond
+
+T = TypeVar("T")
 
 
 class UrgentIterations:
@@ -10,17 +18,26 @@ class UrgentIterations:
 
     What a pass has computed so far is on the stack of its thread, so another one simply runs on top of it. Sequences,
     blocks and results are its own: nothing of the other changes, to the last bit.
+
+    When one has ended, the pass stands still until its worker has dealt with that: the next one, which has come
+    meanwhile, would wait for a whole layer otherwise.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Callable[[], object]] = deque()
+        self._waiting: deque[tuple[Callable[[], object], threading.Event]] = deque()
         self._is_performing = False
         self._stopped_s = 0.0
         self.is_within = False  # what is performed now, in another pass
 
-    def add(self, perform: Callable[[], object]) -> None:
-        """Add one, which reports by itself. From any thread."""
-        self._waiting.append(perform)
+    def add(self, threads: WorkerThreads, work: Callable[[], T], on_completed: Callable[[T], None]) -> None:
+        """Add one, on the event loop, where what comes of it is reported as `threads` do."""
+        is_dealt_with = threading.Event()
+
+        def completed(result: T) -> None:
+            on_completed(result)
+            is_dealt_with.set()
+
+        self._waiting.append((threads.performer(work, completed), is_dealt_with))
 
     def between_layers(self) -> None:
         """Perform those that wait, while the pass in progress stands still."""
@@ -28,20 +45,23 @@ class UrgentIterations:
             return
         began = time.monotonic()
         self.is_within = True
-        try:
-            self.perform_left()
-        finally:
-            self.is_within = False
+        self._perform(_ANSWER_S)
         self._stopped_s += time.monotonic() - began
 
     def perform_left(self) -> None:
         """Perform those that still wait: their pass had ended before they came."""
+        self._perform(0.0)
+
+    def _perform(self, answer_s: float) -> None:
+        """Perform those that wait, and those that come for so long behind each."""
         self._is_performing = True
         try:
             while self._waiting:
-                self._waiting.popleft()()
+                perform, is_dealt_with = self._waiting.popleft()
+                perform()
+                is_dealt_with.wait(answer_s)
         finally:
-            self._is_performing = False
+            self._is_performing = self.is_within = False
 
     def take_stopped_s(self) -> float:
         """Return how long the pass that has ended stood still."""

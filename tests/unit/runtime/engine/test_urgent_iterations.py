@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import RequestClass, SamplingParams
 from alignedserve.messages.iterations import Addition, IterationCompleted, RunIteration
+from alignedserve.process.worker_threads import WorkerThreads
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
@@ -23,30 +24,59 @@ SIZES = EngineSizes(4 << 20, 4, 16, 1)
 LONG, SHORT = 400, 20
 
 
-def test_it_runs_within_the_pass_and_no_other_within_it() -> None:
-    urgent, happened = UrgentIterations(), list[str]()
+class Pass:
+    """A pass on a thread, with an urgent iteration that waits for the end of its first layer, and others behind it."""
 
-    def perform() -> None:
-        happened.append(f"began, within {urgent.is_within}")
-        urgent.add(lambda: happened.append("the next"))
-        urgent.between_layers()  # of its own pass
-        happened.append("ended")
+    def __init__(self) -> None:
+        self.threads, self.urgent, self.happened = WorkerThreads(), UrgentIterations(), list[str]()
 
-    urgent.between_layers()
-    urgent.add(perform)
-    urgent.between_layers()
-    assert happened == ["began, within True", "ended", "the next"]
-    assert urgent.take_stopped_s() > 0.0
-    assert urgent.take_stopped_s() == 0.0
+    def add(self, name: str, then: Callable[[str], None] = lambda _: None) -> None:
+        """Add an urgent iteration; `then` is called with its report."""
+        self.urgent.add(self.threads, lambda: self._iteration(name), then)
+
+    def _iteration(self, name: str) -> str:
+        self.urgent.between_layers()  # of its own pass
+        self.happened.append(f"{name}, within {self.urgent.is_within}")
+        return name
+
+    async def run(self) -> list[str]:
+        """Run three layers; return what happened."""
+        ended = asyncio.get_running_loop().create_future()
+        self.threads.submit("compute", self._layers, ended.set_result)
+        await ended
+        self.threads.close()
+        return self.happened
+
+    def _layers(self) -> None:
+        for layer in range(3):
+            self.happened.append(f"layer {layer}")
+            self.urgent.between_layers()
 
 
-def test_one_that_comes_too_late_runs_alone() -> None:
-    urgent, happened = UrgentIterations(), list[bool]()
-    urgent.add(lambda: happened.append(urgent.is_within))
-    urgent.perform_left()
-    urgent.between_layers()
-    assert happened == [False]
-    assert urgent.take_stopped_s() == 0.0
+async def test_it_runs_within_the_pass_and_no_other_within_it() -> None:
+    one = Pass()
+    one.add("first")
+    one.add("second")
+    expected = ["layer 0", "first, within True", "second, within True", "layer 1", "layer 2"]
+    assert await one.run() == expected
+    assert one.urgent.take_stopped_s() > 0.0
+    assert one.urgent.take_stopped_s() == 0.0
+
+
+async def test_what_has_come_meanwhile_does_not_wait_for_another_layer() -> None:
+    one = Pass()
+    one.add("first", then=lambda _: one.add("second"))
+    expected = ["layer 0", "first, within True", "second, within True", "layer 1", "layer 2"]
+    assert await one.run() == expected
+
+
+async def test_one_that_comes_too_late_runs_alone() -> None:
+    one = Pass()
+    one.add("late")
+    one.urgent.perform_left()
+    assert one.happened == ["late, within False"]
+    assert await one.run() == ["late, within False", "layer 0", "layer 1", "layer 2"]
+    assert one.urgent.take_stopped_s() == 0.0
 
 
 @pytest.fixture
