@@ -178,6 +178,7 @@ class IterationHistory:
     usual_s: float = 0.0  # the same over some hundred iterations
     max_s: float = 0.0  # AccelGen's T_max: of the last 64 to 128
     stretch: float = 1.0  # how long gaps between ends are, as multiples of the time predicted: a moving average
+    urgent_ttft_s: float = math.inf  # the tightest first-token objective of urgent ones within the latest iteration
 
     _ended_s: float = -math.inf
     _earlier_max_s: float = 0.0
@@ -185,6 +186,11 @@ class IterationHistory:
     _urgent_s: float = 0.0  # of urgent ones, since the last that was not
     _urgent_took_s: float = 0.0  # of those that were predicted
     _urgent_predicted_s: float = 0.0
+    _urgent_ttft_s: float = math.inf
+
+    def urgent_began(self, ttft_s: float) -> None:
+        """Note an urgent iteration, whose prompts may be gone when the next one is planned. `ttft_s`: the tightest."""
+        self._urgent_ttft_s = min(self._urgent_ttft_s, ttft_s)
 
     def note_error(self, predicted_s: float, duration_s: float, now: float, *, is_urgent: bool = False) -> None:
         """Note how long the iteration that ends now was predicted to take, and took.
@@ -205,6 +211,7 @@ class IterationHistory:
         self._urgent_s = duration_s if is_urgent else 0.0
         if is_urgent:
             return
+        self.urgent_ttft_s, self._urgent_ttft_s = self._urgent_ttft_s, math.inf
         self.mean_s = duration_s if not self.num_iterations else 0.9 * self.mean_s + 0.1 * duration_s
         self.usual_s = duration_s if not self.num_iterations else 0.99 * self.usual_s + 0.01 * duration_s
         self.num_iterations += 1

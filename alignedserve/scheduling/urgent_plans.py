@@ -32,6 +32,7 @@ class UrgentPlans:
         if plan is not None:
             self._flight = flight
             self._state.begin(plan)
+            self._state.history.urgent_began(min(self._state.table.ttft_s[part.row] for part in plan.scheduled))
         return plan
 
     def end(self, duration_s: float) -> None:

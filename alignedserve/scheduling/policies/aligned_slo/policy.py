@@ -52,7 +52,8 @@ class AlignedSloConfig:
     """Parameters; one configuration for every workload."""
 
     response_share: float = 0.2  # of the tightest first-token objective: longest iteration while such prompts come
-    stopped_share: float = 0.35  # of it beside decodes while none waits, where the pass stops for those that come
+    stopped_share: float = 0.35  # of it while none waits, where the pass stops for those that come
+    idle_share: float = 0.5  # of the last one, where the pass stops and no such prompt has come for `memory_s`
     slack_share: float = 0.9  # of the least slack: the rest is for errors of the cost model
     usual_stretch: float = 1.05  # errors that the rest is for: where iterations take longer, as beside others on the
     # same cores, the share is less
@@ -95,13 +96,13 @@ class AlignedSlo:
         self._prompts = RefreshedEstimate(measure_prefill_times)
         self._tightest_s = np.inf  # the tightest recent first-token objective
         self._seen_s = -np.inf  # time of the last request with it
+        self._last_s = np.inf  # the last one there was
         self._most_blocks = 0  # that requests on time held at once, recently
         self._most_s = -np.inf  # when they did
 
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""
-        tightest_s = self._tightest_ttft_s(view)
-        cap_s = self._config.response_share * tightest_s
+        cap_s, stopped_s = self._longest_s(view)
         interference = self._interference
         if interference is not None and not has_gaps(view.table):
             cap_s = min(cap_s, interference.without_gaps_s(view.now, self._config.memory_s))
@@ -129,22 +130,31 @@ class AlignedSlo:
         # Nor are prompts with objectives held back for later ones.
         packing.add_prompts(_ON_TIME, max(allowed_s, decodes_s), least_s=decodes_s)
         if self._is_worth_stopping(view, forecast.rows):
-            budget_s = max(min(allowed_s, self._config.stopped_share * tightest_s), decodes_s)
+            budget_s = max(min(allowed_s, stopped_s), decodes_s)
         for group, until_s in ((_LATE, max(allowed_s, decodes_s)), (_OTHERS, budget_s)):
             packing.add_decodes(group, until_s)
             packing.add_prompts(group, until_s)
         return packing.plan()
 
     def _is_worth_stopping(self, view: WorkerView, rows: RowForecasts) -> bool:
-        """Return whether prompts that come during a longer iteration need not wait for its end, no prompt of chat waits
-        for it now, and it has decodes, whose weights are read once for more documents then."""
+        """Return whether prompts that come during a longer iteration need not wait for its end, and no prompt of chat
+        waits for it now: its weights are read once for more documents then."""
         is_awaited = any(rows.num_waiting[rank] for rank in _REAL_TIME.ranks)
-        return view.passes_stop and self._interference is None and any(rows.num_ready) and not is_awaited
+        return view.passes_stop and self._interference is None and not is_awaited
 
     def _packing_of(self, view: WorkerView) -> type[SloPacking]:
         if view.pool is not None:
             return PooledPacking
         return HiddenPacking if self._config.hidden_caches else SloPacking
+
+    def _longest_s(self, view: WorkerView) -> tuple[float, float]:
+        """Return how long an iteration may be for the sake of prompts that come meanwhile, and one that is worth
+        stopping; inf: nothing is known of such prompts."""
+        config, tightest_s = self._config, self._tightest_ttft_s(view)
+        if view.passes_stop and math.isinf(tightest_s):
+            idle_s = config.idle_share * self._last_s  # else the first chats of a burst would find the longest of all
+            return idle_s, idle_s
+        return config.response_share * tightest_s, config.stopped_share * tightest_s
 
     def _tightest_ttft_s(self, view: WorkerView) -> float:
         """Return the first-token objective that bounds iterations, as prompts may come with it; inf without one.
@@ -154,13 +164,17 @@ class AlignedSlo:
         """
         table, share = view.table, self._config.response_share
         decodes, tightest_s = real_time_work(table)
+        tightest_s = min(tightest_s, view.history.urgent_ttft_s)
         least_s = max(view.costs.iteration_s(decodes), self._runtime.of(view.costs).decode_s)
         if share * tightest_s < least_s:
             counts = table.is_real_time & (share * table.ttft_s >= least_s)
             tightest_s = float(np.min(table.ttft_s, where=counts, initial=np.inf))
-        is_over = view.now - self._seen_s > self._config.memory_s or share * self._tightest_s < least_s
+        cannot_be_held = share * self._tightest_s < least_s
+        is_over = view.now - self._seen_s > self._config.memory_s or cannot_be_held
         if tightest_s <= self._tightest_s or is_over:
             self._tightest_s, self._seen_s = tightest_s, view.now
+        if math.isfinite(self._tightest_s) or cannot_be_held:
+            self._last_s = self._tightest_s
         return self._tightest_s
 
     def _forecast(self, view: WorkerView, cap_s: float, interference: Interference | None) -> SloForecast:

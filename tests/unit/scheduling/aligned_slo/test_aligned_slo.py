@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from alignedserve.scheduling.policies import make_policy
-from alignedserve.scheduling.policy import WorkerView
+from alignedserve.scheduling.policy import IterationHistory, WorkerView
 from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
 
 
@@ -133,7 +133,7 @@ def test_a_deadline_that_presses_goes_before_what_can_wait() -> None:
     assert list(planned(view_of(rows, now=1.0))) == ["pressed", "idle"]
 
 
-def test_a_pass_that_stops_for_chats_is_longer_while_none_waits_and_has_decodes() -> None:
+def test_a_pass_that_stops_for_chats_is_longer_while_none_waits() -> None:
     """A pass takes a fifth of the TTFT, 1 s, or 0.35 of it if it stops; 12 ms are the answer's token and its own."""
     answer = {"prompt_len": 90, "num_generated": 10, "ttft_s": 1.0, "last_token_s": 0.99}
     question = {"prompt_len": 60, "ttft_s": 1.0, "arrival_s": 0.95}
@@ -147,4 +147,24 @@ def test_a_pass_that_stops_for_chats_is_longer_while_none_waits_and_has_decodes(
     assert tokens(answer=answer, passes_stop=False) == 188
     assert 337 <= tokens(answer=answer) <= 338
     assert tokens(answer=answer, question=question) == 128
-    assert tokens() == 190
+    assert 339 <= tokens() <= 340  # of a prefill worker, which has no decodes
+
+
+def test_a_pass_is_bounded_by_chats_that_it_has_stopped_for_and_by_the_last_ones() -> None:
+    """On a prefill worker such a chat is gone when the next pass is planned: within 0.35 of its TTFT, later half."""
+    policy, history = make_policy("aligned_slo"), IterationHistory()
+
+    def tokens(now: float, *, passes_stop: bool = True) -> int:
+        view = view_of({"document": {"be": True, "prompt_len": 900}}, now=now, max_tokens=900)
+        view = replace(view, history=history, passes_stop=passes_stop)
+        return scheduled_of(view, policy.plan(view))["document"]
+
+    assert tokens(1.0) == 900
+    history.urgent_began(1.0)
+    history.note(0.02, is_urgent=True)
+    history.note(0.9)
+    assert 339 <= tokens(2.0) <= 340
+    history.note(0.3)
+    assert 339 <= tokens(31.0) <= 340
+    assert 489 <= tokens(33.0) <= 490
+    assert tokens(33.0, passes_stop=False) == 900  # it would wait for the end, which is short enough on such a machine
