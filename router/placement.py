@@ -17,7 +17,8 @@ from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
 from router.batching.batch_requests import BatchRequests
-from router.state import DispatchedPrefill, PooledRecord, PoolRecord, TrackedRequest, WorkerRecord
+from router.pool_records import PooledRecord, PoolRecord
+from router.state import DispatchedPrefill, TrackedRequest, WorkerRecord
 from router.workers.adapter_index import AdapterIndex
 from router.workers.late_prompts import LatePrompts
 from router.workers.longest_contexts import LongestContexts

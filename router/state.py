@@ -1,8 +1,7 @@
-"""The router's records of requests, workers and pools."""
+"""The router's records of requests and workers."""
 
 import enum
 import math
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,10 +10,9 @@ from alignedserve.core.class_floor import turn_due_s
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.lifecycle import Stage, advance
 from alignedserve.core.request import Request, RequestClass
-from alignedserve.messages.cluster_view import BatchShape, LengthTree
+from alignedserve.messages.cluster_view import BatchShape
 from alignedserve.messages.prefixes import BLOCK_NAME_BYTES
 from alignedserve.messages.workers import PACKED_FROM, IterationLogReport, WorkerLoad, WorkerRegistered
-from router.workers.ranking import Ranking
 
 _KEPT_SHARE = 1 / 8  # of the places of a worker that does both phases, from best effort
 _USUAL_TOKENS_PER_S = 5000  # of prompts, where workers do not tell their speed
@@ -349,70 +347,3 @@ class WorkerRecord:
     def num_blocks_used(self) -> int:
         """Number of blocks in use, as last reported."""
         return self.registered.num_blocks - self.load.num_free_blocks if self.load is not None else 0
-
-
-class PooledRecord(NamedTuple):
-    """A request that waits in a pool."""
-
-    num_blocks: int
-    since_s: float
-    is_real_time: bool = False
-    late_at_s: float = math.inf  # when the next token of a chat is late
-
-
-@dataclass(slots=True)
-class PoolRecord:
-    """One registered pool."""
-
-    name: str
-    epoch: int  # counts registrations: a restarted pool has another one
-    num_blocks: int
-    layout_digest: str = ""
-    num_blocks_used: int = 0
-    num_blocks_kept: int = 0
-    num_reserved: int = 0  # requests that wait for free blocks there, after their prefill
-    lengths: LengthTree = field(default_factory=LengthTree)  # of those that wait for a batch
-    large_requests: dict[RequestId, tuple[int, float]] = field(
-        default_factory=dict
-    )  # pooled requests larger than a busy worker's share: blocks, since when
-    pooled: OrderedDict[RequestId, PooledRecord] = field(
-        default_factory=OrderedDict
-    )  # requests that wait there for a batch or are on their way, as the router knows them; the oldest first
-    pooled_real_time: dict[RequestId, int] = field(default_factory=dict)  # the real-time ones of these: blocks
-    late: Ranking[float] = field(default_factory=Ranking)  # those by when their next token is late
-
-    def add_pooled(self, request_id: RequestId, record: PooledRecord) -> None:
-        """Add a request that waits here."""
-        self.pooled[request_id] = record
-        if record.is_real_time:
-            self.pooled_real_time[request_id] = record.num_blocks
-        if math.isfinite(record.late_at_s):
-            self.late.put(request_id, record.late_at_s)
-
-    def remove_pooled(self, request_id: RequestId) -> bool:
-        """Remove a request; return whether it was here."""
-        self.pooled_real_time.pop(request_id, None)
-        self.late.discard(request_id)
-        self.large_requests.pop(request_id, None)
-        return self.pooled.pop(request_id, None) is not None
-
-    @property
-    def num_pooled(self) -> int:
-        """Number of requests that wait there for a batch, or are on their way to a worker."""
-        return len(self.pooled)
-
-    @property
-    def oldest_s(self) -> float:
-        """Since when the oldest of them has waited; there must be one."""
-        return next(iter(self.pooled.values())).since_s
-
-    @property
-    def late_at_s(self) -> float:
-        """When the next token of one of its chats is late first; infinite: none has an objective."""
-        first = self.late.first()
-        return first.rank if first is not None else math.inf
-
-    @property
-    def oldest_blocks(self) -> int:
-        """Blocks of the oldest of them; there must be one."""
-        return next(iter(self.pooled.values())).num_blocks

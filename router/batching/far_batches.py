@@ -14,7 +14,8 @@ from typing import NamedTuple
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.workers import WorkerLoad
-from router.state import PoolRecord, WorkerRecord
+from router.pool_records import PoolRecord
+from router.state import WorkerRecord
 
 
 class FarLimits(NamedTuple):

@@ -24,8 +24,9 @@ from contextlib import closing
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.messages.workers import WorkerLoad
 from router.batching.far_batches import FarBatch, FarLimits
-from router.state import BatchKind, PoolRecord, WorkerRecord
-from router.workers.ranking import Ranking
+from router.pool_records import PoolRecord
+from router.ranking import Ranking
+from router.state import BatchKind, WorkerRecord
 
 Nodes = Mapping[str, Mapping[str, WorkerRecord]]  # workers by name, by the pool of their node
 

@@ -16,7 +16,8 @@ A request on time whose tenant holds less than its share of all that workers hav
 
 from collections.abc import Collection
 
-from router.state import PoolRecord, WorkerRecord
+from router.pool_records import PoolRecord
+from router.state import WorkerRecord
 
 _PROMPTS_S = 0.1
 _FALLBACK_TOKENS = 512.0  # where a worker does not tell its speed

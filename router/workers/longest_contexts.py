@@ -1,8 +1,8 @@
 """How long a context workers have room for, at most."""
 
 from alignedserve.core.request import Request
+from router.ranking import Ranking
 from router.state import WorkerRecord
-from router.workers.ranking import Ranking
 
 
 class LongestContexts:

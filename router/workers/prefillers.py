@@ -11,8 +11,9 @@ worker with the requests of one gateway sends one message per iteration. What th
 
 from collections.abc import Collection, Mapping
 
-from router.state import PoolRecord, WorkerRecord
-from router.workers.ranking import Ranking
+from router.pool_records import PoolRecord
+from router.ranking import Ranking
+from router.state import WorkerRecord
 
 _MORE_TOKENS = 256  # to prefill before its own: less than an iteration of most devices
 _MORE_REQUESTS = 1.0

@@ -13,7 +13,7 @@ from alignedserve.core.request import Request, RequestClass, Slo
 from router.policies import make_prefill_order
 from router.policies.prefill_order import FcfsByClassOrder, FcfsOrder, LeastSlackOrder
 from router.prefill_queue import PrefillQueue
-from router.workers.ranking import Ranking
+from router.ranking import Ranking
 from tests.support.marks import each
 from tests.support.samples import R1, R2, request
 
