@@ -217,9 +217,7 @@ async def test_tries_count_across_drivers(tmp_path: Path) -> None:
             await served.stop_driver()
             served.start_driver()
         done = await served.wait_for(batch["id"])
-    assert (done["status"], done["request_counts"]["failed"]) == ("completed", 1)
-    (num_calls,) = script.calls.values()
-    assert 3 <= num_calls <= 5  # a try that has just begun when its driver stops does not count
+    assert (done["status"], done["request_counts"]["failed"], [*script.calls.values()]) == ("completed", 1, [3])
 
 
 async def test_a_driver_that_dies_is_followed_by_another(tmp_path: Path) -> None:
