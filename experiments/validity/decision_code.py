@@ -2,7 +2,8 @@
 
 It is of the modules that a simulation imports: simulator, policies, router, pool, workers, cost model, workloads and
 what they are configured by. Of the scheduling policies only the one that runs is in it, so that its rules stale no row
-of another.
+of another. Where a definition lies does not matter: each is taken with what its names stand for, and not with its
+module's name, so that files may be moved, renamed, split and joined.
 """
 
 import ast
@@ -31,10 +32,27 @@ _SAID_ONLY = frozenset({"annotation", "returns", "type_comment", "type_params", 
 Read = Callable[[str], str | None]
 """Returns the text of a file by its path in the repository; None: there is none."""
 
+StandsFor = Callable[[str], str | None]
+"""Returns what a name stands for where it is used; None: something local, or built in."""
+
 
 def _from_disk(path: str) -> str | None:
     file = ROOT / path
     return file.read_text() if file.is_file() else None
+
+
+class _Module:
+    """What a module defines, and what it imports."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.statements = [one for one in tree.body if not _imports_only(one)]
+        self.defined = {name: digest_of(one) for one in self.statements for name in _names_of(one)}
+        self.imported = dict(_imports(tree))  # by the name here: module, and what of it
+
+    def reached(self) -> Iterator[str]:
+        """Yield the names of the modules that are imported, some of which may be no modules but what is in one."""
+        for module, of_it in self.imported.values():
+            yield from (module, f"{module}.{of_it}")
 
 
 class DecisionCode:
@@ -42,19 +60,18 @@ class DecisionCode:
 
     def __init__(self, read: Read = _from_disk) -> None:
         self._read = read
-        self._modules: dict[str, tuple[str, Sequence[str]] | None] = {}  # by name: digest, and what it imports
+        self._modules: dict[str, _Module | None] = {}
+        self._written: dict[str, Sequence[str]] = {}  # by module: the digests of its statements
 
     def digest(self, policy: str | None = None) -> str:
         """Return the digest of what a policy runs; None: of the code of all policies."""
         entry = None if policy is None else POLICIES[policy]
         own = None if entry is None else {entry.config.__module__, _class_of(entry.make).__module__}
-        modules = sorted(self._closure(own))
+        statements = {one for name in self._closure(own) if name != _REGISTRY for one in self._statements(name)}
+        if entry is None:
+            statements.update(self._statements(_REGISTRY))
         found = hashlib.sha256(b"" if entry is None else _settings_of(entry))
-        for name in modules:
-            module = self._module(name)
-            assert module is not None
-            if own is None or name != _REGISTRY:
-                found.update(f"{name} {module[0]}\n".encode())
+        found.update("\n".join(sorted(statements)).encode())
         return found.hexdigest()[:_NUM_DIGITS]
 
     def _closure(self, own: set[str] | None) -> set[str]:
@@ -63,38 +80,64 @@ class DecisionCode:
         waiting = list(_FIRST)
         while waiting:
             name = waiting.pop()
-            module = None if name in seen or name.startswith(_NOT_OF) else self._module(name)
+            module = None if name in seen else self._module(name)
             if module is None:
                 continue
             seen.add(name)
-            imported = module[1]
+            imported = module.reached()
             if name == _REGISTRY and own is not None:
-                imported = [one for one in imported if not one.startswith(f"{_REGISTRY}.") or one in own]
-            waiting += imported
+                waiting += [one for one in imported if not one.startswith(f"{_REGISTRY}.") or one in own]
+            else:
+                waiting += imported
         return seen
 
-    def _module(self, name: str) -> tuple[str, Sequence[str]] | None:
+    def _module(self, name: str) -> _Module | None:
+        """Return a module of the decision code; None: it is none."""
         if name not in self._modules:
             self._modules[name] = self._parsed(name)
         return self._modules[name]
 
-    def _parsed(self, name: str) -> tuple[str, Sequence[str]] | None:
+    def _parsed(self, name: str) -> _Module | None:
+        if not name.startswith(_OF) or name.startswith(_NOT_OF):
+            return None
         path = name.replace(".", "/")
         text = self._read(f"{path}.py") or self._read(f"{path}/__init__.py")
-        if text is None:
+        return None if text is None else _Module(ast.parse(text))
+
+    def _statements(self, name: str) -> Sequence[str]:
+        """Return the digest of each statement of a module, with what its names stand for."""
+        module = self._module(name)
+        if module is None:
+            return ()
+        if name not in self._written:
+            stands_for = partial(self._stands_for, name)
+            self._written[name] = [digest_of(one, stands_for) for one in module.statements]
+        return self._written[name]
+
+    def _stands_for(self, module_name: str, name: str) -> str | None:
+        """Return the digest of a definition, or the name of what lies outside of the decision code."""
+        module = self._module(module_name)
+        if module is None:
             return None
-        tree = ast.parse(text)
-        return digest_of(tree), [one for one in _imports(tree) if one.startswith(_OF)]
+        if name in module.defined or name not in module.imported:
+            return module.defined.get(name)
+        where, of_it = module.imported[name]
+        if not where.startswith(_OF):
+            return f"{where}.{of_it}"
+        found = None if where == _REGISTRY else self._stands_for(where, of_it)
+        return found or of_it  # is a module, or of one that decides nothing: wherever it lies
 
 
-def digest_of(tree: ast.AST) -> str:
+def digest_of(tree: ast.AST, stands_for: StandsFor = lambda _name: None) -> str:
     """Return the digest of what code does: without docstrings, comments, types and layout."""
-    return hashlib.sha256("\n".join(_written(tree)).encode()).hexdigest()
+    return hashlib.sha256("\n".join(_written(tree, stands_for)).encode()).hexdigest()
 
 
-def _written(node: ast.AST) -> Iterator[str]:
+def _written(node: ast.AST, stands_for: StandsFor) -> Iterator[str]:
     """Yield a node and those below it; a field that is empty is left out, as versions of Python differ in those."""
     yield type(node).__name__
+    if isinstance(node, ast.Name):
+        yield stands_for(node.id) or ""
     for name in node._fields:
         value = getattr(node, name, None)
         if name in _SAID_ONLY or value is None or value == []:
@@ -102,23 +145,44 @@ def _written(node: ast.AST) -> Iterator[str]:
         yield name
         for one in value if isinstance(value, list) else (value,):
             if isinstance(one, ast.AST):
-                if not _is_text_alone(one):
-                    yield from _written(one)
+                if not _says_nothing(one):
+                    yield from _written(one, stands_for)
             else:
                 yield repr(one)
 
 
-def _is_text_alone(node: ast.AST) -> bool:
+def _says_nothing(node: ast.AST) -> bool:
+    """Return whether a statement is a docstring or an import, which the names that are used tell."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return True
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def _imports(tree: ast.AST) -> Iterator[str]:
+def _imports_only(statement: ast.stmt) -> bool:
+    """Return whether a statement of a module imports, for types alone too, or says what the module is for."""
+    return all(map(_says_nothing, statement.body if isinstance(statement, ast.If) else (statement,)))
+
+
+def _names_of(statement: ast.stmt) -> Iterator[str]:
+    """Yield the names that a statement of a module defines."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield statement.name
+        return
+    for one in ast.walk(statement):
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
+            yield one.id
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield each name that is imported anywhere, with its module and what it is of it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (one.name for one in node.names)
+            for one in node.names:
+                module, _, last = one.name.rpartition(".")
+                yield one.asname or one.name, (module or last, last)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield node.module
-            yield from (f"{node.module}.{one.name}" for one in node.names)
+            for one in node.names:
+                yield one.asname or one.name, (node.module, one.name)
 
 
 def _settings_of(entry: PolicyEntry) -> bytes:

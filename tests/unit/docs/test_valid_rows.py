@@ -85,6 +85,30 @@ def test_a_policy_s_own_rules_are_in_no_other_s_digest() -> None:
     assert now["fcfs"] == before["fcfs"]
 
 
+USED = "alignedserve/sim/simulation.py"
+
+
+def of_files(files: dict[str, str]) -> str:
+    """Return the digest of all policies in a repository with these files."""
+    return DecisionCode({**FILES, **files}.get).digest()
+
+
+def test_files_may_be_moved_renamed_and_split() -> None:
+    most, room = "MOST = 3\n", "def room(num):\n    return num < MOST\n"
+    whole = of_files({USED: "from router.places import room\nx = room(2)\n", "router/places.py": most + room})
+    moved = {USED: "from router.work.spots import room\nx = room(2)\n", "router/work/spots.py": most + room}
+    assert of_files(moved) == whole
+    split = {"router/work/spots.py": f"from router.most import MOST\n{room}", "router/most.py": most}
+    assert of_files({**moved, **split}) == whole
+    assert of_files({**moved, "router/work/spots.py": "MOST = 4\n" + room}) != whole
+
+
+def test_what_a_name_stands_for_changes_the_digest() -> None:
+    both = {"router/one.py": "def room():\n    return 1\n", "router/two.py": "def room():\n    return 2\n"}
+    use = "from router.{} import room\nfrom router.{} import room as other\nx = room()\ny = other()\n"
+    assert of_files({**both, USED: use.format("one", "two")}) != of_files({**both, USED: use.format("two", "one")})
+
+
 def test_today_s_digests_are_of_the_code_that_is_there() -> None:
     assert len(set(digests().values())) == len(digests())
 
