@@ -54,13 +54,13 @@ from alignedserve.messages.workers import (
 )
 from router.admission import Admission
 from router.adoption import Adoption
-from router.late_predictions import expected_len, note_prediction
 from router.moves.leans import Leans
 from router.ownership import OwnershipTransitions
 from router.peer_announcements import announce_all, announce_prefiller, need_pool, need_prefiller, need_receiver
 from router.placement import Placement
 from router.policies.bypass import Bypass
 from router.policies.prefill_order import PrefillOrder
+from router.prediction.late_predictions import expected_len, note_prediction
 from router.prefill_queue import PrefillQueue
 from router.prefills.prefill_choice import PrefillChoice
 from router.request_registry import RequestRegistry, RouterRecords

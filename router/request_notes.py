@@ -11,9 +11,8 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.events import PeerDisconnected, Received, Send, Ticked
 from alignedserve.messages.gateways import RequestInterrupted, ResumeRequest, SubmitRequest
-from alignedserve.messages.note_buffer import NoteBuffer
 from alignedserve.messages.pools import BatchFormed, RequestPooled
-from alignedserve.messages.request_notes import Cause, RequestNote, Step
+from alignedserve.messages.request_notes import Cause, NoteBuffer, RequestNote, Step
 from alignedserve.messages.workers import (
     MoveRequest,
     PrefillRequest,

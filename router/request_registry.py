@@ -16,9 +16,9 @@ from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestInterrupted
 from alignedserve.messages.pools import DropRequest
-from router.late_predictions import expected_len
 from router.placement import Placement
 from router.policies.forecast import DrainForecast, OutputLengthForecast
+from router.prediction.late_predictions import expected_len
 from router.prefill_queue import PrefillQueue
 from router.state import TrackedRequest
 

@@ -19,8 +19,7 @@ from alignedserve.messages.cluster_view import (
     tree_of,
 )
 from alignedserve.messages.gateways import ClusterStatus, Demand, LengthTotals, PrefixTotals, WorkerLean
-from alignedserve.messages.iteration_log import IterationLogTotals
-from alignedserve.messages.speeds import WorkerSpeed
+from alignedserve.messages.measurements import IterationLogTotals, WorkerSpeed
 from alignedserve.messages.workers import IterationLogReport
 from router.placement import Placement
 from router.policies.prefill_order import first_token_s

@@ -16,9 +16,8 @@ from alignedserve.messages.fields import (
     Text,
     TokenIds,
 )
-from alignedserve.messages.iteration_log import IterationLogTotals
+from alignedserve.messages.measurements import IterationLogTotals, WorkerSpeed
 from alignedserve.messages.prefixes import BlockNames
-from alignedserve.messages.speeds import WorkerSpeed
 from alignedserve.messages.wire import Message
 
 

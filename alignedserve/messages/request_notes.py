@@ -14,6 +14,7 @@ from alignedserve.messages.fields import Attempt, Count, PredictedLen, Seconds, 
 from alignedserve.messages.wire import Message
 
 MAX_NOTES = 1024  # in a message
+_MAX_PENDING = 16 * MAX_NOTES  # for one gateway; a room that notes more between two ticks is not understood by them
 MAX_DOCUMENT_BYTES = 1 << 20
 MAX_STANDINGS = 16  # in an answer
 
@@ -164,3 +165,27 @@ class StandingsTold(Message, frozen=True):
 
     number: QuestionNumber
     standings: Annotated[tuple[Standing, ...], msgspec.Meta(max_length=MAX_STANDINGS)]
+
+
+class NoteBuffer:
+    """Notes of a room by the address of their gateway, kept until the next tick and then sent."""
+
+    def __init__(self) -> None:
+        self._pending: dict[str, list[RequestNote]] = {}
+
+    def add(self, address: str, note: RequestNote) -> None:
+        """Keep a note; dropped where there are too many."""
+        notes = self._pending.setdefault(address, [])
+        if len(notes) < _MAX_PENDING:
+            notes.append(note)
+
+    def take(self) -> list[tuple[str, RequestsNoted]]:
+        """Return all notes, and keep none."""
+        if not self._pending:
+            return []
+        pending, self._pending = self._pending, {}
+        return [
+            (address, RequestsNoted(tuple(notes[first : first + MAX_NOTES])))
+            for address, notes in pending.items()
+            for first in range(0, len(notes), MAX_NOTES)
+        ]

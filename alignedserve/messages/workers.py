@@ -9,8 +9,7 @@ from alignedserve.core.request import Request
 from alignedserve.messages.caches import BatchGranted, BlocksWritten
 from alignedserve.messages.cluster_view import BatchShape
 from alignedserve.messages.fields import Attempt, Count, FailureKind, PredictedLen, Seconds, Share, Text, TokenIds
-from alignedserve.messages.iteration_log import IterationLogTotals
-from alignedserve.messages.speeds import WorkerSpeed
+from alignedserve.messages.measurements import IterationLogTotals, WorkerSpeed
 from alignedserve.messages.wire import Message
 
 

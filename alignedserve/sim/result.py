@@ -16,7 +16,7 @@ from alignedserve.core.metrics import (
     stalled,
 )
 from alignedserve.messages.gateways import ClusterStatus, Demand, LengthTotals
-from alignedserve.messages.iteration_log import IterationLogTotals
+from alignedserve.messages.measurements import IterationLogTotals
 from alignedserve.sim.engine import IterationLine, SimulatedEngine
 from alignedserve.sim.records import Ending, GapSample, RequestRecord
 from alignedserve.sim.routers import SimulatedRouter

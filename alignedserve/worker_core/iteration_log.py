@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 
 from alignedserve.core.request import Request
 from alignedserve.messages.cluster_view import BatchShape
-from alignedserve.messages.iteration_log import SPREAD_EDGES, IterationLogTotals
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes
+from alignedserve.messages.measurements import SPREAD_EDGES, IterationLogTotals
 
 _NUM_RECORDS = 8192
 _REPORT_PAUSE_S = 1.0

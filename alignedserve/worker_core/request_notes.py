@@ -24,8 +24,7 @@ from alignedserve.messages.caches import (
 from alignedserve.messages.events import Received, Send, SendTo, Ticked
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.iterations import IterationCompleted, LoadBlocks, RunIteration
-from alignedserve.messages.note_buffer import NoteBuffer
-from alignedserve.messages.request_notes import Cause, RequestNote, Step
+from alignedserve.messages.request_notes import Cause, NoteBuffer, RequestNote, Step
 from alignedserve.messages.workers import (
     AttemptFailed,
     MoveRequest,

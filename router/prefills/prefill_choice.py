@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass
-from router.late_predictions import expected_len
 from router.placement import Placement
+from router.prediction.late_predictions import expected_len
 from router.prefill_queue import Turn
 from router.prefills.look_ahead import is_decoded_soon, wants_more
 from router.prefills.promised_room import PromisedRoom

@@ -77,7 +77,7 @@ from alignedserve.messages.gateways import (
     WorkerLean,
 )
 from alignedserve.messages.handshake import Challenge, Hello, Ping, Role, Welcome
-from alignedserve.messages.iteration_log import IterationLogTotals
+from alignedserve.messages.measurements import IterationLogTotals
 from alignedserve.messages.pools import (
     BatchFormed,
     BatchReceived,

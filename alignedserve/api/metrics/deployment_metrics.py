@@ -18,7 +18,7 @@ from alignedserve.api.backend.interface import CompletionBackend
 from alignedserve.core.request import Slo
 from alignedserve.messages.cluster_view import TIME_EDGES_S, AdapterLoads, TierLoad, TimeSpread, WorkerView
 from alignedserve.messages.gateways import ClusterStatus
-from alignedserve.messages.iteration_log import SPREAD_EDGES, IterationLogTotals
+from alignedserve.messages.measurements import SPREAD_EDGES, IterationLogTotals
 
 # name, help, value
 _GAUGES: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (

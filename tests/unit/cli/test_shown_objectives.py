@@ -7,7 +7,7 @@ from rich.table import Table
 from alignedserve.cli.commands.serving.serve import describe_objectives
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.messages.gateways import ClusterStatus
-from alignedserve.messages.speeds import WorkerSpeed
+from alignedserve.messages.measurements import WorkerSpeed
 
 STATUS = ClusterStatus(speed=WorkerSpeed(short_prompt_s=0.2, prompt_s=2.5, token_s=0.1, shared_token_s=0.12))
 

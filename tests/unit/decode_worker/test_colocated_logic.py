@@ -11,8 +11,8 @@ from alignedserve.messages.events import PeerConnected, SendTo, Ticked
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest, PromptScored, TokenDelta, TokensEmitted
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.messages.iterations import IterationTimes, PromptScores
+from alignedserve.messages.measurements import IterationLogTotals
 from alignedserve.messages.workers import (
     AttemptFailed,
     DecodedRequest,

@@ -5,8 +5,8 @@ from alignedserve.messages.caches import BatchGranted, Handoff
 from alignedserve.messages.cluster_view import BatchShape
 from alignedserve.messages.events import PeerConnected, Received, Send, Ticked
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.messages.iterations import BlocksLoaded, IterationCompleted, IterationTimes
+from alignedserve.messages.measurements import IterationLogTotals
 from alignedserve.messages.workers import IterationLogReport
 from decode_worker.batching.batch_order import DecodeLimits
 from decode_worker.logic import DecodeCommand, DecodeLogic

@@ -4,8 +4,8 @@ from msgspec.structs import replace
 
 from alignedserve.messages.gateways import ClusterStatus, Demand, PrefixTotals
 from alignedserve.messages.handshake import Role
+from alignedserve.messages.measurements import WorkerSpeed
 from alignedserve.messages.pools import PoolLoad, PoolRegistered
-from alignedserve.messages.speeds import WorkerSpeed
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import WorkerLoad
 from tests.harnesses.router import colocated_router, connected_router, decoding

@@ -1,8 +1,10 @@
-"""Totals of decode workers' iteration logs: a worker reports its gain, the router the sum of all."""
+"""What workers measure and report: how fast they are at their start, and totals of decode workers' iteration logs."""
 
 from typing import Annotated, Any
 
 import msgspec
+
+from alignedserve.messages.fields import Seconds
 
 # Upper edges of the histogram of spread (longest context of a batch over its mean); a last bucket has none.
 SPREAD_EDGES = (1.0, 1.02, 1.05, 1.1, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0)
@@ -13,8 +15,29 @@ TotalSeconds = Annotated[float, msgspec.Meta(ge=0.0)]
 SpreadCounts = Annotated[tuple[Total, ...], msgspec.Meta(min_length=_NUM_BUCKETS, max_length=_NUM_BUCKETS)]
 
 
+class WorkerSpeed(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds that a worker needs with nothing else to do; 0: it did not measure. Default objectives follow from it."""
+
+    short_prompt_s: Seconds = 0.0  # of 64 tokens: no first token comes sooner
+    prompt_s: Seconds = 0.0  # of 1 024 tokens, or half of what its memory holds
+    token_s: Seconds = 0.0  # of one request: no gap is shorter
+    shared_token_s: Seconds = 0.0  # of four together
+
+    def slower(self, other: "WorkerSpeed") -> "WorkerSpeed":
+        """Return the longer of each of the times."""
+        return WorkerSpeed(
+            max(self.short_prompt_s, other.short_prompt_s),
+            max(self.prompt_s, other.prompt_s),
+            max(self.token_s, other.token_s),
+            max(self.shared_token_s, other.shared_token_s),
+        )
+
+
 class IterationLogTotals(msgspec.Struct, frozen=True, array_like=True):
-    """Sums over decode iterations. The seven parts add up to the wall time, except for unmeasured gaps."""
+    """Sums over decode iterations: a worker reports its gain, the router the sum of all.
+
+    The seven parts add up to the wall time, except for unmeasured gaps.
+    """
 
     num_iterations: Total = 0
     num_switch_iterations: Total = 0  # of those, in which two batches mixed
