@@ -38,6 +38,7 @@ _MIN_ERROR = 0.01
 _COPY_STEP = 0.2  # towards what an iteration tells of its copies
 _LEAST_COPIED = 0.5  # of the time of computing: that copies take which an iteration may have waited for
 _MOST_DEARER = 2.0  # times as dear as known: the most that one iteration tells of copies
+_LEAST_MEASURED = 0.2  # of what an iteration is predicted to take, once that is known
 _LEAST_REST = 0.1  # of an iteration's time, which its grammars did not take
 _GRAMMAR_STEP = 0.05  # towards what an iteration tells of its rows' grammars
 _COPY_SHARE = 0.25  # of the time to compute a token: to copy it, as long as nothing is known of copies
@@ -113,6 +114,8 @@ class OnlineIterationModel:
         if predicted <= self.swap_s(num_copied):
             return
         self.num_observed += 1
+        if self.num_observed > _NUM_RESCALED:  # a duration of next to nothing would outweigh all others
+            seconds = max(seconds, _LEAST_MEASURED * predicted)
         features = [feature / seconds for feature in features_of(work, self._bend_tokens)]
         self._rescale(sum(map(mul, self._prior, features)))
         self._learn(features, self._weight_of(abs(predicted / seconds - 1.0)))

@@ -34,7 +34,7 @@ from alignedserve.scheduling.yielding import YieldConfig, Yielding
 _INTERFERENCE = "interference"
 _PACK_SHARE = "pack_share"
 _NOT_YIELDING = frozenset({Mechanism.SHARED_BLOCKS, Mechanism.HIDDEN_CACHE})  # what passes do not stop with
-_CLASSLESS_ORDERS = ("fcfs",)  # of prompts, in the router
+_CLASSED_ORDERS = {"fcfs": "fcfs_classed"}  # of prompts, in the router: by those that know no classes
 
 
 def params_of(scheduling: SchedulingConfig) -> dict[str, Any]:
@@ -206,8 +206,6 @@ def resolve_policy(config: ClusterConfig) -> ClusterConfig:
         scheduling = msgspec.structs.replace(scheduling, best_effort_floor=config.router.best_effort_floor)
     own = policy_config(scheduling.policy, params_of(scheduling))
     router: dict[str, Any] = {}
-    if config.router.prefill_order is None:
-        router["prefill_order"] = entry.prefill_order
     if config.router.direct_handoff is None:
         router["direct_handoff"] = entry.is_direct
     replace = msgspec.structs.replace
@@ -220,7 +218,10 @@ def resolve_policy(config: ClusterConfig) -> ClusterConfig:
         batching.setdefault(_PACK_SHARE, config.batching.pack_share or getattr(own, _PACK_SHARE))
     elif config.batching.pack_share is not None:
         raise ConfigError(f"batching.{_PACK_SHARE} has no effect with policy {scheduling.policy!r}; leave it out")
-    knows_classes = (config.router.prefill_order or entry.prefill_order) not in _CLASSLESS_ORDERS
+    # What packs slack goes by objectives, and so do the prompts that wait for it.
+    own_order = _CLASSED_ORDERS[entry.prefill_order] if batching.get(_PACK_SHARE) is not None else entry.prefill_order
+    router["prefill_order"] = config.router.prefill_order or own_order
+    knows_classes = router["prefill_order"] not in _CLASSED_ORDERS
     if config.batching.best_effort_floor is None and knows_classes and topology.is_separate:
         batching["best_effort_floor"] = config.router.best_effort_floor
     return replace(

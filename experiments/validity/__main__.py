@@ -1,7 +1,7 @@
 """Which pages of docs/experiments are stale: measured with a decision code that is not today's.
 
     python -m experiments.validity [PAGE ...]               # a line for each page; exit code 1: some are stale
-    python -m experiments.validity --repeat [PAGE ...]      # simulate a sample of the stale rows again
+    python -m experiments.validity --repeat [PAGE ...]      # simulate a sample of the stale rows again, where none was
     python -m experiments.pages                             # writes what is found on the pages
 
 A row is valid while the digest of the code that decided it is one of today's, or if the quickest row of its system and
@@ -21,7 +21,7 @@ from experiments.grid.search import simulate
 from experiments.pages.record import figures
 from experiments.pages.stale import PAGES, rows_of
 from experiments.validity.decision_code import digests
-from experiments.validity.rows import REPEATED, State, is_stale, repeats, states
+from experiments.validity.rows import REPEATED, Repeat, State, is_stale, repeats, states, system_of, told_today
 from experiments.validity.samples import CASES, repeat, sample
 
 
@@ -30,6 +30,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("pages", nargs="*", help=f"only these: {', '.join(PAGES)}")
     parser.add_argument("--repeat", action="store_true", help="simulate a sample of the stale rows again")
+    parser.add_argument("--anew", action="store_true", help="with --repeat: of rows too that hold by a repeated sample")
     parser.add_argument("--each", type=int, default=1, help="rows of each system and code")
     parser.add_argument("--processes", type=int, default=1, help="simulations at a time")
     options = parser.parse_args()
@@ -39,22 +40,25 @@ def main() -> None:
     pages = options.pages or list(PAGES)
     if options.repeat:
         for page in pages:
-            _record(page, _repeated(page, num_each=options.each, processes=options.processes))
+            known = () if options.anew else told_today(page)
+            _record(page, known, _repeated(page, known, num_each=options.each, processes=options.processes))
         repeats.cache_clear()
     sys.exit(_show(pages))
 
 
-def _repeated(page: str, *, num_each: int, processes: int) -> list[Row]:
-    today = list(digests().values())
+def _repeated(page: str, known: Sequence[Repeat], *, num_each: int, processes: int) -> list[Row]:
+    """Simulate again a sample of the rows of each system and code of which today's code has told nothing."""
+    today, are_told = list(digests().values()), {(one["system"], one["code"]) for one in known}
     if page not in CASES:
-        return grid_repeats.repeat(grid_repeats.sample(Record(PATH), today, num_each=num_each), simulate)
-    chosen = sample(figures(page)["runs"], CASES[page](), today, num_each=num_each)
-    return repeat(chosen, processes=processes)
+        outcomes = grid_repeats.sample(Record(PATH), today, num_each=num_each)
+        return grid_repeats.repeat([one for one in outcomes if (one.policy, one.code) not in are_told], simulate)
+    rows = [row for row in figures(page)["runs"] if (system_of(row), row.get("code")) not in are_told]
+    return repeat(sample(rows, CASES[page](), today, num_each=num_each), processes=processes)
 
 
-def _record(page: str, found: Sequence[Row]) -> None:
-    known = json.loads(REPEATED.read_text()) if REPEATED.exists() else {}
-    REPEATED.write_text(json.dumps({**known, page: found}, indent=1) + "\n")
+def _record(page: str, known: Sequence[Repeat], found: Sequence[Row]) -> None:
+    recorded = json.loads(REPEATED.read_text()) if REPEATED.exists() else {}
+    REPEATED.write_text(json.dumps({**recorded, page: [*known, *found]}, indent=1) + "\n")
     print(f"{page}: {len(found)} rows again")
     for one in found:
         print(f"  {one['system']} of {one['code']}: {'the same' if one['is_same'] else 'other figures'}")

@@ -36,6 +36,11 @@ def repeats(page: str) -> Sequence[Repeat]:
     return found.get(page, [])
 
 
+def told_today(page: str) -> list[Repeat]:
+    """Return what was repeated of a page by a code that is today's."""
+    return [one for one in repeats(page) if one["now"] in digests().values()]
+
+
 def system_of(row: Mapping[str, Any]) -> str:
     """Return what a row is of: a policy, or one with other settings."""
     return str(row.get("system") or row["policy"])

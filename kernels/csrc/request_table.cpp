@@ -29,6 +29,7 @@ using buffers::Floats;
 using buffers::Ints;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kPressing = 3.0;  // as in forecast.py
 
 // --- the table
 
@@ -270,7 +271,7 @@ struct RowForecast {
         const bool has_missed = has_begun ? table[kFirstToken][row] > first_s : next_s - alone_s < at.now;
         const bool is_late = has_missed || deadline_slack_s < 0;
         const bool has_no_slo = std::isinf(ttft_s) && std::isinf(tpot_s);
-        const bool has_objective = (is_real_time && !has_no_slo) || deadline_slack_s < left_s;
+        const bool has_objective = (is_real_time && !has_no_slo) || deadline_slack_s < kPressing * left_s;
         is_on_time = has_objective && !is_late;
         const bool is_urgent = is_on_time && smaller(slack_s - alone_s, deadline_slack_s) < at.horizon_s;
         claim = is_urgent ? kUrgent : is_on_time ? kOnTime : is_real_time ? kLate : kBestEffort;

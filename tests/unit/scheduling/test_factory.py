@@ -89,6 +89,15 @@ def test_what_a_policy_implies_is_set() -> None:
     assert resolved.batching.policy == "fcfs"
 
 
+def test_prompts_that_wait_for_slack_go_by_class() -> None:
+    def order(**params: float | None) -> str | None:
+        scheduling = SchedulingConfig(policy="aligned", policy_params=params)
+        return resolve_policy(ClusterConfig(scheduling=scheduling)).router.prefill_order
+
+    assert order() == "fcfs_classed"
+    assert order(pack_share=None) == "fcfs"  # the paper's
+
+
 def test_what_is_set_explicitly_stays() -> None:
     config = ClusterConfig(
         topology=Topology.DISAGGREGATED,

@@ -22,6 +22,7 @@ from kernels.cpu.request_table import RowForecasts
 # Ranks, the best first: the order of scheduling, and the reverse order of eviction.
 STARVING, URGENT, ON_TIME, LATE, BEST_EFFORT = range(5)
 _NUM_RANKS = 5
+_PRESSING = 3.0  # times the time that it still needs: with a quarter of the time until it a deadline would still be met
 _NO_ROWS = np.empty(0, np.int64)
 
 
@@ -162,7 +163,7 @@ def _plain_forecast(table: RequestTable, situation: Situation, prompts: PrefillT
     deadline_slack_s = table.arrival_s + table.deadline_s - left_s - now
     is_late = np.where(dues.has_begun, table.first_token_s > dues.first_s, dues.next_s - alone_s < now)
     is_late |= deadline_slack_s < 0
-    is_pressing = deadline_slack_s < left_s  # a deadline: with half of the time that is left it would still be met
+    is_pressing = deadline_slack_s < _PRESSING * left_s
     has_no_slo = np.isinf(table.ttft_s) & np.isinf(table.tpot_s)
     is_on_time = ((table.is_real_time & ~has_no_slo) | is_pressing) & ~is_late
     slack_s = dues.next_s - now
