@@ -12,15 +12,19 @@ _SAID_ONLY = ("cpu_s", "code")
 
 
 def sample(record: Record, today: Collection[str], *, num_each: int = 1) -> list[Outcome]:
-    """Choose the quickest stale outcomes of each policy and code and those that hold least; abandoned ones are none."""
+    """Choose the quickest stale outcomes of each policy and code and those that hold least.
+
+    Abandoned ones are chosen only where there are no others.
+    """
     found: dict[tuple[str, str], list[Outcome]] = {}
     for one in record:
-        if one.at_most is None and one.code not in today:
+        if one.code not in today:
             found.setdefault((one.policy, one.code), []).append(one)
     return [one for of_policy in found.values() for one in _chosen(of_policy, num_each)]
 
 
 def _chosen(outcomes: Sequence[Outcome], num_each: int) -> list[Outcome]:
+    outcomes = [one for one in outcomes if one.at_most is None] or outcomes
     quickest = sorted(outcomes, key=lambda one: one.cpu_s)[:num_each]
     hardest = sorted(outcomes, key=lambda one: one.attainment)[:num_each]
     return [*quickest, *(one for one in hardest if one not in quickest)]
@@ -31,7 +35,8 @@ def repeat(sampled: Sequence[Outcome], simulated: Simulate) -> list[Row]:
     rows = []
     for one in sampled:
         point = _point(one.point)
-        again = simulated(point, _system(one.system, point.accelerators), 0)
+        least = 0 if one.at_most is None else one.at_most + 1  # below which it is abandoned again
+        again = simulated(point, _system(one.system, point.accelerators), least)
         rows.append(
             {
                 "system": one.policy,

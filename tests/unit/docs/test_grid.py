@@ -212,13 +212,21 @@ def test_the_quickest_outcome_of_each_policy_and_code_is_repeated_and_compared(t
         assert (row["system"], row["code"], row["now"], row["is_same"]) == ("aligned_slo", "old", "c", is_same)
 
 
+def test_where_all_outcomes_of_a_code_were_abandoned_one_is_abandoned_again(tmp_path: Path) -> None:
+    record = Record(tmp_path / "r.jsonl")
+    gone = Outcome(POINT.of_seed(3).name, ELASTIC, 1000, at_most=640, ended_s=31.5, code="old")
+    record.append(gone)
+    (row,) = repeat(sample(record, ["c"]), _Again(gone, least=641).simulated)
+    assert row["is_same"]
+
+
 class _Again:
-    def __init__(self, outcome: Outcome) -> None:
-        self._outcome = outcome
+    def __init__(self, outcome: Outcome, *, least: int = 0) -> None:
+        self._outcome, self._least = outcome, least
 
     def simulated(self, point: Point, system: System, least: int) -> Outcome:
         """Return the outcome, if the case is the one that is to be repeated."""
-        assert (point, system, least) == (POINT.of_seed(3), DEFAULT, 0)
+        assert (point, system, least) == (POINT.of_seed(3), DEFAULT, self._least)
         return self._outcome
 
 
