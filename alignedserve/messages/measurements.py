@@ -1,4 +1,4 @@
-"""What workers measure and report: how fast they are at their start, and totals of decode workers' iteration logs."""
+"""Messages' parts that say what workers measured: how fast they are, and the totals of their iteration logs."""
 
 from typing import Annotated, Any
 

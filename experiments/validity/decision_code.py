@@ -42,7 +42,7 @@ def _from_disk(path: str) -> str | None:
 
 
 class _Module:
-    """What a module defines, and what it imports."""
+    """Lists what a module defines and what it imports."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.statements = [one for one in tree.body if not _imports_only(one)]
@@ -61,15 +61,14 @@ class DecisionCode:
     def __init__(self, read: Read = _from_disk) -> None:
         self._read = read
         self._modules: dict[str, _Module | None] = {}
-        self._written: dict[str, Sequence[str]] = {}  # by module: the digests of its statements
+        self._statements: dict[str, Sequence[str]] = {}  # by module: their digests
 
     def digest(self, policy: str | None = None) -> str:
         """Return the digest of what a policy runs; None: of the code of all policies."""
         entry = None if policy is None else POLICIES[policy]
         own = None if entry is None else {entry.config.__module__, _class_of(entry.make).__module__}
-        statements = {one for name in self._closure(own) if name != _REGISTRY for one in self._statements(name)}
-        if entry is None:
-            statements.update(self._statements(_REGISTRY))
+        apart = set() if entry is None else {_REGISTRY}  # of which a policy has its entry alone
+        statements = {one for name in self._closure(own) - apart for one in self._digests_of(name)}
         found = hashlib.sha256(b"" if entry is None else _settings_of(entry))
         found.update("\n".join(sorted(statements)).encode())
         return found.hexdigest()[:_NUM_DIGITS]
@@ -104,15 +103,13 @@ class DecisionCode:
         text = self._read(f"{path}.py") or self._read(f"{path}/__init__.py")
         return None if text is None else _Module(ast.parse(text))
 
-    def _statements(self, name: str) -> Sequence[str]:
+    def _digests_of(self, name: str) -> Sequence[str]:
         """Return the digest of each statement of a module, with what its names stand for."""
-        module = self._module(name)
-        if module is None:
-            return ()
-        if name not in self._written:
-            stands_for = partial(self._stands_for, name)
-            self._written[name] = [digest_of(one, stands_for) for one in module.statements]
-        return self._written[name]
+        if name not in self._statements:
+            module, stands_for = self._module(name), partial(self._stands_for, name)
+            assert module is not None
+            self._statements[name] = [digest_of(one, stands_for) for one in module.statements]
+        return self._statements[name]
 
     def _stands_for(self, module_name: str, name: str) -> str | None:
         """Return the digest of a definition, or the name of what lies outside of the decision code."""

@@ -22,7 +22,7 @@ from kernels.cpu.request_table import RowForecasts
 # Ranks, the best first: the order of scheduling, and the reverse order of eviction.
 STARVING, URGENT, ON_TIME, LATE, BEST_EFFORT = range(5)
 _NUM_RANKS = 5
-_PRESSING = 3.0  # times the time that it still needs: with a quarter of the time until it a deadline would still be met
+_PRESSING = 3.0  # times the time still needed: of the time until a deadline that presses a quarter is too little
 _NO_ROWS = np.empty(0, np.int64)
 
 
