@@ -14,7 +14,7 @@ from alignedserve.scheduling.runtime_estimate import (
     RequestRuntimeModel,
     remaining_output_len,
 )
-from alignedserve.scheduling.table import Bools, Floats, Ints, RequestTable, rows_where
+from alignedserve.scheduling.table import Bools, Floats, Ints, RequestTable
 from alignedserve.scheduling.table_operations import note_decodes
 from kernels.cpu import request_table as native
 from kernels.cpu.request_table import RowForecasts
@@ -97,14 +97,6 @@ def forecast_rows(table: RequestTable, situation: Situation, prompts: PrefillTim
     if table.has_kernels:
         return native.slo_forecast(table.columns, len(table), situation, PROMPT_LENGTHS, prompts.probed_s)
     return _plain_forecast(table, situation, prompts)
-
-
-def lent_tokens(table: RequestTable, forecast: RowForecasts) -> int:
-    """Return how many tokens chats on time which have begun, and whose memory others have, must compute again."""
-    if not any(forecast.num_waiting[URGENT : ON_TIME + 1]):
-        return 0
-    lent = rows_where((forecast.claim <= ON_TIME) & ~forecast.is_ready & (table.num_generated > 0))
-    return int(table.num_remaining[lent].sum()) if len(lent) else 0
 
 
 def is_any_silent(table: RequestTable, forecast: RowForecasts, since_s: float) -> bool:

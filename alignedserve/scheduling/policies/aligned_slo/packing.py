@@ -17,9 +17,9 @@ from alignedserve.scheduling.policies.aligned_slo.forecast import (
     Group,
     SloForecast,
     in_order,
-    lent_tokens,
     rows_of,
 )
+from alignedserve.scheduling.policies.aligned_slo.loans import Loans
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Ints, rows_where
 
@@ -33,10 +33,11 @@ class SloPacking:
         self._forecast = forecast
         self._rows = forecast.rows
         self._packer = Packer(view)
+        self._loans = Loans(view, forecast)
         self._growth_tokens = growth_tokens
         self._evicted: set[int] = set()
         self._gain: list[int] | None = None  # see _blocks_to_gain
-        self._lent = 0
+        self._lendable = 0
         self._least_s = 0.0
         self._kept = 0  # blocks for the rest of starving prompts
 
@@ -98,7 +99,7 @@ class SloPacking:
         for row in rows.tolist():
             if row in self._evicted or (row in packer and not self._is_extensible(row, budget_s)):
                 continue
-            if self._loans_left_s < 0.0 and not (self._has_begun(row) or self._is_starving(row)):
+            if self._loans.left_s < 0.0 and not (self._has_begun(row) or self._is_starving(row)):
                 continue
             num_blocks = self._wanted(row)
             wanted = num_blocks + self._kept_from(row)
@@ -159,8 +160,8 @@ class SloPacking:
             rows = np.array([row for row in self._victims if row not in self._packer], np.int64)
             held = np.bincount(self._forecast.hold[rows], self._view.own_blocks(rows), BEST_EFFORT + 1)
             self._gain = [int(held[rank + 1 :].sum()) for rank in range(BEST_EFFORT + 1)]
-            self._lent = int(self._view.own_blocks(np.array(self._lenders, np.int64)).sum())
-        return self._gain[self._weakest(row)] + (self._lent if self._rows.claim[row] == URGENT else 0)
+            self._lendable = int(self._view.own_blocks(np.array(self._loans.lenders, np.int64)).sum())
+        return self._gain[self._weakest(row)] + (self._lendable if self._rows.claim[row] == URGENT else 0)
 
     def _evict_until(self, row: int, num_blocks: int) -> bool:
         """Evict others until this many blocks are free; return False if they do not suffice."""
@@ -270,33 +271,13 @@ class SloPacking:
 
         It returns into free blocks, or when its next token is due by the schedule: until then it is not urgent.
         """
-        while self._lenders:
-            victim = self._lenders.pop()
+        while self._loans.lenders:
+            victim = self._loans.lenders.pop()
             if victim != row and victim not in self._evicted:
-                self._loans_left_s -= self._recomputing_s(victim)
+                self._loans.left_s -= self._recomputing_s(victim)
                 self._evict(victim)
                 return True
         return False
-
-    @cached_property
-    def _lenders(self) -> list[int]:
-        """Requests ahead of their schedule, the furthest last."""
-        table, eviction_slack_s = self._table, self._rows.eviction_slack_s
-        can_lend = self._rows.is_ready & (self._rows.rank > STARVING) & (table.num_blocks > 0) & (eviction_slack_s > 0)
-        rows = np.flatnonzero(can_lend & self._view.can_evict)
-        furthest_last: list[int] = rows[np.lexsort((table.order[rows], eviction_slack_s[rows]))].tolist()
-        return furthest_last
-
-    @cached_property
-    def _loans_left_s(self) -> float:
-        """Seconds of computing again for which chats on time may still lend; below zero where more is lent or lost.
-
-        Below zero, too, while one has been silent for too long.
-        """
-        forecast = self._forecast
-        if forecast.is_silent:
-            return -np.inf
-        return forecast.loans_s - lent_tokens(self._table, self._rows) * forecast.prefill_token_s
 
     def _comes_after(self, victim: int, row: int) -> bool:
         hold, left_s = self._forecast.hold, self._rows.left_s

@@ -58,6 +58,15 @@ def test_who_has_paused_for_nearly_as_long_lends_nothing() -> None:
     assert "new" not in scheduled
 
 
+def test_nobody_lends_while_as_much_is_lent_as_the_device_holds() -> None:
+    """Nine blocks hold 144 tokens; each that has lent comes back with 81. In an overload all memory went round."""
+    lent = _AHEAD | {"num_cached": 0, "num_blocks": 0}
+    assert _decided(far=_AHEAD, near=_BEHIND, lent=lent, new=_URGENT)[1] == [("far", "drop")]
+    scheduled, evicted = _decided(far=_AHEAD, near=_BEHIND, lent=lent, another=lent, new=_URGENT)
+    assert evicted == []
+    assert scheduled == {"near": 1, "far": 1}
+
+
 def test_none_begins_while_six_seconds_of_computing_again_are_owed() -> None:
     lent = _AHEAD | {"num_cached": 0, "num_blocks": 0}
     assert "new" in _decided(near=_BEHIND, lent=lent, new=_URGENT)[0]
