@@ -12,6 +12,7 @@ import numpy as np
 from typing_extensions import override
 
 from alignedserve.scheduling.policies.aligned_slo.forecast import LATE, ON_TIME, URGENT, SloForecast
+from alignedserve.scheduling.policies.aligned_slo.loans import Loans
 from alignedserve.scheduling.policies.aligned_slo.packing import SloPacking
 from alignedserve.scheduling.policy import DeviceMemory, WorkerView
 from alignedserve.scheduling.runtime_estimate import remaining_output_len
@@ -49,8 +50,8 @@ def by_density(rows: RowForecasts, table: RequestTable, memory: DeviceMemory, no
 class HiddenPacking(SloPacking):
     """One decision that may begin hidden caches."""
 
-    def __init__(self, view: WorkerView, forecast: SloForecast, *, growth_tokens: int) -> None:
-        super().__init__(view, forecast, growth_tokens=growth_tokens)
+    def __init__(self, view: WorkerView, forecast: SloForecast, loans: Loans, *, growth_tokens: int) -> None:
+        super().__init__(view, forecast, loans, growth_tokens=growth_tokens)
         self._hidden: set[int] = set()  # newcomers whose keys and values do not fit
         self._saved: dict[int, int] = {}  # blocks, of those that are packed now
 

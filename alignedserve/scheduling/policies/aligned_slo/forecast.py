@@ -69,7 +69,6 @@ class SloForecast(NamedTuple):
     stretched_s: float  # the longest after which all requests that have begun still hold their mean gap
     kept_blocks: int  # more than requests on time hold now, they held lately: not for newcomers that they would evict
     prefill_token_s: float  # to compute one token of a prompt, as against copying it
-    loans_s: float  # of computing again, which chats on time that have begun may owe together for what they have lent
     is_silent: bool = False  # a chat that has begun lacks its cache, and has been silent for longer than it may be
 
 

@@ -1,13 +1,13 @@
 """Loans of memory: chats ahead of their own schedule give theirs to first tokens that would be late, and return for it.
 
-Two bounds keep loans from going round and round where memory is short for long, as in an overload:
+A loan helps over a burst. Where memory is short for longer, caches would go round and round, and all would be late. So
 
-- While computing lent caches again would take more than `starving_share` of `loan_s`, no prompt begins.
-- While as much is lent as the device has blocks for, nobody lends: it could not all come back at once.
+- who lends keeps its cache, on the host or in the pool: none is computed again for a loan (packing.py);
+- loans may take `loan_share` of the time for copies within iterations, or `loan_credit_s` at once;
+- while as much is lent as the device has blocks for, nobody lends: it could not all come back at once.
 """
 
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,48 +16,52 @@ from alignedserve.scheduling.policy import WorkerView
 from alignedserve.scheduling.table import rows_where
 
 
-class _Lent(NamedTuple):
-    """Tokens of chats on time which have begun, and whose memory others have."""
+class LoanCredit:
+    """The time that the loans of a worker may still take."""
 
-    num_tokens: int  # whose keys and values come back
-    num_computed_again: int  # of these, those that neither the host nor the pool has
+    def __init__(self, share: float, most_s: float) -> None:
+        """`share`: of the time, which is earned as it passes. `most_s`: as much is kept at most, and there at first."""
+        self._share, self._most_s = share, most_s
+        self._left_s = most_s
+        self._earned_until_s = 0.0
+
+    def earn(self, now: float) -> None:
+        """Add what was earned since the last time."""
+        self._left_s = min(self._left_s + self._share * (now - self._earned_until_s), self._most_s)
+        self._earned_until_s = now
+
+    def spend(self, cost_s: float) -> bool:
+        """Take as much of it; return False, and take nothing, if there is less."""
+        if cost_s > self._left_s:
+            return False
+        self._left_s -= cost_s
+        return True
 
 
 class Loans:
     """The loans of one decision."""
 
-    def __init__(self, view: WorkerView, forecast: SloForecast) -> None:
+    def __init__(self, view: WorkerView, forecast: SloForecast, credit: LoanCredit) -> None:
         self._view = view
         self._table = view.table
-        self._forecast = forecast
         self._rows = forecast.rows
+        self.credit = credit
 
     @cached_property
     def lenders(self) -> list[int]:
         """Requests ahead of their schedule, the furthest last; none while as much is lent as the device holds."""
         memory, eviction_slack_s = self._view.memory, self._rows.eviction_slack_s
-        if self._lent.num_tokens >= memory.slots_in(memory.num_blocks):
+        if self._num_lent_tokens() >= memory.slots_in(memory.num_blocks):
             return []
         can_lend = self._rows.is_ready & (self._rows.rank > STARVING) & (eviction_slack_s > 0)
         rows = np.flatnonzero(can_lend & (self._table.num_blocks > 0) & self._view.can_evict)
         furthest_last: list[int] = rows[np.lexsort((self._table.order[rows], eviction_slack_s[rows]))].tolist()
         return furthest_last
 
-    @cached_property
-    def left_s(self) -> float:
-        """Seconds of computing again for which chats on time may still lend; below zero where more is lent or lost.
-
-        Below zero, too, while one has been silent for too long.
-        """
-        forecast = self._forecast
-        if forecast.is_silent:
-            return -np.inf
-        return forecast.loans_s - self._lent.num_computed_again * forecast.prefill_token_s
-
-    @cached_property
-    def _lent(self) -> _Lent:
-        rows, table = self._rows, self._table
+    def _num_lent_tokens(self) -> int:
+        """Return the tokens of chats on time which have begun, and whose memory others have."""
+        rows = self._rows
         if not any(rows.num_waiting[URGENT : ON_TIME + 1]):
-            return _Lent(0, 0)
-        lent = rows_where((rows.claim <= ON_TIME) & ~rows.is_ready & (table.num_generated > 0))
-        return _Lent(int(table.context_len[lent].sum()), int(table.num_remaining[lent].sum()))
+            return 0
+        lent = rows_where((rows.claim <= ON_TIME) & ~rows.is_ready & (self._table.num_generated > 0))
+        return int(self._table.context_len[lent].sum())

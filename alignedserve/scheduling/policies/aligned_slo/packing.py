@@ -27,13 +27,13 @@ from alignedserve.scheduling.table import Ints, rows_where
 class SloPacking:
     """One decision: within a rank by `priority`, then the shortest first; ties by arrival at the worker."""
 
-    def __init__(self, view: WorkerView, forecast: SloForecast, *, growth_tokens: int) -> None:
+    def __init__(self, view: WorkerView, forecast: SloForecast, loans: Loans, *, growth_tokens: int) -> None:
         self._view = view
         self._table = view.table
         self._forecast = forecast
         self._rows = forecast.rows
         self._packer = Packer(view)
-        self._loans = Loans(view, forecast)
+        self._loans = loans
         self._growth_tokens = growth_tokens
         self._evicted: set[int] = set()
         self._gain: list[int] | None = None  # see _blocks_to_gain
@@ -84,8 +84,8 @@ class SloPacking:
     ) -> None:
         """Add requests of this group that have more to compute or lie on the host, in order, until the time is used up.
 
-        Rows that do not fit are overtaken, and blocks are kept for starving ones. While more is lent than may be, none
-        begins: it would take what those who have begun wait for.
+        Rows that do not fit are overtaken, and blocks are kept for starving ones. While a chat has been silent for too
+        long, none begins: it would take what those who have begun wait for.
         `least_s`: the time that the next iteration takes in any case. `are_chats`: as in add_decodes.
         """
         packer = self._packer
@@ -99,7 +99,7 @@ class SloPacking:
         for row in rows.tolist():
             if row in self._evicted or (row in packer and not self._is_extensible(row, budget_s)):
                 continue
-            if self._loans.left_s < 0.0 and not (self._has_begun(row) or self._is_starving(row)):
+            if self._forecast.is_silent and not (self._has_begun(row) or self._is_starving(row)):
                 continue
             num_blocks = self._wanted(row)
             wanted = num_blocks + self._kept_from(row)
@@ -267,17 +267,22 @@ class SloPacking:
         return LATE if self._is_starving(row) else max(int(self._rows.claim[row]), ON_TIME)
 
     def _evict_ahead(self, row: int) -> bool:
-        """Evict the request furthest ahead of its schedule, even if it is in the plan already.
+        """Let the request furthest ahead of its schedule lend its memory, even if it is in the plan already.
 
         It returns into free blocks, or when its next token is due by the schedule: until then it is not urgent.
         """
         while self._loans.lenders:
             victim = self._loans.lenders.pop()
-            if victim != row and victim not in self._evicted:
-                self._loans.left_s -= self._recomputing_s(victim)
-                self._evict(victim)
+            if victim != row and victim not in self._evicted and self._lend(victim):
                 return True
         return False
+
+    def _lend(self, row: int) -> bool:
+        """Let this request lend its memory, if its cache is kept elsewhere and the copies are not too dear."""
+        if not (self._is_swapped(row) and self._loans.credit.spend(2 * self._copying_s(row))):
+            return False
+        self._evict(row)
+        return True
 
     def _comes_after(self, victim: int, row: int) -> bool:
         hold, left_s = self._forecast.hold, self._rows.left_s
@@ -286,14 +291,19 @@ class SloPacking:
         return bool((hold[victim], left_s[victim]) > (hold[row], left_s[row]))
 
     def _evict(self, row: int) -> None:
-        """Evict a request: swapped if copying it out and back takes less time than recomputing it, and is in time."""
-        is_cheaper = 2 * self._copying_s(row) < self._recomputing_s(row) and not self._table.num_swapped[row]
-        is_swapped = is_cheaper and self._can_copy(int(self._table.num_cached[row]), self._forecast.copies_s)
-        self._packer.evict(row, EvictionMode.SWAP if is_swapped else EvictionMode.DROP)
+        self._packer.evict(row, EvictionMode.SWAP if self._is_swapped(row) else EvictionMode.DROP)
         self._evicted.add(row)
         for others in (self._victims, self._longest):
             if row in others:
                 others.remove(row)
+
+    def _is_swapped(self, row: int) -> bool:
+        """Return whether a victim's cache is copied to the host: in less time, there and back, than computing it again
+        takes, within the time that copies have, and where there is room."""
+        num_cached = int(self._table.num_cached[row])
+        is_cheaper = 2 * self._copying_s(row) < self._recomputing_s(row) and not self._table.num_swapped[row]
+        has_room = num_cached <= self._packer.num_free_host
+        return is_cheaper and has_room and self._can_copy(num_cached, self._forecast.copies_s)
 
     def _can_copy(self, num_tokens: int, budget_s: float) -> bool:
         """Return whether the cache of `num_tokens` can be copied within the time, beside the iteration."""

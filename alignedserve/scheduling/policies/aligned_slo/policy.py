@@ -36,6 +36,7 @@ from alignedserve.scheduling.policies.aligned_slo.forecast import (
     real_time_work,
 )
 from alignedserve.scheduling.policies.aligned_slo.interference import Interference, has_gaps, without_starving_chat
+from alignedserve.scheduling.policies.aligned_slo.loans import LoanCredit, Loans
 from alignedserve.scheduling.policies.aligned_slo.packing import SloPacking
 from alignedserve.scheduling.policies.aligned_slo.pool import PooledPacking
 from alignedserve.scheduling.policies.aligned_slo.relegation import num_contending, relegated
@@ -61,6 +62,8 @@ class AlignedSloConfig:
     starvation_s: float = 60.0  # a request that waits longer, and `patience` times as long as it needs alone,
     patience: float = 10.0  # has a share of every iteration, and freed blocks are kept for it
     loan_s: float = 60.0  # so long after its last token a chat on time that has lent its memory is due at the latest
+    loan_share: float = 0.05  # of the time, that copies for loans may take within iterations;
+    loan_credit_s: float = 2.0  # as much of it at once
     silence_s: float = math.inf  # while a chat that has begun lacks its cache for longer than this, nothing begins
     return_s: float = 10.0  # so long after its last token a late chat that has lost its cache has that share
     overdue_s: float = OVERDUE_S  # so long after its first token was due a chat that has none has it
@@ -82,6 +85,8 @@ class AlignedSloConfig:
             raise ValueError("silence_s must be above 0")
         if not 0.0 <= self.best_effort_floor <= 0.5:
             raise ValueError("best_effort_floor must be at least 0 and at most 0.5")
+        if self.loan_share < 0.0 or self.loan_credit_s < 0.0:
+            raise ValueError("loan_share and loan_credit_s must be at least 0")
 
 
 class AlignedSlo:
@@ -89,6 +94,7 @@ class AlignedSlo:
 
     def __init__(self, config: AlignedSloConfig) -> None:
         self._config = config
+        self._credit = LoanCredit(config.loan_share, config.loan_credit_s)
         self._floor = Floor(config.starving_share, config.return_s, config.overdue_s)
         bound = config.interference
         self._interference = None if bound is None else Interference(bound, config.best_effort_floor)
@@ -102,13 +108,15 @@ class AlignedSlo:
 
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""
+        self._credit.earn(view.now)
         cap_s, stopped_s = self._longest_s(view)
         interference = self._interference
         if interference is not None and not has_gaps(view.table):
             cap_s = min(cap_s, interference.without_gaps_s(view.now, self._config.memory_s))
             interference = None
         forecast = self._forecast(view, cap_s, interference)
-        packing = self._packing_of(view)(view, forecast, growth_tokens=self._config.growth_tokens)
+        loans = Loans(view, forecast, self._credit)
+        packing = self._packing_of(view)(view, forecast, loans, growth_tokens=self._config.growth_tokens)
         allowed_s = forecast.allowed_s
         if interference is not None:
             packing.add_decodes(_ON_TIME, np.inf)
@@ -221,7 +229,6 @@ class AlignedSlo:
             stretched_s=self._stretched_s(rows.stretched_until_s - now, slack_share),
             kept_blocks=self._kept_blocks(rows.held_blocks, now),
             prefill_token_s=runtime.prefill_token_s,
-            loans_s=config.starving_share * config.loan_s,
             is_silent=math.isfinite(config.silence_s) and is_any_silent(view.table, rows, now - config.silence_s),
         )
 

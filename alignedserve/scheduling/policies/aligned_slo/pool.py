@@ -25,6 +25,7 @@ import numpy as np
 from typing_extensions import override
 
 from alignedserve.scheduling.policies.aligned_slo.forecast import ON_TIME, SloForecast, in_order
+from alignedserve.scheduling.policies.aligned_slo.loans import Loans
 from alignedserve.scheduling.policies.aligned_slo.packing import SloPacking
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import remaining_output_len
@@ -37,8 +38,8 @@ _ITERATIONS_AHEAD = 2  # of copies back
 class PooledPacking(SloPacking):
     """One decision of `aligned_slo` beside a pool; without requests there or on their way it is as without one."""
 
-    def __init__(self, view: WorkerView, forecast: SloForecast, *, growth_tokens: int) -> None:
-        super().__init__(view, forecast, growth_tokens=growth_tokens)
+    def __init__(self, view: WorkerView, forecast: SloForecast, loans: Loans, *, growth_tokens: int) -> None:
+        super().__init__(view, forecast, loans, growth_tokens=growth_tokens)
         assert view.pool is not None, "a worker without a pool"
         self._pool, row = view.pool, view.table.row
         self._away = {row(request_id) for request_id, is_returning in self._pool.away.items() if not is_returning}
@@ -60,7 +61,7 @@ class PooledPacking(SloPacking):
             return plan
         if self._leaving or self._pool.is_busy:  # evictions wait, and what would have their blocks
             return replace(plan, evictions=(), returns=(), work=None)
-        alone = PooledPacking(self._view, self._forecast, growth_tokens=self._growth_tokens)
+        alone = PooledPacking(self._view, self._forecast, self._loans, growth_tokens=self._growth_tokens)
         alone._force_one()
         return alone._packer.plan()
 
@@ -137,14 +138,29 @@ class PooledPacking(SloPacking):
         return has_evicted
 
     @override
+    def _lend(self, row: int) -> bool:
+        num_blocks = self._own_blocks(row)
+        if not self._does_leave(row, num_blocks):
+            return self._waiter not in self._away and super()._lend(row)
+        if not self._loans.credit.spend(2 * num_blocks * self._pool.block_s):
+            return False
+        self._leave(row, num_blocks)
+        return True
+
+    @override
     def _evict(self, row: int) -> None:
         num_blocks = self._own_blocks(row)
-        waiter = self._waiter
-        can_leave = waiter is not None and self._can_leave(row, num_blocks)
-        if waiter is not None and can_leave and self._late_s(waiter, num_blocks) <= self._delay_s(row):
+        if self._does_leave(row, num_blocks):
             self._leave(row, num_blocks)
-        elif waiter not in self._away:  # nothing is swapped or dropped for one that has a copy ahead of it anyway
+        elif self._waiter not in self._away:  # nothing is swapped or dropped for one that has a copy ahead of it anyway
             super()._evict(row)
+
+    def _does_leave(self, row: int, num_blocks: int) -> bool:
+        """Return whether this victim goes to the pool rather than to the host or nowhere."""
+        waiter = self._waiter
+        if waiter is None or not self._can_leave(row, num_blocks):
+            return False
+        return self._late_s(waiter, num_blocks) <= self._delay_s(row)
 
     def _delay_s(self, row: int) -> float:
         """Return by how much swapping or dropping this victim would delay all that run, added up."""
