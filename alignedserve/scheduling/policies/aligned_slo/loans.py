@@ -49,13 +49,19 @@ class Loans:
 
     @cached_property
     def lenders(self) -> list[int]:
-        """Requests ahead of their schedule, the furthest last; none while as much is lent as the device holds."""
-        memory, eviction_slack_s = self._view.memory, self._rows.eviction_slack_s
+        """Requests ahead of their schedule whose cache has room elsewhere, the furthest last.
+
+        None while as much is lent as the device holds.
+        """
+        table, memory, eviction_slack_s = self._table, self._view.memory, self._rows.eviction_slack_s
         if self._num_lent_tokens() >= memory.slots_in(memory.num_blocks):
             return []
         can_lend = self._rows.is_ready & (self._rows.rank > STARVING) & (eviction_slack_s > 0)
-        rows = np.flatnonzero(can_lend & (self._table.num_blocks > 0) & self._view.can_evict)
-        furthest_last: list[int] = rows[np.lexsort((self._table.order[rows], eviction_slack_s[rows]))].tolist()
+        can_lend &= (table.num_blocks > 0) & self._view.can_evict
+        if self._view.pool is None:
+            can_lend &= table.num_cached <= memory.num_free_host
+        rows = np.flatnonzero(can_lend)
+        furthest_last: list[int] = rows[np.lexsort((table.order[rows], eviction_slack_s[rows]))].tolist()
         return furthest_last
 
     def _num_lent_tokens(self) -> int:
