@@ -34,7 +34,7 @@ def test_nobody_lends_whose_cache_would_have_to_be_computed_again() -> None:
 def test_documents_are_not_evicted_for_a_prompt_that_would_need_a_loan_as_well() -> None:
     """Three blocks are free, and with the document's four: it takes five, and the host may have no room for a loan."""
     document = {"prompt_len": 16, "num_generated": 1, "be": True}
-    rows = {"far": _AHEAD, "document": document, "new": _URGENT | {"prompt_len": 80}}
+    rows: dict[str, dict[str, Any]] = {"far": _AHEAD, "document": document, "new": _URGENT | {"prompt_len": 80}}
     assert _decided(**rows, num_free_host=0) == ({"far": 1, "document": 1}, [])
     assert _decided(**rows, num_free_host=200)[0]["new"] == 80
 
