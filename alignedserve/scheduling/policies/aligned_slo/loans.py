@@ -4,7 +4,7 @@ A loan helps over a burst. Where memory is short for longer, caches would go rou
 
 - who lends keeps its cache, on the host or in the pool: none is computed again for a loan (packing.py);
 - loans may take `loan_share` of the time for copies within iterations, or `loan_credit_s` at once;
-- while as much is lent as the device has blocks for, nobody lends: it could not all come back at once.
+- nobody lends once all that is lent would fill the device: more could not come back at once.
 """
 
 from functools import cached_property
@@ -17,7 +17,7 @@ from alignedserve.scheduling.table import rows_where
 
 
 class LoanCredit:
-    """The time that the loans of a worker may still take."""
+    """Keeps account of the time that the loans of a worker may take."""
 
     def __init__(self, share: float, most_s: float) -> None:
         """`share`: of the time, which is earned as it passes. `most_s`: as much is kept at most, and there at first."""
@@ -26,12 +26,12 @@ class LoanCredit:
         self._earned_until_s = 0.0
 
     def earn(self, now: float) -> None:
-        """Add what was earned since the last time."""
+        """Add the share of the time since the last call."""
         self._left_s = min(self._left_s + self._share * (now - self._earned_until_s), self._most_s)
         self._earned_until_s = now
 
     def spend(self, cost_s: float) -> bool:
-        """Take as much of it; return False, and take nothing, if there is less."""
+        """Take this much of the credit; return False, and take nothing, if there is less."""
         if cost_s > self._left_s:
             return False
         self._left_s -= cost_s
@@ -39,7 +39,7 @@ class LoanCredit:
 
 
 class Loans:
-    """The loans of one decision."""
+    """Finds who may lend in one decision."""
 
     def __init__(self, view: WorkerView, forecast: SloForecast, credit: LoanCredit) -> None:
         self._view = view
@@ -49,9 +49,9 @@ class Loans:
 
     @cached_property
     def lenders(self) -> list[int]:
-        """Requests ahead of their schedule whose cache has room elsewhere, the furthest last.
+        """List the requests ahead of their schedule whose cache has room elsewhere, the furthest last.
 
-        None while as much is lent as the device holds.
+        It is empty while all that is lent would fill the device.
         """
         table, memory, eviction_slack_s = self._table, self._view.memory, self._rows.eviction_slack_s
         if self._num_lent_tokens() >= memory.slots_in(memory.num_blocks):

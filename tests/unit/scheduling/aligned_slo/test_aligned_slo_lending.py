@@ -23,7 +23,7 @@ def test_the_one_furthest_ahead_gives_way_to_an_urgent_prompt() -> None:
     assert scheduled == {"near": 1, "new": 64}
 
 
-def test_nobody_lends_whose_cache_would_have_to_be_computed_again() -> None:
+def test_a_cache_that_would_be_dropped_is_not_lent() -> None:
     """The host has room for the 79 tokens of the one furthest ahead, for the 63 of the other, or for neither."""
     for num_free_host, who in ((79, ["far"]), (78, ["near"]), (62, []), (0, [])):
         scheduled, evicted = _decided(far=_AHEAD, near=_BEHIND, new=_URGENT, num_free_host=num_free_host)
@@ -74,7 +74,7 @@ def test_who_has_paused_for_nearly_as_long_lends_nothing() -> None:
     assert "new" not in scheduled
 
 
-def test_nobody_lends_while_as_much_is_lent_as_the_device_holds() -> None:
+def test_loans_stop_once_they_would_fill_the_device() -> None:
     """Nine blocks hold 144 tokens; each that has lent comes back with 81. In an overload all memory went round."""
     lent = _AHEAD | {"num_cached": 0, "num_blocks": 0}
     assert _decided(far=_AHEAD, near=_BEHIND, lent=lent, new=_URGENT)[1] == [("far", "swap")]
@@ -86,8 +86,8 @@ def test_nobody_lends_while_as_much_is_lent_as_the_device_holds() -> None:
 def test_loans_take_a_share_of_the_time_or_what_was_left_of_it() -> None:
     """79 tokens are copied there and back in 15.8 ms. Of 30 ms 14.2 are left then, and a twentieth of 0.04 s is 2."""
     policy = make_policy("aligned_slo", {"loan_credit_s": 0.03, "loan_share": 0.05})
+    rows = {"far": _AHEAD, "near": _BEHIND | {"tpot_s": 0.65}, "new": _URGENT}
     for now, lends in ((10.0, True), (10.0, False), (10.03, False), (10.04, True), (10.05, False)):
-        rows = {"far": _AHEAD, "near": _BEHIND | {"tpot_s": 0.65}, "new": _URGENT}
         view = view_of(rows, now=now, num_blocks=9, num_free_host=79)
         assert bool(policy.plan(view).evictions) is lends
 
