@@ -22,7 +22,10 @@ FULL_CHAT_S = 720.0
 FEWEST_USUAL_LINES = 450  # of all batches: fewer are mostly beginning and end
 MAX_LINES = 50_000  # of a batch, as OpenAI allows
 MIN_LINES = 4
+MAX_LENGTHENED = 1024  # tokens of an answer, of documents that are made longer rather than more
 NUM_PROBES = 8  # lines whose answers are known
+TIMES_LENGTHENED = 3  # at most, each measured
+_WORTH_LENGTHENING = 1.25  # times as many lines as usual; fewer are simply sent
 _SPREAD = (0.5, 1.5)  # of lengths around their mean
 _ROUNDING = 1e-9
 
@@ -214,30 +217,39 @@ class Wanted:
     ttft_s: float | None = None
     tpot_s: float | None = None
     seed: int = 0
-    max_output_len: int = 1024  # of a document, where lines are made longer rather than more
+
+    @property
+    def chat_s(self) -> float:
+        """Return the seconds of a phase with chat."""
+        return self.num_bursts * (self.burst_s + self.idle_s)
+
+
+def lengthened(wanted: Wanted, speed: Speed) -> Wanted:
+    """Return what is wanted with longer documents, for a server that would be through with the usual lines too soon.
+
+    How fast it is with those has to be measured: a token costs less, the more of them an answer has.
+    """
+    num_usual = max(LINES_AT_FULL_LENGTH * wanted.chat_s / FULL_CHAT_S, FEWEST_USUAL_LINES)
+    factor = _num_fitting(wanted, speed) / num_usual
+    output_len = min(round(wanted.documents.output_len * factor), MAX_LENGTHENED)
+    if wanted.num_lines is not None or factor < _WORTH_LENGTHENING or output_len <= wanted.documents.output_len:
+        return wanted
+    return replace(wanted, documents=replace(wanted.documents, output_len=output_len))
 
 
 def scaled(wanted: Wanted, speed: Speed) -> Protocol:
     """Fit what nobody gave to the server."""
-    rate = wanted.rate or _rounded_down(CHAT_SHARE * speed.chats_per_s)
-    chat_s = wanted.num_bursts * (wanted.burst_s + wanted.idle_s)
-    windows_s = wanted.windows_s or tuple(_window(share * chat_s) for share in WINDOW_SHARES)
-    left_s = chat_s - rate * wanted.num_bursts * wanted.burst_s / speed.chats_per_s
-    num_fitting = speed.documents_per_s * max(left_s, 0.1 * chat_s) * MARGIN
-    documents, num_lines = wanted.documents, wanted.num_lines
+    windows_s = wanted.windows_s or tuple(_window(share * wanted.chat_s) for share in WINDOW_SHARES)
+    num_lines = wanted.num_lines
     if num_lines is None:
-        documents = _lengthened(
-            wanted, num_fitting, max(LINES_AT_FULL_LENGTH * chat_s / FULL_CHAT_S, FEWEST_USUAL_LINES)
-        )
-        num_all = num_fitting * wanted.documents.output_len / documents.output_len
-        num_lines = min(MAX_LINES, max(MIN_LINES, math.ceil(num_all / len(windows_s))))
+        num_lines = min(MAX_LINES, max(MIN_LINES, math.ceil(_num_fitting(wanted, speed) / len(windows_s))))
     return Protocol(
-        rate=rate,
+        rate=_rate(wanted, speed),
         burst_s=wanted.burst_s,
         idle_s=wanted.idle_s,
         num_bursts=wanted.num_bursts,
         chat=wanted.chat,
-        documents=documents,
+        documents=wanted.documents,
         num_lines=num_lines,
         windows_s=windows_s,
         slo=default_slo(wanted, speed),
@@ -254,13 +266,15 @@ def default_slo(wanted: Wanted, speed: Speed) -> Slo:
     )
 
 
-def _lengthened(wanted: Wanted, num_fitting: float, num_usual: float) -> Lengths:
-    """Return longer documents for a server that would be through with the usual number of lines too soon."""
-    factor = max(1.0, num_fitting / num_usual)
-    output_len = min(
-        round(wanted.documents.output_len * factor), max(wanted.max_output_len, wanted.documents.output_len)
-    )
-    return replace(wanted.documents, output_len=output_len)
+def _rate(wanted: Wanted, speed: Speed) -> float:
+    return wanted.rate or _rounded_down(CHAT_SHARE * speed.chats_per_s)
+
+
+def _num_fitting(wanted: Wanted, speed: Speed) -> float:
+    """Return how many documents there must be to last beside chat."""
+    chat_s = wanted.chat_s
+    left_s = chat_s - _rate(wanted, speed) * wanted.num_bursts * wanted.burst_s / speed.chats_per_s
+    return speed.documents_per_s * max(left_s, 0.1 * chat_s) * MARGIN
 
 
 def _window(seconds: float) -> float:

@@ -35,6 +35,7 @@ class SpeedMeter:
         self._stage_s = stage_s
         self.notes: list[str] = []
         self.tier: Mapping[str, Any] = {}
+        self._documents_in_air = _FIRST_IN_AIR
 
     async def learn(self) -> None:
         """Find out what the server understands, and how many tokens a word has. Raises PeerError."""
@@ -83,11 +84,16 @@ class SpeedMeter:
         if not ttfts:
             raise PeerError(f"{self._client.url} answers without any text: nothing can be measured")
         chats_per_s, in_air = await self._fill("fill", chat, {}, _FIRST_IN_AIR, _MOST_IN_AIR)
-        in_air = documents_in_air or in_air
-        documents_per_s, _ = await self._fill("fill documents", documents, self.tier, in_air, in_air)
+        self._documents_in_air = documents_in_air or in_air
+        documents_per_s = await self.documents_per_s(documents)
         return Speed(
             metrics.percentile(ttfts, 50), metrics.percentile(tpots or [0.001], 50), chats_per_s, documents_per_s
         )
+
+    async def documents_per_s(self, documents: Lengths) -> float:
+        """Measure how many of these documents a second the server ends when it is full of them. Raises PeerError."""
+        in_air = self._documents_in_air
+        return (await self._fill("fill documents", documents, self.tier, in_air, in_air))[0]
 
     async def _idle(self, chat: Lengths, number: int) -> CompletionOutcome:
         outcome = await self._ask(self.calls.call(mean_request(f"idle {number}", chat, number), Slo()))

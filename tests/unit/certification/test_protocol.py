@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from alignedserve.certification.protocol import Lengths, Phase, Speed, Wanted, default_slo, scaled
+from alignedserve.certification.protocol import Lengths, Phase, Speed, Wanted, default_slo, lengthened, scaled
 from tests.unit.certification.samples import PROTOCOL, SPEED
 
 _FULL = Wanted(burst_s=90.0, idle_s=90.0, num_bursts=4, chat=Lengths(64, 32), documents=Lengths(256, 128))
@@ -43,12 +43,27 @@ def test_a_server_that_does_a_thousand_lines_gets_the_original_protocol() -> Non
 
 
 def test_a_faster_server_gets_longer_documents_and_a_slower_one_fewer() -> None:
-    fast = scaled(_FULL, Speed(0.05, 0.01, chats_per_s=100.0, documents_per_s=20.0))
-    slow = scaled(_FULL, Speed(0.05, 0.01, chats_per_s=1.0, documents_per_s=0.1))
-    assert fast.documents.output_len > 400
+    speed = Speed(0.05, 0.01, chats_per_s=100.0, documents_per_s=20.0)
+    wanted = lengthened(_FULL, speed)
+    assert wanted.documents.output_len > 400
+    fast = scaled(wanted, replace(speed, documents_per_s=speed.documents_per_s * 128 / wanted.documents.output_len))
     assert 900 < fast.num_lines < 1100
-    assert slow.documents.output_len == 128
-    assert slow.num_lines < 40
+    slow = Speed(0.05, 0.01, chats_per_s=1.0, documents_per_s=0.1)
+    assert lengthened(_FULL, slow) == _FULL
+    assert scaled(_FULL, slow).num_lines < 40
+
+
+def test_as_many_documents_as_last_beside_chat_however_little_their_answers_cost() -> None:
+    speed = Speed(0.05, 0.01, chats_per_s=100.0, documents_per_s=400.0)
+    wanted = lengthened(replace(_FULL, documents=Lengths(64, 1)), speed)  # one token each: prompts are all that costs
+    assert 1 < wanted.documents.output_len <= 1024
+    protocol = scaled(wanted, replace(speed, documents_per_s=300.0))
+    assert protocol.num_documents / 300.0 > 0.5 * protocol.chat_s
+
+
+def test_documents_of_a_given_number_are_not_made_longer() -> None:
+    wanted = replace(_FULL, num_lines=100)
+    assert lengthened(wanted, Speed(0.05, 0.01, chats_per_s=100.0, documents_per_s=400.0)) == wanted
 
 
 def test_what_is_given_is_kept() -> None:
