@@ -320,7 +320,7 @@ class DecodeLogic:
     def _start_iteration(self, now: float) -> list[DecodeCommand]:
         if self._iterations.is_running:
             return []
-        commands: list[DecodeCommand] = [*self._evictions.evict_outgoing()]
+        commands: list[DecodeCommand] = [*self._evictions.evict_outgoing(now, self._pace.iteration_s())]
         if isinstance(self._batch, RunningBatch):
             commands += self._make_room(self._batch)
         else:

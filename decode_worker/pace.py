@@ -36,13 +36,13 @@ class Pace:
 
     def report(self) -> list[Send]:
         """Tell the pool, if the pace has changed enough."""
-        iteration_s = self._iteration_s()
+        iteration_s = self.iteration_s()
         if self._told_s is None or abs(iteration_s - self._told_s) <= _LEAST_CHANGE * self._told_s:
             return []
         self._told_s = iteration_s
         return [Send(self._pool_name, DecodePace(iteration_s))]
 
-    def _iteration_s(self) -> float:
+    def iteration_s(self) -> float:
         """Return the time of an iteration of the running requests; if nothing runs, of the last ones."""
         predicted_s = self._decode_s() if self._decode_s is not None else None
         return self._history.mean_s if predicted_s is None else predicted_s

@@ -3,6 +3,7 @@
 import enum
 from dataclasses import dataclass
 
+from alignedserve.core.deadlines import urgent_at_s
 from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId
 from alignedserve.core.turn_class import TurnClass
 from alignedserve.messages.caches import BlocksWritten, Handoff
@@ -104,14 +105,13 @@ class PooledRequest:
         """Describe a lease with content. `tpot_s`: of the slowest decode worker; None: not known yet."""
         content = lease.content
         assert content is not None, "nothing to index"
-        urgent_at_s = _urgent_at_s(content, tpot_s)
         num_blocks = len(lease.block_ids)
         return cls(
             lease.request_id,
             content.copy.context_len,
             num_blocks,
             content.request.arrival_s,
-            urgent_at_s,
+            urgent_at_s(content.request, len(content.generated_token_ids), tpot_s),
             _class_of(content, lease.written_s),
             lease.attempt,
         )
@@ -124,18 +124,3 @@ def _class_of(content: BlocksWritten, written_s: float) -> TurnClass:
     first_token_s, ttft_s = written_s - content.begun_s, request.slo.ttft_s
     is_late = ttft_s is not None and first_token_s > request.arrival_s + ttft_s
     return TurnClass.LATE if is_late else TurnClass.ON_TIME
-
-
-def _urgent_at_s(content: BlocksWritten, tpot_s: float | None) -> float | None:
-    """Return when waiting must end: the remaining tokens must fit, in half of the time to the deadline at most.
-
-    `tpot_s`: of the slowest decode worker; None: not known yet, and half of the time is kept.
-    """
-    request = content.request
-    if request.slo.deadline_s is None:
-        return None
-    num_remaining = request.sampling.max_tokens - len(content.generated_token_ids)
-    needed_s = request.slo.deadline_s / 2
-    if tpot_s is not None:
-        needed_s = min(num_remaining * tpot_s, needed_s)
-    return request.arrival_s + request.slo.deadline_s - needed_s

@@ -8,6 +8,7 @@ Where classes are known, best-effort requests leave before real-time ones, and t
 
 from itertools import islice
 
+from alignedserve.core.deadlines import urgent_at_s
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.iterations import BlocksOffloaded, OffloadBlocks
@@ -42,14 +43,18 @@ class Evictions:
         """Return all requests whose cache is being copied out, as the candidates they will be."""
         return [candidate for candidate, _ in self._evicting.values()]
 
-    def evict_outgoing(self) -> list[OffloadBlocks]:
-        """Evict the batch that is being replaced, except real-time requests with a TPOT objective."""
+    def evict_outgoing(self, now: float, token_s: float) -> list[OffloadBlocks]:
+        """Evict the batch that is being replaced, except chats with a TPOT objective and documents that are urgent.
+
+        `token_s`: from one token of a request to the next.
+        """
         if not self._order.is_switching:
             return []
         outgoing = [running for running in self._batch if self._order.is_outgoing(running)]
         self._order.is_switching = bool(outgoing)
         commands: list[OffloadBlocks] = []
-        evictable = [running for running in outgoing if not running.is_aborted and not self._stays(running)]
+        leaving = (running for running in outgoing if not running.is_aborted and not self._stays(running))
+        evictable = [running for running in leaving if not self._is_urgent(running, token_s, now)]
         able = (running for running in sorted(evictable, key=self._eviction_key) if self._batch.can_leave(running))
         for running in islice(able, _EVICTIONS_PER_ITERATION):
             commands += self._evict(running)
@@ -124,6 +129,11 @@ class Evictions:
         """
         has_slo = running.request.slo.tpot_s is not None
         return running.is_real_time and (has_slo or (self._order.knows_classes and self._order.is_best_effort))
+
+    def _is_urgent(self, running: BatchMember, token_s: float, now: float) -> bool:
+        """Return whether a document would be late if it left: the pool would send it back at once."""
+        due_s = urgent_at_s(running.request, len(running.generated_token_ids), token_s)
+        return due_s is not None and due_s <= now and not running.is_real_time
 
     def _eviction_key(self, running: BatchMember) -> tuple[bool, int, RequestId]:
         """Order victims: the longest first, as it frees most."""

@@ -29,7 +29,7 @@ using buffers::Floats;
 using buffers::Ints;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kPressing = 3.0;  // as in forecast.py
+constexpr double kPressingTimes = 4.0, kPacedTimes = 2.0;  // as in forecast.py
 
 // --- the table
 
@@ -196,7 +196,7 @@ void note_completed(nb::handle ints, nb::handle floats, nb::handle bools, int64_
 
 // --- forecasts of aligned_slo
 
-enum Rank { kStarving, kUrgent, kOnTime, kLate, kBestEffort, kNumRanks };
+enum Rank { kStarving, kUrgent, kOnTime, kLate, kPressing, kBestEffort, kNumRanks };
 
 // numpy's maximum and minimum: nan if one is.
 double larger(double a, double b) { return a > b || std::isnan(a) ? a : b; }
@@ -229,12 +229,12 @@ struct Curve {
 // What a forecast depends on beside the table; seconds.
 struct Situation {
     double now, horizon_s, prefill_token_s, decode_context_s, decode_s, starvation_s, patience, given_back, usual_gap_s,
-        pause_s, return_s, loan_s, overdue_s;
+        pause_s, return_s, loan_s, overdue_s, pace_s;
 
     explicit Situation(nb::sequence values) {
         double* const fields[] = {&now,      &horizon_s,  &prefill_token_s, &decode_context_s, &decode_s, &starvation_s,
                                   &patience, &given_back, &usual_gap_s,     &pause_s,          &return_s,
-                                  &loan_s,   &overdue_s};
+                                  &loan_s,   &overdue_s,  &pace_s};
         if (nb::len(values) != std::size(fields)) throw std::invalid_argument("a situation of other values");
         for (size_t i = 0; i < std::size(fields); ++i) *fields[i] = nb::cast<double>(values[i]);
     }
@@ -267,14 +267,18 @@ struct RowForecast {
         const double next_s = has_begun ? later_s : first_s;
         slack_s = next_s - at.now;
 
-        const double deadline_slack_s = arrival_s + table[kDeadline][row] - left_s - at.now;
+        const double until_s = arrival_s + table[kDeadline][row] - at.now, deadline_slack_s = until_s - left_s;
         const bool has_missed = has_begun ? table[kFirstToken][row] > first_s : next_s - alone_s < at.now;
         const bool is_late = has_missed || deadline_slack_s < 0;
         const bool has_no_slo = std::isinf(ttft_s) && std::isinf(tpot_s);
-        const bool has_objective = (is_real_time && !has_no_slo) || deadline_slack_s < kPressing * left_s;
-        is_on_time = has_objective && !is_late;
+        const double pressing_s = larger(kPressingTimes * left_s, kPacedTimes * (num_left * at.pace_s));
+        const bool is_pressing = until_s < pressing_s && !is_late;
+        is_on_time = is_real_time && (is_pressing || (!has_no_slo && !is_late));
         const bool is_urgent = is_on_time && smaller(slack_s - alone_s, deadline_slack_s) < at.horizon_s;
-        claim = is_urgent ? kUrgent : is_on_time ? kOnTime : is_real_time ? kLate : kBestEffort;
+        if (is_real_time)
+            claim = is_urgent ? kUrgent : is_on_time ? kOnTime : kLate;
+        else
+            claim = is_pressing ? kPressing : kBestEffort;
 
         const double waited_s = at.now - arrival_s - table[kService][row];
         has_waited = waited_s > at.starvation_s + at.patience * left_s;
@@ -287,6 +291,7 @@ struct RowForecast {
         rank = is_starving ? kStarving : is_late_chat && must_go_on ? kOnTime : claim;
         is_free = has_no_slo && std::isinf(table[kDeadline][row]);
         if (is_on_time && !has_begun && !std::isinf(first_s)) left_s = alone_s;
+        if (rank == kPressing) left_s = until_s;
 
         allowed_s = slack_s > 0 ? slack_s : tpot_s;
         banked_s = larger(next_s, schedule_s);
@@ -347,7 +352,7 @@ nb::tuple slo_forecast(nb::handle ints, nb::handle floats, nb::handle bools, int
         banked_s = smaller(banked_s, one.banked_s);
         stretched_s = smaller(stretched_s, one.stretched_s);
     }
-    const auto counts = [](const int64_t* of) { return nb::make_tuple(of[0], of[1], of[2], of[3], of[4]); };
+    const auto counts = [](const int64_t* of) { return nb::make_tuple(of[0], of[1], of[2], of[3], of[4], of[5]); };
     return nb::make_tuple(held, allowed_s, banked_s, stretched_s, num_overtakable, counts(num_ready),
                           counts(num_waiting));
 }

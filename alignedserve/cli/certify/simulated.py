@@ -39,7 +39,6 @@ from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload, W
 _CHAT, _DOCUMENTS = "chat", "documents"
 _LEAD_S = 2.0  # between the first documents and the first chat
 _FILLS_S = (30.0, 120.0, 480.0)  # of measuring: longer ones for answers that take as long
-_FEWEST_ENDED = 16  # of a measurement that counts, but the longest
 _MOST_CHATS_IN_AIR = 256  # of a worker, while it is filled
 _LINES_IN_AIR = 2  # for each place of a worker, as the batch worker has them
 
@@ -140,12 +139,12 @@ class SimulatedRun:
         for fill_s in _FILLS_S:
             records = self._simulated([], (loop,), ends_s=fill_s).records()
             begin_s = min((record.arrival_s for record in records), default=0.0)
-            times = [record.ended_s - begin_s for record in records if record.ending is Ending.COMPLETED]
+            has_ended = any(record.ended_s < begin_s + fill_s for record in records)
             # The first third is left out: all were sent at once.
-            num_ended = sum(fill_s / 3 <= at_s < fill_s for at_s in times)
-            if num_ended >= _FEWEST_ENDED or (num_ended and fill_s == _FILLS_S[-1]):
-                return num_ended / (fill_s * 2 / 3)
-        raise ConfigError(f"the simulated server ends no request within {_FILLS_S[-1]:g} s; shorten the lengths")
+            num_tokens = sum(_tokens_between(record, begin_s + fill_s / 3, begin_s + fill_s) for record in records)
+            if num_tokens and (has_ended or fill_s == _FILLS_S[-1]):
+                return num_tokens / lengths.output_len / (fill_s * 2 / 3)
+        raise ConfigError(f"no token comes from the simulated server within {_FILLS_S[-1]:g} s; shorten the lengths")
 
     # --- phases
 
@@ -216,6 +215,15 @@ def _phase_record(
         documents_ended_s=ends_s[-1] if ends_s else None,
         progress=tuple((at_s, count) for count, at_s in enumerate([-lead_s, *ends_s])) if ends_s else (),
     )
+
+
+def _tokens_between(record: RequestRecord, begin_s: float, end_s: float) -> float:
+    """Return how many of its tokens came within this time, as if those after the first came evenly."""
+    if record.ttft_s is None:
+        return 0.0
+    first_s, rest = record.arrival_s + record.ttft_s, record.num_tokens - 1
+    share = max(min(record.ended_s, end_s) - max(first_s, begin_s), 0.0) / max(record.ended_s - first_s, 1e-9)
+    return (begin_s <= first_s < end_s) + rest * share
 
 
 def _number(record: RequestRecord) -> int:

@@ -226,6 +226,17 @@ def test_who_must_not_be_late_finishes_beside_the_new_batch() -> None:
     assert offloads(made.sampled(r1=8)) == []
 
 
+@each(("deadline_s", "is_urgent"), [(20.0, False), (9.0, True)])
+def test_a_document_that_would_be_late_stays(deadline_s: float, is_urgent: bool) -> None:
+    """With a second for a token, 60 tokens take longer than half of the time to the deadline, which is over at 5 s."""
+    made = two(request_class=RequestClass.BEST_EFFORT, slo=Slo(deadline_s=deadline_s))
+    made.now = 1.0
+    made.sampled(r1=8)
+    made.now = 5.0
+    made.grant(*NEWCOMERS, batch=2)
+    assert [one.request_id for one in offloads(made.sampled(r1=8))] == ([] if is_urgent else [R1])
+
+
 def test_chat_without_an_objective_leaves_to_chat_alone() -> None:
     """Where it stayed in any case, a worker of such chat alone aligned nothing."""
     made = two(best_effort_floor=0.05)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from alignedserve.core.ids import BatchId
+from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.request import Request, RequestClass, Slo
 from alignedserve.messages.workers import ANY_LENGTH, PACKED_FROM, JoinedBatch, WorkerLoad
 from router.policies.bypass import DirectHandoff, PackedBypass, UrgentBypass
@@ -100,6 +100,19 @@ def test_the_expected_wait_falls_again() -> None:
 )
 def test_the_nearest_lengths_are_chosen(prompt_len: int, expected: str) -> None:
     assert chosen(chat(prompt_len=prompt_len), decoder("decode-1", 300, 400), decoder("decode-0", 100, 200)) == expected
+
+
+@each("changes", [{"max_running_requests": 8}, {"num_blocks": 450, "max_running_requests": 256}])
+def test_chats_fill_a_quarter_of_each_worker_before_lengths_count(changes: dict[str, int]) -> None:
+    """By lengths alone all went to the first worker until it was full, where documents of all lengths ran."""
+    workers = [decoder(f"decode-{number}", *lengths, **changes) for number, lengths in enumerate(((9, 2000), (), ()))]
+    went = []
+    for number in range(6):
+        target = after_waits_of(0.08).target(chat(), 900, workers)
+        assert target is not None
+        target.decoding_real_time.add(RequestId(f"r{number}"))
+        went.append(target.name)
+    assert sorted(went) == ["decode-0", "decode-0", "decode-1", "decode-1", "decode-2", "decode-2"]
 
 
 def test_one_that_runs_no_certain_length_is_as_near_as_can_be_and_ties_go_by_name() -> None:

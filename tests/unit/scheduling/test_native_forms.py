@@ -35,7 +35,7 @@ BLOCK_SIZE = 16
 MEMORY = DeviceMemory(4000, 40, BLOCK_SIZE, hidden_ratio=0.37)
 HALF = DeviceMemory(4000, 40, BLOCK_SIZE, hidden_ratio=0.5)
 PROMPTS = PrefillTimes((0.011, 0.0123, 0.017, 0.031, 0.07, 0.133, 0.29))
-SITUATION = Situation(NOW, 0.21, 7.1e-5, 3.3e-8, 0.0113, 8.0, 3.7, 0.05, 0.031, 0.06, 0.2, 0.4, 1.3)
+SITUATION = Situation(NOW, 0.21, 7.1e-5, 3.3e-8, 0.0113, 8.0, 3.7, 0.05, 0.031, 0.06, 0.2, 0.4, 1.3, 0.043)
 SEEDS = range(25)
 
 

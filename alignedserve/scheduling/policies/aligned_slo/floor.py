@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from alignedserve.core.ids import RequestId
-from alignedserve.scheduling.policies.aligned_slo.forecast import BEST_EFFORT, LATE, STARVING, counts_of, in_order
+from alignedserve.scheduling.policies.aligned_slo.forecast import LATE, STARVING, counts_of, in_order
 from alignedserve.scheduling.policy import WorkerView
 from alignedserve.scheduling.table import Bools, Ints, RequestTable, rows_where
 from kernels.cpu.request_table import RowForecasts
@@ -159,23 +159,6 @@ def _with(hold: Ints, rows: Ints, claim: Ints) -> Ints:
     changed = hold.copy()
     changed[rows] = claim[rows]
     return changed
-
-
-def behind_real_time(table: RequestTable, rows: RowForecasts) -> RowForecasts:
-    """Return the forecasts with best-effort requests whose deadline presses first in their own class.
-
-    A deadline lets no document pass a chat.
-    """
-    pressed = rows_where(~table.is_real_time & (rows.claim < LATE))
-    if not len(pressed):
-        return rows
-    claim, starving = rows.claim.copy(), rows.rank[pressed] == STARVING
-    claim[pressed] = BEST_EFFORT
-    moved = behind(rows._replace(claim=claim), pressed)
-    moved.rank[pressed[starving]] = STARVING
-    return moved._replace(
-        num_ready=counts_of(moved.rank[rows.is_ready]), num_waiting=counts_of(moved.rank[~rows.is_ready])
-    )
 
 
 def behind(rows: RowForecasts, moved: Ints, *, first: Ints | None = None) -> RowForecasts:

@@ -20,9 +20,11 @@ from kernels.cpu import request_table as native
 from kernels.cpu.request_table import RowForecasts
 
 # Ranks, the best first: the order of scheduling, and the reverse order of eviction.
-STARVING, URGENT, ON_TIME, LATE, BEST_EFFORT = range(5)
-_NUM_RANKS = 5
-_PRESSING = 3.0  # times the time still needed: of the time until a deadline that presses a quarter is too little
+STARVING, URGENT, ON_TIME, LATE, PRESSING, BEST_EFFORT = range(6)
+_NUM_RANKS = 6
+# A deadline presses when it is no further off than so many times what is left to do,
+_PRESSING_TIMES = 4.0  # on a worker of its own;
+_PACED_TIMES = 2.0  # at the pace of late
 _NO_ROWS = np.empty(0, np.int64)
 
 
@@ -54,6 +56,7 @@ class Situation(NamedTuple):
     return_s: float
     loan_s: float
     overdue_s: float
+    pace_s: float  # iterations of late: from one token of a request to its next
 
 
 class SloForecast(NamedTuple):
@@ -151,16 +154,18 @@ def _plain_forecast(table: RequestTable, situation: Situation, prompts: PrefillT
     left_s = runtime.remaining_s(table, num_left)
     alone_s = np.where(is_decoding, runtime.decode_s, np.maximum(prompts.of(table.num_remaining), runtime.decode_s))
     dues = _dues_of(table, situation.loan_s)
-    deadline_slack_s = table.arrival_s + table.deadline_s - left_s - now
+    until_s = table.arrival_s + table.deadline_s - now
+    deadline_slack_s = until_s - left_s
     is_late = np.where(dues.has_begun, table.first_token_s > dues.first_s, dues.next_s - alone_s < now)
     is_late |= deadline_slack_s < 0
-    is_pressing = deadline_slack_s < _PRESSING * left_s
+    pressing_s = np.maximum(_PRESSING_TIMES * left_s, _PACED_TIMES * (num_left * situation.pace_s))
+    is_pressing = (until_s < pressing_s) & ~is_late
     has_no_slo = np.isinf(table.ttft_s) & np.isinf(table.tpot_s)
-    is_on_time = ((table.is_real_time & ~has_no_slo) | is_pressing) & ~is_late
+    is_on_time = table.is_real_time & (is_pressing | (~has_no_slo & ~is_late))
     slack_s = dues.next_s - now
     is_urgent = is_on_time & (np.minimum(slack_s - alone_s, deadline_slack_s) < horizon_s)
-    behind = np.where(table.is_real_time, LATE, BEST_EFFORT)
-    claim = np.where(is_urgent, URGENT, np.where(is_on_time, ON_TIME, behind))
+    of_chat = np.where(is_urgent, URGENT, np.where(is_on_time, ON_TIME, LATE))
+    claim = np.where(table.is_real_time, of_chat, np.where(is_pressing, PRESSING, BEST_EFFORT))
     waited_s = now - table.arrival_s - table.service_s  # in all: once it goes first it does so to its end
     has_waited = waited_s > situation.starvation_s + situation.patience * left_s
     # Others than these are urgent once they are due.
@@ -178,9 +183,10 @@ def _plain_forecast(table: RequestTable, situation: Situation, prompts: PrefillT
     has_gaps = dues.has_begun & is_on_time
     later_gaps_s = np.maximum((1.0 - situation.given_back) * table.tpot_s - situation.usual_gap_s, 0.0)
     given_back_s = num_left * np.minimum(situation.given_back * table.tpot_s, later_gaps_s)
+    # Until the first token that is all that others wait for: the tokens after it are computed beside theirs.
+    left_s = np.where(is_on_time & ~dues.has_begun & ~np.isinf(dues.first_s), alone_s, left_s)
     return RowForecasts(
-        # Until the first token that is all that others wait for: the tokens after it are computed beside theirs.
-        left_s=np.where(is_on_time & ~dues.has_begun & ~np.isinf(dues.first_s), alone_s, left_s),
+        left_s=np.where(rank == PRESSING, until_s, left_s),
         slack_s=slack_s,
         eviction_slack_s=np.minimum(dues.lent_s - now, deadline_slack_s) - back_s - 2 * horizon_s,
         rank=rank,

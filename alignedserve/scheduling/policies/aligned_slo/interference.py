@@ -25,14 +25,14 @@ import numpy as np
 
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policies.aligned_slo.floor import behind
-from alignedserve.scheduling.policies.aligned_slo.forecast import BEST_EFFORT, STARVING, Group, rows_of
+from alignedserve.scheduling.policies.aligned_slo.forecast import BEST_EFFORT, PRESSING, STARVING, Group, rows_of
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.table import RequestTable
 from kernels.cpu.request_table import RowForecasts
 
 _GAPS_LOST = 2.0  # of those that the real-time part alone would make
 _WEIGHT = 1 / 16  # of the latest real-time part in their mean
-DOCUMENTS = Group.of(STARVING, BEST_EFFORT)  # once no real-time request is starving
+DOCUMENTS = Group.of(STARVING, PRESSING, BEST_EFFORT)  # once no real-time request is starving
 
 
 class Packing(Protocol):

@@ -20,11 +20,12 @@ import numpy as np
 from alignedserve.config.sections.scheduling import MAX_INTERFERENCE
 from alignedserve.core.class_floor import OVERDUE_S
 from alignedserve.scheduling.policies.aligned_slo.choices import HiddenPacking, by_density, in_levels
-from alignedserve.scheduling.policies.aligned_slo.floor import Floor, behind_real_time
+from alignedserve.scheduling.policies.aligned_slo.floor import Floor
 from alignedserve.scheduling.policies.aligned_slo.forecast import (
     BEST_EFFORT,
     LATE,
     ON_TIME,
+    PRESSING,
     STARVING,
     URGENT,
     Group,
@@ -41,11 +42,18 @@ from alignedserve.scheduling.policies.aligned_slo.packing import SloPacking
 from alignedserve.scheduling.policies.aligned_slo.pool import PooledPacking
 from alignedserve.scheduling.policies.aligned_slo.relegation import num_contending, relegated
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
-from alignedserve.scheduling.runtime_estimate import RefreshedEstimate, fit_request_runtime, measure_prefill_times
+from alignedserve.scheduling.runtime_estimate import (
+    RefreshedEstimate,
+    fit_request_runtime,
+    measure_prefill_times,
+    remaining_output_len,
+)
+from alignedserve.scheduling.table import rows_where
 from kernels.cpu.request_table import RowForecasts
 
 _STARVING, _ON_TIME, _LATE = Group.of(STARVING), Group.of(URGENT, ON_TIME), Group.of(LATE)
-_REAL_TIME, _OTHERS = Group.of(URGENT, ON_TIME, LATE), Group.of(STARVING, BEST_EFFORT)
+_REAL_TIME, _PRESSING = Group.of(URGENT, ON_TIME, LATE), Group.of(PRESSING)
+_OTHERS = Group.of(STARVING, BEST_EFFORT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +147,24 @@ class AlignedSlo:
         packing.add_prompts(_ON_TIME, max(allowed_s, decodes_s), least_s=decodes_s)
         if self._is_worth_stopping(view, forecast.rows):
             budget_s = max(min(allowed_s, stopped_s), decodes_s)
-        for group, until_s in ((_LATE, max(allowed_s, decodes_s)), (_OTHERS, budget_s)):
+        for group, until_s in ((_LATE, max(allowed_s, decodes_s)), (_PRESSING, budget_s)):
             packing.add_decodes(group, until_s)
             packing.add_prompts(group, until_s)
+        if num_of(_PRESSING, forecast.rows):
+            budget_s = min(budget_s, self._paced_s(view, forecast.rows, packing.predicted_s()))
+        packing.add_decodes(_OTHERS, budget_s)
+        packing.add_prompts(_OTHERS, budget_s)
         return packing.plan()
+
+    def _paced_s(self, view: WorkerView, rows: RowForecasts, least_s: float) -> float:
+        """Return how long iterations may be for documents whose deadline presses, so that each is in time.
+
+        Those that would be late with iterations of `least_s` bound nothing.
+        """
+        table, pressing = view.table, rows_where(rows.rank == PRESSING)
+        until_s = table.arrival_s[pressing] + table.deadline_s[pressing] - view.now
+        each_s = self._config.slack_share * until_s / remaining_output_len(table)[0][pressing]
+        return float(np.min(each_s, where=each_s >= least_s, initial=np.inf))
 
     def _is_worth_stopping(self, view: WorkerView, rows: RowForecasts) -> bool:
         """Return whether prompts that come during a longer iteration need not wait for its end, and no prompt of chat
@@ -204,8 +226,9 @@ class AlignedSlo:
             return_s=config.return_s,
             loan_s=config.loan_s,
             overdue_s=config.overdue_s,
+            pace_s=view.history.mean_s,
         )
-        rows = behind_real_time(view.table, forecast_rows(view.table, situation, prompts))
+        rows = forecast_rows(view.table, situation, prompts)
         if num_contending(rows) > 1:
             rows = relegated(view.table, rows, self._stretch(view, min(rows.allowed_s, cap_s)))
         slack_share = self._slack_share(view)

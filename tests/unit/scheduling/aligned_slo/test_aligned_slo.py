@@ -126,6 +126,30 @@ def test_a_deadline_that_presses_lets_no_document_pass_chat() -> None:
     assert list(planned(view_of(rows, now=1.0))) == ["in time", "late", "pressed"]
 
 
+@each(("deadline_s", "num_beside"), [(1.62, 3), (1.3, 0), (9.0, 7)])
+def test_others_pause_for_a_document_that_would_be_late_with_longer_iterations(
+    deadline_s: float, num_beside: int
+) -> None:
+    """It needs 90 tokens: in iterations of 16 ms it is in time, alone in 11.5 ms; each of the others adds 1.5 ms."""
+    document = {"be": True, "prompt_len": 40, "num_generated": 10, "predicted_len": 100, "last_run_s": 0.99}
+    rows = {"due": document | {"deadline_s": 1.0 + deadline_s}}
+    rows |= {f"other{number}": dict(document) for number in range(7)}
+    scheduled = planned(view_of(rows, now=1.0, history=[0.022]))
+    assert "due" in scheduled
+    assert len(scheduled) == 1 + num_beside
+
+
+def test_a_document_that_presses_takes_memory_from_one_that_does_not() -> None:
+    rows: dict[str, dict[str, Any]] = {
+        "idle": {"be": True, "prompt_len": 150, "num_generated": 3},
+        "pressed": {"be": True, "prompt_len": 140, "predicted_len": 20, "arrival_s": 0.5, "deadline_s": 1.6},
+    }
+    view = view_of(rows, now=1.0, num_blocks=11)
+    plan = make_policy("aligned_slo").plan(view)
+    assert scheduled_of(view, plan) == {"pressed": 140}
+    assert evicted_of(view, plan) == [("idle", "drop")]
+
+
 @each(("deadline_s", "order"), [(1.3, ["pressed", "idle"]), (1.9, ["pressed", "idle"]), (2.1, ["idle", "pressed"])])
 def test_a_deadline_that_presses_goes_before_what_can_wait(deadline_s: float, order: list[str]) -> None:
     """Each takes 0.3 s: of the time until the deadline, 0.5, 1.1 or 1.3 s, a quarter would be too little, or not."""
