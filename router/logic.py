@@ -363,7 +363,7 @@ class RouterLogic:
             decoder = self._bypass.target(tracked.request, tracked.num_prefill_tokens, able)
             if decoder is not None:
                 break
-        tracked.destination = decoder.name if decoder is not None else None
+        self._placement.set_destination(tracked, decoder)
         return PrefillRequest(
             tracked.request,
             tracked.attempt,

@@ -80,11 +80,8 @@ class Placement:
 
     def _layout_digest(self) -> str | None:
         """Return the digest that all registered workers and pools have."""
-        for worker in self.workers.values():
-            return worker.registered.layout_digest
-        for pool in self.pools.values():
-            return pool.layout_digest
-        return None
+        of_workers = (worker.registered.layout_digest for worker in self.workers.values())
+        return next(of_workers, next((pool.layout_digest for pool in self.pools.values()), None))
 
     def _add_worker(self, worker: WorkerRecord) -> None:
         registered = worker.registered
@@ -162,8 +159,7 @@ class Placement:
         if isinstance(load, PoolLoad):
             if peer in self.pools:
                 self._update_pool(self.pools[peer], load)
-        elif peer in self.workers:
-            worker = self.workers[peer]
+        elif (worker := self.workers.get(peer)) is not None:
             worker.load, worker.is_load_stale = load, False
             self._clear_refusal(worker)
 
@@ -239,6 +235,14 @@ class Placement:
 
     # --- owners of requests
 
+    def set_destination(self, tracked: TrackedRequest, worker: WorkerRecord | None) -> None:
+        """Note the decode worker that a prompt's cache goes straight to; None: to the pool, or it is there."""
+        if (former := self.workers.get(tracked.destination or "")) is not None:
+            former.coming.discard(tracked.request.request_id)
+        tracked.destination = worker.name if worker is not None else None
+        if worker is not None:
+            worker.coming.add(tracked.request.request_id)
+
     def set_decoding(self, tracked: TrackedRequest, worker: WorkerRecord) -> None:
         """Make this worker the holder of the request."""
         self.unassign(tracked)
@@ -252,6 +256,7 @@ class Placement:
         """Make this pool the holder of the request, which comes from a prefill worker or back from a decode worker."""
         if tracked.stage is not Stage.PREFILLING:  # a prefill is counted until its worker reports it completed
             self.unassign(tracked)
+        self.set_destination(tracked, None)
         tracked.move(Stage.POOLED, pool)
         self.set_copy(tracked, pool)
         record = PooledRecord(num_blocks, tracked.pooled_s, tracked.is_real_time, tracked.next_late_s)
@@ -276,6 +281,7 @@ class Placement:
     def unassign(self, tracked: TrackedRequest) -> None:
         """Remove the request from the records of its holder."""
         request_id: RequestId = tracked.request.request_id
+        self.set_destination(tracked, None)
         worker = self.workers.get(tracked.holder or "")
         if worker is not None:
             self._end_prefill(worker, request_id)

@@ -180,6 +180,9 @@ class WorkerRecord:
     num_promised: int = 0  # tokens of prompts that its room is promised to
     decoding: set[RequestId] = field(default_factory=set)  # running or candidate; membership only
     decoding_real_time: set[RequestId] = field(default_factory=set)  # of those, real-time ones; membership only
+    coming: set[RequestId] = field(
+        default_factory=set
+    )  # chats that come straight from a prefill worker; membership only
     pending_batch: BatchId | None = None  # of a FormBatch without an answer
     asked_pool: str = ""  # that was asked for it, or for the last one
     requested_kind: BatchKind = BatchKind.BATCH  # of that FormBatch, or the last one
@@ -297,6 +300,11 @@ class WorkerRecord:
     def has_real_time_slot(self) -> bool:
         """True for such a worker that can run one more real-time request, before best-effort ones if need be."""
         return self._takes_prefilled and len(self.decoding_real_time) < self.registered.max_running_requests
+
+    @property
+    def num_chats(self) -> int:
+        """Number of real-time requests that it decodes, or that are on their way to it past the pool."""
+        return len(self.decoding_real_time | self.coming)
 
     @property
     def _takes_prefilled(self) -> bool:

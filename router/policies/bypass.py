@@ -4,8 +4,8 @@ AlignedServe trades the wait for a batch against alignment (section 4.4, TTFT); 
 is bounded (design, section 1, step 8): alignment is an objective, the SLO is a constraint.
 
 Example: requests have lately waited 80 ms in the pool. A request with `tpot_s` 0.05 and 900 tokens goes straight to
-the decode worker with a free slot that runs lengths nearest to 900, of those that chats fill to the same quarter; one
-with `tpot_s` 0.2 waits for its batch.
+the decode worker with a free slot that runs lengths nearest to 900, of those with up to eight chats or, where all have
+more, of those with the fewest; one with `tpot_s` 0.2 waits for its batch.
 """
 
 from collections.abc import Iterable
@@ -16,6 +16,7 @@ from router.state import WorkerRecord
 
 _WEIGHT = 1 / 16  # of the latest wait, where it is shorter than expected; a longer one is expected at once
 _FADING = 1 / 64  # with every request that bypasses the pool
+_TOGETHER = 8  # chats that a worker has before others get more: while they are few, the iterations of others stay long
 
 
 class Bypass(Protocol):
@@ -72,10 +73,10 @@ class UrgentBypass:
         self._expected_wait_s *= 1 - _FADING
 
     def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
-        """See Bypass. Chooses a worker with a free slot if there is any, of those that chats fill least.
+        """See Bypass. Chooses a worker with a free slot if there is any, of those with few chats.
 
         Of equals the one whose running lengths are nearest: by lengths alone all would go to one worker until it is
-        full of chats, and its documents would wait for their end.
+        full, the last of them waiting for the end of the first.
         """
         tpot_s = request.slo.tpot_s
         if not request.is_real_time or tpot_s is None or self._expected_wait_s <= tpot_s:
@@ -117,17 +118,9 @@ class PackedBypass:
 
 
 def _order_of(worker: WorkerRecord, context_len: int) -> tuple[bool, int, int, str]:
-    return (not worker.has_free_slot, _quarters(worker, context_len), _distance(worker, context_len), worker.name)
-
-
-def _quarters(worker: WorkerRecord, context_len: int) -> int:
-    """Return how many whole quarters of its places, or of its memory, its chats fill if they are as long as this.
-
-    Chats beside chats leave documents the long iterations of other workers, until documents would have to leave.
-    """
-    registered, num_chats = worker.registered, len(worker.decoding_real_time)
-    of_places = 4 * num_chats // registered.max_running_requests
-    return max(of_places, 4 * num_chats * context_len // max(worker.tokens_in(registered.num_blocks), 1))
+    together = max(min(_TOGETHER, worker.registered.max_running_requests // 4), 1)
+    beyond = max(worker.num_chats + 1 - together, 0)
+    return (not worker.has_free_slot, beyond, _distance(worker, context_len), worker.name)
 
 
 def _distance(worker: WorkerRecord, context_len: int) -> int:

@@ -102,17 +102,15 @@ def test_the_nearest_lengths_are_chosen(prompt_len: int, expected: str) -> None:
     assert chosen(chat(prompt_len=prompt_len), decoder("decode-1", 300, 400), decoder("decode-0", 100, 200)) == expected
 
 
-@each("changes", [{"max_running_requests": 8}, {"num_blocks": 450, "max_running_requests": 256}])
-def test_chats_fill_a_quarter_of_each_worker_before_lengths_count(changes: dict[str, int]) -> None:
-    """By lengths alone all went to the first worker until it was full, where documents of all lengths ran."""
-    workers = [decoder(f"decode-{number}", *lengths, **changes) for number, lengths in enumerate(((9, 2000), (), ()))]
-    went = []
-    for number in range(6):
+@each(("num_places", "expected"), [(256, [8, 2, 0]), (8, [4, 3, 3])])
+def test_few_chats_stay_together_and_many_are_shared_out(num_places: int, expected: list[int]) -> None:
+    """By lengths alone all went to the first worker until it was full. Those on their way to a worker count."""
+    workers = [decoder(f"decode-{number}", max_running_requests=num_places) for number in range(3)]
+    for number in range(10):
         target = after_waits_of(0.08).target(chat(), 900, workers)
         assert target is not None
-        target.decoding_real_time.add(RequestId(f"r{number}"))
-        went.append(target.name)
-    assert sorted(went) == ["decode-0", "decode-0", "decode-1", "decode-1", "decode-2", "decode-2"]
+        (target.decoding_real_time if number % 2 else target.coming).add(RequestId(f"r{number}"))
+    assert [worker.num_chats for worker in workers] == expected
 
 
 def test_one_that_runs_no_certain_length_is_as_near_as_can_be_and_ties_go_by_name() -> None:
