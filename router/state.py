@@ -180,9 +180,7 @@ class WorkerRecord:
     num_promised: int = 0  # tokens of prompts that its room is promised to
     decoding: set[RequestId] = field(default_factory=set)  # running or candidate; membership only
     decoding_real_time: set[RequestId] = field(default_factory=set)  # of those, real-time ones; membership only
-    coming: set[RequestId] = field(
-        default_factory=set
-    )  # chats that come straight from a prefill worker; membership only
+    coming: set[RequestId] = field(default_factory=set)  # straight from prefill workers; membership only
     pending_batch: BatchId | None = None  # of a FormBatch without an answer
     asked_pool: str = ""  # that was asked for it, or for the last one
     requested_kind: BatchKind = BatchKind.BATCH  # of that FormBatch, or the last one
