@@ -10,6 +10,7 @@ each. Whatever does not hold is printed with the command that shows it. The tabl
 tests/unit/docs/test_random_certificates.py holds page and record together.
 """
 
+import math
 import random
 import shlex
 from collections import Counter
@@ -53,7 +54,7 @@ class _Draw:
 
     def length(self, least: int, most: int) -> int:
         """Return a length, as likely in each doubling."""
-        return round(least * (most / least) ** self._rng.random())
+        return round(math.exp(self._rng.uniform(math.log(least), math.log(most))))
 
     def happens(self, chance: float) -> bool:
         return self._rng.random() < chance
