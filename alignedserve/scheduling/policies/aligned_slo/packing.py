@@ -263,8 +263,14 @@ class SloPacking:
         return not is_growth and claim[row] == URGENT and self._evict_ahead(row)
 
     def _weakest(self, row: int) -> int:
-        """Return the rank from whose holders a newcomer takes no memory, nor from those before it."""
-        return LATE if self._is_starving(row) else max(int(self._rows.claim[row]), ON_TIME)
+        """Return the rank from whose holders a newcomer takes no memory, nor from those before it.
+
+        Documents take it from none, those that press neither: who gives it may press next, and computes it all again.
+        """
+        if self._is_starving(row):
+            return LATE
+        claim = int(self._rows.claim[row])
+        return BEST_EFFORT if claim > LATE else max(claim, ON_TIME)
 
     def _evict_ahead(self, row: int) -> bool:
         """Let the request furthest ahead of its schedule lend its memory, even if it is in the plan already.

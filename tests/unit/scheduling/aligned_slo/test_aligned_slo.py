@@ -139,15 +139,16 @@ def test_others_pause_for_a_document_that_would_be_late_with_longer_iterations(
     assert len(scheduled) == 1 + num_beside
 
 
-def test_a_document_that_presses_takes_memory_from_one_that_does_not() -> None:
+def test_a_document_that_presses_takes_no_memory_from_one_that_does_not() -> None:
+    """Who gave it would press next, and have all of it computed again."""
     rows: dict[str, dict[str, Any]] = {
         "idle": {"be": True, "prompt_len": 150, "num_generated": 3},
         "pressed": {"be": True, "prompt_len": 140, "predicted_len": 20, "arrival_s": 0.5, "deadline_s": 1.6},
     }
     view = view_of(rows, now=1.0, num_blocks=11)
     plan = make_policy("aligned_slo").plan(view)
-    assert scheduled_of(view, plan) == {"pressed": 140}
-    assert evicted_of(view, plan) == [("idle", "drop")]
+    assert scheduled_of(view, plan) == {"idle": 1}
+    assert not plan.evictions
 
 
 @each(("deadline_s", "order"), [(1.3, ["pressed", "idle"]), (1.9, ["pressed", "idle"]), (2.1, ["idle", "pressed"])])
