@@ -20,7 +20,7 @@ _BEST_EFFORT = (
 )
 _DEADLINES = (
     "In an overload of thirty times it gives long documents up, which alone have deadlines, for many short requests;"
-    " without one, at 0.07 and 0.1/s, it holds 98 and 92 % of the deadlines for 99 and 96"
+    " without one, at 0.07 and 0.1/s, it holds 99 and 94 % of the deadlines for 99 and 96"
     " ([more](accelgen.md#figure-11-opt-13b-8-requestss-three-seeds-of-100-s))."
 )
 _MORE_REQUESTS = (
