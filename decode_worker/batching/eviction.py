@@ -8,11 +8,11 @@ Where classes are known, best-effort requests leave before real-time ones, and t
 
 from itertools import islice
 
-from alignedserve.core.deadlines import urgent_at_s
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.iterations import BlocksOffloaded, OffloadBlocks
 from alignedserve.messages.workers import RequestPreempted
+from alignedserve.worker_core.deadlines import urgent_at_s
 from decode_worker.batching.batch_order import BatchOrder
 from decode_worker.batching.begun import BatchMember, Leaving
 from decode_worker.batching.candidates import Candidates

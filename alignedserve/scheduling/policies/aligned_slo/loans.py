@@ -4,7 +4,7 @@ A loan helps over a burst. Where memory is short for longer, caches would go rou
 
 - who lends keeps its cache, on the host or in the pool: none is computed again for a loan (packing.py);
 - loans may take `loan_share` of the time for copies within iterations, or `loan_credit_s` at once;
-- nobody lends once all that is lent would fill the device: more could not come back at once.
+- loans stop when the lent caches together would fill the device, as they could not all come back at once.
 """
 
 from functools import cached_property

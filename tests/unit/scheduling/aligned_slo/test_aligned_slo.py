@@ -140,7 +140,7 @@ def test_others_pause_for_a_document_that_would_be_late_with_longer_iterations(
 
 
 def test_a_document_that_presses_takes_no_memory_from_one_that_does_not() -> None:
-    """Who gave it would press next, and have all of it computed again."""
+    """The one that gave its memory would press next, and its whole cache would have to be computed again."""
     rows: dict[str, dict[str, Any]] = {
         "idle": {"be": True, "prompt_len": 150, "num_generated": 3},
         "pressed": {"be": True, "prompt_len": 140, "predicted_len": 20, "arrival_s": 0.5, "deadline_s": 1.6},
