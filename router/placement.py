@@ -38,10 +38,11 @@ class Placement:
         self._num_pool_epochs = 0
         self._num_registrations = 0  # of workers
         self._nodes: dict[str, dict[str, WorkerRecord]] = {}  # workers by the pool of their node
-        self._prefillers = Prefillers()
-        self._for_real_time = Prefillers(is_real_time=True)  # elastic workers alone
-        self._late_prompts = LatePrompts()  # at those, and at separate prefill workers
-        self._at_full_pools = Prefillers()  # those whose pool has no room for what they have computed
+        self._prefillers = {  # by whether their pool has no room for what they have computed, then for which class
+            at_full_pool: {is_real_time: Prefillers(is_real_time=is_real_time) for is_real_time in (False, True)}
+            for at_full_pool in (False, True)
+        }
+        self._late_prompts = LatePrompts()
         self.longest_contexts = LongestContexts()
         self._free: dict[str, WorkerRecord] = {}  # decode workers with a slot for chat
         self.prefixes = PrefixIndex()
@@ -112,8 +113,7 @@ class Placement:
         del self._nodes[pool][name]
         if not self._nodes[pool]:
             del self._nodes[pool]
-        for prefillers in (self._prefillers, self._at_full_pools, self._for_real_time):
-            prefillers.discard(worker)
+        self._rank_among_prefillers(worker, can_prefill=False)
         self.longest_contexts.discard(name)
         for records in (self._free, self._refused):
             records.pop(name, None)
@@ -190,12 +190,11 @@ class Placement:
         self.prefixes.expect(worker.name, prefill.block_names)
         if prefill.adapter:
             self.adapters.use(worker, prefill.adapter)
-        if worker.registered.can_move or not worker.registered.can_decode:
-            self._late_prompts.add(worker.name, request_id, prefill)
+        self._late_prompts.add(worker.name, request_id, prefill)
         self._rank(worker)
 
     def note_late_prompts(self, now: float) -> None:
-        """Count the prompts that are late by now apart from the others, at elastic and at separate prefill workers."""
+        """Count the prompts at workers that are late by now apart from the others."""
         for late in self._late_prompts.take(now) if len(self._late_prompts) else ():
             worker = self.workers.get(late.worker)
             if worker is not None:
@@ -256,7 +255,8 @@ class Placement:
         """Make this pool the holder of the request, which comes from a prefill worker or back from a decode worker."""
         if tracked.stage is not Stage.PREFILLING:  # a prefill is counted until its worker reports it completed
             self.unassign(tracked)
-        self.set_destination(tracked, None)
+        else:
+            self.set_destination(tracked, None)
         tracked.move(Stage.POOLED, pool)
         self.set_copy(tracked, pool)
         record = PooledRecord(num_blocks, tracked.pooled_s, tracked.is_real_time, tracked.next_late_s)
@@ -310,11 +310,10 @@ class Placement:
     def least_loaded_prefiller(self, *, is_real_time: bool = False, at_full_pool: bool = False) -> WorkerRecord | None:
         """Return the worker with the least wait (see prefillers.py) among those that can take a prefill now.
 
-        Ties: the fewest decoding requests (colocated workers), then the name. `is_real_time`: of the prompt.
-        `at_full_pool`: among those whose pool has no room for what they have computed, as reported last; else among the
-        others.
+        `is_real_time`: of a prompt that goes before best-effort ones. `at_full_pool`: among those whose pool has no
+        room for what they have computed, as reported last; else among the others.
         """
-        name = self._prefillers_for(is_real_time, at_full_pool).least_loaded()
+        name = self._prefillers[at_full_pool][is_real_time].least_loaded()
         return self.workers[name] if name is not None else None
 
     def near_prefiller(self, node: str, least: WorkerRecord, *, is_real_time: bool = False) -> WorkerRecord | None:
@@ -322,18 +321,13 @@ class Placement:
 
         See prefillers.py. Its pool has room if that of `least` has.
         """
-        name = self._prefillers_for(is_real_time, self._is_pool_full(least)).least_loaded_of(node)
+        name = self._prefillers[self._is_pool_full(least)][is_real_time].least_loaded_of(node)
         near = self.workers.get(name or "")
-        return near if near is least or (near is not None and self._is_as_free(near, least)) else None
-
-    def _prefillers_for(self, is_real_time: bool, at_full_pool: bool) -> Prefillers:
-        if at_full_pool:
-            return self._at_full_pools
-        return self._for_real_time if is_real_time and len(self._for_real_time) else self._prefillers
-
-    def _is_as_free(self, near: WorkerRecord, least: WorkerRecord) -> bool:
+        if near is None or near is least:
+            return near
+        near_tokens, tokens = (one.num_tokens_before(is_real_time=is_real_time) for one in (near, least))
         near_requests, requests = (requests_at(one, self.beside(one), self.pools) for one in (near, least))
-        return is_as_free(near.num_prefill_tokens, near_requests, least.num_prefill_tokens, requests)
+        return near if is_as_free(near_tokens, near_requests, tokens, requests) else None
 
     def beside(self, worker: WorkerRecord) -> Collection[WorkerRecord]:
         """Return the workers of its node, itself included."""
@@ -374,6 +368,15 @@ class Placement:
 
     # --- the orders of workers
 
+    def _rank_among_prefillers(self, worker: WorkerRecord, *, can_prefill: bool) -> None:
+        is_full = self._is_pool_full(worker)
+        for at_full_pool, by_class in self._prefillers.items():
+            for prefillers in by_class.values():
+                if can_prefill and at_full_pool == is_full:
+                    prefillers.put(worker)
+                else:
+                    prefillers.discard(worker)
+
     def _rank_node(self, pool: str) -> None:
         for worker in self._nodes.get(pool, {}).values():
             self._rank(worker)
@@ -382,16 +385,7 @@ class Placement:
     def _rank(self, worker: WorkerRecord) -> None:
         """Bring a registered worker's place in every order up to date; its pool may now be asked for a batch."""
         name, registered = worker.name, worker.registered
-        can_prefill, is_full = self._can_prefill_now(worker), self._is_pool_full(worker)
-        for prefillers, is_in in ((self._prefillers, not is_full), (self._at_full_pools, is_full)):
-            if can_prefill and is_in:
-                prefillers.put(worker)
-            else:
-                prefillers.discard(worker)
-        if registered.can_move and can_prefill:
-            self._for_real_time.put(worker)
-        elif registered.can_move:
-            self._for_real_time.discard(worker)
+        self._rank_among_prefillers(worker, can_prefill=self._can_prefill_now(worker))
         if worker.has_real_time_slot:
             self._free[name] = worker
         else:

@@ -231,16 +231,22 @@ class WorkerRecord:
             self.late[request_id] = None
             self.num_late_tokens += prefill.num_tokens
 
+    def num_tokens_before(self, *, is_real_time: bool) -> int:
+        """Return the tokens of prompts that it computes before one that it is given now.
+
+        Before a real-time prompt those of real-time requests that are not late, before others all: so its policy
+        orders them, if it knows classes.
+        """
+        return self.num_real_time_tokens - self.num_late_tokens if is_real_time else self.num_prefill_tokens
+
     def wait_s(self, *, is_real_time: bool) -> float:
         """Return the predicted time until it could begin with a prompt that it is given now.
 
-        Before a real-time prompt it computes those of real-time requests that are not late, before others all: so its
-        policy orders them. Example: 3 000 tokens at 5 000 tokens/s: 0.6 s. What its decodes leave of its time is not
-        looked at, as prompts that are urgent go before them.
-        Workers that do not tell their speed are not elastic: theirs are compared by tokens.
+        Example: 3 000 tokens before it at 5 000 tokens/s: 0.6 s. What its decodes leave of its time is not looked at,
+        as prompts that are urgent go before them. Workers that do not tell their speed are not elastic: theirs are
+        compared by tokens.
         """
-        num_before = self.num_real_time_tokens - self.num_late_tokens if is_real_time else self.num_prefill_tokens
-        return num_before / self.prompt_tokens_per_s
+        return self.num_tokens_before(is_real_time=is_real_time) / self.prompt_tokens_per_s
 
     @property
     def prompt_tokens_per_s(self) -> int:
@@ -298,6 +304,11 @@ class WorkerRecord:
     def has_real_time_slot(self) -> bool:
         """True for such a worker that can run one more real-time request, before best-effort ones if need be."""
         return self._takes_prefilled and len(self.decoding_real_time) < self.registered.max_running_requests
+
+    @property
+    def num_decoding(self) -> int:
+        """Number of requests that it decodes, or that are on their way to it past the pool."""
+        return len(self.decoding | self.coming)
 
     @property
     def num_chats(self) -> int:

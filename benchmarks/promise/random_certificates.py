@@ -5,9 +5,9 @@
     python -m benchmarks.promise.random_certificates --page                # only the table of the page
 
 Each number draws one: topology, workers, model and accelerator, mean lengths of chats and documents between 16 and
-8 000 tokens, objectives or the default ones, with or without prefix cache and swaps, two bursts of 7 s with 4 s after
-each. Whatever does not hold is printed with the command that shows it. The table stands in docs/certify.md;
-tests/unit/docs/test_random_certificates.py holds page and record together.
+8 000 tokens, objectives or the default ones or of 2.5 or 4 times what a chat takes alone, with or without prefix cache
+and swaps, two bursts of 7 s with 4 s after each. Whatever does not hold is printed with the command that shows it. The
+table stands in docs/certify.md; tests/unit/docs/test_random_certificates.py holds page and record together.
 """
 
 import math
@@ -92,7 +92,16 @@ def options_of(number: int) -> dict[str, str]:
     if draw.happens(0.5):
         options |= {"--ttft": draw.one_of("0.5", "1", "2", "5"), "--tpot": draw.one_of("0.03", "0.05", "0.1", "0.2")}
     settings = [text for text in ("prefix_cache.enabled=false", "decode.swap_space_bytes=0") if draw.happens(0.25)]
-    return options | ({"--set": " ".join(settings)} if settings else {})
+    options |= {"--set": " ".join(settings)} if settings else {}
+    if draw.happens(0.25):
+        ttft_s, tpot_s = _alone_s(options)
+        options |= {"--ttft": f"{draw.one_of(2.5, 4) * ttft_s:.2g}", "--tpot": f"{draw.one_of(2.5, 4) * tpot_s:.2g}"}
+    return options
+
+
+def _alone_s(drawn: Mapping[str, str]) -> tuple[float, float]:
+    """Return TTFT and TPOT of a chat that is alone on the server."""
+    return _run_of(_parsed(drawn)).idle_times_s()
 
 
 def command_of(options: Mapping[str, str]) -> str:
@@ -106,21 +115,10 @@ def command_of(options: Mapping[str, str]) -> str:
 def certify(number: int) -> Row:
     """Run one; return what did not hold, and by how much. A server that cannot be measured has `refused`."""
     drawn = options_of(number)
-    options = CertifyOptions(
-        is_simulated=True, burst_s=7.0, idle_s=4.0, num_bursts=2, seed=number,
-        topology=drawn["--topology"], num_workers=int(drawn["--workers"]),
-        hardware=drawn["--hardware"], simulated_model=drawn["--simulated-model"],
-        chat_prompt_len=int(drawn["--chat-prompt"]), chat_output_len=int(drawn["--chat-output"]),
-        document_prompt_len=int(drawn["--document-prompt"]), document_output_len=int(drawn["--document-output"]),
-        ttft_s=float(drawn["--ttft"]) if "--ttft" in drawn else None,
-        tpot_s=float(drawn["--tpot"]) if "--tpot" in drawn else None,
-        overrides=tuple(drawn.get("--set", "").split()),
-    )  # fmt: skip
+    options = _parsed(drawn)
     row: Row = {"number": number, "topology": drawn["--topology"], "command": command_of(drawn)}
     try:
-        protocol, speed, evidence = SimulatedRun(
-            simulated_config(options), wanted_of(options), lambda words: None
-        ).run()
+        protocol, speed, evidence = _run_of(options).run()
     except ConfigError as error:
         return row | {"refused": str(error)}
     certificate = certificate_of(
@@ -134,6 +132,23 @@ def certify(number: int) -> Row:
         "attained_beside": None if figures.beside is None else figures.beside.attainment,
         "documents_share": None if figures.left_over is None else figures.left_over.share,
     }
+
+
+def _parsed(drawn: Mapping[str, str]) -> CertifyOptions:
+    return CertifyOptions(
+        is_simulated=True, burst_s=7.0, idle_s=4.0, num_bursts=2, seed=int(drawn["--seed"]),
+        topology=drawn["--topology"], num_workers=int(drawn["--workers"]),
+        hardware=drawn["--hardware"], simulated_model=drawn["--simulated-model"],
+        chat_prompt_len=int(drawn["--chat-prompt"]), chat_output_len=int(drawn["--chat-output"]),
+        document_prompt_len=int(drawn["--document-prompt"]), document_output_len=int(drawn["--document-output"]),
+        ttft_s=float(drawn["--ttft"]) if "--ttft" in drawn else None,
+        tpot_s=float(drawn["--tpot"]) if "--tpot" in drawn else None,
+        overrides=tuple(drawn.get("--set", "").split()),
+    )  # fmt: skip
+
+
+def _run_of(options: CertifyOptions) -> SimulatedRun:
+    return SimulatedRun(simulated_config(options), wanted_of(options), lambda words: None)
 
 
 def table(rows: list[Row]) -> str:

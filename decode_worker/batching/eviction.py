@@ -132,8 +132,10 @@ class Evictions:
 
     def _is_urgent(self, running: BatchMember, token_s: float, now: float) -> bool:
         """Return whether a document would be late if it left: the pool would send it back at once."""
+        if running.is_real_time:
+            return False
         due_s = urgent_at_s(running.request, len(running.generated_token_ids), token_s)
-        return due_s is not None and due_s <= now and not running.is_real_time
+        return due_s is not None and due_s <= now
 
     def _eviction_key(self, running: BatchMember) -> tuple[bool, int, RequestId]:
         """Order victims: the longest first, as it frees most."""

@@ -48,9 +48,9 @@ class DirectHandoff:
         """See Bypass."""
 
     def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
-        """Return the worker with the fewest requests; ties go by name."""
+        """Return the worker with the fewest requests, those on their way among them; ties go by name."""
         able = [worker for worker in workers if worker.has_free_slot]
-        return min(able, key=lambda worker: (len(worker.decoding), worker.name), default=None)
+        return min(able, key=lambda worker: (worker.num_decoding, worker.name), default=None)
 
 
 class UrgentBypass:

@@ -103,17 +103,22 @@ class PrefillChoice:
         Real-time prompts pass best-effort ones there; and a best-effort one that the floor lets go would never find a
         place between them.
         """
-        is_apart = turn.is_by_floor or (tracked.is_real_time and self._registry.queue.order.knows_classes)
+        is_apart = turn.is_by_floor or self._passes_documents(tracked)
         return tracked.request.request_class if is_apart else None
+
+    def _passes_documents(self, tracked: TrackedRequest) -> bool:
+        """Return whether a worker computes this prompt before the best-effort ones that it has already."""
+        return tracked.is_real_time and self._registry.queue.order.knows_classes
 
     def _candidates(self, tracked: TrackedRequest, runs: Mapping[str, int]) -> Iterator[WorkerRecord]:
         """Yield the best worker for this prompt, then the next ones in case it has no room."""
-        least = self._placement.least_loaded_prefiller(is_real_time=tracked.is_real_time)
+        passes_documents = self._passes_documents(tracked)
+        least = self._placement.least_loaded_prefiller(is_real_time=passes_documents)
         if least is not None:
             if runs or tracked.adapter:
                 yield self._cheapest(tracked, least, runs)
             yield least
-        last = self._placement.least_loaded_prefiller(at_full_pool=True)
+        last = self._placement.least_loaded_prefiller(is_real_time=passes_documents, at_full_pool=True)
         if last is not None:
             yield last
 
@@ -133,7 +138,7 @@ class PrefillChoice:
         if worker.registered.can_decode:
             num_left = expected_len(tracked) - tracked.num_emitted
             num_tokens += (len(worker.prefilling) + len(worker.decoding)) * num_left
-        wait_s = worker.wait_s(is_real_time=tracked.is_real_time and worker.registered.can_move)
+        wait_s = worker.wait_s(is_real_time=self._passes_documents(tracked))
         if self._lacks_adapter(tracked, worker):
             wait_s += worker.seconds_as_wait(LOAD_S)
         return wait_s + num_tokens / worker.prompt_tokens_per_s
@@ -181,7 +186,7 @@ class PrefillChoice:
         """Choose one near the gateway instead that is about as free and has as much, if there is one."""
         tracked = chosen.tracked
         near = self._placement.near_prefiller(
-            gateways.get(tracked.gateway, ""), chosen.worker, is_real_time=tracked.is_real_time
+            gateways.get(tracked.gateway, ""), chosen.worker, is_real_time=self._passes_documents(tracked)
         )
         if near is None or near is chosen.worker:
             return chosen

@@ -1,10 +1,10 @@
 """The workers that can take a prefill now, by their wait, and the choice of one on the node of a request's gateway.
 
-A worker's wait is the tokens that it has to compute before another prompt. Elastic workers tell how fast they compute
-prompts: their wait is in seconds, and another one for real-time prompts than for others (WorkerRecord.wait_s).
-Example: both workers compute 5 000 tokens/s. a has 500 tokens of chat and 4 000 of documents to compute, b has 1 500 of
-chat, and 1 000 that are late already. Chat waits 0.1 s at a and 0.3 s at b, and goes to a; a document waits 0.9 s at a
-and 0.5 s at b, and goes to b.
+A worker's wait is the tokens that it has to compute before another prompt, fewer before a real-time one where the
+policy knows classes (WorkerRecord.num_tokens_before); elastic workers tell how fast they compute prompts, and theirs is
+in seconds. Example: both workers compute 5 000 tokens/s. a has 500 tokens of chat and 4 000 of documents to compute, b
+has 1 500 of chat, and 1 000 that are late already. Chat waits 0.1 s at a and 0.3 s at b, and goes to a; a document
+waits 0.9 s at a and 0.5 s at b, and goes to b.
 Where loads are about equal, a request goes to a worker of its gateway's node: its tokens then stay on that node, and a
 worker with the requests of one gateway sends one message per iteration. What this may cost is bounded by `is_as_free`.
 """
@@ -23,12 +23,13 @@ _MORE_SHARE = 0.125  # of requests: an iteration of that many more takes no long
 class Prefillers:
     """Workers that can take a prefill now: the one with the least wait of the cluster, and of each node.
 
-    Ties: the fewest decoding requests (colocated workers), then the name. For real-time prompts the fewest real-time
-    ones come first: the prompt prolongs their gaps, and documents do not hold it up.
+    Ties: the fewest decoding requests (workers that do both phases), then the name. For prompts that go before
+    documents the fewest chats come first, as the prompt prolongs their gaps; of separate prefill workers the fewest
+    tokens of documents, as it waits for the end of the iteration in flight.
     """
 
     def __init__(self, *, is_real_time: bool = False) -> None:
-        """`is_real_time`: by the wait of real-time prompts."""
+        """`is_real_time`: by the wait of real-time prompts, which go before others."""
         self._is_real_time = is_real_time
         self._all: Ranking[tuple[float, int, int]] = Ranking()
         self._by_node: dict[str, Ranking[tuple[float, int, int]]] = {}
@@ -38,11 +39,15 @@ class Prefillers:
 
     def put(self, worker: WorkerRecord) -> None:
         """Add a worker, or bring its place up to date."""
-        num_beside = len(worker.decoding_real_time) if self._is_real_time else 0
-        rank = (worker.wait_s(is_real_time=self._is_real_time), num_beside, len(worker.decoding))
+        rank = (worker.wait_s(is_real_time=self._is_real_time), self._num_beside(worker), len(worker.decoding))
         self._all.put(worker.name, rank)
         if worker.registered.node:
             self._by_node.setdefault(worker.registered.node, Ranking()).put(worker.name, rank)
+
+    def _num_beside(self, worker: WorkerRecord) -> int:
+        if not self._is_real_time:
+            return 0
+        return len(worker.decoding_real_time) if worker.registered.can_decode else worker.num_prefill_tokens
 
     def discard(self, worker: WorkerRecord) -> None:
         """Remove a worker, if it is there."""

@@ -120,14 +120,17 @@ class SimulatedRun:
 
     # --- measuring
 
-    def _speed(self) -> Speed:
+    def idle_times_s(self) -> tuple[float, float]:
+        """Return TTFT and TPOT of a chat that is alone on the server. Raises ConfigError where it is not served."""
         idle = self._simulated([_timed(PlannedRequest("idle", *_both(self._wanted.chat)), 0.0, Slo())], ())
         record = idle.records()[0]
         if record.ttft_s is None:
             raise ConfigError("the simulated server does not answer a single chat")
+        return record.ttft_s, record.tpot_s or 0.001
+
+    def _speed(self) -> Speed:
         return Speed(
-            record.ttft_s,
-            record.tpot_s or 0.001,
+            *self.idle_times_s(),
             self._filled(self._wanted.chat, RequestClass.REAL_TIME),
             self._filled(self._wanted.documents, RequestClass.BEST_EFFORT),
         )

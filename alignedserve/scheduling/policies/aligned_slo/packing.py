@@ -298,6 +298,9 @@ class SloPacking:
 
     def _evict(self, row: int) -> None:
         self._packer.evict(row, EvictionMode.SWAP if self._is_swapped(row) else EvictionMode.DROP)
+        self._forget_victim(row)
+
+    def _forget_victim(self, row: int) -> None:
         self._evicted.add(row)
         for others in (self._victims, self._longest):
             if row in others:

@@ -62,7 +62,7 @@ class AlignedSloConfig:
 
     response_share: float = 0.2  # of the tightest first-token objective: longest iteration while such prompts come
     stopped_share: float = 0.35  # of it while none waits, where the pass stops for those that come
-    idle_share: float = 0.5  # of the last one, where the pass stops and no such prompt has come for `memory_s`
+    idle_share: float = 0.5  # of the last one, where no such prompt has come for `memory_s`
     slack_share: float = 0.9  # of the least slack: the rest is for errors of the cost model
     usual_stretch: float = 1.05  # errors that the rest is for: where iterations take longer, as beside others on the
     # same cores, the share is less
@@ -181,7 +181,7 @@ class AlignedSlo:
         """Return how long an iteration may be for the sake of prompts that come meanwhile, and one that is worth
         stopping; inf: nothing is known of such prompts."""
         config, tightest_s = self._config, self._tightest_ttft_s(view)
-        if view.passes_stop and math.isinf(tightest_s):
+        if math.isinf(tightest_s):
             idle_s = config.idle_share * self._last_s  # else the first chats of a burst would find the longest of all
             return idle_s, idle_s
         return config.response_share * tightest_s, config.stopped_share * tightest_s

@@ -182,10 +182,7 @@ class PooledPacking(SloPacking):
         self._packer.depart(row)
         self._coming += num_blocks
         self._leaving += num_blocks
-        self._evicted.add(row)
-        for others in (self._victims, self._longest):
-            if row in others:
-                others.remove(row)
+        self._forget_victim(row)
 
     def _leave_ahead(self) -> None:
         """Let decodes leave before the growth of the others takes their blocks."""
