@@ -1,6 +1,7 @@
 """A request goes to a worker on its gateway's node, unless another is clearly freer."""
 
 from alignedserve.core.ids import RequestId
+from alignedserve.core.request import RequestClass
 from alignedserve.messages.gateways import GatewayRegistered
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import PoolRegistered, RequestPooled
@@ -14,12 +15,12 @@ HERE, THERE = "node-0", "node-1"
 NEAR, FAR = "decode-1", "decode-0"  # of equal workers the first by name is taken
 
 
-def two_nodes() -> RouterHarness:
+def two_nodes(**facts: int) -> RouterHarness:
     """Build a gateway beside a colocated worker, and another worker elsewhere."""
     made = RouterHarness()
     made.hear(GATEWAY, GatewayRegistered(HERE))
     for name, node in ((NEAR, HERE), (FAR, THERE)):
-        made.hear(name, worker(can_prefill=True, max_running_requests=16, node=node))
+        made.hear(name, worker(can_prefill=True, max_running_requests=16, node=node, **facts))
     return made
 
 
@@ -82,6 +83,14 @@ def test_the_bound_on_requests(requests: int, near: int) -> None:
 def test_a_prompt_that_the_near_worker_has_no_allowance_for() -> None:
     made = prefill_nodes(allowance=12)
     assert targets(made, 3, prompt_len=8) == ["prefill-1", "prefill-0"]
+
+
+def test_documents_elsewhere_do_not_make_the_near_worker_of_chat_as_free() -> None:
+    made = two_nodes(num_blocks=1000)
+    assert targets(made, 1, prompt_len=400) == [NEAR]
+    made.submit(request("document", prompt_len=2000, request_class=RequestClass.BEST_EFFORT))
+    made.submit(request("chat", prompt_len=10))
+    assert made.logic._placement.workers[FAR].num_real_time_tokens == 10
 
 
 def test_a_near_node_that_has_more_to_decode() -> None:

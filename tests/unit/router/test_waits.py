@@ -1,14 +1,17 @@
-"""An elastic worker gets a prompt by the time that those before it take there."""
+"""A worker gets a prompt by the time, or the tokens, of those before it there."""
 
 from typing import Any
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.messages.gateways import ResumeRequest
+from alignedserve.messages.pools import PoolRegistered
 from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, WorkerLoad
+from router.policies.prefill_order import FcfsOrder, PrefillOrder
 from router.state import DispatchedPrefill, WorkerRecord
 from tests.harnesses.router import RouterHarness, connected_router
-from tests.support.samples import GATEWAY, epoch, request, worker
+from tests.support.marks import each
+from tests.support.samples import GATEWAY, POOL, epoch, request, worker
 
 FIRST, SECOND = "decode-0", "decode-1"
 CHAT = DispatchedPrefill(1, 3000, is_real_time=True)
@@ -56,10 +59,18 @@ def test_a_worker_that_tells_no_speed_counts_tokens() -> None:
 
 
 def two_workers(*speeds: int) -> RouterHarness:
-    made = RouterHarness()
+    made = silent_workers(can_move=True)
     for name, speed in zip((FIRST, SECOND), speeds or (1000, 1000), strict=True):
-        made.hear(name, worker(can_prefill=True, can_move=True, num_blocks=1000))
         made.hear(name, WorkerLoad(prompt_tokens_per_s=speed))
+    return made
+
+
+def silent_workers(order: PrefillOrder | None = None, **facts: Any) -> RouterHarness:
+    """Build two workers that do not tell their speed."""
+    made = RouterHarness(order=order)
+    made.hear(POOL, PoolRegistered(1000))
+    for name in (FIRST, SECOND):
+        made.hear(name, worker(can_prefill=True, num_blocks=1000, **facts))
     return made
 
 
@@ -74,10 +85,24 @@ def _is_prompt(message: object) -> bool:
     return isinstance(message, PrefillRequest)
 
 
-def test_chat_goes_where_only_documents_wait() -> None:
-    made = two_workers()
+@each("made", [two_workers(), silent_workers()], ids=["elastic", "colocated"])
+def test_chat_goes_where_only_documents_wait(made: RouterHarness) -> None:
     assert target(made, "r0", 500, **BATCH) == FIRST
     assert target(made, "r1", 300) == FIRST
+    assert target(made, "r2", 100) == SECOND
+
+
+def test_so_it_does_among_prefill_workers_and_of_equals_where_least_is_in_flight() -> None:
+    made = silent_workers(can_decode=False)
+    assert target(made, "r0", 500, **BATCH) == FIRST
+    assert target(made, "r1", 300) == SECOND
+    assert target(made, "r2", 100) == FIRST
+
+
+def test_where_nobody_passes_documents_they_count() -> None:
+    made = silent_workers(FcfsOrder())
+    assert target(made, "r0", 500, **BATCH) == FIRST
+    assert target(made, "r1", 300) == SECOND
     assert target(made, "r2", 100) == SECOND
 
 

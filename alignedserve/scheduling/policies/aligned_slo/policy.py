@@ -61,6 +61,8 @@ class AlignedSloConfig:
     """Parameters; one configuration for every workload."""
 
     response_share: float = 0.2  # of the tightest first-token objective: longest iteration while such prompts come
+    least_room: float = 1.5  # that is no less than so many times what chat's decodes take,
+    tight_share: float = 0.5  # up to this share of the objective: else they leave documents nothing
     stopped_share: float = 0.35  # of it while none waits, where the pass stops for those that come
     idle_share: float = 0.5  # of the last one, where no such prompt has come for `memory_s`
     slack_share: float = 0.9  # of the least slack: the rest is for errors of the cost model
@@ -180,22 +182,24 @@ class AlignedSlo:
     def _longest_s(self, view: WorkerView) -> tuple[float, float]:
         """Return how long an iteration may be for the sake of prompts that come meanwhile, and one that is worth
         stopping; inf: nothing is known of such prompts."""
-        config, tightest_s = self._config, self._tightest_ttft_s(view)
+        config = self._config
+        decodes, tightest_s = real_time_work(view.table)
+        least_s = max(view.costs.iteration_s(decodes), self._runtime.of(view.costs).decode_s)
+        tightest_s = self._tightest_ttft_s(view, min(tightest_s, view.history.urgent_ttft_s), least_s)
         if math.isinf(tightest_s):
             idle_s = config.idle_share * self._last_s  # else the first chats of a burst would find the longest of all
             return idle_s, idle_s
-        return config.response_share * tightest_s, config.stopped_share * tightest_s
+        # Iterations hardly longer than the decodes alone would leave documents nothing.
+        least_s = min(config.least_room * least_s, config.tight_share * tightest_s)
+        return max(config.response_share * tightest_s, least_s), max(config.stopped_share * tightest_s, least_s)
 
-    def _tightest_ttft_s(self, view: WorkerView) -> float:
+    def _tightest_ttft_s(self, view: WorkerView, tightest_s: float, least_s: float) -> float:
         """Return the first-token objective that bounds iterations, as prompts may come with it; inf without one.
 
-        An objective so tight that the real-time decodes alone, or a single one, take longer cannot be held by delaying
-        other work: it is ignored.
+        `tightest_s`: of the requests that there are. One so tight that the real-time decodes alone, or a single one,
+        take longer, cannot be held by delaying other work: it is ignored. They take `least_s`.
         """
-        table, share = view.table, self._config.response_share
-        decodes, tightest_s = real_time_work(table)
-        tightest_s = min(tightest_s, view.history.urgent_ttft_s)
-        least_s = max(view.costs.iteration_s(decodes), self._runtime.of(view.costs).decode_s)
+        table, share = view.table, self._config.tight_share
         if share * tightest_s < least_s:
             counts = table.is_real_time & (share * table.ttft_s >= least_s)
             tightest_s = float(np.min(table.ttft_s, where=counts, initial=np.inf))

@@ -182,9 +182,9 @@ def test_a_pass_is_bounded_by_chats_that_it_has_stopped_for_and_by_the_last_ones
     """On a prefill worker such a chat is gone when the next pass is planned: within 0.35 of its TTFT, later half."""
     policy, history = make_policy("aligned_slo"), IterationHistory()
 
-    def tokens(now: float, *, passes_stop: bool = True) -> int:
+    def tokens(now: float) -> int:
         view = view_of({"document": {"be": True, "prompt_len": 900}}, now=now, max_tokens=900)
-        view = replace(view, history=history, passes_stop=passes_stop)
+        view = replace(view, history=history, passes_stop=True)
         return scheduled_of(view, policy.plan(view))["document"]
 
     assert tokens(1.0) == 900
@@ -195,4 +195,20 @@ def test_a_pass_is_bounded_by_chats_that_it_has_stopped_for_and_by_the_last_ones
     history.note(0.3)
     assert 339 <= tokens(31.0) <= 340
     assert 489 <= tokens(33.0) <= 490
-    assert tokens(33.0, passes_stop=False) == 900  # it would wait for the end, which is short enough on such a machine
+
+
+@each(("now", "most"), [(1.0, 200), (30.0, 200), (32.0, 500), (3600.0, 500)])
+def test_the_first_chat_of_a_burst_finds_no_iteration_longer_than_half_of_its_objective(now: float, most: int) -> None:
+    policy = make_policy("aligned_slo")
+    chat, document = {"prompt_len": 90, "num_generated": 10, "ttft_s": 1.0}, {"be": True, "prompt_len": 2000}
+    policy.plan(view_of({"chat": chat | {"last_token_s": 0.99}}, now=1.0))
+    view = view_of({"document": document}, now=now, max_tokens=2000)
+    assert most - 15 <= scheduled_of(view, policy.plan(view))["document"] <= most
+
+
+@each(("ttft_s", "least", "most"), [(0.06, 4, 8), (0.03, 0, 4), (0.02, 400, 500)])
+def test_an_objective_of_few_iterations_bounds_them_all_the_same(ttft_s: float, least: int, most: int) -> None:
+    """The answer's token takes 11 ms: of 60 ms more than a fifth, of 30 ms less than half, of 20 ms more."""
+    chat, document = {"prompt_len": 90, "num_generated": 10, "ttft_s": ttft_s}, {"be": True, "prompt_len": 500}
+    view = view_of({"chat": chat | {"last_token_s": 0.99}, "document": document}, now=1.0)
+    assert least <= scheduled_of(view, make_policy("aligned_slo").plan(view)).get("document", 0) <= most
