@@ -179,7 +179,7 @@ def make_decode_scheduler(
 ) -> Scheduler | None:
     """Build the scheduler of a separate decode worker; None: the whole batch is in every iteration."""
     if policy_entry(scheduling.policy).schedules_iterations:
-        return make_scheduler(scheduling, limits, costs, measured)
+        return replace(make_scheduler(scheduling, limits, costs, measured), computes_prompts=False)
     return None
 
 

@@ -255,6 +255,7 @@ class WorkerView:
     held_blocks: HeldBlocks | None = None  # of requests that may share some; None: none does
     pool: PoolView | None = None  # None: it keeps no decodes
     passes_stop: bool = False  # between two layers, for real-time prompts that come meanwhile
+    computes_prompts: bool = True  # False on separate decode workers, but for caches that they lost
 
     def own_blocks(self, rows: Ints) -> Ints:
         """Return how many blocks each of these rows would free if it alone left."""

@@ -31,6 +31,7 @@ class Scheduler:
     limits: IterationLimits
     learner: LearningCostModel | None = None  # `costs` again, where it is one that learns
     passes_stop: bool = False  # between two layers, for real-time prompts that come meanwhile
+    computes_prompts: bool = True  # False: of a separate decode worker
     turns: ExpectedTurns = field(default_factory=ExpectedTurns)  # of an encoder of pictures, between iterations
 
     @property
@@ -44,7 +45,13 @@ class Scheduler:
 
     def view(self, state: SchedulerState, now: float) -> WorkerView:
         """Build the policy's view."""
-        return state.view(limits=self.limits, costs=self.present_costs, now=now, passes_stop=self.passes_stop)
+        return state.view(
+            limits=self.limits,
+            costs=self.present_costs,
+            now=now,
+            passes_stop=self.passes_stop,
+            computes_prompts=self.computes_prompts,
+        )
 
     def prompt_capacity(self, state: SchedulerState) -> PromptCapacity:
         """Return what an iteration's decodes leave for prompts, if it lasts as long as they allow.

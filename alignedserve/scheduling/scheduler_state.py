@@ -96,7 +96,15 @@ class SchedulerState:
         self._tokens_of: dict[int, int] = {}  # tokens that rows compute in it, where blocks are shared
         self._joins: dict[int, RequestId] = {}  # rows that are to take a share of the last block of another
 
-    def view(self, *, limits: IterationLimits, costs: CostModel, now: float, passes_stop: bool = False) -> WorkerView:
+    def view(
+        self,
+        *,
+        limits: IterationLimits,
+        costs: CostModel,
+        now: float,
+        passes_stop: bool = False,
+        computes_prompts: bool = True,
+    ) -> WorkerView:
         """Build the policy's view."""
         memory = self._seen
         if memory.num_free != self.num_free or memory.num_free_host != self.num_free_host:
@@ -108,6 +116,7 @@ class SchedulerState:
             held_blocks=self.held_blocks,
             pool=self.pool,
             passes_stop=passes_stop,
+            computes_prompts=computes_prompts,
         )
 
     def add(self, request: Request, now: float, *, predicted_len: float | None = None, num_generated: int = 0) -> None:

@@ -74,7 +74,9 @@ def test_what_does_not_exist_is_named(scheduling: SchedulingConfig, message: str
 def test_a_policy_that_paces_decides_on_both_kinds_of_workers() -> None:
     paced = SchedulingConfig(policy="round_robin")
     assert isinstance(make_iteration_scheduler(paced, LIMITS), PolicyIterationScheduler)
-    assert isinstance(make_decode_scheduler(paced, LIMITS), Scheduler)
+    scheduler = make_decode_scheduler(paced, LIMITS)
+    assert isinstance(scheduler, Scheduler)
+    assert not scheduler.computes_prompts
 
 
 def test_without_pacing_prompts_go_in_order_and_decodes_all_together() -> None:

@@ -182,6 +182,8 @@ class AlignedSlo:
     def _longest_s(self, view: WorkerView) -> tuple[float, float]:
         """Return how long an iteration may be for the sake of prompts that come meanwhile, and one that is worth
         stopping; inf: nothing is known of such prompts."""
+        if not view.computes_prompts:
+            return math.inf, math.inf
         config = self._config
         decodes, tightest_s = real_time_work(view.table)
         least_s = max(view.costs.iteration_s(decodes), self._runtime.of(view.costs).decode_s)

@@ -212,3 +212,15 @@ def test_an_objective_of_few_iterations_bounds_them_all_the_same(ttft_s: float, 
     chat, document = {"prompt_len": 90, "num_generated": 10, "ttft_s": ttft_s}, {"be": True, "prompt_len": 500}
     view = view_of({"chat": chat | {"last_token_s": 0.99}, "document": document}, now=1.0)
     assert least <= scheduled_of(view, make_policy("aligned_slo").plan(view)).get("document", 0) <= most
+
+
+@each(("computes_prompts", "num_documents"), [(True, 1), (False, 9)])
+def test_first_token_objectives_bound_no_iteration_of_a_decode_worker(
+    computes_prompts: bool, num_documents: int
+) -> None:
+    """An iteration takes 10 ms and 2 for each answer: half of the TTFT leaves one document a place, the TPOT all."""
+    slo = {"ttft_s": 0.03, "tpot_s": 0.04}
+    rows: dict[str, dict[str, Any]] = {"chat": {"prompt_len": 90, "num_generated": 10, "last_token_s": 1.0, **slo}}
+    rows |= {f"document{number}": {"be": True, "prompt_len": 90, "num_generated": 10} for number in range(9)}
+    view = replace(view_of(rows, now=1.0), computes_prompts=computes_prompts)
+    assert len(scheduled_of(view, make_policy("aligned_slo").plan(view))) == 1 + num_documents
