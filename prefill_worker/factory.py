@@ -1,5 +1,7 @@
 """Construction of a prefill worker's logic, for live workers and for simulated ones."""
 
+import msgspec
+
 from alignedserve.config.sections import PrefillWorkerConfig, PrefixCacheConfig, SchedulingConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.costmodel.linear import Sample
@@ -36,10 +38,12 @@ def make_logic(
     """
     max_context_len = registered.num_blocks * registered.block_size
     speed = measured_speed(limits_of(config), costs, measured, max_context_len=max_context_len)
+    scheduler = make_iteration_scheduler(scheduling, limits_of(config), costs, measured, num_layers)
+    told = msgspec.structs.replace(registered, is_fcfs=not scheduler.prioritizes_real_time)
     return PrefillLogic(
-        registered=with_speed(registered, speed),
+        registered=with_speed(told, speed),
         max_running_requests=config.max_running_requests,
-        scheduler=make_iteration_scheduler(scheduling, limits_of(config), costs, measured, num_layers),
+        scheduler=scheduler,
         eos_token_ids=eos_token_ids,
         prefixes=_prefixes(registered, prefix_cache, state_blocks),
         state_blocks=state_blocks,

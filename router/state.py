@@ -235,9 +235,10 @@ class WorkerRecord:
         """Return the tokens of prompts that it computes before one that it is given now.
 
         Before a real-time prompt those of real-time requests that are not late, before others all: so its policy
-        orders them, if it knows classes.
+        orders them, if it knows classes and does not leave their order alone.
         """
-        return self.num_real_time_tokens - self.num_late_tokens if is_real_time else self.num_prefill_tokens
+        passes = is_real_time and not self.registered.is_fcfs
+        return self.num_real_time_tokens - self.num_late_tokens if passes else self.num_prefill_tokens
 
     def wait_s(self, *, is_real_time: bool) -> float:
         """Return the predicted time until it could begin with a prompt that it is given now.

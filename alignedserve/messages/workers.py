@@ -43,6 +43,7 @@ class WorkerRegistered(Message, frozen=True):
     num_active: Count = 0  # of its node's workers that decode so many have work, and the others stand by; 0: all have
     speed: WorkerSpeed = WorkerSpeed()  # as measured at its start
     state_blocks: Count = 0  # of every request, for its states, beside the blocks of its tokens
+    is_fcfs: bool = False  # it computes prompts in the order in which they come, whatever their class
 
 
 class RegistrationRefused(Message, frozen=True):

@@ -85,6 +85,12 @@ def _is_prompt(message: object) -> bool:
     return isinstance(message, PrefillRequest)
 
 
+def test_a_worker_that_leaves_the_order_alone() -> None:
+    one = WorkerRecord(FIRST, worker(can_prefill=True, is_fcfs=True), WorkerLoad(prompt_tokens_per_s=5000))
+    one.start_prefill(RequestId("r1"), DispatchedPrefill(1, 2000))
+    assert waits_s(one) == (0.4, 0.4)
+
+
 @each("made", [two_workers(), silent_workers()], ids=["elastic", "colocated"])
 def test_chat_goes_where_only_documents_wait(made: RouterHarness) -> None:
     assert target(made, "r0", 500, **BATCH) == FIRST
