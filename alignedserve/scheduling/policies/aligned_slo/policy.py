@@ -199,7 +199,7 @@ class AlignedSlo:
         """Return the first-token objective that bounds iterations, as prompts may come with it; inf without one.
 
         `tightest_s`: of the requests that there are. `least_s`: what the real-time decodes alone, or a single one,
-        take. An objective of which that is more than `tight_share` cannot be held by delaying other work: it is ignored.
+        take. An objective of which that is more than `tight_share` is not held by delaying other work: it is ignored.
         """
         table, share = view.table, self._config.tight_share
         if share * tightest_s < least_s:
