@@ -25,7 +25,7 @@ class Prefillers:
 
     Ties: the fewest decoding requests (workers that do both phases), then the name. For prompts that go before
     documents the fewest chats come first, as the prompt prolongs their gaps; of separate prefill workers the fewest
-    tokens of documents, as it waits for the end of the iteration in flight.
+    tokens of any class, as it waits for the end of the iteration in flight.
     """
 
     def __init__(self, *, is_real_time: bool = False) -> None:

@@ -1,5 +1,6 @@
 """A worker gets a prompt by the time, or the tokens, of those before it there."""
 
+from collections.abc import Callable
 from typing import Any
 
 from alignedserve.core.ids import RequestId
@@ -91,21 +92,22 @@ def test_a_worker_that_leaves_the_order_alone() -> None:
     assert waits_s(one) == (0.4, 0.4)
 
 
-@each("made", [two_workers(), silent_workers()], ids=["elastic", "colocated"])
-def test_chat_goes_where_only_documents_wait(made: RouterHarness) -> None:
+@each("make", [two_workers, silent_workers], ids=["elastic", "colocated"])
+def test_chat_goes_where_only_documents_wait(make: Callable[[], RouterHarness]) -> None:
+    made = make()
     assert target(made, "r0", 500, **BATCH) == FIRST
     assert target(made, "r1", 300) == FIRST
     assert target(made, "r2", 100) == SECOND
 
 
-def test_so_it_does_among_prefill_workers_and_of_equals_where_least_is_in_flight() -> None:
+def test_chat_goes_to_the_prefill_worker_with_no_chat_and_of_equals_with_the_fewest_tokens() -> None:
     made = silent_workers(can_decode=False)
     assert target(made, "r0", 500, **BATCH) == FIRST
     assert target(made, "r1", 300) == SECOND
     assert target(made, "r2", 100) == FIRST
 
 
-def test_where_nobody_passes_documents_they_count() -> None:
+def test_documents_count_where_no_policy_lets_chat_pass_them() -> None:
     made = silent_workers(FcfsOrder())
     assert target(made, "r0", 500, **BATCH) == FIRST
     assert target(made, "r1", 300) == SECOND
