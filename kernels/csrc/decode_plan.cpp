@@ -22,8 +22,8 @@ using Int32s = Array<int32_t>;
 
 // partition: `parts` [3, programs + rows], zeros, are the rows of parts, their first tiles and those behind the last;
 // `window` 0: there is none.
-void partition_work(nb::handle context_lens, int64_t tile, int64_t window, nb::handle parts, nb::handle program_parts,
-                    nb::handle row_parts) {
+void partition_work(nb::handle context_lens, int64_t tile, int64_t window, bool is_chunked, nb::handle parts,
+                    nb::handle program_parts, nb::handle row_parts) {
     const Ints lengths(context_lens, 1);
     const Int32s of_parts(parts, 2, true), of_programs(program_parts, 1, true), of_rows(row_parts, 1, true);
     const int64_t num_rows = lengths.size(), num_programs = of_programs.size() - 1;
@@ -31,7 +31,9 @@ void partition_work(nb::handle context_lens, int64_t tile, int64_t window, nb::h
         of_parts.size() != num_programs + num_rows)
         throw std::invalid_argument("arrays of another partition");
     const auto first_tile = [&](int64_t row) {
-        return window ? std::max(lengths.data()[row] - window, int64_t(0)) / tile : 0;
+        if (!window) return int64_t(0);
+        const int64_t length = lengths.data()[row];
+        return (is_chunked ? (length - 1) / window * window : std::max(length - window, int64_t(0))) / tile;
     };
     const auto behind_tile = [&](int64_t row) { return (lengths.data()[row] + tile - 1) / tile; };
     int64_t num_tiles = 0;

@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 class BlockView(NamedTuple):
-    """Keys and values of one layer within blocks [num_blocks, num_layers, 2, block_size, kv_heads, head_dim], or, of
-    FP8 (`kernels.caches.float8_rows`), uint8 [.., block_size, slot_width]."""
+    """Keys and values of one layer within blocks [num_blocks, num_layers, parts, block_size, kv_heads, head_dim], or,
+    of FP8 (`kernels.caches.float8_rows`), uint8 [.., block_size, slot_width]. Values of one part are the keys."""
 
     blocks: Tensor
     layer: int
@@ -19,8 +19,10 @@ class BlockView(NamedTuple):
     @property
     def offsets(self) -> tuple[int, int, int]:
         """Return, in elements: block stride, start of the layer's keys and start of its values within a block."""
-        num_layers, run = self.blocks.shape[1], self.blocks.shape[3] * self.slot_width
-        return 2 * num_layers * run, 2 * self.layer * run, (2 * self.layer + 1) * run
+        num_layers, parts = self.blocks.shape[1:3]
+        run = self.blocks.shape[3] * self.slot_width
+        keys_at = parts * self.layer * run
+        return parts * num_layers * run, keys_at, keys_at + (parts - 1) * run
 
     @property
     def slot_width(self) -> int:

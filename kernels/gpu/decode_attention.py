@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention import PLAIN_SCORES, ScoreForm
 from kernels.gpu.blocks import BlockTables, BlockView, cached_elements, cached_scales, widened
 from kernels.gpu.launching import (
     LARGE_SHARED_BYTES,
@@ -23,6 +24,7 @@ from kernels.gpu.launching import (
     program_shared_bytes,
     upcast,
 )
+from kernels.gpu.score_forms import LOG2_E, SCORE_UNIT, capped, first_read
 
 TILE = 64  # tokens
 _WARPS = 4
@@ -79,17 +81,21 @@ def paged_decode(
     batch: DecodeBatch,
     *,
     window: int | None = None,
+    is_chunked: bool = False,
+    scores: ScoreForm = PLAIN_SCORES,
     tiling: DecodeTiling | None = None,
 ) -> CompiledKernel | None:
     """Compute attention of one query token per context over its keys and values, its own included, in the blocks.
 
     queries, out   [rows, kv_heads, group, head_dim], dtype of the blocks unless these are FP8, rows possibly strided
     window         how many of the last tokens are read; None: all
+    is_chunked     those since the last multiple of the window are read
+    scores         what becomes of scores, with the sinks [heads] of this layer
     tiling         None: the one for this GPU; its tiles are those of the batch's partition
 
     Slots outside a context are not read. Returns the kernel that computed the parts; None in Triton's interpreter.
     """
-    num_rows, kv_heads, group, head_dim = queries.shape
+    _, kv_heads, group, head_dim = queries.shape
     block_size = view.blocks.shape[3]
     stride, keys_at, values_at = view.offsets
     padded_group, padded_dim = padded(group), padded(head_dim)
@@ -117,7 +123,8 @@ def paged_decode(
         values_at,
         window or 0,
         # Weights are powers of 2, which is what the hardware computes.
-        math.log2(math.e) / math.sqrt(head_dim),
+        LOG2_E / math.sqrt(head_dim),
+        (scores.cap or 0.0) * LOG2_E,
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -129,22 +136,47 @@ def paged_decode(
         SLOT_WIDTH=view.slot_width,
         HAS_SCALES=view.has_scales,
         CONVERTS_FLOAT8=view.has_scales and converts_float8(view.blocks.device),
+        IS_CHUNKED=is_chunked and window is not None,
+        HAS_CAP=scores.cap is not None,
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    _merge_parts[(num_rows, kv_heads * group)](
+    merge_parts(out, row_parts, batch, heads=kv_heads * group, head_dim=head_dim, sinks=scores.sinks)
+    return compiled
+
+
+def merge_parts(
+    out: Tensor,
+    row_parts: Tensor,
+    batch: DecodeBatch,
+    *,
+    heads: int,
+    head_dim: int,
+    out_width: int | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """Merge what was computed of each context, by the maxima and sums of its parts, into its row of `out`.
+
+    row_parts   [rows + 1] of the WorkPartition
+    head_dim    of the batch's sums
+    out_width   elements of a head of `out`, of which the last `head_dim` are written; None: those alone
+    sinks       [heads] float32, see ScoreForm; None: there are none
+    """
+    _merge_parts[(out.shape[0], heads)](
         out,
         row_parts,
         batch.sums,
         batch.weights,
+        batch.weights if sinks is None else sinks,  # not read, but a pointer must be passed
         out.stride(0),
-        HEADS=kv_heads * group,
+        HEADS=heads,
         HEAD_DIM=head_dim,
-        PADDED_DIM=padded_dim,
+        OUT_WIDTH=out_width or head_dim,
+        PADDED_DIM=padded(head_dim),
         PARTS=_PARTS,
+        HAS_SINKS=sinks is not None,
         num_warps=_MERGING_WARPS,
     )
-    return compiled
 
 
 @triton.jit
@@ -167,6 +199,7 @@ def _decode_parts(
     values_at,
     window,
     scale,
+    cap,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -178,6 +211,8 @@ def _decode_parts(
     SLOT_WIDTH: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     CONVERTS_FLOAT8: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+    HAS_CAP: tl.constexpr,
 ):
     head, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     members, dims, places = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM), tl.arange(0, TOKENS)
@@ -185,7 +220,7 @@ def _decode_parts(
     for part in range(tl.load(program_parts + program), tl.load(program_parts + program + 1)):
         row = tl.load(part_rows + part)
         length, backwards = tl.load(lengths + row), tl.load(is_reversed + row).to(tl.int32)
-        earliest = tl.where(window > 0, length - window, 0)
+        earliest = first_read(length - 1, window, IS_CHUNKED)
         table = entries + tl.load(starts + row)
         at = row.to(tl.int64) * query_stride + head * GROUP * HEAD_DIM
         query = tl.load(queries + at + members[:, None] * HEAD_DIM + dims[None, :], mask=is_member, other=0.0)
@@ -216,6 +251,8 @@ def _decode_parts(
             scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
             if HAS_SCALES:
                 scores *= cached_scales(blocks + keys_at, elements, is_read, head, KV_HEADS, HEAD_DIM)[None, :]
+            if HAS_CAP:
+                scores = capped(scores, cap)
             scores = tl.where(is_read[None, :], scores, -float("inf"))
             higher = tl.maximum(most, tl.max(scores, axis=1))
             # The first tile that is read holds a token at least, so the maximum is a number from then on.
@@ -241,17 +278,22 @@ def _merge_parts(
     row_parts,
     sums,
     weights,
+    sinks,
     out_stride,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PARTS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims, places = tl.arange(0, PADDED_DIM), tl.arange(0, PARTS)
     is_dim = dims < HEAD_DIM
     most = tl.full((), -float("inf"), tl.float32)
     total = tl.zeros((), tl.float32)
+    if HAS_SINKS:
+        most, total = tl.load(sinks + head) * SCORE_UNIT, total + 1.0
     result = tl.zeros((PADDED_DIM,), tl.float32)
     last = tl.load(row_parts + row + 1)
     for first in range(tl.load(row_parts + row), last, PARTS):
@@ -268,5 +310,5 @@ def _merge_parts(
         total = total * before + tl.sum(own_total * share, axis=0)
         result = result * before + tl.sum(own * share[:, None], axis=0)
         most = higher
-    where = row * out_stride + head * HEAD_DIM + dims
+    where = row * out_stride + head * OUT_WIDTH + (OUT_WIDTH - HEAD_DIM) + dims
     tl.store(out + where, (result / total).to(out.dtype.element_ty), mask=is_dim)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention import PLAIN_SCORES, ScoreForm
 from kernels.gpu.blocks import BlockTables, BlockView, cached_elements, cached_scales, widened
 from kernels.gpu.launching import (
     LARGE_SHARED_BYTES,
@@ -24,6 +25,7 @@ from kernels.gpu.launching import (
     program_shared_bytes,
     upcast,
 )
+from kernels.gpu.score_forms import LOG2_E, SCORE_UNIT, capped, first_read
 from kernels.gpu.work_partition import Int32Array, Int64Array
 
 
@@ -77,12 +79,21 @@ def chunk_tiles(lengths: Int64Array, counts: Int64Array, *, group: int, query_ro
 
 
 def paged_prefill(
-    queries: Tensor, out: Tensor, view: BlockView, batch: ChunkBatch, *, window: int | None = None
+    queries: Tensor,
+    out: Tensor,
+    view: BlockView,
+    batch: ChunkBatch,
+    *,
+    window: int | None = None,
+    is_chunked: bool = False,
+    scores: ScoreForm = PLAIN_SCORES,
 ) -> None:
     """Compute attention of every query token over the keys and values up to its own, in the blocks.
 
     queries, out   [tokens, kv_heads, group, head_dim], dtype of the blocks unless these are FP8, rows possibly strided
     window         how many of the last tokens up to its own a token reads; None: all
+    is_chunked     it reads those since the last multiple of the window
+    scores         what becomes of scores, with the sinks [heads] of this layer
 
     Slots behind a token's position are not read.
     """
@@ -103,9 +114,11 @@ def paged_prefill(
         stride,
         keys_at,
         values_at,
+        queries if scores.sinks is None else scores.sinks,
         window or 0,
         # Weights are powers of 2, which is what the hardware computes.
-        math.log2(math.e) / math.sqrt(head_dim),
+        LOG2_E / math.sqrt(head_dim),
+        (scores.cap or 0.0) * LOG2_E,
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -118,6 +131,9 @@ def paged_prefill(
         SLOT_WIDTH=view.slot_width,
         HAS_SCALES=view.has_scales,
         CONVERTS_FLOAT8=view.has_scales and converts_float8(view.blocks.device),
+        IS_CHUNKED=is_chunked and window is not None,
+        HAS_CAP=scores.cap is not None,
+        HAS_SINKS=scores.sinks is not None,
         num_warps=num_warps,
         num_stages=num_stages,
     )
@@ -139,6 +155,7 @@ def _attend(
     own,
     window,
     scale,
+    cap,
     IS_WHOLE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -148,6 +165,8 @@ def _attend(
     SLOT_WIDTH: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     CONVERTS_FLOAT8: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+    HAS_CAP: tl.constexpr,
 ):
     """Return the state (highest score, sum of weights and weighted values of each row) after one more tile of keys,
     from token `first` on. IS_WHOLE: all rows read all of it. `bounds`: first and last token to read."""
@@ -161,15 +180,18 @@ def _attend(
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     if HAS_SCALES:
         scores *= cached_scales(blocks + keys_at, elements, is_read, head, KV_HEADS, HEAD_DIM)[None, :]
+    unit = scale
+    if HAS_CAP:
+        scores, unit = capped(scores * scale, cap), 1.0
     if not IS_WHOLE:
         is_seen = is_read[None, :] & (others[None, :] <= own[:, None])
-        is_seen = is_seen & ((window == 0) | (others[None, :] > own[:, None] - window))
+        is_seen = is_seen & (others[None, :] >= first_read(own, window, IS_CHUNKED)[:, None])
         scores = tl.where(is_seen, scores, -float("inf"))
-    higher = tl.maximum(most, tl.max(scores, axis=1) * scale)
+    higher = tl.maximum(most, tl.max(scores, axis=1) * unit)
     # A row may have read nothing yet: its window begins in a later tile.
     reference = tl.where(higher == -float("inf"), 0.0, higher)
     correction = tl.exp2(most - reference)
-    shares = tl.exp2(scores * scale - reference[:, None])
+    shares = tl.exp2(scores * unit - reference[:, None])
     values = widened(tl.load(blocks + values_at + where, mask=is_cached, other=0), query, HAS_SCALES, CONVERTS_FLOAT8)
     total = total * correction + tl.sum(shares, axis=1)
     if HAS_SCALES:
@@ -195,8 +217,10 @@ def _prefill(
     block_stride,
     keys_at,
     values_at,
+    sinks,
     window,
     scale,
+    cap,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -209,6 +233,9 @@ def _prefill(
     SLOT_WIDTH: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     CONVERTS_FLOAT8: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     tile, head = tl.program_id(0) // KV_HEADS, (tl.program_id(0) % KV_HEADS).to(tl.int64)
     sequence = tl.load(tile_sequences + tile).to(tl.int64)
@@ -227,9 +254,12 @@ def _prefill(
     own = position + token
     most = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
+    if HAS_SINKS:  # a key that every row has read, and whose value is 0
+        most = tl.load(sinks + head * GROUP + member, mask=is_query, other=0.0) * SCORE_UNIT
+        total += 1.0
     result = tl.zeros((ROWS, PADDED_DIM), tl.float32)
     state = (most, total, result)
-    earliest = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
+    earliest = tl.maximum(first_read(position, window, IS_CHUNKED), 0)
     begin = earliest // TOKENS * TOKENS
     # All rows read all of the tiles before that of the first row's token, unless a window excludes them.
     is_cut = (window > 0) & (position + count > window)
@@ -252,6 +282,7 @@ def _prefill(
                 own,
                 window,
                 scale,
+                cap,
                 is_masked == 0,
                 KV_HEADS,
                 HEAD_DIM,
@@ -261,6 +292,8 @@ def _prefill(
                 SLOT_WIDTH,
                 HAS_SCALES,
                 CONVERTS_FLOAT8,
+                IS_CHUNKED,
+                HAS_CAP,
             )
     most, total, result = state
     total = tl.where(total == 0.0, 1.0, total)

@@ -39,25 +39,35 @@ class WorkPartition(NamedTuple):
         return int(self.row_parts[-1])
 
 
-def partition(lengths: Int64Array, *, tile: int, num_programs: int, window: int | None = None) -> WorkPartition:
-    """Partition contexts of lengths [rows] tokens, each at least 1; the last `window` are read, in whole tiles."""
+def partition(
+    lengths: Int64Array, *, tile: int, num_programs: int, window: int | None = None, is_chunked: bool = False
+) -> WorkPartition:
+    """Partition contexts of lengths [rows] tokens, each at least 1; the last `window` are read, in whole tiles.
+
+    `is_chunked`: those since the last multiple of the window are read.
+    """
     assert len(lengths), "nothing to divide"
     if _native is None:
-        return plain_partition(lengths, tile=tile, num_programs=num_programs, window=window)
+        return plain_partition(lengths, tile=tile, num_programs=num_programs, window=window, is_chunked=is_chunked)
     num_rows = len(lengths)
     parts = np.zeros((3, num_programs + num_rows), np.int32)
     part_rows, part_firsts, part_lasts = parts
     program_parts, row_parts = np.empty(num_programs + 1, np.int32), np.empty(num_rows + 1, np.int32)
-    _native.partition_work(lengths, tile, window or 0, parts, program_parts, row_parts)
+    _native.partition_work(lengths, tile, window or 0, is_chunked, parts, program_parts, row_parts)
     return WorkPartition(part_rows, part_firsts, part_lasts, program_parts, row_parts)
 
 
-def plain_partition(lengths: Int64Array, *, tile: int, num_programs: int, window: int | None = None) -> WorkPartition:
+def plain_partition(
+    lengths: Int64Array, *, tile: int, num_programs: int, window: int | None = None, is_chunked: bool = False
+) -> WorkPartition:
     """Return the same, without the native kernel."""
     num_rows = len(lengths)
     assert lengths.min() >= 1, "an empty context"
     tiles = -(-lengths // tile)
-    begins = None if window is None else np.maximum(lengths - window, 0) // tile
+    begins = None
+    if window is not None:
+        earliest = (lengths - 1) // window * window if is_chunked else np.maximum(lengths - window, 0)
+        begins = earliest // tile
     bounds = np.zeros(num_rows + 1, np.int64)  # of each context among all tiles
     np.cumsum(tiles if begins is None else tiles - begins, out=bounds[1:])
     runs = bounds[-1] * np.arange(num_programs + 1) // num_programs

@@ -32,12 +32,13 @@ def contexts(
     device: torch.device,
     *,
     is_float8: bool = False,
+    is_shared: bool = False,
 ) -> Contexts:
     """`heads`: kv_heads, head_dim. Half of the sequences fill their blocks from the end. `is_float8`: the cache is;
-    keys and values are those that it holds."""
+    keys and values are those that it holds. `is_shared`: keys are the values."""
     kv_heads, head_dim = heads
     widths = [-(-length // block_size) for length in lengths]
-    shape = (sum(widths) + 2, NUM_LAYERS, 2, block_size)
+    shape = (sum(widths) + 2, NUM_LAYERS, 1 if is_shared else 2, block_size)
     if is_float8:
         slot_width = int8_row_width(kv_heads, head_dim)
         blocks = torch.full((*shape, slot_width), 255, dtype=torch.uint8, device=device)  # NaN, scales as well
@@ -56,12 +57,12 @@ def contexts(
         slots = tokens % block_size
         slots = block_size - 1 - slots if is_reversed[row] else slots
         own_blocks = torch.from_numpy(entries[table_starts[row] + tokens // block_size].astype(np.int64))
-        for index, own in enumerate((keys, values)):
+        for index, own in enumerate((keys, values)[: blocks.shape[2]]):
             blocks[own_blocks, LAYER, index, torch.from_numpy(slots)] = quantise_float8_rows(own) if is_float8 else own
         if is_float8:
             keys, values = (_as_cached(own) for own in (keys, values))
         all_keys.append(keys)
-        all_values.append(values)
+        all_values.append(keys if is_shared else values)
     arrays = (entries, table_starts.astype(np.int32), is_reversed)
     tables = BlockTables(*(torch.from_numpy(array).to(device) for array in arrays))
     return Contexts(all_keys, all_values, np.array(lengths), BlockView(blocks, LAYER), tables)

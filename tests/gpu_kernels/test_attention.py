@@ -14,11 +14,12 @@ from tests.support.marks import slow
 
 pytest.importorskip("triton")
 
+from kernels.attention import PLAIN_SCORES, ScoreForm
 from kernels.gpu import decode_attention, prefill_attention
 from kernels.gpu.decode_attention import TILE, decode_batch, paged_decode
 from kernels.gpu.launching import converts_float8, program_shared_bytes
 from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
-from kernels.gpu.work_partition import partition
+from kernels.gpu.work_partition import partition, plain_partition
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +31,10 @@ SEEDS = [*range(4), *slow(*range(4, 12))]
 
 def poisoned(x: Tensor) -> Tensor:
     return torch.full_like(x, float("nan"))
+
+
+def on(device: torch.device, form: ScoreForm) -> ScoreForm:
+    return form if form.sinks is None else form._replace(sinks=form.sinks.to(device))
 
 
 def on_device(arrays: Sequence[Any], device: torch.device) -> list[Tensor]:
@@ -44,20 +49,24 @@ def check_decode(
     num_programs: int = 4,
     *,
     is_float8: bool = False,
+    is_chunked: bool = False,
+    form: ScoreForm = PLAIN_SCORES,
 ) -> None:
     rng = np.random.default_rng(seed)
     kv_heads, group, head_dim = int(rng.integers(1, 4)), seed % 8 + 1, HEAD_DIMS[seed % 4]
+    form = form.of_layer(slice(kv_heads * group))
     dtype = list(TOLERANCES)[seed % 3]
     there = contexts(rng, lengths, (kv_heads, head_dim), int(rng.choice([4, 16])), dtype, device, is_float8=is_float8)
     queries = torch.randn(len(lengths), kv_heads, group, head_dim).to(device, dtype)
     out = poisoned(queries)
-    partitioned = partition(there.lengths, tile=TILE, num_programs=num_programs, window=window)
+    partitioned = partition(there.lengths, tile=TILE, num_programs=num_programs, window=window, is_chunked=is_chunked)
     lengths_there, *arrays = on_device([there.lengths.astype(np.int32), *partitioned], device)
     batch = decode_batch(there.tables, lengths_there, arrays, (kv_heads, group, head_dim))
-    paged_decode(queries, out, there.view, batch, window=window)
+    paged_decode(queries, out, there.view, batch, window=window, is_chunked=is_chunked, scores=on(device, form))
     for row in range(len(lengths)):
         own = queries[row].reshape(1, -1, head_dim)
-        expected = attention_of_chunk(own.cpu(), there.keys[row].cpu(), there.values[row].cpu(), window)[0]
+        cached = (there.keys[row].cpu(), there.values[row].cpu())
+        expected = attention_of_chunk(own.cpu(), *cached, window, form, is_chunked=is_chunked)[0]
         actual = out[row].reshape(-1, head_dim).double().cpu()
         torch.testing.assert_close(actual, expected, rtol=0.0, atol=TOLERANCES[dtype])
 
@@ -94,9 +103,12 @@ def check_prefill(
     device: torch.device,
     *,
     is_float8: bool = False,
+    is_chunked: bool = False,
+    form: ScoreForm = PLAIN_SCORES,
 ) -> None:
     rng = np.random.default_rng(seed)
     kv_heads, group, head_dim = int(rng.integers(1, 4)), seed % 8 + 1, HEAD_DIMS[seed % 4]
+    form = form.of_layer(slice(kv_heads * group))
     dtype = list(TOLERANCES)[seed % 3]
     there = contexts(rng, lengths, (kv_heads, head_dim), int(rng.choice([4, 16])), dtype, device, is_float8=is_float8)
     queries = torch.randn(sum(counts), kv_heads, group, head_dim).to(device, dtype)
@@ -104,11 +116,12 @@ def check_prefill(
     sizes = tiling(head_dim, there.view.blocks.dtype, program_shared_bytes(device))
     tiles = chunk_tiles(there.lengths, np.array(counts), group=group, query_rows=sizes.query_rows)
     batch = ChunkBatch(there.tables, on_device(tiles, device))
-    paged_prefill(queries, out, there.view, batch, window=window)
+    paged_prefill(queries, out, there.view, batch, window=window, is_chunked=is_chunked, scores=on(device, form))
     first = 0
     for row, count in enumerate(counts):
         own = queries[first : first + count].reshape(count, -1, head_dim).cpu()
-        expected = attention_of_chunk(own, there.keys[row].cpu(), there.values[row].cpu(), window)
+        cached = (there.keys[row].cpu(), there.values[row].cpu())
+        expected = attention_of_chunk(own, *cached, window, form, is_chunked=is_chunked)
         actual = out[first : first + count].reshape(count, -1, head_dim).double().cpu()
         torch.testing.assert_close(actual, expected, rtol=0.0, atol=TOLERANCES[dtype])
         first += count
@@ -129,6 +142,24 @@ def test_chunks_deep_in_their_contexts(seed: int, window: int | None, device: to
     check_prefill(seed, [300, 193, 129], [20, 150, 1], window, device)
 
 
+SINKS = torch.linspace(-2.0, 3.0, 24)  # of as many heads as any of these models has
+
+
+@pytest.mark.parametrize("form", [ScoreForm(SINKS, 1.5), ScoreForm(SINKS), *slow(ScoreForm(cap=1.5))], ids=str)
+@pytest.mark.parametrize(("seed", "window"), [(0, None), (1, 70), (2, None), (3, 40)])
+def test_sinks_and_capped_scores(form: ScoreForm, seed: int, window: int | None, device: torch.device) -> None:
+    """A cap that most scores come near, and sinks that take more than half of some weights."""
+    check_decode(seed, [1, 130, TILE, 70], window, device, num_programs=7, form=form)
+    check_prefill(seed, [1, 130, TILE, 200], [1, 9, TILE, 150], window, device, form=form)
+    check_decode(seed, [1, 130], window, device, form=form, is_float8=True)
+
+
+@pytest.mark.parametrize(("seed", "window"), [(0, 40), (1, TILE), (2, 1), (3, 128), (5, 1000)])
+def test_contexts_cut_at_multiples_of_the_window(seed: int, window: int, device: torch.device) -> None:
+    check_decode(seed, [1, 130, TILE, 128, 129], window, device, num_programs=7, is_chunked=True)
+    check_prefill(seed, [1, 130, TILE, 200], [1, 9, TILE, 150], window, device, is_chunked=True)
+
+
 @pytest.mark.parametrize("converts", [True, False])
 @pytest.mark.parametrize("seed", [0, *slow(1, 2, 3, 6)])
 def test_a_cache_of_float8(seed: int, converts: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +177,10 @@ def test_a_cache_of_float8(seed: int, converts: bool, device: torch.device, monk
 def test_a_division_computes_every_tile_once_and_evenly(seed: int) -> None:
     rng = np.random.default_rng(seed)
     lengths, num_programs = rng.integers(1, 3000, int(rng.integers(1, 40))), int(rng.integers(1, 60))
-    window = int(rng.integers(1, 2000)) if seed % 3 == 0 else None
-    parts = partition(lengths, tile=TILE, num_programs=num_programs, window=window)
+    window, is_chunked = int(rng.integers(1, 2000)) if seed % 3 == 0 else None, seed % 2 == 0
+    own = {"tile": TILE, "num_programs": num_programs, "window": window, "is_chunked": is_chunked}
+    parts = partition(lengths, **own)
+    assert all(np.array_equal(one, other) for one, other in zip(parts, plain_partition(lengths, **own), strict=True))
     seen: list[tuple[int, int]] = []
     loads = []
     for program in range(num_programs):
@@ -159,7 +192,9 @@ def test_a_division_computes_every_tile_once_and_evenly(seed: int) -> None:
             seen += [(row, tile) for tile in range(first, last)]
             load += last - first
         loads.append(load)
-    begins = [0 if window is None else max(0, length - window) // TILE for length in lengths.tolist()]
+    firsts = [length - 1 if window is None else (length - 1) % window for length in lengths.tolist()]  # tokens back
+    firsts = firsts if is_chunked or window is None else [window - 1] * len(lengths)
+    begins = [max(0, length - 1 - first) // TILE for length, first in zip(lengths.tolist(), firsts, strict=True)]
     ends = [-(-length // TILE) for length in lengths.tolist()]
     assert seen == [(row, tile) for row in range(len(lengths)) for tile in range(begins[row], ends[row])]
     assert max(loads) - min(loads) <= 1

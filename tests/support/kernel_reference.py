@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.attention import PLAIN_SCORES, ScoreForm
+
 
 def attention(
     query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None, cap: float | None = None
@@ -29,24 +31,37 @@ def attention(
     return attended
 
 
-def attention_of_chunk(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+def attention_of_chunk(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    window: int | None,
+    form: ScoreForm = PLAIN_SCORES,
+    *,
+    is_chunked: bool = False,
+) -> Tensor:
     """Compute attention of the last tokens of one context, each over the tokens up to itself.
 
     queries [tokens, num_heads, head_dim]; keys, values [context, kv_heads, head_dim]; a token reads the last `window`
-    of its context -> [tokens, num_heads, head_dim] float64.
+    of its context, or, `is_chunked`, those since its last multiple -> [tokens, num_heads, head_dim] float64.
     """
     num_tokens, num_heads, head_dim = queries.shape
     own = torch.arange(len(keys) - num_tokens, len(keys))[:, None]
     others = torch.arange(len(keys))
     is_hidden = others > own
     if window is not None:
-        is_hidden |= others <= own - window
+        is_hidden |= others < own // window * window if is_chunked else others <= own - window
     attended = torch.empty(num_tokens, num_heads, head_dim, dtype=torch.float64)
     for head in range(num_heads):
         key_head = head // (num_heads // keys.shape[1])
         scores = queries[:, head].double() @ keys[:, key_head].double().T / math.sqrt(head_dim)
+        if form.cap is not None:
+            scores = form.cap * torch.tanh(scores / form.cap)
         scores = scores.masked_fill(is_hidden, -math.inf)
-        attended[:, head] = torch.softmax(scores, dim=1) @ values[:, key_head].double()
+        if form.sinks is not None:
+            scores = torch.cat([scores, form.sinks[head].double().expand(num_tokens, 1)], dim=1)
+        weights = torch.softmax(scores, dim=1)[:, : len(keys)]
+        attended[:, head] = weights @ values[:, key_head].double()
     return attended
 
 

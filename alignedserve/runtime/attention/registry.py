@@ -45,12 +45,10 @@ def attention_planner(
     if storage.layout.dtype == FP8 and storage.layout.kv_width % _SCALE_ALIGNMENT:
         raise ConfigError("kv_cache_dtype=fp8: the elements of a token's keys are no multiple of 4; leave it at auto.")
     level = attention_level(choice, storage.device, dtype)
-    if level == TRITON and not (scores.is_plain and config.latent is None and not config.has_chunked_windows):
-        raise ConfigError(f"attention of {config.family} has no GPU kernels; set engine.device=cpu")
     if storage.layout.dtype == FP8 and level not in (TORCH, TRITON):
         raise ConfigError("kv_cache_dtype=fp8 is computed on GPUs, not by the CPU's kernels; int8 is as small here.")
     if level == TRITON:
-        on_gpu = _gpu_planner(table, storage, config)
+        on_gpu = _gpu_planner(table, storage, config, scores)
         if on_gpu is not None:
             return on_gpu
     if not storage.layout.unlike:
@@ -87,17 +85,35 @@ def try_libraries(choice: str, layout: BlockLayout, num_blocks: int, config: Mod
     if device.type != CUDA or choice not in (AUTO, TRITON) or not gpu_kernels_available(device):
         return
     gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")
-    if gpu_attention.gpu_attention_works(layout, config.group_size, device):
+    if _is_plain(config) and gpu_attention.gpu_attention_works(layout, config.group_size, device):
         gpu_attention.prompt_choice(layout, num_blocks, config.group_size, config.sliding_window, device)
 
 
-def _gpu_planner(table: Contexts, storage: BlockStorage, config: ModelConfig) -> AttentionPlanner | None:
+def _is_plain(config: ModelConfig) -> bool:
+    """Return whether libraries compute the attention of this model: keys, values and windows, and no more."""
+    has_scores = config.has_sinks or config.score_cap is not None
+    return config.latent is None and not has_scores and not config.has_chunked_windows
+
+
+def _gpu_planner(
+    table: Contexts, storage: BlockStorage, config: ModelConfig, scores: ScoreForm
+) -> AttentionPlanner | None:
     """Return the planner of the GPU kernels; None where they do not run."""
     gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")  # loads Triton
-    if not gpu_attention.gpu_attention_works(storage.layout, config.group_size, storage.device):
+    group, rank = config.group_size, None if config.latent is None else config.latent.rank
+    if storage.layout.unlike or not gpu_attention.gpu_attention_works(storage.layout, group, storage.device, rank):
         return None
-    planner = gpu_attention.GpuPlanner(table, storage, config.sliding_window, config.group_size)
-    logger.info("attention: %s", gpu_attention.choose_prompt_attention(planner))
+    planner = gpu_attention.GpuPlanner(
+        table,
+        storage,
+        config.sliding_window,
+        group,
+        scores=scores,
+        is_chunked=config.has_chunked_windows,
+        latent_rank=rank,
+    )
+    if _is_plain(config):
+        logger.info("attention: %s", gpu_attention.choose_prompt_attention(planner))
     return cast(AttentionPlanner, planner)
 
 

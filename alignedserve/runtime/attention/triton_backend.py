@@ -7,6 +7,7 @@ sizes whatever their contexts, except for the block tables, which come last (`De
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,10 +31,18 @@ from alignedserve.runtime.attention.prompt_choice import PromptChoice, PromptSet
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
 from alignedserve.runtime.device.arrays import Array, to_device
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from kernels.attention import PLAIN_SCORES, ScoreForm
 from kernels.gpu.block_entries import BlockArrays, TableArrays, block_arrays
 from kernels.gpu.blocks import BlockTables, BlockView
 from kernels.gpu.decode_attention import TILE, DecodeBatch, decode_batch, paged_decode
-from kernels.gpu.launching import CompiledKernel, multiprocessor_of, program_shared_bytes, programs_at_once
+from kernels.gpu.latent_attention import LatentTiling, latent_decode, latent_prefill, latent_tiling
+from kernels.gpu.launching import (
+    CompiledKernel,
+    multiprocessor_of,
+    parts_of,
+    program_shared_bytes,
+    programs_at_once,
+)
 from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
 from kernels.gpu.work_partition import WorkPartition, partition
 from kernels.gpu_dispatch import can_launch, on_device
@@ -89,6 +98,13 @@ class GpuStep:
             self.prompts.run(queries[rows], (new[0][rows], new[1][rows]), out[rows], layer, is_windowed)
 
 
+class ChunkRows(NamedTuple):
+    """The query rows of a program that computes chunks."""
+
+    heads: int  # of a token
+    query_rows: int  # tokens x heads, at most
+
+
 class GpuPlanner:
     """An AttentionPlanner of the Triton kernels."""
 
@@ -102,12 +118,20 @@ class GpuPlanner:
         window: int | None,
         group: int,
         *,
+        scores: ScoreForm = PLAIN_SCORES,
+        is_chunked: bool = False,
+        latent_rank: int | None = None,
         num_programs: int | None = None,
     ) -> None:
-        """`num_programs`: of one decode; None: as many as the GPU runs at once."""
+        """`is_chunked`: see PagedPlanner. `latent_rank`: of a model whose rows are keys and values; None: another.
+        `num_programs`: of one decode; None: as many as the GPU runs at once."""
+        assert latent_rank is None or (window is None and scores.is_plain), "latents with windows, sinks or a cap"
         self.table = table
         self.storage = storage
         self.window = window
+        self.is_chunked = is_chunked
+        self.scores = scores
+        self.latent_rank = latent_rank
         self._arrays = TableArrays(
             table.block_tables,
             table.is_reversed,
@@ -115,8 +139,8 @@ class GpuPlanner:
             storage.scratch_block if storage.has_scratch else -1,
         )
         self.heads = (storage.layout.num_kv_heads, group, storage.layout.head_dim)
-        at_once = num_programs or _programs(storage, group)
-        self.num_programs = max(1, at_once // storage.layout.num_kv_heads)
+        at_once = num_programs or _programs(storage, group, latent_rank)
+        self.num_programs = max(1, at_once // self._side_by_side())
         self._whole: AttentionLibrary | None = None
         self._paged: AttentionLibrary | None = None
         self._clears_tails = False
@@ -132,6 +156,23 @@ class GpuPlanner:
         self._whole = library if for_whole else self._whole
         if for_paged:
             self._paged, self._clears_tails = library, clears_tails
+
+    def _side_by_side(self) -> int:
+        """Return the programs of a decode that walk over the same tokens."""
+        kv_heads, group, _ = self.heads
+        if self.latent_rank is None:
+            return kv_heads
+        return parts_of(group, self.latents.heads(group))
+
+    @property
+    def latents(self) -> LatentTiling:
+        """The tiling of a model with latents."""
+        return latent_tiling(self.storage.blocks.dtype, program_shared_bytes(self.storage.device))
+
+    @property
+    def tile(self) -> int:
+        """The tokens that a decode reads at a time."""
+        return TILE if self.latent_rank is None else self.latents.tokens
 
     def _drop(self, library: AttentionLibrary, error: Exception) -> None:
         """Compute by our own kernel what this library has computed."""
@@ -175,6 +216,14 @@ class GpuPlanner:
         layout = self.storage.layout
         return layout.token_bytes // layout.num_layers
 
+    def chunk_rows(self) -> "ChunkRows":
+        """Return the rows that a program of chunks has, by which they are cut into tiles."""
+        _, group, head_dim = self.heads
+        if self.latent_rank is not None:
+            return ChunkRows(self.latents.heads(group), self.latents.query_rows)
+        blocks = self.storage.blocks
+        return ChunkRows(group, tiling(head_dim, blocks.dtype, program_shared_bytes(blocks.device)).query_rows)
+
     def block_arrays(self, rows: IntArray, lengths: IntArray) -> BlockArrays:
         """Return the arrays of contexts, the entries of their block tables last; lengths beyond `rows` are padding."""
         return block_arrays(self._arrays, rows, lengths)
@@ -189,7 +238,14 @@ class _Decodes:
             lengths = np.concatenate((lengths, np.ones(num_padding, np.int64)))
         windows = (None,) if planner.window is None else (None, planner.window)
         partitions = [
-            partition(lengths, tile=TILE, num_programs=planner.num_programs, window=window) for window in windows
+            partition(
+                lengths,
+                tile=planner.tile,
+                num_programs=planner.num_programs,
+                window=window,
+                is_chunked=planner.is_chunked,
+            )
+            for window in windows
         ]
         arrays = [array for part in partitions for array in part]
         self.num_rows = len(lengths)
@@ -208,13 +264,19 @@ class _Decodes:
         tables = BlockTables(entries, starts, is_reversed)
         width = len(WorkPartition._fields)
         partitions = [arrays[first : first + width] for first in range(0, len(arrays), width)]
-        self._batches = [decode_batch(tables, lengths, part, self._planner.heads) for part in partitions]
+        kv_heads, group, head_dim = self._planner.heads
+        heads = (kv_heads, group, self._planner.latent_rank or head_dim)
+        self._batches = [decode_batch(tables, lengths, part, heads) for part in partitions]
 
     def run(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> CompiledKernel | None:
-        window = self._planner.window if is_windowed else None
+        planner = self._planner
+        window = planner.window if is_windowed else None
         # The scratch block lies right behind those of the view.
-        view = BlockView(self._planner.storage.blocks, layer)
-        return paged_decode(queries, out, view, self._batches[window is not None], window=window)
+        view, batch = BlockView(planner.storage.blocks, layer), self._batches[window is not None]
+        if planner.latent_rank is not None:
+            return latent_decode(queries, out, view, batch, rank=planner.latent_rank)
+        scores = planner.scores.of_layer(layer)
+        return paged_decode(queries, out, view, batch, window=window, is_chunked=planner.is_chunked, scores=scores)
 
 
 class _PagedChunks:
@@ -222,10 +284,8 @@ class _PagedChunks:
 
     def __init__(self, planner: GpuPlanner, rows: IntArray, counts: IntArray) -> None:
         lengths = planner.table.num_computed[rows] + counts
-        _, group, head_dim = planner.heads
-        blocks = planner.storage.blocks
-        sizes = tiling(head_dim, blocks.dtype, program_shared_bytes(blocks.device))
-        tiles = chunk_tiles(lengths, counts, group=group, query_rows=sizes.query_rows)
+        of_program = planner.chunk_rows()
+        tiles = chunk_tiles(lengths, counts, group=of_program.heads, query_rows=of_program.query_rows)
         self.host_arrays: list[Array] = [*tiles, *planner.block_arrays(rows, lengths)[1:]]
         self._planner = planner
         self._batch: ChunkBatch | None = None
@@ -236,14 +296,22 @@ class _PagedChunks:
 
     def run(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
         assert self._batch is not None, "a layer is computed before its arrays are bound"
-        window = self._planner.window if is_windowed else None
-        paged_prefill(queries, out, BlockView(self._planner.storage.blocks, layer), self._batch, window=window)
+        planner = self._planner
+        window = planner.window if is_windowed else None
+        view = BlockView(planner.storage.blocks, layer)
+        if planner.latent_rank is not None:
+            latent_prefill(queries, out, view, self._batch, rank=planner.latent_rank)
+            return
+        scores = planner.scores.of_layer(layer)
+        paged_prefill(queries, out, view, self._batch, window=window, is_chunked=planner.is_chunked, scores=scores)
 
 
-def gpu_attention_works(layout: BlockLayout, group: int, device: torch.device) -> bool:
+def gpu_attention_works(layout: BlockLayout, group: int, device: torch.device, latent_rank: int | None = None) -> bool:
     """Return whether the kernels run here for these heads, by a trial on two short sequences; log once if not."""
     name = f"attention ({layout.dtype}, {group} query heads of {layout.head_dim} per key head)"
-    return can_launch(name, lambda: _trial_launch(layout, group, device))
+    if latent_rank is not None:
+        name = f"attention ({layout.dtype}, {group} query heads over latents of {latent_rank})"
+    return can_launch(name, lambda: _trial_launch(layout, group, device, latent_rank))
 
 
 def choose_prompt_attention(planner: GpuPlanner) -> PromptChoice:
@@ -271,7 +339,7 @@ def prompt_choice(
 class _OneStep:
     """A step over its own storage of zeros: a token of one sequence and the prompt of another."""
 
-    def __init__(self, layout: BlockLayout, group: int, device: torch.device) -> None:
+    def __init__(self, layout: BlockLayout, group: int, device: torch.device, latent_rank: int | None) -> None:
         prompt_len = 2
         width = blocks_for(prompt_len, layout.block_size)
         storage = BlockStorage(replace(layout, num_layers=1), width + 1, device)
@@ -281,7 +349,7 @@ class _OneStep:
         decoding = NewSequence(RequestId("decode"), (0, 0), 1, 1, tuple(blocks[:1]), once)
         prompt = NewSequence(RequestId("prompt"), (0,) * prompt_len, prompt_len, 0, tuple(blocks[1:]), once)
         rows = np.array([table.add(decoding), table.add(prompt)])
-        planner = GpuPlanner(table, storage, None, group, num_programs=1)
+        planner = GpuPlanner(table, storage, None, group, latent_rank=latent_rank, num_programs=1)
         self._step = planner.plan(rows[:1], rows[1:], np.array([prompt_len]))
         self._step.bind(to_device(self._step.host_arrays, device))
         shape = (1 + prompt_len, *planner.heads)
@@ -300,19 +368,19 @@ class _OneStep:
         return decodes.run(self.queries[:1], torch.empty_like(self.queries[:1]), 0, False)
 
 
-def _trial_launch(layout: BlockLayout, group: int, device: torch.device) -> None:
-    if layout.head_dim > _MAX_HEAD_DIM:
+def _trial_launch(layout: BlockLayout, group: int, device: torch.device, latent_rank: int | None) -> None:
+    if latent_rank is None and layout.head_dim > _MAX_HEAD_DIM:
         raise ValueError(f"no kernel for heads of {layout.head_dim} elements, only up to {_MAX_HEAD_DIM}")
     with on_device(device):
-        _OneStep(layout, group, device).compute()
+        _OneStep(layout, group, device, latent_rank).compute()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _programs(storage: BlockStorage, group: int) -> int:
+def _programs(storage: BlockStorage, group: int, latent_rank: int | None) -> int:
     if storage.device.type != "cuda":
         return _PROGRAMS_OF_INTERPRETER
     with on_device(storage.device):
-        kernel = _OneStep(storage.layout, group, storage.device).decode_kernel()
+        kernel = _OneStep(storage.layout, group, storage.device, latent_rank).decode_kernel()
     side_by_side = 1 if kernel is None else programs_at_once(kernel, multiprocessor_of(storage.device))
     return int(torch.cuda.get_device_properties(storage.device).multi_processor_count) * side_by_side
