@@ -11,7 +11,7 @@ from kernels.cpu.rows import GateRows, native_level
 from kernels.gpu_dispatch import fused_kernels
 
 # Of gpt-oss.
-_LIMIT, _STEEPNESS = 7.0, 1.702
+CLAMP_LIMIT, CLAMP_STEEPNESS = 7.0, 1.702
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -26,8 +26,8 @@ def relu2(x: Tensor) -> Tensor:
 
 def clamped_silu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute what gpt-oss's experts make of gates and ups."""
-    gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
-    return gate * torch.sigmoid(gate * _STEEPNESS) * (up + 1)
+    gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+    return gate * torch.sigmoid(gate * CLAMP_STEEPNESS) * (up + 1)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -75,7 +75,7 @@ def gated(x: Tensor, activation: str) -> Tensor:
 
 def _gate_rows(activation: str, dtype: torch.dtype, device: torch.device) -> Any | None:
     """Return the one-pass kernel here; None: there is none."""
-    fused = None if activation in _OF_BOTH else fused_kernels("gating", device, dtype)
+    fused = fused_kernels("gating", device, dtype)
     if fused is not None:
         return fused.Gates(activation)
     level = native_level(dtype, device) if activation in GateRows.ACTIVATIONS else None

@@ -11,8 +11,29 @@ import torch
 from torch import Tensor
 
 from kernels.addends import Addends
-from kernels.linear import Projection
+from kernels.linear import Linear, Projection
 from kernels.norm import Norm
+
+
+class HeadProducts:
+    """Products of each head with a matrix of its own."""
+
+    __slots__ = ("_products", "_weights", "in_width", "num_heads", "out_width")
+
+    def __init__(self, weights: Tensor) -> None:
+        """`weights` [heads, out_width, in_width]: kept."""
+        self.num_heads, self.out_width, self.in_width = weights.shape
+        # On a CPU a product of its own for each head, whose rows do not depend on how many there are.
+        self._weights = None if weights.device.type == "cpu" else weights.mT.contiguous()
+        self._products = [Linear(weight.contiguous()) for weight in weights] if self._weights is None else []
+
+    def write(self, x: Tensor, out: Tensor) -> None:
+        """Write the products of x [rows, heads, in_width] into out [rows, heads, out_width], both possibly strided."""
+        if self._weights is not None:
+            out.copy_(torch.bmm(x.transpose(0, 1), self._weights).transpose(0, 1))
+            return
+        for head, product in enumerate(self._products):
+            out[:, head] = product(x[:, head])
 
 
 class LatentQueries:
@@ -24,18 +45,18 @@ class LatentQueries:
     __slots__ = ("_absorbing", "_norm", "_queries", "_rope_dim", "_row", "in_width", "out_width")
 
     def __init__(
-        self, queries: Sequence[Projection | Norm], row: Projection, norm: Norm, absorbing: Sequence[Projection]
+        self, queries: Sequence[Projection | Norm], row: Projection, norm: Norm, absorbing: HeadProducts
     ) -> None:
         """`queries`: one after another, to [heads * (rope_dim + nope_dim)]. `row`: to [rope_dim + rank], the latent,
         which `norm` normalises, last. `absorbing`: of each head, nope_dim -> rank."""
         self._queries, self._row, self._norm, self._absorbing = queries, row, norm, absorbing
-        self._rope_dim = row.out_width - absorbing[0].out_width
-        self.in_width, self.out_width = row.in_width, (len(absorbing) + 1) * row.out_width
+        self._rope_dim = row.out_width - absorbing.out_width
+        self.in_width, self.out_width = row.in_width, (absorbing.num_heads + 1) * row.out_width
 
     def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Compute x [rows, in_width], rows >= 1 -> [rows, out_width]."""
         assert addends is None, "latent attention has no adapters"
-        num_rows, num_heads, rope = len(x), len(self._absorbing), self._rope_dim
+        num_rows, num_heads, rope = len(x), self._absorbing.num_heads, self._rope_dim
         row, queries = self._row(x), x
         for product in self._queries:
             queries = product(queries)
@@ -44,8 +65,7 @@ class LatentQueries:
         out[:, :num_heads, :rope] = heads[:, :, :rope]
         out[:, num_heads, :rope] = row[:, :rope]
         out[:, num_heads, rope:] = self._norm(row[:, rope:])
-        for head, absorb in enumerate(self._absorbing):
-            out[:, head, rope:] = absorb(heads[:, head, rope:])
+        self._absorbing.write(heads[:, :, rope:], out[:, :num_heads, rope:])
         return out.view(num_rows, -1)
 
 
@@ -54,13 +74,15 @@ class LatentOutput:
 
     __slots__ = ("_output", "_rank", "_values", "in_width", "out_width")
 
-    def __init__(self, values: Sequence[Projection], output: Projection, row_width: int) -> None:
+    def __init__(self, values: HeadProducts, output: Projection, row_width: int) -> None:
         """`values`: of each head, rank -> value_dim. `output`: of all heads' values."""
-        self._values, self._output, self._rank = values, output, values[0].in_width
-        self.in_width, self.out_width = len(values) * row_width, output.out_width
+        self._values, self._output, self._rank = values, output, values.in_width
+        self.in_width, self.out_width = values.num_heads * row_width, output.out_width
 
     def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Compute x [rows, in_width], rows >= 1 -> [rows, out_width]."""
         assert addends is None, "latent attention has no adapters"
-        sums = x.view(len(x), len(self._values), -1)[:, :, -self._rank :]
-        return self._output(torch.cat([value(sums[:, head]) for head, value in enumerate(self._values)], dim=1))
+        sums = x.view(len(x), self._values.num_heads, -1)[:, :, -self._rank :]
+        values = torch.empty((*sums.shape[:2], self._values.out_width), dtype=x.dtype, device=x.device)
+        self._values.write(sums, values)
+        return self._output(values.flatten(1))

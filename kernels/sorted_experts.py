@@ -66,22 +66,38 @@ def by_every_expert(x: Tensor, rows: ExpertRows, weights: Callable[[int], Tensor
     return out
 
 
+class ExpertWeights(NamedTuple):
+    """The plain weights of one product of all experts."""
+
+    weight: Tensor  # [experts, out_width, in_width]
+    bias: Tensor | None = None  # [experts, out_width]
+
+
 class StackedProduct:
     """The product with plain weights that lie side by side."""
 
-    __slots__ = ("_has_library", "_kernels", "_weight", "in_width", "out_width")
+    __slots__ = ("_bias", "_has_library", "_kernels", "_rows", "_weight", "in_width", "out_width")
 
-    def __init__(self, weight: Tensor) -> None:
-        """`weight` [experts, out_width, in_width]: kept."""
-        self._weight = weight.contiguous()
-        _, self.out_width, self.in_width = weight.shape
+    def __init__(self, weights: ExpertWeights) -> None:
+        """`weights`: kept."""
+        self._weight, self._bias = weights.weight.contiguous(), weights.bias
+        device, dtype = self._weight.device, self._weight.dtype
+        _, self.out_width, self.in_width = self._weight.shape
         self._has_library = has_grouped_products(self._weight)
-        self._kernels: Any | None = None
-        if not self._has_library:
-            self._kernels = fused_kernels("stacked_weights", weight.device, weight.dtype)
+        self._kernels: Any | None = None if self._has_library else fused_kernels("stacked_weights", device, dtype)
+        self._rows: Any | None = None if self._bias is None else fused_kernels("expert_rows", device, dtype)
 
     def __call__(self, x: Tensor, rows: ExpertRows) -> Tensor:
         """See ExpertProduct."""
+        product = self._multiplied(x, rows)
+        if self._bias is None:
+            return product
+        if self._rows is None:
+            return product.add_(self._bias.index_select(0, rows.experts))
+        self._rows.add_biases(product, self._bias, rows.ends)
+        return product
+
+    def _multiplied(self, x: Tensor, rows: ExpertRows) -> Tensor:
         if self._has_library:
             return functional.grouped_mm(x, self._weight.mT, offs=rows.ends)
         if self._kernels is not None:
@@ -113,10 +129,20 @@ def has_grouped_products(weight: Tensor) -> bool:
 class SortedExperts:
     """x [rows, hidden_size] -> the sum of the chosen experts' results, each times its share."""
 
-    __slots__ = ("_down", "_gate_up", "_gated", "_kernels", "_router", "in_width", "out_width")
+    __slots__ = ("_down", "_gate_up", "_gated", "_kernels", "_router", "_scales_inputs", "in_width", "out_width")
 
-    def __init__(self, router: Router, gate_up: Sequence[ExpertProduct], down: ExpertProduct, gated: Gated) -> None:
-        """`gate_up`: their results lie side by side, gates first; `gated`: on the device and of the dtype of rows."""
+    def __init__(
+        self,
+        router: Router,
+        gate_up: Sequence[ExpertProduct],
+        down: ExpertProduct,
+        gated: Gated,
+        *,
+        scales_inputs: bool = False,
+    ) -> None:
+        """`gate_up`: their results lie side by side, gates first; `gated`: on the device and of the dtype of rows.
+        `scales_inputs`: see Experts."""
+        self._scales_inputs = scales_inputs
         self._router, self._gate_up, self._down, self._gated = router, gate_up, down, gated
         self._kernels: Any | None = fused_kernels("expert_rows", gated.device, gated.dtype)
         self.in_width, self.out_width = gate_up[0].in_width, down.out_width
@@ -126,6 +152,10 @@ class SortedExperts:
         experts, shares = self._router(x)
         rows = self._sorted(experts)
         inputs = x.index_select(0, rows.rows)
+        if self._scales_inputs:
+            by_place = torch.empty(len(rows.rows), dtype=shares.dtype, device=x.device)
+            by_place.scatter_(0, rows.places.flatten().long(), shares.flatten())
+            inputs, shares = inputs.mul_(by_place[:, None].to(x.dtype)), torch.ones_like(shares)
         inner = [product(inputs, rows) for product in self._gate_up]
         results = self._down(self._gated(inner[0] if len(inner) == 1 else torch.cat(inner, dim=1)), rows)
         if self._kernels is not None:
@@ -140,8 +170,11 @@ class SortedExperts:
         return ExpertRows(*self._kernels.sort(experts.int(), self._router.num_experts))
 
 
-def stacked_experts(router: Router, gate_up: Tensor, down: Tensor, activation: str) -> SortedExperts:
+def stacked_experts(
+    router: Router, gate_up: ExpertWeights, down: ExpertWeights, activation: str, *, scales_inputs: bool = False
+) -> SortedExperts:
     """Return the mixture with plain weights `gate_up` [experts, 2 * width, hidden_size], gates first, and `down`
-    [experts, hidden_size, width], both kept. `activation`: a name in ACTIVATIONS."""
-    gated = Gated(activation, gate_up.dtype, gate_up.device)
-    return SortedExperts(router, [StackedProduct(gate_up)], StackedProduct(down), gated)
+    [experts, hidden_size, width], both kept. `activation`: see Gated. `scales_inputs`: see Experts."""
+    gated = Gated(activation, gate_up.weight.dtype, gate_up.weight.device)
+    own = ([StackedProduct(gate_up)], StackedProduct(down), gated)
+    return SortedExperts(router, *own, scales_inputs=scales_inputs)

@@ -23,7 +23,7 @@ from kernels.narrow.grouped_linear import GroupedLinear, GroupedWeight, Numbers,
 from kernels.norm import RmsNorm
 from kernels.rotary import HeadPlacement
 from kernels.sampling import Filters, RowParameters, sample
-from kernels.sorted_experts import ExpertRows, StackedProduct, rows_by_expert
+from kernels.sorted_experts import ExpertRows, ExpertWeights, StackedProduct, rows_by_expert
 
 DTYPES = (torch.bfloat16, torch.float32)
 # Of the largest result: some roundings of inputs, of weights of softmax and of the result.
@@ -212,7 +212,7 @@ def _sorted(device: torch.device, dtype: torch.dtype) -> float:
 def _stacked(device: torch.device, dtype: torch.dtype) -> float:
     weight, x = torch.randn(5, 96, 128).to(dtype), torch.randn(40, 128).to(dtype)
     rows, experts = _expert_rows(device)
-    found = StackedProduct(weight.to(device))(x.to(device), rows)
+    found = StackedProduct(ExpertWeights(weight.to(device)))(x.to(device), rows)
     return _off(found, torch.einsum("ri,roi->ro", x.double(), weight.double()[experts]))
 
 

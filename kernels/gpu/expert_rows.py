@@ -90,11 +90,26 @@ def add_up(results: Tensor, places: Tensor, shares: Tensor) -> Tensor:
     return out
 
 
+def add_biases(results: Tensor, biases: Tensor, ends: Tensor) -> None:
+    """Add to results [sorted rows, width], contiguous, each the bias of its expert; in place.
+
+    `biases` [experts, width], contiguous, dtype of the results; `ends`: see `sort`.
+    """
+    num_rows, width = results.shape
+    if num_rows:
+        num_experts = len(ends)
+        _add_biases[(num_rows, parts_of(width, _COLUMNS))](
+            results, biases, ends, width, num_experts, EXPERTS=power_of_two(num_experts), COLUMNS=_COLUMNS
+        )
+
+
 def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
     """Launch all once on one row of two experts. Raises Triton's errors."""
     experts, shares = choose(torch.zeros((1, 2), device=device), 2, normalises=True)
     _, places, _ = sort(experts, 2)
-    add_up(torch.zeros((2, 16), dtype=dtype, device=device), places, shares)
+    results = torch.zeros((2, 16), dtype=dtype, device=device)
+    add_biases(results, torch.zeros_like(results), torch.ones(2, dtype=torch.int32, device=device))
+    add_up(results, places, shares)
 
 
 @triton.jit
@@ -169,6 +184,18 @@ def _add_up(results, places, shares, out, stride, width, num_chosen, COLUMNS: tl
         share = tl.load(shares + row * num_chosen + choice)
         total += share * tl.load(results + place * stride + columns, mask=is_there, other=0.0).to(tl.float32)
     tl.store(out + row * width + columns, total.to(out.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def _add_biases(results, biases, ends, width, num_experts, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    experts, columns = tl.arange(0, EXPERTS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_before = (experts < num_experts) & (tl.load(ends + experts, mask=experts < num_experts, other=0) <= row)
+    expert = tl.sum(is_before.to(tl.int32), axis=0).to(tl.int64)
+    own, is_there = results + row * width + columns, columns < width
+    bias = tl.load(biases + expert * width + columns, mask=is_there, other=0.0).to(tl.float32)
+    result = tl.load(own, mask=is_there, other=0.0).to(tl.float32) + bias
+    tl.store(own, result.to(results.dtype.element_ty), mask=is_there)
 
 
 @triton.jit

@@ -5,13 +5,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.activation import CLAMP_LIMIT, CLAMP_STEEPNESS
 from kernels.gpu.float8_inputs import MOST_ELEMENTS, empty_rows, store_rounded
 from kernels.gpu.launching import parts_of, power_of_two, row_warps
 from kernels.narrow.float8_inputs import Float8Inputs, attach
 
 _COLUMNS = 1024  # of one program
 
-NAMES = ("relu", "silu", "gelu", "gelu_tanh")
+NAMES = ("relu", "silu", "gelu", "gelu_tanh", "clamped_silu")
+_LIMIT, _STEEPNESS = tl.constexpr(CLAMP_LIMIT), tl.constexpr(CLAMP_STEEPNESS)
 
 
 class Gates:
@@ -98,6 +100,9 @@ def _activated(x, ACTIVATION: tl.constexpr):
         y = x * _sigmoid(x)
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "clamped_silu":
+        x = tl.where(x > _LIMIT, _LIMIT, x)
+        y = x * _sigmoid(x * _STEEPNESS)
     else:
         # 1 + tanh(z) = 2 * sigmoid(2 * z), z = sqrt(2 / pi) * (x + 0.044715 * x ** 3)
         y = x * _sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
@@ -122,6 +127,8 @@ def _gate(
     is_there = columns < width
     gate = tl.load(x + row * stride + columns, mask=is_there, other=0.0).to(tl.float32)
     up = tl.load(x + row * stride + width + columns, mask=is_there, other=0.0).to(tl.float32)
+    if ACTIVATION == "clamped_silu":
+        up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up)) + 1.0
     # The activation is rounded before it is multiplied, as in a separate operation.
     activated = _activated(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
     result = (activated * up).to(out.dtype.element_ty)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels import gpu_dispatch
 from kernels.feed_forward import ExpertRouter
-from kernels.sorted_experts import StackedProduct, has_grouped_products, rows_by_expert, stacked_experts
+from kernels.sorted_experts import ExpertWeights, StackedProduct, has_grouped_products, rows_by_expert, stacked_experts
 from tests.support.devices.host_reads import NoHostReads
 from tests.support.marks import slow
 
@@ -89,7 +89,10 @@ def test_a_mixture_waits_for_nothing(num_rows: int, device: torch.device) -> Non
     num_experts, hidden, inner = 8, 32, 16
     router = ExpertRouter(randoms(num_experts, hidden).to(device), 2, normalises=True)
     gate_up, down = randoms(num_experts, 2 * inner, hidden).to(device), randoms(num_experts, hidden, inner).to(device)
-    mixture, x = stacked_experts(router, gate_up, down, "silu"), randoms(num_rows, hidden).to(device)
+    mixture, x = (
+        stacked_experts(router, ExpertWeights(gate_up), ExpertWeights(down), "silu"),
+        randoms(num_rows, hidden).to(device),
+    )
     with NoHostReads():  # type: ignore[no-untyped-call]
         found = mixture(x)
     routing = router(x)
@@ -132,7 +135,7 @@ def test_the_library_is_used_where_it_does_not_read_on_the_host(
 def test_the_library_computes_the_same(device: torch.device) -> None:
     """On a CPU by its own loop: its layouts and its ends of rows are those that a GPU takes."""
     rows = rows_by_expert(torch.tensor([[2], [0], [2]], device=device), 4)
-    product = StackedProduct(randoms(4, 24, 16).to(device, torch.bfloat16))
+    product = StackedProduct(ExpertWeights(randoms(4, 24, 16).to(device, torch.bfloat16)))
     x = randoms(3, 16).to(device, torch.bfloat16)
     expected = product(x, rows)
     product._has_library = True

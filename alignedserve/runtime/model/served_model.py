@@ -150,7 +150,7 @@ def resolve_model(
     if isinstance(config, EncoderConfig):
         _check_encoder(section, kv_cache_dtype)
     if isinstance(config, ModelConfig):
-        _check_device(config, device)
+        check_device(config, device)
         check_tensor_parallel(config, tensor_parallel)
         check_pipeline_parallel(config, pipeline_parallel, tensor_parallel, device)
         check_expert_parallel(config, expert_parallel, tensor_parallel * pipeline_parallel, device)
@@ -222,13 +222,9 @@ def _vision(
     return vision.with_work(config.shape("", config.dtype).token_parameters)
 
 
-def _check_device(config: ModelConfig, device: str) -> None:
+def check_device(config: ModelConfig, device: str) -> None:
     """Refuse parts of a decoder that have no GPU kernels yet. Raises ConfigError naming them."""
     parts = {
-        "attention sinks": config.has_sinks,
-        "latent attention": config.latent is not None,
-        "capped scores": config.score_cap is not None,
-        "chunked attention": config.has_chunked_windows,
         "" if config.state is None else config.state.title: config.state is not None,
         "" if config.extras is None else config.extras.title: config.extras is not None,
     }

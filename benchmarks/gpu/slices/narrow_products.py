@@ -11,7 +11,7 @@ from benchmarks.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
 from kernels.gpu_dispatch import fused_kernels
 from kernels.narrow.float8_linear import Float8Linear, has_float8_products
 from kernels.narrow.grouped_linear import GROUPS, GroupedLinear, GroupedWeight, Numbers, SortedLinear
-from kernels.sorted_experts import StackedProduct, rows_by_expert
+from kernels.sorted_experts import ExpertWeights, StackedProduct, rows_by_expert
 
 _ROWS, _TOY_ROWS = (1, 16, 64, 256, 4096), (3,)
 _EXPERTS, _CHOSEN = 8, 2
@@ -69,7 +69,7 @@ def _mixture_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
         return
     columns, width = setup.config.intermediate_size, setup.config.hidden_size
     plain = setup.randn(_EXPERTS, columns, width)
-    stacked, kernels = StackedProduct(plain), fused_kernels("stacked_weights", setup.device, setup.dtype)
+    stacked, kernels = StackedProduct(ExpertWeights(plain)), fused_kernels("stacked_weights", setup.device, setup.dtype)
     forms = {form: SortedLinear(random_weight(form, setup.device, *plain.shape), dtype=setup.dtype) for form in Numbers}
     for count in _TOY_ROWS if setup.is_toy else _ROWS:
         experts = torch.rand(count, _EXPERTS, device=setup.device).argsort(1)[:, :_CHOSEN]

@@ -11,7 +11,7 @@ from kernels.cpu.expert_products import native_experts
 from kernels.cpu.int8_linear import Int8Linear
 from kernels.feed_forward import ExpertRouter, Experts, FeedForwardPart, GroupRouter, grouped_products
 from kernels.linear import Linear
-from kernels.sorted_experts import stacked_experts
+from kernels.sorted_experts import ExpertWeights, stacked_experts
 from tests.support.devices.host_reads import NoHostReads
 from tests.support.marks import each
 
@@ -89,7 +89,9 @@ def test_mixtures(num_rows: int, num_experts: int, chosen: int, normalises: bool
     """As on a CPU, and as on a GPU where no kernel runs, which nothing makes wait for the routing."""
     weights, x = weights_of(num_experts), randoms(num_rows, HIDDEN)
     expected = expected_mixture(x, weights, chosen, normalises=normalises)
-    stacked = stacked_experts(ExpertRouter(weights[0], chosen, normalises=normalises), *weights[1:], "silu")
+    stacked = stacked_experts(
+        ExpertRouter(weights[0], chosen, normalises=normalises), *map(ExpertWeights, weights[1:]), "silu"
+    )
     with NoHostReads():  # type: ignore[no-untyped-call]
         stacked(x)
     for mixture in (packed(weights, chosen, normalises=normalises), stacked):

@@ -30,7 +30,7 @@ from kernels.feed_forward import (
 )
 from kernels.linear import Linear, Projection
 from kernels.norm import RmsNorm
-from kernels.sorted_experts import SortedExperts, stacked_experts
+from kernels.sorted_experts import ExpertWeights, SortedExperts, stacked_experts
 
 LayerExperts = dict[int, Sequence[Projection]]  # by layer, those of one process in order
 
@@ -95,7 +95,7 @@ class FeedForwardReader:
             return ExpertRouter(weight, experts.num_chosen, normalises=experts.normalises, bias=bias)
         correction = None
         if experts.scoring is Scoring.SIGMOID:
-            correction = self._correction(prefix, experts)
+            correction = self._correction(prefix, experts).to(weight.device)
         return GroupRouter(
             weight,
             correction,
@@ -153,13 +153,34 @@ class FeedForwardReader:
             own = [self._expert(gate_up, down, experts) for gate_up, down in modules]
             return Experts(router, own, scales_inputs=experts.scales_inputs)
         shapes = ((2 * inner // len(names.expert_gate_up), config.hidden_size), (config.hidden_size, inner))
-        packed = self._packed_experts(router, modules, shapes)
+        is_plain = not (names.transposes_experts or experts.has_bias or experts.scales_inputs)
+        packed = self._packed_experts(router, modules, shapes) if is_plain else None
         if packed is not None:
             return packed
-        tensor = self._read.tensor
-        gate_ups = [torch.cat([tensor(f"{name}.weight", *shapes[0]) for name in pair]) for pair, _ in modules]
-        downs = [tensor(f"{down}.weight", *shapes[1]) for _, down in modules]
-        return stacked_experts(router, torch.stack(gate_ups), torch.stack(downs), config.activation.value)
+        gate_ups = ExpertWeights(*self._stacked([pair for pair, _ in modules], *shapes[0], experts, has_gates=True))
+        downs = ExpertWeights(*self._stacked([[down] for _, down in modules], *shapes[1], experts))
+        return stacked_experts(router, gate_ups, downs, config.activation.value, scales_inputs=experts.scales_inputs)
+
+    def _stacked(
+        self, modules: Sequence[Sequence[str]], rows: int, width: int, experts: ExpertConfig, *, has_gates: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return one product of all experts, unpacked: weights [experts, columns, width] and biases [experts, columns].
+
+        `modules`: of each expert, `rows` columns each. `has_gates`: columns are gates and ups.
+        """
+        names, tensor = self._names, self._read.tensor
+        weights, biases = list[Tensor](), list[Tensor]()
+        in_turn = has_gates and names.interleaves_gates
+        for own in modules:
+            if names.transposes_experts:
+                parts = [tensor(f"{name}.weight", width, rows).T for name in own]
+            else:
+                parts = [tensor(f"{name}.weight", rows, width) for name in own]
+            weights.append(gates_first(torch.cat(parts)) if in_turn else torch.cat(parts))
+            if experts.has_bias:
+                bias = torch.cat([tensor(f"{name}.bias", rows) for name in own])
+                biases.append(gates_first(bias) if in_turn else bias)
+        return torch.stack(weights), torch.stack(biases) if biases else None
 
     def _packed_experts(
         self, router: Router, modules: Sequence[tuple[list[str], str]], shapes: Sequence[tuple[int, int]]

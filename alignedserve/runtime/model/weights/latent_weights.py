@@ -8,8 +8,8 @@ from alignedserve.runtime.model.weight_names import ParameterNames, query_module
 from alignedserve.runtime.model.weights.head_order import rotated_first
 from alignedserve.runtime.model.weights.packed_products import Rows
 from alignedserve.runtime.model.weights.product_reader import ProductReader
-from kernels.latent_attention import LatentOutput, LatentQueries
-from kernels.linear import Linear, Projection
+from kernels.latent_attention import HeadProducts, LatentOutput, LatentQueries
+from kernels.linear import Projection
 from kernels.norm import Norm, RmsNorm
 
 _EPS = 1e-6  # of the norms of short rows, whatever config.json has for the others
@@ -40,7 +40,7 @@ def latent_queries(
         queries,
         read.product([prefix + names.latent], [turned(row, 1)], None),
         _norm(read, prefix + names.latent_norm, latent.rank),
-        [Linear(key.T.contiguous()) for key in keys],
+        HeadProducts(keys.mT),
     )
 
 
@@ -51,7 +51,7 @@ def latent_output(
     _, values = _heads_of_latent(read, config, latent, prefix + names.heads_of_latent)
     width = config.num_heads * latent.value_dim
     output = read.linear([prefix + names.output], [config.hidden_size], width, has_bias=False)
-    return LatentOutput([Linear(value.contiguous()) for value in values], output, latent.row_width)
+    return LatentOutput(HeadProducts(values), output, latent.row_width)
 
 
 def _heads_of_latent(
