@@ -19,10 +19,9 @@ class BlockView(NamedTuple):
     @property
     def offsets(self) -> tuple[int, int, int]:
         """Return, in elements: block stride, start of the layer's keys and start of its values within a block."""
-        num_layers, parts = self.blocks.shape[1:3]
-        run = self.blocks.shape[3] * self.slot_width
+        parts, run = self.blocks.shape[2], self.blocks.shape[3] * self.slot_width
         keys_at = parts * self.layer * run
-        return parts * num_layers * run, keys_at, keys_at + (parts - 1) * run
+        return self.blocks.stride(0), keys_at, keys_at + (parts - 1) * run
 
     @property
     def slot_width(self) -> int:

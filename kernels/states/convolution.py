@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.cpu.state_scans import convolve, scan_level, silu_, suits_convolution
+from kernels.states.device_rows import DeviceStateRows
 from kernels.states.state_rows import StateRows
 
 
@@ -21,7 +22,7 @@ def causal_convolution(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    rows: StateRows,
+    rows: StateRows | DeviceStateRows,
     tails: Tensor,
     gates: ConvolutionGates | None = None,
 ) -> Tensor:
@@ -32,6 +33,9 @@ def causal_convolution(
     tails   [blocks, kernel_size - 1, channels]: what was convolved of the tokens before
     gates   then gates.before * x is convolved, and the result is gates.behind times that, both of the dtype of x
     """
+    if isinstance(rows, DeviceStateRows):
+        convolved: Tensor = rows.kernels.convolve(x, weight, bias, rows, tails, gates)
+        return convolved
     level = scan_level(weight)
     if level is not None and suits_convolution(x, weight, tails):
         parts = (x,) if gates is None else (x, *gates)

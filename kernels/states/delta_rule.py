@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from kernels.cpu.state_scans import GatedForm, scan_delta, scan_level, suits_delta
 from kernels.states.convolution import causal_convolution
+from kernels.states.device_rows import DeviceStateRows
 from kernels.states.gated_rows import GatedRows
 from kernels.states.state_rows import StateRows
 from kernels.states.steps import run_steps
@@ -59,7 +60,7 @@ class DeltaRule:
         norm = weights.norm.repeat(sizes.num_heads)
         self._gated = GatedRows(sizes.values, norm, GatedForm(sizes.num_heads, eps, gates_first=False))
 
-    def __call__(self, projected: Tensor, rows: StateRows, state: Sequence[Tensor]) -> Tensor:
+    def __call__(self, projected: Tensor, rows: StateRows | DeviceStateRows, state: Sequence[Tensor]) -> Tensor:
         """See StateMixer. The state has the rows before the convolution, and [blocks, heads, key_dim, value_dim]."""
         sizes, weights, (tails, memories) = self._sizes, self._weights, state
         keys, values, num_heads = sizes.keys, sizes.values, sizes.num_heads
@@ -68,11 +69,14 @@ class DeltaRule:
         q, k, v = mixed.split_with_sizes((keys, keys, values), dim=1)
         beta = b.double().sigmoid().float()
         decay = (functional.softplus(a.double() + weights.dt_bias) * self._decay).exp().float()
-        return self._gated(scan((q, k, v), (beta, decay), rows, memories).view(-1, values), gates)
+        return self._gated(scan((q, k, v), (beta, decay), rows, memories).view(-1, values), gates, rows)
 
 
 def scan(
-    rows: tuple[Tensor, Tensor, Tensor], gates: tuple[Tensor, Tensor], sequences: StateRows, states: Tensor
+    rows: tuple[Tensor, Tensor, Tensor],
+    gates: tuple[Tensor, Tensor],
+    sequences: StateRows | DeviceStateRows,
+    states: Tensor,
 ) -> Tensor:
     """Run all tokens through their states -> [tokens, heads, value_dim].
 
@@ -80,6 +84,9 @@ def scan(
     gates   beta and decay [tokens, heads]
     states  [blocks, heads, key_dim, value_dim], those of `sequences` written
     """
+    if isinstance(sequences, DeviceStateRows):
+        scanned: Tensor = sequences.kernels.scan_delta(rows, gates, sequences, states, eps=_LENGTH_EPS)
+        return scanned
     q, k, v = rows
     num_heads, key_dim, value_dim = states.shape[1:]
     level = scan_level(q, states)

@@ -6,6 +6,8 @@ from torch import Tensor
 from kernels.cpu.state_scans import GatedForm, gate_rows_, scan_level, suits_gates
 from kernels.norm import RmsNorm
 from kernels.states.convolution import silu_in_place
+from kernels.states.device_rows import DeviceStateRows
+from kernels.states.state_rows import StateRows
 
 
 class GatedRows:
@@ -16,8 +18,14 @@ class GatedRows:
         self._weight, self._form = None if weight is None else weight.contiguous(), form
         self._norm = RmsNorm(torch.ones(width // form.num_groups), form.eps, torch.float32)
 
-    def __call__(self, x: Tensor, gates: Tensor) -> Tensor:
-        """Gate x, which is overwritten, by gates [tokens, groups * width] -> the same, dtype of the gates."""
+    def __call__(self, x: Tensor, gates: Tensor, rows: StateRows | DeviceStateRows) -> Tensor:
+        """Gate x, which is overwritten, by gates [tokens, groups * width] -> the same, dtype of the gates.
+
+        `rows`: of the pass.
+        """
+        if isinstance(rows, DeviceStateRows):
+            gated: Tensor = rows.kernels.gate_rows(x, gates, self._weight, self._form)
+            return gated
         level = scan_level(x)
         if level is not None and suits_gates(gates, self._form.num_groups):
             return gate_rows_(x, gates, self._weight, self._form, level=level)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kernels.states.convolution import ConvolutionGates, causal_convolution
+from kernels.states.device_rows import DeviceStateRows
 from kernels.states.state_rows import StateRows
 
 
@@ -17,7 +18,7 @@ class ShortConvolution:
         """`weight` [kernel_size, width], `bias` [width]: float32."""
         self._weight, self._bias = weight, bias
 
-    def __call__(self, projected: Tensor, rows: StateRows, state: Sequence[Tensor]) -> Tensor:
+    def __call__(self, projected: Tensor, rows: StateRows | DeviceStateRows, state: Sequence[Tensor]) -> Tensor:
         """See StateMixer. The state has the rows before: [blocks, kernel_size - 1, width]."""
         gate, gate_behind, x = projected.chunk(3, dim=1)
         (tails,) = state

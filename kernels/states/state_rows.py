@@ -10,7 +10,7 @@ and leaves its states in others where it is told to.
 
 from collections.abc import Sequence
 from copy import copy
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,44 @@ class StateRows:
                 rows._convolved = self._convolved.at(found)
             self._further[column - 1] = found = rows
         return found
+
+    @property
+    def num_columns(self) -> int:
+        """Return how many blocks have the states of a sequence."""
+        return 1 + len(self._further)
+
+    @property
+    def num_tokens_in_pass(self) -> int:
+        """Return the token rows of all sequences."""
+        return int(self.counts.sum())
+
+    @property
+    def host_arrays(self) -> tuple[IntArray, ...]:
+        """Return the arrays that kernels on a device read; none: these rows are for a CPU."""
+        return ()
+
+    def bound(self, tensors: Sequence[Tensor]) -> "StateRows":
+        """Return the same rows: nothing of them is on a device."""
+        assert not tensors, "arrays for a CPU"
+        return self
+
+    def padded(self, count: int, block: int) -> "StateRows":
+        """Return the same rows and behind them `count` of one token each, which leave what they make in this block."""
+        if not count:
+            return self
+        columns = [self.at(column) for column in range(self.num_columns)]
+        firsts = self.num_tokens_in_pass + np.arange(count)
+        sources = [np.append(own.sources, np.full(count, NO_BLOCK)) for own in columns]
+        targets = [np.append(own.targets, np.full(count, block)) for own in columns]
+        sequences = np.repeat(np.arange(len(self.firsts)), np.diff(self.first_parts))
+        parts = StateParts(
+            np.append(self.ends, firsts),
+            targets[0],
+            np.append(self.num_tokens, np.ones(count, np.int64)),
+            np.append(sequences, len(self.firsts) + np.arange(count)),
+        )
+        further = [StateColumn(*own) for own in zip(sources[1:], targets[1:], strict=True)]
+        return StateRows(np.append(self.firsts, firsts), sources[0], parts, further)
 
     def convolved(self, num_before: int) -> "ConvolvedRows":
         """Return the rows of convolutions that read so many tokens before each, the same on all layers."""
@@ -108,8 +146,9 @@ class ConvolvedRows:
 class StateMixer(Protocol):
     """A layer's tokens, mixed through its state."""
 
-    def __call__(self, projected: Tensor, rows: StateRows, state: Sequence[Tensor]) -> Tensor:
+    def __call__(self, projected: Tensor, rows: Any, state: Sequence[Tensor]) -> Tensor:
         """Compute projected [tokens, in_width] -> [tokens, out_width], between the layer's two products.
 
+        rows    StateRows, or DeviceStateRows on a GPU
         state   its parts, each [blocks, ..]; those of `rows.targets` are written
         """

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from kernels.cpu.state_scans import GatedForm, scan_level, scan_space, suits_space
 from kernels.states.convolution import causal_convolution
+from kernels.states.device_rows import DeviceStateRows
 from kernels.states.gated_rows import GatedRows
 from kernels.states.state_rows import StateRows
 from kernels.states.steps import run_steps
@@ -67,7 +68,7 @@ class StateSpace:
         self._limits = dt_limits
         self._gated = GatedRows(sizes.inner, weights.norm, GatedForm(sizes.num_groups, eps, gates_first))
 
-    def __call__(self, projected: Tensor, rows: StateRows, state: Sequence[Tensor]) -> Tensor:
+    def __call__(self, projected: Tensor, rows: StateRows | DeviceStateRows, state: Sequence[Tensor]) -> Tensor:
         """See StateMixer. The state has the rows before the convolution, and [blocks, heads, state_size, head_dim]."""
         sizes, weights, (tails, spaces) = self._sizes, self._weights, state
         inner, shared = sizes.inner, sizes.shared
@@ -77,14 +78,14 @@ class StateSpace:
         dt = functional.softplus(dt.double() + weights.dt_bias).clamp(*self._limits)
         decay = (dt * self._decay).exp().float()
         out = scan((x, b, c), (dt.float(), decay), weights.skip, rows, spaces)
-        return self._gated(out.view(-1, inner), gates)
+        return self._gated(out.view(-1, inner), gates, rows)
 
 
 def scan(
     rows: tuple[Tensor, Tensor, Tensor],
     gates: tuple[Tensor, Tensor],
     skip: Tensor,
-    sequences: StateRows,
+    sequences: StateRows | DeviceStateRows,
     states: Tensor,
 ) -> Tensor:
     """Run all tokens through their states -> [tokens, heads, head_dim].
@@ -94,6 +95,9 @@ def scan(
     skip    [heads]
     states  [blocks, heads, state_size, head_dim], those of `sequences` written
     """
+    if isinstance(sequences, DeviceStateRows):
+        scanned: Tensor = sequences.kernels.scan_space(rows, gates, skip, sequences, states)
+        return scanned
     x, b, c = rows
     level = scan_level(x, states)
     num_heads, state_size, head_dim = states.shape[1:]

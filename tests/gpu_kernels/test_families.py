@@ -25,8 +25,8 @@ pytest.importorskip("triton")
 
 pytestmark = pytest.mark.slow
 
-# What others do not have: sinks, capped scores, contexts cut in chunks, latents.
-OWN = ("gpt_oss", "gemma2", "llama4_text", "deepseek_v3")
+# What others do not have: sinks, capped scores, contexts cut in chunks, latents, states of three kinds.
+OWN = ("gpt_oss", "gemma2", "llama4_text", "deepseek_v3", "lfm2", "qwen3_5_text", "granitemoehybrid_dense")
 OTHERS = [name for name in (*TINY_MODELS, *LATER_FAMILIES) if name not in OWN]
 PROMPTS = {"a": 41, "b": 7, "c": 22}
 

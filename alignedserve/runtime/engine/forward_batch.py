@@ -16,6 +16,7 @@ from alignedserve.runtime.engine.hidden_pass import HiddenRows
 from alignedserve.runtime.vision.picture_rows import PictureRows
 from kernels.adapters.device_lora import DeviceRows
 from kernels.adapters.lora import AdapterRows
+from kernels.states.device_rows import DeviceStateRows
 from kernels.states.state_rows import StateRows
 
 
@@ -96,7 +97,7 @@ class ForwardBatch:
     adapters: AdapterRows | DeviceRows | None = None  # None: no token row has one
     places: Tensor | None = None  # [tokens, 3] int64: of rotations, along each axis; None: `positions` are all of them
     pictures: PictureRows | None = None  # None: every token row has the input of its token
-    states: StateRows | None = None  # None: the model has none
+    states: StateRows | DeviceStateRows | None = None  # None: the model has none
 
     @property
     def rotated_at(self) -> Tensor:

@@ -9,6 +9,7 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.state_config import HEADER_BYTES, StateConfig, layers_in_block, state_bytes
+from kernels.states.device_rows import DeviceStateRows
 from kernels.states.state_rows import StateRows
 
 _UNFINISHED = -1
@@ -19,8 +20,7 @@ def tokens_behind_states(storage: BlockStorage) -> Tensor:
 
     Where states have blocks of their own, the first of a context's says it of all.
     """
-    states = storage.bytes if storage.layout.state_blocks else storage.states
-    return states[:, :8].view(torch.int64)[:, 0]
+    return _states_of(storage)[:, :8].view(torch.int64)[:, 0]
 
 
 class StateStorage:
@@ -32,9 +32,8 @@ class StateStorage:
         self._num_tokens = tokens_behind_states(storage)
         self._parts: dict[int, Sequence[Tensor]] = {}
         self._columns: dict[int, int] = {}
-        states, num_layers = storage.states, len(config.state_layers)
+        states, num_layers = _states_of(storage), len(config.state_layers)
         if storage.layout.state_blocks:
-            states = storage.bytes
             num_layers = layers_in_block(config.state, storage.layout.dtype, storage.layout.block_bytes)
         layer_bytes = state_bytes(config.state, storage.layout.dtype)
         for place, layer in enumerate(config.state_layers):
@@ -50,13 +49,18 @@ class StateStorage:
         """Return which of the blocks of a context's states has this layer's."""
         return self._columns[layer]
 
-    def begin(self, rows: StateRows) -> None:
+    def begin(self, rows: StateRows | DeviceStateRows) -> None:
         """Mark the states that a pass is about to write."""
-        self._num_tokens[torch.from_numpy(rows.targets)] = _UNFINISHED
+        self._num_tokens.index_fill_(0, torch.as_tensor(rows.targets), _UNFINISHED)
 
-    def end(self, rows: StateRows) -> None:
+    def end(self, rows: StateRows | DeviceStateRows) -> None:
         """Note behind which tokens these states stand now."""
-        self._num_tokens[torch.from_numpy(rows.targets)] = torch.from_numpy(rows.num_tokens)
+        self._num_tokens.index_copy_(0, torch.as_tensor(rows.targets), torch.as_tensor(rows.num_tokens))
+
+
+def _states_of(storage: BlockStorage) -> Tensor:
+    """Return the bytes of all blocks' states, the scratch block's behind those of the others [blocks, bytes]."""
+    return storage.all_bytes[:, 0 if storage.layout.state_blocks else storage.layout.kv_bytes :]
 
 
 def _views(config: StateConfig, cache_dtype: str, layer: Tensor) -> list[Tensor]:

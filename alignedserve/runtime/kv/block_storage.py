@@ -72,13 +72,13 @@ class BlockStorage:
         self._memory: mmap.mmap | None = None  # on a CPU, where the blocks are in memory of their own
         if stripe is None:
             with_scratch, self._memory = _allocate(layout, num_blocks + self.has_scratch, self.device)
-            self._blocks = with_scratch[:num_blocks]
+            self._blocks, self._all_blocks = with_scratch[:num_blocks], with_scratch
         else:
             assert not self.has_scratch, "padding has no place in memory of the ranks"
             self._block_runs, first = stripe.num_runs, stripe.first_run * layout.run_elements
             with_scratch = stripe.memory.view(cache_dtype(layout.dtype))
             whole = with_scratch.view(num_blocks, stripe.num_runs * layout.run_elements)
-            self._blocks = whole[:, first : first + layout.block_elements]
+            self._blocks = self._all_blocks = whole[:, first : first + layout.block_elements]
         self.pending_copies = PendingCopies(num_blocks)
         self._bytes = self._blocks.view(torch.uint8)
         self.accelerator = accelerator_of(self.device)  # None: on the host
@@ -105,9 +105,9 @@ class BlockStorage:
         return self._bytes
 
     @property
-    def states(self) -> Tensor:
-        """The states of all blocks as uint8 [num_blocks, bytes], behind their keys and values."""
-        return self._bytes[:, self.layout.kv_bytes :]
+    def all_bytes(self) -> Tensor:
+        """The same with the scratch block, if there is one, behind the others."""
+        return self._all_blocks.view(torch.uint8)
 
     @property
     def run_stride(self) -> int:

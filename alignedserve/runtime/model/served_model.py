@@ -225,7 +225,6 @@ def _vision(
 def check_device(config: ModelConfig, device: str) -> None:
     """Refuse parts of a decoder that have no GPU kernels yet. Raises ConfigError naming them."""
     parts = {
-        "" if config.state is None else config.state.title: config.state is not None,
         "" if config.extras is None else config.extras.title: config.extras is not None,
     }
     lacking = [part for part, is_there in parts.items() if is_there]

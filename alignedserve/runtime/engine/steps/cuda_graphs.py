@@ -20,6 +20,7 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.steps.step_batch import StepBatch
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from kernels.states.device_rows import DeviceStatePlan, DeviceStateRows
 
 _CUDA: Any = torch.cuda
 _WARM_UPS = 2  # in which kernels are compiled and libraries take their memory
@@ -123,6 +124,8 @@ class DecodeGraphs:
             return None
         if step.adapters is not None and not step.adapters.is_of_a_graph:
             return None
+        if isinstance(step.states, DeviceStatePlan) and not step.states.is_of_a_graph:
+            return None
         key = size, step.adapters is not None
         recorded = self._graphs.get(key)
         if recorded is None:
@@ -136,5 +139,7 @@ class DecodeGraphs:
         fixed = FixedArrays(step.host_arrays, self._storage.device, last_size=self._max_entries)
         batch, logits = step.to_forward_batch(fixed.tensors), self._logits[: len(step.token_ids)]
         model, storage = self._model, self._storage
+        if isinstance(batch.states, DeviceStateRows):  # recording computes the step, and states go on from themselves
+            batch.states.all_targets.fill_(storage.scratch_block)
         replay = self._capture(lambda: logits.copy_(model.logits(model.forward(batch, storage))))
         return _RecordedStep(fixed, batch, replay)

@@ -4,8 +4,30 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, tokens_of
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from kernels.states.device_rows import DeviceStatePlan, state_kernels
 from kernels.states.state_rows import NO_BLOCK, StateColumn, StateParts, StateRows
+
+
+class StatePlanner:
+    """Plans the states of the passes over one storage."""
+
+    def __init__(self, table: SequenceTable, storage: BlockStorage) -> None:
+        """Raises ConfigError where nothing computes states on the storage's device."""
+        self._table, self._storage = table, storage
+        self._kernels = state_kernels(storage.device)  # None: those of a CPU
+        if self._kernels is None and storage.device.type != "cpu":
+            reason = "the kernels of layers with a state do not run on this GPU, as the log says"
+            raise ConfigError(f"{reason}; set engine.device=cpu")
+
+    def plan(self, rows: IntArray, counts: IntArray, num_padding: int = 0) -> StateRows | DeviceStatePlan:
+        """Plan rows of the table that compute `counts` tokens each, and padding of a token each behind them."""
+        planned = plan_states(self._table, rows, counts)
+        if num_padding:
+            planned = planned.padded(num_padding, self._storage.scratch_block)
+        return planned if self._kernels is None else DeviceStatePlan(self._kernels, planned)
 
 
 def plan_states(table: SequenceTable, rows: IntArray, counts: IntArray) -> StateRows:

@@ -15,13 +15,14 @@ from alignedserve.runtime.device.arrays import Array, to_device
 from alignedserve.runtime.engine.forward_batch import ForwardBatch, LastTokenPlanner, LastTokens
 from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts, HiddenPlan
 from alignedserve.runtime.engine.steps.slice_plan import SlicePlan
-from alignedserve.runtime.engine.steps.state_plan import plan_states
+from alignedserve.runtime.engine.steps.state_plan import StatePlanner
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.vision.picture_rows import PictureRows, picture_rows
 from alignedserve.runtime.vision.rope_places import places_of_rows
 from kernels.adapters.device_lora import DevicePlan
 from kernels.adapters.lora import AdapterMatrices, AdapterRows
 from kernels.cpu.next_tokens import KnownTokens, next_tokens
+from kernels.states.device_rows import DeviceStatePlan, DeviceStateRows
 from kernels.states.state_rows import StateRows
 
 _NO_ROWS = np.empty(0, np.int64)
@@ -52,7 +53,7 @@ class StepBatch(NamedTuple):
     adapters: AdapterRows | DevicePlan | None = None  # of the token rows; None: no sequence has one
     places: Tensor | None = None  # see ForwardBatch; on the device already, as the next
     pictures: PictureRows | None = None  # on the device already; None: no token row has the embedding of one
-    states: StateRows | None = None  # of the slices; None: the model has none
+    states: StateRows | DeviceStatePlan | None = None  # of the token rows; None: the model has none
 
     @property
     def needs_hidden(self) -> bool:
@@ -69,7 +70,9 @@ class StepBatch(NamedTuple):
         """Return the arrays that the forward pass reads."""
         arrays = () if self.hidden is None else self.hidden.arrays
         adapters = () if self.adapters is None else self.adapters.host_arrays
-        return (self.token_ids, self.positions, self.slots, *adapters, *arrays, *self.attention.host_arrays)
+        states = () if self.states is None else self.states.host_arrays
+        own = (self.token_ids, self.positions, self.slots, *adapters, *states)
+        return (*own, *arrays, *self.attention.host_arrays)
 
     def to_forward_batch(self, tensors: Sequence[Tensor]) -> ForwardBatch:
         """Build the forward batch. `tensors`: the host arrays on the device."""
@@ -78,13 +81,17 @@ class StepBatch(NamedTuple):
         if self.adapters is not None:
             num_arrays = len(self.adapters.host_arrays)
             adapters, others = self.adapters.bound(others[:num_arrays]), others[num_arrays:]
+        states: StateRows | DeviceStateRows | None = None
+        if self.states is not None:
+            num_arrays = len(self.states.host_arrays)
+            states, others = self.states.bound(others[:num_arrays]), others[num_arrays:]
         if self.hidden is not None:
             num_arrays = len(self.hidden.arrays)
             hidden, others = self.hidden.to_rows(len(token_ids), others[:num_arrays]), others[num_arrays:]
         self.attention.bind(others)
         last = None if self.last is None else self.last.to_rows()
         rest = (self.fresh_blocks, self.unclean_tails, self.attention, hidden, last, adapters)
-        return ForwardBatch(token_ids, positions, slots, *rest, self.places, self.pictures, self.states)
+        return ForwardBatch(token_ids, positions, slots, *rest, self.places, self.pictures, states)
 
     def forward_batch(self, device: torch.device, inputs: Tensor | None = None) -> ForwardBatch:
         """Bring the arrays to the device and build the forward batch. `inputs`: its first tokens, on the device."""
@@ -129,6 +136,7 @@ class BatchBuilder:
         self._decode_sizes = decode_sizes
         self._hidden = hidden
         self._last = last
+        self._states = StatePlanner(table, storage) if storage.layout.has_states else None
         self._adapters: AdapterRows | None = None  # of the latest step: those of the next are often the same
         self._kept: _OfRows | None = None
         self._known = KnownTokens(
@@ -252,7 +260,7 @@ class BatchBuilder:
             adapters=self._adapter_rows(rows, len(token_ids)) if own.has_adapters else None,
             places=self._places(rows, positions, own.counts, own.places) if own.has_places else None,
             pictures=self._picture_rows(rows, positions, own.counts, own.places) if own.has_pictures else None,
-            states=plan_states(table, rows, own.counts) if storage.layout.has_states else None,
+            states=None if self._states is None else self._states.plan(rows, own.counts, num_padding),
         )
 
     def _of_rows(self, rows: IntArray) -> _OfRows:
@@ -326,7 +334,7 @@ class BatchBuilder:
             adapters=self._adapter_rows(slices.token_rows, len(token_ids)),
             places=self._places(rows, slices.positions, counts, last_rows - counts + 1),
             pictures=self._picture_rows(rows, slices.positions, counts, last_rows - counts + 1),
-            states=plan_states(table, rows, counts) if self._storage.layout.has_states else None,
+            states=None if self._states is None else self._states.plan(rows, counts),
         )
 
     def _plan(self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray) -> tuple[SlicePlan, IntArray]:
