@@ -27,6 +27,7 @@ from kernels.gpu.launching import (
 from kernels.gpu.score_forms import LOG2_E, SCORE_UNIT, capped, first_read
 
 TILE = 64  # tokens
+_TILE_OF_LARGE_HEADS = 16  # above 256 elements, of which more do not fit registers
 _WARPS = 4
 # Parts of a context merged at a time: one long context in a small batch has a part in every program. By more warps, or
 # for several heads at a time, merging takes up to twice as long, seen on an H100.
@@ -51,7 +52,7 @@ def decode_tiling(head_dim: int, dtype: torch.dtype, shared_bytes: int) -> Decod
     num_stages = next((number for limit, number in _STAGES if head_bytes <= limit), _STAGES[-1][1])
     if shared_bytes < LARGE_SHARED_BYTES:  # more would leave room for one program only
         num_stages = _STAGES[-1][1]
-    return DecodeTiling(TILE, _WARPS, num_stages)
+    return DecodeTiling(TILE if padded(head_dim) <= 256 else _TILE_OF_LARGE_HEADS, _WARPS, num_stages)
 
 
 class DecodeBatch(NamedTuple):

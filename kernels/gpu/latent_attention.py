@@ -49,6 +49,8 @@ def latent_tiling(dtype: torch.dtype, shared_bytes: int) -> LatentTiling:
     """Return the tiling for rows of this dtype where a program may have `shared_bytes` of shared memory."""
     if dtype == torch.float32:
         return LatentTiling(16, 16, 8, 2)
+    if dtype == torch.uint8:  # whose values take registers before they are multiplied
+        return LatentTiling(32, 32, 8, 2) if shared_bytes >= LARGE_SHARED_BYTES else LatentTiling(16, 16, 4, 2)
     return LatentTiling(64, 32, 8, 2) if shared_bytes >= LARGE_SHARED_BYTES else LatentTiling(32, 16, 8, 2)
 
 

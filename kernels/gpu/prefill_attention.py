@@ -43,6 +43,8 @@ def tiling(head_dim: int, dtype: torch.dtype, shared_bytes: int) -> Tiling:
     registers alone, without matrix units."""
     if dtype == torch.float32:
         return Tiling(32, 16, 8, 3)
+    if padded(head_dim) > 256:
+        return Tiling(64, 32, 8, 3) if shared_bytes >= LARGE_SHARED_BYTES else Tiling(32, 16, 8, 3)
     if padded(head_dim) > 128:
         return Tiling(64, 32, 4, 3)
     return Tiling(128, 64, 8, 5) if shared_bytes >= LARGE_SHARED_BYTES else Tiling(128, 32, 8, 3)

@@ -186,7 +186,7 @@ def _silu(x):
     return x * tl.where(x < 0.0, small, 1.0) / (1.0 + small)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _convolve(
     x,
     before,

@@ -63,6 +63,37 @@ _WIDE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 
 # Where products are looked at: the interpreter takes long for them.
 _NARROW = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 256, "intermediate_size": 256}
 _EXPERTS = {**_NARROW, "num_local_experts": 3}
+# What one token has of DeepSeek V3's cache, and states as Qwen3-Next and Granite 4 have them.
+_LATENTS = {
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "head_dim": 64,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+_DELTA = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+_SPACE = {
+    "num_hidden_layers": 2,
+    "layer_types": ["mamba", "attention"],
+    "mamba_n_heads": 16,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+}
+_UNLIKE = {
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_hidden_layers": 2,
+    "num_kv_shared_layers": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 # The steps of every engine: tokens of each of three sequences.
 _STEPS = ((40, 17, 0), (30, 1, 0), (0, 1, 5), (1, 1, 1), (1, 0, 1))
 _FEW_STEPS = ((20, 17, 0), (0, 0, 5), (1, 1, 1))  # where all products are interpreted
@@ -107,6 +138,15 @@ FORMS = (
     Form("experts of 4 bits", family="mixtral", changes=_EXPERTS, weights=_AWQ),
     Form("experts of FP8", family="mixtral", changes=_EXPERTS, weights=_BLOCKS),
     Form("adapters", has_adapter=True),
+    Form("sinks", family="gpt_oss", changes={**_EXPERTS, "head_dim": 64, "layer_types": ["sliding_attention"]}),
+    Form("capped scores", family="gemma2", changes={"head_dim": 256, "layer_types": ["sliding_attention"]}),
+    Form("chunked attention", family="llama4_text", changes={**_EXPERTS, "moe_layers": [0], "layer_types": None}),
+    Form("latents", family="deepseek_v3", changes=_LATENTS),
+    Form("latents, FP8 cache", family="deepseek_v3", changes=_LATENTS, cache=FP8),
+    Form("delta rule", family="qwen3_5_text", changes=_DELTA),
+    Form("Mamba-2", family="granitemoehybrid_dense", changes=_SPACE),
+    Form("short convolutions", family="lfm2", changes={"full_attn_idxs": [1], "num_hidden_layers": 2}),
+    Form("heads of two sizes", family="gemma4_text", changes=_UNLIKE),
 )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.runtime.attention.backend import AttentionPlanner, StepAttention
 from alignedserve.runtime.attention.native_backend import PagedPlanner
@@ -41,14 +42,39 @@ class StepOfKinds:
         self._steps[kind].chunks(queries, new, out, place, is_windowed)
 
 
+class DeviceStepOfKinds(StepOfKinds):
+    """The same on a GPU: block tables, which all kinds read, are there once, behind all else."""
+
+    def __init__(self, steps: Sequence[StepAttention], places: Sequence[tuple[int, int]], num_shared: int) -> None:
+        """`num_shared`: of the arrays of each step, the last, which are those of the others too."""
+        super().__init__(steps, places)
+        self._num_own = [len(step.host_arrays) - num_shared for step in steps]
+        self._last = steps[-1]
+        own = [array for step, count in zip(steps, self._num_own, strict=True) for array in step.host_arrays[:count]]
+        self.host_arrays = [*own, *self._last.host_arrays[self._num_own[-1] :]]
+
+    @override
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        """See StepAttention."""
+        shared, first = tensors[sum(self._num_own) :], 0
+        for step, count in zip(self._steps, self._num_own, strict=True):
+            step.bind([*tensors[first : first + count], *shared])
+            first += count
+
+    @override
+    def set_last_blocks(self, blocks: IntArray) -> None:
+        """See StepAttention."""
+        self._last.set_last_blocks(blocks)
+
+
 class PlannerOfKinds:
     """An AttentionPlanner over layers of several kinds."""
 
-    plans_ahead = False
-
-    def __init__(self, planners: Sequence[AttentionPlanner], num_layers: Sequence[int]) -> None:
-        """`planners`: of each kind, on CPUs. `num_layers`: of each."""
-        assert not any(planner.plans_ahead for planner in planners), "several kinds of layers on a GPU"
+    def __init__(self, planners: Sequence[AttentionPlanner], num_layers: Sequence[int], num_tables: int = 0) -> None:
+        """`planners`, `num_layers`: of each kind. `num_tables`: of the arrays of a step that decodes, the last, which
+        are those of block tables."""
+        self.plans_ahead = all(planner.plans_ahead for planner in planners)
+        self._num_tables = num_tables
         self._planners = planners
         self._places = [(kind, place) for kind, count in enumerate(num_layers) for place in range(count)]
         self.reads_unused_slots = any(planner.reads_unused_slots for planner in planners)
@@ -58,7 +84,10 @@ class PlannerOfKinds:
     ) -> StepOfKinds:
         """See AttentionPlanner."""
         own = (decode_rows, chunk_rows, chunk_counts, num_padding)
-        return StepOfKinds([planner.plan(*own) for planner in self._planners], self._places)
+        steps = [planner.plan(*own) for planner in self._planners]
+        if not self.plans_ahead:
+            return StepOfKinds(steps, self._places)
+        return DeviceStepOfKinds(steps, self._places, self._num_tables if len(decode_rows) + num_padding else 0)
 
 
 class PagedPlannerOfKinds(PlannerOfKinds):

@@ -100,18 +100,29 @@ def _gpu_planner(
 ) -> AttentionPlanner | None:
     """Return the planner of the GPU kernels; None where they do not run."""
     gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")  # loads Triton
-    group, rank = config.group_size, None if config.latent is None else config.latent.rank
-    if storage.layout.unlike or not gpu_attention.gpu_attention_works(storage.layout, group, storage.device, rank):
-        return None
-    planner = gpu_attention.GpuPlanner(
-        table,
-        storage,
-        config.sliding_window,
-        group,
-        scores=scores,
-        is_chunked=config.has_chunked_windows,
-        latent_rank=rank,
-    )
+    rank = None if config.latent is None else config.latent.rank
+    kinds = storage.kinds if storage.layout.unlike else (storage,)
+    groups = [config.num_heads // kind.layout.num_kv_heads for kind in kinds]
+    for kind, group in zip(kinds, groups, strict=True):
+        if not gpu_attention.gpu_attention_works(kind.layout, group, storage.device, rank):
+            return None
+    planners = [
+        gpu_attention.GpuPlanner(
+            table,
+            kind,
+            config.sliding_window,
+            group,
+            scratch_block=storage.scratch_block if storage.has_scratch else None,
+            scores=scores,
+            is_chunked=config.has_chunked_windows,
+            latent_rank=rank,
+        )
+        for kind, group in zip(kinds, groups, strict=True)
+    ]
+    if storage.layout.unlike:
+        num_layers = [kind.layout.num_layers for kind in storage.kinds]
+        return PlannerOfKinds(planners, num_layers, gpu_attention.NUM_TABLES)
+    (planner,) = planners
     if _is_plain(config):
         logger.info("attention: %s", gpu_attention.choose_prompt_attention(planner))
     return cast(AttentionPlanner, planner)

@@ -31,10 +31,11 @@ from alignedserve.runtime.attention.prompt_choice import PromptChoice, PromptSet
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
 from alignedserve.runtime.device.arrays import Array, to_device
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.layer_kind import CachedLayers
 from kernels.attention import PLAIN_SCORES, ScoreForm
 from kernels.gpu.block_entries import BlockArrays, TableArrays, block_arrays
 from kernels.gpu.blocks import BlockTables, BlockView
-from kernels.gpu.decode_attention import TILE, DecodeBatch, decode_batch, paged_decode
+from kernels.gpu.decode_attention import DecodeBatch, decode_batch, decode_tiling, paged_decode
 from kernels.gpu.latent_attention import LatentTiling, latent_decode, latent_prefill, latent_tiling
 from kernels.gpu.launching import (
     CompiledKernel,
@@ -52,7 +53,8 @@ logger = logging.getLogger(__name__)
 _PROGRAMS_OF_INTERPRETER = 4
 _LONGEST_REASON = 300
 # For larger heads, tiles of keys and values do not fit a multiprocessor's shared memory.
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512
+NUM_TABLES = len(BlockArrays._fields)  # the last arrays of a step that decodes
 
 
 class GpuStep:
@@ -114,16 +116,18 @@ class GpuPlanner:
     def __init__(
         self,
         table: Contexts,
-        storage: BlockStorage,
+        storage: CachedLayers,
         window: int | None,
         group: int,
         *,
+        scratch_block: int | None = None,
         scores: ScoreForm = PLAIN_SCORES,
         is_chunked: bool = False,
         latent_rank: int | None = None,
         num_programs: int | None = None,
     ) -> None:
-        """`is_chunked`: see PagedPlanner. `latent_rank`: of a model whose rows are keys and values; None: another.
+        """`scratch_block`: which padding reads, of the storage that these layers are a part of; None: its own.
+        `is_chunked`: see PagedPlanner. `latent_rank`: of a model whose rows are keys and values; None: another.
         `num_programs`: of one decode; None: as many as the GPU runs at once."""
         assert latent_rank is None or (window is None and scores.is_plain), "latents with windows, sinks or a cap"
         self.table = table
@@ -136,7 +140,7 @@ class GpuPlanner:
             table.block_tables,
             table.is_reversed,
             table.block_size,
-            storage.scratch_block if storage.has_scratch else -1,
+            _scratch_block(storage) if scratch_block is None else scratch_block,
         )
         self.heads = (storage.layout.num_kv_heads, group, storage.layout.head_dim)
         at_once = num_programs or _programs(storage, group, latent_rank)
@@ -172,7 +176,10 @@ class GpuPlanner:
     @property
     def tile(self) -> int:
         """The tokens that a decode reads at a time."""
-        return TILE if self.latent_rank is None else self.latents.tokens
+        if self.latent_rank is not None:
+            return self.latents.tokens
+        blocks = self.storage.blocks
+        return decode_tiling(self.heads[2], blocks.dtype, program_shared_bytes(blocks.device)).keys
 
     def _drop(self, library: AttentionLibrary, error: Exception) -> None:
         """Compute by our own kernel what this library has computed."""
@@ -198,6 +205,7 @@ class GpuPlanner:
         chunks = ContextChunks(self.table, rows, counts)
         if self._paged.gathers and not is_worth_gathering(chunks, self._layer_token_bytes):
             return own
+        assert isinstance(self.storage, BlockStorage), "a library for some of the layers"
         return LibraryChunks(
             self._paged, self.storage, chunks, self.window, own, self.on_failure, clears_tails=self._clears_tails
         )
@@ -317,6 +325,7 @@ def gpu_attention_works(layout: BlockLayout, group: int, device: torch.device, l
 def choose_prompt_attention(planner: GpuPlanner) -> PromptChoice:
     """Have the planner use the fastest kernels for whole prompts and for chunks: ours, or those of a library."""
     storage = planner.storage
+    assert isinstance(storage, BlockStorage), "a library for some of the layers"
     choice = prompt_choice(storage.layout, storage.num_blocks, planner.heads[1], planner.window, storage.device)
     by_name = {library.name: library for library in installed_libraries(storage.layout, storage.device)}
     if choice.for_whole in by_name:
@@ -377,7 +386,12 @@ def _trial_launch(layout: BlockLayout, group: int, device: torch.device, latent_
         torch.cuda.synchronize(device)
 
 
-def _programs(storage: BlockStorage, group: int, latent_rank: int | None) -> int:
+def _scratch_block(storage: CachedLayers) -> int:
+    """Return the storage's scratch block; -1: there is none."""
+    return storage.scratch_block if isinstance(storage, BlockStorage) and storage.has_scratch else -1
+
+
+def _programs(storage: CachedLayers, group: int, latent_rank: int | None) -> int:
     if storage.device.type != "cuda":
         return _PROGRAMS_OF_INTERPRETER
     with on_device(storage.device):

@@ -228,7 +228,7 @@ class BlockStorage:
     def _kinds(self) -> tuple[LayerKind, ...]:
         kinds, first = [], 0
         for layout in self.layout.kinds:
-            kinds.append(LayerKind(layout, self._blocks, first))
+            kinds.append(LayerKind(layout, self._all_blocks, first))
             first += layout.kv_elements
         return tuple(kinds)
 

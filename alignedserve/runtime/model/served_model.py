@@ -150,7 +150,6 @@ def resolve_model(
     if isinstance(config, EncoderConfig):
         _check_encoder(section, kv_cache_dtype)
     if isinstance(config, ModelConfig):
-        check_device(config, device)
         check_tensor_parallel(config, tensor_parallel)
         check_pipeline_parallel(config, pipeline_parallel, tensor_parallel, device)
         check_expert_parallel(config, expert_parallel, tensor_parallel * pipeline_parallel, device)
@@ -220,16 +219,6 @@ def _vision(
     if vision is None or (vision.form.is_whole and device.startswith("cuda")):  # no kernels read both ways there
         return None
     return vision.with_work(config.shape("", config.dtype).token_parameters)
-
-
-def check_device(config: ModelConfig, device: str) -> None:
-    """Refuse parts of a decoder that have no GPU kernels yet. Raises ConfigError naming them."""
-    parts = {
-        "" if config.extras is None else config.extras.title: config.extras is not None,
-    }
-    lacking = [part for part, is_there in parts.items() if is_there]
-    if lacking and device.startswith("cuda"):
-        raise ConfigError(f"{' and '.join(lacking)} of {config.family} have no GPU kernels yet; set engine.device=cpu")
 
 
 def _check_encoder(section: ModelSectionConfig, kv_cache_dtype: str) -> None:
