@@ -35,6 +35,10 @@ PART_LIST = (
     ListedPart("list-copies", 0.5, "lists of blocks to an arena and back, by size: gathered, or by one call"),
     ListedPart("promise", 2.5, "chat beside a deep backlog of documents: one elastic worker of an 8B shape, live"),
     ListedPart("mixed", 0.5, "iterations of an 8B shape by their tokens: chunks alone, and beside 140 decodes"),
+    ListedPart("kinds", 4.0, "models with every kind of layers, a few layers of each, against transformers"),
+    ListedPart("latents-sweep", 1.5, "latent attention: rows x tokens x warps x stages"),
+    ListedPart("states-sweep", 0.5, "the gated delta rule and Mamba-2: elements of a state in one program"),
+    ListedPart("scores", 0.5, "decode attention with sinks and caps against none"),
     ListedPart("profile", 3.0, "ten 8B decode steps by kernel, at 64 and 256 sequences"),
 )
 

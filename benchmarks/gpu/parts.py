@@ -220,6 +220,10 @@ PARTS: dict[str, Callable[[Part], dict[str, Any]]] = {
     "list-copies": _measured_by("list_copies", "measure_lists"),
     "promise": _promise,
     "mixed": _measured_by("mixed_iterations", "measure_mixed"),
+    "kinds": _measured_by("kind_models", "measure_kinds"),
+    "latents-sweep": _sweep_of("kind_kernels", "latent_sweep"),
+    "states-sweep": _sweep_of("kind_kernels", "state_sweep"),
+    "scores": _groups_of("kind_kernels", "score_cases"),
     "profile": _measured_by("step_profile", "profile_steps"),
 }
 assert list(PARTS) == [part.name for part in PART_LIST], "every part is listed"

@@ -15,7 +15,7 @@ from kernels.gpu.launching import parts_of, power_of_two, row_warps
 from kernels.states.device_rows import DeviceStateRows
 
 _TOKENS, _CHANNELS = 16, 128  # of a program that convolves
-_PART_ELEMENTS = 1024  # of a state in one program, of a single warp: sums over keys stay within it
+PART_ELEMENTS = 1024  # of a state in one program, of a single warp: sums over keys stay within it
 
 
 def convolve(
@@ -79,7 +79,7 @@ def scan_space(
     num_heads, state_size, head_dim = states.shape[1:]
     out = torch.empty((len(x), num_heads, head_dim), dtype=torch.float32, device=x.device)
     padded_size = power_of_two(state_size)
-    width = max(1, min(_PART_ELEMENTS // padded_size, power_of_two(head_dim)))
+    width = max(1, min(PART_ELEMENTS // padded_size, power_of_two(head_dim)))
     _scan_space[(parts_of(head_dim, width), num_heads, len(rows.firsts))](
         x,
         b,
@@ -117,7 +117,7 @@ def scan_delta(
     num_heads, key_dim, value_dim = states.shape[1:]
     out = torch.empty((len(q), num_heads, value_dim), dtype=torch.float32, device=q.device)
     padded_dim = power_of_two(key_dim)
-    width = max(1, min(_PART_ELEMENTS // padded_dim, power_of_two(value_dim)))
+    width = max(1, min(PART_ELEMENTS // padded_dim, power_of_two(value_dim)))
     _scan_delta[(parts_of(value_dim, width), num_heads, len(rows.firsts))](
         q,
         k,
