@@ -32,10 +32,12 @@ from kernels.states.state_rows import NO_BLOCK, StateParts, StateRows
 _BLOCK_SIZE, _ROPE, _RANK = 16, 64, 512
 _BATCHES, _TOY_BATCHES = ((64, 4096), (8, 4096), (1, 32_768)), ((2, 40),)
 _CHUNK, _TOY_CHUNK = (2048, 4096), (8, 24)  # new tokens, of a context
-_TILINGS = [
+_TILINGS = [  # a compiler takes some seconds for each
     LatentTiling(*sizes)
-    for sizes in itertools.product((16, 32, 64), (16, 32, 64), (4, 8), (2, 3))
-    if sizes[0] * sizes[1] <= 64 * 64
+    for sizes in (
+        *((64, 16, 8, 2), (64, 32, 8, 2), (64, 32, 8, 3), (64, 64, 8, 2), (128, 16, 16, 2)),
+        *((32, 32, 4, 2), (32, 64, 8, 2), (16, 32, 4, 2), (16, 64, 4, 3)),
+    )
 ]
 _PARTS = (256, 512, 1024, 2048, 4096)  # elements of a state in one program
 
