@@ -65,6 +65,21 @@ class Gated:
         return results
 
 
+class Activated:
+    """x [rows, width] -> activation(x)."""
+
+    __slots__ = ("_activation", "device", "dtype")
+
+    def __init__(self, activation: str, dtype: torch.dtype, device: torch.device) -> None:
+        """`activation`: a name in ACTIVATIONS."""
+        self.dtype, self.device = dtype, device
+        self._activation = ACTIVATIONS[activation]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply it. May overwrite x."""
+        return self._activation(x)
+
+
 def gated(x: Tensor, activation: str) -> Tensor:
     """Compute the same in plain PyTorch."""
     gate, up = x.chunk(2, dim=-1)

@@ -311,12 +311,23 @@ class WithSharedExpert:
         return self._chosen(x).add_(shared)
 
 
+class RoutedExperts(Protocol):
+    """A mixture whose experts may be chosen by other rows than they compute."""
+
+    @property
+    def router(self) -> Router:
+        """What chooses them."""
+
+    def routed(self, x: Tensor, routing: Routing) -> Tensor:
+        """Compute x [rows, in_width] by these experts -> [rows, out_width]."""
+
+
 class ExpertsBeside:
     """What experts add to a feed-forward part beside them, each with norms of its own."""
 
     __slots__ = ("_dense_norm", "_experts", "_norms")
 
-    def __init__(self, dense_norm: Norm, experts: Experts, norms: tuple[Norm, Norm]) -> None:
+    def __init__(self, dense_norm: Norm, experts: RoutedExperts, norms: tuple[Norm, Norm]) -> None:
         """`norms`: before and behind the experts; their router reads the residual stream as it is."""
         self._dense_norm, self._experts, self._norms = dense_norm, experts, norms
 

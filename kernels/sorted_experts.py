@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.activation import Gated
-from kernels.feed_forward import Router, weighted
+from kernels.activation import Activated, Gated
+from kernels.feed_forward import Router, Routing, weighted
 from kernels.gpu_dispatch import can_launch, fused_kernels
 
 _LIBRARY_BYTES = 16  # rows of which its operands must be multiples
@@ -129,27 +129,31 @@ def has_grouped_products(weight: Tensor) -> bool:
 class SortedExperts:
     """x [rows, hidden_size] -> the sum of the chosen experts' results, each times its share."""
 
-    __slots__ = ("_down", "_gate_up", "_gated", "_kernels", "_router", "_scales_inputs", "in_width", "out_width")
+    __slots__ = ("_down", "_gate_up", "_gated", "_kernels", "_scales_inputs", "in_width", "out_width", "router")
 
     def __init__(
         self,
         router: Router,
         gate_up: Sequence[ExpertProduct],
         down: ExpertProduct,
-        gated: Gated,
+        gated: Gated | Activated,
         *,
         scales_inputs: bool = False,
     ) -> None:
         """`gate_up`: their results lie side by side, gates first; `gated`: on the device and of the dtype of rows.
         `scales_inputs`: see Experts."""
         self._scales_inputs = scales_inputs
-        self._router, self._gate_up, self._down, self._gated = router, gate_up, down, gated
+        self.router, self._gate_up, self._down, self._gated = router, gate_up, down, gated
         self._kernels: Any | None = fused_kernels("expert_rows", gated.device, gated.dtype)
         self.in_width, self.out_width = gate_up[0].in_width, down.out_width
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute x [rows, in_width], rows >= 1 -> [rows, out_width]."""
-        experts, shares = self._router(x)
+        return self.routed(x, self.router(x))
+
+    def routed(self, x: Tensor, routing: Routing) -> Tensor:
+        """Compute the same with experts that are chosen already."""
+        experts, shares = routing
         rows = self._sorted(experts)
         inputs = x.index_select(0, rows.rows)
         if self._scales_inputs:
@@ -166,15 +170,22 @@ class SortedExperts:
 
     def _sorted(self, experts: Tensor) -> ExpertRows:
         if self._kernels is None:
-            return rows_by_expert(experts, self._router.num_experts)
-        return ExpertRows(*self._kernels.sort(experts.int(), self._router.num_experts))
+            return rows_by_expert(experts, self.router.num_experts)
+        return ExpertRows(*self._kernels.sort(experts.int(), self.router.num_experts))
 
 
 def stacked_experts(
-    router: Router, gate_up: ExpertWeights, down: ExpertWeights, activation: str, *, scales_inputs: bool = False
+    router: Router,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    activation: str,
+    *,
+    is_gated: bool = True,
+    scales_inputs: bool = False,
 ) -> SortedExperts:
     """Return the mixture with plain weights `gate_up` [experts, 2 * width, hidden_size], gates first, and `down`
-    [experts, hidden_size, width], both kept. `activation`: see Gated. `scales_inputs`: see Experts."""
-    gated = Gated(activation, gate_up.weight.dtype, gate_up.weight.device)
+    [experts, hidden_size, width], both kept. `activation`: see Gated. `is_gated`: False: there are no gates.
+    `scales_inputs`: see Experts."""
+    gated = (Gated if is_gated else Activated)(activation, gate_up.weight.dtype, gate_up.weight.device)
     own = ([StackedProduct(gate_up)], StackedProduct(down), gated)
     return SortedExperts(router, *own, scales_inputs=scales_inputs)

@@ -51,7 +51,7 @@ def latent_tiling(dtype: torch.dtype, shared_bytes: int) -> LatentTiling:
         return LatentTiling(16, 16, 8, 2)
     if dtype == torch.uint8:  # whose values take registers before they are multiplied
         return LatentTiling(32, 32, 8, 2) if shared_bytes >= LARGE_SHARED_BYTES else LatentTiling(16, 16, 4, 2)
-    return LatentTiling(64, 32, 8, 2) if shared_bytes >= LARGE_SHARED_BYTES else LatentTiling(32, 16, 8, 2)
+    return LatentTiling(64, 64, 8, 2) if shared_bytes >= LARGE_SHARED_BYTES else LatentTiling(32, 16, 8, 2)
 
 
 def tiling_of(view: BlockView) -> LatentTiling:

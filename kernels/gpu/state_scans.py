@@ -15,7 +15,10 @@ from kernels.gpu.launching import parts_of, power_of_two, row_warps
 from kernels.states.device_rows import DeviceStateRows
 
 _TOKENS, _CHANNELS = 16, 128  # of a program that convolves
-PART_ELEMENTS = 1024  # of a state in one program, of a single warp: sums over keys stay within it
+# Elements of a state in one program, of a single warp, so that sums over keys stay within it: of many sequences, and of
+# few, whose tokens come one after another (seen on an H200).
+PART_ELEMENTS, _PART_OF_FEW = 4096, 2048
+_FEW_SEQUENCES = 4
 
 
 def convolve(
@@ -79,7 +82,7 @@ def scan_space(
     num_heads, state_size, head_dim = states.shape[1:]
     out = torch.empty((len(x), num_heads, head_dim), dtype=torch.float32, device=x.device)
     padded_size = power_of_two(state_size)
-    width = max(1, min(PART_ELEMENTS // padded_size, power_of_two(head_dim)))
+    width = max(1, min(_part_elements(rows) // padded_size, power_of_two(head_dim)))
     _scan_space[(parts_of(head_dim, width), num_heads, len(rows.firsts))](
         x,
         b,
@@ -117,7 +120,7 @@ def scan_delta(
     num_heads, key_dim, value_dim = states.shape[1:]
     out = torch.empty((len(q), num_heads, value_dim), dtype=torch.float32, device=q.device)
     padded_dim = power_of_two(key_dim)
-    width = max(1, min(PART_ELEMENTS // padded_dim, power_of_two(value_dim)))
+    width = max(1, min(_part_elements(rows) // padded_dim, power_of_two(value_dim)))
     _scan_delta[(parts_of(value_dim, width), num_heads, len(rows.firsts))](
         q,
         k,
@@ -174,6 +177,10 @@ def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
     x, states = torch.ones((1, 16), device=device), torch.zeros((1, 1, 16, 16), device=device)
     gates = torch.ones((1, 1), device=device)
     scan_delta((x, x, x), (gates, gates), rows, states, eps=1e-6)
+
+
+def _part_elements(rows: DeviceStateRows) -> int:
+    return PART_ELEMENTS if len(rows.firsts) >= _FEW_SEQUENCES else min(PART_ELEMENTS, _PART_OF_FEW)
 
 
 def _sequences(rows: DeviceStateRows) -> tuple[Tensor, ...]:

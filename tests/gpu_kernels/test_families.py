@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from alignedserve.runtime.attention.backend import TRITON
+from alignedserve.runtime.model.weights import feed_forward_weights
 from kernels import gpu_dispatch
 from tests.support.marks import slow
 from tests.support.models.tiny_engines import (
@@ -43,6 +44,7 @@ def test_logits_and_answers_equal_transformers(
     family: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = make_tiny_model(tmp_path, family)
+    monkeypatch.setattr(feed_forward_weights, "has_experts_apart", lambda _: False)
     monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda _: True)
     decoder = tiny_decoder(tmp_path, device=device)
     probe = LogitsProbe(decoder, attention=TRITON)

@@ -17,6 +17,7 @@ from kernels.layer_embeddings import EmbeddingGate, LayerEmbeddings, LayerEnd
 from kernels.linear import AdaptableProjection, Projection
 from kernels.norm import RmsNorm
 from kernels.rotary import HeadNorms
+from kernels.sorted_experts import SortedExperts
 from kernels.sparse_gates import SparseFeedForward
 from kernels.streams import Laurel, StreamEnds, StreamMix
 
@@ -76,7 +77,7 @@ class ExtraReader:
 
     def beside(self, prefix: str, experts: Projection) -> ExpertsBeside:
         """Return what experts add to a layer's feed-forward part."""
-        assert isinstance(experts, Experts), "experts that are not apart"
+        assert isinstance(experts, Experts | SortedExperts), "experts that are not routed by their own router"
         before, behind = (self._norm(prefix + name) for name in self._own.expert_norms)
         return ExpertsBeside(self._norm(prefix + self._own.dense_norm), experts, (before, behind))
 

@@ -152,14 +152,18 @@ class FeedForwardReader:
         if has_experts_apart(self._read.device):
             own = [self._expert(gate_up, down, experts) for gate_up, down in modules]
             return Experts(router, own, scales_inputs=experts.scales_inputs)
-        shapes = ((2 * inner // len(names.expert_gate_up), config.hidden_size), (config.hidden_size, inner))
-        is_plain = not (names.transposes_experts or experts.has_bias or experts.scales_inputs)
+        first = inner * (2 if config.is_gated else 1) // len(names.expert_gate_up)
+        shapes = ((first, config.hidden_size), (config.hidden_size, inner))
+        is_plain = config.is_gated and not (names.transposes_experts or experts.has_bias or experts.scales_inputs)
         packed = self._packed_experts(router, modules, shapes) if is_plain else None
         if packed is not None:
             return packed
         gate_ups = ExpertWeights(*self._stacked([pair for pair, _ in modules], *shapes[0], experts, has_gates=True))
         downs = ExpertWeights(*self._stacked([[down] for _, down in modules], *shapes[1], experts))
-        return stacked_experts(router, gate_ups, downs, config.activation.value, scales_inputs=experts.scales_inputs)
+        activation = config.activation.value
+        return stacked_experts(
+            router, gate_ups, downs, activation, is_gated=config.is_gated, scales_inputs=experts.scales_inputs
+        )
 
     def _stacked(
         self, modules: Sequence[Sequence[str]], rows: int, width: int, experts: ExpertConfig, *, has_gates: bool = False

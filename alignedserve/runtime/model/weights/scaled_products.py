@@ -32,6 +32,7 @@ def scaled_product(
         plain = read.rows(module.name, module.num_rows, in_width)
         if not isinstance(plain, PlainRows):
             raise UnsupportedModel(f"{module.name} is quantised, and the factors of its rows cannot be put into it.")
-        factors = torch.cat([torch.full((count, 1), factor) for count, factor in module.factors])
+        own, device = module.factors, plain.rows.device
+        factors = torch.cat([torch.full((count, 1), factor, device=device) for count, factor in own])
         rows.append(PlainRows((plain.rows.float() * factors).to(plain.rows.dtype)))
     return read.product([module.name for module in modules], rows, None, then)
