@@ -320,12 +320,16 @@ def _scan_space(
     is_column, is_key = columns < HEAD_DIM, keys < STATE_SIZE
     within = (head * STATE_SIZE + keys)[:, None] * HEAD_DIM + columns[None, :]
     is_element = is_key[:, None] & is_column[None, :]
-    source, token = tl.load(sources + sequence), tl.load(firsts + sequence)
+    source, begin = tl.load(sources + sequence), tl.load(firsts + sequence)
     state = tl.load(states + source * state_stride + within, mask=is_element & (source >= 0), other=0.0)
     own_skip, group = tl.load(skip + head), head // HEADS_OF_GROUP
-    for part in range(tl.load(first_parts + sequence), tl.load(first_parts + sequence + 1)):
+    first_part = tl.load(first_parts + sequence)
+    for part in range(first_part, tl.load(first_parts + sequence + 1)):
         end = tl.load(ends + part)
-        for at in range(token, end + 1):
+        # Read anew: a scalar that one turn leaves for the bounds of the next one's inner loop is lost in Triton 3.6 and
+        # 3.7, which take its first value each time.
+        before = tl.load(ends + part - 1, mask=part > first_part, other=-1)
+        for at in range(tl.maximum(before + 1, begin), end + 1):
             own = tl.load(x + at * x_stride + head * HEAD_DIM + columns, mask=is_column, other=0.0)
             written = tl.load(b + at * b_stride + group * STATE_SIZE + keys, mask=is_key, other=0.0)
             read = tl.load(c + at * c_stride + group * STATE_SIZE + keys, mask=is_key, other=0.0)
@@ -334,7 +338,6 @@ def _scan_space(
             result = tl.sum(state * read[:, None], axis=0) + own * own_skip
             tl.store(out + (at * NUM_HEADS + head) * HEAD_DIM + columns, result, mask=is_column)
         tl.store(states + tl.load(targets + part) * state_stride + within, state, mask=is_element)
-        token = end + 1
 
 
 @triton.jit
@@ -369,12 +372,16 @@ def _scan_delta(
     is_column, is_dim = columns < VALUE_DIM, dims < KEY_DIM
     within = (head * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
     is_element = is_dim[:, None] & is_column[None, :]
-    source, token = tl.load(sources + sequence), tl.load(firsts + sequence)
+    source, begin = tl.load(sources + sequence), tl.load(firsts + sequence)
     state = tl.load(states + source * state_stride + within, mask=is_element & (source >= 0), other=0.0)
     key_at = head // HEADS_OF_KEY * KEY_DIM + dims
-    for part in range(tl.load(first_parts + sequence), tl.load(first_parts + sequence + 1)):
+    first_part = tl.load(first_parts + sequence)
+    for part in range(first_part, tl.load(first_parts + sequence + 1)):
         end = tl.load(ends + part)
-        for at in range(token, end + 1):
+        # Read anew: a scalar that one turn leaves for the bounds of the next one's inner loop is lost in Triton 3.6 and
+        # 3.7, which take its first value each time.
+        before = tl.load(ends + part - 1, mask=part > first_part, other=-1)
+        for at in range(tl.maximum(before + 1, begin), end + 1):
             query = tl.load(q + at * q_stride + key_at, mask=is_dim, other=0.0)
             key = tl.load(k + at * k_stride + key_at, mask=is_dim, other=0.0)
             value = tl.load(v + at * v_stride + head * VALUE_DIM + columns, mask=is_column, other=0.0)
@@ -387,7 +394,6 @@ def _scan_delta(
             result = tl.sum(state * query[:, None], axis=0)
             tl.store(out + (at * NUM_HEADS + head) * VALUE_DIM + columns, result, mask=is_column)
         tl.store(states + tl.load(targets + part) * state_stride + within, state, mask=is_element)
-        token = end + 1
 
 
 @triton.jit

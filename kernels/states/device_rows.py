@@ -38,9 +38,9 @@ class DeviceStatePlan:
 
     def bound(self, tensors: Sequence[Tensor]) -> "DeviceStateRows":
         """Return the rows. `tensors`: the host arrays on the device, flat."""
-        *shared, sources, targets = tensors
-        of_column = (sources.view(self.num_columns, -1), targets.view(self.num_columns, -1))
-        return DeviceStateRows(self._kernels, *shared, *of_column)
+        firsts, first_parts, ends, num_tokens, sequences, sources, targets = tensors
+        of_columns = (sources.view(self.num_columns, -1), targets.view(self.num_columns, -1))
+        return DeviceStateRows(self._kernels, firsts, first_parts, ends, num_tokens, sequences, *of_columns)
 
 
 class DeviceStateRows(NamedTuple):

@@ -80,6 +80,7 @@ class Compiled:
     warps: int
     at_once: int  # programs on a multiprocessor
     is_within: bool  # it has the shared memory, and next to nothing is spilled
+    has_carried_bounds: bool  # of loops, see `carried_bounds`
     instructions: dict[str, int] = field(default_factory=dict)  # in the text, by kind; those that there are
 
 
@@ -177,8 +178,18 @@ def _described(made: Any, capability: int, form: str, source: Source) -> Compile
         made.metadata.num_warps,
         programs_at_once(SimpleNamespace(metadata=made.metadata, n_regs=num_registers), target.multiprocessor),
         stack_bytes <= most_stack_bytes and shared_bytes <= target.program_shared_bytes,
+        bool(carried_bounds(made.asm["ttir"])),
         {kind: count for kind, count in found.items() if count},
     )
+
+
+def carried_bounds(text: str) -> set[str]:
+    """Return the bounds of loops that an outer loop carries from turn to turn, by a kernel in Triton's first language.
+
+    Triton 3.6 and 3.7 take the first value of such a bound in every turn.
+    """
+    carried = {name for every in re.findall(r"iter_args\(([^)]*)\)", text) for name in re.findall(r"(%\w+) =", every)}
+    return carried & {bound for pair in re.findall(r"scf\.for %\w+ = (%\w+) to (%\w+)", text) for bound in pair}
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
@@ -219,6 +230,8 @@ def main() -> None:
         print(write_result("compiled_kernels", figures, folder=arguments.output))
     problems = [f"{row.capability} {row.kernel} {row.variant}" for row in rows if not row.is_within]
     assert not problems, f"too much shared memory or stack: {problems}"
+    problems = [f"{row.capability} {row.kernel} {row.variant}" for row in rows if row.has_carried_bounds]
+    assert not problems, f"bounds of loops that an outer one carries, which Triton loses: {problems}"
 
 
 if __name__ == "__main__":

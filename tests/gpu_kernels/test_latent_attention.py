@@ -35,7 +35,6 @@ def test_decodes_and_chunks(seed: int, is_float8: bool, device: torch.device) ->
     sizes = tiling_of(there.view)
     if seed == 1:  # two programs for the heads of a token
         sizes = LatentTiling(16, 16, 4, 2)
-    form = {"rank": rank, "tiling": sizes}
     queries = torch.randn(int(counts.sum()), 1, num_heads, width).to(device, dtype)
 
     last = np.cumsum(counts) - 1
@@ -44,11 +43,13 @@ def test_decodes_and_chunks(seed: int, is_float8: bool, device: torch.device) ->
     partitioned = partition(there.lengths, tile=sizes.tokens, num_programs=7)
     lengths_there, *arrays = on_device([there.lengths.astype(np.int32), *partitioned], device)
     batch = decode_batch(there.tables, lengths_there, arrays, (1, num_heads, rank))
-    latent_decode(decoding, decoded, there.view, batch, **form)
+    latent_decode(decoding, decoded, there.view, batch, rank=rank, tiling=sizes)
 
     out = poisoned(queries)
     tiles = chunk_tiles(there.lengths, counts, group=sizes.heads(num_heads), query_rows=sizes.query_rows)
-    latent_prefill(queries, out, there.view, ChunkBatch(there.tables, on_device(tiles, device)), **form)
+    latent_prefill(
+        queries, out, there.view, ChunkBatch(there.tables, on_device(tiles, device)), rank=rank, tiling=sizes
+    )
 
     for row, (end, count) in enumerate(zip(last.tolist(), counts.tolist(), strict=True)):
         rows, own = there.keys[row].cpu(), slice(end + 1 - count, end + 1)

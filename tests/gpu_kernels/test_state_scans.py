@@ -27,7 +27,7 @@ ROWS = StateRows(
     np.array([6, NO_BLOCK, 3]),
     StateParts(*(np.array(each) for each in ([2, 4, 5, 14], [0, 1, 2, 3], [8, 10, 1, 20], [0, 0, 1, 2]))),
 )
-TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
+TOLERANCE = 2e-5
 
 
 def randoms(*shape: int) -> Tensor:
@@ -37,6 +37,11 @@ def randoms(*shape: int) -> Tensor:
 def placed(device: torch.device) -> DeviceStateRows:
     plan = DeviceStatePlan(state_scans, ROWS)
     return plan.bound([tensor.flatten() for tensor in to_device(plan.host_arrays, device)])
+
+
+def three(rows: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    first, second, third = rows.split_with_sizes(sizes, dim=1)
+    return first, second, third
 
 
 def states_of(*shape: int) -> Tensor:
@@ -49,7 +54,7 @@ def states_of(*shape: int) -> Tensor:
 def check(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
     """Compare results, and the states in the blocks that are written."""
     for (own, wanted), at in zip(zip(found, expected, strict=True), (slice(None), slice(0, 4)), strict=True):
-        torch.testing.assert_close(own[at].double().cpu(), wanted[at].double(), **TOLERANCE)
+        torch.testing.assert_close(own[at].double().cpu(), wanted[at].double(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "size", "width"), [(4, 2, 16, 32), (4, 2, 32, 80), (4, 4, 128, 128)])
@@ -59,14 +64,14 @@ def test_delta_rule(heads: int, key_heads: int, size: int, width: int, device: t
     gates = randoms(NUM_TOKENS, heads).sigmoid(), (randoms(NUM_TOKENS, heads) + 1).sigmoid()
     own, theirs = states.to(device), states.double()
     found = delta_rule.scan(
-        rows.to(device).split_with_sizes((keys, keys, values), dim=1),
-        tuple(gate.to(device) for gate in gates),
+        three(rows.to(device), (keys, keys, values)),
+        (gates[0].to(device), gates[1].to(device)),
         placed(device),
         own,
     )
     expected = delta_rule.scan(
-        rows.double().split_with_sizes((keys, keys, values), dim=1),
-        tuple(gate.double() for gate in gates),
+        three(rows.double(), (keys, keys, values)),
+        (gates[0].double(), gates[1].double()),
         ROWS,
         theirs,
     )
@@ -80,15 +85,15 @@ def test_state_space(heads: int, groups: int, size: int, width: int, device: tor
     gates, skip = (randoms(NUM_TOKENS, heads).abs(), randoms(NUM_TOKENS, heads).sigmoid()), randoms(heads)
     own, theirs = states.to(device), states.double()
     found = state_space.scan(
-        rows.to(device).split_with_sizes((inner, shared, shared), dim=1),
-        tuple(gate.to(device) for gate in gates),
+        three(rows.to(device), (inner, shared, shared)),
+        (gates[0].to(device), gates[1].to(device)),
         skip.to(device),
         placed(device),
         own,
     )
     expected = state_space.scan(
-        rows.double().split_with_sizes((inner, shared, shared), dim=1),
-        tuple(gate.double() for gate in gates),
+        three(rows.double(), (inner, shared, shared)),
+        (gates[0].double(), gates[1].double()),
         skip.double(),
         ROWS,
         theirs,
@@ -124,4 +129,4 @@ def test_gates(has_norm: bool, gates_first: bool, device: torch.device) -> None:
     expected = GatedRows(groups * width, weight, form)(x.clone(), gates, ROWS)
     own = GatedRows(groups * width, None if weight is None else weight.to(device), form)
     found = own(x.to(device), gates.to(device), placed(device))
-    torch.testing.assert_close(found.cpu(), expected, **TOLERANCE)
+    torch.testing.assert_close(found.cpu(), expected, rtol=TOLERANCE, atol=TOLERANCE)

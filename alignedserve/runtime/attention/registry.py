@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -101,7 +102,7 @@ def _gpu_planner(
     """Return the planner of the GPU kernels; None where they do not run."""
     gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")  # loads Triton
     rank = None if config.latent is None else config.latent.rank
-    kinds = storage.kinds if storage.layout.unlike else (storage,)
+    kinds: Sequence[CachedLayers] = storage.kinds if storage.layout.unlike else (storage,)
     groups = [config.num_heads // kind.layout.num_kv_heads for kind in kinds]
     for kind, group in zip(kinds, groups, strict=True):
         if not gpu_attention.gpu_attention_works(kind.layout, group, storage.device, rank):

@@ -89,9 +89,9 @@ def test_mixtures(num_rows: int, num_experts: int, chosen: int, normalises: bool
     """As on a CPU, and as on a GPU where no kernel runs, which nothing makes wait for the routing."""
     weights, x = weights_of(num_experts), randoms(num_rows, HIDDEN)
     expected = expected_mixture(x, weights, chosen, normalises=normalises)
-    stacked = stacked_experts(
-        ExpertRouter(weights[0], chosen, normalises=normalises), *map(ExpertWeights, weights[1:]), "silu"
-    )
+    router, gate_up, down = weights
+    chooses = ExpertRouter(router, chosen, normalises=normalises)
+    stacked = stacked_experts(chooses, ExpertWeights(gate_up), ExpertWeights(down), "silu")
     with NoHostReads():  # type: ignore[no-untyped-call]
         stacked(x)
     for mixture in (packed(weights, chosen, normalises=normalises), stacked):

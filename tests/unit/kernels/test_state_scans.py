@@ -142,5 +142,5 @@ def test_gated_rows(form: str, gates_first: bool, has_norm: bool) -> None:
         expected = by_group / (by_group.square().mean(-1, keepdim=True) + eps).sqrt()
         expected = expected.reshape(x.shape) * weight.double()
         expected = expected if gates_first else expected * factors
-    out = GatedRows(groups * width, weight, GatedForm(groups, eps, gates_first))(x.clone(), gates)
+    out = GatedRows(groups * width, weight, GatedForm(groups, eps, gates_first))(x.clone(), gates, ROWS)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)

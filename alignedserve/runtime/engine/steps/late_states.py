@@ -6,6 +6,8 @@ sequence computes the tokens between again, in its first slice, from the last st
 
 import logging
 
+import numpy as np
+
 from alignedserve.runtime.attention.sequence_table import SequenceTable
 from alignedserve.runtime.engine.state_storage import tokens_behind_states
 from alignedserve.runtime.engine.steps.step_output import Slices
@@ -19,7 +21,7 @@ class LateStates:
 
     def __init__(self, table: SequenceTable, storage: BlockStorage) -> None:
         """`storage`: of a model with states."""
-        self._table = table
+        self._table, self._copies = table, storage.pending_copies
         self._behind = tokens_behind_states(storage)
         self._new: set[int] = set()  # rows that have not been looked at
 
@@ -49,6 +51,7 @@ class LateStates:
     def _num_lost(self, row: int) -> int:
         """Return how many of the computed tokens lie behind the last state in the sequence's blocks."""
         table = self._table
+        self._copies.synchronize(table.blocks_of(np.array([row])))  # the host reads what they bring
         if table.state_blocks:
             behind, num_computed = int(self._behind[table.state_tables[row, 0]]), int(table.num_computed[row])
             return num_computed - behind if 0 < behind <= num_computed else num_computed
