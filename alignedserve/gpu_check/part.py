@@ -21,12 +21,12 @@ import torch
 from alignedserve.gpu_check.answers import compare_answers
 from alignedserve.gpu_check.kernel_errors import DTYPES, kernel_errors, replaced_kernels
 from alignedserve.gpu_check.links import measure_links
-from alignedserve.gpu_check.part_list import ANSWERS, KERNELS, LINKS, NO_CACHING, SANITIZER, SELF_CHECK, SPEED
+from alignedserve.gpu_check.part_list import ANSWERS, KERNELS, KINDS, LINKS, NO_CACHING, SANITIZER, SELF_CHECK, SPEED
 from alignedserve.gpu_check.speed import measure_speed
 from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.devices import CUDA
-from alignedserve.runtime.device.verdicts import ask
-from alignedserve.runtime.device_check.verdict import FAILURE, OK
+from alignedserve.runtime.device.verdicts import FAILURE, OK, ask
+from alignedserve.runtime.model.device_kinds import KINDS as DEVICE_KINDS
 from kernels import gpu_dispatch
 
 _SELF_CHECK = "alignedserve.runtime.device_check.self_check"
@@ -78,6 +78,28 @@ def _self_check(part: Part) -> dict[str, Any]:
     return {"seconds": seconds, "failures": [] if said.get(OK) is True else [str(said.get(FAILURE))]}
 
 
+def _kinds(part: Part) -> dict[str, Any]:
+    """Run the check of each kind of layers, in a process of its own, as far as the time goes."""
+    if part.device.type != CUDA:
+        return {"left_out": ["needs a GPU"]}
+    ends_s = time.monotonic() + part.limit_s - _OWN_END_S
+    figures: dict[str, Any] = {"passed": [], "failures": [], "left_out": []}
+    for kind in DEVICE_KINDS:
+        left_s = ends_s - time.monotonic()
+        if left_s <= 0:
+            figures["left_out"].append(f"{kind}: the time was over")
+            continue
+        said = ask([sys.executable, "-m", _SELF_CHECK, str(part.device), "--kind", kind], left_s)
+        if isinstance(said, str):
+            figures["failures"].append(f"{kind}: it {said}")
+        elif said.get(OK) is True:
+            figures["passed"].append(kind)
+        else:
+            figures["failures"].append(f"{kind}: {said.get(FAILURE)}")
+        part.note(figures)
+    return figures
+
+
 def _answers(part: Part) -> dict[str, Any]:
     return compare_answers(part.device, is_toy=part.is_toy)
 
@@ -95,6 +117,7 @@ WORKS: dict[str, Callable[[Part], dict[str, Any]]] = {
     SELF_CHECK: _self_check,
     SANITIZER: _self_check,
     NO_CACHING: _self_check,
+    KINDS: _kinds,
     ANSWERS: _answers,
     SPEED: _speed,
     LINKS: _links,

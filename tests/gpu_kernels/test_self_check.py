@@ -1,5 +1,6 @@
 """The self-check of a device through the kernels in Triton's interpreter: it passes, and sees what is wrong."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ pytest.importorskip("triton")
 from alignedserve.runtime.attention import triton_backend
 from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.device_check.self_check import CheckPlan, Computer, obstacle_of
+from alignedserve.runtime.model.device_kinds import KINDS, kinds_of
+from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.weights import feed_forward_weights
 from kernels import gpu_dispatch
 from tests.support.marks import slow
 from tests.support.models.tiny_engines import capture_nothing
@@ -32,6 +36,16 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_that_compute_what_the_cpu_does_pass() -> None:
     assert obstacle_of(INTERPRETED, SHORT) is None
+
+
+@pytest.mark.parametrize("kind", ["latent attention", "the gated delta rule", *slow(*KINDS)])
+def test_every_kind_of_layers_is_computed_as_on_a_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_forward_weights, "has_experts_apart", lambda _: False)
+    monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda _: True)
+    config = parse_model_config(dict(KINDS[kind].fields))
+    assert kinds_of(config) == [kind]
+    for dtype in (torch.float32, torch.bfloat16):
+        assert obstacle_of(INTERPRETED, replace(SHORT, dtypes=(dtype,)), config) is None
 
 
 @pytest.mark.parametrize("kernel", ["paged_decode", *slow("paged_prefill")])

@@ -18,10 +18,11 @@ import kernels
 from alignedserve.runtime.device.devices import torch_cuda
 from alignedserve.runtime.device.driver import driver_version
 
+OK, FAILURE = "ok", "failure"  # fields of what a self-check prints
 _LONGEST_REASON = 300
 _MAX_KEPT_BYTES = 8192
 # Of our code, what computes on a GPU.
-_KERNELS = ("kernels", "kernels/gpu", "kernels/narrow")
+_KERNELS = ("kernels", "kernels/gpu", "kernels/narrow", "kernels/states")
 _ROOMS = ("attention", "device", "device_check", "engine", "kv")  # of the runtime
 
 _suspects: dict[Path, Any] = {}  # files, and what is kept there if the device fails

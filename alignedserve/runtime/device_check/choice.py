@@ -12,8 +12,16 @@ import msgspec
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.runtime.device.devices import AUTO, CPU, CUDA, cuda_obstacle, describe_gpus, gpu_names
 from alignedserve.runtime.device.machine_gpus import machine_remarks
-from alignedserve.runtime.device.verdicts import ask, cache_folder, identity_of, keep, read_kept, verdict_path
-from alignedserve.runtime.device_check.verdict import FAILURE, OK
+from alignedserve.runtime.device.verdicts import (
+    FAILURE,
+    OK,
+    ask,
+    cache_folder,
+    identity_of,
+    keep,
+    read_kept,
+    verdict_path,
+)
 
 _LIMIT_S = 180.0  # with kernels that are compiled for the first time
 _COMMAND = (sys.executable, "-m", "alignedserve.runtime.device_check.self_check")

@@ -1,13 +1,14 @@
 """A small random model computed on a device and on the CPU: chunks, prompts and recorded decodes, drawn and chosen.
 
-    python -m alignedserve.runtime.device_check.self_check cuda:0 [--eager]
+    python -m alignedserve.runtime.device_check.self_check cuda:0 [--eager] [--kind "latent attention"]
 
-Prints a line of JSON and ends with 0 whatever it found; a crash or a hang is for who has started it to see.
+Without a kind it is a Llama, else a small model with such layers (`device_kinds`). Prints a line of JSON and ends with
+0 whatever it found; a crash or a hang is for who has started it to see.
 """
 
+import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -20,12 +21,14 @@ from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.attention.backend import AUTO, TORCH
 from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.dtypes import dtype_name
-from alignedserve.runtime.device_check.verdict import FAILURE, OK
+from alignedserve.runtime.device.verdicts import FAILURE, OK
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder_parts import Activation, NormKind
+from alignedserve.runtime.model.device_kinds import KINDS
+from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.rope_config import RopeConfig
 from alignedserve.runtime.model.weights.random_weights import RandomSource
@@ -75,13 +78,13 @@ class Computer:
     capture: Capture | None = field(default=None)
 
 
-def obstacle_of(computer: Computer, plan: CheckPlan | None = None) -> str | None:
+def obstacle_of(computer: Computer, plan: CheckPlan | None = None, model: ModelConfig = MODEL) -> str | None:
     """Return what the device computes otherwise than the CPU, or which kernels do not run there; None: nothing."""
     plan = plan or CheckPlan()
     use_device(computer.device)
     for dtype in plan.dtypes:
-        expected = _compute(Computer(_CPU, TORCH), dtype, plan)
-        found = _compute(computer, dtype, plan)
+        expected = _compute(Computer(_CPU, TORCH), dtype, plan, model)
+        found = _compute(computer, dtype, plan, model)
         problem = _difference(found, expected, dtype)
         if problem is not None:
             return problem
@@ -126,10 +129,10 @@ class _OnDevice:
         return self._source.tensor(name, shape).to(self._device, self._dtype)
 
 
-def _compute(computer: Computer, dtype: torch.dtype, plan: CheckPlan) -> list[SampledToken]:
+def _compute(computer: Computer, dtype: torch.dtype, plan: CheckPlan, config: ModelConfig) -> list[SampledToken]:
     """Return the tokens of all steps, those of a step by request."""
-    model = Decoder(MODEL, assemble_weights(MODEL, _OnDevice(dtype, computer.device), None))
-    layout = MODEL.block_layout(_BLOCK_SIZE, dtype_name(dtype))
+    model = Decoder(config, assemble_weights(config, _OnDevice(dtype, computer.device), None))
+    layout = config.block_layout(_BLOCK_SIZE, dtype_name(dtype))
     has_scratch = computer.capture is not None or computer.device.type != "cpu"
     storage = BlockStorage(layout, _NUM_BLOCKS, computer.device, has_scratch=has_scratch)
     storage.bytes.fill_(0xFF)  # no numbers: what is read and was never written shows
@@ -174,9 +177,15 @@ def _nothing_recorded(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def main() -> None:
-    """Check the device named by the first argument; `--eager` behind it: nothing is recorded as a graph."""
-    device, *options = sys.argv[1:]
-    problem = obstacle_of(Computer(torch.device(device), capture=_nothing_recorded if options else None))
+    """Check what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("device")
+    parser.add_argument("--eager", action="store_true", help="nothing is recorded as a graph")
+    parser.add_argument("--kind", choices=list(KINDS), help="of layers; without it a Llama is computed")
+    options = parser.parse_args()
+    model = MODEL if options.kind is None else parse_model_config(dict(KINDS[options.kind].fields))
+    computer = Computer(torch.device(options.device), capture=_nothing_recorded if options.eager else None)
+    problem = obstacle_of(computer, model=model)
     print(json.dumps({OK: problem is None, FAILURE: problem}), flush=True)
 
 

@@ -16,6 +16,8 @@ from alignedserve.process.loading_progress import LoadingProgress
 from alignedserve.runtime.device.device_work import free_bytes, used_by_others
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.dtypes import torch_dtype
+from alignedserve.runtime.device.kind_checks import require_kinds
+from alignedserve.runtime.device.verdicts import cache_folder
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
 from alignedserve.runtime.engine.experts.expert_spec import ExpertSpec
@@ -33,6 +35,7 @@ from alignedserve.runtime.engine.stages.stage_spec import (
 from alignedserve.runtime.grammar.memory import grammar_bytes
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.device_kinds import kinds_of
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
 from alignedserve.runtime.model.vision.mobile_config import MobileConfig
 from alignedserve.runtime.model.vision.mobile_weights import load_mobile_weights
@@ -83,7 +86,9 @@ class LoadedModel(NamedTuple):
 
 
 def load_alone(served: ServedModel, device: torch.device, progress: Path | None) -> LoadedModel:
-    """Load all of it here. Raises ModelError."""
+    """Load all of it here. Raises ModelError; ConfigError where a GPU does not compute its layers as a CPU does."""
+    if device.type == CUDA:
+        require_kinds(str(device), kinds_of(served.decoder), cache_folder())
     return LoadedModel(load_decoder(served, device, progress))
 
 

@@ -22,7 +22,7 @@ from alignedserve.runtime.vision.rope_places import places_of_rows
 from kernels.adapters.device_lora import DevicePlan
 from kernels.adapters.lora import AdapterMatrices, AdapterRows
 from kernels.cpu.next_tokens import KnownTokens, next_tokens
-from kernels.states.device_rows import DeviceStatePlan, DeviceStateRows
+from kernels.states.device_rows import DeviceStatePlan
 from kernels.states.state_rows import StateRows
 
 _NO_ROWS = np.empty(0, np.int64)
@@ -71,17 +71,15 @@ class StepBatch(NamedTuple):
         arrays = () if self.hidden is None else self.hidden.arrays
         adapters = () if self.adapters is None else self.adapters.host_arrays
         states = () if self.states is None else self.states.host_arrays
-        own = (self.token_ids, self.positions, self.slots, *adapters, *states)
-        return (*own, *arrays, *self.attention.host_arrays)
+        return (self.token_ids, self.positions, self.slots, *adapters, *states, *arrays, *self.attention.host_arrays)
 
     def to_forward_batch(self, tensors: Sequence[Tensor]) -> ForwardBatch:
         """Build the forward batch. `tensors`: the host arrays on the device."""
         token_ids, positions, slots, *others = tensors
-        hidden, adapters = None, None
+        hidden, adapters, states = None, None, None
         if self.adapters is not None:
             num_arrays = len(self.adapters.host_arrays)
             adapters, others = self.adapters.bound(others[:num_arrays]), others[num_arrays:]
-        states: StateRows | DeviceStateRows | None = None
         if self.states is not None:
             num_arrays = len(self.states.host_arrays)
             states, others = self.states.bound(others[:num_arrays]), others[num_arrays:]
@@ -311,7 +309,7 @@ class BatchBuilder:
         wants_prompt_logprobs = self._prompt_logprob_slices(rows)
         last = None
         if has_chunks and hidden is None and not wants_prompt_logprobs:
-            last = self._plan_last(sampled_rows, sampled_at)
+            last = None if self._last is None else self._last.plan(sampled_rows, sampled_at)
         if last is not None:
             sampled_rows, sampled_at = last.rows, last.token_rows
         return StepBatch(
@@ -392,9 +390,6 @@ class BatchBuilder:
             assert embeddings is not None, f"row {rows[place]} has no pictures"
             found.append((int(first[place]), int(counts[place]), int(first_rows[place]), embeddings))
         return picture_rows(found, self._storage.device) if found else None
-
-    def _plan_last(self, rows: IntArray, token_rows: IntArray) -> LastTokens | None:
-        return None if self._last is None else self._last.plan(rows, token_rows)
 
     def _prompt_logprob_slices(self, rows: IntArray) -> tuple[int, ...]:
         table = self._table

@@ -18,6 +18,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, TokenLogprob
 from alignedserve.runtime.device import verdicts
+from alignedserve.runtime.device.kind_checks import require_kinds
 from alignedserve.runtime.device_check import choice as choices
 from alignedserve.runtime.device_check.choice import DeviceChoice, choose_device, obstacle_on
 from alignedserve.runtime.device_check.self_check import _difference
@@ -204,3 +205,20 @@ def test_a_node_that_joins_is_asked_as_the_first_ones_were() -> None:
     assert refusal is not None
     assert refusal.endswith("this node would not: cuda:0 IS NOT USED: differs by 2")
     assert str(CHECKED.refusal(NodeReport("v"))).endswith("no NVIDIA GPU is visible there")
+
+
+# --- kinds of layers
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_kind_of_layers_is_checked_once_and_what_fails_is_named(tmp_path: Path) -> None:
+    kinds = ["latent attention", "Mamba-2"]
+    require_kinds("cuda:0", kinds, tmp_path, PASSES)
+    fails = (sys.executable, "-c", 'print(\'{"ok": false, "failure": "other tokens are drawn"}\')')
+    require_kinds("cuda:0", kinds, tmp_path, fails)  # which nobody runs
+    with pytest.raises(
+        ConfigError, match="cuda:0 does not compute capped scores as a CPU does: other tokens are drawn"
+    ):
+        require_kinds("cuda:0", [*kinds, "capped scores"], tmp_path, fails)
+    with pytest.raises(ConfigError, match="its check ended with 3: nothing was said"):
+        require_kinds("cuda:0", ["capped scores"], tmp_path, (sys.executable, "-c", "import sys; sys.exit(3)"))
