@@ -279,7 +279,6 @@ class _Decodes:
     def run(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> CompiledKernel | None:
         planner = self._planner
         window = planner.window if is_windowed else None
-        # The scratch block lies right behind those of the view.
         view, batch = BlockView(planner.storage.blocks, layer), self._batches[window is not None]
         if planner.latent_rank is not None:
             return latent_decode(queries, out, view, batch, rank=planner.latent_rank)

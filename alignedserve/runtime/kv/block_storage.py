@@ -127,7 +127,7 @@ class BlockStorage:
     def blocks(self) -> Tensor:
         """All blocks [num_blocks, num_layers, num_parts, block_size, num_kv_heads, head_dim], on their device.
 
-        Of int8 and fp8: [.., block_size, slot_width]. Without states.
+        Of int8 and fp8: [.., block_size, slot_width]. Without states; the scratch block, if there is one, is the last.
         """
         assert not self.layout.unlike, "layers of several kinds: see kinds"
         return self.kinds[0].blocks

@@ -18,6 +18,7 @@ from torch.nn import functional
 from alignedserve.runtime.attention import triton_backend
 from alignedserve.runtime.engine.sampling import sampler
 from kernels import activation, gpu_dispatch, norm, rotary, sampling
+from kernels.attention import ScoreForm
 from kernels.gpu.blocks import BlockTables, BlockView
 from kernels.sampling import RowParameters
 from tests.support.fake_cuda.fakes import current
@@ -124,26 +125,26 @@ _MODULES = {
 }
 
 
-def _decode(queries: Tensor, out: Tensor, view: BlockView, batch: Any, *, window: int | None = None) -> None:
+def _decode(queries: Tensor, out: Tensor, view: BlockView, batch: Any, **form: Any) -> None:
     own, read = _arguments(queries, view, batch.tables)
     target, lengths = current().alias(out), current().alias(batch.lengths)
 
     def work() -> None:
         for row, length in enumerate(lengths.tolist()):
             keys, values = read(row, length)
-            target[row] = _attended(own[row : row + 1], keys, values, window)[0]
+            target[row] = _attended(own[row : row + 1], keys, values, **form)[0]
 
     current().enqueue("paged_decode", work, (queries, view.blocks, batch.lengths, *batch.tables), (out,))
 
 
-def _prefill(queries: Tensor, out: Tensor, view: BlockView, batch: Any, *, window: int | None = None) -> None:
+def _prefill(queries: Tensor, out: Tensor, view: BlockView, batch: Any, **form: Any) -> None:
     own, read = _arguments(queries, view, batch.tables)
     target, tiles = current().alias(out), [current().alias(part) for part in batch.tiles]
 
     def work() -> None:
         for sequence, row, position, count in zip(*(part.tolist() for part in tiles), strict=True):
             keys, values = read(sequence, position + count)
-            target[row : row + count] = _attended(own[row : row + count], keys, values, window)
+            target[row : row + count] = _attended(own[row : row + count], keys, values, **form)
 
     current().enqueue("paged_prefill", work, (queries, view.blocks, *batch.tables, *batch.tiles), (out,))
 
@@ -151,8 +152,6 @@ def _prefill(queries: Tensor, out: Tensor, view: BlockView, batch: Any, *, windo
 def _arguments(queries: Tensor, view: BlockView, tables: BlockTables) -> tuple[Tensor, Any]:
     alias = current().alias
     blocks = alias(view.blocks)
-    # The scratch block lies right behind those of the view.
-    blocks = blocks.as_strided((len(blocks) + 1, *blocks.shape[1:]), blocks.stride(), blocks.storage_offset())
     entries, starts, is_reversed = map(alias, tables)
 
     def read(row: int, length: int) -> tuple[Tensor, Tensor]:
@@ -166,12 +165,16 @@ def _arguments(queries: Tensor, view: BlockView, tables: BlockTables) -> tuple[T
     return alias(queries), read
 
 
-def _attended(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+def _attended(
+    queries: Tensor, keys: Tensor, values: Tensor, window: int | None, is_chunked: bool, scores: ScoreForm
+) -> Tensor:
     """Attend [tokens, heads, group, dim], the last tokens of the context, to [context, heads, dim]."""
+    assert scores.is_plain, "sinks and caps are the kernels' own"
+    assert not is_chunked, "so are contexts in chunks"
     count, length = len(queries), len(keys)
-    scores = torch.einsum("nhgd,thd->nhgt", queries.float(), keys.float()) / math.sqrt(queries.shape[-1])
+    weights = torch.einsum("nhgd,thd->nhgt", queries.float(), keys.float()) / math.sqrt(queries.shape[-1])
     ends = torch.arange(length - count, length)[:, None]
     places = torch.arange(length)[None, :]
     is_read = places <= ends if window is None else (places <= ends) & (places > ends - window)
-    scores.masked_fill_(~is_read[:, None, None, :], -math.inf)
-    return torch.einsum("nhgt,thd->nhgd", scores.softmax(-1), values.float()).to(queries.dtype)
+    weights.masked_fill_(~is_read[:, None, None, :], -math.inf)
+    return torch.einsum("nhgt,thd->nhgd", weights.softmax(-1), values.float()).to(queries.dtype)

@@ -29,7 +29,8 @@ def test_settings_devices_and_ranks(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=TITLE):
             check_configuration(config, served)
-    for options in ({"device": "cuda"}, {"tensor_parallel": 2}, {"pipeline_parallel": 2}):
+    assert resolve_model(section, device="cuda").config.extras is not None
+    for options in ({"tensor_parallel": 2}, {"pipeline_parallel": 2}):
         with pytest.raises(ConfigError, match=TITLE):
             resolve_model(section, **options)
 
