@@ -64,6 +64,7 @@ class ChunkBatch(NamedTuple):
 
     tables: BlockTables
     tiles: Sequence[Tensor]  # the arrays of a ChunkTiles
+    ends: Tensor | None = None  # [tokens] int32: behind what each token reads, itself or a later one; None: itself
 
 
 def chunk_tiles(lengths: Int64Array, counts: Int64Array, *, group: int, query_rows: int) -> ChunkTiles:
@@ -90,14 +91,14 @@ def paged_prefill(
     is_chunked: bool = False,
     scores: ScoreForm = PLAIN_SCORES,
 ) -> None:
-    """Compute attention of every query token over the keys and values up to its own, in the blocks.
+    """Compute attention of every query token over the keys and values up to its own, or its end, in the blocks.
 
     queries, out   [tokens, kv_heads, group, head_dim], dtype of the blocks unless these are FP8, rows possibly strided
     window         how many of the last tokens up to its own a token reads; None: all
     is_chunked     it reads those since the last multiple of the window
     scores         what becomes of scores, with the sinks [heads] of this layer
 
-    Slots behind a token's position are not read.
+    Slots behind what a tile of tokens reads are not read.
     """
     _, kv_heads, group, head_dim = queries.shape
     stride, keys_at, values_at = view.offsets
@@ -116,6 +117,7 @@ def paged_prefill(
         stride,
         keys_at,
         values_at,
+        queries if batch.ends is None else batch.ends,  # not read, but a pointer must be passed
         queries if scores.sinks is None else scores.sinks,
         window or 0,
         # Weights are powers of 2, which is what the hardware computes.
@@ -136,6 +138,7 @@ def paged_prefill(
         IS_CHUNKED=is_chunked and window is not None,
         HAS_CAP=scores.cap is not None,
         HAS_SINKS=scores.sinks is not None,
+        HAS_ENDS=batch.ends is not None,
         num_warps=num_warps,
         num_stages=num_stages,
     )
@@ -155,6 +158,7 @@ def _attend(
     values_at,
     bounds,
     own,
+    ends,
     window,
     scale,
     cap,
@@ -186,7 +190,7 @@ def _attend(
     if HAS_CAP:
         scores, unit = capped(scores * scale, cap), 1.0
     if not IS_WHOLE:
-        is_seen = is_read[None, :] & (others[None, :] <= own[:, None])
+        is_seen = is_read[None, :] & (others[None, :] < ends[:, None])
         is_seen = is_seen & (others[None, :] >= first_read(own, window, IS_CHUNKED)[:, None])
         scores = tl.where(is_seen, scores, -float("inf"))
     higher = tl.maximum(most, tl.max(scores, axis=1) * unit)
@@ -219,6 +223,7 @@ def _prefill(
     block_stride,
     keys_at,
     values_at,
+    token_ends,
     sinks,
     window,
     scale,
@@ -238,6 +243,7 @@ def _prefill(
     IS_CHUNKED: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
 ):
     tile, head = tl.program_id(0) // KV_HEADS, (tl.program_id(0) % KV_HEADS).to(tl.int64)
     sequence = tl.load(tile_sequences + tile).to(tl.int64)
@@ -254,6 +260,10 @@ def _prefill(
     if UPCAST:
         query = query.to(tl.float32)
     own = position + token
+    ends, last = own + 1, position + count
+    if HAS_ENDS:
+        ends = tl.load(token_ends + first_row + token, mask=is_query, other=0)
+        last = tl.maximum(last, tl.max(ends, axis=0))
     most = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     if HAS_SINKS:  # a key that every row has read, and whose value is 0
@@ -266,9 +276,9 @@ def _prefill(
     # All rows read all of the tiles before that of the first row's token, unless a window excludes them.
     is_cut = (window > 0) & (position + count > window)
     masked = tl.where(is_cut, begin, (position + 1) // TOKENS * TOKENS)
-    bounds = (earliest, position + count)
+    bounds = (earliest, last)
     for is_masked in tl.static_range(2):  # unrolled: whole tiles, then those with a mask
-        for first in range(masked if is_masked else begin, position + count if is_masked else masked, TOKENS):
+        for first in range(masked if is_masked else begin, last if is_masked else masked, TOKENS):
             state = _attend(
                 state,
                 query,
@@ -282,6 +292,7 @@ def _prefill(
                 values_at,
                 bounds,
                 own,
+                ends,
                 window,
                 scale,
                 cap,

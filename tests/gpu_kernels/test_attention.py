@@ -109,7 +109,9 @@ def check_prefill(
     is_float8: bool = False,
     is_chunked: bool = False,
     form: ScoreForm = PLAIN_SCORES,
+    ends: list[int] | None = None,
 ) -> None:
+    """`ends`: behind what the tokens of all chunks read."""
     rng = np.random.default_rng(seed)
     kv_heads, group, head_dim = int(rng.integers(1, 4)), seed % 8 + 1, HEAD_DIMS[seed % 4]
     form = of_heads(form, kv_heads * group)
@@ -119,13 +121,15 @@ def check_prefill(
     out = poisoned(queries)
     sizes = tiling(head_dim, there.view.blocks.dtype, program_shared_bytes(device))
     tiles = chunk_tiles(there.lengths, np.array(counts), group=group, query_rows=sizes.query_rows)
-    batch = ChunkBatch(there.tables, on_device(tiles, device))
+    later = None if ends is None else torch.tensor(ends, dtype=torch.int32, device=device)
+    batch = ChunkBatch(there.tables, on_device(tiles, device), later)
     paged_prefill(queries, out, there.view, batch, window=window, is_chunked=is_chunked, scores=on(device, form))
     first = 0
     for row, count in enumerate(counts):
         own = queries[first : first + count].reshape(count, -1, head_dim).cpu()
         cached = (there.keys[row].cpu(), there.values[row].cpu())
-        expected = attention_of_chunk(own, *cached, window, form, is_chunked=is_chunked)
+        own_ends = None if ends is None else torch.tensor(ends[first : first + count])
+        expected = attention_of_chunk(own, *cached, window, form, is_chunked=is_chunked, ends=own_ends)
         actual = out[first : first + count].reshape(count, -1, head_dim).double().cpu()
         torch.testing.assert_close(actual, expected, rtol=0.0, atol=TOLERANCES[dtype])
         first += count
@@ -162,6 +166,14 @@ def test_sinks_and_capped_scores(form: ScoreForm, seed: int, window: int | None,
 def test_contexts_cut_at_multiples_of_the_window(seed: int, window: int, device: torch.device) -> None:
     check_decode(seed, [1, 130, TILE, 128, 129], window, device, num_programs=7, is_chunked=True)
     check_prefill(seed, [1, 130, TILE, 200], [1, 9, TILE, 150], window, device, is_chunked=True)
+
+
+@pytest.mark.parametrize(("seed", "window"), [(0, None), (1, 40), (2, 130)])
+def test_tokens_that_read_later_ones(seed: int, window: int | None, device: torch.device) -> None:
+    """Of a chunk of 150 behind 50, tokens 70 to 180 read one another; of a short one, the last three."""
+    long = [181 if 70 <= at < 181 else at + 1 for at in range(50, 200)]
+    short = [at + 1 for at in range(121, 127)] + [130] * 3
+    check_prefill(seed, [200, 130], [150, 9], window, device, ends=[*long, *short])
 
 
 @pytest.mark.parametrize("converts", [True, False])

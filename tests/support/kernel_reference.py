@@ -39,16 +39,18 @@ def attention_of_chunk(
     form: ScoreForm = PLAIN_SCORES,
     *,
     is_chunked: bool = False,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """Compute attention of the last tokens of one context, each over the tokens up to itself.
 
     queries [tokens, num_heads, head_dim]; keys, values [context, kv_heads, head_dim]; a token reads the last `window`
-    of its context, or, `is_chunked`, those since its last multiple -> [tokens, num_heads, head_dim] float64.
+    of its context, or, `is_chunked`, those since its last multiple; `ends` [tokens]: behind what each reads, if not
+    behind itself -> [tokens, num_heads, head_dim] float64.
     """
     num_tokens, num_heads, head_dim = queries.shape
     own = torch.arange(len(keys) - num_tokens, len(keys))[:, None]
     others = torch.arange(len(keys))
-    is_hidden = others > own
+    is_hidden = others > own if ends is None else others >= ends[:, None]
     if window is not None:
         is_hidden |= others < own // window * window if is_chunked else others <= own - window
     attended = torch.empty(num_tokens, num_heads, head_dim, dtype=torch.float64)

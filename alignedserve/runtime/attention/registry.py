@@ -117,6 +117,8 @@ def _gpu_planner(
             scores=scores,
             is_chunked=config.has_chunked_windows,
             latent_rank=rank,
+            whole_runs=table.whole_runs if isinstance(table, SequenceTable) else None,
+            whole_in_windows=config.extras is not None and config.extras.pictures_in_windows,
         )
         for kind, group in zip(kinds, groups, strict=True)
     ]

@@ -5,13 +5,11 @@ sizes whatever their contexts, except for the block tables, which come last (`De
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.block_layout import BlockLayout
@@ -29,14 +27,15 @@ from alignedserve.runtime.attention.library_steps import (
 )
 from alignedserve.runtime.attention.prompt_choice import PromptChoice, PromptSetup, choose_prompts
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
-from alignedserve.runtime.device.arrays import Array, to_device
+from alignedserve.runtime.attention.triton_parts import ChunkRows, Decodes, GpuStep, PagedChunks
+from alignedserve.runtime.attention.whole_runs import Runs, ends_of
+from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.layer_kind import CachedLayers
 from kernels.attention import PLAIN_SCORES, ScoreForm
 from kernels.gpu.block_entries import BlockArrays, TableArrays, block_arrays
-from kernels.gpu.blocks import BlockTables, BlockView
-from kernels.gpu.decode_attention import DecodeBatch, decode_batch, decode_tiling, paged_decode
-from kernels.gpu.latent_attention import LatentTiling, latent_decode, latent_prefill, latent_tiling
+from kernels.gpu.decode_attention import decode_tiling
+from kernels.gpu.latent_attention import LatentTiling, latent_tiling
 from kernels.gpu.launching import (
     CompiledKernel,
     multiprocessor_of,
@@ -44,8 +43,7 @@ from kernels.gpu.launching import (
     program_shared_bytes,
     programs_at_once,
 )
-from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
-from kernels.gpu.work_partition import WorkPartition, partition
+from kernels.gpu.prefill_attention import tiling
 from kernels.gpu_dispatch import can_launch, on_device
 
 logger = logging.getLogger(__name__)
@@ -55,56 +53,6 @@ _LONGEST_REASON = 300
 # For larger heads, tiles of keys and values do not fit a multiprocessor's shared memory.
 _MAX_HEAD_DIM = 512
 NUM_TABLES = len(BlockArrays._fields)  # the last arrays of a step that decodes
-
-
-class GpuStep:
-    """A StepAttention that reads blocks on the device. Layers can be computed once its arrays are bound."""
-
-    padded_share = 0.0
-
-    def __init__(
-        self,
-        rows: IntArray,
-        decodes: "_Decodes | None",
-        chunks: Chunks | None,
-    ) -> None:
-        self.decode_rows = rows
-        self.decodes = decodes
-        self.prompts = chunks
-        self._parts: list[Chunks | _Decodes] = [part for part in (chunks, decodes) if part is not None]
-        self.host_arrays = [array for part in self._parts for array in part.host_arrays]
-
-    def bind(self, tensors: Sequence[Tensor]) -> None:
-        """See StepAttention."""
-        first = 0
-        for part in self._parts:
-            last = first + len(part.host_arrays)
-            part.bind(tensors[first:last])
-            first = last
-
-    def set_last_blocks(self, blocks: IntArray) -> None:
-        """See StepAttention."""
-        assert self.decodes is not None, "nothing decodes in this step"
-        self.decodes.set_last_blocks(blocks)
-
-    def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
-        """See StepAttention."""
-        if self.decodes is not None:
-            rows = slice(None, self.decodes.num_rows)
-            self.decodes.run(queries[rows], out[rows], layer, is_windowed)
-
-    def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
-        """See StepAttention."""
-        if self.prompts is not None:
-            rows = slice(0 if self.decodes is None else self.decodes.num_rows, None)
-            self.prompts.run(queries[rows], (new[0][rows], new[1][rows]), out[rows], layer, is_windowed)
-
-
-class ChunkRows(NamedTuple):
-    """The query rows of a program that computes chunks."""
-
-    heads: int  # of a token
-    query_rows: int  # tokens x heads, at most
 
 
 class GpuPlanner:
@@ -124,10 +72,13 @@ class GpuPlanner:
         scores: ScoreForm = PLAIN_SCORES,
         is_chunked: bool = False,
         latent_rank: int | None = None,
+        whole_runs: Mapping[int, Runs] | None = None,
+        whole_in_windows: bool = False,
         num_programs: int | None = None,
     ) -> None:
         """`scratch_block`: which padding reads, of the storage that these layers are a part of; None: its own.
-        `is_chunked`: see PagedPlanner. `latent_rank`: of a model whose rows are keys and values; None: another.
+        `is_chunked`, `whole_runs`, `whole_in_windows`: see PagedPlanner.
+        `latent_rank`: of a model whose rows are keys and values; None: another.
         `num_programs`: of one decode; None: as many as the GPU runs at once."""
         assert latent_rank is None or (window is None and scores.is_plain), "latents with windows, sinks or a cap"
         self.table = table
@@ -136,6 +87,8 @@ class GpuPlanner:
         self.is_chunked = is_chunked
         self.scores = scores
         self.latent_rank = latent_rank
+        self.whole_in_windows = whole_in_windows
+        self._whole_runs = whole_runs if whole_runs is not None else {}
         self._arrays = TableArrays(
             table.block_tables,
             table.is_reversed,
@@ -193,11 +146,14 @@ class GpuPlanner:
         self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
     ) -> GpuStep:
         """See AttentionPlanner. Padding reads one slot of the storage's scratch block."""
-        decodes = _Decodes(self, decode_rows, num_padding) if len(decode_rows) + num_padding else None
+        decodes = Decodes(self, decode_rows, num_padding) if len(decode_rows) + num_padding else None
         return GpuStep(decode_rows, decodes, self._chunks(chunk_rows, chunk_counts) if len(chunk_rows) else None)
 
     def _chunks(self, rows: IntArray, counts: IntArray) -> Chunks:
-        own = _PagedChunks(self, rows, counts)
+        ends = ends_of(self._whole_runs, rows, self.table.num_computed[rows], counts)
+        own = PagedChunks(self, rows, counts, ends)
+        if ends is not None:
+            return own
         if self._whole is not None and not self.table.num_computed[rows].any():
             return LibraryPrompts(self._whole, counts, self.window, own, self.on_failure)
         if self._paged is None or not self._may_read(rows):
@@ -224,7 +180,7 @@ class GpuPlanner:
         layout = self.storage.layout
         return layout.token_bytes // layout.num_layers
 
-    def chunk_rows(self) -> "ChunkRows":
+    def chunk_rows(self) -> ChunkRows:
         """Return the rows that a program of chunks has, by which they are cut into tiles."""
         _, group, head_dim = self.heads
         if self.latent_rank is not None:
@@ -235,82 +191,6 @@ class GpuPlanner:
     def block_arrays(self, rows: IntArray, lengths: IntArray) -> BlockArrays:
         """Return the arrays of contexts, the entries of their block tables last; lengths beyond `rows` are padding."""
         return block_arrays(self._arrays, rows, lengths)
-
-
-class _Decodes:
-    """One token of each sequence, and padding behind them."""
-
-    def __init__(self, planner: GpuPlanner, rows: IntArray, num_padding: int) -> None:
-        lengths = planner.table.num_computed[rows] + 1
-        if num_padding:
-            lengths = np.concatenate((lengths, np.ones(num_padding, np.int64)))
-        windows = (None,) if planner.window is None else (None, planner.window)
-        partitions = [
-            partition(
-                lengths,
-                tile=planner.tile,
-                num_programs=planner.num_programs,
-                window=window,
-                is_chunked=planner.is_chunked,
-            )
-            for window in windows
-        ]
-        arrays = [array for part in partitions for array in part]
-        self.num_rows = len(lengths)
-        self.host_arrays: list[Array] = [*arrays, *planner.block_arrays(rows, lengths)]
-        self._planner = planner
-        self._num_own = len(rows)
-        self._batches: list[DecodeBatch] = []
-
-    def set_last_blocks(self, blocks: IntArray) -> None:
-        lengths, starts, _, entries = self.host_arrays[-4:]
-        last_columns = (lengths[: self._num_own] - 1) // self._planner.table.block_size
-        entries[starts[: self._num_own] + last_columns] = blocks
-
-    def bind(self, tensors: Sequence[Tensor]) -> None:
-        *arrays, lengths, starts, is_reversed, entries = tensors
-        tables = BlockTables(entries, starts, is_reversed)
-        width = len(WorkPartition._fields)
-        partitions = [arrays[first : first + width] for first in range(0, len(arrays), width)]
-        kv_heads, group, head_dim = self._planner.heads
-        heads = (kv_heads, group, self._planner.latent_rank or head_dim)
-        self._batches = [decode_batch(tables, lengths, part, heads) for part in partitions]
-
-    def run(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> CompiledKernel | None:
-        planner = self._planner
-        window = planner.window if is_windowed else None
-        view, batch = BlockView(planner.storage.blocks, layer), self._batches[window is not None]
-        if planner.latent_rank is not None:
-            return latent_decode(queries, out, view, batch, rank=planner.latent_rank)
-        scores = planner.scores.of_layer(layer)
-        return paged_decode(queries, out, view, batch, window=window, is_chunked=planner.is_chunked, scores=scores)
-
-
-class _PagedChunks:
-    """Several tokens of each sequence, over contexts in blocks."""
-
-    def __init__(self, planner: GpuPlanner, rows: IntArray, counts: IntArray) -> None:
-        lengths = planner.table.num_computed[rows] + counts
-        of_program = planner.chunk_rows()
-        tiles = chunk_tiles(lengths, counts, group=of_program.heads, query_rows=of_program.query_rows)
-        self.host_arrays: list[Array] = [*tiles, *planner.block_arrays(rows, lengths)[1:]]
-        self._planner = planner
-        self._batch: ChunkBatch | None = None
-
-    def bind(self, tensors: Sequence[Tensor]) -> None:
-        *tiles, starts, is_reversed, entries = tensors
-        self._batch = ChunkBatch(BlockTables(entries, starts, is_reversed), tiles)
-
-    def run(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
-        assert self._batch is not None, "a layer is computed before its arrays are bound"
-        planner = self._planner
-        window = planner.window if is_windowed else None
-        view = BlockView(planner.storage.blocks, layer)
-        if planner.latent_rank is not None:
-            latent_prefill(queries, out, view, self._batch, rank=planner.latent_rank)
-            return
-        scores = planner.scores.of_layer(layer)
-        paged_prefill(queries, out, view, self._batch, window=window, is_chunked=planner.is_chunked, scores=scores)
 
 
 def gpu_attention_works(layout: BlockLayout, group: int, device: torch.device, latent_rank: int | None = None) -> bool:

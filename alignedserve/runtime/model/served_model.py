@@ -187,7 +187,7 @@ def resolve_model(
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         expert_parallel=expert_parallel,
-        vision=_vision(config, folder if file is None else None, tensor_parallel * pipeline_parallel, device),
+        vision=_vision(config, folder if file is None else None, tensor_parallel * pipeline_parallel),
         states_apart=states_apart and pipeline_parallel == 1 and _has_large_states(config, dtype),
     )
 
@@ -209,14 +209,12 @@ def _sampling(
     return sampling_defaults(section.sampling, files, template)
 
 
-def _vision(
-    config: ModelConfig | EncoderConfig, folder: Path | None, num_ranks: int, device: str
-) -> SeeingConfig | None:
+def _vision(config: ModelConfig | EncoderConfig, folder: Path | None, num_ranks: int) -> SeeingConfig | None:
     """Return how a decoder in a folder sees; None: it does not, or its ranks would not. Raises ModelError."""
     if folder is None or num_ranks > 1 or isinstance(config, EncoderConfig):
         return None
     vision = read_vision(folder, config.family)
-    if vision is None or (vision.form.is_whole and device.startswith("cuda")):  # no kernels read both ways there
+    if vision is None:
         return None
     return vision.with_work(config.shape("", config.dtype).token_parameters)
 

@@ -29,10 +29,11 @@ def test_settings_devices_and_ranks(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=TITLE):
             check_configuration(config, served)
-    assert resolve_model(section, device="cuda").config.extras is not None
-    for options in ({"tensor_parallel": 2}, {"pipeline_parallel": 2}):
-        with pytest.raises(ConfigError, match=TITLE):
-            resolve_model(section, **options)
+    assert resolve_model(section, device="cuda").decoder.extras is not None
+    with pytest.raises(ConfigError, match=TITLE):
+        resolve_model(section, tensor_parallel=2)
+    with pytest.raises(ConfigError, match=TITLE):
+        resolve_model(section, pipeline_parallel=2)
 
 
 @pytest.mark.parametrize(

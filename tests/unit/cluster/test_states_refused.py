@@ -48,7 +48,7 @@ def test_settings(served: ServedModel) -> None:
 
 def test_devices_and_ranks(tmp_path: Path) -> None:
     section = _section(tmp_path)
-    assert resolve_model(section, "cuda").config.state is not None
+    assert resolve_model(section, "cuda").decoder.state is not None
     with pytest.raises(ConfigError, match="states of the model's layers are not divided"):
         resolve_model(section, tensor_parallel=2)
 
