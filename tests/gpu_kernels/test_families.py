@@ -43,6 +43,7 @@ def test_logits_and_answers_equal_transformers(
     family: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = make_tiny_model(tmp_path, family)
+    monkeypatch.setattr(gpu_dispatch, "_reasons", {})  # of other tests
     monkeypatch.setattr(feed_forward_weights, "has_experts_apart", lambda _: False)
     monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda _: True)
     decoder = tiny_decoder(tmp_path, device=device)
