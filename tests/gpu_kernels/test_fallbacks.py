@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 import triton
 
 from alignedserve.runtime.attention import triton_backend as gpu_attention
+from alignedserve.runtime.attention import triton_parts
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +56,7 @@ def test_a_kernel_that_does_not_compile_is_named_once(
     def broken(*_: Any, **__: Any) -> None:
         raise triton.CompilationError("x = tl.dot(query, keys)", None, "no such instruction")
 
-    monkeypatch.setattr(gpu_attention, "paged_decode", broken)
+    monkeypatch.setattr(triton_parts, "paged_decode", broken)
     with caplog.at_level(logging.WARNING):
         first = generated(decoder, TRITON)
         second = generated(decoder, TRITON)
@@ -66,9 +67,9 @@ def test_a_kernel_that_does_not_compile_is_named_once(
 
 
 def test_heads_that_no_kernel_is_for(caplog: pytest.LogCaptureFixture, device: torch.device) -> None:
-    layout = BlockLayout(block_size=16, num_layers=1, num_kv_heads=1, head_dim=320, dtype="float32")
+    layout = BlockLayout(block_size=16, num_layers=1, num_kv_heads=1, head_dim=640, dtype="float32")
     assert not gpu_attention.gpu_attention_works(layout, 1, device)
-    assert "no kernel for heads of 320 elements, only up to 256" in caplog.text
+    assert "no kernel for heads of 640 elements, only up to 512" in caplog.text
     assert gpu_attention.gpu_attention_works(
         BlockLayout(block_size=16, num_layers=1, num_kv_heads=1, head_dim=24, dtype="float32"), 1, device
     )
