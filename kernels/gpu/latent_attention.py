@@ -22,6 +22,7 @@ from kernels.gpu.launching import (
     LARGE_SHARED_BYTES,
     CompiledKernel,
     converts_float8,
+    has_tensor_memory,
     padded,
     parts_of,
     power_of_two,
@@ -45,18 +46,22 @@ class LatentTiling(NamedTuple):
         return min(self.query_rows, power_of_two(num_heads))
 
 
-def latent_tiling(dtype: torch.dtype, shared_bytes: int) -> LatentTiling:
-    """Return the tiling for rows of this dtype where a program may have `shared_bytes` of shared memory."""
+def latent_tiling(dtype: torch.dtype, device: torch.device) -> LatentTiling:
+    """Return the tiling for rows of this dtype on a GPU."""
+    shared_bytes = program_shared_bytes(device)
     if dtype == torch.float32:
         return LatentTiling(16, 16, 8, 2)
     if dtype == torch.uint8:  # whose values take registers before they are multiplied
         return LatentTiling(32, 32, 8, 2) if shared_bytes >= LARGE_SHARED_BYTES else LatentTiling(16, 16, 4, 2)
-    return LatentTiling(64, 64, 8, 2) if shared_bytes >= LARGE_SHARED_BYTES else LatentTiling(32, 16, 8, 2)
+    if shared_bytes < LARGE_SHARED_BYTES:
+        return LatentTiling(32, 16, 8, 2)
+    # With more rows sums leave tensor memory for the stack, by compiled code.
+    return LatentTiling(32, 32, 8, 2) if has_tensor_memory(device) else LatentTiling(64, 64, 8, 2)
 
 
 def tiling_of(view: BlockView) -> LatentTiling:
     """Return the tiling for these blocks on their GPU."""
-    return latent_tiling(view.blocks.dtype, program_shared_bytes(view.blocks.device))
+    return latent_tiling(view.blocks.dtype, view.blocks.device)
 
 
 def latent_decode(

@@ -16,9 +16,11 @@ LARGE_SHARED_BYTES = 200 * 1024
 
 # Compute capability from which on it is one instruction for two elements.
 _CONVERTS_FLOAT8 = (8, 9)
+_HAS_TENSOR_MEMORY = 10
 
 _REGISTERS_AT_ONCE = 8  # a thread's are given out in such steps
 _SHARED_BYTES_OF_INTERPRETER = 227 * 1024
+_TENSOR_MEMORY_OF_INTERPRETER = False
 _OWN_SHARED_BYTES = 1024  # that the driver takes of a multiprocessor for each program
 
 
@@ -71,6 +73,15 @@ def program_shared_bytes(device: torch.device) -> int:
 def converts_float8(device: torch.device) -> bool:
     """Return whether this GPU converts FP8 (e4m3) itself; Triton's interpreter does, as an H100."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _CONVERTS_FLOAT8
+
+
+@functools.cache
+def has_tensor_memory(device: torch.device) -> bool:
+    """Return whether this GPU's products have a memory of their own for sums (compute capability 10), for which Triton
+    brings twice as much through shared memory; its interpreter has none, as an H100."""
+    if device.type != "cuda":
+        return _TENSOR_MEMORY_OF_INTERPRETER
+    return torch.cuda.get_device_capability(device)[0] == _HAS_TENSOR_MEMORY
 
 
 def programs_at_once(kernel: CompiledKernel, limits: Multiprocessor) -> int:

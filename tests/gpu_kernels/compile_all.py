@@ -37,6 +37,7 @@ from kernels.gpu.launching import Multiprocessor, programs_at_once
 _MOST_STACK_BYTES = {90: 64}
 _MOST_STACK_BYTES_ELSEWHERE = 256
 _CONVERTS_FLOAT8 = 89  # and newer
+_HAS_TENSOR_MEMORY = 10  # 10.0 and 10.3
 _KIB = 1024
 # What shows in the compiled text whether copies run ahead of products, and which units multiply.
 _INSTRUCTIONS = {
@@ -119,12 +120,14 @@ class Source(NamedTuple):
         return ", ".join((*sorted({kind for kind in self.signature.values() if kind.startswith("*")}), *parts))
 
 
-def recorded(shared_bytes: int, forms: Sequence[str]) -> list[dict[str, Any]]:
-    """Run toy engines in the interpreter, for GPUs whose programs may have so much shared memory."""
+def recorded(capability: int, forms: Sequence[str]) -> list[dict[str, Any]]:
+    """Run toy engines in the interpreter, with the sizes that they choose on such a GPU."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "launches.json"
         command = [sys.executable, "-m", "tests.gpu_kernels.recorded_launches", str(file)]
-        options = ["--shared-bytes", str(shared_bytes), *(["--forms", *forms] if forms else [])]
+        options = ["--shared-bytes", str(TARGETS[capability].program_shared_bytes)]
+        options += ["--tensor-memory"] if capability // 10 == _HAS_TENSOR_MEMORY else []
+        options += ["--forms", *forms] if forms else []
         subprocess.run([*command, *options], check=True, env={**os.environ, "TRITON_INTERPRET": "1"})
         launches: list[dict[str, Any]] = json.loads(file.read_text())
         return launches
@@ -149,9 +152,9 @@ def source_of(launch: dict[str, Any], backend: Any, capability: int) -> tuple[So
 
 def compiled(capability: int, only: Sequence[str] = (), forms: Sequence[str] = ()) -> Iterator[Compiled]:
     """Compile for one kind of GPU what toy engines launch; `only` kernels with one of these in their names."""
-    target, gpu = TARGETS[capability], GPUTarget("cuda", capability, 32)
+    gpu = GPUTarget("cuda", capability, 32)
     backend, seen = make_backend(gpu), set()
-    for launch in recorded(target.program_shared_bytes, forms):
+    for launch in recorded(capability, forms):
         if only and not any(part in launch["kernel"] for part in only):
             continue
         source, options = source_of(launch, backend, capability)

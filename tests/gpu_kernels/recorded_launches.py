@@ -330,9 +330,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--shared-bytes", type=int, default=227 * 1024, help="that one program may have")
+    parser.add_argument("--tensor-memory", action="store_true", help="products have a memory of their own for sums")
     parser.add_argument("--forms", nargs="*", default=[], choices=[[], *(form.name for form in FORMS), *OTHERS])
     arguments = parser.parse_args()
-    with patch.object(launching, "_SHARED_BYTES_OF_INTERPRETER", arguments.shared_bytes):
+    with (
+        patch.object(launching, "_SHARED_BYTES_OF_INTERPRETER", arguments.shared_bytes),
+        patch.object(launching, "_TENSOR_MEMORY_OF_INTERPRETER", arguments.tensor_memory),
+    ):
         launches = record(arguments.forms)
     arguments.file.write_text(json.dumps(launches))
 

@@ -124,7 +124,7 @@ class GpuPlanner:
     @property
     def latents(self) -> LatentTiling:
         """The tiling of a model with latents."""
-        return latent_tiling(self.storage.blocks.dtype, program_shared_bytes(self.storage.device))
+        return latent_tiling(self.storage.blocks.dtype, self.storage.device)
 
     @property
     def tile(self) -> int:
