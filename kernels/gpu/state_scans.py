@@ -326,8 +326,8 @@ def _scan_space(
     first_part = tl.load(first_parts + sequence)
     for part in range(first_part, tl.load(first_parts + sequence + 1)):
         end = tl.load(ends + part)
-        # Read anew: a scalar that one turn leaves for the bounds of the next one's inner loop is lost in Triton 3.6 and
-        # 3.7, which take its first value each time.
+        # Read anew: of a scalar that one turn leaves for the bounds of the next one's inner loop, Triton 3.6 and 3.7
+        # take the first value each time (decision 80).
         before = tl.load(ends + part - 1, mask=part > first_part, other=-1)
         for at in range(tl.maximum(before + 1, begin), end + 1):
             own = tl.load(x + at * x_stride + head * HEAD_DIM + columns, mask=is_column, other=0.0)
@@ -378,8 +378,8 @@ def _scan_delta(
     first_part = tl.load(first_parts + sequence)
     for part in range(first_part, tl.load(first_parts + sequence + 1)):
         end = tl.load(ends + part)
-        # Read anew: a scalar that one turn leaves for the bounds of the next one's inner loop is lost in Triton 3.6 and
-        # 3.7, which take its first value each time.
+        # Read anew: of a scalar that one turn leaves for the bounds of the next one's inner loop, Triton 3.6 and 3.7
+        # take the first value each time (decision 80).
         before = tl.load(ends + part - 1, mask=part > first_part, other=-1)
         for at in range(tl.maximum(before + 1, begin), end + 1):
             query = tl.load(q + at * q_stride + key_at, mask=is_dim, other=0.0)

@@ -189,7 +189,7 @@ def _described(made: Any, capability: int, form: str, source: Source) -> Compile
 def carried_bounds(text: str) -> set[str]:
     """Return the bounds of loops that an outer loop carries from turn to turn, by a kernel in Triton's first language.
 
-    Triton 3.6 and 3.7 take the first value of such a bound in every turn.
+    Triton 3.6 and 3.7 take the first value of such a bound in every turn (docs/decisions/0080).
     """
     carried = {name for every in re.findall(r"iter_args\(([^)]*)\)", text) for name in re.findall(r"(%\w+) =", every)}
     return carried & {bound for pair in re.findall(r"scf\.for %\w+ = (%\w+) to (%\w+)", text) for bound in pair}
