@@ -87,9 +87,14 @@ class LoadedModel(NamedTuple):
 
 def load_alone(served: ServedModel, device: torch.device, progress: Path | None) -> LoadedModel:
     """Load all of it here. Raises ModelError; ConfigError where a GPU does not compute its layers as a CPU does."""
+    _check_kinds(served, device)
+    return LoadedModel(load_decoder(served, device, progress))
+
+
+def _check_kinds(served: ServedModel, device: torch.device) -> None:
+    """Check the kinds of layers of a model on a GPU. Raises ConfigError."""
     if device.type == CUDA:
         require_kinds(str(device), kinds_of(served.decoder), cache_folder())
-    return LoadedModel(load_decoder(served, device, progress))
 
 
 def load_divided(served: ServedModel, spec: ExpertSpec, progress: Path | None) -> LoadedModel:
@@ -131,8 +136,9 @@ class LoadedRank(NamedTuple):
 def load_ranks(served: ServedModel, spec: RankEngineSpec, layout: BlockLayout, progress: Path | None) -> LoadedRank:
     """Start the other ranks of a model and load the first's share beside them; `layout` of the worker's blocks.
 
-    Raises ModelError, ExchangeBroken when a rank has ended.
+    Raises ModelError, ExchangeBroken when a rank has ended; ConfigError as `load_alone`.
     """
+    _check_kinds(served, spec.device(0))
     group = RankGroup(spec)
     try:
         storage = make_storage(spec, 0, group.meeting)
