@@ -9,8 +9,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from alignedserve.core.request import SampledToken
 from alignedserve.runtime.attention import triton_parts
 from alignedserve.runtime.attention.backend import TRITON
+from alignedserve.runtime.device_check import self_check
 from alignedserve.runtime.device_check.self_check import CheckPlan, Computer, obstacle_of
 from alignedserve.runtime.model.device_kinds import KINDS
 from alignedserve.runtime.model.hf_config import parse_model_config
@@ -40,8 +42,16 @@ def test_kernels_that_compute_what_the_cpu_does_pass() -> None:
 
 @pytest.mark.parametrize("kind", ["latent attention", "Mamba-2", "attention sinks"])
 def test_a_kind_of_layers_is_computed_as_on_a_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_forward_weights, "has_experts_apart", lambda _: False)
-    monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda _: True)
+    compute = self_check._compute
+
+    def as_on_a_gpu(computer: Computer, *rest: Any) -> list[SampledToken]:
+        with monkeypatch.context() as patched:
+            if computer == INTERPRETED:
+                patched.setattr(feed_forward_weights, "has_experts_apart", lambda _: False)
+                patched.setattr(gpu_dispatch, "wants_fused_kernels", lambda _: True)
+            return compute(computer, *rest)
+
+    monkeypatch.setattr(self_check, "_compute", as_on_a_gpu)
     config = parse_model_config(dict(KINDS[kind].fields))
     dtype = torch.bfloat16 if kind in ("latent attention", "Mamba-2") else torch.float32
     assert obstacle_of(INTERPRETED, replace(SHORT, dtypes=(dtype,)), config) is None

@@ -9,6 +9,7 @@ Without a kind it is a Llama, else a small model with such layers (`device_kinds
 import argparse
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -40,6 +41,7 @@ _SEED = 20
 _BLOCK_SIZE, _MAX_CONTEXT_LEN, _NUM_BLOCKS = 16, 192, 48
 # Differences of log-probabilities that rounding explains; logits have a deviation of about 1.
 _TOLERANCES = {torch.float32: 5e-3, torch.bfloat16: 0.15}
+_OF_KINDS = 2.0  # times as much: recurrences carry roundings along, and embeddings may be multiplied
 # Heads like those of an 8B Llama, so that kernels are compiled as they are for large models.
 MODEL = ModelConfig(
     family="llama",
@@ -85,20 +87,23 @@ def obstacle_of(computer: Computer, plan: CheckPlan | None = None, model: ModelC
     for dtype in plan.dtypes:
         expected = _compute(Computer(_CPU, TORCH), dtype, plan, model)
         found = _compute(computer, dtype, plan, model)
-        problem = _difference(found, expected, dtype)
+        tolerance = _TOLERANCES[dtype] * (1.0 if model is MODEL else _OF_KINDS)
+        problem = _difference(found, expected, dtype, tolerance)
         if problem is not None:
             return problem
     failures = [f"{name} does not run: {reason}" for name, reason in launch_failures().items()]
     return failures[0] if failures else None
 
 
-def _difference(found: list[SampledToken], expected: list[SampledToken], dtype: torch.dtype) -> str | None:
+def _difference(
+    found: list[SampledToken], expected: list[SampledToken], dtype: torch.dtype, tolerance: float
+) -> str | None:
     name = dtype_name(dtype)
     if [token.request_id for token in found] != [token.request_id for token in expected]:
         return f"in {name} it has no numbers where the CPU has"
     differences = (abs(a - b) for one, other in zip(found, expected, strict=True) for a, b in _pairs(one, other))
     apart = max(differences, key=lambda difference: (math.isnan(difference), difference))
-    if not apart <= _TOLERANCES[dtype]:
+    if not apart <= tolerance:
         return f"in {name} log-probabilities differ from the CPU's by {apart:.3g}"
     if dtype == torch.float32 and [token.token_id for token in found] != [token.token_id for token in expected]:
         return "other tokens are drawn than on the CPU"
@@ -114,19 +119,22 @@ def _pairs(one: SampledToken, other: SampledToken) -> Iterator[tuple[float, floa
 
 
 class _OnDevice:
-    """A TensorSource of weights drawn on the CPU, the same for every device."""
+    """A TensorSource of weights drawn on the CPU by their names, as devices read them in orders of their own."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._source = RandomSource(_SEED, torch.float32, _CPU)
         self._dtype, self._device = dtype, device
 
     def has(self, name: str) -> bool:
         """See TensorSource."""
-        return self._source.has(name)
+        return _source_of(name).has(name)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """See TensorSource."""
-        return self._source.tensor(name, shape).to(self._device, self._dtype)
+        return _source_of(name).tensor(name, shape).to(self._device, self._dtype)
+
+
+def _source_of(name: str) -> RandomSource:
+    return RandomSource(zlib.crc32(name.encode()), torch.float32, _CPU)
 
 
 def _compute(computer: Computer, dtype: torch.dtype, plan: CheckPlan, config: ModelConfig) -> list[SampledToken]:
