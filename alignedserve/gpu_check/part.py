@@ -73,9 +73,8 @@ def _self_check(part: Part) -> dict[str, Any]:
     command = [sys.executable, "-m", _SELF_CHECK, str(part.device), *([_EAGER] if variable else [])]
     said = ask(command, part.limit_s - _OWN_END_S)
     seconds = round(time.monotonic() - started_s, 1)
-    if isinstance(said, str):
-        return {"seconds": seconds, "failures": [f"it {said}"]}
-    return {"seconds": seconds, "failures": [] if said.get(OK) is True else [str(said.get(FAILURE))]}
+    failure = _failure_of(said)
+    return {"seconds": seconds, "failures": [] if failure is None else [failure]}
 
 
 def _kinds(part: Part) -> dict[str, Any]:
@@ -90,14 +89,20 @@ def _kinds(part: Part) -> dict[str, Any]:
             figures["left_out"].append(f"{kind}: the time was over")
             continue
         said = ask([sys.executable, "-m", _SELF_CHECK, str(part.device), "--kind", kind], left_s)
-        if isinstance(said, str):
-            figures["failures"].append(f"{kind}: it {said}")
-        elif said.get(OK) is True:
+        failure = _failure_of(said)
+        if failure is None:
             figures["passed"].append(kind)
         else:
-            figures["failures"].append(f"{kind}: {said.get(FAILURE)}")
+            figures["failures"].append(f"{kind}: {failure}")
         part.note(figures)
     return figures
+
+
+def _failure_of(said: dict[str, Any] | str) -> str | None:
+    """Return what a self-check found; None: it has passed."""
+    if isinstance(said, str):
+        return f"it {said}"
+    return None if said.get(OK) is True else str(said.get(FAILURE))
 
 
 def _answers(part: Part) -> dict[str, Any]:

@@ -1,31 +1,18 @@
 """The meaning of engine.device=auto: the GPUs of this machine once they have passed the self-check, else the CPU."""
 
 import logging
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.runtime.device.devices import AUTO, CPU, CUDA, cuda_obstacle, describe_gpus, gpu_names
 from alignedserve.runtime.device.machine_gpus import machine_remarks
-from alignedserve.runtime.device.verdicts import (
-    FAILURE,
-    OK,
-    ask,
-    cache_folder,
-    identity_of,
-    keep,
-    read_kept,
-    verdict_path,
-)
+from alignedserve.runtime.device.self_checks import obstacle_on
+from alignedserve.runtime.device.verdicts import cache_folder
 
-_LIMIT_S = 180.0  # with kernels that are compiled for the first time
-_COMMAND = (sys.executable, "-m", "alignedserve.runtime.device_check.self_check")
-_LONGEST_REASON = 300
 logger = logging.getLogger(__name__)
 
 Check = Callable[[str], str | None]  # of a GPU by its name: why it cannot be trusted, if so
@@ -72,27 +59,3 @@ def choose_device(name: str, check: Check | None = None) -> DeviceChoice:
             )
     taken = f"engine.device=auto takes {'; '.join(describe_gpus())}: the self-check has passed"
     return DeviceChoice(CUDA, "; ".join((taken, *machine_remarks())))
-
-
-def obstacle_on(device: str, folder: Path, command: Sequence[str] = _COMMAND, limit_s: float = _LIMIT_S) -> str | None:
-    """Return why the self-check has not passed on this GPU, in one line; None: it has, now or before.
-
-    `folder`: keeps passed checks. A check that fails is repeated the next time.
-    """
-    key = identity_of(device)
-    path = verdict_path(folder, "gpu-checks", key)
-    if read_kept(path) == key:
-        return None
-    reason = _ask([*command, device], limit_s)
-    if reason is None:
-        keep(path, key)
-    return reason
-
-
-def _ask(command: Sequence[str], limit_s: float) -> str | None:
-    said = ask(command, limit_s)
-    if isinstance(said, str):
-        return f"its self-check {said}"
-    if said.get(OK) is True:
-        return None
-    return str(said.get(FAILURE) or "its self-check said nothing that can be read")[:_LONGEST_REASON]

@@ -16,7 +16,7 @@ from alignedserve.process.loading_progress import LoadingProgress
 from alignedserve.runtime.device.device_work import free_bytes, used_by_others
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.device.kind_checks import require_kinds
+from alignedserve.runtime.device.self_checks import require_kinds
 from alignedserve.runtime.device.verdicts import cache_folder
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.experts.expert_group import ExpertGroup

@@ -18,9 +18,9 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, TokenLogprob
 from alignedserve.runtime.device import verdicts
-from alignedserve.runtime.device.kind_checks import require_kinds
+from alignedserve.runtime.device.self_checks import obstacle_on, require_kinds
 from alignedserve.runtime.device_check import choice as choices
-from alignedserve.runtime.device_check.choice import DeviceChoice, choose_device, obstacle_on
+from alignedserve.runtime.device_check.choice import DeviceChoice, choose_device
 from alignedserve.runtime.device_check.self_check import _difference
 
 PASSES = (sys.executable, "-c", 'import pathlib, sys; print("noise"); print(\'{"ok": true, "failure": null}\')')
@@ -215,7 +215,7 @@ def test_a_kind_of_layers_is_checked_once_and_what_fails_is_named(tmp_path: Path
     kinds = ["latent attention", "Mamba-2"]
     require_kinds("cuda:0", kinds, tmp_path, PASSES)
     fails = ("sh", "-c", 'echo \'{"ok": false, "failure": "other tokens are drawn"}\'')
-    require_kinds("cuda:0", kinds, tmp_path, fails)  # which nobody runs
+    require_kinds("cuda:0", kinds, tmp_path, fails)  # remembered: it is not run
     with pytest.raises(
         ConfigError, match="cuda:0 does not compute capped scores as a CPU does: other tokens are drawn"
     ):
