@@ -316,7 +316,7 @@ class RoutedExperts(Protocol):
 
     @property
     def router(self) -> Router:
-        """What chooses them."""
+        """Return what chooses them."""
 
     def routed(self, x: Tensor, routing: Routing) -> Tensor:
         """Compute x [rows, in_width] by these experts -> [rows, out_width]."""

@@ -2,7 +2,7 @@
 
 A row is a key that all heads share and that is rotated, and the latent behind it (`kernels.latent_attention`). The rows
 of a tile are loaded once and multiplied twice: with the queries of many heads, and, their latents, with the weights.
-What the weights make of rotated keys nobody reads, so `out` has nothing there.
+Sums of rotated keys are of no use: `out` has nothing in their place.
 
 Decodes are divided over programs as those of other models are, and merged by the same kernel (`decode_attention`); the
 heads, of which there are many, over as many programs again as it takes. Chunks are cut into tiles of tokens and heads.

@@ -29,7 +29,7 @@ def convolve(
     tails: Tensor,
     gates: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Compute `kernels.states.convolution.causal_convolution`. `rows`: DeviceStateRows."""
+    """Compute `kernels.states.convolution.causal_convolution`."""
     num_tokens, channels = x.shape
     taps = len(weight)
     assert x.stride(1) == 1, "channels of a token are one run of memory"
@@ -77,12 +77,12 @@ def scan_space(
     rows: DeviceStateRows,
     states: Tensor,
 ) -> Tensor:
-    """Compute `kernels.states.state_space.scan`. `rows`: DeviceStateRows."""
+    """Compute `kernels.states.state_space.scan`."""
     x, b, c = inputs
     num_heads, state_size, head_dim = states.shape[1:]
     out = torch.empty((len(x), num_heads, head_dim), dtype=torch.float32, device=x.device)
     padded_size = power_of_two(state_size)
-    width = max(1, min(_part_elements(rows) // padded_size, power_of_two(head_dim)))
+    width = _part_width(rows, padded_size, head_dim)
     _scan_space[(parts_of(head_dim, width), num_heads, len(rows.firsts))](
         x,
         b,
@@ -115,12 +115,12 @@ def scan_delta(
     *,
     eps: float,
 ) -> Tensor:
-    """Compute `kernels.states.delta_rule.scan`. `rows`: DeviceStateRows; `eps`: of the lengths of q and k."""
+    """Compute `kernels.states.delta_rule.scan`. `eps`: of the lengths of q and k."""
     q, k, v = inputs
     num_heads, key_dim, value_dim = states.shape[1:]
     out = torch.empty((len(q), num_heads, value_dim), dtype=torch.float32, device=q.device)
     padded_dim = power_of_two(key_dim)
-    width = max(1, min(_part_elements(rows) // padded_dim, power_of_two(value_dim)))
+    width = _part_width(rows, padded_dim, value_dim)
     _scan_delta[(parts_of(value_dim, width), num_heads, len(rows.firsts))](
         q,
         k,
@@ -179,8 +179,10 @@ def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
     scan_delta((x, x, x), (gates, gates), rows, states, eps=1e-6)
 
 
-def _part_elements(rows: DeviceStateRows) -> int:
-    return PART_ELEMENTS if len(rows.firsts) >= _FEW_SEQUENCES else min(PART_ELEMENTS, _PART_OF_FEW)
+def _part_width(rows: DeviceStateRows, padded_size: int, width: int) -> int:
+    """Return how many of a state's columns, each of `padded_size` elements, a program has."""
+    most = PART_ELEMENTS if len(rows.firsts) >= _FEW_SEQUENCES else min(PART_ELEMENTS, _PART_OF_FEW)
+    return max(1, min(most // padded_size, power_of_two(width)))
 
 
 def _sequences(rows: DeviceStateRows) -> tuple[Tensor, ...]:
@@ -290,6 +292,16 @@ def _leave_tails(
 
 
 @triton.jit
+def _begin_of(part, first_part, first, ends):
+    """Return the first token row of a part of a sequence. `first`: the sequence's own.
+
+    It is read anew: of a scalar that one turn of a loop leaves for the bounds of the next one's inner loop, Triton 3.6
+    and 3.7 take the first value each time (decision 80).
+    """
+    return tl.maximum(tl.load(ends + part - 1, mask=part > first_part, other=-1) + 1, first)
+
+
+@triton.jit
 def _scan_space(
     x,
     b,
@@ -326,10 +338,7 @@ def _scan_space(
     first_part = tl.load(first_parts + sequence)
     for part in range(first_part, tl.load(first_parts + sequence + 1)):
         end = tl.load(ends + part)
-        # Read anew: of a scalar that one turn leaves for the bounds of the next one's inner loop, Triton 3.6 and 3.7
-        # take the first value each time (decision 80).
-        before = tl.load(ends + part - 1, mask=part > first_part, other=-1)
-        for at in range(tl.maximum(before + 1, begin), end + 1):
+        for at in range(_begin_of(part, first_part, begin, ends), end + 1):
             own = tl.load(x + at * x_stride + head * HEAD_DIM + columns, mask=is_column, other=0.0)
             written = tl.load(b + at * b_stride + group * STATE_SIZE + keys, mask=is_key, other=0.0)
             read = tl.load(c + at * c_stride + group * STATE_SIZE + keys, mask=is_key, other=0.0)
@@ -378,10 +387,7 @@ def _scan_delta(
     first_part = tl.load(first_parts + sequence)
     for part in range(first_part, tl.load(first_parts + sequence + 1)):
         end = tl.load(ends + part)
-        # Read anew: of a scalar that one turn leaves for the bounds of the next one's inner loop, Triton 3.6 and 3.7
-        # take the first value each time (decision 80).
-        before = tl.load(ends + part - 1, mask=part > first_part, other=-1)
-        for at in range(tl.maximum(before + 1, begin), end + 1):
+        for at in range(_begin_of(part, first_part, begin, ends), end + 1):
             query = tl.load(q + at * q_stride + key_at, mask=is_dim, other=0.0)
             key = tl.load(k + at * k_stride + key_at, mask=is_dim, other=0.0)
             value = tl.load(v + at * v_stride + head * VALUE_DIM + columns, mask=is_column, other=0.0)

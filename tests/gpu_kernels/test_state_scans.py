@@ -45,7 +45,7 @@ def three(rows: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor, Te
 
 
 def states_of(*shape: int) -> Tensor:
-    """What is no state of any sequence is not a number."""
+    """Draw states, and numbers that are none where no sequence has any."""
     states = randoms(NUM_BLOCKS, *shape)
     states[[block for block in range(NUM_BLOCKS) if block not in (3, 6)]] = float("nan")
     return states
