@@ -119,9 +119,8 @@ def test_what_is_wrong_is_named(part: str, problem: str, made: tuple[Path, Tenso
         tiny_decoder(tmp_path)
 
 
-def test_gpus_and_ranks_are_refused_by_name(made: tuple[Path, Tensor]) -> None:
+def test_gpus_take_it_and_ranks_are_refused_by_name(made: tuple[Path, Tensor]) -> None:
     section = ModelSectionConfig(path=str(made[0]))
-    with pytest.raises(Exception, match="attention sinks of gpt_oss have no GPU kernels"):
-        resolve_model(section, device="cuda")
+    resolve_model(section, device="cuda")
     with pytest.raises(Exception, match="experts are not divided"):
         resolve_model(section, tensor_parallel=2)
