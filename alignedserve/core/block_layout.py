@@ -33,7 +33,7 @@ class BlockLayout:
     Layers whose heads have other sizes than those of the first lie behind them, kind by kind: see `kinds`; the sizes of
     a slot and of a run are those of the first kind. Behind all lie, of models that have some, the states behind the
     last of its tokens that is computed, in as many whole runs as they need; or each context has blocks for them alone,
-    before those of its tokens.
+    before those of its tokens. So has one for layers with a window that forget what they do not read any more.
     Raises ConfigError naming the field.
     """
 
@@ -46,6 +46,8 @@ class BlockLayout:
     state_bytes: int = 0  # of recurrent states; num_layers counts the layers with keys and values alone
     state_blocks: int = 0  # in place of these: blocks of its own that a context has for its states
     unlike: tuple[LayerHeads, ...] = ()  # of num_layers, the last, whose heads have other sizes
+    ring_layers: int = 0  # beside num_layers, with a window: their keys and values are in rings of `state_blocks`
+    ring_blocks: int = 0  # of one ring, which has those of num_layers such layers
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_layers", "num_kv_heads", "head_dim"):
@@ -57,6 +59,8 @@ class BlockLayout:
             raise ConfigError(f"dtype must be one of {', '.join(_CACHE_DTYPE_BYTES)}, not {self.dtype!r}.")
         if self.unlike and (self.has_states or self.num_layers <= sum(own.num_layers for own in self.unlike)):
             raise ConfigError("unlike: some layers must be alike, and contexts without states.")
+        if self.ring_layers and self.state_blocks != 1 + self.num_rings * self.ring_blocks:
+            raise ConfigError("state_blocks must be those of the rings, behind one for their header.")
 
     @property
     def kinds(self) -> tuple["BlockLayout", ...]:
@@ -139,6 +143,11 @@ class BlockLayout:
         return self.state_bytes > 0 or self.state_blocks > 0
 
     @property
+    def num_rings(self) -> int:
+        """Number of rings that each context has: of as many layers with a window as a block has layers."""
+        return -(-self.ring_layers // self.num_layers)
+
+    @property
     def context_bytes(self) -> int:
         """Bytes of a context's states in blocks of their own, however long it is."""
         return self.state_blocks * self.block_bytes
@@ -152,6 +161,20 @@ class BlockLayout:
         num_in_block = max(plain.block_bytes - STATE_HEADER_BYTES, 0) // layer_bytes if layer_bytes else 0
         return replace(plain, state_blocks=-(-num_layers // num_in_block)) if num_in_block else self
 
+    def with_rings(self, num_windowed: int, window: int) -> "BlockLayout":
+        """Return the layout where so many of the layers, which read `window` tokens back, keep no more than these.
+
+        Each context has blocks of its own for them, as for states: one whose first bytes say how far it is, and rings,
+        in which a token takes the place of the one that has left the window. A block more than the window touches is
+        there, so that a block of tokens may be written before the first of them is read.
+        """
+        assert not (self.has_states or self.unlike), "rings beside states, or of layers that are not alike"
+        assert 0 < num_windowed < self.num_layers, "some layers with a window, and some without"
+        num_layers, ring_blocks = self.num_layers - num_windowed, -(-window // self.block_size) + 2
+        state_blocks = 1 + -(-num_windowed // num_layers) * ring_blocks
+        own = {"ring_layers": num_windowed, "ring_blocks": ring_blocks, "state_blocks": state_blocks}
+        return replace(self, num_layers=num_layers, **own)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return the blocks of a context of so many tokens, those of its states included."""
         return self.state_blocks + -(-num_tokens // self.block_size)
@@ -162,11 +185,12 @@ class BlockLayout:
 
     def digest(self) -> bytes:
         """Return 32 bytes that identify the layout; processes compare them before they share blocks."""
-        *fields, num_parts, state_bytes, state_blocks, unlike = astuple(self)
+        *fields, num_parts, state_bytes, state_blocks, unlike, ring_layers, ring_blocks = astuple(self)
         fields += [num_parts] if num_parts == 1 or state_bytes or state_blocks else []
         fields += [state_bytes] if state_bytes or state_blocks else []
         fields += [state_blocks] if state_blocks else []
         fields += [tuple(map(tuple, unlike))] if unlike else []
+        fields += [("rings", ring_layers, ring_blocks)] if ring_layers else []
         return hashlib.sha256(repr(tuple(fields)).encode()).digest()
 
 

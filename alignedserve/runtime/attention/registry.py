@@ -2,10 +2,12 @@
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from alignedserve.core.block_layout import FP8, BlockLayout
 from alignedserve.core.errors import ConfigError
@@ -13,11 +15,14 @@ from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON, Attentio
 from alignedserve.runtime.attention.layer_kinds import PagedPlannerOfKinds, PlannerOfKinds
 from alignedserve.runtime.attention.native_backend import PagedPlanner
 from alignedserve.runtime.attention.prompt_choice import FAR_BYTES
+from alignedserve.runtime.attention.ring_tables import RingContexts, RingTables
 from alignedserve.runtime.attention.sequence_table import SequenceTable
 from alignedserve.runtime.attention.torch_backend import GatheredPlanner
+from alignedserve.runtime.attention.whole_runs import Runs
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.layer_kind import CachedLayers
+from alignedserve.runtime.model.layer_geometry import read_places
 from alignedserve.runtime.model.model_config import ModelConfig
 from kernels.attention import PLAIN_SCORES, ScoreForm
 from kernels.cpu.paged_attention import Int8Heads, PagedAttention
@@ -35,10 +40,12 @@ def attention_planner(
     config: ModelConfig,
     dtype: torch.dtype,
     scores: ScoreForm = PLAIN_SCORES,
+    rings: RingTables | None = None,
 ) -> AttentionPlanner:
     """Return the planner for `choice`; plain PyTorch, with a warning, where the GPU kernels do not run.
 
-    `dtype`: of queries, and of the cache unless it has scales. `scores`: the model's (Decoder.scores).
+    `dtype`: of queries, and of the cache unless it has scales. `scores`: the model's (Decoder.scores). `rings`: where
+    layers with a window have keys and values, if not in the blocks of `table`.
     Raises ConfigError for an unavailable choice.
     """
     if storage.layout.is_int8 and storage.device.type != "cpu":
@@ -52,20 +59,55 @@ def attention_planner(
         on_gpu = _gpu_planner(table, storage, config, scores)
         if on_gpu is not None:
             return on_gpu
+    runs = table.whole_runs if isinstance(table, SequenceTable) else None
+    if rings is not None:
+        return _planner_of_rings(level, table, storage, config, dtype, scores, runs, rings)
     if not storage.layout.unlike:
-        return _cpu_planner(level, table, storage, config, dtype, scores)
+        return _cpu_planner(level, table, storage, config, dtype, scores, runs)
     assert scores.sinks is None, "sinks of several kinds of layers"
     num_layers = [kind.layout.num_layers for kind in storage.kinds]
-    planners = [_cpu_planner(level, table, kind, config, dtype, scores) for kind in storage.kinds]
+    planners = [_cpu_planner(level, table, kind, config, dtype, scores, runs) for kind in storage.kinds]
     paged = [planner for planner in planners if isinstance(planner, PagedPlanner)]
     return PagedPlannerOfKinds(paged, num_layers) if paged else PlannerOfKinds(planners, num_layers)
 
 
+def _planner_of_rings(
+    level: str,
+    table: Contexts,
+    storage: BlockStorage,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    scores: ScoreForm,
+    runs: Mapping[int, Runs] | None,
+    rings: RingTables,
+) -> PlannerOfKinds:
+    """Return the planner of layers that read the blocks of their contexts, and of others that read rings."""
+    num_layers, num_rings = storage.layout.num_layers, storage.layout.num_rings
+    contexts = [table, *(RingContexts(rings, ring, table) for ring in range(num_rings))]
+    sinks: Sequence[Tensor | None] = [None] * len(contexts)
+    if scores.sinks is not None:
+        places = read_places(config, has_rings=True)
+        ordered = scores.sinks[sorted(places, key=places.__getitem__)]
+        sinks = pad(ordered, (0, 0, 0, len(contexts) * num_layers - len(ordered))).split(num_layers)
+    planners = [
+        _cpu_planner(level, own, storage, config, dtype, scores._replace(sinks=some), runs)
+        for own, some in zip(contexts, sinks, strict=True)
+    ]
+    paged = [planner for planner in planners if isinstance(planner, PagedPlanner)]
+    counts = [num_layers] * len(planners)
+    return PagedPlannerOfKinds(paged, counts) if paged else PlannerOfKinds(planners, counts)
+
+
 def _cpu_planner(
-    level: str, table: Contexts, layers: CachedLayers, config: ModelConfig, dtype: torch.dtype, scores: ScoreForm
+    level: str,
+    table: Contexts,
+    layers: CachedLayers,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    scores: ScoreForm,
+    runs: Mapping[int, Runs] | None,
 ) -> PagedPlanner | GatheredPlanner:
     """Return the planner of the native kernels, or of plain PyTorch, over layers that are alike."""
-    runs = table.whole_runs if isinstance(table, SequenceTable) else None
     is_chunked, window = config.has_chunked_windows, config.sliding_window
     in_windows = config.extras is not None and config.extras.pictures_in_windows
     if level in (TORCH, TRITON):

@@ -50,6 +50,7 @@ class Decoder:
         self._heads = [config.heads_of(layer) for layer in range(config.num_layers)]
         self._windowed = frozenset(config.windowed_layers)
         self._cache_of_layer = read_places(config)
+        self._cache_of_rings = read_places(config, has_rings=True) if config.may_have_rings else {}
         self._extra_heads = None if config.extras is None else ExtraHeads(config, self.dtype, self.device)
         self._first_shared = config.num_layers - (0 if config.extras is None else config.extras.num_shared)
         self._states: StateStorage | None = None  # of the latest storage
@@ -117,6 +118,8 @@ class Decoder:
         if batch.states is not None:
             run.states = self._states_of(storage)
             run.states.begin(batch.states)
+        if batch.rings is not None:
+            batch.rings.begin(storage)
         if self.config.temperature is not None:
             run.temperatures = temperatures(batch.positions, self.config.temperature).to(self.dtype)
         if batch.hidden is not None:
@@ -144,6 +147,8 @@ class Decoder:
                 self._between_layers()
         if batch.states is not None and run.states is not None:
             run.states.end(batch.states)
+        if batch.rings is not None:
+            batch.rings.end(storage)
         if self.device.type == "cpu":
             self.attention_s, self.chunk_attention_s = run.attention_s, run.chunk_attention_s
             self.products_s, self.had_head = 0.0, False
@@ -328,7 +333,7 @@ class Decoder:
     def _project(self, x: Tensor, layer: int, weights: LayerWeights, run: PassState) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values [tokens, width] of a layer's inputs, the latter two also in the cache."""
         config, batch, storage = self.config, run.batch, run.storage
-        rotation, cache = run.rotations[layer], self._cache_of_layer[layer]
+        rotation, cache = run.rotations[layer], self._cache_of(layer, run)
         fused = adapted_product(LayerProduct.QKV, layer, weights.qkv, x, batch.adapters)
         if self._extra_heads is not None:
             return self._extra_heads.placed(fused, weights.head_norms, layer, run)
@@ -341,8 +346,9 @@ class Decoder:
             )
         queries = fused[:, :query_width]
         if run.hidden is None:
-            cached = (storage.key_slots(cache), storage.value_slots(cache))
-            self._place(fused, weights.head_norms, rotation, batch.slots, *cached)
+            place, slots = run.cache_rows(cache)
+            cached = (storage.key_slots(place), storage.value_slots(place))
+            self._place(fused, weights.head_norms, rotation, slots, *cached)
         else:
             run.hidden.place(fused, layer, weights, rotation, batch.slots)
         if config.query_multiplier != 1.0:
@@ -356,8 +362,13 @@ class Decoder:
         attends = weights.mixer is None or weights.mixer_output is not None
         if attends:
             self._project(x, layer, weights, run)
+            run.settle_rings(self._cache_of(layer, run))
         if weights.mixer is not None:
             self._mix(run.mixer_inputs if attends else weights.qkv(x), layer, weights, run)
+
+    def _cache_of(self, layer: int, run: PassState) -> int:
+        """Return the place in the whole cache of the keys and values that a layer reads."""
+        return (self._cache_of_layer if run.batch.rings is None else self._cache_of_rings)[layer]
 
     def _mix(self, projected: Tensor, layer: int, weights: LayerWeights, run: PassState) -> Tensor:
         """Mix the tokens of a layer through its state [tokens, width], which stands behind them then."""
@@ -376,7 +387,7 @@ class Decoder:
         if weights.mixer is not None and weights.mixer_output is None:
             mixed = run.kept(self._mix(weights.qkv(x), layer, weights, run))
             return self._addend(weights.output(mixed), weights.attention_post_norm)
-        config, cache = self.config, self._cache_of_layer[layer]
+        config, cache = self.config, self._cache_of(layer, run)
         queries, keys, values = self._project(x, layer, weights, run)
         queries, own = run.kept(queries), self._heads[layer]
         queries = queries.view(len(queries), own.num_kv_heads, config.num_heads // own.num_kv_heads, own.head_dim)
@@ -389,6 +400,7 @@ class Decoder:
         run.attention_s += decoded - started
         attention.chunks(queries, (keys, values), attended, cache, is_windowed)
         run.chunk_attention_s += time.perf_counter() - decoded
+        run.settle_rings(cache)
         attended = attended.flatten(1)
         if run.gates is not None:  # in float64, which rounds alike wherever an element stands
             attended.mul_(run.kept(run.gates).double().sigmoid_())

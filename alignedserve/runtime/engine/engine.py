@@ -13,6 +13,7 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SampledToken, sampled_tokens
 from alignedserve.runtime.attention.backend import AUTO, AttentionPlanner, Contexts, TableKeeper
 from alignedserve.runtime.attention.registry import attention_planner
+from alignedserve.runtime.attention.ring_tables import RingTables
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
 from alignedserve.runtime.device.device_work import in_inference_mode
 from alignedserve.runtime.device.streams import DeviceStreams, streams_of
@@ -77,6 +78,7 @@ class Engine:
         launches_ahead: bool | None = None,
         lent_blocks: Sequence[BlockId] = (),
         max_running: int | None = None,
+        ring_scratch: Sequence[BlockId] = (),
     ) -> None:
         """`attention`: one of CHOICES of runtime.attention. `streams`, `capture`: replace those of the storage's
         device. `hidden_block_tokens`: sequences may have a hidden cache, whose blocks hold so many tokens each; memory
@@ -85,6 +87,7 @@ class Engine:
         `launches_ahead`: steps are launched before the tokens of the one before are known; None: on a GPU.
         `lent_blocks`: of the storage, for the engine itself; no sequence has them. See BlockLoans.
         `max_running`: sequences that decode in one step, for which graphs are recorded; None: all.
+        `ring_scratch`: blocks like `lent_blocks`, for chunks where layers with a window have rings. See RingTables.
 
         Raises ConfigError for options that are unavailable here.
         """
@@ -92,7 +95,8 @@ class Engine:
         assert config.rope or max_context_len <= config.max_position_embeddings, "more context than positions"
         dtype = layout.dtype if layout.has_scales else model.dtype_name
         whole = config.block_layout(layout.block_size, dtype)
-        assert layout in (whole, config.layout_apart(whole)), "the storage is not of this model"
+        of_rings = config.layout_of_rings(whole) if config.may_have_rings else whole
+        assert layout in (whole, config.layout_apart(whole), of_rings), "the storage is not of this model"
         assert not (layout.has_scales and hidden_block_tokens), "blocks of 8 bits hold no layer inputs"
         self.model = model
         self.storage = storage
@@ -105,9 +109,11 @@ class Engine:
             state_blocks=layout.state_blocks,
         )
         self.keep_states = self._table.keep_states
+        rings = RingTables(self._table, layout, ring_scratch) if layout.ring_layers else None
+        storage.zero_blocks(np.array(ring_scratch, np.int64))  # of which attention may read unused slots
 
         def make_planner(contexts: Contexts, storage: BlockStorage) -> AttentionPlanner:
-            return attention_planner(attention, contexts, storage, config, model.dtype, model.scores)
+            return attention_planner(attention, contexts, storage, config, model.dtype, model.scores, rings)
 
         planner, hidden = make_planner(self._table, storage), None
         if launches_ahead is None:
@@ -128,7 +134,7 @@ class Engine:
         graphs = None if capture is None else DecodeGraphs(model, storage, capture, sizes)
         self._passes = StepPasses(model, storage, graphs)
         self._builder = BatchBuilder(
-            self._table, storage, planner, decode_sizes=() if capture is None else sizes, hidden=hidden, last=last
+            self._table, storage, planner, decode_sizes=() if capture is None else sizes, hidden=hidden, last=last, rings=rings
         )
         self._sampler = Sampler(
             max_sequences=max_sequences,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.attention.backend import AttentionPlanner, StepAttention
+from alignedserve.runtime.attention.ring_tables import RingRows
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable
 from alignedserve.runtime.engine.hidden_pass import HiddenRows
 from alignedserve.runtime.vision.picture_rows import PictureRows
@@ -98,6 +99,7 @@ class ForwardBatch:
     places: Tensor | None = None  # [tokens, 3] int64: of rotations, along each axis; None: `positions` are all of them
     pictures: PictureRows | None = None  # None: every token row has the input of its token
     states: StateRows | DeviceStateRows | None = None  # None: the model has none
+    rings: RingRows | None = None  # None: layers with a window keep theirs in the blocks of tokens
 
     @property
     def rotated_at(self) -> Tensor:

@@ -53,6 +53,20 @@ class PassState:
             self.kind_rows[kind] = self.storage.kinds[kind].rows(self.batch.slots)
         return self.kind_rows[kind]
 
+    def cache_rows(self, cache: int) -> tuple[int, Tensor]:
+        """Return the place in a block, and the slots of new tokens, of the layer at this place of the whole cache."""
+        part, place = divmod(cache, self.storage.layout.num_layers)
+        if not part:
+            return place, self.batch.slots
+        assert self.batch.rings is not None, "a layer behind those of a block"
+        return place, self.batch.rings.slots[part - 1]
+
+    def settle_rings(self, cache: int) -> None:
+        """Let a layer that has read its keys and values leave them where later tokens find them."""
+        part, place = divmod(cache, self.storage.layout.num_layers)
+        if part and self.batch.rings is not None:
+            self.batch.rings.settle(part - 1, place, self.storage)
+
     def kept(self, rows: Tensor) -> Tensor:
         """Return those of [tokens, ...] that the layer goes on with once the keys and values are written."""
         return rows if self.last is None else rows.index_select(0, self.last.token_rows)

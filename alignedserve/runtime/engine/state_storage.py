@@ -7,21 +7,11 @@ from torch import Tensor
 
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.state_headers import UNFINISHED, states_of, tokens_behind_states
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.state_config import HEADER_BYTES, StateConfig, layers_in_block, state_bytes
 from kernels.states.device_rows import DeviceStateRows
 from kernels.states.state_rows import StateRows
-
-_UNFINISHED = -1
-
-
-def tokens_behind_states(storage: BlockStorage) -> Tensor:
-    """Return of every block how many tokens of a context its states stand behind: [blocks] int64, in the blocks.
-
-    Where states have blocks of their own, the first of a context's says it of all.
-    """
-    return _states_of(storage)[:, :8].view(torch.int64)[:, 0]
-
 
 class StateStorage:
     """Views of a storage's states; the storage is the only owner."""
@@ -32,7 +22,7 @@ class StateStorage:
         self._num_tokens = tokens_behind_states(storage)
         self._parts: dict[int, Sequence[Tensor]] = {}
         self._columns: dict[int, int] = {}
-        states, num_layers = _states_of(storage), len(config.state_layers)
+        states, num_layers = states_of(storage), len(config.state_layers)
         if storage.layout.state_blocks:
             num_layers = layers_in_block(config.state, storage.layout.dtype, storage.layout.block_bytes)
         layer_bytes = state_bytes(config.state, storage.layout.dtype)
@@ -51,16 +41,11 @@ class StateStorage:
 
     def begin(self, rows: StateRows | DeviceStateRows) -> None:
         """Mark the states that a pass is about to write."""
-        self._num_tokens.index_fill_(0, torch.as_tensor(rows.targets), _UNFINISHED)
+        self._num_tokens.index_fill_(0, torch.as_tensor(rows.targets), UNFINISHED)
 
     def end(self, rows: StateRows | DeviceStateRows) -> None:
         """Note behind which tokens these states stand now."""
         self._num_tokens.index_copy_(0, torch.as_tensor(rows.targets), torch.as_tensor(rows.num_tokens))
-
-
-def _states_of(storage: BlockStorage) -> Tensor:
-    """Return the bytes of all blocks' states, the scratch block's behind those of the others [blocks, bytes]."""
-    return storage.all_bytes[:, 0 if storage.layout.state_blocks else storage.layout.kv_bytes :]
 
 
 def _views(config: StateConfig, cache_dtype: str, layer: Tensor) -> list[Tensor]:

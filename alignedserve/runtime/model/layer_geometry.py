@@ -24,7 +24,13 @@ def cached_places(config: ModelConfig) -> dict[int, tuple[int, int]]:
     return {layer: (kind, place) for kind, layers in kinds for place, layer in enumerate(layers)}
 
 
-def read_places(config: ModelConfig) -> dict[int, int]:
-    """Return the place in the whole cache of the keys and values that each layer reads, of those that attend."""
-    places = {layer: place for place, layer in enumerate(cached_places(config))}
+def read_places(config: ModelConfig, *, has_rings: bool = False) -> dict[int, int]:
+    """Return the place in the whole cache of the keys and values that each layer reads, of those that attend.
+
+    `has_rings`: layers with a window, whose keys and values are in rings, come behind the others.
+    """
+    ordered = list(cached_places(config))
+    if has_rings:
+        ordered.sort(key=lambda layer: layer in config.windowed_layers)
+    places = {layer: place for place, layer in enumerate(ordered)}
     return {layer: places[cache_source(config, layer)] for layer in config.attention_layers}

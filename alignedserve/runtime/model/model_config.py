@@ -218,6 +218,18 @@ class ModelConfig:
         layer_bytes = 0 if self.state is None else state_bytes(self.state, layout.dtype)
         return layout.with_own_states(len(self.state_layers), layer_bytes)
 
+    @property
+    def may_have_rings(self) -> bool:
+        """Return whether layers with a window can keep no more than it, in rings: see BlockLayout.with_rings."""
+        num_windowed = len(set(self.windowed_layers) & set(self.cached_layers))
+        is_mixed = 0 < num_windowed < len(self.cached_layers)
+        return is_mixed and self.state is None and self.extras is None and self.latent is None
+
+    def layout_of_rings(self, layout: BlockLayout) -> BlockLayout:
+        """Return the layout whose layers with a window keep no more than it."""
+        assert self.sliding_window is not None, "a model without windows"
+        return layout.with_rings(len(self.windowed_layers), self.sliding_window)
+
     def shape(self, name: str, dtype: str) -> ModelShape:
         """Return the sizes as cost models use them; embeddings count as wide as the hidden state."""
         return ModelShape(

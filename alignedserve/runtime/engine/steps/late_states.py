@@ -9,9 +9,9 @@ import logging
 import numpy as np
 
 from alignedserve.runtime.attention.sequence_table import SequenceTable
-from alignedserve.runtime.engine.state_storage import tokens_behind_states
 from alignedserve.runtime.engine.steps.step_output import Slices
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.state_headers import tokens_behind_states
 
 logger = logging.getLogger(__name__)
 

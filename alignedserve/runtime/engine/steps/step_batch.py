@@ -10,6 +10,7 @@ from torch import Tensor
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.runtime.attention.backend import AttentionPlanner, RunPlanner, StepAttention
+from alignedserve.runtime.attention.ring_tables import RingPlan, RingTables
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, are_same, tokens_of
 from alignedserve.runtime.device.arrays import Array, to_device
 from alignedserve.runtime.engine.forward_batch import ForwardBatch, LastTokenPlanner, LastTokens
@@ -54,6 +55,7 @@ class StepBatch(NamedTuple):
     places: Tensor | None = None  # see ForwardBatch; on the device already, as the next
     pictures: PictureRows | None = None  # on the device already; None: no token row has the embedding of one
     states: StateRows | DeviceStatePlan | None = None  # of the token rows; None: the model has none
+    rings: RingPlan | None = None  # of the sequences; None: they have none
 
     @property
     def needs_hidden(self) -> bool:
@@ -71,25 +73,30 @@ class StepBatch(NamedTuple):
         arrays = () if self.hidden is None else self.hidden.arrays
         adapters = () if self.adapters is None else self.adapters.host_arrays
         states = () if self.states is None else self.states.host_arrays
-        return (self.token_ids, self.positions, self.slots, *adapters, *states, *arrays, *self.attention.host_arrays)
+        rings = () if self.rings is None else self.rings.host_arrays
+        own = (*adapters, *states, *rings, *arrays)
+        return (self.token_ids, self.positions, self.slots, *own, *self.attention.host_arrays)
 
     def to_forward_batch(self, tensors: Sequence[Tensor]) -> ForwardBatch:
         """Build the forward batch. `tensors`: the host arrays on the device."""
         token_ids, positions, slots, *others = tensors
-        hidden, adapters, states = None, None, None
+        hidden, adapters, states, rings = None, None, None, None
         if self.adapters is not None:
             num_arrays = len(self.adapters.host_arrays)
             adapters, others = self.adapters.bound(others[:num_arrays]), others[num_arrays:]
         if self.states is not None:
             num_arrays = len(self.states.host_arrays)
             states, others = self.states.bound(others[:num_arrays]), others[num_arrays:]
+        if self.rings is not None:
+            num_arrays = len(self.rings.host_arrays)
+            rings, others = self.rings.bound(others[:num_arrays]), others[num_arrays:]
         if self.hidden is not None:
             num_arrays = len(self.hidden.arrays)
             hidden, others = self.hidden.to_rows(len(token_ids), others[:num_arrays]), others[num_arrays:]
         self.attention.bind(others)
         last = None if self.last is None else self.last.to_rows()
         rest = (self.fresh_blocks, self.unclean_tails, self.attention, hidden, last, adapters)
-        return ForwardBatch(token_ids, positions, slots, *rest, self.places, self.pictures, states)
+        return ForwardBatch(token_ids, positions, slots, *rest, self.places, self.pictures, states, rings)
 
     def forward_batch(self, device: torch.device, inputs: Tensor | None = None) -> ForwardBatch:
         """Bring the arrays to the device and build the forward batch. `inputs`: its first tokens, on the device."""
@@ -125,16 +132,19 @@ class BatchBuilder:
         decode_sizes: Sequence[int] = (),
         hidden: HiddenContexts | None = None,
         last: LastTokenPlanner | None = None,
+        rings: RingTables | None = None,
     ) -> None:
         """`decode_sizes`, ascending: a batch of decodes is padded to the next of them. `hidden`: plans the sequences
-        with hidden caches, if there may be any. `last`: plans the last layer, if it is to leave tokens out."""
+        with hidden caches, if there may be any. `last`: plans the last layer, if it is to leave tokens out. `rings`: of
+        the sequences, if they have some."""
         self._table = table
         self._storage = storage
         self._planner = planner
         self._decode_sizes = decode_sizes
         self._hidden = hidden
         self._last = last
-        self._states = StatePlanner(table, storage) if storage.layout.has_states else None
+        self._rings = rings
+        self._states = StatePlanner(table, storage) if storage.layout.has_states and rings is None else None
         self._adapters: AdapterRows | None = None  # of the latest step: those of the next are often the same
         self._kept: _OfRows | None = None
         self._known = KnownTokens(
@@ -169,11 +179,12 @@ class BatchBuilder:
         if not isinstance(planner, RunPlanner) or table.is_hidden[rows].any():
             return self.build(request_ids, num_tokens)
         self._check(rows, counts)
+        rings = None if self._rings is None else self._rings.begin(rows, counts)
         token_rows, positions = tokens_of(rows, table.num_computed[rows], counts)
         blocks, offsets = table.places(token_rows, positions)
         slots = blocks * self._storage.slot_stride + offsets
         plan = SlicePlan(planner.plan_runs(rows, counts), rows, counts, token_rows, positions, slots)
-        return self._step(plan, _NO_ROWS)
+        return self._step(plan, _NO_ROWS, rings=rings)
 
     def build_decodes(self, rows: IntArray) -> StepBatch:
         """Build the batch that computes the next token of each of these rows of the table, unchecked."""
@@ -225,6 +236,7 @@ class BatchBuilder:
     def _decodes(self, rows: IntArray, num_padding: int) -> StepBatch:
         """Build the batch that computes the next token of each of these rows, and padding behind them."""
         table, storage, reads_unused = self._table, self._storage, self._planner.reads_unused_slots
+        rings = None if self._rings is None else self._rings.begin(rows, np.ones(len(rows), np.int64))
         attention = self._planner.plan(rows, _NO_ROWS, _NO_ROWS, num_padding)
         rows = attention.decode_rows
         scratch_slot = storage.scratch_block * storage.slot_stride if num_padding else 0
@@ -238,6 +250,8 @@ class BatchBuilder:
         fresh_blocks = _NO_ROWS
         if reads_unused:
             fresh_blocks = slots[: len(rows)][positions[: len(rows)] % table.block_size == 0] // storage.slot_stride
+            if rings is not None:
+                fresh_blocks = np.concatenate((fresh_blocks, rings.fresh_blocks))
         if not own.has_adapters:
             self._adapters = None
         return StepBatch(
@@ -259,6 +273,7 @@ class BatchBuilder:
             places=self._places(rows, positions, own.counts, own.places) if own.has_places else None,
             pictures=self._picture_rows(rows, positions, own.counts, own.places) if own.has_pictures else None,
             states=None if self._states is None else self._states.plan(rows, own.counts, num_padding),
+            rings=None if rings is None else self._with_slots(rings, rows, positions),
         )
 
     def _of_rows(self, rows: IntArray) -> _OfRows:
@@ -286,8 +301,14 @@ class BatchBuilder:
         hidden: HiddenPlan | None = None,
     ) -> StepBatch:
         """Build the batch of these rows of the table and, behind them, of sequences with a hidden cache."""
+        rings = None
+        if self._rings is not None:
+            counts = np.concatenate((np.ones(len(decode_rows), np.int64), chunk_counts))
+            rings = self._rings.begin(np.concatenate((decode_rows, chunk_rows)), counts)
         plain, fresh_blocks = self._plan(decode_rows, chunk_rows, chunk_counts)
-        return self._step(plain, fresh_blocks, has_chunks=len(chunk_rows) > 0, hidden=hidden)
+        if rings is not None and self._planner.reads_unused_slots:
+            fresh_blocks = np.concatenate((fresh_blocks, rings.fresh_blocks))
+        return self._step(plain, fresh_blocks, has_chunks=len(chunk_rows) > 0, hidden=hidden, rings=rings)
 
     def _step(
         self,
@@ -296,6 +317,7 @@ class BatchBuilder:
         *,
         has_chunks: bool = False,
         hidden: HiddenPlan | None = None,
+        rings: RingPlan | None = None,
     ) -> StepBatch:
         """Build the batch of these slices and, behind them, of sequences with a hidden cache."""
         table = self._table
@@ -333,6 +355,7 @@ class BatchBuilder:
             places=self._places(rows, slices.positions, counts, last_rows - counts + 1),
             pictures=self._picture_rows(rows, slices.positions, counts, last_rows - counts + 1),
             states=None if self._states is None else self._states.plan(rows, counts),
+            rings=None if rings is None else self._with_slots(rings, slices.token_rows, slices.positions),
         )
 
     def _plan(self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray) -> tuple[SlicePlan, IntArray]:
@@ -349,6 +372,11 @@ class BatchBuilder:
         slots = blocks * self._storage.slot_stride + offsets
         fresh_blocks = blocks[positions % table.block_size == 0] if self._planner.reads_unused_slots else _NO_ROWS
         return SlicePlan(attention, rows, counts, token_rows, positions, slots), fresh_blocks
+
+    def _with_slots(self, plan: RingPlan, token_rows: IntArray, positions: IntArray) -> RingPlan:
+        """Add the slots of a step's tokens."""
+        assert self._rings is not None, "a plan without rings"
+        return plan._replace(slots=self._rings.slots(token_rows, positions, self._storage.slot_stride))
 
     def _adapter_rows(self, token_rows: IntArray, num_tokens: int) -> AdapterRows | None:
         """Return the adapters of `num_tokens` token rows, padding included; None: no sequence has one."""

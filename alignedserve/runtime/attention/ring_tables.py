@@ -1,0 +1,218 @@
+"""Where the layers with a window find their keys and values, if these are in rings: see BlockLayout.with_rings.
+
+A ring has blocks for the window of a context; the i-th block of its tokens is in the ring's block i modulo their
+number, and so takes the place of one that no later token reads. A table of blocks says so of every ring, so that
+attention reads contexts as it always does: what it finds in columns behind the window is of later tokens, and not read.
+
+A chunk may be longer than a ring. Its tokens read the window before it and each other, so that it can take the place of
+nothing until they have: the chunk's own blocks are scratch blocks meanwhile, the same for every layer. Once a layer has
+attended, what the next tokens read is copied into the ring (RingRows.settle).
+
+Example: blocks of 16 tokens, a window of 32, so rings of 4 blocks. A context of 40 tokens goes on by 100. Tokens 40 to
+47 go to block 2 of the ring; those from 48 on to six scratch blocks, in the places of blocks 3 to 8. Behind the chunk
+the last four of these, 5 to 8, are copied into blocks 1, 2, 3 and 0 of the ring.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.ids import BlockId
+from alignedserve.runtime.attention.backend import Contexts
+from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, StateEdge
+from alignedserve.runtime.device.arrays import Array
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.state_headers import UNFINISHED, tokens_behind_states
+
+_NONE = np.empty(0, np.int64)
+
+
+class RingRows(NamedTuple):
+    """The rings of a step's sequences, on the device."""
+
+    slots: Sequence[Tensor]  # of each ring: as ForwardBatch.slots
+    headers: Tensor  # blocks that say how far these rings are, and those of copies that are kept
+    num_tokens: Tensor  # of each header, behind the step
+    kept: Tensor  # [2, rings, blocks]: sources and targets of the copies
+    own: Tensor  # likewise, of chunks in scratch blocks
+
+    def begin(self, storage: BlockStorage) -> None:
+        """Mark the rings that a pass is about to write."""
+        tokens_behind_states(storage).index_fill_(0, self.headers, UNFINISHED)
+
+    def settle(self, ring: int, place: int, storage: BlockStorage) -> None:
+        """Bring one layer's keys and values, which the step's tokens have read, to where later ones find them."""
+        parts = storage.layout.num_parts
+        layer = storage.kinds[0].slots[:, place * parts : (place + 1) * parts]
+        for copies in (self.kept, self.own):  # what is kept may be what the others overwrite
+            if copies.shape[2]:
+                sources, targets = copies[:, ring]
+                layer.index_copy_(0, targets, layer.index_select(0, sources))
+
+    def end(self, storage: BlockStorage) -> None:
+        """Note how far the rings are now."""
+        tokens_behind_states(storage).index_copy_(0, self.headers, self.num_tokens)
+
+
+class RingPlan(NamedTuple):
+    """The same on the host."""
+
+    slots: IntArray  # [rings, token rows]
+    headers: IntArray
+    num_tokens: IntArray
+    kept: IntArray
+    own: IntArray
+    fresh_blocks: IntArray  # of the rings, in which no token of their context is yet
+
+    @property
+    def host_arrays(self) -> tuple[Array, ...]:
+        """Return the arrays that the forward pass reads."""
+        return self[:-1]
+
+    def bound(self, tensors: Sequence[Tensor]) -> RingRows:
+        """Return what the forward pass needs; `tensors`: the host arrays on the device."""
+        slots, *others = tensors
+        return RingRows(tuple(slots), *others)
+
+
+class _Copies:
+    """Collects copies of blocks: of all rings, from a place of each to another."""
+
+    def __init__(self, num_rings: int) -> None:
+        self._pairs = [np.empty((2, num_rings, 0), np.int64)]
+
+    def add(self, sources: IntArray, targets: IntArray) -> None:
+        """Add some [rings, blocks]."""
+        self._pairs.append(np.stack((sources, targets)))
+
+    def all(self) -> IntArray:
+        """Return all of them [2, rings, blocks]."""
+        return np.concatenate(self._pairs, axis=2)
+
+
+class RingTables:
+    """The tables of the rings of a sequence table's sequences."""
+
+    def __init__(self, table: SequenceTable, layout: BlockLayout, scratch: Sequence[BlockId]) -> None:
+        """`scratch`: blocks that nothing else uses, enough for the chunks of a step: see `num_scratch_blocks`."""
+        self._table, self._layout = table, layout
+        self._scratch = np.array(scratch, np.int64)
+        max_sequences, num_columns = table.block_tables.shape
+        self._in_ring = np.arange(num_columns) % layout.ring_blocks
+        self.tables = np.zeros((layout.num_rings, max_sequences, num_columns), np.int64)
+        self.changes = 0
+        self._entries = np.zeros(max_sequences, np.int64)  # of rows in these tables, as of the table's
+        self._lent: dict[int, slice] = {}  # by row: columns in which it has scratch blocks
+
+    def begin(self, rows: IntArray, counts: IntArray) -> RingPlan:
+        """Plan rows of the table that compute `counts` tokens each, but for the slots of these tokens.
+
+        The tables of other rows stay as they are: a pass that was stopped for this one may go on with them.
+        """
+        table, size = self._table, self._layout.block_size
+        fresh = self._enter(rows[self._entries[rows] != table.entries[rows]])
+        self._take_back(rows)
+        before, after = table.num_computed[rows], table.num_computed[rows] + counts
+        kept, own = _Copies(self._layout.num_rings), _Copies(self._layout.num_rings)
+        chunks = np.flatnonzero(counts > size + 1)
+        if len(chunks):
+            self._lend(rows[chunks], before[chunks], after[chunks], own)
+        headers, num_tokens = table.state_tables[rows, 0], after
+        edges = self._edges(rows, before, after) if table.kept_states else ()
+        for row, edge in edges:
+            self._keep(row, edge, kept)
+        if edges:
+            copies = np.array([edge.block_ids for _, edge in edges])
+            headers = np.concatenate((headers, copies[:, 0]))
+            num_tokens = np.concatenate((after, [edge.num_tokens for _, edge in edges]))
+            fresh = np.concatenate((fresh, copies[:, 1:].reshape(-1)))
+        return RingPlan(_NONE, headers, num_tokens, kept.all(), own.all(), fresh)
+
+    def slots(self, token_rows: IntArray, positions: IntArray, slot_stride: int) -> IntArray:
+        """Return the slots of tokens of rows that a step has begun, in each ring [rings, tokens]."""
+        columns, offsets = np.divmod(positions, self._layout.block_size)
+        return np.ascontiguousarray(self.tables[:, token_rows, columns] * slot_stride + offsets)
+
+    def _enter(self, rows: IntArray) -> IntArray:
+        """Take over rows that others have now; return the blocks of those that have computed nothing."""
+        if not len(rows):
+            return _NONE
+        table = self._table
+        rings = self._rings(rows)
+        self.tables[:, rows] = rings[:, :, self._in_ring]
+        self._entries[rows] = table.entries[rows]
+        self.changes += 1
+        for row in rows.tolist():
+            self._lent.pop(row, None)
+        return rings[:, table.num_computed[rows] == 0].reshape(-1)
+
+    def _rings(self, rows: IntArray) -> IntArray:
+        """Return the blocks of the rings of these rows [rings, rows, blocks]."""
+        blocks = self._table.state_tables[rows, 1:].reshape(len(rows), self._layout.num_rings, -1)
+        return blocks.swapaxes(0, 1)
+
+    def _take_back(self, rows: IntArray) -> None:
+        for row in rows.tolist() if self._lent else ():
+            columns = self._lent.pop(row, None)
+            if columns is not None:
+                self.tables[:, row, columns] = self._rings(np.array([row]))[:, 0, self._in_ring[columns]]
+                self.changes += 1
+
+    def _lend(self, rows: IntArray, before: IntArray, after: IntArray, own: _Copies) -> None:
+        """Let scratch blocks take the place of those that chunks begin, and collect the copies of what stays."""
+        size, used = self._layout.block_size, 0
+        for row, first_token, end in zip(rows.tolist(), before.tolist(), after.tolist(), strict=True):
+            first, last = -(-first_token // size), -(-end // size)
+            lent = self._scratch[used : used + last - first]
+            assert len(lent) == last - first, "chunks of more tokens than there are scratch blocks for"
+            used += len(lent)
+            self.tables[:, row, first:last] = lent
+            self._lent[row] = slice(first, last)
+            stays = np.arange(max(first, last - self._layout.ring_blocks), last)
+            if len(stays):
+                ring = self._rings(np.array([row]))[:, 0, self._in_ring[stays]]
+                own.add(self.tables[:, row, stays], ring)
+        self.changes += 1
+
+    def _edges(self, rows: IntArray, before: IntArray, after: IntArray) -> list[tuple[int, StateEdge]]:
+        """Return the edges that these rows pass and where they are to leave copies, each with its row."""
+        return [
+            (row, edge)
+            for row, first, last in zip(rows.tolist(), before.tolist(), after.tolist(), strict=True)
+            for edge in self._table.kept_states.pop(row, ())
+            if first < edge.num_tokens <= last
+        ]
+
+    def _keep(self, row: int, edge: StateEdge, kept: _Copies) -> None:
+        """Collect the copies of what the tokens behind an edge will read."""
+        end = edge.num_tokens // self._layout.block_size
+        columns = np.arange(max(end - self._layout.ring_blocks + 1, 0), end)
+        targets = np.array(edge.block_ids[1:], np.int64).reshape(self._layout.num_rings, -1)
+        kept.add(self.tables[:, row, columns], targets[:, self._in_ring[columns]])
+
+
+class RingContexts:
+    """Contexts as one ring has them: see Contexts."""
+
+    def __init__(self, rings: RingTables, ring: int, contexts: Contexts) -> None:
+        self._rings, self._contexts = rings, contexts
+        self.block_tables: IntArray = rings.tables[ring]
+        self.block_size, self.is_reversed = contexts.block_size, contexts.is_reversed
+
+    @property
+    def version(self) -> int:
+        """See Contexts."""
+        return self._contexts.version + self._rings.changes
+
+    @property
+    def num_computed(self) -> IntArray:
+        """See Contexts."""
+        return self._contexts.num_computed
+
+
+def num_scratch_blocks(max_tokens: int, max_sequences: int, block_size: int) -> int:
+    """Return the scratch blocks that the chunks of a step of so many tokens and sequences may need."""
+    return -(-max_tokens // block_size) + min(max_sequences, max_tokens // block_size + 1)
