@@ -65,6 +65,13 @@ class CacheSlots(NamedTuple):
     is_int8: bool
 
 
+class CachePart(NamedTuple):
+    """Layers, as many as a block has, that have blocks of their own: where the contexts of a step's rows are there."""
+
+    attention: PagedPlan  # of as many rows, over blocks of the same memory
+    slots: Tensor  # [rows] int64, all different, see HeadRows
+
+
 class PassAdapters(NamedTuple):
     """What the adapters of a pass add to its products, which must outlive the run."""
 
@@ -153,9 +160,9 @@ class DecodePass:
     def run(
         self,
         residual: Tensor,
-        attention: PagedPlan,
+        parts: Sequence[CachePart],
         rotations: Sequence[tuple[Tensor, Tensor]],
-        slots: Tensor,
+        places: Sequence[int],
         cached: CacheSlots,
         logits: Tensor | None = None,
         highest: HighestLogits | None = None,
@@ -165,9 +172,9 @@ class DecodePass:
     ) -> tuple[Tensor, PassTimes]:
         """Run residual [rows, hidden_size] contiguous, updated in place, through all layers.
 
-        attention  of as many rows, over the blocks that `cached` lies in
+        parts      of the cache; a slot outside raises ValueError before anything is written
         rotations  cos, sin [rows, 1, rotary_dim / 2] float32 of every rope
-        slots      [rows] int64, all different, see HeadRows; one outside raises ValueError before anything is written
+        places     of each layer: those of the first part's layers are 0, 1, .., those of the second follow
         logits     [rows, columns of the head] contiguous, to be written; None: they are not kept
         highest    to be written instead of all logits; with neither the head does not run
         allowed    of `highest`; None: any token. A row that may choose none has minus infinity
@@ -193,9 +200,10 @@ class DecodePass:
         pending = torch.empty_like(residual)
         rest = (
             count,
-            attention,
+            [part.attention for part in parts],
             [self._place.angles(rotation, count) for rotation in rotations],
-            self._place.slots(slots, count),
+            [self._place.slots(part.slots, count) for part in parts],
+            places,
             *cached,
             _adapter_numbers(adapters, count),
             torch.get_num_threads(),
@@ -237,8 +245,8 @@ class DecodePass:
         return address, bits.data_ptr(), num_words
 
     def slots_of(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> CacheSlots:
-        """Find the place of every layer's keys and values [slots, width] contiguous, as `HeadRows` takes them."""
-        assert len(keys) == len(values) == self._num_layers, "keys and values of every layer"
+        """Find the place of keys and values [slots, width] contiguous, as `HeadRows` takes them, of a block's layers."""
+        assert 0 < len(keys) == len(values) <= self._num_layers, "keys and values of every layer"
         is_int8 = {self._place.is_int8_cache(*both) for both in zip(keys, values, strict=True)}
         assert len(is_int8) == 1, "layers of one kind"
         distances = set()

@@ -19,7 +19,7 @@ class StepOfKinds:
 
     def __init__(self, steps: Sequence[StepAttention], places: Sequence[tuple[int, int]]) -> None:
         """`places`: the kind of each cached layer, and its place among those."""
-        self._steps, self._places = steps, places
+        self.steps, self._places = steps, places
         self.decode_rows = steps[0].decode_rows
         self.padded_share = max(step.padded_share for step in steps)
         assert all(np.array_equal(step.decode_rows, self.decode_rows) for step in steps), "rows in several orders"
@@ -34,12 +34,12 @@ class StepOfKinds:
     def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
         """See StepAttention."""
         kind, place = self._places[layer]
-        self._steps[kind].decode(queries, out, place, is_windowed)
+        self.steps[kind].decode(queries, out, place, is_windowed)
 
     def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
         """See StepAttention."""
         kind, place = self._places[layer]
-        self._steps[kind].chunks(queries, new, out, place, is_windowed)
+        self.steps[kind].chunks(queries, new, out, place, is_windowed)
 
 
 class DeviceStepOfKinds(StepOfKinds):
@@ -57,7 +57,7 @@ class DeviceStepOfKinds(StepOfKinds):
     def bind(self, tensors: Sequence[Tensor]) -> None:
         """See StepAttention."""
         shared, first = tensors[sum(self._num_own) :], 0
-        for step, count in zip(self._steps, self._num_own, strict=True):
+        for step, count in zip(self.steps, self._num_own, strict=True):
             step.bind([*tensors[first : first + count], *shared])
             first += count
 

@@ -52,6 +52,17 @@ class RingRows(NamedTuple):
                 sources, targets = copies[:, ring]
                 layer.index_copy_(0, targets, layer.index_select(0, sources))
 
+    @property
+    def has_chunks(self) -> bool:
+        """Return whether scratch blocks are to be copied from before the next layer writes there."""
+        return self.own.shape[2] > 0
+
+    def settle_all(self, storage: BlockStorage) -> None:
+        """Do the same for all layers at once, behind a pass without such chunks."""
+        assert not self.has_chunks, "scratch blocks have another layer's"
+        if self.kept.shape[2]:
+            storage.copy_whole(*self.kept.flatten(1))
+
     def end(self, storage: BlockStorage) -> None:
         """Note how far the rings are now."""
         tokens_behind_states(storage).index_copy_(0, self.headers, self.num_tokens)

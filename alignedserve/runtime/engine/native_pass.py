@@ -8,16 +8,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from alignedserve.runtime.attention.layer_kinds import StepOfKinds
 from alignedserve.runtime.attention.native_backend import PagedStep
 from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
 from alignedserve.runtime.engine.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.hidden_pass import Rotation
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.layer_geometry import read_places
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights
 from kernels.adapters.lora import AdapterRows
 from kernels.cpu.decode_pass import (
     AllowedTokens,
+    CachePart,
     CacheSlots,
     DecodePass,
     HeadParts,
@@ -29,7 +32,6 @@ from kernels.cpu.decode_pass import (
     Pause,
     decode_pass_available,
 )
-from kernels.cpu.paged_attention import PagedPlan
 from kernels.cpu.rows import HeadRows, NormRows
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import Projection
@@ -70,6 +72,9 @@ class NativePass:
         exchange = None if ranks is None else ranks.exchange
         self._pass = DecodePass(layers, place, config.hidden_size, norm.dtype, head, exchange)
         self._num_layers, self._hidden_size = len(layers), config.hidden_size
+        rung = read_places(config, has_rings=True)
+        # Of each layer, where all have their keys and values in the blocks of tokens, and where some have rings.
+        self._places = (list(range(len(layers))), [rung[layer] for layer in range(len(layers))])
         self._num_tokens = config.vocab_size if ranks is None else ranks.num_own_tokens
         row_bytes = config.hidden_size * norm.dtype.itemsize
         self._most_rows = None if exchange is None else exchange.slot_bytes // row_bytes
@@ -88,7 +93,7 @@ class NativePass:
             return False
         adapters = batch.adapters
         has_kernels = adapters is None or (isinstance(adapters, AdapterRows) and adapters.is_native)
-        return batch.hidden is None and has_kernels and _decode_plan(batch) is not None
+        return batch.hidden is None and has_kernels and bool(_cache_parts(batch))
 
     def run(
         self, hidden: Tensor, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation]
@@ -137,11 +142,21 @@ class NativePass:
         highest: HighestLogits | None = None,
         allowed: AllowedTokens | None = None,
     ) -> tuple[Tensor, PassTimes]:
-        plan = _decode_plan(batch)
-        assert plan is not None, "see suits"
+        parts = _cache_parts(batch)
+        assert parts, "see suits"
         adapters = batch.adapters.pass_adapters if isinstance(batch.adapters, AdapterRows) else None
-        slots = self._slots_of(storage)
-        run = partial(self._pass.run, hidden, plan, rotations, batch.slots, slots, logits, highest, allowed, adapters)
+        slots, places = self._slots_of(storage), self._places[batch.rings is not None]
+        run = partial(self._pass.run, hidden, parts, rotations, places, slots, logits, highest, allowed, adapters)
+        if batch.rings is None:
+            return self._timed(run, has_head=logits is not None or highest is not None)
+        batch.rings.begin(storage)
+        result = self._timed(run, has_head=logits is not None or highest is not None)
+        batch.rings.settle_all(storage)
+        batch.rings.end(storage)
+        return result
+
+    def _timed(self, run: Callable[..., tuple[Tensor, PassTimes]], *, has_head: bool) -> tuple[Tensor, PassTimes]:
+        """Run a pass, and note how long its parts take if others may come between them."""
         pause = self._pause()
         if pause is None:
             return run()
@@ -150,7 +165,7 @@ class NativePass:
         pending, times = run(pause._replace(call=stopped.call))
         layers_s = time.perf_counter() - began - stopped.seconds - times.head_s
         self._layer_s = max(layers_s, _LEAST_S) / self._num_layers
-        if logits is not None or highest is not None:
+        if has_head:
             self._head_s = times.head_s
         return pending, times
 
@@ -163,7 +178,7 @@ class NativePass:
     def _slots_of(self, storage: BlockStorage) -> CacheSlots:
         """Return where the storage's slots lie; an engine has one storage, so the latest is kept."""
         if self._storage is not storage:
-            layers = range(self._num_layers)
+            layers = range(storage.layout.num_layers)
             keys, values = [storage.key_slots(layer) for layer in layers], map(storage.value_slots, layers)
             self._storage, self._slots = storage, self._pass.slots_of(keys, list(values))
         return self._slots
@@ -197,9 +212,16 @@ def native_pass(
     return NativePass(layers, place.native_rows, config, _head_parts(config, weights), ranks)
 
 
-def _decode_plan(batch: ForwardBatch) -> PagedPlan | None:
-    step = batch.attention
-    return step.decode_plan if isinstance(step, PagedStep) else None
+def _cache_parts(batch: ForwardBatch) -> list[CachePart]:
+    """Return the parts of the cache that a batch of decodes reads; none: it is none, or a chunk's ring is to settle."""
+    if batch.rings is None:
+        steps, slots = [batch.attention], [batch.slots]
+    elif isinstance(batch.attention, StepOfKinds) and not batch.rings.has_chunks:
+        steps, slots = list(batch.attention.steps), [batch.slots, *batch.rings.slots]
+    else:
+        return []
+    plans = [step.decode_plan if isinstance(step, PagedStep) else None for step in steps]
+    return [CachePart(plan, own) for plan, own in zip(plans, slots, strict=True) if plan is not None]
 
 
 def _head_parts(config: ModelConfig, weights: DecoderWeights) -> HeadParts | None:

@@ -75,12 +75,17 @@ struct Angles {
     int64_t half;
 };
 
-// The slots of layer 0; those of the next layer lie `layer_bytes` further.
+// The slots of layer 0 of a block; those of the next layer lie `layer_bytes` further.
 struct CacheSlots {
     char *keys, *values;
     int64_t layer_bytes;
     bool is_int8;
-    const int64_t* slots;  // [rows]
+};
+
+// Layers that have as many blocks of their own as a block has layers: where the contexts of the step's rows are.
+struct CachePart {
+    Attention* attention;
+    const int64_t* slots;  // [rows], of new keys and values
 };
 
 // Rows between the stages of a layer, and the rounded inputs of a product.
@@ -105,7 +110,8 @@ struct Step {
     int64_t num_rows;
     CacheSlots cache;
     std::vector<Angles> angles;
-    Attention* attention;  // null: the head alone
+    std::vector<CachePart> parts;  // none: the head alone
+    std::vector<int> places;       // of each layer in the whole cache, all layers of a part after those of the one before
     const StepAdapters* adapters;  // or null
     Buffers buffers;
 };

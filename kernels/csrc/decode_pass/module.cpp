@@ -112,11 +112,13 @@ class DecodePass {
     // residual [num_rows, hidden_size] changes in place; pending, of the same shape, is written: what the residual still
     // lacks of the last layer, unless logits [num_rows, columns of the head] are asked for (0: not), or the highest of
     // each row alone: its column [num_rows] int64, its value [num_rows] float32. `allowed`: see TokenBits; its words
-    // reach to the last column of the head. `angles`: cos, sin, half of each rope.
+    // reach to the last column of the head. `angles`: cos, sin, half of each rope. `attentions`, `slots`: see CachePart;
+    // `places`: of each layer, see Step.
     // `adapters`: groups, addresses of their of_row [num_rows], which are at which site, widths; see StepAdapters.
     Seconds run(uintptr_t residual, uintptr_t pending, uintptr_t logits, std::pair<uintptr_t, uintptr_t> highest,
-                std::tuple<uintptr_t, uintptr_t, int64_t> allowed, int64_t num_rows, Attention& attention,
-                const std::vector<std::vector<uintptr_t>>& angles, uintptr_t slots, uintptr_t keys, uintptr_t values,
+                std::tuple<uintptr_t, uintptr_t, int64_t> allowed, int64_t num_rows,
+                const std::vector<Attention*>& attentions, const std::vector<std::vector<uintptr_t>>& angles,
+                const std::vector<uintptr_t>& slots, const std::vector<int>& places, uintptr_t keys, uintptr_t values,
                 int64_t layer_bytes, int64_t num_slots, bool is_int8, const AdapterNumbers& adapters, int num_threads,
                 const PauseNumbers& pause);
 
@@ -146,19 +148,27 @@ class DecodePass {
         if (model_.layers.empty() || num_threads < 1 || step.num_rows < 1)
             throw std::invalid_argument("nothing to run");
         if ((step.logits || step.highest) && !model_.head_norm) throw std::invalid_argument("no head");
-        if (!step.attention) return;
+        if (step.parts.empty()) return;
         if (model_.exchange && step.num_rows * model_.hidden_size * model_.element_bytes > model_.exchange->slot_bytes())
             throw std::invalid_argument("more rows than a slot of the exchange holds");
-        const Attention& attention = *step.attention;
-        if (attention.num_rows() != step.num_rows || attention.num_layers() != int64_t(model_.layers.size()) ||
-            attention.query_width() != model_.placement.query_width() ||
-            attention.is_bfloat16() != model_.placement.is_bfloat16())
+        const int64_t num_layers = step.parts.front().attention->num_layers();
+        for (const CachePart& part : step.parts)
+            if (part.attention->num_rows() != step.num_rows || part.attention->num_layers() != num_layers ||
+                part.attention->query_width() != model_.placement.query_width() ||
+                part.attention->is_bfloat16() != model_.placement.is_bfloat16())
+                throw std::invalid_argument("attention of another step");
+        if (step.parts.size() == 1 && num_layers != int64_t(model_.layers.size()))
             throw std::invalid_argument("attention of another step");
+        if (step.places.size() != model_.layers.size()) throw std::invalid_argument("not a place for each layer");
+        for (const int place : step.places)
+            if (place < 0 || place >= num_layers * int64_t(step.parts.size()))
+                throw std::invalid_argument("attention of another step");
         for (const Layer& layer : model_.layers)
             if (layer.rope >= int(step.angles.size())) throw std::invalid_argument("no angles of a rope");
-        for (int64_t i = 0; i < step.num_rows; ++i)
-            if (step.cache.slots[i] < 0 || step.cache.slots[i] >= num_slots)
-                throw std::invalid_argument("a slot outside the storage");
+        for (const CachePart& part : step.parts)
+            for (int64_t i = 0; i < step.num_rows; ++i)
+                if (part.slots[i] < 0 || part.slots[i] >= num_slots)
+                    throw std::invalid_argument("a slot outside the storage");
         if (step.adapters) check(*step.adapters, step.num_rows);
     }
 
@@ -218,17 +228,22 @@ class DecodePass {
 };
 
 Seconds DecodePass::run(uintptr_t residual, uintptr_t pending, uintptr_t logits, std::pair<uintptr_t, uintptr_t> highest,
-                        std::tuple<uintptr_t, uintptr_t, int64_t> allowed, int64_t num_rows, Attention& attention,
-                        const std::vector<std::vector<uintptr_t>>& angles, uintptr_t slots, uintptr_t keys,
+                        std::tuple<uintptr_t, uintptr_t, int64_t> allowed, int64_t num_rows,
+                        const std::vector<Attention*>& attentions, const std::vector<std::vector<uintptr_t>>& angles,
+                        const std::vector<uintptr_t>& slots, const std::vector<int>& places, uintptr_t keys,
                         uintptr_t values, int64_t layer_bytes, int64_t num_slots, bool is_int8,
                         const AdapterNumbers& adapter_numbers, int num_threads, const PauseNumbers& pause) {
+    if (attentions.empty() || attentions.size() != slots.size()) throw std::invalid_argument("not the parts of a cache");
     const StepAdapters adapters = adapters_of(adapter_numbers);
     Step step{reinterpret_cast<char*>(residual), reinterpret_cast<char*>(pending), reinterpret_cast<char*>(logits),
               nullptr,
               num_rows,
-              {reinterpret_cast<char*>(keys), reinterpret_cast<char*>(values), layer_bytes, is_int8,
-               reinterpret_cast<const int64_t*>(slots)},
-              {}, &attention, adapters.groups.empty() ? nullptr : &adapters, {}};
+              {reinterpret_cast<char*>(keys), reinterpret_cast<char*>(values), layer_bytes, is_int8},
+              {}, {}, places, adapters.groups.empty() ? nullptr : &adapters, {}};
+    for (size_t i = 0; i < attentions.size(); ++i) {
+        if (!attentions[i]) throw std::invalid_argument("attention of another step");
+        step.parts.push_back({attentions[i], reinterpret_cast<const int64_t*>(slots[i])});
+    }
     for (const std::vector<uintptr_t>& own : angles)
         step.angles.push_back({reinterpret_cast<const float*>(own.at(0)), reinterpret_cast<const float*>(own.at(1)),
                                int64_t(own.at(2))});
@@ -246,7 +261,7 @@ Seconds DecodePass::run(uintptr_t residual, uintptr_t pending, uintptr_t logits,
 Seconds DecodePass::run_head(uintptr_t residual, uintptr_t logits, int64_t num_rows, int num_threads,
                              const PauseNumbers& pause) {
     Step step{reinterpret_cast<char*>(residual), nullptr, reinterpret_cast<char*>(logits), nullptr, num_rows, {}, {},
-              nullptr, nullptr, {}};
+              {}, {}, nullptr, {}};
     check(step, 0, num_threads);
     return perform(step, num_threads, pause);
 }

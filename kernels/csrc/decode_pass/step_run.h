@@ -48,7 +48,7 @@ class StepRun {
           head_(int64_t(model.layers.size()) * kStages),
           end_(head_ + (step.logits || step.highest ? kHead + num_slices : 0)),
           parts_(num_threads),
-          stage_(step.attention ? 0 : head_) {}
+          stage_(step.parts.empty() ? head_ : 0) {}
 
     bool has_more() const { return stage_.load(std::memory_order_relaxed) < end_; }
 
@@ -169,8 +169,8 @@ class StepRun {
             case kOutput: return layer.output.num_parts(step_.num_rows);
             case kGateUp: return layer.gate_up.num_parts(step_.num_rows);
             case kDown: return layer.down.num_parts(step_.num_rows);
-            case kAttend: begin_attention(stage / kStages); return step_.attention->num_pieces();
-            case kMerge: return step_.attention->num_merges();
+            case kAttend: begin_attention(stage / kStages); return attention_of(stage).num_pieces();
+            case kMerge: return attention_of(stage).num_merges();
             case kShareOutput:
             case kShareDown: return model_.exchange ? 1 : 0;
             case kSumOutput:
@@ -193,8 +193,8 @@ class StepRun {
             case kNormQkv: return normalise(*layer.attention_norm, stage ? step_.pending : nullptr, layer.qkv, part);
             case kQkv: return multiply(layer.qkv, rows.normed, rows.fused, part, addends_at(stage));
             case kPlace: return place(stage / kStages, part);
-            case kAttend: return step_.attention->attend(part);
-            case kMerge: return step_.attention->merge(part);
+            case kAttend: return attention_of(stage).attend(part);
+            case kMerge: return attention_of(stage).merge(part);
             case kRoundAttended: return round(layer.output, rows.attended, part);
             case kOutput: return multiply(layer.output, rows.attended, shared(rows.added), part, addends_at(stage));
             case kShareOutput:
@@ -370,18 +370,27 @@ class StepRun {
             call.sin = step_.angles[rope].sin;
             call.half = step_.angles[rope].half;
         }
-        call.slots = cache.slots;
-        call.keys = cache.keys + layer * cache.layer_bytes;
-        call.values = cache.values + layer * cache.layer_bytes;
+        call.slots = part_of(layer).slots;
+        call.keys = cache.keys + place_in_part(layer) * cache.layer_bytes;
+        call.values = cache.values + place_in_part(layer) * cache.layer_bytes;
         call.is_int8 = cache.is_int8;
         model_.placement.place(call, first_row(part), first_row(part + 1));
     }
 
     void begin_attention(int64_t layer) const {
-        step_.attention->begin(int(layer), model_.layers[layer].is_windowed,
-                               reinterpret_cast<uintptr_t>(step_.buffers.fused), model_.placement.width(),
-                               reinterpret_cast<uintptr_t>(step_.buffers.attended), model_.placement.query_width());
+        part_of(layer).attention->begin(int(place_in_part(layer)), model_.layers[layer].is_windowed,
+                                        reinterpret_cast<uintptr_t>(step_.buffers.fused), model_.placement.width(),
+                                        reinterpret_cast<uintptr_t>(step_.buffers.attended),
+                                        model_.placement.query_width());
     }
+
+    Attention& attention_of(int64_t stage) const { return *part_of(stage / kStages).attention; }
+
+    const CachePart& part_of(int64_t layer) const { return step_.parts[step_.places[layer] / layers_in_part()]; }
+
+    int64_t place_in_part(int64_t layer) const { return step_.places[layer] % layers_in_part(); }
+
+    int64_t layers_in_part() const { return step_.parts.front().attention->num_layers(); }
 
     const Model& model_;
     const Step& step_;

@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels.cpu.block_quantized_linear import BlockQuantizedLinear
 from kernels.cpu.decode_pass import (
     AllowedTokens,
+    CachePart,
     CacheSlots,
     DecodePass,
     HeadParts,
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.skipif(not decode_pass_available(), reason="the native 
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, BLOCKS, BLOCK_SIZE = 64, 4, 2, 16, 96, 8, 4
 NUM_LAYERS = 2
+LAYERS = range(NUM_LAYERS)
 
 
 def norm(width: int = WIDTH, dtype: torch.dtype = torch.float32) -> NormRows:
@@ -73,7 +75,7 @@ def cache_for(own: DecodePass, num_layers: int = NUM_LAYERS) -> Cache:
 def run(own: DecodePass, cache: Cache, slots: list[int], num_planned: int | None = None) -> Tensor:
     residual = torch.randn(len(slots), WIDTH, generator=torch.Generator().manual_seed(0))
     plan = cache.plan(len(slots) if num_planned is None else num_planned)
-    return own.run(residual, plan, [], torch.tensor(slots), cache.slots)[0]
+    return own.run(residual, [CachePart(plan, torch.tensor(slots))], [], LAYERS, cache.slots)[0]
 
 
 def test_rows_do_not_depend_on_one_another() -> None:
@@ -101,11 +103,33 @@ def test_attention_of_other_rows_or_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="attention"):
         own.run(
             torch.zeros(1, WIDTH),
-            cache_for(three, 3).plan(1),
+            [CachePart(cache_for(three, 3).plan(1), torch.zeros(1, dtype=torch.int64))],
             [],
-            torch.zeros(1, dtype=torch.int64),
+            LAYERS,
             cache_for(own).slots,
         )
+
+
+def test_layers_may_have_contexts_of_their_own() -> None:
+    """The second layer's keys and values in other blocks of the same memory, of one layer each."""
+    own = make_pass(layer(), layer())
+    rows, stride = 3, 2 * BLOCK_SIZE
+    residual = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(0))
+    cache = cache_for(own, 1)
+    tables = np.arange(BLOCKS, dtype=np.int64).reshape(-1, 1)
+    plans = [
+        cache.attention.plan_decode(tables, first + np.arange(rows), np.ones(rows, np.int64), None, 1)
+        for first in (0, rows)
+    ]
+    parts = [CachePart(plan, stride * (first + torch.arange(rows))) for plan, first in zip(plans, (0, rows), strict=True)]
+    pending, _ = own.run(residual.clone(), parts, [], LAYERS, cache.slots)
+    together = cache_for(own)
+    assert torch.equal(pending, run(own, together, [0, 2 * stride, 4 * stride]))
+    assert torch.equal(cache.blocks[:rows, 0], together.blocks[:rows, 0])
+    assert torch.equal(cache.blocks[rows : 2 * rows, 0], together.blocks[:rows, 1])
+    for places in ([0], [0, 2], [-1, 0]):
+        with pytest.raises(ValueError, match="place|attention"):
+            own.run(residual.clone(), parts, [], places, cache.slots)
 
 
 def test_missing_rotations_are_refused() -> None:
@@ -154,7 +178,7 @@ def test_the_highest_are_sought_among_the_tokens_that_a_row_may_choose(
     torch.set_num_threads(num_threads)
     for results in ((logits, None, None), (None, found, AllowedTokens(places, bits))):
         cache = cache_for(own)
-        own.run(residual.clone(), cache.plan(num_rows), [], slots, cache.slots, *results)
+        own.run(residual.clone(), [CachePart(cache.plan(num_rows), slots)], [], LAYERS, cache.slots, *results)
     torch.set_num_threads(1)
     masked = (places >= 0).nonzero()[:, 0]
     mask_tokens_(logits, masked, bits[places[masked]])
@@ -180,7 +204,7 @@ def test_a_run_in_parts_has_the_same_bits(num_slices: int, num_threads: int) -> 
         caches = [cache_for(own) for _ in range(3)]
         for cache, kept in zip(caches, ((logits, None), (None, found), (None, None)), strict=True):
             left = residual.clone()
-            pending, _ = own.run(left, cache.plan(6), [], slots, cache.slots, *kept, pause=pause)
+            pending, _ = own.run(left, [CachePart(cache.plan(6), slots)], [], LAYERS, cache.slots, *kept, pause=pause)
         apart, _ = own.logits(left + pending, pause)
         return [logits, apart, *found, *(cache.blocks for cache in caches)]
 
@@ -200,5 +224,6 @@ def test_parts_of_nothing_are_refused(pause: Pause) -> None:
     own = make_pass(layer(), layer())
     cache = cache_for(own)
     with pytest.raises(ValueError, match="parts"):
-        own.run(torch.zeros(1, WIDTH), cache.plan(1), [], torch.tensor([0]), cache.slots, pause=pause)
+        parts = [CachePart(cache.plan(1), torch.tensor([0]))]
+        own.run(torch.zeros(1, WIDTH), parts, [], LAYERS, cache.slots, pause=pause)
     assert not cache.blocks.any()
