@@ -93,11 +93,17 @@ def _sigmoid(x):
 
 
 @triton.jit
+def silu(x):
+    """Return x * sigmoid(x)."""
+    return x * _sigmoid(x)
+
+
+@triton.jit
 def _activated(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "relu":
         y = tl.where(x < 0.0, 0.0, x)  # not a number stays so
     elif ACTIVATION == "silu":
-        y = x * _sigmoid(x)
+        y = silu(x)
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "clamped_silu":

@@ -1,4 +1,4 @@
-"""Layers with a state on a GPU: convolutions, the recurrences of Mamba-2 and the gated delta rule, gates and norms.
+"""Layers with a state on a GPU: the recurrences of Mamba-2 and the gated delta rule, gates and norms behind them.
 
 A program has a part of one head's state in registers and takes it through all tokens of a sequence, one after another:
 a result does not depend on how a prompt was cut, as on a CPU (`kernels.states`, which has the formulas). Heads, parts
@@ -11,63 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.cpu.state_scans import GatedForm
+from kernels.gpu.gating import silu
 from kernels.gpu.launching import parts_of, power_of_two, row_warps
-from kernels.states.device_rows import DeviceStateRows
+from kernels.states.device_rows import DeviceStateRows, one_token
 
-_TOKENS, _CHANNELS = 16, 128  # of a program that convolves
 # Elements of a state in one program, of a single warp, so that sums over keys stay within it: of many sequences, and of
 # few, whose tokens come one after another (seen on an H200).
 PART_ELEMENTS, _PART_OF_FEW = 4096, 2048
 _FEW_SEQUENCES = 4
-
-
-def convolve(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    rows: DeviceStateRows,
-    tails: Tensor,
-    gates: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Compute `kernels.states.convolution.causal_convolution`."""
-    num_tokens, channels = x.shape
-    taps = len(weight)
-    assert x.stride(1) == 1, "channels of a token are one run of memory"
-    before, behind = (x, x) if gates is None else gates
-    out = torch.empty(x.shape, dtype=torch.float32 if gates is None else x.dtype, device=x.device)
-    shared = (rows.firsts, rows.sources)
-    sizes = {"TAPS": taps, "HAS_GATES": gates is not None, "CHANNELS": _CHANNELS}
-    _convolve[(parts_of(num_tokens, _TOKENS), parts_of(channels, _CHANNELS))](
-        x,
-        before,
-        behind,
-        weight,
-        weight if bias is None else bias,  # not read, but a pointer must be passed
-        tails,
-        out,
-        *shared,
-        rows.sequences,
-        *(each.stride(0) for each in (x, before, behind, tails)),
-        num_tokens,
-        channels,
-        **sizes,
-        HAS_BIAS=bias is not None,
-        TOKENS=_TOKENS,
-    )
-    _leave_tails[(len(rows.firsts), parts_of(channels, _CHANNELS))](
-        x,
-        before,
-        tails,
-        *shared,
-        rows.first_parts,
-        rows.ends,
-        rows.targets,
-        *(each.stride(0) for each in (x, before, tails)),
-        channels,
-        **sizes,
-        PADDED_TAPS=power_of_two(taps),
-    )
-    return out
 
 
 def scan_space(
@@ -170,10 +121,7 @@ def gate_rows(x: Tensor, gates: Tensor, weight: Tensor | None, form: GatedForm) 
 
 def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
     """Launch the scan of one token. Raises Triton's errors."""
-    place = torch.zeros(1, dtype=torch.int64, device=device)
-    rows = DeviceStateRows(
-        None, place, torch.arange(2, device=device), place, place + 1, place, place[None], place[None]
-    )
+    rows = one_token(device)
     x, states = torch.ones((1, 16), device=device), torch.zeros((1, 1, 16, 16), device=device)
     gates = torch.ones((1, 1), device=device)
     scan_delta((x, x, x), (gates, gates), rows, states, eps=1e-6)
@@ -187,108 +135,6 @@ def _part_width(rows: DeviceStateRows, padded_size: int, width: int) -> int:
 
 def _sequences(rows: DeviceStateRows) -> tuple[Tensor, ...]:
     return rows.firsts, rows.first_parts, rows.ends, rows.sources, rows.targets
-
-
-@triton.jit
-def _silu(x):
-    small = tl.exp(-tl.abs(x))
-    return x * tl.where(x < 0.0, small, 1.0) / (1.0 + small)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _convolve(
-    x,
-    before,
-    behind,
-    weight,
-    bias,
-    tails,
-    out,
-    firsts,
-    sources,
-    sequences,
-    x_stride,
-    before_stride,
-    behind_stride,
-    tail_stride,
-    num_tokens,
-    channels,
-    TAPS: tl.constexpr,
-    HAS_GATES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    is_token, is_channel = tokens < num_tokens, columns < channels
-    sequence = tl.load(sequences + tokens, mask=is_token, other=0)
-    first, source = tl.load(firsts + sequence), tl.load(sources + sequence)
-    result = tl.zeros((TOKENS, CHANNELS), tl.float32)
-    if HAS_BIAS:
-        result += tl.load(bias + columns, mask=is_channel, other=0.0)[None, :]
-    for tap in tl.static_range(TAPS):
-        at = tokens - (TAPS - 1) + tap
-        is_own = (is_token & (at >= first))[:, None] & is_channel[None, :]
-        own = tl.load(x + at[:, None] * x_stride + columns[None, :], mask=is_own, other=0.0)
-        if HAS_GATES:
-            gate = tl.load(before + at[:, None] * before_stride + columns[None, :], mask=is_own, other=0.0)
-            own = (own.to(tl.float32) * gate.to(tl.float32)).to(own.dtype)
-        is_kept = (is_token & (at < first) & (source >= 0))[:, None] & is_channel[None, :]
-        kept_at = source * tail_stride + (at - first + TAPS - 1) * channels
-        kept = tl.load(tails + kept_at[:, None] + columns[None, :], mask=is_kept, other=0.0)
-        read = tl.where(is_kept, kept.to(tl.float32), own.to(tl.float32))
-        result += read * tl.load(weight + tap * channels + columns, mask=is_channel, other=0.0)[None, :]
-    where = is_token[:, None] & is_channel[None, :]
-    if HAS_GATES:
-        gate = tl.load(behind + tokens[:, None] * behind_stride + columns[None, :], mask=where, other=0.0)
-        result = result.to(out.dtype.element_ty).to(tl.float32) * gate.to(tl.float32)
-    else:
-        result = _silu(result)
-    tl.store(out + tokens[:, None] * channels + columns[None, :], result.to(out.dtype.element_ty), mask=where)
-
-
-@triton.jit
-def _leave_tails(
-    x,
-    before,
-    tails,
-    firsts,
-    sources,
-    first_parts,
-    ends,
-    targets,
-    x_stride,
-    before_stride,
-    tail_stride,
-    channels,
-    TAPS: tl.constexpr,
-    HAS_GATES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    PADDED_TAPS: tl.constexpr,
-):
-    """Leave the last rows before each part's end; all of the state before is read before any of it is written."""
-    sequence = tl.program_id(0)
-    columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    is_channel = columns < channels
-    first, source = tl.load(firsts + sequence), tl.load(sources + sequence)
-    numbers = tl.arange(0, PADDED_TAPS)
-    is_old = ((numbers < TAPS - 1) & (source >= 0))[:, None] & is_channel[None, :]
-    old_at = source * tail_stride + numbers * channels
-    old = tl.load(tails + old_at[:, None] + columns[None, :], mask=is_old, other=0.0).to(tl.float32)
-    for part in range(tl.load(first_parts + sequence), tl.load(first_parts + sequence + 1)):
-        end, target = tl.load(ends + part), tl.load(targets + part)
-        for number in tl.static_range(TAPS - 1):
-            at = end - (TAPS - 2) + number
-            is_own = is_channel & (at >= first)
-            own = tl.load(x + at * x_stride + columns, mask=is_own, other=0.0)
-            if HAS_GATES:
-                gate = tl.load(before + at * before_stride + columns, mask=is_own, other=0.0)
-                own = (own.to(tl.float32) * gate.to(tl.float32)).to(own.dtype)
-            kept = tl.sum(tl.where((numbers == at - first + TAPS - 1)[:, None], old, 0.0), axis=0)
-            left = tl.where(at >= first, own.to(tl.float32), kept)
-            to = tails + target * tail_stride + number * channels + columns
-            tl.store(to, left.to(tails.dtype.element_ty), mask=is_channel)
 
 
 @triton.jit
@@ -419,7 +265,7 @@ def _gate_rows(
     is_there, at = columns < WIDTH, group * WIDTH + columns
     width = tl.num_programs(1) * WIDTH
     own = tl.load(x + row * width + at, mask=is_there, other=0.0)
-    factors = _silu(tl.load(gates + row * gate_stride + at, mask=is_there, other=0.0).to(tl.float32))
+    factors = silu(tl.load(gates + row * gate_stride + at, mask=is_there, other=0.0).to(tl.float32))
     if GATES_FIRST or not HAS_NORM:
         own *= factors
     if HAS_NORM:

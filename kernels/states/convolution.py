@@ -34,7 +34,7 @@ def causal_convolution(
     gates   then gates.before * x is convolved, and the result is gates.behind times that, both of the dtype of x
     """
     if isinstance(rows, DeviceStateRows):
-        convolved: Tensor = rows.kernels.convolve(x, weight, bias, rows, tails, gates)
+        convolved: Tensor = rows.kernels.convolutions.convolve(x, weight, bias, rows, tails, gates)
         return convolved
     level = scan_level(weight)
     if level is not None and suits_convolution(x, weight, tails):

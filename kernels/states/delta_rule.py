@@ -85,7 +85,7 @@ def scan(
     states  [blocks, heads, key_dim, value_dim], those of `sequences` written
     """
     if isinstance(sequences, DeviceStateRows):
-        scanned: Tensor = sequences.kernels.scan_delta(rows, gates, sequences, states, eps=_LENGTH_EPS)
+        scanned: Tensor = sequences.kernels.scans.scan_delta(rows, gates, sequences, states, eps=_LENGTH_EPS)
         return scanned
     q, k, v = rows
     num_heads, key_dim, value_dim = states.shape[1:]

@@ -11,16 +11,24 @@ from kernels.gpu_dispatch import fused_kernels
 from kernels.states.state_rows import IntArray, StateRows
 
 
-def state_kernels(device: torch.device) -> Any | None:
-    """Return the module that computes states on a device; None: it has no such kernels."""
-    return fused_kernels("state_scans", device, torch.float32)
+class StateKernels(NamedTuple):
+    """The modules of kernels.gpu that compute states."""
+
+    scans: Any  # state_scans
+    convolutions: Any  # state_convolutions
+
+
+def state_kernels(device: torch.device) -> StateKernels | None:
+    """Return what computes states on a device; None: it has no such kernels."""
+    scans = fused_kernels("state_scans", device, torch.float32)
+    convolutions = fused_kernels("state_convolutions", device, torch.float32)
+    return None if scans is None or convolutions is None else StateKernels(scans, convolutions)
 
 
 class DeviceStatePlan:
     """The arrays of one pass, on the host."""
 
-    def __init__(self, kernels: Any, rows: StateRows) -> None:
-        """`kernels`: see `state_kernels`."""
+    def __init__(self, kernels: StateKernels, rows: StateRows) -> None:
         self._kernels = kernels
         self.num_columns, self._num_parts = rows.num_columns, len(rows.ends)
         # Whether a recorded pass of as many rows may read the arrays: a token and a state of each.
@@ -46,7 +54,7 @@ class DeviceStatePlan:
 class DeviceStateRows(NamedTuple):
     """The token rows of one pass, see StateRows; all int64 on the device."""
 
-    kernels: Any
+    kernels: StateKernels
     firsts: Tensor  # [sequences]
     first_parts: Tensor  # [sequences + 1]
     ends: Tensor  # [parts]
@@ -69,3 +77,9 @@ class DeviceStateRows(NamedTuple):
     def at(self, column: int) -> "DeviceStateRows":
         """Return the same rows with the blocks of a column."""
         return self._replace(column=column)
+
+
+def one_token(device: torch.device) -> DeviceStateRows:
+    """Return the rows of one token, for trial launches: it goes on from block 0, and leaves its state there."""
+    place, bounds = torch.zeros(1, dtype=torch.int64, device=device), torch.arange(2, device=device)
+    return DeviceStateRows(StateKernels(None, None), place, bounds, place, place + 1, place, place[None], place[None])

@@ -24,7 +24,7 @@ class GatedRows:
         `rows`: of the pass.
         """
         if isinstance(rows, DeviceStateRows):
-            gated: Tensor = rows.kernels.gate_rows(x, gates, self._weight, self._form)
+            gated: Tensor = rows.kernels.scans.gate_rows(x, gates, self._weight, self._form)
             return gated
         level = scan_level(x)
         if level is not None and suits_gates(gates, self._form.num_groups):

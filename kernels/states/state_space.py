@@ -96,7 +96,7 @@ def scan(
     states  [blocks, heads, state_size, head_dim], those of `sequences` written
     """
     if isinstance(sequences, DeviceStateRows):
-        scanned: Tensor = sequences.kernels.scan_space(rows, gates, skip, sequences, states)
+        scanned: Tensor = sequences.kernels.scans.scan_space(rows, gates, skip, sequences, states)
         return scanned
     x, b, c = rows
     level = scan_level(x, states)

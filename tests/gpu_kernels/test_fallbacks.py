@@ -11,6 +11,7 @@ from alignedserve.runtime.attention.backend import TORCH, TRITON
 from alignedserve.runtime.device import timing as device_timing
 from alignedserve.runtime.engine.decoder import Decoder
 from kernels import gpu_dispatch as gpu_choice
+from kernels.states.device_rows import state_kernels
 from tests.support.models.tiny_engines import TinyEngine, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
 
@@ -73,6 +74,18 @@ def test_heads_that_no_kernel_is_for(caplog: pytest.LogCaptureFixture, device: t
     assert gpu_attention.gpu_attention_works(
         BlockLayout(block_size=16, num_layers=1, num_kv_heads=1, head_dim=24, dtype="float32"), 1, device
     )
+
+
+@pytest.mark.parametrize("name", ["state_scans", "state_convolutions"])
+def test_states_need_all_their_kernels(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(gpu_choice, "wants_fused_kernels", lambda _: True)
+    assert state_kernels(device) is not None
+    gpu_choice._can_launch.clear()
+    monkeypatch.setattr(f"kernels.gpu.{name}.trial_launch", broken)
+    assert state_kernels(device) is None
 
 
 def test_work_is_timed_by_the_device(device: torch.device) -> None:

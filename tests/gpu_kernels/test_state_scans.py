@@ -14,8 +14,8 @@ from kernels.states.state_rows import NO_BLOCK, StateParts, StateRows
 
 pytest.importorskip("triton")
 
-from kernels.gpu import state_scans
-from kernels.states.device_rows import DeviceStatePlan, DeviceStateRows
+from kernels.gpu import state_convolutions, state_scans
+from kernels.states.device_rows import DeviceStatePlan, DeviceStateRows, StateKernels
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def randoms(*shape: int) -> Tensor:
 
 
 def placed(device: torch.device) -> DeviceStateRows:
-    plan = DeviceStatePlan(state_scans, ROWS)
+    plan = DeviceStatePlan(StateKernels(state_scans, state_convolutions), ROWS)
     return plan.bound([tensor.flatten() for tensor in to_device(plan.host_arrays, device)])
 
 

@@ -20,13 +20,13 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from benchmarks.kernels.attention_batches import attention_batch, num_blocks_of
 from benchmarks.kernels.cases import TRITON, KernelCase, KernelSetup
 from kernels.attention import ScoreForm
-from kernels.gpu import state_scans
+from kernels.gpu import state_convolutions, state_scans
 from kernels.gpu.blocks import BlockTables, BlockView
 from kernels.gpu.decode_attention import decode_batch
 from kernels.gpu.latent_attention import LatentTiling, latent_decode, latent_prefill
 from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles
 from kernels.gpu.work_partition import partition
-from kernels.states.device_rows import DeviceStatePlan
+from kernels.states.device_rows import DeviceStatePlan, StateKernels
 from kernels.states.state_rows import NO_BLOCK, StateParts, StateRows
 
 _BLOCK_SIZE, _ROPE, _RANK = 16, 64, 512
@@ -118,7 +118,8 @@ def _scan(setup: KernelSetup, kind: str, batch: tuple[int, int], elements: int) 
     heads, size, width = (2, 16, 16) if setup.is_toy else ((32, 128, 128) if kind == "delta rule" else (64, 128, 64))
     firsts = np.arange(count) * tokens
     parts = StateParts(firsts + tokens - 1, np.arange(count), np.full(count, tokens), np.arange(count))
-    plan = DeviceStatePlan(state_scans, StateRows(firsts, np.full(count, NO_BLOCK), parts))
+    sequences = StateRows(firsts, np.full(count, NO_BLOCK), parts)
+    plan = DeviceStatePlan(StateKernels(state_scans, state_convolutions), sequences)
     rows = plan.bound(to_device(plan.host_arrays, setup.device))
     device = setup.device
     states = torch.zeros((count, heads, size, width), device=device)
