@@ -24,7 +24,7 @@ MAX_LINES = 50_000  # of a batch, as OpenAI allows
 MIN_LINES = 4
 MAX_LENGTHENED = 1024  # tokens of an answer, of documents that are made longer rather than more
 NUM_PROBES = 8  # lines whose answers are known
-TIMES_LENGTHENED = 3  # at most, each measured
+_TIMES_LENGTHENED = 3  # at most, each measured
 _WORTH_LENGTHENING = 1.25  # times as many lines as usual; fewer are simply sent
 _SPREAD = (0.5, 1.5)  # of lengths around their mean
 _ROUNDING = 1e-9
@@ -235,6 +235,32 @@ def lengthened(wanted: Wanted, speed: Speed) -> Wanted:
     if wanted.num_lines is not None or factor < _WORTH_LENGTHENING or output_len <= wanted.documents.output_len:
         return wanted
     return replace(wanted, documents=replace(wanted.documents, output_len=output_len))
+
+
+class Fitting:
+    """Fits the protocol to a server, whose speed is measured anew whenever documents are made longer."""
+
+    def __init__(self, wanted: Wanted, speed: Speed) -> None:
+        """`speed`: with the documents that are wanted."""
+        self._wanted, self.speed = wanted, speed
+        self._times_left = _TIMES_LENGTHENED
+
+    def next_documents(self) -> Lengths | None:
+        """Make documents longer, and return what is to be measured before the next call; None: they are long enough."""
+        longer = lengthened(self._wanted, self.speed)
+        if not self._times_left or longer == self._wanted:
+            return None
+        self._wanted, self._times_left = longer, self._times_left - 1
+        return longer.documents
+
+    def measured(self, documents_per_s: float) -> None:
+        """Take how fast the server is with the documents of `next_documents`."""
+        self.speed = replace(self.speed, documents_per_s=documents_per_s)
+
+    @property
+    def protocol(self) -> Protocol:
+        """Return the protocol for what was measured."""
+        return scaled(self._wanted, self.speed)
 
 
 def scaled(wanted: Wanted, speed: Speed) -> Protocol:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from alignedserve.certification.protocol import TIMES_LENGTHENED, Phase, Protocol, Speed, Wanted, lengthened, scaled
+from alignedserve.certification.protocol import Fitting, Phase, Protocol, Speed, Wanted
 from alignedserve.certification.records import BatchRecord, Evidence, PhaseRecord
 from alignedserve.cli.batch.client import BatchClient, RequestRefused, ServerUnavailable
 from alignedserve.cli.certify.batch_documents import BatchDocuments, NoBatches
@@ -73,15 +73,11 @@ class LiveRun:
             await meter.choose_tier()
             self._say("measuring the server, by which the protocol is fitted to it")
             outstanding = None if has_batches else self._options.outstanding
-            speed = await meter.measure(self._wanted.chat, self._wanted.documents, outstanding)
-            wanted = self._wanted
-            for _ in range(TIMES_LENGTHENED):
-                longer = lengthened(wanted, speed)
-                if longer == wanted:
-                    break
-                wanted = longer
-                speed = replace(speed, documents_per_s=await meter.documents_per_s(wanted.documents))
-            protocol = scaled(wanted, speed)
+            measured = await meter.measure(self._wanted.chat, self._wanted.documents, outstanding)
+            fitting = Fitting(self._wanted, measured)
+            while (documents := fitting.next_documents()) is not None:
+                fitting.measured(await meter.documents_per_s(documents))
+            protocol, speed = fitting.protocol, fitting.speed
             self._notes += meter.notes
             runner = _PhaseRunner(self._client, meter.calls, protocol, self._say)
             streams = StreamDocuments(

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from alignedserve.certification.protocol import (
-    TIMES_LENGTHENED,
+    Fitting,
     Lengths,
     Phase,
     PlannedBatch,
@@ -16,8 +16,6 @@ from alignedserve.certification.protocol import (
     Protocol,
     Speed,
     Wanted,
-    lengthened,
-    scaled,
 )
 from alignedserve.certification.records import BatchRecord, Evidence, PhaseRecord, StreamRecord
 from alignedserve.cli.certify.options import CertifyOptions
@@ -104,14 +102,10 @@ class SimulatedRun:
     def run(self) -> tuple[Protocol, Speed, Evidence]:
         """Run everything. Raises ConfigError where a request could never be served."""
         self._say("measuring the modelled server, by which the protocol is fitted to it")
-        wanted, speed = self._wanted, self._speed()
-        for _ in range(TIMES_LENGTHENED):
-            longer = lengthened(wanted, speed)
-            if longer == wanted:
-                break
-            wanted = longer
-            speed = replace(speed, documents_per_s=self._filled(wanted.documents, RequestClass.BEST_EFFORT))
-        protocol = scaled(wanted, speed)
+        fitting = Fitting(self._wanted, self._speed())
+        while (documents := fitting.next_documents()) is not None:
+            fitting.measured(self._filled(documents, RequestClass.BEST_EFFORT))
+        protocol, speed = fitting.protocol, fitting.speed
         phases = []
         for number, phase in enumerate(Phase, start=1):
             self._say(f"phase {number} of {len(Phase)}: {phase.value}")

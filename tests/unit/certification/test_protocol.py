@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from alignedserve.certification.protocol import Lengths, Phase, Speed, Wanted, default_slo, lengthened, scaled
+from alignedserve.certification.protocol import Fitting, Lengths, Phase, Speed, Wanted, default_slo, lengthened, scaled
 from tests.unit.certification.samples import PROTOCOL, SPEED
 
 _FULL = Wanted(burst_s=90.0, idle_s=90.0, num_bursts=4, chat=Lengths(64, 32), documents=Lengths(256, 128))
@@ -59,6 +59,29 @@ def test_as_many_documents_as_last_beside_chat_however_little_their_answers_cost
     assert 1 < wanted.documents.output_len <= 1024
     protocol = scaled(wanted, replace(speed, documents_per_s=300.0))
     assert protocol.num_documents / 300.0 > 0.5 * protocol.chat_s
+
+
+def test_fitting_ends_where_documents_are_long_enough() -> None:
+    speed = Speed(0.05, 0.01, chats_per_s=100.0, documents_per_s=20.0)
+    fitting = Fitting(_FULL, speed)
+    documents = fitting.next_documents()
+    assert documents == lengthened(_FULL, speed).documents
+    fitting.measured(5.0)
+    assert fitting.next_documents() is None
+    longer, measured = replace(_FULL, documents=documents), replace(speed, documents_per_s=5.0)
+    assert (fitting.speed, fitting.protocol) == (measured, scaled(longer, measured))
+
+
+def test_documents_are_made_longer_three_times_at_most() -> None:
+    fitting = Fitting(
+        replace(_FULL, documents=Lengths(64, 1)), Speed(0.05, 0.01, chats_per_s=100.0, documents_per_s=10.0)
+    )
+    found = []
+    while (documents := fitting.next_documents()) is not None:
+        found.append(documents.output_len)
+        fitting.measured(10.0)  # as if longer answers cost nothing
+    assert found == sorted(set(found))
+    assert len(found) == 3
 
 
 def test_documents_of_a_given_number_are_not_made_longer() -> None:
