@@ -58,6 +58,7 @@ async def start_decode_worker(
         is_decoding=True,
         swap_space_bytes=swapped_bytes(config.swap_space_bytes, scheduling),
         max_running=config.max_running_requests,
+        max_tokens=config.max_num_batched_tokens,
         loads_quietly=process_spec.joins_others,
     )
     pool_name = process_spec.pool_name
@@ -127,6 +128,7 @@ async def start_colocated_worker(
         is_decoding=True,
         swap_space_bytes=swapped_bytes(config.swap_space_bytes, scheduling),
         max_running=config.max_running_requests,
+        max_tokens=config.max_num_batched_tokens,
         loads_quietly=process_spec.joins_others,
         candidate_buffer_bytes=lending.buffer_bytes if lending is not None else 0,
     )
@@ -161,7 +163,7 @@ async def start_colocated_worker(
         prefix_cache=prefix_cache,
         prefix_pool=prefix_pool,
         decode_pool=decode_pool,
-        num_layers=layout.num_layers,
+        num_layers=layout.num_layers + layout.ring_layers,
         has_states=layout.state_bytes > 0,
     )
     memory = None

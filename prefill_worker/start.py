@@ -38,6 +38,7 @@ async def start_prefill_worker(
         config.max_running_requests,
         loads_quietly=process_spec.joins_others,
         candidate_buffer_bytes=config.candidate_buffer_bytes,
+        max_tokens=config.max_num_batched_tokens,
     )
     layout = served.block_layout(engine_config.block_size)
     pool_name = process_spec.pool_name
@@ -67,7 +68,7 @@ async def start_prefill_worker(
         eos_token_ids=executor.eos_token_ids,
         measured=executor.measure_iterations(calibration_s(engine_config, scheduling), config.max_num_batched_tokens),
         prefix_cache=prefix_cache,
-        num_layers=layout.num_layers,
+        num_layers=layout.num_layers + layout.ring_layers,
         state_blocks=layout.state_blocks,
     )
     worker = PrefillWorker(

@@ -62,7 +62,8 @@ class SizeChoice:
             state = _spelt(layout.block_bytes - layout.kv_bytes)
             parts.append(f"{state} of states in each block of {layout.block_size} tokens")
         if layout.state_blocks:
-            parts.append(f"{_spelt(layout.context_bytes)} of it for the states of each request, however long")
+            kept = "windows" if layout.ring_layers else "states"
+            parts.append(f"{_spelt(layout.context_bytes)} of it for the {kept} of each request, however long")
         if config.prefix_cache.pool_bytes:
             parts.append(f"{_spelt(config.prefix_cache.pool_bytes)} for prefixes that workers share")
         chunk = config.decode.max_num_batched_tokens

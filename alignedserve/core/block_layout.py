@@ -168,12 +168,17 @@ class BlockLayout:
         in which a token takes the place of the one that has left the window. A block more than the window touches is
         there, so that a block of tokens may be written before the first of them is read.
         """
-        assert not (self.has_states or self.unlike), "rings beside states, or of layers that are not alike"
+        assert not self.has_states, "rings beside states"
+        assert not self.unlike, "rings of layers that are not alike"
         assert 0 < num_windowed < self.num_layers, "some layers with a window, and some without"
         num_layers, ring_blocks = self.num_layers - num_windowed, -(-window // self.block_size) + 2
-        state_blocks = 1 + -(-num_windowed // num_layers) * ring_blocks
-        own = {"ring_layers": num_windowed, "ring_blocks": ring_blocks, "state_blocks": state_blocks}
-        return replace(self, num_layers=num_layers, **own)
+        return replace(
+            self,
+            num_layers=num_layers,
+            ring_layers=num_windowed,
+            ring_blocks=ring_blocks,
+            state_blocks=1 + -(-num_windowed // num_layers) * ring_blocks,
+        )
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the blocks of a context of so many tokens, those of its states included."""

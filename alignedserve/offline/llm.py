@@ -115,6 +115,7 @@ class LLM:
             pipeline_parallel=pipeline_parallel_size,
             expert_parallel=expert_parallel_size,
             states_apart=True,
+            window_cache=engine.window_cache,
         )
         check_ranks(worker_device, tensor_parallel_size, pipeline_parallel_size, expert_parallel_size)
         if served.stored is not None and served.stored.warning is not None:

@@ -245,7 +245,7 @@ class DecodePass:
         return address, bits.data_ptr(), num_words
 
     def slots_of(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> CacheSlots:
-        """Find the place of keys and values [slots, width] contiguous, as `HeadRows` takes them, of a block's layers."""
+        """Find the place of the keys and values of a block's layers: [slots, width], as `HeadRows` takes them."""
         assert 0 < len(keys) == len(values) <= self._num_layers, "keys and values of every layer"
         is_int8 = {self._place.is_int8_cache(*both) for both in zip(keys, values, strict=True)}
         assert len(is_int8) == 1, "layers of one kind"

@@ -8,6 +8,7 @@ import msgspec
 
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, Placement
+from alignedserve.cluster.preflight import window_cache_of
 from alignedserve.cluster.sizing import SizeChoice, choose_sizes
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.config.unset_sizes import with_fixed_sizes
@@ -165,4 +166,5 @@ def resolve_for(machines: Sequence[Machine], config: ClusterConfig) -> ServedMod
         pipeline_parallel=config.engine.pipeline_parallel,
         expert_parallel=config.engine.expert_parallel,
         states_apart=True,
+        window_cache=window_cache_of(config),
     )

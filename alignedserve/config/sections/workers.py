@@ -78,6 +78,9 @@ class EngineConfig(Section, frozen=True):
     kv_transport: str = "auto"
     # Of keys and values: auto (the model's dtype), or with a scale per token and head: int8 on CPUs, fp8 on GPUs.
     kv_cache_dtype: str = "auto"
+    # Of layers with a sliding window: whole (all keys and values, as of other layers), ring (those of the window alone,
+    # in blocks that each request has), or auto: ring where ordinary requests take no more so, and long ones far less.
+    window_cache: str = "auto"
     # Of a device that several workers share, the least that iterations without a real-time request keep while another
     # model has one, or another worker of this one a prompt, where threads are more than cores; 1: they never give way.
     best_effort_share: float = 0.1
@@ -106,6 +109,8 @@ class EngineConfig(Section, frozen=True):
         self._require(
             self.kv_cache_dtype in kv_cache_dtypes, "kv_cache_dtype", f"must be one of {', '.join(kv_cache_dtypes)}"
         )
+        window_caches = ("auto", "whole", "ring")
+        self._require(self.window_cache in window_caches, "window_cache", f"must be one of {', '.join(window_caches)}")
         is_device = re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is not None
         self._require(is_device, "device", "must be auto, cpu, cuda or cuda:N")
 

@@ -21,10 +21,16 @@ class Contexts(Protocol):
     """The part of a SequenceTable that planning reads: the places of sequences' contexts."""
 
     block_size: int
-    version: int  # changes whenever a row, or its blocks, change owner
     block_tables: IntArray  # [rows, blocks]
-    num_computed: IntArray  # [rows]
     is_reversed: BoolArray  # [rows]: token i of a block lies in slot block_size - 1 - i
+
+    @property
+    def version(self) -> int:
+        """Return what changes whenever a row, or its blocks, change owner."""
+
+    @property
+    def num_computed(self) -> IntArray:
+        """Return how many tokens of each row are computed [rows]."""
 
 
 class StepAttention(Protocol):

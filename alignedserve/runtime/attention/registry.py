@@ -83,12 +83,12 @@ def _planner_of_rings(
 ) -> PlannerOfKinds:
     """Return the planner of layers that read the blocks of their contexts, and of others that read rings."""
     num_layers, num_rings = storage.layout.num_layers, storage.layout.num_rings
-    contexts = [table, *(RingContexts(rings, ring, table) for ring in range(num_rings))]
+    contexts: list[Contexts] = [table, *(RingContexts(rings, ring, table) for ring in range(num_rings))]
     sinks: Sequence[Tensor | None] = [None] * len(contexts)
     if scores.sinks is not None:
         places = read_places(config, has_rings=True)
         ordered = scores.sinks[sorted(places, key=places.__getitem__)]
-        sinks = pad(ordered, (0, 0, 0, len(contexts) * num_layers - len(ordered))).split(num_layers)
+        sinks = torch.split(pad(ordered, (0, 0, 0, len(contexts) * num_layers - len(ordered))), num_layers)
     planners = [
         _cpu_planner(level, own, storage, config, dtype, scores._replace(sinks=some), runs)
         for own, some in zip(contexts, sinks, strict=True)

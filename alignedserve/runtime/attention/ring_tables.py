@@ -13,19 +13,22 @@ Example: blocks of 16 tokens, a window of 32, so rings of 4 blocks. A context of
 the last four of these, 5 to 8, are copied into blocks 1, 2, 3 and 0 of the ring.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.core.ids import BlockId
+from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.picture import settled_len
 from alignedserve.runtime.attention.backend import Contexts
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, StateEdge
 from alignedserve.runtime.device.arrays import Array
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.state_headers import UNFINISHED, tokens_behind_states
+
+Slices = Sequence[tuple[RequestId, int]]  # of a step: tokens of each
 
 _NONE = np.empty(0, np.int64)
 
@@ -142,6 +145,27 @@ class RingTables:
             fresh = np.concatenate((fresh, copies[:, 1:].reshape(-1)))
         return RingPlan(_NONE, headers, num_tokens, kept.all(), own.all(), fresh)
 
+    def with_room(self, slices: Slices, compute: Callable[[RequestId, int], None]) -> Slices:
+        """Let `compute` compute what there is no scratch for in steps of its own; return what is left of the slices.
+
+        Only slices that compute tokens again are so long. The last token of each is left.
+        """
+        while sum(self._num_lent(*one) for one in slices) > len(self._scratch):
+            longest = max(slices, key=lambda one: self._num_lent(*one))
+            request_id, count = longest
+            row = self._table.row(request_id)
+            before = int(self._table.num_computed[row])
+            until = before + min((len(self._scratch) - 1) * self._layout.block_size, count - 1)
+            num_tokens = settled_len(self._table.whole_runs.get(row, ()), until) - before
+            assert num_tokens > 0, "a run of tokens that read one another, longer than all scratch"
+            compute(request_id, num_tokens)
+            slices = [(request_id, count - num_tokens) if one is longest else one for one in slices]
+        return slices
+
+    def _num_lent(self, request_id: RequestId, count: int) -> int:
+        before, size = int(self._table.num_computed[self._table.row(request_id)]), self._layout.block_size
+        return -(-(before + count) // size) - -(-before // size) if count > size + 1 else 0
+
     def slots(self, token_rows: IntArray, positions: IntArray, slot_stride: int) -> IntArray:
         """Return the slots of tokens of rows that a step has begun, in each ring [rings, tokens]."""
         columns, offsets = np.divmod(positions, self._layout.block_size)
@@ -224,6 +248,7 @@ class RingContexts:
         return self._contexts.num_computed
 
 
-def num_scratch_blocks(max_tokens: int, max_sequences: int, block_size: int) -> int:
-    """Return the scratch blocks that the chunks of a step of so many tokens and sequences may need."""
-    return -(-max_tokens // block_size) + min(max_sequences, max_tokens // block_size + 1)
+def num_scratch_blocks(layout: BlockLayout, max_tokens: int, max_sequences: int) -> int:
+    """Return the scratch blocks that the chunks of a step of so many tokens and sequences may need, if any."""
+    size = layout.block_size
+    return -(-max_tokens // size) + min(max_sequences, max_tokens // size + 1) if layout.ring_layers else 0

@@ -192,6 +192,15 @@ class SequenceTable:
         assert len(block_ids) == self.state_blocks, f"{request_id}: not the blocks of its states"
         self.kept_states.setdefault(self.row(request_id), []).append(StateEdge(num_tokens, tuple(block_ids)))
 
+    def note_tokens(self, rows: IntArray, places: IntArray, token_ids: IntArray, is_usable: BoolArray) -> bool:
+        """Write tokens of these rows, which count as known already; return whether all of them are usable."""
+        if is_usable.all():
+            self.tokens[rows, places] = token_ids
+            return True
+        self.tokens[rows[is_usable], places[is_usable]] = token_ids[is_usable]
+        self.num_tokens[rows[~is_usable]] -= 1
+        return False
+
     def lend_blocks(self, rows: IntArray, columns: IntArray, blocks: IntArray) -> None:
         """Put blocks behind the rows' own, until the rows get others there."""
         assert (columns >= self.num_blocks[rows]).all(), "a loan in the place of a block"

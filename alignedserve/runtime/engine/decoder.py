@@ -49,8 +49,8 @@ class Decoder:
         self.scores = ScoreForm(torch.stack(sinks) if sinks else None, config.score_cap)
         self._heads = [config.heads_of(layer) for layer in range(config.num_layers)]
         self._windowed = frozenset(config.windowed_layers)
-        self._cache_of_layer = read_places(config)
-        self._cache_of_rings = read_places(config, has_rings=True) if config.may_have_rings else {}
+        # Where each layer's keys and values are in the whole cache: without rings, and with them.
+        self._cache_of_layer = read_places(config), read_places(config, has_rings=True)
         self._extra_heads = None if config.extras is None else ExtraHeads(config, self.dtype, self.device)
         self._first_shared = config.num_layers - (0 if config.extras is None else config.extras.num_shared)
         self._states: StateStorage | None = None  # of the latest storage
@@ -114,12 +114,8 @@ class Decoder:
         if self._native_pass is not None and self._native_pass.suits(batch):
             self._note(self._native_pass.run(hidden, batch, storage, rotations), has_head=False)
             return hidden
-        run = PassState(batch, storage, self._by_layer(rotations))
-        if batch.states is not None:
-            run.states = self._states_of(storage)
-            run.states.begin(batch.states)
-        if batch.rings is not None:
-            batch.rings.begin(storage)
+        run = PassState(batch, storage, self._by_layer(rotations), self._cache_of_layer[batch.rings is not None])
+        run.begin(None if batch.states is None else self._states_of(storage))
         if self.config.temperature is not None:
             run.temperatures = temperatures(batch.positions, self.config.temperature).to(self.dtype)
         if batch.hidden is not None:
@@ -145,10 +141,7 @@ class Decoder:
                 batch.pictures.add_behind(layer, hidden)
             if self._between_layers is not None:
                 self._between_layers()
-        if batch.states is not None and run.states is not None:
-            run.states.end(batch.states)
-        if batch.rings is not None:
-            batch.rings.end(storage)
+        run.end()
         if self.device.type == "cpu":
             self.attention_s, self.chunk_attention_s = run.attention_s, run.chunk_attention_s
             self.products_s, self.had_head = 0.0, False
@@ -333,7 +326,7 @@ class Decoder:
     def _project(self, x: Tensor, layer: int, weights: LayerWeights, run: PassState) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values [tokens, width] of a layer's inputs, the latter two also in the cache."""
         config, batch, storage = self.config, run.batch, run.storage
-        rotation, cache = run.rotations[layer], self._cache_of(layer, run)
+        rotation, cache = run.rotations[layer], run.cache_of_layer[layer]
         fused = adapted_product(LayerProduct.QKV, layer, weights.qkv, x, batch.adapters)
         if self._extra_heads is not None:
             return self._extra_heads.placed(fused, weights.head_norms, layer, run)
@@ -362,13 +355,9 @@ class Decoder:
         attends = weights.mixer is None or weights.mixer_output is not None
         if attends:
             self._project(x, layer, weights, run)
-            run.settle_rings(self._cache_of(layer, run))
+            run.settle_rings(run.cache_of_layer[layer])
         if weights.mixer is not None:
             self._mix(run.mixer_inputs if attends else weights.qkv(x), layer, weights, run)
-
-    def _cache_of(self, layer: int, run: PassState) -> int:
-        """Return the place in the whole cache of the keys and values that a layer reads."""
-        return (self._cache_of_layer if run.batch.rings is None else self._cache_of_rings)[layer]
 
     def _mix(self, projected: Tensor, layer: int, weights: LayerWeights, run: PassState) -> Tensor:
         """Mix the tokens of a layer through its state [tokens, width], which stands behind them then."""
@@ -387,7 +376,7 @@ class Decoder:
         if weights.mixer is not None and weights.mixer_output is None:
             mixed = run.kept(self._mix(weights.qkv(x), layer, weights, run))
             return self._addend(weights.output(mixed), weights.attention_post_norm)
-        config, cache = self.config, self._cache_of(layer, run)
+        config, cache = self.config, run.cache_of_layer[layer]
         queries, keys, values = self._project(x, layer, weights, run)
         queries, own = run.kept(queries), self._heads[layer]
         queries = queries.view(len(queries), own.num_kv_heads, config.num_heads // own.num_kv_heads, own.head_dim)

@@ -14,7 +14,7 @@ from alignedserve.core.request import SampledToken, sampled_tokens
 from alignedserve.runtime.attention.backend import AUTO, AttentionPlanner, Contexts, TableKeeper
 from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.ring_tables import RingTables
-from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
+from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable
 from alignedserve.runtime.device.device_work import in_inference_mode
 from alignedserve.runtime.device.streams import DeviceStreams, streams_of
 from alignedserve.runtime.engine.decoder import Decoder
@@ -28,8 +28,9 @@ from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts
 from alignedserve.runtime.engine.steps.jump_ahead import JumpAhead, forced_counts, with_forced
 from alignedserve.runtime.engine.steps.late_states import LateStates
 from alignedserve.runtime.engine.steps.next_step import NextStep
+from alignedserve.runtime.engine.steps.planned_step import StepBatch
 from alignedserve.runtime.engine.steps.prompt_results import PromptResults
-from alignedserve.runtime.engine.steps.step_batch import BatchBuilder, StepBatch
+from alignedserve.runtime.engine.steps.step_batch import BatchBuilder
 from alignedserve.runtime.engine.steps.step_launch import MASKS_FIRST_S, StepLaunch
 from alignedserve.runtime.engine.steps.step_output import (
     NO_TIMES,
@@ -94,9 +95,7 @@ class Engine:
         layout, config = storage.layout, model.config
         assert config.rope or max_context_len <= config.max_position_embeddings, "more context than positions"
         dtype = layout.dtype if layout.has_scales else model.dtype_name
-        whole = config.block_layout(layout.block_size, dtype)
-        of_rings = config.layout_of_rings(whole) if config.may_have_rings else whole
-        assert layout in (whole, config.layout_apart(whole), of_rings), "the storage is not of this model"
+        assert layout in config.layouts(layout.block_size, dtype), "the storage is not of this model"
         assert not (layout.has_scales and hidden_block_tokens), "blocks of 8 bits hold no layer inputs"
         self.model = model
         self.storage = storage
@@ -109,7 +108,7 @@ class Engine:
             state_blocks=layout.state_blocks,
         )
         self.keep_states = self._table.keep_states
-        rings = RingTables(self._table, layout, ring_scratch) if layout.ring_layers else None
+        self._rings = rings = RingTables(self._table, layout, ring_scratch) if layout.ring_layers else None
         storage.zero_blocks(np.array(ring_scratch, np.int64))  # of which attention may read unused slots
 
         def make_planner(contexts: Contexts, storage: BlockStorage) -> AttentionPlanner:
@@ -124,17 +123,16 @@ class Engine:
             hidden = HiddenContexts(self._table, storage, hidden_block_tokens, make_planner)
         if capture is None and storage.device.type == "cuda" and planner.plans_ahead:
             capture = CudaCapture()
-        last = None
-        if (
-            not launches_ahead and storage.device.type == "cpu" and not planner.plans_ahead
-        ):  # it plans no device's arrays
+        last, is_on_cpu = None, storage.device.type == "cpu"
+        if is_on_cpu and not launches_ahead and not planner.plans_ahead:  # it plans no device's arrays
             contexts = LastTokenContexts(self._table)
             last = LastTokenPlanner(contexts, make_planner(contexts, storage))
         sizes = graph_sizes(max_running or max_sequences)
         graphs = None if capture is None else DecodeGraphs(model, storage, capture, sizes)
         self._passes = StepPasses(model, storage, graphs)
+        padded = [] if capture is None else sizes
         self._builder = BatchBuilder(
-            self._table, storage, planner, decode_sizes=() if capture is None else sizes, hidden=hidden, last=last, rings=rings
+            self._table, storage, planner, decode_sizes=padded, hidden=hidden, last=last, rings=rings
         )
         self._sampler = Sampler(
             max_sequences=max_sequences,
@@ -249,6 +247,8 @@ class Engine:
         """
         started = time.perf_counter()
         slices = self._table.whole_slices(slices if self._late is None else self._late.caught_up(slices))
+        if self._rings is not None:
+            slices = self._rings.with_room(slices, self._compute_before)
         forced = self._jumps.take(slices)
         ahead, rest = self._next.take_launched(slices)
         if ahead is None and not rest:
@@ -274,6 +274,10 @@ class Engine:
         wait_for_step(self._compute.record(), self._ranks)
 
     # --- the parts of a step
+
+    def _compute_before(self, request_id: RequestId, count: int) -> None:
+        """Compute tokens of a sequence, not its last, in a step of its own before that which was asked for."""
+        self._launch(self._builder.build([request_id], [count]), [(request_id, count)], {}, first_place=0)
 
     def _build(self, slices: Slices, forced: Forced) -> StepBatch:
         request_ids, num_tokens = [part[0] for part in slices], [part[1] for part in slices]
@@ -383,22 +387,11 @@ class Engine:
         for index in {*logprobs, *launch.embeddings} if logprobs or launch.embeddings else ():
             more = logprobs.get(index), launch.embeddings.get(index, b"")
             sampled[index] = SampledToken(ids[index], sampled[index].token_id, *more)
-        if self._note_tokens(launch, token_ids):
+        if self._table.note_tokens(rows, launch.num_tokens_before, token_ids, is_usable):
             return sampled, []
+        self._next.forget()
         good, bad = np.flatnonzero(is_usable).tolist(), np.flatnonzero(~is_usable).tolist()
         return [sampled[index] for index in good], [ids[index] for index in bad]
-
-    def _note_tokens(self, launch: StepLaunch, token_ids: IntArray) -> bool:
-        """Write a step's tokens, by its sampled rows, into the table; return whether all of them are some."""
-        table, rows, places = self._table, launch.rows, launch.num_tokens_before
-        is_usable = token_ids != NO_TOKEN
-        if is_usable.all():
-            table.tokens[rows, places] = token_ids
-            return True
-        table.tokens[rows[is_usable], places[is_usable]] = token_ids[is_usable]
-        table.num_tokens[rows[~is_usable]] -= 1
-        self._next.forget()
-        return False
 
     def _reasons(self, failed: list[RequestId]) -> dict[RequestId, str]:
         found = {request_id: self._sampler.failure(self._table.row(request_id)) for request_id in failed}

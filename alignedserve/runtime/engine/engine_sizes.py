@@ -31,6 +31,7 @@ class EngineSizes:
     is_decoding: bool = True  # its sequences go on after their prompts
     swap_space_bytes: int = 0  # of caches in host memory, that is registered with a GPU at the start
     max_running: int | None = None  # sequences of one step, of those that it holds; None: all
+    max_tokens: int = 2048  # of one step, for which memory is kept where layers with a window have rings
 
     @property
     def may_launch_ahead(self) -> bool:
@@ -54,6 +55,7 @@ def engine_sizes(
     candidate_buffer_bytes: int = 0,
     swap_space_bytes: int = 0,
     max_running: int | None = None,
+    max_tokens: int = 2048,
 ) -> EngineSizes:
     """Combine the engine's configuration, whose device and threads are decided, with one worker's sizes.
 
@@ -76,6 +78,7 @@ def engine_sizes(
         is_decoding=is_decoding,
         swap_space_bytes=swap_space_bytes,
         max_running=max_running,
+        max_tokens=max_tokens,
     )
 
 

@@ -29,6 +29,7 @@ from alignedserve.messages.workers import requests_of
 from alignedserve.process.links import Identity
 from alignedserve.process.worker_threads import WorkerThreads, run_quietly
 from alignedserve.runtime.attention.registry import try_libraries
+from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.device_work import use_device, working
 from alignedserve.runtime.device.dtypes import torch_dtype
@@ -119,6 +120,7 @@ class ModelExecutor:
         max_running = sizes.max_running or sizes.max_sequences
         launches_ahead = sizes.may_launch_ahead and served.num_processes == 1
         num_lent = num_lent_blocks(num_blocks, max_running, sizes.block_size) if launches_ahead else 0
+        num_scratch = num_scratch_blocks(layout, sizes.max_tokens, max_running)  # beside the blocks of requests
         has_stages = served.pipeline_parallel > 1
         if has_stages:
             num_lent = num_stage_loans(num_blocks, max_running)
@@ -151,7 +153,7 @@ class ModelExecutor:
                 load = partial(load_divided, served, expert_spec_of(served, sizes), progress_path)
             decoder, self._experts = run_quietly(load) if sizes.loads_quietly else load()
             try_libraries(sizes.attention_backend, layout, num_blocks, decoder.config, device)
-            self._storage = storage = BlockStorage(layout, num_blocks, device)
+            self._storage = storage = BlockStorage(layout, num_blocks + num_scratch, device)
         self._moves_all = self._storage.layout == layout
         streams = streams_of(device)
         make_engine: Callable[..., Engine] = partial(
@@ -178,6 +180,7 @@ class ModelExecutor:
             masks=self._masks,
             lent_blocks=[BlockId(self.num_blocks + index) for index in range(num_lent)],
             max_running=max_running,
+            ring_scratch=[BlockId(num_blocks + index) for index in range(num_scratch)],
         )
         self.has_shared_blocks = sizes.wants_shared_blocks and self._engine.can_share_blocks
         swap_bytes = sizes.swap_space_bytes // served.num_processes  # of this rank's parts

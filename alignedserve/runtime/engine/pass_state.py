@@ -1,6 +1,6 @@
 """What the layers of one forward pass share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,11 +24,18 @@ class PassState:
 
     __slots__ = (
         *("attention", "attention_s", "batch", "chunk_attention_s", "gates", "hidden", "last", "layer_embeddings"),
-        *("kind_rows", "mixer_inputs", "rotations", "shared", "states", "storage", "temperatures"),
+        *("cache_of_layer", "kind_rows", "mixer_inputs", "rotations", "shared", "states", "storage", "temperatures"),
     )
 
-    def __init__(self, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation | None]) -> None:
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        storage: BlockStorage,
+        rotations: Sequence[Rotation | None],
+        cache_of_layer: Mapping[int, int],
+    ) -> None:
         self.batch = batch
+        self.cache_of_layer = cache_of_layer  # the place in the whole cache of each layer's keys and values
         self.storage = storage
         self.rotations = rotations  # of each layer
         self.attention: StepAttention = batch.attention
@@ -44,6 +51,21 @@ class PassState:
         self.last: LastTokenRows | None = None  # of this layer: it goes on with these rows alone
         self.attention_s = 0.0
         self.chunk_attention_s = 0.0
+
+    def begin(self, states: StateStorage | None) -> None:
+        """Mark what the pass is about to write: states of a model that has some, and rings."""
+        self.states = states
+        if states is not None and self.batch.states is not None:
+            states.begin(self.batch.states)
+        if self.batch.rings is not None:
+            self.batch.rings.begin(self.storage)
+
+    def end(self) -> None:
+        """Note how far these are now."""
+        if self.states is not None and self.batch.states is not None:
+            self.states.end(self.batch.states)
+        if self.batch.rings is not None:
+            self.batch.rings.end(self.storage)
 
     def rows_of_kind(self, kind: int) -> Tensor:
         """Return the slots of new tokens as one kind of layers has them, see LayerKind.write [tokens]."""

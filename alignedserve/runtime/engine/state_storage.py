@@ -13,6 +13,7 @@ from alignedserve.runtime.model.state_config import HEADER_BYTES, StateConfig, l
 from kernels.states.device_rows import DeviceStateRows
 from kernels.states.state_rows import StateRows
 
+
 class StateStorage:
     """Views of a storage's states; the storage is the only owner."""
 

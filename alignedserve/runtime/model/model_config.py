@@ -213,6 +213,11 @@ class ModelConfig:
             unlike=self._unlike,
         )
 
+    def layouts(self, block_size: int, dtype: str) -> tuple[BlockLayout, ...]:
+        """Return the layouts that this model's blocks may have."""
+        whole = self.block_layout(block_size, dtype)
+        return (whole, self.layout_apart(whole), *([self.layout_of_rings(whole)] if self.may_have_rings else []))
+
     def layout_apart(self, layout: BlockLayout) -> BlockLayout:
         """Return the layout with states in blocks of their own; unchanged where a layer's state is larger than one."""
         layer_bytes = 0 if self.state is None else state_bytes(self.state, layout.dtype)

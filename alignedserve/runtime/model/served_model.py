@@ -22,6 +22,7 @@ from alignedserve.runtime.model.stored_weights import StoredWeights
 from alignedserve.runtime.model.vision.families import read_vision
 from alignedserve.runtime.model.vision.mobile_config import SeeingConfig
 from alignedserve.runtime.model.vision.vision_config import CACHE_BYTES
+from alignedserve.runtime.model.window_cache import WHOLE, has_rings
 from alignedserve.text.tokenizer import Tokenizer
 from alignedserve.text.tokenizer_files import read_template
 
@@ -55,6 +56,7 @@ class ServedModel:
     num_hosts: int = 1  # that the stages of a worker are on, one each; 1: all on its own
     vision: SeeingConfig | None = None  # by which it sees pictures; None: it does not
     states_apart: bool = False  # large recurrent states have blocks of their own, not a part of each block of tokens
+    has_rings: bool = False  # layers with a window keep no more than it
 
     @property
     def encoder(self) -> EncoderConfig | None:
@@ -120,6 +122,8 @@ class ServedModel:
         layout = self.rank_config.block_layout(block_size, self.cache_dtype or self.dtype)
         if self.states_apart:
             return self.decoder.layout_apart(layout)
+        if self.has_rings:
+            return self.decoder.layout_of_rings(layout)
         if layout.state_bytes and self.pipeline_parallel > 1:
             return staged_layout(self.decoder, self.pipeline_parallel, block_size, layout.dtype)
         return replace(layout, num_layers=layout.num_layers * self.tensor_parallel)
@@ -136,11 +140,12 @@ def resolve_model(
     pipeline_parallel: int = 1,
     expert_parallel: int = 1,
     states_apart: bool = False,
+    window_cache: str = WHOLE,
 ) -> ServedModel:
     """Read the model's config; `device` and `kv_cache_dtype` as in the engine's section; `has_bfloat16`: the processor
     multiplies it natively; `has_float8`: the GPU multiplies FP8; `tensor_parallel`, `pipeline_parallel`: ranks and
     stages of a worker; `expert_parallel`: processes that share its experts; `states_apart`: large recurrent
-    states may have blocks of their own.
+    states may have blocks of their own; `window_cache`: as in the engine's section.
 
     Raises ModelError or ConfigError saying what is missing, unknown or too large.
     """
@@ -159,7 +164,7 @@ def resolve_model(
         raise ConfigError("engine.pipeline_parallel has no effect on an encoder, which is one stage; leave it out")
     elif expert_parallel > 1:
         raise ConfigError("engine.expert_parallel has no effect on an encoder, which has no experts; leave it out")
-    longest = config.max_position_embeddings
+    longest, num_processes = config.max_position_embeddings, tensor_parallel * pipeline_parallel
     if section.max_context_len is not None and section.max_context_len > longest:
         raise ConfigError(f"model.max_context_len is {section.max_context_len}; the model was made for {longest}")
     dtype = section.dtype
@@ -187,8 +192,16 @@ def resolve_model(
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         expert_parallel=expert_parallel,
-        vision=_vision(config, folder if file is None else None, tensor_parallel * pipeline_parallel),
+        vision=_vision(config, folder if file is None else None, num_processes),
         states_apart=states_apart and pipeline_parallel == 1 and _has_large_states(config, dtype),
+        has_rings=has_rings(
+            window_cache,
+            config,
+            dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
+            section.max_context_len or longest,
+            device=device,
+            num_processes=num_processes,
+        ),
     )
 
 

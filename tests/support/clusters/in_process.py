@@ -106,6 +106,7 @@ class RoomCluster:
             tensor_parallel=engine.tensor_parallel,
             expert_parallel=engine.expert_parallel,
             states_apart=True,
+            window_cache=engine.window_cache,
         )
         self.served: ServedModel = with_adapters(resolved, config.lora)
         self.addresses = AddressBook(folder)

@@ -121,14 +121,15 @@ def test_layers_may_have_contexts_of_their_own() -> None:
         cache.attention.plan_decode(tables, first + np.arange(rows), np.ones(rows, np.int64), None, 1)
         for first in (0, rows)
     ]
-    parts = [CachePart(plan, stride * (first + torch.arange(rows))) for plan, first in zip(plans, (0, rows), strict=True)]
+    slots = [stride * (first + torch.arange(rows)) for first in (0, rows)]
+    parts = [CachePart(plan, own_slots) for plan, own_slots in zip(plans, slots, strict=True)]
     pending, _ = own.run(residual.clone(), parts, [], LAYERS, cache.slots)
     together = cache_for(own)
     assert torch.equal(pending, run(own, together, [0, 2 * stride, 4 * stride]))
     assert torch.equal(cache.blocks[:rows, 0], together.blocks[:rows, 0])
     assert torch.equal(cache.blocks[rows : 2 * rows, 0], together.blocks[:rows, 1])
     for places in ([0], [0, 2], [-1, 0]):
-        with pytest.raises(ValueError, match="place|attention"):
+        with pytest.raises(ValueError, match=r"place|attention"):
             own.run(residual.clone(), parts, [], places, cache.slots)
 
 
@@ -223,7 +224,7 @@ def test_a_run_in_parts_has_the_same_bits(num_slices: int, num_threads: int) -> 
 def test_parts_of_nothing_are_refused(pause: Pause) -> None:
     own = make_pass(layer(), layer())
     cache = cache_for(own)
+    parts = [CachePart(cache.plan(1), torch.tensor([0]))]
     with pytest.raises(ValueError, match="parts"):
-        parts = [CachePart(cache.plan(1), torch.tensor([0]))]
         own.run(torch.zeros(1, WIDTH), parts, [], LAYERS, cache.slots, pause=pause)
     assert not cache.blocks.any()

@@ -39,6 +39,7 @@ from alignedserve.runtime.engine.ranks.rank_commands import (
     WriteCopies,
 )
 from alignedserve.runtime.engine.ranks.rank_spec import join, load_shard, make_adapters, make_storage, make_swap_space
+from alignedserve.runtime.engine.steps.chosen_tokens import NO_TOKEN
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch
 from alignedserve.runtime.engine.swap_space import HostCaches
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
@@ -102,7 +103,9 @@ class FollowerEngine(Engine):
 
     def _set_tokens(self, token_ids: Sequence[int]) -> None:
         assert self._launched is not None, "tokens of no step"
-        self._note_tokens(self._launched, np.array(token_ids, np.int64))
+        tokens, launched = np.array(token_ids, np.int64), self._launched
+        if not self._table.note_tokens(launched.rows, launched.num_tokens_before, tokens, tokens != NO_TOKEN):
+            self._next.forget()
         self._launched = None
 
     def _append_tokens(self, request_id: RequestId, token_ids: Sequence[int]) -> None:

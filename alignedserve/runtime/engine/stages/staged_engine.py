@@ -28,7 +28,7 @@ from alignedserve.runtime.engine.stages.group_choice import GroupChoice
 from alignedserve.runtime.engine.stages.stage_commands import PartSlice
 from alignedserve.runtime.engine.stages.stage_group import StageGroup
 from alignedserve.runtime.engine.stages.step_parts import Slice, group_size, step_parts
-from alignedserve.runtime.engine.steps.step_batch import StepBatch
+from alignedserve.runtime.engine.steps.planned_step import StepBatch
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch
 from alignedserve.runtime.engine.steps.step_output import Slices, StepOutput, StepTimes
 from alignedserve.runtime.kv.block_storage import BlockStorage

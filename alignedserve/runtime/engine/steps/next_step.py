@@ -18,7 +18,8 @@ from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTabl
 from alignedserve.runtime.engine.sampling.sampler import Sampler
 from alignedserve.runtime.engine.steps.block_loans import BlockLoans
 from alignedserve.runtime.engine.steps.chunk_guess import ChunkGuess, Chunks
-from alignedserve.runtime.engine.steps.step_batch import BatchBuilder, StepBatch
+from alignedserve.runtime.engine.steps.planned_step import StepBatch
+from alignedserve.runtime.engine.steps.step_batch import BatchBuilder
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch
 from alignedserve.runtime.engine.steps.step_output import Slices
 

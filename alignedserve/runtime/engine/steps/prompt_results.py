@@ -11,7 +11,7 @@ from alignedserve.runtime.attention.sequence_table import SequenceTable
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.sampling.sampler import logprob_entries
-from alignedserve.runtime.engine.steps.step_batch import StepBatch
+from alignedserve.runtime.engine.steps.planned_step import StepBatch
 from alignedserve.runtime.engine.steps.step_output import PromptLogprobs
 
 # Logits of this many prompt tokens are held at a time for prompt logprobs.

@@ -14,7 +14,7 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.sampling.logits_processors import LogitsChanges
 from alignedserve.runtime.engine.sampling.sampler import Draw
 from alignedserve.runtime.engine.steps.block_loans import Loans
-from alignedserve.runtime.engine.steps.step_batch import StepBatch
+from alignedserve.runtime.engine.steps.planned_step import StepBatch
 from alignedserve.runtime.engine.steps.step_output import PromptLogprobs, StepTimes
 from alignedserve.runtime.grammar.token_masks import StepMasks
 from kernels.cpu.decode_pass import AllowedTokens

@@ -9,7 +9,8 @@ from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.steps.cuda_graphs import DecodeGraphs
-from alignedserve.runtime.engine.steps.step_batch import BatchBuilder, StepBatch
+from alignedserve.runtime.engine.steps.planned_step import StepBatch
+from alignedserve.runtime.engine.steps.step_batch import BatchBuilder
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.adapters.device_lora import DevicePlan

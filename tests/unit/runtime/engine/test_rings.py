@@ -1,4 +1,4 @@
-"""Windows that forget: the answers of blocks that keep all, in few blocks; and sequences that begin where some are kept.
+"""Windows that forget: the answers of blocks that keep all, in few blocks; sequences that begin where some are kept.
 
 Rings of a window of 8 tokens have four blocks of 4; contexts here are many times as long.
 """
@@ -41,7 +41,7 @@ class RingEngine:
         self.layout = decoder.config.layout_of_rings(decoder.config.block_layout(BLOCK_SIZE, "float32"))
         self.storage = BlockStorage(self.layout, NUM_BLOCKS)
         self.storage.bytes.fill_(0xFF)
-        num_scratch = num_scratch_blocks(MAX_TOKENS, 4, BLOCK_SIZE)
+        num_scratch = num_scratch_blocks(self.layout, MAX_TOKENS, 4)
         self.free = [BlockId(block) for block in range(NUM_BLOCKS)][::-1]
         self.engine = Engine(
             model=decoder,
