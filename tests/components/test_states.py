@@ -1,4 +1,7 @@
-"""Models with a state, or whose layers differ, in clusters: answers are those of one engine, whatever moves or ends."""
+"""Models with a state, or whose layers differ, in clusters: answers are those of one engine, whatever moves or ends.
+
+Layers with a window that keep no more than it (`rings`) have blocks of their own as states have.
+"""
 
 import asyncio
 import json
@@ -40,14 +43,17 @@ LAYERED = {
     | {"activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.5]},
     "gemma4": {"model_type": "gemma4_text", **_SLIDING, **_SHORT, "num_kv_shared_layers": 2, "global_head_dim": 16},
 }
-MODELS |= LAYERED
+RINGS = {"rings": {"model_type": "gemma3_text", **_SLIDING, "sliding_window": 24, "num_hidden_layers": 4}}
+MODELS |= LAYERED | RINGS
+APART = ("mamba2", "delta", *RINGS)  # models of which contexts have blocks beside those of their tokens
 
 
 def _config(
     folder: Path, model: str, topology: Topology, *, num_blocks: int = 256, block_size: int = 8
 ) -> ClusterConfig:
     config = small_config(folder, topology=topology)
-    config = replace(config, engine=replace(config.engine, block_size=block_size))
+    window_cache = "ring" if model in RINGS else "auto"
+    config = replace(config, engine=replace(config.engine, block_size=block_size, window_cache=window_cache))
     (folder / "config.json").write_text(json.dumps({**TINY_LLAMA, "num_hidden_layers": 3, **MODELS[model]}))
     block = read_model_config(folder).block_layout(config.engine.block_size, "float32").block_bytes
     return replace(
@@ -70,7 +76,7 @@ async def test_requests_move_with_their_states(model: str, tmp_path: Path) -> No
     assert status.num_handoffs_verified > 0
 
 
-@pytest.mark.parametrize("model", ["mamba2", "delta"])
+@pytest.mark.parametrize("model", APART)
 async def test_states_in_blocks_of_their_own_move(model: str, tmp_path: Path) -> None:
     config = _config(tmp_path / "model", model, Topology.ELASTIC, block_size=64)
     async with running(config, tmp_path) as cluster:
@@ -121,7 +127,7 @@ async def _lose_each_kind(cluster: RoomCluster, answers: Sequence[Answer]) -> No
         await cluster.start_again(name)
 
 
-@pytest.mark.parametrize("model", ["mamba2", "delta"])
+@pytest.mark.parametrize("model", APART)
 async def test_states_in_blocks_of_their_own_and_a_lost_worker_of_each_kind(model: str, tmp_path: Path) -> None:
     """Prompts that begin alike go on behind kept states; decodes resume from the states that the pool has."""
     config = _config(tmp_path / "model", model, Topology.DISAGGREGATED, block_size=64)
@@ -169,7 +175,7 @@ async def test_caches_that_leave(topology: Topology, policy: str, preemption: st
     assert (engine.num_swapped_out > 0) == (preemption == "swap")
 
 
-@pytest.mark.parametrize("model", ["mamba2", "delta"])
+@pytest.mark.parametrize("model", APART)
 async def test_states_in_blocks_of_their_own_come_back_from_a_pool(model: str, tmp_path: Path) -> None:
     config = _config(tmp_path / "model", model, Topology.COLOCATED, block_size=64)
     config = replace(config, prefix_cache=PrefixCacheConfig(host_bytes=1 << 20))
