@@ -184,6 +184,10 @@ class BlockLayout:
         """Return the blocks of a context of so many tokens, those of its states included."""
         return self.state_blocks + -(-num_tokens // self.block_size)
 
+    def bytes_of(self, num_tokens: int) -> int:
+        """Return the bytes of the blocks of a context of so many tokens."""
+        return self.blocks_for(num_tokens) * self.block_bytes
+
     def blocks_in(self, memory_bytes: int) -> int:
         """Return the number of blocks that fit into this much memory."""
         return memory_bytes // self.block_bytes

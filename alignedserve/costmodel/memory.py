@@ -1,12 +1,15 @@
 """Cache memory beside a model."""
 
+from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.gpu_limits import REQUEST_TOKENS
 from alignedserve.costmodel.hardware import Hardware
 from alignedserve.costmodel.model_shapes import ModelShape
 
 MEMORY_SHARE = (
     0.9  # of the device's memory that a server takes, vLLM's default; the rest is the driver's and libraries'
 )
+_LARGEST_SHARE = 0.6  # that the longest context takes of what it took, for rings to be chosen
 _ACTIVATION_TOKENS = 8192  # of the largest pass that memory is kept for
 
 
@@ -33,6 +36,13 @@ def num_cache_blocks(
             f"{machine.name!r} ({machine.memory_bytes / gib:.1f} GiB); set tensor_parallel higher."
         )
     return num_blocks
+
+
+def rings_pay(whole: BlockLayout, rings: BlockLayout, max_context_len: int) -> bool:
+    """Return whether an ordinary request takes no more where layers with a window keep no more than it, and the longest
+    far less. Both layouts are of one model, see BlockLayout.with_rings."""
+    ordinary = rings.bytes_of(REQUEST_TOKENS) <= whole.bytes_of(REQUEST_TOKENS)
+    return ordinary and rings.bytes_of(max_context_len) <= _LARGEST_SHARE * whole.bytes_of(max_context_len)
 
 
 def _activation_bytes(shape: ModelShape) -> int:

@@ -36,6 +36,8 @@ class ModelShape:
     num_state_layers: int = 0  # those others
     state_layer_bytes: int = 0  # of a context's state on one of them
     unlike: tuple[LayerHeads, ...] = ()  # of the cached layers, the last, whose heads have other sizes
+    num_windowed_layers: int = 0  # of the cached layers, those that can keep no more than a window
+    window: int = 0  # tokens of it
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:

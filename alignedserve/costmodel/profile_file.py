@@ -119,8 +119,9 @@ def _with_later_fields(section: Any) -> Any:
 
 
 def _with_later_sizes(section: Any) -> Any:
-    """Return the shape with the fields of experts, latents and states, which profiles of earlier versions lack."""
+    """Return the shape with the fields that profiles of earlier versions lack: of experts, latents, states, windows."""
     names = ("num_experts", "num_chosen_experts", "expert_size", "num_expert_layers", "shared_expert_size")
     later = {**dict.fromkeys(names, 0), "kv_parts": 2, "attention_parameters": 0}
     later |= dict.fromkeys(("num_cached_layers", "num_state_layers", "state_layer_bytes"), 0)
+    later |= dict.fromkeys(("num_windowed_layers", "window"), 0)
     return {**later, "unlike": [], **section} if isinstance(section, dict) else section

@@ -10,7 +10,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import WorkerSpec, make_cost_model
 from alignedserve.costmodel.hardware import hardware
 from alignedserve.costmodel.links import LinkModel, nvlink_link, pcie_link
-from alignedserve.costmodel.memory import num_cache_blocks
+from alignedserve.costmodel.memory import num_cache_blocks, rings_pay
 from alignedserve.costmodel.model_shapes import ModelShape
 from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.sim.config import SimConfig, SimLinks
@@ -38,7 +38,7 @@ def simulated_on(cluster_hardware: ClusterHardware, cluster: ClusterConfig) -> S
     decode, prefill = cluster_hardware.decode, cluster_hardware.prefill or cluster_hardware.decode
     if decode.shape != prefill.shape:
         raise ConfigError(f"prefill workers serve {prefill.shape.name!r}, decode workers {decode.shape.name!r}")
-    layout = _layout(decode.shape, cluster)
+    layout = _layout(decode.shape, cluster, is_cpu=False)
     on_prefill = _cache_bytes(prefill, layout)
     replace = msgspec.structs.replace
     buffer_bytes = int(on_prefill * cluster_hardware.buffer_share)
@@ -66,7 +66,7 @@ def simulated_as_profiled(profile: MachineProfile, cluster: ClusterConfig) -> Si
     costs, link = profile.cost_model(), profile.memory_link
     context_len = _context_len(profile.shape, cluster)
     links, is_cpu = SimLinks(link, link), profile.num_threads is not None
-    layout = _layout(profile.shape, cluster)
+    layout = _layout(profile.shape, cluster, is_cpu=is_cpu)
     return SimConfig(cluster, layout, links, costs, context_len=context_len, can_stop=is_cpu)
 
 
@@ -75,7 +75,7 @@ def _context_len(shape: ModelShape, cluster: ClusterConfig) -> int | None:
     return cluster.model.max_context_len or shape.num_positions or None
 
 
-def _layout(shape: ModelShape, cluster: ClusterConfig) -> BlockLayout:
+def _layout(shape: ModelShape, cluster: ClusterConfig, *, is_cpu: bool) -> BlockLayout:
     if cluster.engine.kv_cache_dtype != "auto":
         raise ConfigError("engine.kv_cache_dtype: simulated caches have the model's dtype; leave it at auto")
     sizes = (shape.num_cached_layers or shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype)
@@ -85,13 +85,21 @@ def _layout(shape: ModelShape, cluster: ClusterConfig) -> BlockLayout:
         size *= 2
         layout = BlockLayout(size, *sizes, num_parts=shape.kv_parts, state_bytes=state_bytes)
         layout = layout.with_own_states(shape.num_state_layers, shape.state_layer_bytes)
-    return layout
+    return _with_rings(layout, shape, cluster, is_cpu=is_cpu) if shape.num_windowed_layers else layout
+
+
+def _with_rings(layout: BlockLayout, shape: ModelShape, cluster: ClusterConfig, *, is_cpu: bool) -> BlockLayout:
+    """Return the layout by engine.window_cache: as live, and where it says `ring` on accelerators as well."""
+    rings, choice = layout.with_rings(shape.num_windowed_layers, shape.window), cluster.engine.window_cache
+    longest = _context_len(shape, cluster)
+    is_chosen = choice == "auto" and is_cpu and longest is not None and rings_pay(layout, rings, longest)
+    return rings if choice == "ring" or is_chosen else layout
 
 
 def _cache_bytes(worker: WorkerSpec, layout: BlockLayout) -> int:
     machine, degree = hardware(worker.hardware), worker.tensor_parallel * worker.pipeline_parallel
     num_blocks = num_cache_blocks(worker.shape, machine, tensor_parallel=degree, block_size=layout.block_size)
-    return num_blocks * layout.block_bytes
+    return num_blocks * layout.block_bytes * (layout.num_layers + layout.ring_layers) // layout.num_layers
 
 
 def _links(worker: WorkerSpec, network: LinkModel) -> SimLinks:

@@ -261,6 +261,8 @@ class ModelConfig:
             num_state_layers=len(self.state_layers),
             state_layer_bytes=0 if self.state is None else state_bytes(self.state, dtype),
             unlike=self._unlike,
+            num_windowed_layers=len(self.windowed_layers) if self.may_have_rings else 0,
+            window=(self.sliding_window or 0) if self.may_have_rings else 0,
         )
 
     @property

@@ -3,14 +3,12 @@
 See BlockLayout.with_rings, and docs/decisions/0081-windows-that-forget.md.
 """
 
-from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.gpu_limits import REQUEST_TOKENS
+from alignedserve.costmodel.memory import rings_pay
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.model_config import ModelConfig
 
 AUTO, WHOLE, RING = "auto", "whole", "ring"
-_LARGEST_SHARE = 0.6  # that the longest context takes of what it took, for rings to be chosen
 _CPU = "cpu"
 _BLOCK_SIZE = 16  # tokens: larger blocks change nothing that matters here
 
@@ -34,17 +32,7 @@ def has_rings(
     if choice == WHOLE or obstacle is not None or isinstance(config, EncoderConfig):
         return False
     whole = config.block_layout(_BLOCK_SIZE, cache_dtype)
-    return choice == RING or pays(whole, config.layout_of_rings(whole), max_context_len)
-
-
-def pays(whole: BlockLayout, rings: BlockLayout, max_context_len: int) -> bool:
-    """Return whether an ordinary request takes no more in rings, and the longest far less."""
-    ordinary = _bytes_of(rings, REQUEST_TOKENS) <= _bytes_of(whole, REQUEST_TOKENS)
-    return ordinary and _bytes_of(rings, max_context_len) <= _LARGEST_SHARE * _bytes_of(whole, max_context_len)
-
-
-def _bytes_of(layout: BlockLayout, num_tokens: int) -> int:
-    return layout.blocks_for(num_tokens) * layout.block_bytes
+    return choice == RING or rings_pay(whole, config.layout_of_rings(whole), max_context_len)
 
 
 def _obstacle(config: ModelConfig | EncoderConfig, device: str, num_processes: int) -> str | None:
