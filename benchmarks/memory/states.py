@@ -9,6 +9,8 @@ import argparse
 import json
 import random
 import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,38 +157,45 @@ class Worker:
             prefix_cache=PrefixCacheConfig(),
             has_states=self.layout.state_bytes > 0,
         )
+        self.num_cached = self.num_computed = self.most_running = 0
         self._perform(self._logic.on_event(PeerConnected(Role.ROUTER, "router"), 0.0))
-        self.num_cached = 0
 
-    def answer(self, name: str, tokens: list[int], num_tokens: int) -> list[int]:
+    def answer(self, name: str, tokens: list[int], num_tokens: int) -> tuple[int, ...]:
         """Return the answer to a prompt."""
+        return self.answers({name: tokens}, num_tokens)[name]
+
+    def answers(self, prompts: Mapping[str, Sequence[int]], num_tokens: int) -> dict[str, tuple[int, ...]]:
+        """Return the answers to prompts that come together."""
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        root = prefix_root(b"", tenant="", salt="", form=b"")
-        request = Request(RequestId(name), tuple(tokens), sampling, "", 0.0, prefix_root=root)
-        return self._perform(self._logic.on_event(Received("router", PrefillRequest(request, 1)), 0.0))
+        root, commands = prefix_root(b"", tenant="", salt="", form=b""), list[ColocatedCommand]()
+        for name, tokens in prompts.items():
+            request = Request(RequestId(name), tuple(tokens), sampling, "", 0.0, prefix_root=root)
+            commands += self._logic.on_event(Received("router", PrefillRequest(request, 1)), 0.0)
+        found = self._perform(commands)
+        return {name: tuple(found[RequestId(name)]) for name in prompts}
 
     def close(self) -> None:
         """End its threads."""
         self._executor.close()
 
-    def _perform(self, commands: list[ColocatedCommand]) -> list[int]:
-        pending, answer = list(commands), list[int]()
+    def _perform(self, commands: list[ColocatedCommand]) -> Mapping[RequestId, list[int]]:
+        pending, answers = list(commands), defaultdict[RequestId, list[int]](list)
         while pending:
             command = pending.pop(0)
             if isinstance(command, RunIteration):
+                self.num_computed += sum(count for _, count in command.slices)
+                self.most_running = max(self.most_running, len(command.slices))
                 pending += self._logic.on_event(self._executor.run_iteration(command), 0.0)
             elif isinstance(command, SendTo) and isinstance(command.message, TokensEmitted):
                 for delta in command.message.deltas:
-                    answer += delta.token_ids
+                    answers[delta.request_id] += delta.token_ids
                     self.num_cached += delta.num_cached_tokens
-        return answer
+        return answers
 
 
-def talk_in_turns(talk: Talk, *, apart: bool) -> Found:
+def talk_in_turns(worker: Worker, talk: Talk) -> Found:
     """Let conversations take turns; each turn has all before it."""
     rng = random.Random(0)
-    with tempfile.TemporaryDirectory() as folder:
-        worker = Worker(resolved(Path(folder), _SMALL, "float32", apart=apart), talk.memory_bytes)
     known = [[rng.randrange(3, 500) for _ in range(talk.opening_len)] for _ in range(talk.num_conversations)]
     num_prompt_tokens, answers = 0, list[tuple[int, ...]]()
     for turn in range(talk.num_turns):
@@ -194,9 +203,8 @@ def talk_in_turns(talk: Talk, *, apart: bool) -> Found:
             tokens += [rng.randrange(3, 500) for _ in range(talk.turn_len)]
             num_prompt_tokens += len(tokens)
             answer = worker.answer(f"{number}-{turn}", tokens, talk.answer_len)
-            answers.append(tuple(answer))
+            answers.append(answer)
             tokens += answer
-    worker.close()
     return Found(num_prompt_tokens, worker.num_cached, answers)
 
 
@@ -213,7 +221,12 @@ def main() -> None:
     talk = Talk(arguments.conversations, arguments.turns, 300, 60, 12, arguments.memory_mib << 20)
     conversations = f"{talk.num_conversations} conversations of {talk.num_turns} turns"
     print(f"\n| {conversations} in {arguments.memory_mib} MiB | found |\n|---|---|")
-    found = {form: talk_in_turns(talk, apart=apart) for form, apart in FORMS.items()}
+    found = {}
+    for form, apart in FORMS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            worker = Worker(resolved(Path(folder), _SMALL, "float32", apart=apart), talk.memory_bytes)
+        found[form] = talk_in_turns(worker, talk)
+        worker.close()
     for form, one in found.items():
         share = one.num_cached / one.num_prompt_tokens
         print(f"| states {form} | {share:.0%} of {one.num_prompt_tokens} tokens |", flush=True)
