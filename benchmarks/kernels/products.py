@@ -1,6 +1,7 @@
 """Products of packed weights: the native kernels beside oneDNN's packed layout and plain PyTorch.
 
     python -m benchmarks.kernels.products [--seconds 0.4]
+    python -m benchmarks.kernels.products --widths 4096x4096 4128x4096 --name kernels/products_of_pages
 
 Weights come from memory, as in a pass over many layers: there are more of them than the caches hold. All take turns;
 medians count.
@@ -78,16 +79,18 @@ def _measure_rows(
 
 def main() -> None:
     """Print a line per case and write the result."""
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, name="kernels/products")
     parser.add_argument("--seconds", type=float, default=0.4, help="of a case")
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--widths", nargs="+", default=[f"{rows}x{columns}" for rows, columns in WIDTHS])
+    arguments = parser.parse_args()
+    widths = [tuple(map(int, one.split("x"))) for one in arguments.widths]
     figures: list[dict[str, Any]] = []
     for dtype in DTYPES:
-        for in_width, columns in WIDTHS:
-            for row in measure(in_width, columns, dtype, seconds):
+        for in_width, columns in widths:
+            for row in measure(in_width, columns, dtype, arguments.seconds):
                 print(row, flush=True)
                 figures.append(row)
-    write_result("kernels/products", {"threads": torch.get_num_threads(), "products": figures})
+    write_result(arguments.name, {"threads": torch.get_num_threads(), "products": figures})
 
 
 if __name__ == "__main__":

@@ -40,6 +40,14 @@ namespace {
 // Inputs that are multiplied by all panels before the next rows are: they stay in the core's second cache.
 constexpr int64_t kInputBytes = 512 << 10;
 
+// Rows a multiple of this apart, as those of most models are, share one set of the first cache, and push one another
+// out. More than so many lie this much further apart.
+constexpr int64_t kSetBytes = 4096, kRowsInPlace = 16, kApartBytes = 192;
+
+int64_t apart(int64_t row_bytes, int64_t num_rows) {
+    return num_rows > kRowsInPlace && row_bytes % kSetBytes == 0 ? row_bytes + kApartBytes : row_bytes;
+}
+
 const std::vector<Level>& all_levels() {
     static const std::vector<Level> all = {
 #if HAS_AMX_LEVEL
@@ -161,12 +169,16 @@ class PackedWeight : public decode_pass::Product {
         Call call{reinterpret_cast<const char*>(x), x_stride * size,     nullptr, reinterpret_cast<char*>(out),
                   out_width_ * size,                is_bfloat16,           addends_of(addends)};
         nb::gil_scoped_release released;
-        std::unique_ptr<Memory> rounded;
+        std::unique_ptr<Memory> inputs;
         std::vector<float> row_scales;
         if (element_ == Element::int8) {
-            rounded = std::make_unique<Memory>(size_t(num_rows * num_steps_ * 4));
+            const int64_t row_bytes = apart(num_steps_ * 4, num_rows);
+            inputs = std::make_unique<Memory>(size_t(num_rows * row_bytes));
             row_scales.resize(num_rows);
-            round_inputs(call, num_rows, is_bfloat16, rounded->data(), row_scales.data(), num_threads);
+            round_inputs(call, num_rows, is_bfloat16, {inputs->data(), row_bytes}, row_scales.data(), num_threads);
+        } else if (const int64_t row_bytes = apart(call.x_row_bytes, num_rows); row_bytes > call.x_row_bytes) {
+            inputs = std::make_unique<Memory>(size_t(num_rows * row_bytes));
+            spread_inputs(call, num_rows, in_width_ * size, {inputs->data(), row_bytes}, num_threads);
         }
         multiply(call, num_rows, num_threads);
     }
@@ -290,16 +302,30 @@ class PackedWeight : public decode_pass::Product {
         return difference == 0.0f;
     }
 
-    void round_inputs(Call& call, int64_t num_rows, bool is_bfloat16, char* out, float* scales, int num_threads) const {
-        const Rounding rounding{call.x,           call.x_row_bytes, in_width_, is_bfloat16, reinterpret_cast<uint8_t*>(out),
-                                num_steps_ * 4, scales};
+    struct Rows {
+        char* data;
+        int64_t row_bytes;
+    };
+
+    void round_inputs(Call& call, int64_t num_rows, bool is_bfloat16, Rows to, float* scales, int num_threads) const {
+        const Rounding rounding{call.x, call.x_row_bytes, in_width_, is_bfloat16, reinterpret_cast<uint8_t*>(to.data),
+                                to.row_bytes, scales};
         const int threads = num_rows * in_width_ < (1 << 16) ? 1 : num_threads;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (int part = 0; part < threads; ++part)
             level_.round(rounding, num_rows * part / threads, num_rows * (part + 1) / threads);
-        call.x = out;
-        call.x_row_bytes = num_steps_ * 4;
+        call.x = to.data;
+        call.x_row_bytes = to.row_bytes;
         call.row_scales = scales;
+    }
+
+    void spread_inputs(Call& call, int64_t num_rows, int64_t width_bytes, Rows to, int num_threads) const {
+        const int threads = num_rows * width_bytes < (1 << 18) ? 1 : num_threads;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+        for (int64_t row = 0; row < num_rows; ++row)
+            std::memcpy(to.data + row * to.row_bytes, call.x + row * call.x_row_bytes, size_t(width_bytes));
+        call.x = to.data;
+        call.x_row_bytes = to.row_bytes;
     }
 
     void multiply(const Call& call, int64_t num_rows, int num_threads) const {

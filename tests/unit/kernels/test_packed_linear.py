@@ -68,6 +68,17 @@ def close(result: Tensor, x: Tensor, weight: Tensor, expected: Tensor) -> bool:
     return bool(((result.double() - expected).abs() <= rounding).all())
 
 
+@pytest.mark.parametrize("element", [*FLOAT_LEVELS, *((INT8, level) for level in packed_levels(INT8, CPU))], ids=str)
+def test_rows_of_whole_pages_are_multiplied_as_others_are(element: tuple[torch.dtype | str, str]) -> None:
+    """They are moved apart first, where there are many; the bits are those of each row alone."""
+    kind, level = element
+    dtype = kind if isinstance(kind, torch.dtype) else torch.bfloat16
+    in_width = 4096 // (1 if kind == INT8 else dtype.itemsize)
+    x = randoms(2, 40, in_width, dtype=dtype)
+    linear = PackedLinear(randoms(0, 70, in_width, dtype=dtype), None, level=level, element=kind)
+    assert torch.equal(linear(x), torch.cat([linear(row) for row in x.split(1)]))
+
+
 @float_levels
 @shapes
 @activations
