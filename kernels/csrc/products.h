@@ -74,6 +74,14 @@ struct Rounding {
 
 constexpr int kVectors = 2;  // of columns in a panel
 
+// Rows a multiple of this apart, as those of most models are, share one set of the first cache, and push one another
+// out. More than so many lie this much further apart.
+constexpr int64_t kSetBytes = 4096, kRowsInPlace = 16, kApartBytes = 192;
+
+constexpr int64_t apart(int64_t row_bytes, int64_t num_rows) {
+    return num_rows > kRowsInPlace && row_bytes % kSetBytes == 0 ? row_bytes + kApartBytes : row_bytes;
+}
+
 struct Level {
     const char* name;
     bool (*is_supported)(Element);

@@ -40,14 +40,6 @@ namespace {
 // Inputs that are multiplied by all panels before the next rows are: they stay in the core's second cache.
 constexpr int64_t kInputBytes = 512 << 10;
 
-// Rows a multiple of this apart, as those of most models are, share one set of the first cache, and push one another
-// out. More than so many lie this much further apart.
-constexpr int64_t kSetBytes = 4096, kRowsInPlace = 16, kApartBytes = 192;
-
-int64_t apart(int64_t row_bytes, int64_t num_rows) {
-    return num_rows > kRowsInPlace && row_bytes % kSetBytes == 0 ? row_bytes + kApartBytes : row_bytes;
-}
-
 const std::vector<Level>& all_levels() {
     static const std::vector<Level> all = {
 #if HAS_AMX_LEVEL
@@ -172,7 +164,7 @@ class PackedWeight : public decode_pass::Product {
         std::unique_ptr<Memory> inputs;
         std::vector<float> row_scales;
         if (element_ == Element::int8) {
-            const int64_t row_bytes = apart(num_steps_ * 4, num_rows);
+            const int64_t row_bytes = rounded_row_bytes(num_rows);
             inputs = std::make_unique<Memory>(size_t(num_rows * row_bytes));
             row_scales.resize(num_rows);
             round_inputs(call, num_rows, is_bfloat16, {inputs->data(), row_bytes}, row_scales.data(), num_threads);
@@ -194,13 +186,14 @@ class PackedWeight : public decode_pass::Product {
 
     // Of int8: the rows, then their scales.
     size_t rounded_bytes(int64_t num_rows) const override {
-        return element_ == Element::int8 ? size_t(num_rows) * (num_steps_ * 4 + sizeof(float)) : 0;
+        return element_ == Element::int8 ? size_t(num_rows) * (rounded_row_bytes(num_rows) + sizeof(float)) : 0;
     }
 
     void round(const decode_pass::ProductCall& call, int64_t first, int64_t last) const override {
         if (element_ != Element::int8) return;
         const Rounding rounding{call.x, call.x_row_bytes, in_width_, call.is_bfloat16,
-                                reinterpret_cast<uint8_t*>(call.rounded), num_steps_ * 4, row_scales(call)};
+                                reinterpret_cast<uint8_t*>(call.rounded), rounded_row_bytes(call.num_rows),
+                                row_scales(call)};
         level_.round(rounding, first, last);
     }
 
@@ -216,15 +209,17 @@ class PackedWeight : public decode_pass::Product {
 
     void multiply(const decode_pass::ProductCall& call, int64_t part) const override {
         const bool is_int8 = element_ == Element::int8;
-        const Call own{is_int8 ? call.rounded : call.x, is_int8 ? num_steps_ * 4 : call.x_row_bytes,
+        const Call own{is_int8 ? call.rounded : call.x, is_int8 ? rounded_row_bytes(call.num_rows) : call.x_row_bytes,
                        is_int8 ? row_scales(call) : nullptr, call.out, call.out_row_bytes, call.is_bfloat16, call.addends};
         multiply_part(own, call.num_rows, part);
     }
 
    private:
     float* row_scales(const decode_pass::ProductCall& call) const {
-        return reinterpret_cast<float*>(call.rounded + call.num_rows * num_steps_ * 4);
+        return reinterpret_cast<float*>(call.rounded + call.num_rows * rounded_row_bytes(call.num_rows));
     }
+
+    int64_t rounded_row_bytes(int64_t num_rows) const { return apart(num_steps_ * 4, num_rows); }
 
     int64_t panel_width(bool is_gated) const { return int64_t(level_.width) * (is_gated ? 1 : kVectors); }
 

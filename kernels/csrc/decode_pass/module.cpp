@@ -196,7 +196,9 @@ class DecodePass {
             inner_width = std::max(inner_width, layer.down.in_width());
             for (int i = 0; i < kProducts; ++i) rounded = std::max(rounded, layer.product(i).rounded_bytes(num_rows));
         }
-        const auto bytes_of = [&](int64_t width) { return aligned(size_t(num_rows * width * model_.element_bytes)); };
+        const auto bytes_of = [&](int64_t width) {
+            return aligned(size_t(num_rows * products::apart(width * model_.element_bytes, num_rows)));
+        };
         const size_t hidden = bytes_of(model_.hidden_size), fused = bytes_of(model_.placement.width()),
                      attended = bytes_of(model_.placement.query_width()), inner = bytes_of(inner_width);
         int64_t shrunk_floats = 0, addend_floats = 0;

@@ -221,7 +221,7 @@ class StepRun {
     void normalise(const RowNorm& norm, const char* added, const JoinedProduct& product, int64_t part) const {
         const int64_t row_bytes = model_.hidden_size * model_.element_bytes;
         const rows::NormRows call{added ? added : step_.residual, row_bytes,           added ? step_.residual : nullptr,
-                                  row_bytes,                      step_.buffers.normed, row_bytes};
+                                  row_bytes,                      step_.buffers.normed, input_bytes(model_.hidden_size)};
         norm.normalise(call, first_row(part), first_row(part + 1));
         round(product, step_.buffers.normed, part);
     }
@@ -292,7 +292,7 @@ class StepRun {
         const Buffers& rows = step_.buffers;
         const char* inputs[kProducts] = {rows.normed, rows.attended, rows.normed, rows.inner};
         const int product = product_of(stage);
-        groups.begin({site_of(stage), inputs[product], layer_of(stage).product(product).in_width() * model_.element_bytes,
+        groups.begin({site_of(stage), inputs[product], input_bytes(layer_of(stage).product(product).in_width()),
                       model_.placement.is_bfloat16(), rows.shrunk, rows.addends, step_.adapters->widths[product]});
         return groups.num_shrinks();
     }
@@ -336,8 +336,10 @@ class StepRun {
     template <typename Work>
     void on_calls(const JoinedProduct& product, const char* x, char* out, const Work& work) const {
         const int64_t size = model_.element_bytes;
-        ProductCall call{x,   product.in_width() * size,  step_.buffers.rounded,           out,
-                         product.out_width() * size, step_.num_rows, model_.placement.is_bfloat16()};
+        const int64_t out_bytes = product.out_width() * size;
+        ProductCall call{x,   input_bytes(product.in_width()),  step_.buffers.rounded,           out,
+                         out == step_.buffers.inner ? input_bytes(product.out_width()) : out_bytes,
+                         step_.num_rows, model_.placement.is_bfloat16()};
         for (const Product* own : product.parts) {
             if (!work(*own, call)) return;
             call.rounded += aligned(own->rounded_bytes(step_.num_rows));
@@ -381,7 +383,12 @@ class StepRun {
         part_of(layer).attention->begin(int(place_in_part(layer)), model_.layers[layer].is_windowed,
                                         reinterpret_cast<uintptr_t>(step_.buffers.fused), model_.placement.width(),
                                         reinterpret_cast<uintptr_t>(step_.buffers.attended),
-                                        model_.placement.query_width());
+                                        input_bytes(model_.placement.query_width()) / model_.element_bytes);
+    }
+
+    // Between rows that a product reads.
+    int64_t input_bytes(int64_t width) const {
+        return products::apart(width * model_.element_bytes, step_.num_rows);
     }
 
     Attention& attention_of(int64_t stage) const { return *part_of(stage / kStages).attention; }

@@ -209,3 +209,21 @@ def test_log_probabilities_with_the_head_in_the_call_and_apart(
     together = generated()
     monkeypatch.setattr(NativePass, "suits", lambda self, batch: False)
     assert generated() == together
+
+
+def test_many_rows_of_whole_pages_are_computed_as_each_alone(tmp_path: Path) -> None:
+    """They lie apart from one another, see kernels/csrc/products.h."""
+    make_tiny_model(tmp_path, "llama", hidden_size=1024, intermediate_size=2048, num_hidden_layers=1, head_dim=64)
+    decoder = tiny_decoder(tmp_path)
+    together = TinyEngine(decoder, max_sequences=20)
+    names = [f"row {number}" for number in range(20)]
+    for seed, name in enumerate(names):
+        together.add(name, random_tokens(seed, 5 + seed))
+        together.step(**{name: 5 + seed})
+    for _ in range(4):
+        together.step(**dict.fromkeys(names, 1))
+    for seed, name in list(enumerate(names))[::7]:
+        alone = TinyEngine(decoder)
+        alone.add(name, random_tokens(seed, 5 + seed))
+        alone.generate(name, 5)
+        assert together.tokens(name) == alone.tokens(name)
