@@ -66,6 +66,7 @@ class LLM:
         dtype: str = "auto",
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
+        window_cache: str = "auto",
         max_running: int = 64,
         memory_bytes: int = 256 * 2**20,
         device: str = "auto",
@@ -78,7 +79,7 @@ class LLM:
         pipeline_parallel_size: int = 1,
         expert_parallel_size: int = 1,
     ) -> None:
-        """Load the model onto `device`; this and `kv_cache_dtype` are given like those of engine.
+        """Load the model onto `device`; this, `kv_cache_dtype` and `window_cache` are given like those of engine.
 
         `prefix_cache`: prompts that begin like earlier ones are computed from where they differ. The next three are
         like those of model: a file with a template, the name of a format (docs/tools.md). `enable_lora`: prompts may
@@ -89,6 +90,7 @@ class LLM:
         engine = EngineConfig(
             device=device,
             kv_cache_dtype=kv_cache_dtype,
+            window_cache=window_cache,
             tensor_parallel=tensor_parallel_size,
             pipeline_parallel=pipeline_parallel_size,
         )
