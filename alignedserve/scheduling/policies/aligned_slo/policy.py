@@ -186,26 +186,26 @@ class AlignedSlo:
             return math.inf, math.inf
         config = self._config
         decodes, tightest_s = real_time_work(view.table)
-        least_s = max(view.costs.iteration_s(decodes), self._runtime.of(view.costs).decode_s)
-        tightest_s = self._tightest_ttft_s(view, min(tightest_s, view.history.urgent_ttft_s), least_s)
+        decodes_s = max(view.costs.iteration_s(decodes), self._runtime.of(view.costs).decode_s)
+        tightest_s = self._tightest_ttft_s(view, min(tightest_s, view.history.urgent_ttft_s), decodes_s)
         if math.isinf(tightest_s):
             idle_s = config.idle_share * self._last_s  # else the first chats of a burst would find the longest of all
             return idle_s, idle_s
         # Iterations hardly longer than the decodes alone would leave documents nothing.
-        least_s = min(config.least_room * least_s, config.tight_share * tightest_s)
+        least_s = min(config.least_room * decodes_s, config.tight_share * tightest_s)
         return max(config.response_share * tightest_s, least_s), max(config.stopped_share * tightest_s, least_s)
 
-    def _tightest_ttft_s(self, view: WorkerView, tightest_s: float, least_s: float) -> float:
+    def _tightest_ttft_s(self, view: WorkerView, tightest_s: float, decodes_s: float) -> float:
         """Return the first-token objective that bounds iterations, as prompts may come with it; inf without one.
 
-        `tightest_s`: of the requests that there are. `least_s`: what the real-time decodes alone, or a single one,
+        `tightest_s`: of the requests that there are. `decodes_s`: what the real-time decodes alone, or a single one,
         take. An objective of which that is more than `tight_share` is not held by delaying other work: it is ignored.
         """
         table, share = view.table, self._config.tight_share
-        if share * tightest_s < least_s:
-            counts = table.is_real_time & (share * table.ttft_s >= least_s)
+        if share * tightest_s < decodes_s:
+            counts = table.is_real_time & (share * table.ttft_s >= decodes_s)
             tightest_s = float(np.min(table.ttft_s, where=counts, initial=np.inf))
-        cannot_be_held = share * self._tightest_s < least_s
+        cannot_be_held = share * self._tightest_s < decodes_s
         is_over = view.now - self._seen_s > self._config.memory_s or cannot_be_held
         if tightest_s <= self._tightest_s or is_over:
             self._tightest_s, self._seen_s = tightest_s, view.now
