@@ -225,10 +225,8 @@ class SloPacking:
         table, ready = self._table, rows_where(self._rows.is_ready)
         if not len(ready) or not self._view.can_evict:
             return 0
-        growth = np.where(self._rows.is_free[ready], 0, self._growth_tokens)
-        grown = self._view.memory.blocks_for_each(
-            table.num_cached[ready] + 1 + growth, is_hidden=table.is_hidden[ready]
-        )
+        grown_len = table.num_cached[ready] + 1 + np.where(self._rows.is_free[ready], 0, self._growth_tokens)
+        grown = self._view.memory.blocks_for_each(grown_len, is_hidden=table.is_hidden[ready])
         return int(np.maximum(grown - table.num_blocks[ready], 0).sum())
 
     # --- evictions
@@ -287,7 +285,8 @@ class SloPacking:
         """Let this request lend its memory, if its cache is kept elsewhere and the copies are not too dear."""
         if not (self._is_swapped(row) and self._loans.credit.spend(2 * self._copying_s(row))):
             return False
-        self._evict(row)
+        self._packer.evict(row, EvictionMode.SWAP)
+        self._forget_victim(row)
         return True
 
     def _comes_after(self, victim: int, row: int) -> bool:
