@@ -218,8 +218,10 @@ def resolve_policy(config: ClusterConfig) -> ClusterConfig:
         batching.setdefault(_PACK_SHARE, config.batching.pack_share or getattr(own, _PACK_SHARE))
     elif config.batching.pack_share is not None:
         raise ConfigError(f"batching.{_PACK_SHARE} has no effect with policy {scheduling.policy!r}; leave it out")
-    # What packs slack goes by objectives, and so do the prompts that wait for it.
-    own_order = _CLASSED_ORDERS[entry.prefill_order] if batching.get(_PACK_SHARE) is not None else entry.prefill_order
+    own_order = entry.prefill_order
+    if batching.get(_PACK_SHARE) is not None:
+        # What packs slack goes by objectives, and so do the prompts that wait for it.
+        own_order = _CLASSED_ORDERS.get(own_order, own_order)
     router["prefill_order"] = config.router.prefill_order or own_order
     knows_classes = router["prefill_order"] not in _CLASSED_ORDERS
     if config.batching.best_effort_floor is None and knows_classes and topology.is_separate:
