@@ -92,8 +92,9 @@ class Yielding:
         if stopped.num_stops >= config.most_stops or share < config.least_share:
             return None
         pass_s, left_s = view.costs.iteration_s(flight.work), stopped.left_s(view.now)
+        num_left, _ = remaining_output_len(view.table)
         packer, together = Packer(view), flight.work.copy()
-        for row in self._who_gain(view, prompts, left_s, pass_s) if config.decodes_here else prompts:
+        for row in self._who_gain(view, prompts, num_left, left_s, pass_s) if config.decodes_here else prompts:
             num_tokens = min(packer.remaining(row), packer.num_tokens_left)
             if num_tokens and packer.add(row, num_tokens):
                 packer.note_work(together, row, num_tokens)
@@ -106,16 +107,18 @@ class Yielding:
         least_s = max(config.least_gain_s, cost_s, num_behind * urgent_s / packer.num_scheduled)
         if gain_s < least_s or not self._is_within_floor(stopped, pass_s, urgent_s):
             return None
-        if cost_s > self._credit_s or not self._is_in_time(view, flight.rows, left_s, urgent_s):
+        if cost_s > self._credit_s or not self._is_in_time(view, flight.rows, num_left, left_s, urgent_s):
             return None
         self._credit_s -= cost_s
         stopped.num_stops += 1
         return packer.plan()
 
-    def _who_gain(self, view: WorkerView, prompts: Sequence[int], left_s: float, pass_s: float) -> list[int]:
+    def _who_gain(
+        self, view: WorkerView, prompts: Sequence[int], num_left: Floats, left_s: float, pass_s: float
+    ) -> list[int]:
         """Return those that can afford the gap after their next token, or would have that late without a stop."""
         table, rows = view.table, np.array(prompts)
-        allowed_s = table.tpot_s[rows] + self._given_back_s(table, rows, num_first=2)
+        allowed_s = table.tpot_s[rows] + self._given_back_s(table.tpot_s[rows], num_left[rows] - 2)
         else_s = view.now + left_s + self._runtime.of(view.costs).prefill_s(table.num_remaining[rows])
         is_late_else = table.next_token_due_s[rows] < else_s
         chosen: list[int] = rows[(left_s + pass_s <= allowed_s) | is_late_else].tolist()
@@ -126,25 +129,23 @@ class Yielding:
         floor = self._config.best_effort_floor
         return floor * (stopped.stopped_s + urgent_s) <= (1.0 - floor) * pass_s
 
-    def _is_in_time(self, view: WorkerView, rows: Ints, left_s: float, urgent_s: float) -> bool:
+    def _is_in_time(self, view: WorkerView, rows: Ints, num_left: Floats, left_s: float, urgent_s: float) -> bool:
         """Return whether nobody in the pass becomes late by waiting for so long; who is late anyway does not count."""
         table = view.table
         chats = rows[table.is_real_time[rows]]
         slack_s = table.next_token_due_s[chats] - (view.now + left_s)
-        slack_s += np.where(table.num_generated[chats] > 0, self._given_back_s(table, chats, num_first=1), 0.0)
+        given_back_s = self._given_back_s(table.tpot_s[chats], num_left[chats] - 1)
+        slack_s += np.where(table.num_generated[chats] > 0, given_back_s, 0.0)
         bound = rows[np.isfinite(table.deadline_s[rows]) & ~table.is_real_time[rows]]
         if len(bound):
-            num_left, _ = remaining_output_len(table)
             ends_s = view.now + self._runtime.of(view.costs).remaining_s(table, num_left)[bound]
             slack_s = np.concatenate((slack_s, table.arrival_s[bound] + table.deadline_s[bound] - ends_s))
         return not ((slack_s >= 0.0) & (slack_s < urgent_s)).any()
 
-    def _given_back_s(self, table: RequestTable, rows: Ints, *, num_first: int) -> Floats:
-        """Return by how much the gaps behind the next `num_first` tokens are likely to be shorter than they may be."""
-        num_left, _ = remaining_output_len(table)
-        num_later = np.maximum(num_left[rows] - num_first, 0.0)
-        bound = np.where(np.isfinite(table.tpot_s[rows]), table.tpot_s[rows], 0.0)  # else nothing has to be given back
-        return self._config.later_share * bound * num_later
+    def _given_back_s(self, tpot_s: Floats, num_later: Floats) -> Floats:
+        """Return by how much so many later gaps, of each, are likely to be shorter than they may be."""
+        bound = np.where(np.isfinite(tpot_s), tpot_s, 0.0)  # else nothing has to be given back
+        return self._config.later_share * bound * np.maximum(num_later, 0.0)
 
 
 def _best_effort_share(table: RequestTable, flight: Flight) -> float:
