@@ -186,12 +186,9 @@ class BatchOrder:
         if running.num_requests == real_time.num_requests:
             chosen = self._choose(_by_id([*own, *members]), following, running, now)
             return [one for one in chosen if one.is_real_time]
-        if following is None or (own and not self._has_waited(following, now)):
+        if following is None or not self._is_due(following, own, real_time, now):
             return own
-        if not (self._has_waited(following, now) or self._may_follow(following, *real_time)):
-            return own
-        is_full = following.is_aligned and following.num_requests >= self._limits.min_requests
-        if is_full:
+        if self._is_full(following):
             self._take_up(following, members, running.num_requests)
         else:
             self._begin(following)
@@ -214,7 +211,7 @@ class BatchOrder:
         return [following, *urgent, *(candidate for candidate in chosen if candidate is not following)]
 
     def _choose(self, by_id: _ById, following: WaitingBatch | None, running: Holding, now: float) -> list[Candidate]:
-        num_running, num_blocks = running
+        num_running = running.num_requests
         is_overdue = following is not None and self._has_waited(following, now)
         own = by_id.get(NO_BATCH, []) + by_id.get(self.running_id, []) * (self.running_id != NO_BATCH)
         if following is None or (own and not is_overdue):
@@ -224,7 +221,7 @@ class BatchOrder:
             self._begin(following)
             self._join(members)
             return own + members
-        if not (is_overdue or self._may_follow(following, num_running, num_blocks)):
+        if not self._is_due(following, own, running, now):
             return own
         self._take_up(following, members, num_running)
         return by_id.get(NO_BATCH, []) + members
@@ -234,10 +231,19 @@ class BatchOrder:
             del self._waiting[batch_id]
             self.version += 1
 
+    def _is_due(self, following: WaitingBatch, own: list[Candidate], running: Holding, now: float) -> bool:
+        """Return whether the next batch enters: it has waited for too long, or little enough runs and no candidate is
+        left to join that (`own`)."""
+        return self._has_waited(following, now) or (not own and self._may_follow(following, *running))
+
     def _may_follow(self, following: WaitingBatch, num_running: int, num_blocks: int) -> bool:
         limits = self._limits
         fills_memory = limits.low_blocks is not None and num_blocks >= limits.low_blocks
         return not following.is_aligned or (num_running < limits.low_running and not fills_memory)
+
+    def _is_full(self, batch: WaitingBatch) -> bool:
+        """Return whether it replaces what runs instead of joining it."""
+        return batch.is_aligned and batch.num_requests >= self._limits.min_requests
 
     def _should_mix(self, members: list[Candidate], num_running: int) -> bool:
         if self._is_mixing_cheaper is None or num_running == 0 or self.running_id == NO_BATCH:
@@ -250,8 +256,7 @@ class BatchOrder:
 
     def _take_up(self, following: WaitingBatch, members: list[Candidate], num_running: int) -> None:
         self._begin(following)
-        is_full = following.num_requests >= self._limits.min_requests
-        if num_running == 0 or (following.is_aligned and is_full):
+        if num_running == 0 or self._is_full(following):
             self.running_id, self.is_aligned = following.batch_id, following.is_aligned
             self.is_best_effort = following.is_best_effort
             self.is_switching = num_running > 0
