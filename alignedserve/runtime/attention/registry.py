@@ -55,33 +55,35 @@ def attention_planner(
     level = attention_level(choice, storage.device, dtype)
     if storage.layout.dtype == FP8 and level not in (TORCH, TRITON):
         raise ConfigError("kv_cache_dtype=fp8 is computed on GPUs, not by the CPU's kernels; int8 is as small here.")
-    if level == TRITON:
+    if level == TRITON and rings is None:  # which those kernels have not
         on_gpu = _gpu_planner(table, storage, config, scores)
         if on_gpu is not None:
             return on_gpu
     runs = table.whole_runs if isinstance(table, SequenceTable) else None
-    if rings is not None:
-        return _planner_of_rings(level, table, storage, config, dtype, scores, runs, rings)
-    if not storage.layout.unlike:
-        return _cpu_planner(level, table, storage, config, dtype, scores, runs)
-    assert scores.sinks is None, "sinks of several kinds of layers"
-    num_layers = [kind.layout.num_layers for kind in storage.kinds]
-    planners = [_cpu_planner(level, table, kind, config, dtype, scores, runs) for kind in storage.kinds]
+    parts = _parts(table, storage, config, scores, rings)
+    planners = [_cpu_planner(level, *part, config, dtype, runs) for part in parts]
+    if len(planners) == 1:
+        return planners[0]
+    num_layers = [part.layers.layout.num_layers for part in parts]
     paged = [planner for planner in planners if isinstance(planner, PagedPlanner)]
     return PagedPlannerOfKinds(paged, num_layers) if paged else PlannerOfKinds(planners, num_layers)
 
 
-def _planner_of_rings(
-    level: str,
-    table: Contexts,
-    storage: BlockStorage,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    scores: ScoreForm,
-    runs: Mapping[int, Runs] | None,
-    rings: RingTables,
-) -> PlannerOfKinds:
-    """Return the planner of layers that read the blocks of their contexts, and of others that read rings."""
+class _Part(NamedTuple):
+    """Layers that are alike, and have their keys and values in the same blocks."""
+
+    contexts: Contexts
+    layers: CachedLayers
+    scores: ScoreForm
+
+
+def _parts(
+    table: Contexts, storage: BlockStorage, config: ModelConfig, scores: ScoreForm, rings: RingTables | None
+) -> list[_Part]:
+    """Return the layers by their kinds, or by where they have keys and values, in the order of the whole cache."""
+    if rings is None:
+        assert scores.sinks is None or len(storage.kinds) == 1, "sinks of several kinds of layers"
+        return [_Part(table, kind, scores) for kind in (storage.kinds if storage.layout.unlike else (storage,))]
     num_layers, num_rings = storage.layout.num_layers, storage.layout.num_rings
     contexts: list[Contexts] = [table, *(RingContexts(rings, ring, table) for ring in range(num_rings))]
     sinks: Sequence[Tensor | None] = [None] * len(contexts)
@@ -89,22 +91,16 @@ def _planner_of_rings(
         places = read_places(config, has_rings=True)
         ordered = scores.sinks[sorted(places, key=places.__getitem__)]
         sinks = torch.split(pad(ordered, (0, 0, 0, len(contexts) * num_layers - len(ordered))), num_layers)
-    planners = [
-        _cpu_planner(level, own, storage, config, dtype, scores._replace(sinks=some), runs)
-        for own, some in zip(contexts, sinks, strict=True)
-    ]
-    paged = [planner for planner in planners if isinstance(planner, PagedPlanner)]
-    counts = [num_layers] * len(planners)
-    return PagedPlannerOfKinds(paged, counts) if paged else PlannerOfKinds(planners, counts)
+    return [_Part(own, storage, scores._replace(sinks=some)) for own, some in zip(contexts, sinks, strict=True)]
 
 
 def _cpu_planner(
     level: str,
     table: Contexts,
     layers: CachedLayers,
+    scores: ScoreForm,
     config: ModelConfig,
     dtype: torch.dtype,
-    scores: ScoreForm,
     runs: Mapping[int, Runs] | None,
 ) -> PagedPlanner | GatheredPlanner:
     """Return the planner of the native kernels, or of plain PyTorch, over layers that are alike."""
