@@ -246,7 +246,19 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
         profile = dataclasses.replace(PROFILE, shape=shape)
         path.write_text(json.dumps({**profile.as_fields(), "samples": []}))
         assert read_profile(path) == profile
-    later = ("num_exp", "num_chosen", "expert", "shared", "kv_parts", "attention", "num_cached", "num_state", "state_")
+    later = (
+        "num_exp",
+        "num_chosen",
+        "expert",
+        "shared",
+        "kv_parts",
+        "attention",
+        "num_cached",
+        "num_state",
+        "state_",
+        "num_windowed",
+        "window",
+    )
     of_earlier_versions = {
         name: value
         for name, value in dataclasses.asdict(PROFILE.shape).items()
