@@ -25,6 +25,23 @@ _CONFIG: dict[str, Any] = {
     "pad_token_id": 1,
     "tie_word_embeddings": True,
 }
+_GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "query_pre_attn_scalar": 128,
+    "sliding_window": 256,
+    "sliding_window_pattern": 6,
+    "max_position_embeddings": 8192,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "tie_word_embeddings": True,
+}
 
 
 def make_opt_125m(folder: Path) -> Path:
@@ -33,13 +50,22 @@ def make_opt_125m(folder: Path) -> Path:
     Made-up words stand for the rest of the vocabulary: random weights choose any token, and a token without text would
     not be seen by a client.
     """
+    return _make(folder, _CONFIG)
+
+
+def make_gemma3(folder: Path) -> Path:
+    """Write a small Gemma 3, with a window of 256 tokens on ten of twelve layers, in the same way."""
+    return _make(folder, _GEMMA3)
+
+
+def _make(folder: Path, config: dict[str, Any]) -> Path:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     shutil.copy(pocket_folder() / "tokenizer_config.json", folder)
     tokenizer = json.loads((pocket_folder() / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     known = {*vocab.values(), *(token["id"] for token in tokenizer["added_tokens"])}
-    vocab |= {f"word{number}": number for number in range(OPT_125M.vocab_size) if number not in known}
+    vocab |= {f"word{number}": number for number in range(config["vocab_size"]) if number not in known}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
 
