@@ -18,7 +18,7 @@ from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.transfers.transports import check_transport
 from alignedserve.runtime.model.model_files import check_weight_files
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
-from alignedserve.runtime.model.window_cache import AUTO, WHOLE
+from alignedserve.runtime.model.window_cache import AUTO, WHOLE, no_rings
 from alignedserve.scheduling.factory import check_yielding, resolve_policy
 from alignedserve.scheduling.policies import policy_entry, require_policy, wanted_mechanisms, wants_shared_blocks
 from alignedserve.scheduling.policy import Mechanism
@@ -49,9 +49,9 @@ def check_configuration(config: ClusterConfig, served: ServedModel) -> None:
     block_tokens = hidden_block_tokens(served, config.scheduling, config.engine.block_size)
     if served.encoder is None and served.decoder.state is not None:
         _check_states(config, served.decoder.state.title)
-    obstacle = obstacle_to_rings(config)
+    obstacle = _obstacle_to_rings(config)
     if served.has_rings and obstacle is not None:
-        raise ConfigError(f"engine.window_cache=ring: {obstacle}; leave it at auto")
+        raise no_rings(obstacle)
     if served.encoder is None and served.decoder.extras is not None:
         _check_extras(config, served.decoder.extras.title)
     if served.pipeline_parallel > 1:
@@ -129,10 +129,10 @@ def _check_states(config: ClusterConfig, title: str) -> None:
 def window_cache_of(config: ClusterConfig) -> str:
     """Return engine.window_cache, which is not to choose what another setting excludes."""
     choice = config.engine.window_cache
-    return WHOLE if choice == AUTO and obstacle_to_rings(resolve_policy(config)) is not None else choice
+    return WHOLE if choice == AUTO and _obstacle_to_rings(resolve_policy(config)) is not None else choice
 
 
-def obstacle_to_rings(config: ClusterConfig) -> str | None:
+def _obstacle_to_rings(config: ClusterConfig) -> str | None:
     """Return the setting that blocks of rings cannot do; None: there is none."""
     if config.decode.has_int8_swaps:
         return "decode.swap_format=int8 rounds what it copies, also what says how far rings are"

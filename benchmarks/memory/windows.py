@@ -1,4 +1,4 @@
-"""What contexts of models with windows take of a cache, whole and in rings, and how much of that some layer reads.
+"""Counts what contexts of models with windows take of a cache, whole and in rings, and what of it some layer reads.
 
 python -m benchmarks.memory.windows [--run]
 

@@ -163,8 +163,11 @@ class RingTables:
         return slices
 
     def _num_lent(self, request_id: RequestId, count: int) -> int:
-        before, size = int(self._table.num_computed[self._table.row(request_id)]), self._layout.block_size
-        return -(-(before + count) // size) - -(-before // size) if count > size + 1 else 0
+        size = self._layout.block_size
+        if count <= size + 1:  # as of all that decode
+            return 0
+        before = int(self._table.num_computed[self._table.row(request_id)])
+        return -(-(before + count) // size) - -(-before // size)
 
     def slots(self, token_rows: IntArray, positions: IntArray, slot_stride: int) -> IntArray:
         """Return the slots of tokens of rows that a step has begun, in each ring [rings, tokens]."""
@@ -189,11 +192,15 @@ class RingTables:
         blocks = self._table.state_tables[rows, 1:].reshape(len(rows), self._layout.num_rings, -1)
         return blocks.swapaxes(0, 1)
 
+    def _own_blocks(self, row: int, columns: slice | IntArray) -> IntArray:
+        """Return the blocks that a row's rings have for these columns of its tables [rings, columns]."""
+        return self._rings(np.array([row]))[:, 0, self._in_ring[columns]]
+
     def _take_back(self, rows: IntArray) -> None:
         for row in rows.tolist() if self._lent else ():
             columns = self._lent.pop(row, None)
             if columns is not None:
-                self.tables[:, row, columns] = self._rings(np.array([row]))[:, 0, self._in_ring[columns]]
+                self.tables[:, row, columns] = self._own_blocks(row, columns)
                 self.changes += 1
 
     def _lend(self, rows: IntArray, before: IntArray, after: IntArray, own: _Copies) -> None:
@@ -208,8 +215,7 @@ class RingTables:
             self._lent[row] = slice(first, last)
             stays = np.arange(max(first, last - self._layout.ring_blocks), last)
             if len(stays):
-                ring = self._rings(np.array([row]))[:, 0, self._in_ring[stays]]
-                own.add(self.tables[:, row, stays], ring)
+                own.add(self.tables[:, row, stays], self._own_blocks(row, stays))
         self.changes += 1
 
     def _edges(self, rows: IntArray, before: IntArray, after: IntArray) -> list[tuple[int, StateEdge]]:

@@ -1,4 +1,4 @@
-"""What stands in front of states, and in front of rings, in blocks of their own: how far they are."""
+"""Reads and marks how far states, and rings, are: the first bytes in front of them say so."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Whether layers with a sliding window keep all keys and values of a context, or those of the window alone.
+"""Chooses whether layers with a window keep all keys and values of a context, or those of the window alone.
 
 See BlockLayout.with_rings, and docs/decisions/0081-windows-that-forget.md.
 """
@@ -28,11 +28,16 @@ def has_rings(
     """
     obstacle = _obstacle(config, device, num_processes)
     if choice == RING and obstacle is not None:
-        raise ConfigError(f"engine.window_cache=ring: {obstacle}; leave it at auto")
+        raise no_rings(obstacle)
     if choice == WHOLE or obstacle is not None or isinstance(config, EncoderConfig):
         return False
     whole = config.block_layout(_BLOCK_SIZE, cache_dtype)
     return choice == RING or rings_pay(whole, config.layout_of_rings(whole), max_context_len)
+
+
+def no_rings(obstacle: str) -> ConfigError:
+    """Return the error of rings that are asked for and cannot be."""
+    return ConfigError(f"engine.window_cache=ring: {obstacle}; leave it at auto")
 
 
 def _obstacle(config: ModelConfig | EncoderConfig, device: str, num_processes: int) -> str | None:
