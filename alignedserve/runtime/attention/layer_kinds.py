@@ -43,38 +43,50 @@ class StepOfKinds:
 
 
 class DeviceStepOfKinds(StepOfKinds):
-    """The same on a GPU: block tables, which all kinds read, are there once, behind all else."""
+    """The same on a GPU, with all arrays of the steps, the block tables of the first behind all else."""
 
-    def __init__(self, steps: Sequence[StepAttention], places: Sequence[tuple[int, int]], num_shared: int) -> None:
-        """`num_shared`: of the arrays of each step, the last, which are those of the others too."""
+    def __init__(
+        self, steps: Sequence[StepAttention], places: Sequence[tuple[int, int]], num_tables: int, *, share_tables: bool
+    ) -> None:
+        """`num_tables`: of the arrays of each step, the last. `share_tables`: those of the others are the same."""
         super().__init__(steps, places)
-        self._num_own = [len(step.host_arrays) - num_shared for step in steps]
-        self._last = steps[-1]
+        counts = [len(step.host_arrays) for step in steps]
+        with_tables = len(steps) if share_tables else 1
+        self._num_own = [count - num_tables for count in counts[:with_tables]] + counts[with_tables:]
+        self._shares_tables = share_tables
         own = [array for step, count in zip(steps, self._num_own, strict=True) for array in step.host_arrays[:count]]
-        self.host_arrays = [*own, *self._last.host_arrays[self._num_own[-1] :]]
+        self.host_arrays = [*own, *steps[0].host_arrays[self._num_own[0] :]]
 
     @override
     def bind(self, tensors: Sequence[Tensor]) -> None:
         """See StepAttention."""
-        shared, first = tensors[sum(self._num_own) :], 0
-        for step, count in zip(self.steps, self._num_own, strict=True):
-            step.bind([*tensors[first : first + count], *shared])
+        tables, first = tensors[sum(self._num_own) :], 0
+        for index, (step, count) in enumerate(zip(self.steps, self._num_own, strict=True)):
+            has_tables = self._shares_tables or not index
+            step.bind([*tensors[first : first + count], *(tables if has_tables else ())])
             first += count
 
     @override
     def set_last_blocks(self, blocks: IntArray) -> None:
         """See StepAttention."""
-        self._last.set_last_blocks(blocks)
+        self.steps[0].set_last_blocks(blocks)
 
 
 class PlannerOfKinds:
     """An AttentionPlanner over layers of several kinds."""
 
-    def __init__(self, planners: Sequence[AttentionPlanner], num_layers: Sequence[int], num_tables: int = 0) -> None:
+    def __init__(
+        self,
+        planners: Sequence[AttentionPlanner],
+        num_layers: Sequence[int],
+        num_tables: int = 0,
+        *,
+        share_tables: bool = True,
+    ) -> None:
         """`planners`, `num_layers`: of each kind. `num_tables`: of the arrays of a step that decodes, the last, which
-        are those of block tables."""
+        are those of block tables. `share_tables`: all kinds have the same."""
         self.plans_ahead = all(planner.plans_ahead for planner in planners)
-        self._num_tables = num_tables
+        self._num_tables, self._share_tables = num_tables, share_tables
         self._planners = planners
         self._places = [(kind, place) for kind, count in enumerate(num_layers) for place in range(count)]
         self.reads_unused_slots = any(planner.reads_unused_slots for planner in planners)
@@ -87,7 +99,8 @@ class PlannerOfKinds:
         steps = [planner.plan(*own) for planner in self._planners]
         if not self.plans_ahead:
             return StepOfKinds(steps, self._places)
-        return DeviceStepOfKinds(steps, self._places, self._num_tables if len(decode_rows) + num_padding else 0)
+        num_tables = self._num_tables if len(decode_rows) + num_padding else 0
+        return DeviceStepOfKinds(steps, self._places, num_tables, share_tables=self._share_tables)
 
 
 class PagedPlannerOfKinds(PlannerOfKinds):

@@ -3,7 +3,7 @@
 import importlib
 import logging
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -55,8 +55,8 @@ def attention_planner(
     level = attention_level(choice, storage.device, dtype)
     if storage.layout.dtype == FP8 and level not in (TORCH, TRITON):
         raise ConfigError("kv_cache_dtype=fp8 is computed on GPUs, not by the CPU's kernels; int8 is as small here.")
-    if level == TRITON and rings is None:  # which those kernels have not
-        on_gpu = _gpu_planner(table, storage, config, scores)
+    if level == TRITON:
+        on_gpu = _gpu_planner(table, storage, config, scores, rings)
         if on_gpu is not None:
             return on_gpu
     runs = table.whole_runs if isinstance(table, SequenceTable) else None
@@ -84,14 +84,21 @@ def _parts(
     if rings is None:
         assert scores.sinks is None or len(storage.kinds) == 1, "sinks of several kinds of layers"
         return [_Part(table, kind, scores) for kind in (storage.kinds if storage.layout.unlike else (storage,))]
-    num_layers, num_rings = storage.layout.num_layers, storage.layout.num_rings
-    contexts: list[Contexts] = [table, *(RingContexts(rings, ring, table) for ring in range(num_rings))]
-    sinks: Sequence[Tensor | None] = [None] * len(contexts)
-    if scores.sinks is not None:
-        places = read_places(config, has_rings=True)
-        ordered = scores.sinks[sorted(places, key=places.__getitem__)]
-        sinks = torch.split(pad(ordered, (0, 0, 0, len(contexts) * num_layers - len(ordered))), num_layers)
-    return [_Part(own, storage, scores._replace(sinks=some)) for own, some in zip(contexts, sinks, strict=True)]
+    of_rings = (RingContexts(rings, ring, table) for ring in range(storage.layout.num_rings))
+    sinks = _sinks_of_parts(config, storage.layout, scores)
+    parts = zip((table, *of_rings), sinks, strict=True)
+    return [_Part(own, storage, scores._replace(sinks=some)) for own, some in parts]
+
+
+def _sinks_of_parts(config: ModelConfig, layout: BlockLayout, scores: ScoreForm) -> Sequence[Tensor | None]:
+    """Return the sinks of layers whose keys and values are in the blocks of tokens, then of those of each ring."""
+    num_parts = 1 + layout.num_rings
+    if scores.sinks is None:
+        return [None] * num_parts
+    places = read_places(config, has_rings=True)
+    ordered = scores.sinks[sorted(places, key=places.__getitem__)]
+    missing = num_parts * layout.num_layers - len(ordered)
+    return torch.split(pad(ordered, (0, 0, 0, missing)), layout.num_layers)
 
 
 def _cpu_planner(
@@ -135,7 +142,7 @@ def _is_plain(config: ModelConfig) -> bool:
 
 
 def _gpu_planner(
-    table: Contexts, storage: BlockStorage, config: ModelConfig, scores: ScoreForm
+    table: Contexts, storage: BlockStorage, config: ModelConfig, scores: ScoreForm, rings: RingTables | None
 ) -> AttentionPlanner | None:
     """Return the planner of the GPU kernels; None where they do not run."""
     gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")  # loads Triton
@@ -145,6 +152,13 @@ def _gpu_planner(
     for kind, group in zip(kinds, groups, strict=True):
         if not gpu_attention.gpu_attention_works(kind.layout, group, storage.device, rank):
             return None
+    more: dict[str, Any] = {
+        "is_chunked": config.has_chunked_windows,
+        "whole_runs": table.whole_runs if isinstance(table, SequenceTable) else None,
+        "whole_in_windows": config.extras is not None and config.extras.pictures_in_windows,
+    }
+    if rings is not None:
+        return _gpu_planner_of_rings(table, storage, config, scores, rings, more)
     planners = [
         gpu_attention.GpuPlanner(
             table,
@@ -153,10 +167,8 @@ def _gpu_planner(
             group,
             scratch_block=storage.scratch_block if storage.has_scratch else None,
             scores=scores,
-            is_chunked=config.has_chunked_windows,
             latent_rank=rank,
-            whole_runs=table.whole_runs if isinstance(table, SequenceTable) else None,
-            whole_in_windows=config.extras is not None and config.extras.pictures_in_windows,
+            **more,
         )
         for kind, group in zip(kinds, groups, strict=True)
     ]
@@ -167,6 +179,30 @@ def _gpu_planner(
     if _is_plain(config):
         logger.info("attention: %s", gpu_attention.choose_prompt_attention(planner))
     return cast(AttentionPlanner, planner)
+
+
+def _gpu_planner_of_rings(
+    table: Contexts,
+    storage: BlockStorage,
+    config: ModelConfig,
+    scores: ScoreForm,
+    rings: RingTables,
+    more: Mapping[str, Any],
+) -> AttentionPlanner:
+    """Return the planner of the GPU kernels, where layers with a window have rings."""
+    gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")
+    ring_attention = importlib.import_module("alignedserve.runtime.attention.triton_rings")
+    group, layout, window = config.group_size, storage.layout, config.sliding_window
+    first, *of_rings = _sinks_of_parts(config, layout, scores)
+    all_rings = torch.cat([own for own in of_rings if own is not None]) if scores.sinks is not None else None
+    plain = gpu_attention.GpuPlanner(table, storage, None, group, scores=scores._replace(sinks=first), **more)
+    rung = ring_attention.GpuRingPlanner(
+        table, rings, storage, window, group, scores=scores._replace(sinks=all_rings), **more
+    )
+    if _is_plain(config):
+        logger.info("attention: %s", gpu_attention.choose_prompt_attention(plain, rung))
+    num_layers = [layout.num_layers, layout.num_rings * layout.num_layers]
+    return PlannerOfKinds([plain, rung], num_layers, gpu_attention.NUM_TABLES, share_tables=False)
 
 
 class GpuAttention(NamedTuple):

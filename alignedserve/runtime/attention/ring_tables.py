@@ -24,7 +24,7 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.picture import settled_len
 from alignedserve.runtime.attention.backend import Contexts
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, StateEdge
-from alignedserve.runtime.device.arrays import Array
+from alignedserve.runtime.device.arrays import Array, to_device
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.state_headers import UNFINISHED, tokens_behind_states
 
@@ -33,14 +33,21 @@ Slices = Sequence[tuple[RequestId, int]]  # of a step: tokens of each
 _NONE = np.empty(0, np.int64)
 
 
+class KeptRings(NamedTuple):
+    """The copies of rings that a step leaves for others, on the host or, as tensors, on the device."""
+
+    copies: IntArray | Tensor  # [2, rings, blocks]: sources and targets
+    headers: IntArray | Tensor  # blocks that say how far these copies are
+    num_tokens: IntArray | Tensor  # of each header
+
+
 class RingRows(NamedTuple):
     """The rings of a step's sequences, on the device."""
 
     slots: Sequence[Tensor]  # of each ring: as ForwardBatch.slots
-    headers: Tensor  # blocks that say how far these rings are, and those of copies that are kept
+    headers: Tensor  # blocks that say how far these rings are, and those of copies that the pass makes
     num_tokens: Tensor  # of each header, behind the step
-    kept: Tensor  # [2, rings, blocks]: sources and targets of the copies
-    own: Tensor  # likewise, of chunks in scratch blocks
+    copies: Sequence[Tensor] = ()  # [2, rings, blocks] that the pass makes: those that are kept, then out of scratch
 
     def begin(self, storage: BlockStorage) -> None:
         """Mark the rings that a pass is about to write."""
@@ -50,21 +57,14 @@ class RingRows(NamedTuple):
         """Bring one layer's keys and values, which the step's tokens have read, to where later ones find them."""
         parts = storage.layout.num_parts
         layer = storage.kinds[0].slots[:, place * parts : (place + 1) * parts]
-        for copies in (self.kept, self.own):  # what is kept may be what the others overwrite
-            if copies.shape[2]:
-                sources, targets = copies[:, ring]
-                layer.index_copy_(0, targets, layer.index_select(0, sources))
+        for copies in self.copies:  # what is kept may be what the others overwrite
+            sources, targets = copies[:, ring]
+            layer.index_copy_(0, targets, layer.index_select(0, sources))
 
     @property
     def has_chunks(self) -> bool:
         """Return whether scratch blocks are to be copied from before the next layer writes there."""
-        return self.own.shape[2] > 0
-
-    def settle_all(self, storage: BlockStorage) -> None:
-        """Do the same for all layers at once, behind a pass without such chunks."""
-        assert not self.has_chunks, "scratch blocks have another layer's"
-        if self.kept.shape[2]:
-            storage.copy_whole(*self.kept.flatten(1))
+        return bool(self.copies)
 
     def end(self, storage: BlockStorage) -> None:
         """Note how far the rings are now."""
@@ -77,19 +77,43 @@ class RingPlan(NamedTuple):
     slots: IntArray  # [rings, token rows]
     headers: IntArray
     num_tokens: IntArray
-    kept: IntArray
-    own: IntArray
+    kept: KeptRings
+    own: IntArray  # as the copies of what is kept, of chunks in scratch blocks
     fresh_blocks: IntArray  # of the rings, in which no token of their context is yet
 
     @property
+    def has_chunks(self) -> bool:
+        """Return whether the pass copies, layer by layer: as chunks may pass an edge in their middle, both kinds."""
+        return self.own.shape[2] > 0
+
+    @property
     def host_arrays(self) -> tuple[Array, ...]:
-        """Return the arrays that the forward pass reads."""
-        return self[:-1]
+        """Return the arrays that the forward pass reads: three, of sizes that follow from its rows, of decodes."""
+        if not self.has_chunks:
+            return self.slots, self.headers, self.num_tokens
+        headers = np.concatenate((self.headers, self.kept.headers))
+        num_tokens = np.concatenate((self.num_tokens, self.kept.num_tokens))
+        copies = (self.kept.copies, self.own) if self.kept.copies.shape[2] else (self.own,)
+        return self.slots, headers, num_tokens, *copies
 
     def bound(self, tensors: Sequence[Tensor]) -> RingRows:
-        """Return what the forward pass needs; `tensors`: the host arrays on the device."""
-        slots, *others = tensors
-        return RingRows(tuple(slots), *others)
+        """Return what the forward pass needs; `tensors`: the host arrays on the device, perhaps flat."""
+        slots, headers, num_tokens, *copies = tensors
+        return RingRows(tuple(slots.view(len(self.slots), -1)), headers, num_tokens, copies)
+
+    def padded(self, count: int, scratch_block: int, slot_stride: int) -> "RingPlan":
+        """Return the plan of so many token rows more, which write the scratch block."""
+        slots = np.pad(self.slots, ((0, 0), (0, count)), constant_values=scratch_block * slot_stride)
+        headers = np.pad(self.headers, (0, count), constant_values=scratch_block)
+        return self._replace(slots=slots, headers=headers, num_tokens=np.pad(self.num_tokens, (0, count)))
+
+    def leave_kept(self, storage: BlockStorage) -> None:
+        """Copy what is kept, behind a pass that has not: what it wrote since the edges is in blocks to spare."""
+        if self.has_chunks or not len(self.kept.headers):
+            return
+        kept = KeptRings(*to_device(self.kept, storage.device))
+        storage.copy_whole(*kept.copies.flatten(1))
+        tokens_behind_states(storage).index_copy_(0, kept.headers, kept.num_tokens)
 
 
 class _Copies:
@@ -134,16 +158,14 @@ class RingTables:
         chunks = np.flatnonzero(counts > size + 1)
         if len(chunks):
             self._lend(rows[chunks], before[chunks], after[chunks], own)
-        headers, num_tokens = table.state_tables[rows, 0], after
         edges = self._edges(rows, before, after) if table.kept_states else ()
         for row, edge in edges:
             self._keep(row, edge, kept)
-        if edges:
-            copies = np.array([edge.block_ids for _, edge in edges])
-            headers = np.concatenate((headers, copies[:, 0]))
-            num_tokens = np.concatenate((after, [edge.num_tokens for _, edge in edges]))
-            fresh = np.concatenate((fresh, copies[:, 1:].reshape(-1)))
-        return RingPlan(_NONE, headers, num_tokens, kept.all(), own.all(), fresh)
+        blocks = np.array([edge.block_ids for _, edge in edges], np.int64).reshape(len(edges), table.state_blocks)
+        num_kept = np.array([edge.num_tokens for _, edge in edges], np.int64)
+        fresh = np.concatenate((fresh, blocks[:, 1:].reshape(-1)))
+        kept_rings = KeptRings(kept.all(), blocks[:, 0], num_kept)
+        return RingPlan(_NONE, table.state_tables[rows, 0], after, kept_rings, own.all(), fresh)
 
     def with_room(self, slices: Slices, compute: Callable[[RequestId, int], None]) -> Slices:
         """Let `compute` compute what there is no scratch for in steps of its own; return what is left of the slices.

@@ -5,11 +5,12 @@ sizes whatever their contexts, except for the block tables, which come last (`De
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.block_layout import BlockLayout
@@ -34,6 +35,7 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.layer_kind import CachedLayers
 from kernels.attention import PLAIN_SCORES, ScoreForm
 from kernels.gpu.block_entries import BlockArrays, TableArrays, block_arrays
+from kernels.gpu.blocks import BlockTables
 from kernels.gpu.decode_attention import decode_tiling
 from kernels.gpu.latent_attention import LatentTiling, latent_tiling
 from kernels.gpu.launching import (
@@ -84,6 +86,7 @@ class GpuPlanner:
         self.table = table
         self.storage = storage
         self.window = window
+        self.windows: Sequence[int | None] = (None,) if window is None else (None, window)  # of its layers
         self.is_chunked = is_chunked
         self.scores = scores
         self.latent_rank = latent_rank
@@ -188,9 +191,21 @@ class GpuPlanner:
         blocks = self.storage.blocks
         return ChunkRows(group, tiling(head_dim, blocks.dtype, program_shared_bytes(blocks.device)).query_rows)
 
-    def block_arrays(self, rows: IntArray, lengths: IntArray) -> BlockArrays:
-        """Return the arrays of contexts, the entries of their block tables last; lengths beyond `rows` are padding."""
+    def decoded_arrays(self, rows: IntArray, lengths: IntArray) -> BlockArrays:
+        """Return the arrays of contexts of sequences that decode; lengths beyond `rows` are padding."""
         return block_arrays(self._arrays, rows, lengths)
+
+    def block_arrays(self, rows: IntArray, lengths: IntArray) -> BlockArrays:
+        """Return the arrays of contexts that chunks read, the entries of their block tables last."""
+        return block_arrays(self._arrays, rows, lengths)
+
+    def tables(self, entries: Tensor, starts: Tensor, is_reversed: Tensor) -> Sequence[BlockTables]:
+        """Return the block tables that these arrays make."""
+        return [BlockTables(entries, starts, is_reversed)]
+
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """Return which of the tables a layer reads, and its place in the blocks."""
+        return 0, layer
 
 
 def gpu_attention_works(layout: BlockLayout, group: int, device: torch.device, latent_rank: int | None = None) -> bool:
@@ -201,14 +216,18 @@ def gpu_attention_works(layout: BlockLayout, group: int, device: torch.device, l
     return can_launch(name, lambda: _trial_launch(layout, group, device, latent_rank))
 
 
-def choose_prompt_attention(planner: GpuPlanner) -> PromptChoice:
-    """Have the planner use the fastest kernels for whole prompts and for chunks: ours, or those of a library."""
-    storage = planner.storage
+def choose_prompt_attention(planner: GpuPlanner, rings: GpuPlanner | None = None) -> PromptChoice:
+    """Have the planner use the fastest kernels for whole prompts and for chunks: ours, or those of a library.
+
+    `rings`: the planner of layers that have some, whose chunks no library reads.
+    """
+    storage, window = planner.storage, planner.window if rings is None else rings.window
     assert isinstance(storage, BlockStorage), "a library for some of the layers"
-    choice = prompt_choice(storage.layout, storage.num_blocks, planner.heads[1], planner.window, storage.device)
+    choice = prompt_choice(storage.layout, storage.num_blocks, planner.heads[1], window, storage.device)
     by_name = {library.name: library for library in installed_libraries(storage.layout, storage.device)}
     if choice.for_whole in by_name:
-        planner.use_library(by_name[choice.for_whole], for_whole=True, for_paged=False)
+        for one in (planner,) if rings is None else (planner, rings):
+            one.use_library(by_name[choice.for_whole], for_whole=True, for_paged=False)
     if choice.for_paged in by_name:
         planner.use_library(
             by_name[choice.for_paged], for_whole=False, for_paged=True, clears_tails=choice.clears_tails

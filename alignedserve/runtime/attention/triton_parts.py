@@ -9,7 +9,7 @@ from torch import Tensor
 from alignedserve.runtime.attention.library_steps import Chunks
 from alignedserve.runtime.attention.sequence_table import IntArray
 from alignedserve.runtime.device.arrays import Array
-from kernels.gpu.blocks import BlockTables, BlockView
+from kernels.gpu.blocks import BlockView
 from kernels.gpu.decode_attention import DecodeBatch, decode_batch, paged_decode
 from kernels.gpu.latent_attention import latent_decode, latent_prefill
 from kernels.gpu.launching import CompiledKernel
@@ -77,7 +77,6 @@ class Decodes:
         lengths = planner.table.num_computed[rows] + 1
         if num_padding:
             lengths = np.concatenate((lengths, np.ones(num_padding, np.int64)))
-        windows = (None,) if planner.window is None else (None, planner.window)
         partitions = [
             partition(
                 lengths,
@@ -86,14 +85,14 @@ class Decodes:
                 window=window,
                 is_chunked=planner.is_chunked,
             )
-            for window in windows
+            for window in planner.windows
         ]
         arrays = [array for part in partitions for array in part]
         self.num_rows = len(lengths)
-        self.host_arrays: list[Array] = [*arrays, *planner.block_arrays(rows, lengths)]
+        self.host_arrays: list[Array] = [*arrays, *planner.decoded_arrays(rows, lengths)]
         self._planner = planner
         self._num_own = len(rows)
-        self._batches: list[DecodeBatch] = []
+        self._batches: list[dict[int | None, DecodeBatch]] = []  # of each table, by windows
 
     def set_last_blocks(self, blocks: IntArray) -> None:
         """See GpuStep."""
@@ -104,18 +103,24 @@ class Decodes:
     def bind(self, tensors: Sequence[Tensor]) -> None:
         """See GpuStep."""
         *arrays, lengths, starts, is_reversed, entries = tensors
-        tables = BlockTables(entries, starts, is_reversed)
-        width = len(WorkPartition._fields)
+        planner, width = self._planner, len(WorkPartition._fields)
         partitions = [arrays[first : first + width] for first in range(0, len(arrays), width)]
-        kv_heads, group, head_dim = self._planner.heads
-        heads = (kv_heads, group, self._planner.latent_rank or head_dim)
-        self._batches = [decode_batch(tables, lengths, part, heads) for part in partitions]
+        kv_heads, group, head_dim = planner.heads
+        heads = (kv_heads, group, planner.latent_rank or head_dim)
+        first, *others = planner.tables(entries, starts, is_reversed)
+        batches = {
+            window: decode_batch(first, lengths, part, heads)
+            for window, part in zip(planner.windows, partitions, strict=True)
+        }
+        more = ({window: batch._replace(tables=own) for window, batch in batches.items()} for own in others)
+        self._batches = [batches, *more]
 
     def run(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> CompiledKernel | None:
         """Compute one layer; return the kernel that did. See GpuStep."""
         planner = self._planner
         window = planner.window if is_windowed else None
-        view, batch = BlockView(planner.storage.blocks, layer), self._batches[window is not None]
+        table, place = planner.place_of(layer)
+        view, batch = BlockView(planner.storage.blocks, place), self._batches[table][window]
         if planner.latent_rank is not None:
             return latent_decode(queries, out, view, batch, rank=planner.latent_rank)
         scores = planner.scores.of_layer(layer)
@@ -134,24 +139,26 @@ class PagedChunks:
         self.host_arrays: list[Array] = [*tiles, *later, *planner.block_arrays(rows, lengths)[1:]]
         self._has_ends = ends is not None
         self._planner = planner
-        self._batch: ChunkBatch | None = None
+        self._batches: list[ChunkBatch] = []  # of each table
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
         """See GpuStep."""
         *tiles, starts, is_reversed, entries = tensors
         ends = tiles.pop() if self._has_ends else None
-        self._batch = ChunkBatch(BlockTables(entries, starts, is_reversed), tiles, ends)
+        tables = self._planner.tables(entries, starts, is_reversed)
+        self._batches = [ChunkBatch(own, tiles, ends) for own in tables]
 
     def run(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
         """Compute one layer. See GpuStep."""
-        assert self._batch is not None, "a layer is computed before its arrays are bound"
+        assert self._batches, "a layer is computed before its arrays are bound"
         planner = self._planner
         window = planner.window if is_windowed else None
-        view = BlockView(planner.storage.blocks, layer)
+        table, place = planner.place_of(layer)
+        view, batch = BlockView(planner.storage.blocks, place), self._batches[table]
         if planner.latent_rank is not None:
-            latent_prefill(queries, out, view, self._batch, rank=planner.latent_rank)
+            latent_prefill(queries, out, view, batch, rank=planner.latent_rank)
             return
-        scores, batch = planner.scores.of_layer(layer), self._batch
+        scores = planner.scores.of_layer(layer)
         if window is None and planner.whole_in_windows:
             batch = batch._replace(ends=None)
         paged_prefill(queries, out, view, batch, window=window, is_chunked=planner.is_chunked, scores=scores)

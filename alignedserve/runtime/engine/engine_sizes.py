@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from alignedserve.config.sections import EngineConfig, SchedulingConfig
 from alignedserve.core.block_layout import BlockLayout, recomputed_blocks
+from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import CPU, device_type
 from alignedserve.runtime.kv.transfers.transports import lends_device_memory
@@ -125,6 +126,19 @@ def storage_blocks(layout: BlockLayout, kv_cache_bytes: int, hidden_block_tokens
     if hidden_block_tokens is None:
         return layout.blocks_in(kv_cache_bytes)
     return kv_cache_bytes // (layout.block_bytes + recomputing_bytes(layout, hidden_block_tokens))
+
+
+def engine_blocks(layout: BlockLayout, sizes: EngineSizes, num_scratch: int) -> int:
+    """Return the blocks of an engine's memory but for scratch blocks, for which a host has room beside it.
+
+    Raises NotEnoughMemory where there are none.
+    """
+    num_beside = 0 if device_type(sizes.device) == CPU else num_scratch
+    num_blocks = storage_blocks(layout, sizes.kv_cache_bytes, sizes.hidden_block_tokens) - num_beside
+    if num_blocks < 1:
+        needed = layout.block_bytes * (1 + num_beside)
+        raise NotEnoughMemory(f"kv_cache_bytes is {sizes.kv_cache_bytes}, less than the {needed} of one block")
+    return num_blocks
 
 
 def recomputing_bytes(layout: BlockLayout, hidden_block_tokens: int | None) -> int:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.core.ids import BlockId
 from alignedserve.costmodel.linear import Sample
 from alignedserve.messages.iterations import (
@@ -40,7 +39,7 @@ from alignedserve.runtime.engine.calibration.kept_calibration import KeptCalibra
 from alignedserve.runtime.engine.calibration.measured_iterations import measure_iterations
 from alignedserve.runtime.engine.device_turns import DeviceTurns
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepTimes
-from alignedserve.runtime.engine.engine_sizes import EngineSizes, can_stop, storage_blocks, threads_per_rank
+from alignedserve.runtime.engine.engine_sizes import EngineSizes, can_stop, engine_blocks, threads_per_rank
 from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
 from alignedserve.runtime.engine.model_loading import (
     ConnectStages,
@@ -112,15 +111,11 @@ class ModelExecutor:
         check_memory(served, sizes.kv_cache_bytes, device, lent_bytes=sizes.lent_bytes)
         use_device(device)
         layout = served.block_layout(sizes.block_size)
-        num_blocks = storage_blocks(layout, sizes.kv_cache_bytes, sizes.hidden_block_tokens)
-        if num_blocks < 1:
-            raise NotEnoughMemory(
-                f"kv_cache_bytes is {sizes.kv_cache_bytes}, less than one block of {layout.block_bytes}"
-            )
         max_running = sizes.max_running or sizes.max_sequences
+        num_scratch = num_scratch_blocks(layout, sizes.max_tokens, max_running)
+        num_blocks = engine_blocks(layout, sizes, num_scratch)
         launches_ahead = sizes.may_launch_ahead and served.num_processes == 1
         num_lent = num_lent_blocks(num_blocks, max_running, sizes.block_size) if launches_ahead else 0
-        num_scratch = num_scratch_blocks(layout, sizes.max_tokens, max_running)  # beside the blocks of requests
         has_stages = served.pipeline_parallel > 1
         if has_stages:
             num_lent = num_stage_loans(num_blocks, max_running)
@@ -152,7 +147,7 @@ class ModelExecutor:
             if served.expert_parallel > 1:
                 load = partial(load_divided, served, expert_spec_of(served, sizes), progress_path)
             decoder, self._experts = run_quietly(load) if sizes.loads_quietly else load()
-            try_libraries(sizes.attention_backend, layout, num_blocks, decoder.config, device)
+            try_libraries(sizes.attention_backend, layout, num_blocks + num_scratch, decoder.config, device)
             self._storage = storage = BlockStorage(layout, num_blocks + num_scratch, device)
         self._moves_all = self._storage.layout == layout
         streams = streams_of(device)

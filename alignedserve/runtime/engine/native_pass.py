@@ -151,7 +151,6 @@ class NativePass:
             return self._timed(run, has_head=logits is not None or highest is not None)
         batch.rings.begin(storage)
         result = self._timed(run, has_head=logits is not None or highest is not None)
-        batch.rings.settle_all(storage)
         batch.rings.end(storage)
         return result
 

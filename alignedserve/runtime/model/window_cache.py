@@ -26,13 +26,15 @@ def has_rings(
 
     Raises ConfigError where rings are asked for and cannot be.
     """
-    obstacle = _obstacle(config, device, num_processes)
+    obstacle = _obstacle(config, num_processes)
     if choice == RING and obstacle is not None:
         raise no_rings(obstacle)
     if choice == WHOLE or obstacle is not None or isinstance(config, EncoderConfig):
         return False
-    whole = config.block_layout(_BLOCK_SIZE, cache_dtype)
-    return choice == RING or rings_pay(whole, config.layout_of_rings(whole), max_context_len)
+    if choice == RING:
+        return True
+    whole, is_on_cpu = config.block_layout(_BLOCK_SIZE, cache_dtype), device.startswith(_CPU)  # see decision 81
+    return is_on_cpu and rings_pay(whole, config.layout_of_rings(whole), max_context_len)
 
 
 def no_rings(obstacle: str) -> ConfigError:
@@ -40,9 +42,7 @@ def no_rings(obstacle: str) -> ConfigError:
     return ConfigError(f"engine.window_cache=ring: {obstacle}; leave it at auto")
 
 
-def _obstacle(config: ModelConfig | EncoderConfig, device: str, num_processes: int) -> str | None:
+def _obstacle(config: ModelConfig | EncoderConfig, num_processes: int) -> str | None:
     if isinstance(config, EncoderConfig) or not config.may_have_rings:
         return "this model has no layers with a window beside plain ones without, all with the same heads"
-    if not device.startswith(_CPU):
-        return "rings are computed on CPUs alone"
     return "the ranks and stages of a worker have none" if num_processes > 1 else None

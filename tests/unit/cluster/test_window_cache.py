@@ -32,7 +32,9 @@ def test_chosen_where_they_pay(window: int, longest: int, has_rings: bool, tmp_p
     served = _resolved(tmp_path, "auto", sliding_window=window, max_position_embeddings=longest)
     assert served.has_rings is has_rings
     assert not _resolved(tmp_path, "whole", sliding_window=window).has_rings
-    assert _resolved(tmp_path, "ring", sliding_window=window).has_rings
+    for device in ("cpu", "cuda"):
+        assert _resolved(tmp_path, "ring", device, sliding_window=window).has_rings
+    assert not _resolved(tmp_path, "auto", "cuda").has_rings  # until they are measured there
     if has_rings:
         rings, whole = served.block_layout(16), _resolved(tmp_path, "whole").block_layout(16)
         assert rings.bytes_of(8000) < 0.6 * whole.bytes_of(8000)
@@ -40,20 +42,17 @@ def test_chosen_where_they_pay(window: int, longest: int, has_rings: bool, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("reason", "device", "changes"),
+    ("reason", "changes"),
     [
-        ("rings are computed on CPUs alone", "cuda", {}),
-        ("the ranks and stages of a worker have none", "cpu", {"ranks": 2}),
-        ("no layers with a window beside plain ones", "cpu", {"model_type": "llama", "layer_types": None}),
-        ("no layers with a window beside plain ones", "cpu", {"layer_types": ["sliding_attention"] * 4}),
+        ("the ranks and stages of a worker have none", {"ranks": 2}),
+        ("no layers with a window beside plain ones", {"model_type": "llama", "layer_types": None}),
+        ("no layers with a window beside plain ones", {"layer_types": ["sliding_attention"] * 4}),
     ],
 )
-def test_refused_by_name_where_a_model_or_device_has_none(
-    reason: str, device: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_refused_by_name_where_a_model_has_none(reason: str, changes: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"engine\.window_cache=ring: .*{reason}.*; leave it at auto"):
-        _resolved(tmp_path, "ring", device, **changes)
-    assert not _resolved(tmp_path, "auto", device, **changes).has_rings
+        _resolved(tmp_path, "ring", **changes)
+    assert not _resolved(tmp_path, "auto", **changes).has_rings
 
 
 @pytest.mark.parametrize(

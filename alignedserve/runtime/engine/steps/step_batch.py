@@ -193,7 +193,7 @@ class BatchBuilder:
             places=self._places(rows, positions, own.counts, own.places) if own.has_places else None,
             pictures=self._picture_rows(rows, positions, own.counts, own.places) if own.has_pictures else None,
             states=None if self._states is None else self._states.plan(rows, own.counts, num_padding),
-            rings=None if rings is None else self._with_slots(rings, rows, positions),
+            rings=None if rings is None else self._with_slots(rings, rows, positions[: len(rows)], num_padding),
         )
 
     def _of_rows(self, rows: IntArray) -> _OfRows:
@@ -293,10 +293,14 @@ class BatchBuilder:
         fresh_blocks = blocks[positions % table.block_size == 0] if self._planner.reads_unused_slots else _NO_ROWS
         return SlicePlan(attention, rows, counts, token_rows, positions, slots), fresh_blocks
 
-    def _with_slots(self, plan: RingPlan, token_rows: IntArray, positions: IntArray) -> RingPlan:
-        """Add the slots of a step's tokens."""
+    def _with_slots(
+        self, plan: RingPlan, token_rows: IntArray, positions: IntArray, num_padding: int = 0
+    ) -> RingPlan:
+        """Add the slots of a step's tokens, and padding behind them."""
         assert self._rings is not None, "a plan without rings"
-        return plan._replace(slots=self._rings.slots(token_rows, positions, self._storage.slot_stride))
+        stride = self._storage.slot_stride
+        plan = plan._replace(slots=self._rings.slots(token_rows, positions, stride))
+        return plan.padded(num_padding, self._storage.scratch_block, stride) if num_padding else plan
 
     def _adapter_rows(self, token_rows: IntArray, num_tokens: int) -> AdapterRows | None:
         """Return the adapters of `num_tokens` token rows, padding included; None: no sequence has one."""

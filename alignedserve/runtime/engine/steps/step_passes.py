@@ -36,6 +36,11 @@ class StepPasses:
 
     def logits(self, step: StepBatch, inputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return last hidden vectors of all tokens, and the logits of the sampled ones; `inputs`: see forward_batch."""
+        computed = self._logits(step, inputs)
+        self._leave_kept(step)
+        return computed
+
+    def _logits(self, step: StepBatch, inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         has_own_inputs = step.pictures is not None or step.places is not None  # which no graph reads
         if self.graphs is not None and step.is_decode and not step.needs_hidden and not has_own_inputs:
             logits = self.graphs.run(step, inputs)
@@ -59,4 +64,12 @@ class StepPasses:
         if not launch.takes_highest:
             return None
         batch = launch.step.forward_batch(self._storage.device, inputs)
-        return self._model.decode_highest(batch, self._storage, launch.allowed_tokens())
+        computed = self._model.decode_highest(batch, self._storage, launch.allowed_tokens())
+        if computed is not None:
+            self._leave_kept(launch.step)
+        return computed
+
+    def _leave_kept(self, step: StepBatch) -> None:
+        """Leave the copies of rings that others begin with; no recorded pass does."""
+        if step.rings is not None:
+            step.rings.leave_kept(self._storage)

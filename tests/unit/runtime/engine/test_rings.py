@@ -7,17 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.ids import RequestId
 from alignedserve.runtime.attention.backend import AUTO, TORCH
-from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
 from alignedserve.runtime.engine.decoder import Decoder
-from alignedserve.runtime.engine.engine import Engine, NewSequence, StepSlice
-from alignedserve.runtime.kv.block_storage import BlockStorage
-from tests.support.models.tiny_engines import BLOCK_SIZE, GREEDY, TinyEngine, random_tokens, tiny_decoder
+from tests.support.models.ring_engines import RingEngine
+from tests.support.models.tiny_engines import BLOCK_SIZE, TinyEngine, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
 
 FAMILIES = ("gemma3_text", "gpt_oss", "cohere2", "llama4_text")
-NUM_BLOCKS, MAX_TOKENS = 400, 160
 PROMPT = random_tokens(3, 90)
 EDGE = 60
 
@@ -32,38 +29,6 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(params=[AUTO, TORCH])
 def attention(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-class RingEngine:
-    """An engine whose layers with a window keep no more than it, in blocks that are NaN until they are written."""
-
-    def __init__(self, decoder: Decoder, attention: str) -> None:
-        self.layout = decoder.config.layout_of_rings(decoder.config.block_layout(BLOCK_SIZE, "float32"))
-        self.storage = BlockStorage(self.layout, NUM_BLOCKS)
-        self.storage.bytes.fill_(0xFF)
-        num_scratch = num_scratch_blocks(self.layout, MAX_TOKENS, 4)
-        self.free = [BlockId(block) for block in range(NUM_BLOCKS)][::-1]
-        self.engine = Engine(
-            model=decoder,
-            storage=self.storage,
-            max_sequences=4,
-            max_context_len=256,
-            attention=attention,
-            ring_scratch=self.take(num_scratch),
-        )
-
-    def take(self, count: int) -> tuple[BlockId, ...]:
-        return tuple(self.free.pop() for _ in range(count))
-
-    def add(self, name: str, tokens: list[int], num_cached: int = 0, blocks: tuple[BlockId, ...] = ()) -> None:
-        blocks = blocks or self.take(self.layout.blocks_for(len(tokens) + 60))
-        self.engine.add_sequence(NewSequence(RequestId(name), tuple(tokens), len(tokens), num_cached, blocks, GREEDY))
-
-    def step(self, **slices: int) -> None:
-        self.engine.execute([StepSlice(RequestId(name), count) for name, count in slices.items()])
-
-    def tokens(self, name: str) -> list[int]:
-        return list(self.engine.token_ids(RequestId(name)))
 
 
 def _answer(decoder: Decoder, attention: str, prompt: list[int] = PROMPT, count: int = 30) -> list[int]:
