@@ -1,5 +1,6 @@
 """Windows that forget as a GPU's engine computes them: recorded decodes whose rings turn, chunks, copies at edges."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,18 @@ import torch
 from alignedserve.core.ids import RequestId
 from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.engine import NewSequence
+from alignedserve.runtime.engine.steps import late_states
 from tests.support.marks import slow
 from tests.support.models.ring_engines import RingEngine
-from tests.support.models.tiny_engines import BLOCK_SIZE, TinyEngine, capture_nothing, random_tokens, tiny_decoder
+from tests.support.models.tiny_engines import (
+    BLOCK_SIZE,
+    GREEDY,
+    TinyEngine,
+    capture_nothing,
+    random_tokens,
+    tiny_decoder,
+)
 from tests.support.models.tiny_models import make_tiny_model
 
 pytest.importorskip("triton")
@@ -33,9 +43,22 @@ def decoder(folder: Path, device: torch.device) -> Decoder:
     return tiny_decoder(folder, device=device)
 
 
-def _engine(decoder: Decoder) -> RingEngine:
+@pytest.fixture(params=[True, *slow(False)])
+def launches_ahead(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def recomputing(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What is said of tokens that are computed again."""
+    caplog.set_level("INFO", logger=late_states.__name__)
+    return caplog
+
+
+def _engine(decoder: Decoder, launches_ahead: bool) -> RingEngine:
     """A GPU records graphs; elsewhere what would be recorded is done again."""
-    own = RingEngine(decoder, TRITON, None if decoder.device.type == "cuda" else capture_nothing)
+    capture = None if decoder.device.type == "cuda" else capture_nothing
+    own = RingEngine(decoder, TRITON, capture, launches_ahead=launches_ahead, num_lent=9)
     own.engine.record_graphs()
     return own
 
@@ -48,9 +71,9 @@ def _answer(folder: Path, prompt: list[int]) -> list[int]:
     return tiny.tokens("a")
 
 
-def test_answers_are_those_of_blocks_that_keep_all(folder: Path, decoder: Decoder) -> None:
+def test_answers_are_those_of_blocks_that_keep_all(folder: Path, decoder: Decoder, launches_ahead: bool) -> None:
     """Chunks over an edge and longer than a ring, beside decodes; then decodes alone, one and several, padded."""
-    own = _engine(decoder)
+    own = _engine(decoder, launches_ahead)
     own.add("a", PROMPT)
     own.add("b", OTHER)
     own.step(a=3)
@@ -66,9 +89,11 @@ def test_answers_are_those_of_blocks_that_keep_all(folder: Path, decoder: Decode
 
 
 @pytest.mark.parametrize("is_decoding", [False, True])
-def test_a_sequence_begins_where_another_left_its_rings(folder: Path, decoder: Decoder, is_decoding: bool) -> None:
-    """In the middle of a chunk, or behind a recorded step."""
-    own = _engine(decoder)
+def test_a_sequence_begins_where_another_left_its_rings(
+    folder: Path, decoder: Decoder, launches_ahead: bool, is_decoding: bool, recomputing: pytest.LogCaptureFixture
+) -> None:
+    """In the middle of a chunk, or behind a recorded step, which may have been launched before that was asked for."""
+    own = _engine(decoder, launches_ahead)
     kept, num_states = own.take(own.layout.state_blocks), own.layout.state_blocks
     blocks = own.take(own.layout.blocks_for(len(PROMPT) + 60))
     edge = len(PROMPT) + 2 if is_decoding else EDGE
@@ -91,3 +116,45 @@ def test_a_sequence_begins_where_another_left_its_rings(folder: Path, decoder: D
     while len(own.tokens("a")) < len(answer):
         own.step(a=1)
     assert own.tokens("a") == answer
+    assert not recomputing.messages
+
+
+def test_sequences_come_and_go(
+    folder: Path, decoder: Decoder, launches_ahead: bool, recomputing: pytest.LogCaptureFixture
+) -> None:
+    """Steps that are launched ahead are dropped, or asked for in part; whoever leaves comes again with copies of its
+    rings, which such a step may have written, and computes nothing again."""
+    rng, own = random.Random(5), _engine(decoder, launches_ahead)
+    prompts = {
+        name: random_tokens(seed, length) for seed, (name, length) in enumerate((("a", 33), ("b", 9), ("c", 50)))
+    }
+    answers = {name: _answer(folder, prompt) for name, prompt in prompts.items()}
+    blocks = {name: own.take(own.layout.blocks_for(80)) for name in prompts}
+    for name, prompt in prompts.items():
+        own.add(name, prompt, blocks=blocks[name])
+    spare, num_states = own.take(own.layout.state_blocks), own.layout.state_blocks
+    left, num_ahead = {name: len(prompt) for name, prompt in prompts.items()}, 0
+    while left:
+        chosen = [name for name in left if rng.random() < 0.8] or list(left)
+        slices = {name: min(left[name], rng.choice((1, 4, 30))) for name in chosen}
+        num_ahead += own.step(**slices).times.is_ahead
+        for name, count in slices.items():
+            left[name] = max(left[name] - count, 1)
+            if len(own.tokens(name)) == len(answers[name]):
+                del left[name]
+        if left and rng.random() < 0.4:
+            name = rng.choice(list(left))
+            known, num_computed = own.tokens(name), own.engine.num_computed(RequestId(name))
+            own.engine.remove_sequence(RequestId(name))
+            own.engine.write_blocks(spare, own.engine.read_blocks(blocks[name][:num_states]))
+            spare, blocks[name] = blocks[name][:num_states], (*spare, *blocks[name][num_states:])
+            own.engine.add_sequence(
+                NewSequence(RequestId(name), tuple(known), len(prompts[name]), num_computed, blocks[name], GREEDY)
+            )
+            own.step(**{name: left[name]})
+            left[name] = 1
+            if len(own.tokens(name)) == len(answers[name]):
+                del left[name]
+    assert {name: own.tokens(name) for name in prompts} == answers
+    assert (num_ahead > 5) is launches_ahead
+    assert not recomputing.messages

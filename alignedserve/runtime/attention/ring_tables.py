@@ -34,11 +34,23 @@ _NONE = np.empty(0, np.int64)
 
 
 class KeptRings(NamedTuple):
-    """The copies of rings that a step leaves for others, on the host or, as tensors, on the device."""
+    """The copies of rings that a step leaves for others, on the host."""
 
-    copies: IntArray | Tensor  # [2, rings, blocks]: sources and targets
-    headers: IntArray | Tensor  # blocks that say how far these copies are
-    num_tokens: IntArray | Tensor  # of each header
+    copies: IntArray  # [2, rings, blocks]: sources and targets
+    blocks: IntArray  # [edges, blocks of a context's states]
+    num_tokens: IntArray  # [edges]
+
+    @property
+    def headers(self) -> IntArray:
+        """Return the blocks that say how far these copies are."""
+        return self.blocks[:, 0]
+
+    def leave(self, storage: BlockStorage) -> None:
+        """Copy, behind a pass: what it wrote since the edges is in blocks to spare."""
+        arrays = (self.copies, np.ascontiguousarray(self.headers), self.num_tokens)
+        copies, headers, num_tokens = to_device(arrays, storage.device)
+        storage.copy_whole(*copies.flatten(1))
+        tokens_behind_states(storage).index_copy_(0, headers, num_tokens)
 
 
 class RingRows(NamedTuple):
@@ -84,7 +96,7 @@ class RingPlan(NamedTuple):
     @property
     def has_chunks(self) -> bool:
         """Return whether the pass copies, layer by layer: as chunks may pass an edge in their middle, both kinds."""
-        return self.own.shape[2] > 0
+        return bool(self.own.shape[2])
 
     @property
     def host_arrays(self) -> tuple[Array, ...]:
@@ -108,27 +120,13 @@ class RingPlan(NamedTuple):
         return self._replace(slots=slots, headers=headers, num_tokens=np.pad(self.num_tokens, (0, count)))
 
     def leave_kept(self, storage: BlockStorage) -> None:
-        """Copy what is kept, behind a pass that has not: what it wrote since the edges is in blocks to spare."""
-        if self.has_chunks or not len(self.kept.headers):
-            return
-        kept = KeptRings(*to_device(self.kept, storage.device))
-        storage.copy_whole(*kept.copies.flatten(1))
-        tokens_behind_states(storage).index_copy_(0, kept.headers, kept.num_tokens)
+        """Copy what is kept, behind a pass that has not."""
+        if not self.has_chunks and len(self.kept.blocks):
+            self.kept.leave(storage)
 
-
-class _Copies:
-    """Collects copies of blocks: of all rings, from a place of each to another."""
-
-    def __init__(self, num_rings: int) -> None:
-        self._pairs = [np.empty((2, num_rings, 0), np.int64)]
-
-    def add(self, sources: IntArray, targets: IntArray) -> None:
-        """Add some [rings, blocks]."""
-        self._pairs.append(np.stack((sources, targets)))
-
-    def all(self) -> IntArray:
-        """Return all of them [2, rings, blocks]."""
-        return np.concatenate(self._pairs, axis=2)
+    def written_by(self, num_rows: int, slot_stride: int) -> IntArray:
+        """Return the blocks that the first so many rows, of decodes, write."""
+        return np.concatenate((self.slots[:, :num_rows].reshape(-1) // slot_stride, self.headers[:num_rows]))
 
 
 class RingTables:
@@ -142,6 +140,8 @@ class RingTables:
         self._in_ring = np.arange(num_columns) % layout.ring_blocks
         self.tables = np.zeros((layout.num_rings, max_sequences, num_columns), np.int64)
         self.changes = 0
+        self._no_copies = np.empty((2, layout.num_rings, 0), np.int64)
+        self._none_kept = KeptRings(self._no_copies, np.empty((0, layout.state_blocks), np.int64), _NONE)
         self._entries = np.zeros(max_sequences, np.int64)  # of rows in these tables, as of the table's
         self._lent: dict[int, slice] = {}  # by row: columns in which it has scratch blocks
 
@@ -154,18 +154,19 @@ class RingTables:
         fresh = self._enter(rows[self._entries[rows] != table.entries[rows]])
         self._take_back(rows)
         before, after = table.num_computed[rows], table.num_computed[rows] + counts
-        kept, own = _Copies(self._layout.num_rings), _Copies(self._layout.num_rings)
-        chunks = np.flatnonzero(counts > size + 1)
+        own, chunks = self._no_copies, np.flatnonzero(counts > size + 1)
         if len(chunks):
-            self._lend(rows[chunks], before[chunks], after[chunks], own)
-        edges = self._edges(rows, before, after) if table.kept_states else ()
-        for row, edge in edges:
-            self._keep(row, edge, kept)
-        blocks = np.array([edge.block_ids for _, edge in edges], np.int64).reshape(len(edges), table.state_blocks)
-        num_kept = np.array([edge.num_tokens for _, edge in edges], np.int64)
-        fresh = np.concatenate((fresh, blocks[:, 1:].reshape(-1)))
-        kept_rings = KeptRings(kept.all(), blocks[:, 0], num_kept)
-        return RingPlan(_NONE, table.state_tables[rows, 0], after, kept_rings, own.all(), fresh)
+            own = self._lend(rows[chunks], before[chunks], after[chunks])
+        kept = self._kept(rows, before, after)
+        if len(kept.blocks):
+            fresh = np.concatenate((fresh, kept.blocks[:, 1:].reshape(-1)))
+        return RingPlan(_NONE, table.state_tables[rows, 0], after, kept, own, fresh)
+
+    def kept_by(self, rows: IntArray, *, is_computed: bool = False) -> KeptRings:
+        """Return the copies to leave behind a step that was planned before they were asked for: one token of each of
+        these rows, which `is_computed` by now or not."""
+        before = self._table.num_computed[rows] - is_computed
+        return self._kept(rows, before, before + 1)
 
     def with_room(self, slices: Slices, compute: Callable[[RequestId, int], None]) -> Slices:
         """Let `compute` compute what there is no scratch for in steps of its own; return what is left of the slices.
@@ -225,9 +226,9 @@ class RingTables:
                 self.tables[:, row, columns] = self._own_blocks(row, columns)
                 self.changes += 1
 
-    def _lend(self, rows: IntArray, before: IntArray, after: IntArray, own: _Copies) -> None:
-        """Let scratch blocks take the place of those that chunks begin, and collect the copies of what stays."""
-        size, used = self._layout.block_size, 0
+    def _lend(self, rows: IntArray, before: IntArray, after: IntArray) -> IntArray:
+        """Let scratch blocks take the place of those that chunks begin; return the copies of what stays."""
+        size, used, copies = self._layout.block_size, 0, [self._no_copies]
         for row, first_token, end in zip(rows.tolist(), before.tolist(), after.tolist(), strict=True):
             first, last = -(-first_token // size), -(-end // size)
             lent = self._scratch[used : used + last - first]
@@ -236,9 +237,23 @@ class RingTables:
             self.tables[:, row, first:last] = lent
             self._lent[row] = slice(first, last)
             stays = np.arange(max(first, last - self._layout.ring_blocks), last)
-            if len(stays):
-                own.add(self.tables[:, row, stays], self._own_blocks(row, stays))
+            copies.append(np.stack((self.tables[:, row, stays], self._own_blocks(row, stays))))
         self.changes += 1
+        return np.concatenate(copies, axis=2)
+
+    def _kept(self, rows: IntArray, before: IntArray, after: IntArray) -> KeptRings:
+        """Return the copies of what the tokens behind edges will read, of edges that these rows pass."""
+        edges = self._edges(rows, before, after) if self._table.kept_states else ()
+        if not edges:
+            return self._none_kept
+        copies = []
+        for row, edge in edges:
+            end = edge.num_tokens // self._layout.block_size
+            columns = np.arange(max(end - self._layout.ring_blocks + 1, 0), end)
+            targets = np.array(edge.block_ids[1:], np.int64).reshape(self._layout.num_rings, -1)
+            copies.append(np.stack((self.tables[:, row, columns], targets[:, self._in_ring[columns]])))
+        blocks, num_tokens = ([edge.block_ids for _, edge in edges], [edge.num_tokens for _, edge in edges])
+        return KeptRings(np.concatenate(copies, axis=2), np.array(blocks), np.array(num_tokens))
 
     def _edges(self, rows: IntArray, before: IntArray, after: IntArray) -> list[tuple[int, StateEdge]]:
         """Return the edges that these rows pass and where they are to leave copies, each with its row."""
@@ -248,13 +263,6 @@ class RingTables:
             for edge in self._table.kept_states.pop(row, ())
             if first < edge.num_tokens <= last
         ]
-
-    def _keep(self, row: int, edge: StateEdge, kept: _Copies) -> None:
-        """Collect the copies of what the tokens behind an edge will read."""
-        end = edge.num_tokens // self._layout.block_size
-        columns = np.arange(max(end - self._layout.ring_blocks + 1, 0), end)
-        targets = np.array(edge.block_ids[1:], np.int64).reshape(self._layout.num_rings, -1)
-        kept.add(self.tables[:, row, columns], targets[:, self._in_ring[columns]])
 
 
 class RingContexts:

@@ -23,6 +23,10 @@ from kernels.gpu.block_entries import BlockArrays, TableArrays, block_arrays
 from kernels.gpu.blocks import BlockTables
 
 
+# Entries, of four bytes: arrays of blocks begin at addresses of 16, for which kernels are compiled.
+_ALIGNMENT = 4
+
+
 class GpuRingPlanner(GpuPlanner):
     """A GpuPlanner of the layers whose keys and values are in rings, ring by ring."""
 
@@ -52,7 +56,8 @@ class GpuRingPlanner(GpuPlanner):
         )
         self._rings, self._window = rings, window
         self._scratch_block = storage.scratch_block if storage.has_scratch else -1
-        self._num_columns = blocks_for(window + self.tile, table.block_size) + 1  # that a window may touch, in tiles
+        touched = blocks_for(window + self.tile, table.block_size) + 1  # by a window, in whole tiles
+        self._num_columns = -(-touched // _ALIGNMENT) * _ALIGNMENT
         self.windows = (window,)
 
     @override
@@ -83,7 +88,8 @@ class GpuRingPlanner(GpuPlanner):
             block_arrays(TableArrays(own, table.is_reversed, table.block_size, self._scratch_block), rows, lengths)
             for own in self._rings.tables
         ]
-        return of_rings[0]._replace(entries=np.concatenate([own.entries for own in of_rings]))
+        padding = (0, -len(of_rings[0].entries) % _ALIGNMENT)
+        return of_rings[0]._replace(entries=np.concatenate([np.pad(own.entries, padding) for own in of_rings]))
 
     @override
     def tables(self, entries: Tensor, starts: Tensor, is_reversed: Tensor) -> Sequence[BlockTables]:

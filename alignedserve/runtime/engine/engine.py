@@ -26,6 +26,7 @@ from alignedserve.runtime.engine.steps.chosen_tokens import NO_TOKEN, ChosenToke
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
 from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts
 from alignedserve.runtime.engine.steps.jump_ahead import JumpAhead, forced_counts, with_forced
+from alignedserve.runtime.engine.steps.kept_rings import RingKeeper
 from alignedserve.runtime.engine.steps.late_states import LateStates
 from alignedserve.runtime.engine.steps.next_step import NextStep
 from alignedserve.runtime.engine.steps.planned_step import StepBatch
@@ -117,8 +118,9 @@ class Engine:
         planner, hidden = make_planner(self._table, storage), None
         if launches_ahead is None:
             launches_ahead = storage.device.type != "cpu"
-        has_states = layout.has_states  # which a step that nobody asks for would change
-        launches_ahead &= ranks is None and not planner.reads_unused_slots and not has_states
+        has_states = layout.has_states
+        changes_states = has_states and rings is None  # a step that nobody asks for
+        launches_ahead &= ranks is None and not planner.reads_unused_slots and not changes_states
         if hidden_block_tokens is not None:
             hidden = HiddenContexts(self._table, storage, hidden_block_tokens, make_planner)
         if capture is None and storage.device.type == "cuda" and planner.plans_ahead:
@@ -152,8 +154,9 @@ class Engine:
             self._builder,
             self._sampler,
             BlockLoans(self._table, storage, self._compute, lent_blocks),
-            plans=planner.plans_ahead and not has_states,
+            plans=planner.plans_ahead and not changes_states,
             launches=launches_ahead,
+            kept_rings=None if rings is None else RingKeeper(rings, storage, self._compute),
         )
         self._late = LateStates(self._table, storage) if has_states else None
         # Else a new block is zeroed first, and with it what another sequence has there; and it has one state.
@@ -329,8 +332,7 @@ class Engine:
         ahead.takes_highest = self._takes_highest(ahead)
         ahead.changes = self._sampler.plan(ahead.step.sampled_rows, ahead.num_tokens)
         self._start(ahead)
-        slots = ahead.step.slots[: ahead.step.num_tokens]
-        self.storage.pending_copies.record(self._compute, slots // self.storage.slot_stride)
+        self.storage.pending_copies.record(self._compute, ahead.step.written_blocks(self.storage.slot_stride))
         self._next.keep(ahead)
 
     @in_inference_mode  # it may be called later, by a stream

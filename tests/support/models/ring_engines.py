@@ -1,11 +1,9 @@
 """Tiny engines whose layers with a window keep no more than it."""
 
-from typing import Any
-
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
 from alignedserve.runtime.engine.decoder import Decoder
-from alignedserve.runtime.engine.engine import Engine, NewSequence, StepSlice
+from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from tests.support.models.tiny_engines import BLOCK_SIZE, GREEDY
@@ -16,7 +14,15 @@ NUM_BLOCKS, MAX_TOKENS = 400, 160
 class RingEngine:
     """An engine and the owner of its blocks, which are NaN until they are written."""
 
-    def __init__(self, decoder: Decoder, attention: str, capture: Capture | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: str,
+        capture: Capture | None = None,
+        *,
+        num_lent: int = 0,
+        launches_ahead: bool | None = None,
+    ) -> None:
         self.layout = decoder.config.layout_of_rings(decoder.config.block_layout(BLOCK_SIZE, "float32"))
         has_scratch = capture is not None or decoder.device.type != "cpu"
         self.storage = BlockStorage(self.layout, NUM_BLOCKS, decoder.device, has_scratch=has_scratch)
@@ -31,7 +37,8 @@ class RingEngine:
             attention=attention,
             capture=capture,
             ring_scratch=self.take(num_scratch),
-            **options,
+            lent_blocks=self.take(num_lent),
+            launches_ahead=launches_ahead,
         )
 
     def take(self, count: int) -> tuple[BlockId, ...]:
@@ -41,8 +48,8 @@ class RingEngine:
         blocks = blocks or self.take(self.layout.blocks_for(len(tokens) + 60))
         self.engine.add_sequence(NewSequence(RequestId(name), tuple(tokens), len(tokens), num_cached, blocks, GREEDY))
 
-    def step(self, **slices: int) -> None:
-        self.engine.execute([StepSlice(RequestId(name), count) for name, count in slices.items()])
+    def step(self, **slices: int) -> StepOutput:
+        return self.engine.execute([StepSlice(RequestId(name), count) for name, count in slices.items()])
 
     def tokens(self, name: str) -> list[int]:
         return list(self.engine.token_ids(RequestId(name)))

@@ -23,6 +23,9 @@ class LateStates:
         """`storage`: of a model with states."""
         self._table, self._copies = table, storage.pending_copies
         self._behind = tokens_behind_states(storage)
+        # Rings go on from earlier tokens, too, as far as those behind these are in blocks to spare: of a step that was
+        # launched ahead and dropped.
+        self._num_ahead = table.block_size if storage.layout.ring_layers else 0
         self._new: set[int] = set()  # rows that have not been looked at
 
     def note(self, row: int) -> None:
@@ -54,7 +57,8 @@ class LateStates:
         self._copies.synchronize(table.blocks_of(np.array([row])))  # the host reads what they bring
         if table.state_blocks:
             behind, num_computed = int(self._behind[table.state_tables[row, 0]]), int(table.num_computed[row])
-            return num_computed - behind if 0 < behind <= num_computed else num_computed
+            is_known = 0 < behind <= num_computed + self._num_ahead
+            return max(num_computed - behind, 0) if is_known else num_computed
         num_computed, size = int(table.num_computed[row]), table.block_size
         for column in range((num_computed - 1) // size, -1, -1):
             behind = int(self._behind[table.block_tables[row, column]])

@@ -18,6 +18,7 @@ from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTabl
 from alignedserve.runtime.engine.sampling.sampler import Sampler
 from alignedserve.runtime.engine.steps.block_loans import BlockLoans
 from alignedserve.runtime.engine.steps.chunk_guess import ChunkGuess, Chunks
+from alignedserve.runtime.engine.steps.kept_rings import RingKeeper
 from alignedserve.runtime.engine.steps.planned_step import StepBatch
 from alignedserve.runtime.engine.steps.step_batch import BatchBuilder
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch
@@ -38,11 +39,13 @@ class NextStep:
         *,
         plans: bool,
         launches: bool,
+        kept_rings: RingKeeper | None = None,
     ) -> None:
-        """`plans`: steps are planned ahead; `launches`: and launched."""
+        """`plans`: steps are planned ahead; `launches`: and launched. `kept_rings`: None: sequences have no rings."""
         self.launches = launches
         self.guess = ChunkGuess(table)
         self._loans = loans
+        self._kept_rings = kept_rings
         self._table = table
         self._builder = builder
         self._sampler = sampler
@@ -88,8 +91,7 @@ class NextStep:
         rows = table.rows([part[0] for part in slices])
         if not are_same(np.sort(rows), np.sort(step.rows)):
             return None
-        self._builder.complete(step)
-        return step
+        return self._builder.complete(step)
 
     def after(self, launches: Sequence[StepLaunch]) -> StepLaunch | None:
         """Return the step to launch behind this one, whose tokens are its inputs; None: there is none that can be.
@@ -108,6 +110,8 @@ class NextStep:
         rows = self._going_on(sampled_rows)
         chunks = self.guess.chunks(sampled_rows, len(rows))
         if chunks is None or not len(rows) + len(chunks.rows) or not self._can_choose(rows, chunks):
+            return None
+        if len(chunks.rows) and self._kept_rings is not None:  # which would lose what it had, if it were dropped
             return None
         loans = self._loans.lend(rows, chunks)
         if loans is None:
@@ -158,6 +162,8 @@ class NextStep:
         self._table.num_tokens[launched.rows] = launched.num_tokens_before + 1
         if launched.loans is not None and len(launched.loans.rows):
             self._loans.settle(launched.loans, rows[taken > 0])
+        if self._kept_rings is not None and self._table.kept_states:
+            self._kept_rings.leave(rows[taken > 0])
         if taken is counts:
             return launched, ()
         lacking = np.flatnonzero(taken < counts)

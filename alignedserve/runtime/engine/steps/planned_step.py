@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,6 +58,12 @@ class StepBatch(NamedTuple):
     def num_tokens(self) -> int:
         """Return the number of token rows without padding."""
         return len(self.rows) if self.is_decode else int(self.counts.sum())
+
+    def written_blocks(self, slot_stride: int) -> IntArray:
+        """Return the blocks that a step of decodes writes."""
+        count = self.num_tokens
+        blocks = self.slots[:count] // slot_stride
+        return blocks if self.rings is None else np.concatenate((blocks, self.rings.written_by(count, slot_stride)))
 
     @property
     def host_arrays(self) -> tuple[Array, ...]:

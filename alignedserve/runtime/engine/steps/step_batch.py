@@ -118,7 +118,7 @@ class BatchBuilder:
         """Build a batch of `size` padding rows. `adapters`: of as many, to be recorded for others that have some."""
         return self._decodes(_NO_ROWS, size)._replace(adapters=adapters)
 
-    def complete(self, step: StepBatch) -> None:
+    def complete(self, step: StepBatch) -> StepBatch:
         """Fill in the tokens and blocks that may have been unknown when a step of decodes was planned ahead."""
         table, count = self._table, len(step.rows)
         positions = step.positions[:count]
@@ -127,6 +127,9 @@ class BatchBuilder:
         step.token_ids[:count] = table.tokens[step.rows, positions]
         step.slots[:count] = blocks * self._storage.slot_stride + offsets
         step.attention.set_last_blocks(blocks)
+        if step.rings is None or self._rings is None:
+            return step
+        return step._replace(rings=step.rings._replace(kept=self._rings.kept_by(step.rows)))
 
     def _check(self, rows: IntArray, counts: IntArray) -> None:
         table = self._table
@@ -293,9 +296,7 @@ class BatchBuilder:
         fresh_blocks = blocks[positions % table.block_size == 0] if self._planner.reads_unused_slots else _NO_ROWS
         return SlicePlan(attention, rows, counts, token_rows, positions, slots), fresh_blocks
 
-    def _with_slots(
-        self, plan: RingPlan, token_rows: IntArray, positions: IntArray, num_padding: int = 0
-    ) -> RingPlan:
+    def _with_slots(self, plan: RingPlan, token_rows: IntArray, positions: IntArray, num_padding: int = 0) -> RingPlan:
         """Add the slots of a step's tokens, and padding behind them."""
         assert self._rings is not None, "a plan without rings"
         stride = self._storage.slot_stride
