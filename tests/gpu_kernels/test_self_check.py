@@ -14,7 +14,7 @@ from alignedserve.runtime.attention import triton_parts
 from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.device_check import self_check
 from alignedserve.runtime.device_check.self_check import CheckPlan, Computer, obstacle_of
-from alignedserve.runtime.model.device_kinds import KINDS
+from alignedserve.runtime.model.device_kinds import KINDS, RINGS
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.weights import feed_forward_weights
 from kernels import gpu_dispatch
@@ -40,13 +40,13 @@ def test_kernels_that_compute_what_the_cpu_does_pass() -> None:
     assert obstacle_of(INTERPRETED, SHORT) is None
 
 
-@pytest.mark.parametrize("kind", ["latent attention", "Mamba-2", "attention sinks"])
+@pytest.mark.parametrize("kind", ["latent attention", "Mamba-2", "attention sinks", RINGS])
 def test_a_kind_of_layers_is_computed_as_on_a_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compute = self_check._compute
 
     def as_on_a_gpu(computer: Computer, *rest: Any) -> list[SampledToken]:
         with monkeypatch.context() as patched:
-            if computer == INTERPRETED:
+            if computer.attention == TRITON:
                 patched.setattr(feed_forward_weights, "has_experts_apart", lambda _: False)
                 patched.setattr(gpu_dispatch, "wants_fused_kernels", lambda _: True)
             return compute(computer, *rest)
@@ -54,7 +54,8 @@ def test_a_kind_of_layers_is_computed_as_on_a_cpu(kind: str, monkeypatch: pytest
     monkeypatch.setattr(self_check, "_compute", as_on_a_gpu)
     config = parse_model_config(dict(KINDS[kind].fields))
     dtype = torch.bfloat16 if kind in ("latent attention", "Mamba-2") else torch.float32
-    assert obstacle_of(INTERPRETED, replace(SHORT, dtypes=(dtype,)), config) is None
+    computer = replace(INTERPRETED, has_rings=kind == RINGS)
+    assert obstacle_of(computer, replace(SHORT, dtypes=(dtype,)), config) is None
 
 
 @pytest.mark.parametrize("kernel", ["paged_decode", *slow("paged_prefill")])

@@ -22,7 +22,6 @@ from kernels.attention import PLAIN_SCORES, ScoreForm
 from kernels.gpu.block_entries import BlockArrays, TableArrays, block_arrays
 from kernels.gpu.blocks import BlockTables
 
-
 # Entries, of four bytes: arrays of blocks begin at addresses of 16, for which kernels are compiled.
 _ALIGNMENT = 4
 

@@ -5,7 +5,7 @@ without harm. What passed is remembered; what failed is tried again the next tim
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from alignedserve.core.errors import ConfigError
@@ -16,15 +16,15 @@ _LIMIT_S = 180.0  # with kernels that are compiled for the first time
 _LONGEST_REASON = 300
 
 
-def require_kinds(device: str, kinds: Sequence[str], folder: Path, command: Sequence[str] = _COMMAND) -> None:
+def require_kinds(device: str, kinds: Mapping[str, str], folder: Path, command: Sequence[str] = _COMMAND) -> None:
     """Check each kind of layers on this GPU, unless it has passed before. Raises ConfigError naming one that fails.
 
-    `folder`: keeps passed checks.
+    `kinds`: by name, what to set where one is not computed. `folder`: keeps passed checks.
     """
-    for kind in kinds:
+    for kind, instead in kinds.items():
         reason = obstacle_on(device, folder, command, kind=kind)
         if reason is not None:
-            raise ConfigError(f"{device} does not compute {kind} as a CPU does: {reason}. Set engine.device=cpu")
+            raise ConfigError(f"{device} does not compute {kind} as a CPU does: {reason}. Set {instead}")
 
 
 def obstacle_on(

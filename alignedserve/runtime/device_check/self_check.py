@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.attention.backend import AUTO, TORCH
+from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
 from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.device.verdicts import FAILURE, OK
@@ -28,7 +29,7 @@ from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder_parts import Activation, NormKind
-from alignedserve.runtime.model.device_kinds import KINDS
+from alignedserve.runtime.model.device_kinds import KINDS, RINGS
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.rope_config import RopeConfig
@@ -78,6 +79,7 @@ class Computer:
     device: torch.device
     attention: str = AUTO
     capture: Capture | None = field(default=None)
+    has_rings: bool = False  # layers with a window keep no more than it
 
 
 def obstacle_of(computer: Computer, plan: CheckPlan | None = None, model: ModelConfig = MODEL) -> str | None:
@@ -141,6 +143,9 @@ def _compute(computer: Computer, dtype: torch.dtype, plan: CheckPlan, config: Mo
     """Return the tokens of all steps, those of a step by request."""
     model = Decoder(config, assemble_weights(config, _OnDevice(dtype, computer.device), None))
     layout = config.block_layout(_BLOCK_SIZE, dtype_name(dtype))
+    if computer.has_rings:
+        layout = config.layout_of_rings(layout)
+    num_scratch = num_scratch_blocks(layout, max(map(sum, plan.steps)), len(plan.prompts))
     has_scratch = computer.capture is not None or computer.device.type != "cpu"
     storage = BlockStorage(layout, _NUM_BLOCKS, computer.device, has_scratch=has_scratch)
     storage.bytes.fill_(0xFF)  # no numbers: what is read and was never written shows
@@ -151,9 +156,10 @@ def _compute(computer: Computer, dtype: torch.dtype, plan: CheckPlan, config: Mo
         max_context_len=_MAX_CONTEXT_LEN,
         attention=computer.attention,
         capture=computer.capture,
+        ring_scratch=[BlockId(_NUM_BLOCKS - 1 - index) for index in range(num_scratch)],
     )
     engine.record_graphs()
-    for sequence in _sequences(plan):
+    for sequence in _sequences(plan, layout, _NUM_BLOCKS - num_scratch):
         engine.add_sequence(sequence)
     names = [RequestId(str(index)) for index in range(len(plan.prompts))]
     found: list[SampledToken] = []
@@ -165,13 +171,13 @@ def _compute(computer: Computer, dtype: torch.dtype, plan: CheckPlan, config: Mo
     return found
 
 
-def _sequences(plan: CheckPlan) -> Iterator[NewSequence]:
+def _sequences(plan: CheckPlan, layout: BlockLayout, num_blocks: int) -> Iterator[NewSequence]:
     """Yield sequences whose tokens are fixed, so that devices compute the same, and a last one that draws its own."""
     random = torch.Generator().manual_seed(_SEED)
-    order = torch.randperm(_NUM_BLOCKS, generator=random).tolist()
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(_SEED)).tolist()
     for index, length in enumerate(plan.prompts):
         tokens = tuple(torch.randint(0, MODEL.vocab_size, (length,), generator=random).tolist())
-        blocks = tuple(BlockId(order.pop()) for _ in range(blocks_for(length + len(plan.steps), _BLOCK_SIZE)))
+        blocks = tuple(BlockId(order.pop()) for _ in range(layout.blocks_for(length + len(plan.steps))))
         fixed = SamplingParams(temperature=0.0, allowed_token_ids=(index + 7,), num_logprobs=8, max_tokens=100)
         drawn = SamplingParams(temperature=1.0, seed=_SEED, max_tokens=100)
         is_last = index == len(plan.prompts) - 1
@@ -192,7 +198,8 @@ def main() -> None:
     parser.add_argument("--kind", choices=list(KINDS), help="of layers; without it a Llama is computed")
     options = parser.parse_args()
     model = MODEL if options.kind is None else parse_model_config(dict(KINDS[options.kind].fields))
-    computer = Computer(torch.device(options.device), capture=_nothing_recorded if options.eager else None)
+    capture, has_rings = _nothing_recorded if options.eager else None, options.kind == RINGS
+    computer = Computer(torch.device(options.device), capture=capture, has_rings=has_rings)
     problem = obstacle_of(computer, model=model)
     print(json.dumps({OK: problem is None, FAILURE: problem}), flush=True)
 

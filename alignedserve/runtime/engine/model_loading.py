@@ -94,7 +94,7 @@ def load_alone(served: ServedModel, device: torch.device, progress: Path | None)
 def _check_kinds(served: ServedModel, device: torch.device) -> None:
     """Check the kinds of layers of a model on a GPU. Raises ConfigError."""
     if device.type == CUDA:
-        require_kinds(str(device), kinds_of(served.decoder), cache_folder())
+        require_kinds(str(device), kinds_of(served.decoder, has_rings=served.has_rings), cache_folder())
 
 
 def load_divided(served: ServedModel, spec: ExpertSpec, progress: Path | None) -> LoadedModel:

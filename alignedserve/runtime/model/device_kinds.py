@@ -32,8 +32,10 @@ class DeviceKind(NamedTuple):
 
     is_of: Callable[[ModelConfig], bool]
     fields: dict[str, Any]
+    instead: str = "engine.device=cpu"  # what to set where a GPU does not compute it
 
 
+RINGS = "windows that forget"  # of models whose cache is so, and no kind of theirs: see BlockLayout.with_rings
 KINDS: dict[str, DeviceKind] = {
     "attention sinks": DeviceKind(
         lambda config: config.has_sinks,
@@ -177,9 +179,24 @@ KINDS: dict[str, DeviceKind] = {
             "hidden_activation": "gelu_pytorch_tanh",
         },
     ),
+    RINGS: DeviceKind(
+        lambda _: False,
+        {
+            **_SIZES,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 3,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 32,
+            "layer_types": [_SLIDING, _FULL, _SLIDING],
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+        instead="engine.window_cache=whole",
+    ),
 }
 
 
-def kinds_of(config: ModelConfig) -> list[str]:
-    """Return the kinds that a model has."""
-    return [name for name, kind in KINDS.items() if kind.is_of(config)]
+def kinds_of(config: ModelConfig, *, has_rings: bool = False) -> dict[str, str]:
+    """Return the kinds that a model has, each with what to set where they are not computed. `has_rings`: its cache."""
+    names = [name for name, kind in KINDS.items() if kind.is_of(config)] + ([RINGS] if has_rings else [])
+    return {name: KINDS[name].instead for name in names}

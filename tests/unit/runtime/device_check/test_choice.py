@@ -212,13 +212,13 @@ def test_a_node_that_joins_is_asked_as_the_first_ones_were() -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_a_kind_of_layers_is_checked_once_and_what_fails_is_named(tmp_path: Path) -> None:
-    kinds = ["latent attention", "Mamba-2"]
+    on_cpu = "engine.device=cpu"
+    kinds = {"latent attention": on_cpu, "Mamba-2": on_cpu}
     require_kinds("cuda:0", kinds, tmp_path, PASSES)
     fails = ("sh", "-c", 'echo \'{"ok": false, "failure": "other tokens are drawn"}\'')
     require_kinds("cuda:0", kinds, tmp_path, fails)  # remembered: it is not run
-    with pytest.raises(
-        ConfigError, match="cuda:0 does not compute capped scores as a CPU does: other tokens are drawn"
-    ):
-        require_kinds("cuda:0", [*kinds, "capped scores"], tmp_path, fails)
-    with pytest.raises(ConfigError, match="its check ended with 3: nothing was said"):
-        require_kinds("cuda:0", ["capped scores"], tmp_path, ("sh", "-c", "exit 3"))
+    said = "cuda:0 does not compute capped scores as a CPU does: other tokens are drawn. Set engine.device=cpu"
+    with pytest.raises(ConfigError, match=said):
+        require_kinds("cuda:0", {**kinds, "capped scores": on_cpu}, tmp_path, fails)
+    with pytest.raises(ConfigError, match=r"its check ended with 3: nothing was said.*Set engine\.window_cache=whole"):
+        require_kinds("cuda:0", {"windows that forget": "engine.window_cache=whole"}, tmp_path, ("sh", "-c", "exit 3"))
