@@ -2,7 +2,8 @@
 
 Sinks and experts (gpt-oss 20B), latents and experts (DeepSeek V3, eight experts of 256), capped scores (Gemma 2 9B),
 chunks and experts (Llama 4 Scout, four experts of 16), the gated delta rule (Qwen3.5), Mamba-2 (Granite 4), short
-convolutions (LFM2), heads of two sizes (Gemma 4). Ours is the engine, with recorded decode steps; transformers' is its
+convolutions (LFM2), heads of two sizes (Gemma 4). Where a model has windows beside full attention, its cache is timed
+whole and in rings. Ours is the engine, with recorded decode steps; transformers' is its
 forward pass and `generate`, as they come. Tokens a second: of a prompt, and of decodes by streams.
 """
 
@@ -17,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
+from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.engine.decoder import Decoder
@@ -119,7 +120,9 @@ def _compared(name: str, sizes: Sizes, dtype: str, device: torch.device, *, is_t
     config = getattr(transformers, class_name)(**_COMMON | widths)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        ours = _Own(Path(folder), sizes, dtype, device).rates()
+        ours = {"alignedserve": _Own(Path(folder), sizes, dtype, device).rates()}
+        if read_model_config(Path(folder)).may_have_rings:
+            ours["rings"] = _Own(Path(folder), sizes, dtype, device, has_rings=True).rates()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     try:
@@ -127,26 +130,30 @@ def _compared(name: str, sizes: Sizes, dtype: str, device: torch.device, *, is_t
     except _ERRORS as error:  # what comes with transformers may not be all that a kind needs
         print(f"transformers, {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
         theirs = {}
-    return {"alignedserve": ours, "transformers": theirs}
+    return {**ours, "transformers": theirs}
 
 
 class _Own:
     """The engine."""
 
-    def __init__(self, folder: Path, sizes: Sizes, dtype: str, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, sizes: Sizes, dtype: str, device: torch.device, *, has_rings: bool = False
+    ) -> None:
         config = read_model_config(folder)
         self._sizes, self._device = sizes, device
         # Where a block has states a request has one block: the engine's tests have the others.
         longest = max(sizes.prompt, sizes.context + sizes.rounds * sizes.steps + sizes.steps) + 2
-        self._block_size = 16 if config.state is None else 1 << (longest - 1).bit_length()
-        self._width = blocks_for(longest, self._block_size)
+        layout = config.block_layout(16 if config.state is None else 1 << (longest - 1).bit_length(), dtype)
+        if has_rings:
+            layout = config.layout_of_rings(layout)
+        self._width, num_requests = layout.blocks_for(longest), sizes.streams + 1
+        num_blocks, num_scratch = num_requests * self._width, num_scratch_blocks(layout, sizes.prompt, num_requests)
         self._engine = Engine(
             model=Decoder(config, random_weights(config, 0, torch_dtype(dtype), device)),
-            storage=BlockStorage(
-                config.block_layout(self._block_size, dtype), (sizes.streams + 1) * self._width, device
-            ),
-            max_sequences=sizes.streams + 1,
+            storage=BlockStorage(layout, num_blocks + num_scratch, device),
+            max_sequences=num_requests,
             max_context_len=longest,
+            ring_scratch=[BlockId(num_blocks + index) for index in range(num_scratch)],
         )
 
     def rates(self) -> dict[str, float]:
