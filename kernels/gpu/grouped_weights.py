@@ -1,7 +1,8 @@
 """Products with weights of 4 or 8 bits in groups on a GPU: unpacked in registers, scaled group by group.
 
 A program multiplies a tile of rows by a tile of outputs over a run of groups. Numbers less their zero points are small
-integers, and numbers of FP8 are short: exact in any dtype of x; each group's sum is multiplied by its scale in float32.
+integers, and floats of 4 and 8 bits are short: exact in any dtype of x; each group's sum is multiplied by its scale in
+float32.
 With few rows the inputs are cut into runs, whose results are added up afterwards, in order: there would be too few
 programs to load the weight. With experts, a tile has rows of one expert, which the device itself has sorted.
 """
@@ -48,8 +49,8 @@ class GroupedOperand(Protocol):
     """A weight, or one of each expert in a further dimension in front."""
 
     words: Tensor  # uint8 [columns, in_width], of 4 bits half as many: group after group, its first half in lower bits
-    scales: Tensor  # float32 [groups, columns]
-    zeros: Tensor | None  # uint8 likewise; None: numbers are FP8
+    scales: Tensor  # float32, or uint8 of exponents, [groups, columns]
+    zeros: Tensor | None  # uint8 likewise; None: numbers are floats
     in_width: int
 
 
@@ -89,8 +90,8 @@ def unpack(weight: GroupedOperand, out: Tensor) -> None:
         columns,
         num_groups,
         GROUP=group,
-        IS_INT4=2 * weight.words.shape[-1] == weight.in_width,
-        IS_FLOAT8=weight.zeros is None,
+        IN_HALVES=2 * weight.words.shape[-1] == weight.in_width,
+        IS_FLOAT=weight.zeros is None,
         COLUMNS=_UNPACKED_COLUMNS,
     )
 
@@ -112,8 +113,9 @@ def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
     """Launch once for each form of numbers on 64 inputs and outputs. Raises Triton's errors."""
     x, scales = torch.zeros((1, 64), dtype=dtype, device=device), torch.zeros((2, 64), device=device)
     zeros = scales.to(torch.uint8)
-    for row_bytes, own_zeros in ((32, zeros), (64, zeros), (64, None)):
-        weight = _Trial(torch.zeros((64, row_bytes), dtype=torch.uint8, device=device), scales, own_zeros)
+    forms = ((32, scales, zeros), (64, scales, zeros), (64, scales, None), (32, zeros, None))
+    for row_bytes, own_scales, own_zeros in forms:
+        weight = _Trial(torch.zeros((64, row_bytes), dtype=torch.uint8, device=device), own_scales, own_zeros)
         multiply(x, weight)
         unpack(weight, x.new_empty((64, 64)))
 
@@ -151,8 +153,8 @@ def _launch(
         run_groups,
         x.stride(0),
         GROUP=group,
-        IS_INT4=2 * weight.words.shape[-1] == weight.in_width,
-        IS_FLOAT8=weight.zeros is None,
+        IN_HALVES=2 * weight.words.shape[-1] == weight.in_width,
+        IS_FLOAT=weight.zeros is None,
         EXPERTS=0 if ends is None else power_of_two(len(ends)),
         ROWS=tiling.rows,
         COLUMNS=tiling.columns,
@@ -177,14 +179,14 @@ def _multiply(
     run_groups,
     x_stride,
     GROUP: tl.constexpr,
-    IS_INT4: tl.constexpr,
-    IS_FLOAT8: tl.constexpr,
+    IN_HALVES: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    loaded: tl.constexpr = GROUP // 2 if IS_INT4 else GROUP
+    loaded: tl.constexpr = GROUP // 2 if IN_HALVES else GROUP
     end = num_rows
     first = tl.program_id(0).to(tl.int64) * ROWS
     outputs = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -206,25 +208,24 @@ def _multiply(
     begin = tl.program_id(2) * run_groups
     for group in range(begin, tl.minimum(begin + run_groups, num_groups)):
         stored = tl.load(own_words + group * loaded, mask=is_output[:, None], other=0)
-        scale = tl.load(scales + group * columns + outputs, mask=is_output, other=0.0)
+        scale = scale_values(tl.load(scales + group * columns + outputs, mask=is_output, other=0))
         inputs = tl.load(own_inputs + group * GROUP, mask=is_row[:, None], other=0.0)
         if UPCAST:
             inputs = inputs.to(tl.float32)
-        if IS_FLOAT8:
-            sums = tl.dot(inputs, tl.trans(float8_values(stored, inputs)), input_precision="ieee")
-        else:
+        zero = 0
+        if not IS_FLOAT:
             zero = tl.load(zeros + group * columns + outputs, mask=is_output, other=0).to(tl.int32)[:, None]
-            numbers = stored.to(tl.int32)
-            if IS_INT4:
-                others = tl.load(own_inputs + group * GROUP + loaded, mask=is_row[:, None], other=0.0)
-                if UPCAST:
-                    others = others.to(tl.float32)
-                upper = ((numbers >> 4) - zero).to(inputs.dtype)
-                sums = tl.dot(others, tl.trans(upper), input_precision="ieee")
-                lower = ((numbers & 15) - zero).to(inputs.dtype)
-                sums = tl.dot(inputs, tl.trans(lower), sums, input_precision="ieee")
-            else:
-                sums = tl.dot(inputs, tl.trans((numbers - zero).to(inputs.dtype)), input_precision="ieee")
+        if IN_HALVES:
+            others = tl.load(own_inputs + group * GROUP + loaded, mask=is_row[:, None], other=0.0)
+            if UPCAST:
+                others = others.to(tl.float32)
+            upper = small_numbers(stored >> 4, zero, inputs, IN_HALVES, IS_FLOAT)
+            sums = tl.dot(others, tl.trans(upper), input_precision="ieee")
+            lower = small_numbers(stored & 15, zero, inputs, IN_HALVES, IS_FLOAT)
+            sums = tl.dot(inputs, tl.trans(lower), sums, input_precision="ieee")
+        else:
+            numbers = small_numbers(stored, zero, inputs, IN_HALVES, IS_FLOAT)
+            sums = tl.dot(inputs, tl.trans(numbers), input_precision="ieee")
         result += sums * scale[None, :]
     at = (tl.program_id(2).to(tl.int64) * num_rows + rows)[:, None] * columns + outputs[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
@@ -239,11 +240,11 @@ def _unpack(
     columns,
     num_groups,
     GROUP: tl.constexpr,
-    IS_INT4: tl.constexpr,
-    IS_FLOAT8: tl.constexpr,
+    IN_HALVES: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    loaded: tl.constexpr = GROUP // 2 if IS_INT4 else GROUP
+    loaded: tl.constexpr = GROUP // 2 if IN_HALVES else GROUP
     group = tl.program_id(0)
     outputs = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     places = tl.arange(0, loaded)
@@ -251,17 +252,44 @@ def _unpack(
     stored = tl.load(
         words + (outputs[:, None] * num_groups + group) * loaded + places[None, :], mask=is_output[:, None], other=0
     )
-    scale = tl.load(scales + group * columns + outputs, mask=is_output, other=0.0)[:, None]
+    scale = scale_values(tl.load(scales + group * columns + outputs, mask=is_output, other=0))[:, None]
     own = out + (outputs[:, None] * num_groups + group) * GROUP + places[None, :]
-    if IS_FLOAT8:
-        values = float8_values(stored, scale) * scale
-        tl.store(own, values.to(out.dtype.element_ty), mask=is_output[:, None])
-    else:
+    zero = 0
+    if not IS_FLOAT:
         zero = tl.load(zeros + group * columns + outputs, mask=is_output, other=0).to(tl.int32)[:, None]
-        numbers = stored.to(tl.int32)
-        if IS_INT4:
-            upper = ((numbers >> 4) - zero).to(tl.float32) * scale
-            tl.store(own + loaded, upper.to(out.dtype.element_ty), mask=is_output[:, None])
-            numbers = numbers & 15
-        values = (numbers - zero).to(tl.float32) * scale
-        tl.store(own, values.to(out.dtype.element_ty), mask=is_output[:, None])
+    if IN_HALVES:
+        upper = small_numbers(stored >> 4, zero, scale, IN_HALVES, IS_FLOAT) * scale
+        tl.store(own + loaded, upper.to(out.dtype.element_ty), mask=is_output[:, None])
+        stored = stored & 15
+    values = small_numbers(stored, zero, scale, IN_HALVES, IS_FLOAT) * scale
+    tl.store(own, values.to(out.dtype.element_ty), mask=is_output[:, None])
+
+
+@triton.jit
+def small_numbers(stored, zero, like, IN_HALVES: tl.constexpr, IS_FLOAT: tl.constexpr):
+    """Return stored numbers, of 4 bits `IN_HALVES`, less their zero points, as numbers of the dtype of `like`."""
+    if not IS_FLOAT:
+        return (stored.to(tl.int32) - zero).to(like.dtype)
+    if IN_HALVES:
+        return float4_values(stored, like)
+    return float8_values(stored, like)
+
+
+@triton.jit
+def float4_values(stored, like):
+    """Return floats of 4 bits (e2m1), one in the lower bits of each byte, as numbers of the dtype of `like`, exactly.
+
+    Sign, exponent and mantissa are those of a float16 whose exponent counts from 2**-14 of theirs.
+    """
+    bits = stored.to(tl.uint16)
+    halves = (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True) * 16384.0
+    return halves.to(tl.float32).to(like.dtype)
+
+
+@triton.jit
+def scale_values(scales):
+    """Return scales as float32: as they are, or of their exponents, which count from 2**-127 (e8m0)."""
+    if scales.dtype != tl.uint8:
+        return scales
+    bits = tl.where(scales == 0, 0x400000, scales.to(tl.int32) << 23)  # the least is no normal number of float32
+    return bits.to(tl.float32, bitcast=True)

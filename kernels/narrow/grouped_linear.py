@@ -1,7 +1,7 @@
 """Matrix products with weights of 4 or 8 bits in groups, on GPUs: quantised checkpoints as stored.
 
 A group of inputs has a scale for each output, and whole numbers a zero point: a weight is scale * (number - zero
-point), or scale * number of FP8 (e4m3). Inputs are not rounded. Scales of blocks of outputs and inputs (128 x 128, say)
+point), or scale * number of floats: FP8 (e4m3), or of 4 bits (e2m1) with powers of two as scales (MXFP4). Inputs are not rounded. Scales of blocks of outputs and inputs (128 x 128, say)
 are repeated for every output, so that rows can be cut and reordered.
 
 Worked example: numbers [8, 11] of 4 bits with zero point 8 and scale 0.5 are [0, 1.5]; inputs [2, 4] give 6.
@@ -32,6 +32,12 @@ class Numbers(enum.Enum):
     INT4 = "4 bits"
     INT8 = "8 bits"
     FLOAT8 = "FP8"
+    FLOAT4 = "floats of 4 bits"
+
+
+_OF_4_BITS, _FLOATS = (Numbers.INT4, Numbers.FLOAT4), (Numbers.FLOAT8, Numbers.FLOAT4)
+_FLOATS_OF_4_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # behind these with a sign
+_EXPONENT_BIAS = 127  # of scales
 
 
 class GroupedWeight(NamedTuple):
@@ -39,13 +45,13 @@ class GroupedWeight(NamedTuple):
 
     numbers: Numbers
     words: Tensor  # uint8 [columns, in_width], of 4 bits half as many: group after group, its first half in lower bits
-    scales: Tensor  # float32 [columns, groups]
-    zeros: Tensor | None  # uint8 likewise; None: FP8
+    scales: Tensor  # float32 [columns, groups]; of floats of 4 bits uint8: exponents of two, plus 127 (e8m0)
+    zeros: Tensor | None  # uint8 likewise; None: floats
 
     @property
     def in_width(self) -> int:
         """Return the number of inputs."""
-        return self.words.shape[-1] * (2 if self.numbers is Numbers.INT4 else 1)
+        return self.words.shape[-1] * (2 if self.numbers in _OF_4_BITS else 1)
 
     @property
     def group(self) -> int:
@@ -57,7 +63,8 @@ class GroupedWeight(NamedTuple):
         assert self.group in GROUPS, f"groups of {self.group}"
         shape = (*self.words.shape[:-1], self.in_width // self.group)
         assert self.scales.shape == shape, "a scale for each group"
-        assert (self.zeros is None) == (self.numbers is Numbers.FLOAT8), "zero points of whole numbers"
+        assert (self.zeros is None) == (self.numbers in _FLOATS), "zero points of whole numbers"
+        assert (self.scales.dtype == torch.uint8) == (self.numbers is Numbers.FLOAT4), "exponents of floats of 4 bits"
         assert self.zeros is None or self.zeros.shape == shape, "a zero point for each group"
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "GroupedWeight":
@@ -76,12 +83,18 @@ class GroupedWeight(NamedTuple):
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """Return the values [columns, in_width], computed in float32."""
         groups = self.words.view(*self.scales.shape, -1)
-        if self.zeros is None:
+        if self.numbers in _OF_4_BITS:
+            groups = torch.cat((groups & 15, groups >> 4), dim=-1)
+        if self.numbers is Numbers.FLOAT8:
             values = groups.view(torch.float8_e4m3fn).float()
+        elif self.numbers is Numbers.FLOAT4:
+            sizes = torch.tensor(_FLOATS_OF_4_BITS, device=groups.device)
+            values = torch.cat((sizes, -sizes))[groups.long()]
+            exponents = self.scales.int() - _EXPONENT_BIAS
+            return torch.ldexp(values, exponents[..., None]).flatten(-2).to(dtype)
         else:
-            halves = (groups & 15, groups >> 4)
-            numbers = torch.cat(halves, dim=-1) if self.numbers is Numbers.INT4 else groups
-            values = numbers.float() - self.zeros[..., None].float()
+            assert self.zeros is not None, "whole numbers without zero points"
+            values = groups.float() - self.zeros[..., None].float()
         values = (values * self.scales[..., None]).flatten(-2)
         return values.to(dtype)
 
@@ -105,7 +118,7 @@ class DeviceWeight:
         weight.check()
         self._numbers, self.in_width = weight.numbers, weight.in_width
         self.words = weight.words.contiguous()
-        self.scales = weight.scales.float().mT.contiguous()
+        self.scales = (weight.scales if weight.numbers is Numbers.FLOAT4 else weight.scales.float()).mT.contiguous()
         self.zeros = None if weight.zeros is None else weight.zeros.mT.contiguous()
         # `kernels.gpu.grouped_weights` where it runs; None: PyTorch.
         self.kernels: Any | None = fused_kernels("grouped_weights", weight.words.device, dtype)

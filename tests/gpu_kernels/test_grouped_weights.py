@@ -20,6 +20,10 @@ pytest.importorskip("triton")
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 
 
+_SIZES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+FLOATS_OF_4_BITS = torch.cat((_SIZES, -_SIZES))
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A weight, and what it stands for."""
@@ -30,6 +34,8 @@ class Sample:
 
 def sample(numbers: Numbers, group: int, *shape: int) -> Sample:
     """Draw a weight of `shape` [.., columns, groups]."""
+    if numbers is Numbers.FLOAT4:
+        return sample_of_float4(group, *shape)
     scales = torch.rand(shape) / 8
     zeros = torch.randint(0, 17 if numbers is Numbers.INT4 else 256, shape)
     if numbers is Numbers.FLOAT8:
@@ -43,6 +49,14 @@ def sample(numbers: Numbers, group: int, *shape: int) -> Sample:
     values = (drawn.double() - zeros[..., None].double()) * scales[..., None].double()
     weight = GroupedWeight(numbers, words.flatten(-2), scales, zeros.to(torch.uint8))
     return Sample(weight, values.flatten(-2))
+
+
+def sample_of_float4(group: int, *shape: int) -> Sample:
+    drawn, exponents = torch.randint(0, 16, (*shape, group), dtype=torch.uint8), torch.randint(-9, -2, shape)
+    half = group // 2
+    words = (drawn[..., :half] | drawn[..., half:] << 4).flatten(-2)
+    values = FLOATS_OF_4_BITS[drawn.long()] * torch.exp2(exponents.double())[..., None]
+    return Sample(GroupedWeight(Numbers.FLOAT4, words, (exponents + 127).to(torch.uint8), None), values.flatten(-2))
 
 
 def moved(weight: GroupedWeight, device: torch.device) -> GroupedWeight:
@@ -121,6 +135,21 @@ def test_every_number_of_fp8_is_exact(device: torch.device, monkeypatch: pytest.
     x = torch.zeros(1, 32, device=device)
     x[0, 5] = 1.0
     assert torch.equal(multiply(x)[0].cpu(), stored.view(torch.float8_e4m3fn).float())
+
+
+def test_every_float_of_4_bits_and_every_scale_is_exact(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By products and unpacked, with the kernel and without, but for scales whose largest values float32 has not."""
+    exponents = torch.arange(252, dtype=torch.uint8)
+    words = torch.arange(16, dtype=torch.uint8).repeat(len(exponents), 1)  # inputs 0 to 15; those behind are 0
+    weight = moved(GroupedWeight(Numbers.FLOAT4, words, exponents[:, None], None), device)
+    expected = FLOATS_OF_4_BITS * torch.exp2(exponents.double() - 127)[:, None]
+    for has_kernel in (True, False):
+        monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda device, has=has_kernel: has)
+        multiply = GroupedLinear(weight, dtype=torch.float32)
+        assert torch.equal(multiply(torch.eye(32, device=device)[:16]).T.cpu(), expected.float())
+        assert torch.equal(multiply.unpacked()[:, :16].cpu(), expected.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)])
