@@ -73,29 +73,42 @@ class ExpertWeights(NamedTuple):
     bias: Tensor | None = None  # [experts, out_width]
 
 
+class ExpertBias:
+    """The biases of one product of all experts."""
+
+    __slots__ = ("_bias", "_kernels")
+
+    def __init__(self, bias: Tensor) -> None:
+        """`bias` [experts, out_width], of the dtype of products: kept."""
+        self._bias = bias.contiguous()
+        self._kernels: Any | None = fused_kernels("expert_rows", bias.device, bias.dtype)
+
+    def add_to(self, product: Tensor, rows: ExpertRows) -> Tensor:
+        """Add to a product [rows, out_width], contiguous, each row its expert's; in place."""
+        if self._kernels is None:
+            return product.add_(self._bias.index_select(0, rows.experts))
+        self._kernels.add_biases(product, self._bias, rows.ends)
+        return product
+
+
 class StackedProduct:
     """The product with plain weights that lie side by side."""
 
-    __slots__ = ("_bias", "_has_library", "_kernels", "_rows", "_weight", "in_width", "out_width")
+    __slots__ = ("_bias", "_has_library", "_kernels", "_weight", "in_width", "out_width")
 
     def __init__(self, weights: ExpertWeights) -> None:
         """`weights`: kept."""
-        self._weight, self._bias = weights.weight.contiguous(), weights.bias
+        self._weight = weights.weight.contiguous()
+        self._bias = None if weights.bias is None else ExpertBias(weights.bias)
         device, dtype = self._weight.device, self._weight.dtype
         _, self.out_width, self.in_width = self._weight.shape
         self._has_library = has_grouped_products(self._weight)
         self._kernels: Any | None = None if self._has_library else fused_kernels("stacked_weights", device, dtype)
-        self._rows: Any | None = None if self._bias is None else fused_kernels("expert_rows", device, dtype)
 
     def __call__(self, x: Tensor, rows: ExpertRows) -> Tensor:
         """See ExpertProduct."""
         product = self._multiplied(x, rows)
-        if self._bias is None:
-            return product
-        if self._rows is None:
-            return product.add_(self._bias.index_select(0, rows.experts))
-        self._rows.add_biases(product, self._bias, rows.ends)
-        return product
+        return product if self._bias is None else self._bias.add_to(product, rows)
 
     def _multiplied(self, x: Tensor, rows: ExpertRows) -> Tensor:
         if self._has_library:

@@ -182,8 +182,10 @@ def _prefill_float8(device: torch.device, dtype: torch.dtype) -> float:
 
 def _weight(numbers: Numbers, *shape: int) -> GroupedWeight:
     """Draw a weight of `shape` [.., columns, groups], of groups of 64."""
-    words = torch.randint(0, 0x7F, (*shape, 32 if numbers is Numbers.INT4 else 64), dtype=torch.uint8).flatten(-2)
-    zeros = None if numbers is Numbers.FLOAT8 else torch.randint(0, 16, shape, dtype=torch.uint8)
+    words = torch.randint(0, 0x7F, (*shape, numbers.num_bytes(64)), dtype=torch.uint8).flatten(-2)
+    zeros = torch.randint(0, 16, shape, dtype=torch.uint8) if numbers.are_whole else None
+    if numbers is Numbers.FLOAT4:
+        return GroupedWeight(numbers, words, torch.randint(118, 125, shape, dtype=torch.uint8), None)
     return GroupedWeight(numbers, words, torch.rand(shape) / 8, zeros)
 
 
@@ -333,6 +335,7 @@ _CASES: dict[str, Callable[[torch.device, torch.dtype], float]] = {
     "products of 4 bits": _grouped(Numbers.INT4),
     "products of 8 bits": _grouped(Numbers.INT8),
     "products of FP8 in groups": _grouped(Numbers.FLOAT8),
+    "products of floats of 4 bits": _grouped(Numbers.FLOAT4),
     "experts of 4 bits": _sorted,
     "experts": _stacked,
     "shares of experts": _shares,

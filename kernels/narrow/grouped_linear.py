@@ -1,8 +1,9 @@
 """Matrix products with weights of 4 or 8 bits in groups, on GPUs: quantised checkpoints as stored.
 
 A group of inputs has a scale for each output, and whole numbers a zero point: a weight is scale * (number - zero
-point), or scale * number of floats: FP8 (e4m3), or of 4 bits (e2m1) with powers of two as scales (MXFP4). Inputs are not rounded. Scales of blocks of outputs and inputs (128 x 128, say)
-are repeated for every output, so that rows can be cut and reordered.
+point), or scale * number of floats: FP8 (e4m3), or 4 bits (e2m1) with powers of two as scales (MXFP4). Inputs are not
+rounded. Scales of blocks of outputs and inputs (128 x 128, say) are repeated for every output, so that rows can be cut
+and reordered.
 
 Worked example: numbers [8, 11] of 4 bits with zero point 8 and scale 0.5 are [0, 1.5]; inputs [2, 4] give 6.
 """
@@ -18,7 +19,7 @@ from torch.nn import functional
 from kernels.addends import Addends
 from kernels.gpu_dispatch import fused_kernels
 from kernels.narrow.product_end import ProductEnd
-from kernels.sorted_experts import ExpertRows, by_every_expert
+from kernels.sorted_experts import ExpertBias, ExpertRows, by_every_expert
 
 GROUPS = (32, 64, 128)  # inputs of a group
 # Products of more rows are of the unpacked weight, which is written and read once for all of them: by the rates of an
@@ -34,8 +35,21 @@ class Numbers(enum.Enum):
     FLOAT8 = "FP8"
     FLOAT4 = "floats of 4 bits"
 
+    @property
+    def are_halves(self) -> bool:
+        """Return whether a byte has two."""
+        return self in (Numbers.INT4, Numbers.FLOAT4)
 
-_OF_4_BITS, _FLOATS = (Numbers.INT4, Numbers.FLOAT4), (Numbers.FLOAT8, Numbers.FLOAT4)
+    @property
+    def are_whole(self) -> bool:
+        """Return whether they are whole, and have zero points."""
+        return self in (Numbers.INT4, Numbers.INT8)
+
+    def num_bytes(self, width: int) -> int:
+        """Return the bytes of so many."""
+        return width // 2 if self.are_halves else width
+
+
 _FLOATS_OF_4_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # behind these with a sign
 _EXPONENT_BIAS = 127  # of scales
 
@@ -51,7 +65,7 @@ class GroupedWeight(NamedTuple):
     @property
     def in_width(self) -> int:
         """Return the number of inputs."""
-        return self.words.shape[-1] * (2 if self.numbers in _OF_4_BITS else 1)
+        return self.words.shape[-1] * (2 if self.numbers.are_halves else 1)
 
     @property
     def group(self) -> int:
@@ -63,7 +77,7 @@ class GroupedWeight(NamedTuple):
         assert self.group in GROUPS, f"groups of {self.group}"
         shape = (*self.words.shape[:-1], self.in_width // self.group)
         assert self.scales.shape == shape, "a scale for each group"
-        assert (self.zeros is None) == (self.numbers in _FLOATS), "zero points of whole numbers"
+        assert (self.zeros is not None) == self.numbers.are_whole, "zero points of whole numbers"
         assert (self.scales.dtype == torch.uint8) == (self.numbers is Numbers.FLOAT4), "exponents of floats of 4 bits"
         assert self.zeros is None or self.zeros.shape == shape, "a zero point for each group"
 
@@ -83,7 +97,7 @@ class GroupedWeight(NamedTuple):
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """Return the values [columns, in_width], computed in float32."""
         groups = self.words.view(*self.scales.shape, -1)
-        if self.numbers in _OF_4_BITS:
+        if self.numbers.are_halves:
             groups = torch.cat((groups & 15, groups >> 4), dim=-1)
         if self.numbers is Numbers.FLOAT8:
             values = groups.view(torch.float8_e4m3fn).float()
@@ -172,12 +186,20 @@ class GroupedLinear:
 class SortedLinear:
     """x [rows, in_width], sorted by expert -> the product of each row with its expert's weight, of dtype `dtype`."""
 
-    __slots__ = ("_dtype", "_orders", "_weight", "in_width", "out_width")
+    __slots__ = ("_bias", "_dtype", "_orders", "_weight", "in_width", "out_width")
 
-    def __init__(self, weight: GroupedWeight, orders: Tensor | None = None, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        weight: GroupedWeight,
+        orders: Tensor | None = None,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+    ) -> None:
         """`weight`: of all experts, in a dimension in front; `orders` int64 [experts, in_width], of inputs; None: as
-        they come. Both kept."""
+        they come; `bias` [experts, columns]. All kept."""
         self._weight, self._orders, self._dtype = DeviceWeight(weight, dtype), orders, dtype
+        self._bias = None if bias is None else ExpertBias(bias)
         self.in_width, self.out_width = weight.in_width, weight.words.shape[1]
 
     def __call__(self, x: Tensor, rows: ExpertRows) -> Tensor:
@@ -185,7 +207,8 @@ class SortedLinear:
         if self._orders is not None:
             x = x.gather(1, self._orders[rows.experts])
         kernels = self._weight.kernels
-        if kernels is not None:
-            product: Tensor = kernels.multiply_sorted(x, self._weight, rows.ends)
-            return product
-        return by_every_expert(x, rows, lambda expert: self._weight.unpacked(self._dtype, expert))
+        if kernels is None:
+            product = by_every_expert(x, rows, lambda expert: self._weight.unpacked(self._dtype, expert))
+        else:
+            product = kernels.multiply_sorted(x, self._weight, rows.ends)
+        return product if self._bias is None else self._bias.add_to(product, rows)

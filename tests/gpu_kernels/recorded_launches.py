@@ -282,11 +282,11 @@ def _copy_blocks() -> None:
 
 
 def _multiply_packed() -> None:
-    """Multiply by weights in groups of 128, with every tiling, and unpack them, as for more rows."""
-    for numbers, row_bytes in ((Numbers.INT4, 128), (Numbers.INT8, 256), (Numbers.FLOAT8, 256)):
-        scales = torch.ones((64, 2))
-        zeros = None if numbers is Numbers.FLOAT8 else torch.zeros((64, 2), dtype=torch.uint8)
-        words = torch.zeros((64, row_bytes), dtype=torch.uint8)
+    """Multiply by weights in groups of 128, or 32 as of MXFP4, with every tiling, and unpack them, as for more rows."""
+    for numbers in Numbers:
+        zeros = torch.zeros((64, 2), dtype=torch.uint8) if numbers.are_whole else None
+        scales = torch.zeros((64, 8), dtype=torch.uint8) if numbers is Numbers.FLOAT4 else torch.ones((64, 2))
+        words = torch.zeros((64, numbers.num_bytes(256)), dtype=torch.uint8)
         linear = GroupedLinear(GroupedWeight(numbers, words, scales, zeros), dtype=torch.bfloat16)
         for num_rows in (*(tiling.rows for _, tiling in grouped_weights.TILINGS), UNPACKING_ROWS + 1):
             linear(torch.zeros((num_rows, 256), dtype=torch.bfloat16))

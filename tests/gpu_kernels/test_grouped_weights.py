@@ -137,9 +137,7 @@ def test_every_number_of_fp8_is_exact(device: torch.device, monkeypatch: pytest.
     assert torch.equal(multiply(x)[0].cpu(), stored.view(torch.float8_e4m3fn).float())
 
 
-def test_every_float_of_4_bits_and_every_scale_is_exact(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_float_of_4_bits_and_every_scale_is_exact(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """By products and unpacked, with the kernel and without, but for scales whose largest values float32 has not."""
     exponents = torch.arange(252, dtype=torch.uint8)
     words = torch.arange(16, dtype=torch.uint8).repeat(len(exponents), 1)  # inputs 0 to 15; those behind are 0
@@ -171,10 +169,11 @@ def test_rows_sorted_by_expert_meet_their_experts(
     experts = torch.rand(num_rows, num_experts, device=device).argsort(1)[:, :chosen]
     rows = rows_by_expert(experts, num_experts)
     x = torch.randn(num_rows * chosen, 64).to(device, dtype)
-    found = SortedLinear(moved(made.weight, device), dtype=dtype)(x, rows)
+    bias = torch.randn(num_experts, 40).to(dtype)
+    found = SortedLinear(moved(made.weight, device), None, bias.to(device), dtype=dtype)(x, rows)
     for row, expert in enumerate(experts.flatten().sort().values.tolist()):
         own = slice(row, row + 1)
-        check(found[own], x[own], made.values[expert], has_kernel=has_kernel)
+        check(found[own], x[own], made.values[expert], has_kernel=has_kernel, added=bias[expert].double())
 
 
 def test_gates_come_after_the_product(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

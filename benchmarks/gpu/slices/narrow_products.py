@@ -20,13 +20,16 @@ _PRODUCT, _MIXTURE = "product", "product of experts"
 
 
 def random_weight(numbers: Numbers, device: torch.device, *shape: int) -> GroupedWeight:
-    """Draw a weight of `shape` [.., columns, in_width] in groups of 128 inputs, or fewer where they do not fit."""
+    """Draw a weight of `shape` [.., columns, in_width] in groups of 128 inputs, or fewer where they do not fit; floats
+    of 4 bits in groups of 32, as MXFP4 has them."""
     width = shape[-1]
+    words = torch.randint(0, 0x77, (*shape[:-1], numbers.num_bytes(width)), dtype=torch.uint8, device=device)
+    if numbers is Numbers.FLOAT4:
+        exponents = torch.randint(110, 118, (*shape[:-1], width // GROUPS[0]), dtype=torch.uint8, device=device)
+        return GroupedWeight(numbers, words, exponents, None)
     group = next(size for size in reversed(GROUPS) if width % size == 0)
-    row_bytes = width // 2 if numbers is Numbers.INT4 else width
-    words = torch.randint(0, 0x77, (*shape[:-1], row_bytes), dtype=torch.uint8, device=device)
     scales = torch.rand((*shape[:-1], width // group), device=device) / width
-    zeros = None if numbers is Numbers.FLOAT8 else torch.full_like(scales, 8, dtype=torch.uint8)
+    zeros = torch.full_like(scales, 8, dtype=torch.uint8) if numbers.are_whole else None
     return GroupedWeight(numbers, words, scales, zeros)
 
 
@@ -60,7 +63,7 @@ def _by_scaled_mm(setup: KernelSetup, x: Tensor, plain: Tensor, case: "partial[K
 
 
 def _row_bytes(form: Numbers, plain: Tensor) -> int:
-    return plain.numel() // (2 if form is Numbers.INT4 else 1)
+    return form.num_bytes(plain.numel())
 
 
 def _mixture_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.gguf.tensor_types import packed_row_bytes, row_bytes
-from alignedserve.runtime.model.quantized.layout import IN_BLOCKS, Packing, StoredMatrix, block_type
+from alignedserve.runtime.model.quantized.layout import FLOAT4_BLOCKS, IN_BLOCKS, Packing, StoredMatrix, block_type
 
 _HAS_KERNELS = find_spec("kernels._native") is not None
 _BLOCK = 32  # inputs of one block of the kernels
@@ -25,10 +25,16 @@ class ProductForm(enum.Enum):
     GROUPS_4 = "in groups of 4 bits"
     GROUPS_8 = "in groups of 8 bits"
     GROUPS_FLOAT8 = "in groups of FP8"
+    GROUPS_FLOAT4 = "in groups of floats of 4 bits"
     UNPACKED = "unpacked"
 
 
-GROUPS_OF_GPUS = (ProductForm.GROUPS_4, ProductForm.GROUPS_8, ProductForm.GROUPS_FLOAT8)
+GROUPS_OF_GPUS = (
+    ProductForm.GROUPS_4,
+    ProductForm.GROUPS_8,
+    ProductForm.GROUPS_FLOAT8,
+    ProductForm.GROUPS_FLOAT4,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +67,6 @@ class Computing:
         return _grouped_form(matrix) if self.is_gpu else self.form_of(matrix)
 
     def _form_on_gpu(self, matrix: StoredMatrix) -> ProductForm:
-        if matrix.packing in IN_BLOCKS:
-            return ProductForm.UNPACKED
         scheme = matrix.scheme
         is_even = matrix.rows % _GPU_STEP == 0 and matrix.width % _GPU_STEP == 0
         is_by_row = scheme.is_float and scheme.block is None and scheme.group_size is None
@@ -93,7 +97,9 @@ def _fills_blocks(matrix: StoredMatrix) -> bool:
 
 def _grouped_form(matrix: StoredMatrix) -> ProductForm:
     """Return the form of products whose inputs are not rounded, which every GPU computes."""
-    if not _fills_blocks(matrix) or matrix.packing in IN_BLOCKS:
+    if matrix.packing in FLOAT4_BLOCKS:
+        return ProductForm.GROUPS_FLOAT4
+    if not _fills_blocks(matrix) or matrix.packing in (Packing.BLOCKS, Packing.NVFP4):
         return ProductForm.UNPACKED
     if matrix.scheme.is_float:
         return ProductForm.GROUPS_FLOAT8
@@ -120,6 +126,8 @@ def form_bytes(matrix: StoredMatrix, form: ProductForm, dtype: str) -> int:
     if form in (ProductForm.GROUPS_4, ProductForm.GROUPS_8):
         words = count * matrix.scheme.num_bits // 8
         return words + count // inputs_together(matrix) * (_SCALE_BYTES + _ZERO_BYTES)
+    if form is ProductForm.GROUPS_FLOAT4:
+        return count * 17 // 32
     if form is ProductForm.GROUPS_FLOAT8:
         return count + count // inputs_together(matrix) * _SCALE_BYTES
     return count + matrix.rows * 4

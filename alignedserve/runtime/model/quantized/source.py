@@ -11,7 +11,7 @@ from alignedserve.runtime.model.quantized.layout import IN_BLOCKS, Packing, Stor
 from alignedserve.runtime.model.quantized.nvfp4 import unpacked_nvfp4
 from alignedserve.runtime.model.quantized.product_form import Computing, ProductForm, inputs_together
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod
-from alignedserve.runtime.model.quantized.stored_blocks import read_blocks
+from alignedserve.runtime.model.quantized.stored_blocks import read_blocks, read_float4_groups
 from alignedserve.runtime.model.weight_names import ParameterNames
 from alignedserve.runtime.model.weights.packed_products import BlockRows, Float8Rows, GroupedRows, Int8Rows, Rows
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
@@ -247,7 +247,9 @@ class QuantizedSource:
         if matrix is None or form is ProductForm.UNPACKED or (form is ProductForm.INT8 and not has_int8_products()):
             return None
         packed: Rows | None
-        if matrix.packing in IN_BLOCKS:
+        if form is ProductForm.GROUPS_FLOAT4:
+            packed = read_float4_groups(matrix, self._plain)
+        elif matrix.packing in IN_BLOCKS:
             packed = read_blocks(matrix, self._plain)
         elif matrix.packing is Packing.FLOAT8:
             packed = packed_float8(matrix, read_float8(matrix, self._plain.stored), form)

@@ -5,11 +5,13 @@ from torch import Tensor
 
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.quantized.layout import Packing, StoredMatrix, block_type, member_of_stack
-from alignedserve.runtime.model.weights.packed_products import BlockRows
+from alignedserve.runtime.model.weights.packed_products import BlockRows, GroupedRows
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
+from kernels.narrow.grouped_linear import GroupedWeight, Numbers
 from kernels.weight_blocks.block_formats import has_finite_scales
 
 _MXFP4 = "MXFP4"
+_NO_SCALE = 255
 
 
 def read_blocks(matrix: StoredMatrix, source: SafetensorsSource) -> BlockRows:
@@ -25,6 +27,14 @@ def read_blocks(matrix: StoredMatrix, source: SafetensorsSource) -> BlockRows:
     return BlockRows(rows, type_name, matrix.width)
 
 
+def read_float4_groups(matrix: StoredMatrix, source: SafetensorsSource) -> GroupedRows:
+    """Read a matrix of MXFP4 as GPUs multiply by it. Raises ModelError."""
+    name, blocks, scales = _mxfp4(matrix, source)
+    if bool((scales == _NO_SCALE).any()):
+        raise ModelError(f"{name} holds numbers that are not finite.")
+    return GroupedRows(GroupedWeight(Numbers.FLOAT4, _words(blocks).flatten(1), scales, None))
+
+
 def _mxfp4(matrix: StoredMatrix, source: SafetensorsSource) -> tuple[str, Tensor, Tensor]:
     """Return the name of the scales, the blocks [rows, n, 16] and the scales [rows, n]."""
     if matrix.packing is Packing.MXFP4:
@@ -38,6 +48,9 @@ def _mxfp4(matrix: StoredMatrix, source: SafetensorsSource) -> tuple[str, Tensor
 def block_rows(blocks: Tensor, scales: Tensor) -> Tensor:
     """Put blocks [rows, n, 16], of neighbours in each byte, and scales [rows, n] into rows [rows, n * 17]: of each the
     scale, then 16 bytes whose lower halves are the first 16 floats."""
+    return torch.cat((scales[..., None], _words(blocks)), dim=-1).flatten(1)
+
+
+def _words(blocks: Tensor) -> Tensor:
     halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [rows, n, 32]
-    words = halves[..., :16] | halves[..., 16:] << 4
-    return torch.cat((scales[..., None], words), dim=-1).flatten(1)
+    return halves[..., :16] | halves[..., 16:] << 4

@@ -14,9 +14,10 @@ from alignedserve.runtime.model.sharding.expert_shares import ExpertShare
 from alignedserve.runtime.model.weight_names import ParameterNames
 from alignedserve.runtime.model.weights.exact_tensors import exact_tensor
 from alignedserve.runtime.model.weights.head_order import gates_first
-from alignedserve.runtime.model.weights.packed_experts import grouped_experts
+from alignedserve.runtime.model.weights.packed_experts import ExpertPart, grouped_experts
 from alignedserve.runtime.model.weights.product_reader import Nonlinearity, ProductReader
 from alignedserve.runtime.model.weights.scaled_products import ScaledModule, scaled_product
+from kernels.activation import Activated, Gated
 from kernels.feed_forward import (
     DividedExperts,
     ExpertRouter,
@@ -154,8 +155,7 @@ class FeedForwardReader:
             return Experts(router, own, scales_inputs=experts.scales_inputs)
         first = inner * (2 if config.is_gated else 1) // len(names.expert_gate_up)
         shapes = ((first, config.hidden_size), (config.hidden_size, inner))
-        is_plain = config.is_gated and not (names.transposes_experts or experts.has_bias or experts.scales_inputs)
-        packed = self._packed_experts(router, modules, shapes) if is_plain else None
+        packed = self._packed_experts(router, modules, shapes, experts)
         if packed is not None:
             return packed
         gate_ups = ExpertWeights(*self._stacked([pair for pair, _ in modules], *shapes[0], experts, has_gates=True))
@@ -187,14 +187,36 @@ class FeedForwardReader:
         return torch.stack(weights), torch.stack(biases) if biases else None
 
     def _packed_experts(
-        self, router: Router, modules: Sequence[tuple[list[str], str]], shapes: Sequence[tuple[int, int]]
+        self,
+        router: Router,
+        modules: Sequence[tuple[list[str], str]],
+        shapes: Sequence[tuple[int, int]],
+        experts: ExpertConfig,
     ) -> SortedExperts | None:
         """Return the experts with their weights as stored; None where these are plain, or differ in form."""
         if self._read.packed_rows(f"{modules[0][1]}.weight", *shapes[1]) is None:
             return None
-        read = self._read.rows
-        rows = [([read(name, *shapes[0]) for name in pair], read(down, *shapes[1])) for pair, down in modules]
-        return grouped_experts(router, rows, self._config.activation.value, self._read.dtype)
+        parts = [
+            (
+                [self._expert_part(name, *shapes[0], experts, has_gates=True) for name in pair],
+                self._expert_part(down, *shapes[1], experts),
+            )
+            for pair, down in modules
+        ]
+        config, device = self._config, parts[0][1].rows.rows.device
+        gated = (Gated if config.is_gated else Activated)(config.activation.value, self._read.dtype, device)
+        return grouped_experts(router, parts, gated, scales_inputs=experts.scales_inputs)
+
+    def _expert_part(
+        self, module: str, rows: int, width: int, experts: ExpertConfig, *, has_gates: bool = False
+    ) -> ExpertPart:
+        """Return a module of an expert. `has_gates`: rows are gates and ups."""
+        read = self._read.turned_rows if self._names.transposes_experts else self._read.rows
+        weight = read(module, rows, width)
+        bias = self._read.tensor(f"{module}.bias", rows) if experts.has_bias else None
+        if not has_gates or not self._names.interleaves_gates:
+            return ExpertPart(weight, bias)
+        return ExpertPart(weight.changed(gates_first), None if bias is None else gates_first(bias))
 
     def _two_products(self, gate_up: Sequence[str], down: str, inner: int, has_bias: bool) -> FeedForwardPart:
         config = self._config

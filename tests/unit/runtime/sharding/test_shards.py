@@ -79,9 +79,10 @@ def test_a_part_of_a_file_is_read_alone(region: Region, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("numbers", list(Numbers))
 def test_a_part_of_a_weight_in_groups_has_the_same_values(numbers: Numbers) -> None:
-    words = torch.randint(0, 0x77, (10, 64 if numbers is Numbers.INT4 else 128), dtype=torch.uint8)
-    zeros = None if numbers is Numbers.FLOAT8 else torch.randint(0, 16, (10, 4), dtype=torch.uint8)
-    whole = GroupedRows(GroupedWeight(numbers, words, torch.rand(10, 4), zeros))
+    words = torch.randint(0, 0x77, (10, numbers.num_bytes(128)), dtype=torch.uint8)
+    zeros = torch.randint(0, 16, (10, 4), dtype=torch.uint8) if numbers.are_whole else None
+    scales = torch.rand(10, 4) if numbers is not Numbers.FLOAT4 else torch.randint(110, 130, (10, 4), dtype=torch.uint8)
+    whole = GroupedRows(GroupedWeight(numbers, words, scales, zeros))
     region = Region(10, 128, (Span(2, 9),), Span(32, 96))
     part = packed_region(whole, region)
     assert isinstance(part, GroupedRows)

@@ -14,14 +14,13 @@ from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.quantized.source import QuantizedSource
 from alignedserve.runtime.model.quantized.stored_weights import quantized_weights
-from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
-from alignedserve.runtime.model.weights.weight_files import load_weights
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from kernels.linear import Linear
 from kernels.narrow.float8_linear import Float8Linear
 from kernels.sorted_experts import SortedExperts
 from tests.support.marks import slow
+from tests.support.models.gpu_weights import weights_as_on_a_gpu
 from tests.support.models.quantized_checkpoints import FORMATS, quantize_folder
 from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
@@ -109,21 +108,6 @@ def test_products_in_fp8(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     weights = weights_as_on_a_gpu(tmp_path, monkeypatch, torch.bfloat16, has_float8=True)
     assert all(isinstance(product, Float8Linear) for product in weights.layer_projections)
     assert error(logits_of(Decoder(read_config(tmp_path), weights)), expected) < 0.1
-
-
-def weights_as_on_a_gpu(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, has_float8: bool
-) -> DecoderWeights:
-    """Load what a worker on a GPU would hold; its products run here by PyTorch."""
-
-    def computing(device: str, dtype: str, _: bool) -> Computing:
-        return Computing("cuda", dtype, has_float8)
-
-    monkeypatch.setattr("alignedserve.runtime.model.quantized.source.Computing", computing)
-    monkeypatch.setattr(
-        "alignedserve.runtime.model.weights.feed_forward_weights.has_experts_apart", lambda device: False
-    )
-    return load_weights(folder, read_config(folder), dtype)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """gpt-oss with experts of MXFP4, as it is published: the values of the files, and what is read of them."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +16,14 @@ from alignedserve.core.errors import ModelError
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.quantized.source import QuantizedSource
+from alignedserve.runtime.model.quantized.stored_weights import quantized_weights
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
+from kernels.sorted_experts import SortedExperts
+from tests.support.models.gpu_weights import weights_as_on_a_gpu
 from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model, transformers_library
 
@@ -104,8 +110,30 @@ def test_memory_is_that_of_blocks_and_a_token_reads_the_chosen_experts_alone(mad
     assert read == config.num_layers * 2 * (4 * per_expert - per_expert * 17 // 32)
 
 
+def test_experts_stay_packed_on_a_gpu(made: tuple[Path, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their biases beside them; inputs are not rounded. A value takes 4.25 bits, as in the file."""
+    folder, expected = made
+    weights, config = weights_as_on_a_gpu(folder, monkeypatch, torch.float32, has_float8=False), read_config(folder)
+    assert all(isinstance(layer.mlp, SortedExperts) for layer in weights.layers)
+    found = logits_of(Decoder(config, weights))
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5 * float(expected.abs().max()))
+    stored = quantized_weights(folder, config, Computing("cuda:0", "bfloat16"))
+    assert stored.warning is None
+    saved = config.loaded_weight_bytes("bfloat16") - stored.num_bytes
+    per_expert = 3 * config.hidden_size * config.intermediate_size
+    assert saved == config.num_layers * 8 * (2 * per_expert - per_expert * 17 // 32)
+
+
+@pytest.mark.parametrize("is_on_gpu", [False, True])
 @pytest.mark.parametrize(("part", "problem"), [("scales", "not finite"), ("blocks", "has shape")])
-def test_what_is_wrong_is_named(part: str, problem: str, made: tuple[Path, Tensor], tmp_path: Path) -> None:
+def test_what_is_wrong_is_named(
+    part: str,
+    problem: str,
+    is_on_gpu: bool,
+    made: tuple[Path, Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     folder, _ = made
     stored = load_file(folder / "model.safetensors")
     name = f"model.layers.1.mlp.experts.down_proj_{part}"
@@ -115,8 +143,10 @@ def test_what_is_wrong_is_named(part: str, problem: str, made: tuple[Path, Tenso
         stored[name].view(-1).numpy()[:1] = np.uint8(255)
     save_file(stored, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    on_gpu = partial(weights_as_on_a_gpu, tmp_path, monkeypatch, torch.float32, has_float8=False)
+    load: Callable[[], object] = on_gpu if is_on_gpu else partial(tiny_decoder, tmp_path)
     with pytest.raises(ModelError, match=problem):
-        tiny_decoder(tmp_path)
+        load()
 
 
 def test_gpus_take_it_and_ranks_are_refused_by_name(made: tuple[Path, Tensor]) -> None:

@@ -17,6 +17,8 @@ from alignedserve.runtime.model.quantized.source import QuantizedSource
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
+from kernels.linear import Linear
+from tests.support.models.gpu_weights import weights_as_on_a_gpu
 from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
 
@@ -69,6 +71,17 @@ def test_rounded_weights_are_near_and_computed_packed(
     )
     exact, packed = logits_of(decoder), logits_of(tiny_decoder(output))
     assert float((packed - exact).norm() / exact.norm()) < 0.06  # inputs are rounded, and a token may choose otherwise
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_floats_of_4_bits_stay_packed_on_a_gpu(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers and of experts; inputs are not rounded."""
+    make_tiny_model(tmp_path, family, hidden_size=64, intermediate_size=96, moe_intermediate_size=64)
+    output = written(tmp_path, "mxfp4")
+    exact, _ = unpacked(output)
+    weights = weights_as_on_a_gpu(output, monkeypatch, torch.float32, has_float8=False)
+    assert all(not isinstance(product, Linear) for product in weights.layer_projections)
+    torch.testing.assert_close(logits_of(Decoder(read_config(output), weights)), logits_of(exact), rtol=0.0, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)
