@@ -14,11 +14,11 @@ from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.quantized.source import QuantizedSource
 from alignedserve.runtime.model.quantized.stored_weights import quantized_weights
+from alignedserve.runtime.model.weights import feed_forward_weights
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from kernels.linear import Linear
 from kernels.narrow.float8_linear import Float8Linear
-from kernels.sorted_experts import SortedExperts
 from tests.support.marks import slow
 from tests.support.models.gpu_weights import weights_as_on_a_gpu
 from tests.support.models.quantized_checkpoints import FORMATS, quantize_folder
@@ -117,10 +117,20 @@ def test_products_in_fp8(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_weights_stay_packed_on_a_gpu(family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts too. Inputs are not rounded."""
     expected = made(tmp_path, family, name)
+    monkeypatch.delattr(feed_forward_weights, "stacked_experts")  # as they would be unpacked
     weights = weights_as_on_a_gpu(tmp_path, monkeypatch, torch.float32, has_float8=False)
     config = read_config(tmp_path)
     assert all(not isinstance(product, Linear) for product in weights.layer_projections)
-    assert all(isinstance(layer.mlp, SortedExperts) == (family == "mixtral") for layer in weights.layers)
     assert error(logits_of(Decoder(config, weights)), expected) < 1e-5
     computing = Computing("cuda:0", "float32")
     assert quantized_weights(tmp_path, config, computing).warning is None
+
+
+@pytest.mark.parametrize("name", ["w8a16", "fp8 in blocks"])
+def test_experts_without_gates_stay_packed_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny_model(tmp_path, "nemotron_h", moe_intermediate_size=64)
+    quantize_folder(tmp_path, FORMATS[name])
+    expected = logits_of(unpacked(tmp_path))
+    monkeypatch.delattr(feed_forward_weights, "stacked_experts")
+    weights = weights_as_on_a_gpu(tmp_path, monkeypatch, torch.float32, has_float8=False)
+    assert error(logits_of(Decoder(read_config(tmp_path), weights)), expected) < 1e-5
