@@ -35,6 +35,16 @@ class DeviceKind(NamedTuple):
     instead: str = "engine.device=cpu"  # what to set where a GPU does not compute it
 
 
+_MXFP4 = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32},
+        }
+    },
+}
 RINGS = "windows that forget"  # of models whose cache is so, and no kind of theirs: see BlockLayout.with_rings
 KINDS: dict[str, DeviceKind] = {
     "attention sinks": DeviceKind(
@@ -177,6 +187,22 @@ KINDS: dict[str, DeviceKind] = {
             "vocab_size_per_layer_input": 1024,
             "final_logit_softcapping": 30.0,
             "hidden_activation": "gelu_pytorch_tanh",
+        },
+    ),
+    "weights of 4-bit floats": DeviceKind(
+        lambda config: config.stored_quantization is not None and config.stored_quantization.has_mxfp4,
+        {
+            **_SIZES,
+            "model_type": "qwen3_moe",
+            "head_dim": 64,
+            "num_experts": 2,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "hidden_act": "silu",
+            "quantization_config": _MXFP4,
         },
     ),
     RINGS: DeviceKind(

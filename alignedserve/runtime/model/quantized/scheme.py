@@ -3,6 +3,8 @@
 import enum
 from dataclasses import dataclass
 
+_MXFP4_GROUP = 32  # inputs; NVFP4's are half as many
+
 
 class QuantMethod(enum.Enum):
     """Formats of quantised checkpoints by their `quant_method`."""
@@ -44,3 +46,8 @@ class CheckpointQuantization:
     schemes: tuple[WeightScheme, ...]  # every quantised matrix has one of them
     zero_offset: int = 0  # GPTQ: stored zero points are smaller by this
     remarks: tuple[str, ...] = ()  # what the config asks for beside the weights and is done otherwise
+
+    @property
+    def has_mxfp4(self) -> bool:
+        """Return whether matrices may be floats of 4 bits with powers of two as scales."""
+        return any(own.is_float and own.num_bits == 4 and own.group_size == _MXFP4_GROUP for own in self.schemes)
