@@ -184,8 +184,11 @@ def _weight(numbers: Numbers, *shape: int) -> GroupedWeight:
     """Draw a weight of `shape` [.., columns, groups], of groups of 64."""
     words = torch.randint(0, 0x7F, (*shape, numbers.num_bytes(64)), dtype=torch.uint8).flatten(-2)
     zeros = torch.randint(0, 16, shape, dtype=torch.uint8) if numbers.are_whole else None
-    if numbers is Numbers.FLOAT4:
+    if numbers is Numbers.MXFP4:
         return GroupedWeight(numbers, words, torch.randint(118, 125, shape, dtype=torch.uint8), None)
+    if numbers is Numbers.NVFP4:
+        scales = torch.randint(0x20, 0x48, (*shape[:-1], 4 * shape[-1]), dtype=torch.uint8)
+        return GroupedWeight(numbers, words, scales, None, torch.rand(shape[:-1]) / 8)
     return GroupedWeight(numbers, words, torch.rand(shape) / 8, zeros)
 
 
@@ -335,7 +338,8 @@ _CASES: dict[str, Callable[[torch.device, torch.dtype], float]] = {
     "products of 4 bits": _grouped(Numbers.INT4),
     "products of 8 bits": _grouped(Numbers.INT8),
     "products of FP8 in groups": _grouped(Numbers.FLOAT8),
-    "products of floats of 4 bits": _grouped(Numbers.FLOAT4),
+    "products of MXFP4": _grouped(Numbers.MXFP4),
+    "products of NVFP4": _grouped(Numbers.NVFP4),
     "experts of 4 bits": _sorted,
     "experts": _stacked,
     "shares of experts": _shares,

@@ -108,7 +108,7 @@ def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
     experts, shares = choose(torch.zeros((1, 2), device=device), 2, normalises=True)
     _, places, _ = sort(experts, 2)
     results = torch.zeros((2, 16), dtype=dtype, device=device)
-    add_biases(results, torch.zeros_like(results), torch.ones(2, dtype=torch.int32, device=device))
+    add_biases(results, torch.zeros_like(results), torch.arange(1, 3, dtype=torch.int32, device=device))
     add_up(results, places, shares)
 
 

@@ -49,8 +49,11 @@ class GroupedOperand(Protocol):
     """A weight, or one of each expert in a further dimension in front."""
 
     words: Tensor  # uint8 [columns, in_width], of 4 bits half as many: group after group, its first half in lower bits
-    scales: Tensor  # float32, or uint8 of exponents, [groups, columns]
+    scales: Tensor  # float32, or uint8: exponents or, with factors, FP8, [groups, columns]
     zeros: Tensor | None  # uint8 likewise; None: numbers are floats
+    factors: (
+        Tensor | None
+    )  # float32 [columns], of all scales of a column; two groups lie as one does else. None: no such
     in_width: int
 
 
@@ -65,7 +68,7 @@ def multiply(x: Tensor, weight: GroupedOperand, *, tiling: Tiling | None = None)
     `tiling`: in place of the one for so many rows.
     """
     num_rows, columns = len(x), weight.words.shape[0]
-    num_groups = weight.scales.shape[0]
+    num_groups = _num_groups(weight)
     tiling = tiling or tiling_of(num_rows)
     num_runs = 1
     if num_rows <= tiling.rows:
@@ -80,19 +83,9 @@ def multiply(x: Tensor, weight: GroupedOperand, *, tiling: Tiling | None = None)
 
 def unpack(weight: GroupedOperand, out: Tensor) -> None:
     """Write a weight's values, rounded once, to out [columns, in_width], contiguous."""
-    num_groups, columns = weight.scales.shape
-    group = weight.in_width // num_groups
+    num_groups, columns = _num_groups(weight), weight.words.shape[0]
     _unpack[(num_groups, parts_of(columns, _UNPACKED_COLUMNS))](
-        weight.words,
-        weight.scales,
-        weight.scales if weight.zeros is None else weight.zeros,
-        out,
-        columns,
-        num_groups,
-        GROUP=group,
-        IN_HALVES=2 * weight.words.shape[-1] == weight.in_width,
-        IS_FLOAT=weight.zeros is None,
-        COLUMNS=_UNPACKED_COLUMNS,
+        *_stored(weight), out, columns, num_groups, COLUMNS=_UNPACKED_COLUMNS, **_form(weight)
     )
 
 
@@ -101,11 +94,11 @@ def multiply_sorted(x: Tensor, weight: GroupedOperand, ends: Tensor) -> Tensor:
 
     `ends` int32 [experts]: behind the last row of each.
     """
-    num_experts, num_groups, columns = weight.scales.shape
+    num_experts, columns, _ = weight.words.shape
     out = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
     tiling = _SORTED[tile_rows(len(x), num_experts)]
     grid = (num_tiles(len(x), num_experts), parts_of(columns, tiling.columns), 1)
-    _launch(grid, x, weight, out, num_groups, tiling, ends)
+    _launch(grid, x, weight, out, _num_groups(weight), tiling, ends)
     return out
 
 
@@ -113,9 +106,15 @@ def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
     """Launch once for each form of numbers on 64 inputs and outputs. Raises Triton's errors."""
     x, scales = torch.zeros((1, 64), dtype=dtype, device=device), torch.zeros((2, 64), device=device)
     zeros = scales.to(torch.uint8)
-    forms = ((32, scales, zeros), (64, scales, zeros), (64, scales, None), (32, zeros, None))
-    for row_bytes, own_scales, own_zeros in forms:
-        weight = _Trial(torch.zeros((64, row_bytes), dtype=torch.uint8, device=device), own_scales, own_zeros)
+    factors = scales[0]
+    forms = (
+        _Trial(32, scales, zeros),
+        _Trial(64, scales, zeros),
+        _Trial(64, scales),
+        _Trial(32, zeros),
+        _Trial(32, torch.cat((zeros, zeros)), factors=factors),
+    )
+    for weight in forms:
         multiply(x, weight)
         unpack(weight, x.new_empty((64, 64)))
 
@@ -123,8 +122,32 @@ def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
 class _Trial:
     in_width = 64
 
-    def __init__(self, words: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
-        self.words, self.scales, self.zeros = words, scales, zeros
+    def __init__(
+        self, row_bytes: int, scales: Tensor, zeros: Tensor | None = None, factors: Tensor | None = None
+    ) -> None:
+        self.words = torch.zeros((64, row_bytes), dtype=torch.uint8, device=scales.device)
+        self.scales, self.zeros, self.factors = scales, zeros, factors
+
+
+def _num_groups(weight: GroupedOperand) -> int:
+    """Return how many groups, or pairs of them, lie one after another."""
+    return weight.scales.shape[-2] // (1 if weight.factors is None else 2)
+
+
+def _stored(weight: GroupedOperand) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return words, scales, zero points and factors; scales in place of those that there are not."""
+    zeros = weight.scales if weight.zeros is None else weight.zeros
+    return weight.words, weight.scales, zeros, weight.scales if weight.factors is None else weight.factors
+
+
+def _form(weight: GroupedOperand) -> dict[str, int]:
+    """Return what kernels are compiled for."""
+    return {
+        "GROUP": weight.in_width // _num_groups(weight),
+        "IN_HALVES": 2 * weight.words.shape[-1] == weight.in_width,
+        "IS_FLOAT": weight.zeros is None,
+        "IN_PAIRS": weight.factors is not None,
+    }
 
 
 def _launch(
@@ -137,24 +160,18 @@ def _launch(
     ends: Tensor | None,
 ) -> None:
     assert x.stride(1) == 1, "inputs of a row are one run of memory"
-    num_groups, columns = weight.scales.shape[-2:]
-    group = weight.in_width // num_groups
     _multiply[grid](
         x,
-        weight.words,
-        weight.scales,
-        weight.scales if weight.zeros is None else weight.zeros,
+        *_stored(weight),
         out,
         x if ends is None else ends,
         len(x),
         0 if ends is None else len(ends),
-        columns,
-        num_groups,
+        weight.words.shape[-2],
+        _num_groups(weight),
         run_groups,
         x.stride(0),
-        GROUP=group,
-        IN_HALVES=2 * weight.words.shape[-1] == weight.in_width,
-        IS_FLOAT=weight.zeros is None,
+        **_form(weight),
         EXPERTS=0 if ends is None else power_of_two(len(ends)),
         ROWS=tiling.rows,
         COLUMNS=tiling.columns,
@@ -170,6 +187,7 @@ def _multiply(
     words,
     scales,
     zeros,
+    factors,
     out,
     ends,
     num_rows,
@@ -181,6 +199,7 @@ def _multiply(
     GROUP: tl.constexpr,
     IN_HALVES: tl.constexpr,
     IS_FLOAT: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -197,8 +216,9 @@ def _multiply(
             return
         first = first.to(tl.int64)
         weight_row += expert * columns
-        scales += expert * num_groups * columns
+        scales += expert * num_groups * columns * (2 if IN_PAIRS else 1)
         zeros += expert * num_groups * columns
+        factors += expert * columns
     rows = first + tl.arange(0, ROWS)
     places = tl.arange(0, loaded)
     is_row, is_output = rows < end, outputs < columns
@@ -208,7 +228,7 @@ def _multiply(
     begin = tl.program_id(2) * run_groups
     for group in range(begin, tl.minimum(begin + run_groups, num_groups)):
         stored = tl.load(own_words + group * loaded, mask=is_output[:, None], other=0)
-        scale = scale_values(tl.load(scales + group * columns + outputs, mask=is_output, other=0))
+        scale, other_scale = scales_of(scales, group, outputs, is_output, columns, IN_PAIRS)
         inputs = tl.load(own_inputs + group * GROUP, mask=is_row[:, None], other=0.0)
         if UPCAST:
             inputs = inputs.to(tl.float32)
@@ -221,12 +241,17 @@ def _multiply(
                 others = others.to(tl.float32)
             upper = small_numbers(stored >> 4, zero, inputs, IN_HALVES, IS_FLOAT)
             sums = tl.dot(others, tl.trans(upper), input_precision="ieee")
+            if IN_PAIRS:
+                result += sums * other_scale[None, :]
+                sums = tl.zeros((ROWS, COLUMNS), tl.float32)
             lower = small_numbers(stored & 15, zero, inputs, IN_HALVES, IS_FLOAT)
             sums = tl.dot(inputs, tl.trans(lower), sums, input_precision="ieee")
         else:
             numbers = small_numbers(stored, zero, inputs, IN_HALVES, IS_FLOAT)
             sums = tl.dot(inputs, tl.trans(numbers), input_precision="ieee")
         result += sums * scale[None, :]
+    if IN_PAIRS:
+        result *= tl.load(factors + outputs, mask=is_output, other=0.0)[None, :]
     at = (tl.program_id(2).to(tl.int64) * num_rows + rows)[:, None] * columns + outputs[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
@@ -236,12 +261,14 @@ def _unpack(
     words,
     scales,
     zeros,
+    factors,
     out,
     columns,
     num_groups,
     GROUP: tl.constexpr,
     IN_HALVES: tl.constexpr,
     IS_FLOAT: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     loaded: tl.constexpr = GROUP // 2 if IN_HALVES else GROUP
@@ -252,17 +279,32 @@ def _unpack(
     stored = tl.load(
         words + (outputs[:, None] * num_groups + group) * loaded + places[None, :], mask=is_output[:, None], other=0
     )
-    scale = scale_values(tl.load(scales + group * columns + outputs, mask=is_output, other=0))[:, None]
+    scale, other_scale = scales_of(scales, group, outputs, is_output, columns, IN_PAIRS)
+    if IN_PAIRS:
+        factor = tl.load(factors + outputs, mask=is_output, other=0.0)
+        scale, other_scale = scale * factor, other_scale * factor
     own = out + (outputs[:, None] * num_groups + group) * GROUP + places[None, :]
     zero = 0
     if not IS_FLOAT:
         zero = tl.load(zeros + group * columns + outputs, mask=is_output, other=0).to(tl.int32)[:, None]
     if IN_HALVES:
-        upper = small_numbers(stored >> 4, zero, scale, IN_HALVES, IS_FLOAT) * scale
+        upper = small_numbers(stored >> 4, zero, scale, IN_HALVES, IS_FLOAT) * other_scale[:, None]
         tl.store(own + loaded, upper.to(out.dtype.element_ty), mask=is_output[:, None])
         stored = stored & 15
-    values = small_numbers(stored, zero, scale, IN_HALVES, IS_FLOAT) * scale
+    values = small_numbers(stored, zero, scale, IN_HALVES, IS_FLOAT) * scale[:, None]
     tl.store(own, values.to(out.dtype.element_ty), mask=is_output[:, None])
+
+
+@triton.jit
+def scales_of(scales, group, outputs, is_output, columns, IN_PAIRS: tl.constexpr):
+    """Return the float32 scales of a group, or of the numbers in lower and those in upper bits, for each output."""
+    if IN_PAIRS:
+        lower = tl.load(scales + 2 * group * columns + outputs, mask=is_output, other=0)
+        upper = tl.load(scales + (2 * group + 1) * columns + outputs, mask=is_output, other=0)
+        wide = tl.zeros_like(outputs).to(tl.float32)
+        return float8_values(lower, wide), float8_values(upper, wide)
+    scale = scale_values(tl.load(scales + group * columns + outputs, mask=is_output, other=0))
+    return scale, scale
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """Matrix products with weights of 4 or 8 bits in groups, on GPUs: quantised checkpoints as stored.
 
 A group of inputs has a scale for each output, and whole numbers a zero point: a weight is scale * (number - zero
-point), or scale * number of floats: FP8 (e4m3), or 4 bits (e2m1) with powers of two as scales (MXFP4). Inputs are not
-rounded. Scales of blocks of outputs and inputs (128 x 128, say) are repeated for every output, so that rows can be cut
-and reordered.
+point), or scale * number of floats: FP8 (e4m3), or 4 bits (e2m1) with powers of two as scales (MXFP4), or with scales
+of FP8 and a factor (NVFP4). Inputs are not rounded. Scales of blocks of outputs and inputs (128 x 128, say) are
+repeated for every output, so that rows can be cut and reordered.
 
 Worked example: numbers [8, 11] of 4 bits with zero point 8 and scale 0.5 are [0, 1.5]; inputs [2, 4] give 6.
 """
@@ -22,6 +22,7 @@ from kernels.narrow.product_end import ProductEnd
 from kernels.sorted_experts import ExpertBias, ExpertRows, by_every_expert
 
 GROUPS = (32, 64, 128)  # inputs of a group
+NVFP4_GROUP = 16  # the same of NVFP4
 # Products of more rows are of the unpacked weight, which is written and read once for all of them: by the rates of an
 # H100 that costs 4.5 bytes a weight, as much as widening it again for every 128 of some 250 rows.
 UNPACKING_ROWS = 256
@@ -33,12 +34,13 @@ class Numbers(enum.Enum):
     INT4 = "4 bits"
     INT8 = "8 bits"
     FLOAT8 = "FP8"
-    FLOAT4 = "floats of 4 bits"
+    MXFP4 = "MXFP4"
+    NVFP4 = "NVFP4"
 
     @property
     def are_halves(self) -> bool:
         """Return whether a byte has two."""
-        return self in (Numbers.INT4, Numbers.FLOAT4)
+        return self in (Numbers.INT4, *_FLOATS_OF_4_BITS)
 
     @property
     def are_whole(self) -> bool:
@@ -50,8 +52,9 @@ class Numbers(enum.Enum):
         return width // 2 if self.are_halves else width
 
 
-_FLOATS_OF_4_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # behind these with a sign
-_EXPONENT_BIAS = 127  # of scales
+_FLOATS_OF_4_BITS = (Numbers.MXFP4, Numbers.NVFP4)
+_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of these; behind them with a sign
+_LEAST_SCALE = 0x400000  # 2 ** -127, which has no exponent of its own in float32
 
 
 class GroupedWeight(NamedTuple):
@@ -59,8 +62,10 @@ class GroupedWeight(NamedTuple):
 
     numbers: Numbers
     words: Tensor  # uint8 [columns, in_width], of 4 bits half as many: group after group, its first half in lower bits
-    scales: Tensor  # float32 [columns, groups]; of floats of 4 bits uint8: exponents of two, plus 127 (e8m0)
+    # float32 [columns, groups]; uint8 of MXFP4: exponents of two, plus 127 (e8m0), and of NVFP4: FP8 (e4m3)
+    scales: Tensor
     zeros: Tensor | None  # uint8 likewise; None: floats
+    factors: Tensor | None = None  # float32 [columns], of all scales; None: not of NVFP4
 
     @property
     def in_width(self) -> int:
@@ -72,45 +77,63 @@ class GroupedWeight(NamedTuple):
         """Return the number of inputs that share a scale."""
         return self.in_width // self.scales.shape[-1]
 
+    @property
+    def together(self) -> int:
+        """Return the inputs that lie together: a group, or two of NVFP4, of which the first is in lower bits."""
+        return self.group * (2 if self.numbers is Numbers.NVFP4 else 1)
+
     def check(self) -> None:
         """Assert that shapes agree."""
-        assert self.group in GROUPS, f"groups of {self.group}"
+        is_nvfp4 = self.numbers is Numbers.NVFP4
+        assert self.group in ((NVFP4_GROUP,) if is_nvfp4 else GROUPS), f"groups of {self.group}"
         shape = (*self.words.shape[:-1], self.in_width // self.group)
         assert self.scales.shape == shape, "a scale for each group"
         assert (self.zeros is not None) == self.numbers.are_whole, "zero points of whole numbers"
-        assert (self.scales.dtype == torch.uint8) == (self.numbers is Numbers.FLOAT4), "exponents of floats of 4 bits"
+        assert (self.scales.dtype == torch.uint8) == (self.numbers in _FLOATS_OF_4_BITS), "scales of one byte"
         assert self.zeros is None or self.zeros.shape == shape, "a zero point for each group"
+        assert (self.factors is not None) == is_nvfp4, "factors of NVFP4"
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "GroupedWeight":
         """Return the weight with each of its tensors changed: other columns, or another device."""
-        zeros = None if self.zeros is None else change(self.zeros)
-        return GroupedWeight(self.numbers, change(self.words), change(self.scales), zeros)
+        zeros, factors = (None if part is None else change(part) for part in (self.zeros, self.factors))
+        return GroupedWeight(self.numbers, change(self.words), change(self.scales), zeros, factors)
 
     def inputs(self, start: int, stop: int) -> "GroupedWeight":
-        """Return the weight of these inputs, whole groups, in memory of its own."""
+        """Return the weight of these inputs, all of what lies together, in memory of its own."""
+        first, last = (self.numbers.num_bytes(place) for place in (start, stop))
+        words = self.words[..., first:last]
         groups = slice(start // self.group, stop // self.group)
-        words = self.words.view(*self.scales.shape, -1)[..., groups, :].flatten(-2)
-        zeros = None if self.zeros is None else self.zeros[..., groups].clone(memory_format=torch.contiguous_format)
-        scales = self.scales[..., groups].clone(memory_format=torch.contiguous_format)
-        return GroupedWeight(self.numbers, words.clone(memory_format=torch.contiguous_format), scales, zeros)
+        zeros = None if self.zeros is None else _copied(self.zeros[..., groups])
+        return GroupedWeight(self.numbers, _copied(words), _copied(self.scales[..., groups]), zeros, self.factors)
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """Return the values [columns, in_width], computed in float32."""
-        groups = self.words.view(*self.scales.shape, -1)
+        words = self.words.view(*self.words.shape[:-1], self.in_width // self.together, -1)
         if self.numbers.are_halves:
-            groups = torch.cat((groups & 15, groups >> 4), dim=-1)
-        if self.numbers is Numbers.FLOAT8:
-            values = groups.view(torch.float8_e4m3fn).float()
-        elif self.numbers is Numbers.FLOAT4:
-            sizes = torch.tensor(_FLOATS_OF_4_BITS, device=groups.device)
+            words = torch.cat((words & 15, words >> 4), dim=-1)
+        groups = words.reshape(*self.scales.shape, self.group)
+        if self.numbers in _FLOATS_OF_4_BITS:
+            sizes = torch.tensor(_SIZES, device=groups.device)
             values = torch.cat((sizes, -sizes))[groups.long()]
-            exponents = self.scales.int() - _EXPONENT_BIAS
-            return torch.ldexp(values, exponents[..., None]).flatten(-2).to(dtype)
+        elif self.zeros is None:
+            values = groups.view(torch.float8_e4m3fn).float()
         else:
-            assert self.zeros is not None, "whole numbers without zero points"
             values = groups.float() - self.zeros[..., None].float()
-        values = (values * self.scales[..., None]).flatten(-2)
-        return values.to(dtype)
+        return (values * self._sizes[..., None]).flatten(-2).to(dtype)
+
+    @property
+    def _sizes(self) -> Tensor:
+        """The scales in float32."""
+        if self.numbers is Numbers.MXFP4:
+            exponents = self.scales.int()
+            return exponents.bitwise_left_shift(23).masked_fill(exponents == 0, _LEAST_SCALE).view(torch.float32)
+        if self.factors is None:
+            return self.scales
+        return self.scales.view(torch.float8_e4m3fn).float() * self.factors[..., None]
+
+
+def _copied(part: Tensor) -> Tensor:
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def joined_weights(
@@ -118,22 +141,26 @@ def joined_weights(
 ) -> GroupedWeight:
     """Return weights of one form as one: their columns one after another, or `join` of each of their tensors."""
     zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    factors = [weight.factors for weight in weights if weight.factors is not None]
     words, scales = join([weight.words for weight in weights]), join([weight.scales for weight in weights])
-    return GroupedWeight(weights[0].numbers, words, scales, join(zeros) if zeros else None)
+    more = (join(part) if part else None for part in (zeros, factors))
+    return GroupedWeight(weights[0].numbers, words, scales, *more)
 
 
 class DeviceWeight:
     """A weight as the kernel reads it: scales and zero points of neighbouring outputs side by side."""
 
-    __slots__ = ("_numbers", "in_width", "kernels", "scales", "words", "zeros")
+    __slots__ = ("_numbers", "factors", "in_width", "kernels", "scales", "words", "zeros")
 
     def __init__(self, weight: GroupedWeight, dtype: torch.dtype) -> None:
         """`weight`: its words are kept; `dtype` of inputs and products."""
         weight.check()
         self._numbers, self.in_width = weight.numbers, weight.in_width
         self.words = weight.words.contiguous()
-        self.scales = (weight.scales if weight.numbers is Numbers.FLOAT4 else weight.scales.float()).mT.contiguous()
+        is_narrow = weight.scales.dtype == torch.uint8
+        self.scales = (weight.scales if is_narrow else weight.scales.float()).mT.contiguous()
         self.zeros = None if weight.zeros is None else weight.zeros.mT.contiguous()
+        self.factors = weight.factors
         # `kernels.gpu.grouped_weights` where it runs; None: PyTorch.
         self.kernels: Any | None = fused_kernels("grouped_weights", weight.words.device, dtype)
 
@@ -145,7 +172,9 @@ class DeviceWeight:
             return out
         chosen = ... if part is None else part
         zeros = None if self.zeros is None else self.zeros[chosen].mT
-        return GroupedWeight(self._numbers, self.words[chosen], self.scales[chosen].mT, zeros).unpacked(dtype)
+        factors = None if self.factors is None else self.factors[chosen]
+        own = (self.words[chosen], self.scales[chosen].mT, zeros, factors)
+        return GroupedWeight(self._numbers, *own).unpacked(dtype)
 
 
 class GroupedLinear:

@@ -35,6 +35,7 @@ from alignedserve.runtime.lora.adapter_weights import load_adapter
 from alignedserve.runtime.model.quantized import source
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.weights import feed_forward_weights, file_products
+from benchmarks.gpu.slices.narrow_products import random_weight
 from kernels import gpu_dispatch, linear
 from kernels.activation import Gated
 from kernels.caches.block_digests import listed_digests, row_digests
@@ -42,7 +43,7 @@ from kernels.caches.block_lists import copy_listed, gather_blocks, scatter_block
 from kernels.gpu import expert_rows, grouped_weights, launching
 from kernels.gpu.allowed_tokens import mask_tokens_
 from kernels.narrow.float8_inputs import float8_inputs
-from kernels.narrow.grouped_linear import UNPACKING_ROWS, GroupedLinear, GroupedWeight, Numbers
+from kernels.narrow.grouped_linear import UNPACKING_ROWS, GroupedLinear, Numbers
 from tests.support.devices.quick_interpreter import patch_once_per_kernel
 from tests.support.models.lora_folders import write_adapter
 from tests.support.models.quantized_checkpoints import (
@@ -282,12 +283,11 @@ def _copy_blocks() -> None:
 
 
 def _multiply_packed() -> None:
-    """Multiply by weights in groups of 128, or 32 as of MXFP4, with every tiling, and unpack them, as for more rows."""
+    """Multiply by weights in groups of 128, or 32 and 16 of floats, with every tiling, and unpack them, as for more
+    rows."""
     for numbers in Numbers:
-        zeros = torch.zeros((64, 2), dtype=torch.uint8) if numbers.are_whole else None
-        scales = torch.zeros((64, 8), dtype=torch.uint8) if numbers is Numbers.FLOAT4 else torch.ones((64, 2))
-        words = torch.zeros((64, numbers.num_bytes(256)), dtype=torch.uint8)
-        linear = GroupedLinear(GroupedWeight(numbers, words, scales, zeros), dtype=torch.bfloat16)
+        weight = random_weight(numbers, torch.device("cpu"), 64, 256)
+        linear = GroupedLinear(weight, dtype=torch.bfloat16)
         for num_rows in (*(tiling.rows for _, tiling in grouped_weights.TILINGS), UNPACKING_ROWS + 1):
             linear(torch.zeros((num_rows, 256), dtype=torch.bfloat16))
 

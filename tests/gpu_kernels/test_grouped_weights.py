@@ -34,8 +34,8 @@ class Sample:
 
 def sample(numbers: Numbers, group: int, *shape: int) -> Sample:
     """Draw a weight of `shape` [.., columns, groups]."""
-    if numbers is Numbers.FLOAT4:
-        return sample_of_float4(group, *shape)
+    if not numbers.are_whole and numbers is not Numbers.FLOAT8:
+        return sample_of_float4(numbers, group, *shape)
     scales = torch.rand(shape) / 8
     zeros = torch.randint(0, 17 if numbers is Numbers.INT4 else 256, shape)
     if numbers is Numbers.FLOAT8:
@@ -51,17 +51,23 @@ def sample(numbers: Numbers, group: int, *shape: int) -> Sample:
     return Sample(weight, values.flatten(-2))
 
 
-def sample_of_float4(group: int, *shape: int) -> Sample:
-    drawn, exponents = torch.randint(0, 16, (*shape, group), dtype=torch.uint8), torch.randint(-9, -2, shape)
-    half = group // 2
-    words = (drawn[..., :half] | drawn[..., half:] << 4).flatten(-2)
-    values = FLOATS_OF_4_BITS[drawn.long()] * torch.exp2(exponents.double())[..., None]
-    return Sample(GroupedWeight(Numbers.FLOAT4, words, (exponents + 127).to(torch.uint8), None), values.flatten(-2))
+def sample_of_float4(numbers: Numbers, group: int, *shape: int) -> Sample:
+    drawn = torch.randint(0, 16, (*shape, group), dtype=torch.uint8)
+    if numbers is Numbers.MXFP4:
+        half, exponents = group // 2, torch.randint(-9, -2, shape)
+        words = (drawn[..., :half] | drawn[..., half:] << 4).flatten(-2)
+        values = FLOATS_OF_4_BITS[drawn.long()] * torch.exp2(exponents.double())[..., None]
+        return Sample(GroupedWeight(numbers, words, (exponents + 127).to(torch.uint8), None), values.flatten(-2))
+    pairs = drawn.view(*shape[:-1], -1, 2, 16)
+    scales, factors = torch.randint(0x20, 0x50, pairs.shape[:-1], dtype=torch.uint8), torch.rand(shape[:-1])
+    sizes = scales.view(torch.float8_e4m3fn).double() * factors[..., None, None].double()
+    values = FLOATS_OF_4_BITS[pairs.long()] * sizes[..., None]
+    words = (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(-2)
+    return Sample(GroupedWeight(numbers, words, scales.flatten(-2), None, factors), values.flatten(-3))
 
 
 def moved(weight: GroupedWeight, device: torch.device) -> GroupedWeight:
-    zeros = None if weight.zeros is None else weight.zeros.to(device)
-    return GroupedWeight(weight.numbers, weight.words.to(device), weight.scales.to(device), zeros)
+    return weight.changed(lambda part: part.to(device))
 
 
 def check(found: Tensor, x: Tensor, values: Tensor, *, has_kernel: bool, added: float | Tensor = 0.0) -> None:
@@ -141,7 +147,7 @@ def test_every_float_of_4_bits_and_every_scale_is_exact(device: torch.device, mo
     """By products and unpacked, with the kernel and without, but for scales whose largest values float32 has not."""
     exponents = torch.arange(252, dtype=torch.uint8)
     words = torch.arange(16, dtype=torch.uint8).repeat(len(exponents), 1)  # inputs 0 to 15; those behind are 0
-    weight = moved(GroupedWeight(Numbers.FLOAT4, words, exponents[:, None], None), device)
+    weight = moved(GroupedWeight(Numbers.MXFP4, words, exponents[:, None], None), device)
     expected = FLOATS_OF_4_BITS * torch.exp2(exponents.double() - 127)[:, None]
     for has_kernel in (True, False):
         monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda device, has=has_kernel: has)

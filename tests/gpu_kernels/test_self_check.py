@@ -40,7 +40,9 @@ def test_kernels_that_compute_what_the_cpu_does_pass() -> None:
     assert obstacle_of(INTERPRETED, SHORT) is None
 
 
-@pytest.mark.parametrize("kind", ["latent attention", "Mamba-2", "attention sinks", "weights of 4-bit floats", RINGS])
+@pytest.mark.parametrize(
+    "kind", ["latent attention", "Mamba-2", "attention sinks", "weights in MXFP4", "weights in NVFP4", RINGS]
+)
 def test_a_kind_of_layers_is_computed_as_on_a_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compute = self_check._compute
 

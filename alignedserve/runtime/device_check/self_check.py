@@ -34,12 +34,13 @@ from alignedserve.runtime.model.device_kinds import KINDS, RINGS
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.quantized.scheme import MXFP4_GROUP, NVFP4_GROUP
 from alignedserve.runtime.model.rope_config import RopeConfig
 from alignedserve.runtime.model.weights.packed_products import GroupedRows, Rows
 from alignedserve.runtime.model.weights.random_weights import RandomSource
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from kernels.gpu_dispatch import launch_failures
-from kernels.narrow.grouped_linear import GROUPS, GroupedWeight, Numbers
+from kernels.narrow.grouped_linear import GroupedWeight, Numbers
 
 _CPU = torch.device("cpu")
 _SEED = 20
@@ -131,7 +132,7 @@ class _OnDevice:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.names, self.dtype, self._device = FAMILIES[config.family].names, dtype, device
-        self._has_packed = config.stored_quantization is not None
+        self._quantization = config.stored_quantization
 
     def has(self, name: str) -> bool:
         """See TensorSource."""
@@ -149,15 +150,19 @@ class _OnDevice:
         return None if weight is None else GroupedRows(weight).moved(self._device)
 
     def _floats_of_4_bits(self, name: str, shape: tuple[int, ...]) -> GroupedWeight | None:
-        if not self._has_packed or ".experts." not in name or len(shape) != 2:
+        if self._quantization is None or ".experts." not in name or len(shape) != 2:
             return None
         rows, width = shape
         draw = partial(
             torch.randint, dtype=torch.uint8, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))
         )
-        exponent = 127 - round(math.log2(_SIZE_OF_4_BITS * math.sqrt(width)))
-        words, scales = draw(0, 256, (rows, width // 2)), draw(exponent - 1, exponent + 2, (rows, width // GROUPS[0]))
-        return GroupedWeight(Numbers.FLOAT4, words, scales, None)
+        size, words = _SIZE_OF_4_BITS * math.sqrt(width), draw(0, 256, (rows, width // 2))
+        if self._quantization.has_float4(NVFP4_GROUP):
+            scales, factors = draw(0x30, 0x40, (rows, width // NVFP4_GROUP)), torch.full((rows,), 1.0 / size)
+            return GroupedWeight(Numbers.NVFP4, words, scales, None, factors)  # scales of 0.5 to 2
+        exponent = 127 - round(math.log2(size))
+        scales = draw(exponent - 1, exponent + 2, (rows, width // MXFP4_GROUP))
+        return GroupedWeight(Numbers.MXFP4, words, scales, None)
 
 
 def _source_of(name: str) -> RandomSource:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.quantized.scheme import MXFP4_GROUP, NVFP4_GROUP
 from alignedserve.runtime.model.state_config import DeltaConfig, ShortConvConfig, SpaceConfig
 
 _SIZES: dict[str, Any] = {
@@ -35,16 +36,34 @@ class DeviceKind(NamedTuple):
     instead: str = "engine.device=cpu"  # what to set where a GPU does not compute it
 
 
-_MXFP4 = {
-    "quant_method": "compressed-tensors",
-    "format": "mxfp4-pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32},
-        }
-    },
-}
+def _with_floats_of_4_bits(format_name: str, group_size: int) -> DeviceKind:
+    """Return the kind of weights of 4-bit floats, of which so many share a scale."""
+
+    def is_of(config: ModelConfig) -> bool:
+        return config.stored_quantization is not None and config.stored_quantization.has_float4(group_size)
+
+    numbers = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": group_size}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": format_name,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": numbers}},
+    }
+    fields = {
+        **_SIZES,
+        "model_type": "qwen3_moe",
+        "head_dim": 64,
+        "num_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "hidden_act": "silu",
+        "quantization_config": quantization,
+    }
+    return DeviceKind(is_of, fields)
+
+
 RINGS = "windows that forget"  # of models whose cache is so, and no kind of theirs: see BlockLayout.with_rings
 KINDS: dict[str, DeviceKind] = {
     "attention sinks": DeviceKind(
@@ -189,22 +208,8 @@ KINDS: dict[str, DeviceKind] = {
             "hidden_activation": "gelu_pytorch_tanh",
         },
     ),
-    "weights of 4-bit floats": DeviceKind(
-        lambda config: config.stored_quantization is not None and config.stored_quantization.has_mxfp4,
-        {
-            **_SIZES,
-            "model_type": "qwen3_moe",
-            "head_dim": 64,
-            "num_experts": 2,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 128,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "hidden_act": "silu",
-            "quantization_config": _MXFP4,
-        },
-    ),
+    "weights in MXFP4": _with_floats_of_4_bits("mxfp4-pack-quantized", MXFP4_GROUP),
+    "weights in NVFP4": _with_floats_of_4_bits("nvfp4-pack-quantized", NVFP4_GROUP),
     RINGS: DeviceKind(
         lambda _: False,
         {

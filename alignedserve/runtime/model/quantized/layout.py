@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 
 from alignedserve.core.errors import ModelError
 from alignedserve.gguf.tensor_types import row_bytes
-from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod, WeightScheme
+from alignedserve.runtime.model.quantized.scheme import NVFP4_GROUP, CheckpointQuantization, QuantMethod, WeightScheme
 from alignedserve.runtime.model.weight_index import TensorHeader
 
 _FLOATS = ("F32", "F16", "BF16")
@@ -32,7 +32,6 @@ _WORDS = ("I32",)
 _FLOAT8 = "F8_E4M3"
 _WEIGHT = ".weight"
 BLOCK = 32  # inputs with a scale, where matrices are in blocks
-NVFP4_GROUP = 16  # the same of NVFP4
 _SUPERBLOCK = 256
 
 
@@ -50,9 +49,9 @@ class Packing(enum.Enum):
     BLOCKS = "weight in blocks"
 
 
-FLOAT4_BLOCKS = (Packing.MXFP4, Packing.MXFP4_ROWS)
-IN_BLOCKS = (*FLOAT4_BLOCKS, Packing.BLOCKS)  # as products are computed with them
-_FLOATS_OF_4_BITS = (*FLOAT4_BLOCKS, Packing.NVFP4)
+MXFP4_BLOCKS = (Packing.MXFP4, Packing.MXFP4_ROWS)
+IN_BLOCKS = (*MXFP4_BLOCKS, Packing.BLOCKS)  # as products are computed with them
+_FLOATS_OF_4_BITS = (*MXFP4_BLOCKS, Packing.NVFP4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.gguf.tensor_types import packed_row_bytes, row_bytes
-from alignedserve.runtime.model.quantized.layout import FLOAT4_BLOCKS, IN_BLOCKS, Packing, StoredMatrix, block_type
+from alignedserve.runtime.model.quantized.layout import IN_BLOCKS, MXFP4_BLOCKS, Packing, StoredMatrix, block_type
 
 _HAS_KERNELS = find_spec("kernels._native") is not None
 _BLOCK = 32  # inputs of one block of the kernels
@@ -25,7 +25,8 @@ class ProductForm(enum.Enum):
     GROUPS_4 = "in groups of 4 bits"
     GROUPS_8 = "in groups of 8 bits"
     GROUPS_FLOAT8 = "in groups of FP8"
-    GROUPS_FLOAT4 = "in groups of floats of 4 bits"
+    GROUPS_MXFP4 = "in groups of MXFP4"
+    GROUPS_NVFP4 = "in groups of NVFP4"
     UNPACKED = "unpacked"
 
 
@@ -33,7 +34,8 @@ GROUPS_OF_GPUS = (
     ProductForm.GROUPS_4,
     ProductForm.GROUPS_8,
     ProductForm.GROUPS_FLOAT8,
-    ProductForm.GROUPS_FLOAT4,
+    ProductForm.GROUPS_MXFP4,
+    ProductForm.GROUPS_NVFP4,
 )
 
 
@@ -97,9 +99,11 @@ def _fills_blocks(matrix: StoredMatrix) -> bool:
 
 def _grouped_form(matrix: StoredMatrix) -> ProductForm:
     """Return the form of products whose inputs are not rounded, which every GPU computes."""
-    if matrix.packing in FLOAT4_BLOCKS:
-        return ProductForm.GROUPS_FLOAT4
-    if not _fills_blocks(matrix) or matrix.packing in (Packing.BLOCKS, Packing.NVFP4):
+    if matrix.packing in MXFP4_BLOCKS:
+        return ProductForm.GROUPS_MXFP4
+    if matrix.packing is Packing.NVFP4:
+        return ProductForm.UNPACKED if matrix.width % _BLOCK else ProductForm.GROUPS_NVFP4
+    if not _fills_blocks(matrix) or matrix.packing is Packing.BLOCKS:
         return ProductForm.UNPACKED
     if matrix.scheme.is_float:
         return ProductForm.GROUPS_FLOAT8
@@ -126,8 +130,10 @@ def form_bytes(matrix: StoredMatrix, form: ProductForm, dtype: str) -> int:
     if form in (ProductForm.GROUPS_4, ProductForm.GROUPS_8):
         words = count * matrix.scheme.num_bits // 8
         return words + count // inputs_together(matrix) * (_SCALE_BYTES + _ZERO_BYTES)
-    if form is ProductForm.GROUPS_FLOAT4:
+    if form is ProductForm.GROUPS_MXFP4:
         return count * 17 // 32
+    if form is ProductForm.GROUPS_NVFP4:
+        return count * 9 // 16 + matrix.rows * _SCALE_BYTES
     if form is ProductForm.GROUPS_FLOAT8:
         return count + count // inputs_together(matrix) * _SCALE_BYTES
     return count + matrix.rows * 4

@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass
 
-_MXFP4_GROUP = 32  # inputs; NVFP4's are half as many
+MXFP4_GROUP, NVFP4_GROUP = 32, 16  # inputs that share a scale
 
 
 class QuantMethod(enum.Enum):
@@ -47,7 +47,6 @@ class CheckpointQuantization:
     zero_offset: int = 0  # GPTQ: stored zero points are smaller by this
     remarks: tuple[str, ...] = ()  # what the config asks for beside the weights and is done otherwise
 
-    @property
-    def has_mxfp4(self) -> bool:
-        """Return whether matrices may be floats of 4 bits with powers of two as scales."""
-        return any(own.is_float and own.num_bits == 4 and own.group_size == _MXFP4_GROUP for own in self.schemes)
+    def has_float4(self, group_size: int) -> bool:
+        """Return whether matrices may be floats of 4 bits, of which so many share a scale."""
+        return any(own.is_float and own.num_bits == 4 and own.group_size == group_size for own in self.schemes)

@@ -27,12 +27,12 @@ def read_blocks(matrix: StoredMatrix, source: SafetensorsSource) -> BlockRows:
     return BlockRows(rows, type_name, matrix.width)
 
 
-def read_float4_groups(matrix: StoredMatrix, source: SafetensorsSource) -> GroupedRows:
+def read_mxfp4_groups(matrix: StoredMatrix, source: SafetensorsSource) -> GroupedRows:
     """Read a matrix of MXFP4 as GPUs multiply by it. Raises ModelError."""
     name, blocks, scales = _mxfp4(matrix, source)
     if bool((scales == _NO_SCALE).any()):
         raise ModelError(f"{name} holds numbers that are not finite.")
-    return GroupedRows(GroupedWeight(Numbers.FLOAT4, _words(blocks).flatten(1), scales, None))
+    return GroupedRows(GroupedWeight(Numbers.MXFP4, apart(blocks).flatten(1), scales, None))
 
 
 def _mxfp4(matrix: StoredMatrix, source: SafetensorsSource) -> tuple[str, Tensor, Tensor]:
@@ -48,9 +48,10 @@ def _mxfp4(matrix: StoredMatrix, source: SafetensorsSource) -> tuple[str, Tensor
 def block_rows(blocks: Tensor, scales: Tensor) -> Tensor:
     """Put blocks [rows, n, 16], of neighbours in each byte, and scales [rows, n] into rows [rows, n * 17]: of each the
     scale, then 16 bytes whose lower halves are the first 16 floats."""
-    return torch.cat((scales[..., None], _words(blocks)), dim=-1).flatten(1)
+    return torch.cat((scales[..., None], apart(blocks)), dim=-1).flatten(1)
 
 
-def _words(blocks: Tensor) -> Tensor:
+def apart(blocks: Tensor) -> Tensor:
+    """Return blocks [rows, n, 16] of 32 floats, neighbours in each byte, with the first 16 in lower halves."""
     halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [rows, n, 32]
     return halves[..., :16] | halves[..., 16:] << 4

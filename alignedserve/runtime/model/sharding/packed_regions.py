@@ -36,7 +36,7 @@ def _grouped(weight: GroupedRows, region: Region) -> Rows | None:
     own, columns = weight.changed(lambda rows: chosen_rows(rows, region)), region.columns
     if columns is None:
         return own.changed(lambda rows: rows.clone(memory_format=torch.contiguous_format))
-    group = own.weight.group
+    group = own.weight.together
     if weight.order is not None or columns.start % group or columns.stop % group:
         return None
     return GroupedRows(own.weight.inputs(columns.start, columns.stop))

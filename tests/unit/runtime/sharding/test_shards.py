@@ -77,12 +77,22 @@ def test_a_part_of_a_file_is_read_alone(region: Region, tmp_path: Path, monkeypa
     assert torch.equal(source.region("weight", region), tensor_region(whole, region))
 
 
+def drawn_weight(numbers: Numbers) -> GroupedWeight:
+    """Of 10 columns and 128 inputs in groups of 32, or of 16."""
+    words = torch.randint(0, 0x77, (10, numbers.num_bytes(128)), dtype=torch.uint8)
+    if numbers is Numbers.MXFP4:
+        return GroupedWeight(numbers, words, torch.randint(110, 130, (10, 4), dtype=torch.uint8), None)
+    if numbers is Numbers.NVFP4:
+        return GroupedWeight(
+            numbers, words, torch.randint(0x20, 0x50, (10, 8), dtype=torch.uint8), None, torch.rand(10)
+        )
+    zeros = torch.randint(0, 16, (10, 4), dtype=torch.uint8) if numbers.are_whole else None
+    return GroupedWeight(numbers, words, torch.rand(10, 4), zeros)
+
+
 @pytest.mark.parametrize("numbers", list(Numbers))
 def test_a_part_of_a_weight_in_groups_has_the_same_values(numbers: Numbers) -> None:
-    words = torch.randint(0, 0x77, (10, numbers.num_bytes(128)), dtype=torch.uint8)
-    zeros = torch.randint(0, 16, (10, 4), dtype=torch.uint8) if numbers.are_whole else None
-    scales = torch.rand(10, 4) if numbers is not Numbers.FLOAT4 else torch.randint(110, 130, (10, 4), dtype=torch.uint8)
-    whole = GroupedRows(GroupedWeight(numbers, words, scales, zeros))
+    whole = GroupedRows(drawn_weight(numbers))
     region = Region(10, 128, (Span(2, 9),), Span(32, 96))
     part = packed_region(whole, region)
     assert isinstance(part, GroupedRows)

@@ -111,7 +111,14 @@ def test_products_in_fp8(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "name", ["fp8 in blocks", "gptq desc_act, different orders", "w8a16", *slow("awq", "fp8", "w8a8")]
+    "name",
+    [
+        "fp8 in blocks",
+        "gptq desc_act, different orders",
+        "w8a16",
+        "nvfp4",
+        *slow("awq", "fp8", "w8a8", "nvfp4 of modelopt"),
+    ],
 )
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_weights_stay_packed_on_a_gpu(family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
