@@ -9,7 +9,7 @@ Worked example: a Q5_0 block has scale 0.5 and the byte 0x3f first, with the fif
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +17,30 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
+
+class BlockParts(NamedTuple):
+    """Blocks as groups of integers, each with a scale: a value is scale * (quant - zero) + minimum."""
+
+    quants: Bytes  # [blocks, groups, values]
+    scales: Floats  # [blocks, groups]
+    minima: Floats | None = None  # likewise; None: 0
+    zero: int = 0
+
+    def values(self) -> Floats:
+        """Return the values [blocks, values of a block]."""
+        values = self.scales[:, :, None] * (_float32(self.quants) - np.float32(self.zero))
+        if self.minima is not None:
+            values += self.minima[:, :, None]
+        return values.reshape(len(values), -1)
+
+
 _CHUNK_VALUES = 1 << 22  # so many at a time: intermediate results are several times as large as the values
 
 
 @np.errstate(invalid="ignore", over="ignore")  # a scale that is not finite gives values that are not
 def unpack_rows(raw_rows: Bytes, type_name: str) -> Floats:
     """Return the values [rows, width] float32 of raw rows [rows, bytes of a row]; `type_name` is GGUF's."""
-    unpack, block_bytes = _UNPACKING.get(type_name) or _of_library(type_name)
+    unpack, block_bytes = _unpacking(type_name)
     num_rows = len(raw_rows)
     if type_name in _PLAIN:
         return unpack(np.ascontiguousarray(raw_rows)).reshape(num_rows, -1)
@@ -35,6 +52,26 @@ def unpack_rows(raw_rows: Bytes, type_name: str) -> Floats:
     for start in range(step, len(blocks), step):
         values[start : start + step] = unpack(blocks[start : start + step])
     return values.reshape(num_rows, -1)
+
+
+def block_parts(raw_rows: Bytes, type_name: str) -> BlockParts | None:
+    """Return raw rows [rows, bytes of a row] as integers and what they are multiplied by; None: this type has none.
+
+    Of all blocks of all rows, one after another.
+    """
+    found = _PARTS.get(type_name)
+    if found is None:
+        return None
+    parts_of, block_bytes = found
+    return parts_of(np.ascontiguousarray(raw_rows).reshape(-1, block_bytes))
+
+
+def _unpacking(type_name: str) -> tuple[Callable[[Bytes], Floats], int]:
+    found = _PARTS.get(type_name)
+    if found is None:
+        return _UNPACKING.get(type_name) or _of_library(type_name)
+    parts_of, block_bytes = found
+    return lambda blocks: parts_of(blocks).values(), block_bytes
 
 
 def _of_library(type_name: str) -> tuple[Callable[[Bytes], Floats], int]:
@@ -58,71 +95,64 @@ def _bf16(rows: Bytes) -> Floats:
     return (rows.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
-def _q4_0(blocks: Bytes) -> Floats:
-    return half_at(blocks, 0) * (_float32(_nibbles(blocks[:, 2:])) - np.float32(8))
+def _q4_0(blocks: Bytes) -> BlockParts:
+    return BlockParts(_nibbles(blocks[:, None, 2:]), half_at(blocks, 0), zero=8)
 
 
-def _q4_1(blocks: Bytes) -> Floats:
-    return half_at(blocks, 0) * _nibbles(blocks[:, 4:]) + half_at(blocks, 2)
+def _q4_1(blocks: Bytes) -> BlockParts:
+    return BlockParts(_nibbles(blocks[:, None, 4:]), half_at(blocks, 0), half_at(blocks, 2))
 
 
-def _g4(blocks: Bytes) -> Floats:
+def _g4(blocks: Bytes) -> BlockParts:
     scales, minima = (np.ascontiguousarray(blocks[:, place : place + 4]).view("<f4") for place in (0, 4))
-    quants = _nibbles(blocks[:, 8:].reshape(len(blocks), -1, 16)).reshape(len(blocks), -1)
-    values: Floats = scales * quants + minima
-    return values
+    quants = _nibbles(blocks[:, 8:].reshape(len(blocks), -1, 16)).reshape(len(blocks), 1, -1)
+    return BlockParts(quants, scales, minima)
 
 
-def _mxfp4(blocks: Bytes) -> Floats:
-    values: Floats = np.ldexp(FLOATS_OF_4_BITS[_nibbles(blocks[:, 1:])], blocks[:, :1].astype(np.int32) - 127)
-    return values
+def _q5_0(blocks: Bytes) -> BlockParts:
+    quants = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return BlockParts(quants[:, None], half_at(blocks, 0), zero=16)
 
 
-def _q5_0(blocks: Bytes) -> Floats:
-    return half_at(blocks, 0) * (_float32(_q5_0_quants(blocks)) - np.float32(16))
+def _q5_1(blocks: Bytes) -> BlockParts:
+    quants = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return BlockParts(quants[:, None], half_at(blocks, 0), half_at(blocks, 2))
 
 
-def _q5_0_quants(blocks: Bytes) -> Bytes:
-    return _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+def _q8_0(blocks: Bytes) -> BlockParts:
+    return BlockParts(blocks[:, None, 2:] ^ np.uint8(0x80), half_at(blocks, 0), zero=0x80)
 
 
-def _q5_1(blocks: Bytes) -> Floats:
-    return half_at(blocks, 0) * (_nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])) + half_at(blocks, 2)
+def _q4_k(blocks: Bytes) -> BlockParts:
+    return _scaled_k(blocks, _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32))
 
 
-def _q8_0(blocks: Bytes) -> Floats:
-    return half_at(blocks, 0) * _float32(blocks[:, 2:].view(np.int8))
-
-
-def _q4_k(blocks: Bytes) -> Floats:
-    quants = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
-    return _scaled_k(blocks, quants)
-
-
-def _q5_k(blocks: Bytes) -> Floats:
+def _q5_k(blocks: Bytes) -> BlockParts:
     low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     places = np.arange(8, dtype=np.uint8)[None, :, None]
     high = (blocks[:, None, 16:48] >> places) & np.uint8(1)
     return _scaled_k(blocks, low | high << np.uint8(4))
 
 
-def _q6_k(blocks: Bytes) -> Floats:
+def _q6_k(blocks: Bytes) -> BlockParts:
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64))
     shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[None, None, :, None]
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & np.uint8(3)
-    quants = _float32(low | high.reshape(-1, 2, 128) << np.uint8(4)).reshape(-1, 16, 16) - np.float32(32)
-    scales = half_at(blocks, 208) * _float32(blocks[:, 192:208].view(np.int8))
-    return (scales[:, :, None] * quants).reshape(len(blocks), 256)
+    quants = (low | high.reshape(-1, 2, 128) << np.uint8(4)).reshape(-1, 16, 16)
+    return BlockParts(quants, half_at(blocks, 208) * _float32(blocks[:, 192:208].view(np.int8)), zero=32)
 
 
-def _scaled_k(blocks: Bytes, quants: Bytes) -> Floats:
-    """Return the values of superblocks with eight scales and minima of 6 bits; `quants` [blocks, 8, 32]."""
+def _scaled_k(blocks: Bytes, quants: Bytes) -> BlockParts:
+    """Return superblocks with eight scales and minima of 6 bits; `quants` [blocks, 8, 32]."""
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     six, four = np.uint8(63), np.uint8(15)
     scales = np.concatenate([low & six, high & four | low >> 6 << 4], axis=1)
     minima = np.concatenate([middle & six, high >> 4 | middle >> 6 << 4], axis=1)
-    scaled = (half_at(blocks, 0) * scales)[:, :, None] * quants
-    values: Floats = (scaled - (half_at(blocks, 2) * minima)[:, :, None]).reshape(len(blocks), 256)
+    return BlockParts(quants, half_at(blocks, 0) * scales, -(half_at(blocks, 2) * minima))
+
+
+def _mxfp4(blocks: Bytes) -> Floats:
+    values: Floats = np.ldexp(FLOATS_OF_4_BITS[_nibbles(blocks[:, 1:])], blocks[:, :1].astype(np.int32) - 127)
     return values
 
 
@@ -149,10 +179,7 @@ def _fifth_bits(raw: Bytes) -> Bytes:
 _MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 FLOATS_OF_4_BITS = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 _PLAIN = ("F32", "F16", "BF16")
-_UNPACKING: dict[str, tuple[Callable[[Bytes], Floats], int]] = {
-    "F32": (_f32, 4),
-    "F16": (_f16, 2),
-    "BF16": (_bf16, 2),
+_PARTS: dict[str, tuple[Callable[[Bytes], BlockParts], int]] = {
     "Q4_0": (_q4_0, 18),
     "Q4_1": (_q4_1, 20),
     "Q5_0": (_q5_0, 22),
@@ -164,5 +191,10 @@ _UNPACKING: dict[str, tuple[Callable[[Bytes], Floats], int]] = {
     "G4_32": (_g4, 24),
     "G4_64": (_g4, 40),
     "G4_128": (_g4, 72),
+}
+_UNPACKING: dict[str, tuple[Callable[[Bytes], Floats], int]] = {
+    "F32": (_f32, 4),
+    "F16": (_f16, 2),
+    "BF16": (_bf16, 2),
     "MXFP4": (_mxfp4, 17),
 }
