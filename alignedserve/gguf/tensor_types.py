@@ -16,6 +16,8 @@ _COMPUTED_AS = {
     "Q6_K": "Q6_K",
     "MXFP4": "MXFP4",
 }
+# Of a number on a GPU, in sixteenths, with its share in a float32 scale and a zero point or a float32 minimum.
+_GROUPED_BITS = {"Q8_0": 148, "Q6_K": 168, "Q4_0": 84, "Q4_1": 96, "Q4_K": 96, "MXFP4": 68}
 # What a block takes more once it is packed: the 6-bit scales and minima of a Q4_K become bytes.
 _EXTRA_BYTES = {"Q4_K": 4}
 
@@ -33,6 +35,12 @@ def packed_row_bytes(type_name: str, width: int) -> int | None:
     layout = next(layout for layout in TENSOR_TYPES.values() if layout.name == computed)
     num_blocks = width // layout.block_values
     return num_blocks * (layout.block_bytes + _EXTRA_BYTES.get(computed, 0))
+
+
+def grouped_row_bytes(type_name: str, width: int) -> int | None:
+    """Return the bytes of a row of `width` values in groups, as GPUs have them; None where it is unpacked there."""
+    bits = _GROUPED_BITS.get(_COMPUTED_AS.get(type_name, ""))
+    return None if bits is None else width * bits // 128
 
 
 def row_bytes(type_name: str, width: int) -> int:

@@ -50,10 +50,10 @@ class GroupedOperand(Protocol):
 
     words: Tensor  # uint8 [columns, in_width], of 4 bits half as many: group after group, its first half in lower bits
     scales: Tensor  # float32, or uint8: exponents or, with factors, FP8, [groups, columns]
-    zeros: Tensor | None  # uint8 likewise; None: numbers are floats
-    factors: (
-        Tensor | None
-    )  # float32 [columns], of all scales of a column; two groups lie as one does else. None: no such
+    zeros: Tensor | None  # uint8 likewise; None: numbers are floats, or have minima
+    minima: Tensor | None  # float32 likewise, added to what scales make of numbers from 0 on
+    # float32 [columns], of all scales of a column, whose groups lie two and two as one does else; None: there are none
+    factors: Tensor | None
     in_width: int
 
 
@@ -113,6 +113,9 @@ def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
         _Trial(64, scales),
         _Trial(32, zeros),
         _Trial(32, torch.cat((zeros, zeros)), factors=factors),
+        _Trial(32, scales, minima=scales),
+        _Trial(64, scales, minima=scales),
+        _Trial(64, torch.cat((scales, scales)), torch.cat((zeros, zeros))),
     )
     for weight in forms:
         multiply(x, weight)
@@ -123,10 +126,15 @@ class _Trial:
     in_width = 64
 
     def __init__(
-        self, row_bytes: int, scales: Tensor, zeros: Tensor | None = None, factors: Tensor | None = None
+        self,
+        row_bytes: int,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        factors: Tensor | None = None,
+        minima: Tensor | None = None,
     ) -> None:
         self.words = torch.zeros((64, row_bytes), dtype=torch.uint8, device=scales.device)
-        self.scales, self.zeros, self.factors = scales, zeros, factors
+        self.scales, self.zeros, self.factors, self.minima = scales, zeros, factors, minima
 
 
 def _num_groups(weight: GroupedOperand) -> int:
@@ -135,8 +143,8 @@ def _num_groups(weight: GroupedOperand) -> int:
 
 
 def _stored(weight: GroupedOperand) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return words, scales, zero points and factors; scales in place of those that there are not."""
-    zeros = weight.scales if weight.zeros is None else weight.zeros
+    """Return words, scales, zero points or minima, and factors; scales in place of those that there are not."""
+    zeros = next((part for part in (weight.zeros, weight.minima) if part is not None), weight.scales)
     return weight.words, weight.scales, zeros, weight.scales if weight.factors is None else weight.factors
 
 
@@ -145,7 +153,8 @@ def _form(weight: GroupedOperand) -> dict[str, int]:
     return {
         "GROUP": weight.in_width // _num_groups(weight),
         "IN_HALVES": 2 * weight.words.shape[-1] == weight.in_width,
-        "IS_FLOAT": weight.zeros is None,
+        "IS_FLOAT": weight.zeros is None and weight.minima is None,
+        "HAS_MINIMA": weight.minima is not None,
         "IN_PAIRS": weight.factors is not None,
     }
 
@@ -199,6 +208,7 @@ def _multiply(
     GROUP: tl.constexpr,
     IN_HALVES: tl.constexpr,
     IS_FLOAT: tl.constexpr,
+    HAS_MINIMA: tl.constexpr,
     IN_PAIRS: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -233,12 +243,17 @@ def _multiply(
         if UPCAST:
             inputs = inputs.to(tl.float32)
         zero = 0
-        if not IS_FLOAT:
+        if not IS_FLOAT and not HAS_MINIMA:
             zero = tl.load(zeros + group * columns + outputs, mask=is_output, other=0).to(tl.int32)[:, None]
+        if HAS_MINIMA:
+            minimum = tl.load(zeros + group * columns + outputs, mask=is_output, other=0.0)
+            result += tl.sum(inputs.to(tl.float32), axis=1)[:, None] * minimum[None, :]
         if IN_HALVES:
             others = tl.load(own_inputs + group * GROUP + loaded, mask=is_row[:, None], other=0.0)
             if UPCAST:
                 others = others.to(tl.float32)
+            if HAS_MINIMA:
+                result += tl.sum(others.to(tl.float32), axis=1)[:, None] * minimum[None, :]
             upper = small_numbers(stored >> 4, zero, inputs, IN_HALVES, IS_FLOAT)
             sums = tl.dot(others, tl.trans(upper), input_precision="ieee")
             if IN_PAIRS:
@@ -268,6 +283,7 @@ def _unpack(
     GROUP: tl.constexpr,
     IN_HALVES: tl.constexpr,
     IS_FLOAT: tl.constexpr,
+    HAS_MINIMA: tl.constexpr,
     IN_PAIRS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -284,14 +300,16 @@ def _unpack(
         factor = tl.load(factors + outputs, mask=is_output, other=0.0)
         scale, other_scale = scale * factor, other_scale * factor
     own = out + (outputs[:, None] * num_groups + group) * GROUP + places[None, :]
-    zero = 0
-    if not IS_FLOAT:
+    zero, minimum = 0, 0.0
+    if not IS_FLOAT and not HAS_MINIMA:
         zero = tl.load(zeros + group * columns + outputs, mask=is_output, other=0).to(tl.int32)[:, None]
+    if HAS_MINIMA:
+        minimum = tl.load(zeros + group * columns + outputs, mask=is_output, other=0.0)[:, None]
     if IN_HALVES:
-        upper = small_numbers(stored >> 4, zero, scale, IN_HALVES, IS_FLOAT) * other_scale[:, None]
+        upper = small_numbers(stored >> 4, zero, scale, IN_HALVES, IS_FLOAT) * other_scale[:, None] + minimum
         tl.store(own + loaded, upper.to(out.dtype.element_ty), mask=is_output[:, None])
         stored = stored & 15
-    values = small_numbers(stored, zero, scale, IN_HALVES, IS_FLOAT) * scale[:, None]
+    values = small_numbers(stored, zero, scale, IN_HALVES, IS_FLOAT) * scale[:, None] + minimum
     tl.store(own, values.to(out.dtype.element_ty), mask=is_output[:, None])
 
 

@@ -1,9 +1,9 @@
 """Matrix products with weights of 4 or 8 bits in groups, on GPUs: quantised checkpoints as stored.
 
-A group of inputs has a scale for each output, and whole numbers a zero point: a weight is scale * (number - zero
-point), or scale * number of floats: FP8 (e4m3), or 4 bits (e2m1) with powers of two as scales (MXFP4), or with scales
-of FP8 and a factor (NVFP4). Inputs are not rounded. Scales of blocks of outputs and inputs (128 x 128, say) are
-repeated for every output, so that rows can be cut and reordered.
+A group of inputs has a scale for each output, and whole numbers a zero point or a minimum: a weight is
+scale * (number - zero point), or scale * number + minimum; or scale * number of floats: FP8 (e4m3), or 4 bits (e2m1)
+with powers of two as scales (MXFP4), or with scales of FP8 and a factor (NVFP4). Inputs are not rounded. Scales of
+blocks of outputs and inputs (128 x 128, say) are repeated for every output, so that rows can be cut and reordered.
 
 Worked example: numbers [8, 11] of 4 bits with zero point 8 and scale 0.5 are [0, 1.5]; inputs [2, 4] give 6.
 """
@@ -22,7 +22,7 @@ from kernels.narrow.product_end import ProductEnd
 from kernels.sorted_experts import ExpertBias, ExpertRows, by_every_expert
 
 GROUPS = (32, 64, 128)  # inputs of a group
-NVFP4_GROUP = 16  # the same of NVFP4
+HALF_GROUP = 16  # the same of NVFP4, and of some numbers of 8 bits
 # Products of more rows are of the unpacked weight, which is written and read once for all of them: by the rates of an
 # H100 that costs 4.5 bytes a weight, as much as widening it again for every 128 of some 250 rows.
 UNPACKING_ROWS = 256
@@ -64,8 +64,9 @@ class GroupedWeight(NamedTuple):
     words: Tensor  # uint8 [columns, in_width], of 4 bits half as many: group after group, its first half in lower bits
     # float32 [columns, groups]; uint8 of MXFP4: exponents of two, plus 127 (e8m0), and of NVFP4: FP8 (e4m3)
     scales: Tensor
-    zeros: Tensor | None  # uint8 likewise; None: floats
+    zeros: Tensor | None  # uint8 likewise; None: floats, or numbers with minima
     factors: Tensor | None = None  # float32 [columns], of all scales; None: not of NVFP4
+    minima: Tensor | None = None  # float32 as scales are: a value is scale * number + minimum
 
     @property
     def in_width(self) -> int:
@@ -84,27 +85,31 @@ class GroupedWeight(NamedTuple):
 
     def check(self) -> None:
         """Assert that shapes agree."""
-        is_nvfp4 = self.numbers is Numbers.NVFP4
-        assert self.group in ((NVFP4_GROUP,) if is_nvfp4 else GROUPS), f"groups of {self.group}"
+        is_nvfp4, is_bytes = self.numbers is Numbers.NVFP4, not self.numbers.are_halves
+        groups = (HALF_GROUP,) if is_nvfp4 else (HALF_GROUP, *GROUPS) if is_bytes else GROUPS
+        assert self.group in groups, f"groups of {self.group}"
         shape = (*self.words.shape[:-1], self.in_width // self.group)
         assert self.scales.shape == shape, "a scale for each group"
-        assert (self.zeros is not None) == self.numbers.are_whole, "zero points of whole numbers"
+        has_one = (self.zeros is None) != (self.minima is None)
+        assert has_one == self.numbers.are_whole, "zero points of whole numbers, or minima"
         assert (self.scales.dtype == torch.uint8) == (self.numbers in _FLOATS_OF_4_BITS), "scales of one byte"
         assert self.zeros is None or self.zeros.shape == shape, "a zero point for each group"
+        assert self.minima is None or self.minima.shape == shape, "a minimum for each group"
         assert (self.factors is not None) == is_nvfp4, "factors of NVFP4"
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "GroupedWeight":
         """Return the weight with each of its tensors changed: other columns, or another device."""
-        zeros, factors = (None if part is None else change(part) for part in (self.zeros, self.factors))
-        return GroupedWeight(self.numbers, change(self.words), change(self.scales), zeros, factors)
+        more = (None if part is None else change(part) for part in (self.zeros, self.factors, self.minima))
+        return GroupedWeight(self.numbers, change(self.words), change(self.scales), *more)
 
     def inputs(self, start: int, stop: int) -> "GroupedWeight":
         """Return the weight of these inputs, all of what lies together, in memory of its own."""
         first, last = (self.numbers.num_bytes(place) for place in (start, stop))
         words = self.words[..., first:last]
         groups = slice(start // self.group, stop // self.group)
-        zeros = None if self.zeros is None else _copied(self.zeros[..., groups])
-        return GroupedWeight(self.numbers, _copied(words), _copied(self.scales[..., groups]), zeros, self.factors)
+        zeros, minima = (None if part is None else _copied(part[..., groups]) for part in (self.zeros, self.minima))
+        own = (_copied(words), _copied(self.scales[..., groups]), zeros)
+        return GroupedWeight(self.numbers, *own, self.factors, minima)
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """Return the values [columns, in_width], computed in float32."""
@@ -115,11 +120,12 @@ class GroupedWeight(NamedTuple):
         if self.numbers in _FLOATS_OF_4_BITS:
             sizes = torch.tensor(_SIZES, device=groups.device)
             values = torch.cat((sizes, -sizes))[groups.long()]
-        elif self.zeros is None:
+        elif self.numbers is Numbers.FLOAT8:
             values = groups.view(torch.float8_e4m3fn).float()
         else:
-            values = groups.float() - self.zeros[..., None].float()
-        return (values * self._sizes[..., None]).flatten(-2).to(dtype)
+            values = groups.float() if self.zeros is None else groups.float() - self.zeros[..., None].float()
+        values = values * self._sizes[..., None]
+        return (values if self.minima is None else values + self.minima[..., None]).flatten(-2).to(dtype)
 
     @property
     def _sizes(self) -> Tensor:
@@ -142,15 +148,16 @@ def joined_weights(
     """Return weights of one form as one: their columns one after another, or `join` of each of their tensors."""
     zeros = [weight.zeros for weight in weights if weight.zeros is not None]
     factors = [weight.factors for weight in weights if weight.factors is not None]
+    minima = [weight.minima for weight in weights if weight.minima is not None]
     words, scales = join([weight.words for weight in weights]), join([weight.scales for weight in weights])
-    more = (join(part) if part else None for part in (zeros, factors))
+    more = (join(part) if part else None for part in (zeros, factors, minima))
     return GroupedWeight(weights[0].numbers, words, scales, *more)
 
 
 class DeviceWeight:
     """A weight as the kernel reads it: scales and zero points of neighbouring outputs side by side."""
 
-    __slots__ = ("_numbers", "factors", "in_width", "kernels", "scales", "words", "zeros")
+    __slots__ = ("_numbers", "factors", "in_width", "kernels", "minima", "scales", "words", "zeros")
 
     def __init__(self, weight: GroupedWeight, dtype: torch.dtype) -> None:
         """`weight`: its words are kept; `dtype` of inputs and products."""
@@ -160,6 +167,7 @@ class DeviceWeight:
         is_narrow = weight.scales.dtype == torch.uint8
         self.scales = (weight.scales if is_narrow else weight.scales.float()).mT.contiguous()
         self.zeros = None if weight.zeros is None else weight.zeros.mT.contiguous()
+        self.minima = None if weight.minima is None else weight.minima.mT.contiguous()
         self.factors = weight.factors
         # `kernels.gpu.grouped_weights` where it runs; None: PyTorch.
         self.kernels: Any | None = fused_kernels("grouped_weights", weight.words.device, dtype)
@@ -171,9 +179,9 @@ class DeviceWeight:
             self.kernels.unpack(self, out)
             return out
         chosen = ... if part is None else part
-        zeros = None if self.zeros is None else self.zeros[chosen].mT
+        zeros, minima = (None if each is None else each[chosen].mT for each in (self.zeros, self.minima))
         factors = None if self.factors is None else self.factors[chosen]
-        own = (self.words[chosen], self.scales[chosen].mT, zeros, factors)
+        own = (self.words[chosen], self.scales[chosen].mT, zeros, factors, minima)
         return GroupedWeight(self._numbers, *own).unpacked(dtype)
 
 

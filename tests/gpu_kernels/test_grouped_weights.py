@@ -10,6 +10,9 @@ from torch.nn import functional
 from kernels import gpu_dispatch
 from kernels.narrow.grouped_linear import UNPACKING_ROWS, GroupedLinear, GroupedWeight, Numbers, SortedLinear
 from kernels.sorted_experts import rows_by_expert
+from kernels.weight_blocks.block_formats import dequantize
+from kernels.weight_blocks.block_groups import grouped_blocks
+from tests.support.block_weights import random_blocks
 from tests.support.marks import slow
 
 pytestmark = pytest.mark.slow
@@ -127,6 +130,17 @@ def test_products_of_many_rows_are_of_the_unpacked_weight(
     x = torch.randn(UNPACKING_ROWS + 1, group * groups).to(device, dtype)
     assert torch.equal(multiply(x), functional.linear(x, multiply.unpacked()))
     check(multiply(x), x, made.values, has_kernel=False)
+
+
+@pytest.mark.parametrize("num_rows", [1, 40, UNPACKING_ROWS + 1])
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q6_K", "Q4_0", "Q4_K", "MXFP4", *slow("Q4_1", "G4_64")])
+def test_blocks_of_files(type_name: str, num_rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With minima, and in groups of 16."""
+    monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda device: True)
+    raw = random_blocks(type_name, 70, 512)
+    x = torch.randn(num_rows, 512, device=device)
+    multiply = GroupedLinear(moved(grouped_blocks(raw, type_name), device), dtype=torch.float32)
+    check(multiply(x), x, dequantize(raw, type_name).double(), has_kernel=num_rows <= UNPACKING_ROWS)
 
 
 def test_every_number_of_fp8_is_exact(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

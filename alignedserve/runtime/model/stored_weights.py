@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+UNPACKED_TOGETHER = 2  # gates and ups
+
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:

@@ -10,7 +10,7 @@ from torch.nn import functional
 from benchmarks.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
 from kernels.gpu_dispatch import fused_kernels
 from kernels.narrow.float8_linear import Float8Linear, has_float8_products
-from kernels.narrow.grouped_linear import GROUPS, NVFP4_GROUP, GroupedLinear, GroupedWeight, Numbers, SortedLinear
+from kernels.narrow.grouped_linear import GROUPS, HALF_GROUP, GroupedLinear, GroupedWeight, Numbers, SortedLinear
 from kernels.sorted_experts import ExpertWeights, StackedProduct, rows_by_expert
 
 _ROWS, _TOY_ROWS = (1, 16, 64, 256, 4096), (3,)
@@ -28,7 +28,7 @@ def random_weight(numbers: Numbers, device: torch.device, *shape: int) -> Groupe
         exponents = torch.randint(110, 118, (*shape[:-1], width // GROUPS[0]), dtype=torch.uint8, device=device)
         return GroupedWeight(numbers, words, exponents, None)
     if numbers is Numbers.NVFP4:
-        own = torch.randint(0x20, 0x40, (*shape[:-1], width // NVFP4_GROUP), dtype=torch.uint8, device=device)
+        own = torch.randint(0x20, 0x40, (*shape[:-1], width // HALF_GROUP), dtype=torch.uint8, device=device)
         return GroupedWeight(numbers, words, own, None, torch.full(shape[:-1], 1.0 / width, device=device))
     group = next(size for size in reversed(GROUPS) if width % size == 0)
     scales = torch.rand((*shape[:-1], width // group), device=device) / width

@@ -5,7 +5,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
 
+from alignedserve.gguf.tensor_types import grouped_row_bytes
 from kernels.weight_blocks.block_formats import BLOCK_FORMATS, dequantize, has_finite_scales
+from kernels.weight_blocks.block_groups import grouped_blocks
 from tests.support.block_weights import random_blocks
 
 types = pytest.mark.parametrize("type_name", list(BLOCK_FORMATS))
@@ -16,6 +18,19 @@ def test_the_same_numbers_as_gguf(type_name: str) -> None:
     raw = random_blocks(type_name, 7, 1024)
     expected = quants.dequantize(raw.numpy(), GGMLQuantizationType[type_name])
     assert np.array_equal(dequantize(raw, type_name).numpy(), expected)
+
+
+@types
+def test_groups_have_the_values_of_blocks(type_name: str) -> None:
+    """As GPUs have them, in as many bytes as are planned for."""
+    raw = random_blocks(type_name, 7, 1024)
+    weight = grouped_blocks(raw, type_name)
+    weight.check()
+    assert torch.equal(weight.unpacked(torch.float32), dequantize(raw, type_name))
+    planned = grouped_row_bytes(type_name, 1024)
+    parts = (weight.words, weight.scales, weight.zeros, weight.minima)
+    assert planned in (None, sum(part.nbytes for part in parts if part is not None) // 7)
+    assert (planned is None) == (type_name[0] == "G")
 
 
 def test_the_worked_example() -> None:

@@ -6,13 +6,15 @@ from torch import Tensor
 from alignedserve.core.errors import ModelError
 from alignedserve.gguf.file import GgufFile, GgufTensor
 from alignedserve.gguf.tensor_types import computed_as
+from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.model.decoder_parts import NormKind
 from alignedserve.runtime.model.gguf.names import find_tensor, tensor_names
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.weights.packed_products import BLOCK_DTYPES, BlockRows
+from alignedserve.runtime.model.weights.packed_products import BLOCK_DTYPES, BlockRows, GroupedRows
 from alignedserve.runtime.model.weights.row_lookup import BlockLookup
 from kernels.cpu.block_quantized_linear import block_obstacle
 from kernels.cpu.packed_linear import FileRows
+from kernels.weight_blocks.block_groups import grouped_blocks
 from kernels.weight_blocks.block_values import unpack_rows
 from kernels.weight_blocks.wider_blocks import wider_blocks
 
@@ -22,7 +24,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufSource:
-    """The tensors of one model, in `dtype` on `device`; on a CPU most matrices stay in their blocks."""
+    """The tensors of one model, in `dtype` on `device`; most matrices stay packed: on a CPU in their blocks."""
 
     def __init__(
         self,
@@ -32,10 +34,13 @@ class GgufSource:
         device: torch.device,
         *,
         unpacks_all: bool = False,
+        in_groups: bool | None = None,
     ) -> None:
-        """`unpacks_all`: no product is computed in blocks, for comparison."""
+        """`unpacks_all`: no product is computed with packed weights, for comparison. `in_groups`: as GPUs compute them;
+        None: on one."""
+        self._has_groups = (device.type == CUDA if in_groups is None else in_groups) and not unpacks_all
         has_kernels = device.type == "cpu" and dtype in BLOCK_DTYPES
-        self._has_blocks = has_kernels and not unpacks_all
+        self._has_blocks = has_kernels and not (unpacks_all or self._has_groups)
         self._file = file
         self.names = tensor_names(file)
         self.dtype = dtype
@@ -59,14 +64,20 @@ class GgufSource:
             values = values - 1.0
         return values.to(device=self._device, dtype=self.dtype)
 
-    def packed(self, name: str, shape: tuple[int, ...]) -> BlockRows | None:
-        """Return the matrix in blocks that products are computed in; None when it is to be unpacked.
+    def packed(self, name: str, shape: tuple[int, ...]) -> BlockRows | GroupedRows | None:
+        """Return the matrix as products are computed with it; None when it is to be unpacked.
 
         Raises ModelError naming tensor and file.
         """
+        blocks = self._in_blocks(name, shape) if self._has_blocks or self._has_groups else None
+        if blocks is None or self._has_blocks:
+            return blocks
+        return GroupedRows(grouped_blocks(blocks.rows, blocks.type_name)).moved(self._device)
+
+    def _in_blocks(self, name: str, shape: tuple[int, ...]) -> BlockRows | None:
         stored = self._stored(name, shape)
         type_name = computed_as(stored.type.name)
-        if type_name is None or not self._has_blocks:
+        if type_name is None:
             return None
         raw = wider_blocks(self._file.raw_rows(stored), stored.type.name)
         rows = self._in_order(name, torch.from_numpy(raw))
@@ -80,7 +91,7 @@ class GgufSource:
 
         Raises ModelError naming tensor and file.
         """
-        packed = self.packed(name, shape)
+        packed = self._in_blocks(name, shape) if self._has_blocks else None
         return None if packed is None else BlockLookup(packed.rows, packed.type_name, shape[1], self.dtype)
 
     def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows | None:

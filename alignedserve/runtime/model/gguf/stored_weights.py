@@ -1,14 +1,15 @@
 """The weights of a GGUF file as a worker holds them: their bytes in memory, and a line that says what is unpacked."""
 
 from collections import Counter
+from collections.abc import Callable
 from importlib.util import find_spec
 
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.core.errors import ModelError
 from alignedserve.gguf.file import GgufFile, GgufTensor
-from alignedserve.gguf.tensor_types import FLOAT_TYPES, packed_row_bytes
+from alignedserve.gguf.tensor_types import FLOAT_TYPES, grouped_row_bytes, packed_row_bytes
 from alignedserve.runtime.model.gguf.config import EMBEDDING, HEAD
-from alignedserve.runtime.model.stored_weights import StoredWeights
+from alignedserve.runtime.model.stored_weights import UNPACKED_TOGETHER, StoredWeights
 
 _HAS_KERNELS = find_spec("kernels._native") is not None
 _BLOCK_DTYPES = ("float32", "bfloat16")
@@ -19,14 +20,19 @@ def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | 
 
     Raises ModelError naming a tensor of experts in a model without any.
     """
-    is_in_blocks = not device.startswith("cuda") and quantization is None and dtype in _BLOCK_DTYPES and _HAS_KERNELS
+    is_on_gpu = device.startswith("cuda")
+    is_in_blocks = not is_on_gpu and quantization is None and dtype in _BLOCK_DTYPES and _HAS_KERNELS
+    row_bytes = _row_bytes(file, is_on_gpu=is_on_gpu, is_in_blocks=is_in_blocks)
     packed_bytes = 1 if quantization == "int8" else DTYPE_BYTES[dtype]
     num_bytes = step_bytes = 0
-    matrices, in_blocks, unpacked = Counter[str](), Counter[str](), Counter[str]()
+    matrices, packed, unpacked = Counter[str](), Counter[str](), Counter[str]()
+    widest = 0  # elements of a product that a GPU unpacks for many rows
     for tensor in file.tensors.values():
         width, is_matrix = tensor.shape[-1], len(tensor.shape) > 1  # or, of experts, many
-        in_blocks_bytes = packed_row_bytes(tensor.type.name, width) if is_in_blocks and is_matrix else None
-        loaded_bytes = tensor.num_rows * (width * packed_bytes if in_blocks_bytes is None else in_blocks_bytes)
+        own_bytes = row_bytes(tensor) if is_matrix else None
+        loaded_bytes = tensor.num_rows * (width * packed_bytes if own_bytes is None else own_bytes)
+        if is_on_gpu and own_bytes is not None and len(tensor.shape) == 2:
+            widest = max(widest, tensor.num_rows * width)
         if tensor.name == EMBEDDING and HEAD in file.tensors:
             loaded_bytes = 0  # only looked up, see below
         num_bytes += loaded_bytes
@@ -34,14 +40,32 @@ def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | 
             step_bytes += _step_bytes(file, tensor, loaded_bytes)
             matrices[tensor.type.name] += 1
             if tensor.type.name not in FLOAT_TYPES:
-                (unpacked if in_blocks_bytes is None else in_blocks)[tensor.type.name] += 1
+                (unpacked if own_bytes is None else packed)[tensor.type.name] += 1
     num_bytes += _looked_up_bytes(file.tensors[EMBEDDING], dtype, is_in_blocks=is_in_blocks)
     described = "matrices " + ", ".join(f"{name} ({count})" for name, count in matrices.most_common())
-    if in_blocks:
-        described += f"; {', '.join(in_blocks)} multiplied in blocks"
+    if packed:
+        described += f"; {', '.join(packed)} multiplied in {'groups' if is_on_gpu else 'blocks'}"
     if unpacked:
         described += f"; {', '.join(unpacked)} unpacked to {quantization or dtype}, which takes more memory and time"
-    return StoredWeights(num_bytes, step_bytes, described)
+    return StoredWeights(
+        num_bytes, step_bytes, described, unpacking_bytes=UNPACKED_TOGETHER * DTYPE_BYTES[dtype] * widest
+    )
+
+
+def _row_bytes(file: GgufFile, *, is_on_gpu: bool, is_in_blocks: bool) -> Callable[[GgufTensor], int | None]:
+    """Return what tells the bytes of a packed matrix's row; of an unpacked one None."""
+    if not is_on_gpu:
+        return lambda tensor: packed_row_bytes(tensor.type.name, tensor.shape[-1]) if is_in_blocks else None
+    experts = [tensor.type.name for tensor in file.tensors.values() if len(tensor.shape) > 2]
+    are_experts_packed = all(
+        grouped_row_bytes(name, 128) is not None for name in experts
+    )  # they are multiplied together
+
+    def row_bytes(tensor: GgufTensor) -> int | None:
+        is_packed = are_experts_packed or len(tensor.shape) == 2
+        return grouped_row_bytes(tensor.type.name, tensor.shape[-1]) if is_packed else None
+
+    return row_bytes
 
 
 def _step_bytes(file: GgufFile, tensor: GgufTensor, loaded_bytes: int) -> int:

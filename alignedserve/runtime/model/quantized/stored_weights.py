@@ -11,12 +11,11 @@ from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.quantized.layout import StoredMatrix, has_weight, stored_matrix
 from alignedserve.runtime.model.quantized.product_form import GROUPS_OF_GPUS, Computing, ProductForm, form_bytes
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod
-from alignedserve.runtime.model.stored_weights import StoredWeights
+from alignedserve.runtime.model.stored_weights import UNPACKED_TOGETHER, StoredWeights
 from alignedserve.runtime.model.weight_index import WeightIndex
 from alignedserve.runtime.model.weight_names import find_prefix, linear_modules
 
 _MIB = 1 << 20
-_UNPACKED_TOGETHER = 2  # gates and ups
 
 
 class _Matrix(NamedTuple):
@@ -52,7 +51,7 @@ def quantized_weights(
         described += f"; multiplied {', '.join(parts)}"
     warning = _warning(matrices, computing)
     described += "" if warning is None else f"; {warning}"
-    unpacking_bytes = _UNPACKED_TOGETHER * itemsize * _widest(matrices)
+    unpacking_bytes = UNPACKED_TOGETHER * itemsize * _widest(matrices)
     return StoredWeights(num_bytes, step_bytes, "; ".join((described, *stored.remarks)), warning, unpacking_bytes)
 
 

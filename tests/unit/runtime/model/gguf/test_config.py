@@ -92,6 +92,9 @@ def test_served_under_the_files_name(tmp_path: Path) -> None:
 
 def test_weights_in_memory_are_those_of_the_file_and_the_embedding(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", "llama", ("Q8_0", "Q5_K"))
+    on_gpu = stored_weights(GgufFile(path), "float32", "cuda")
+    assert "; Q8_0 multiplied in groups; Q5_K unpacked" in on_gpu.description
+    assert on_gpu.unpacking_bytes > 0
     served = resolve_model(ModelSectionConfig(path=str(path), dtype="float32"))
     assert served.stored is not None
     assert served.stored.description == (

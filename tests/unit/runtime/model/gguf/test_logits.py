@@ -13,6 +13,7 @@ from alignedserve.gguf.file import GgufFile
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.source import GgufSource
+from alignedserve.runtime.model.weights import feed_forward_weights
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.models.tiny_gguf import HEAD_DIM, write_tiny_gguf
@@ -58,10 +59,12 @@ def reference_logits(path: Path, frequency_factors: Tensor | None = None, global
     return logits
 
 
-def unpacked_decoder(path: Path) -> Decoder:
+def unpacked_decoder(path: Path, *, in_groups: bool = False) -> Decoder:
+    """`in_groups`: packed as on a GPU."""
     file = GgufFile(path)
     config = gguf_config(file)
-    source = GgufSource(file, config, torch.float32, torch.device("cpu"), unpacks_all=True)
+    device = torch.device("cpu")
+    source = GgufSource(file, config, torch.float32, device, unpacks_all=not in_groups, in_groups=in_groups)
     return Decoder(config, assemble_weights(config, source, packed=source))
 
 
@@ -89,6 +92,18 @@ def test_unpacked_weights_are_exact(architecture: str, types: tuple[str, ...], h
     expected = reference_logits(path)
     tolerance = 1e-5 * float(expected.abs().max())
     torch.testing.assert_close(logits_of(unpacked_decoder(path)), expected, rtol=0.0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("architecture", "types"), CASES)
+def test_products_in_groups_round_nothing(
+    architecture: str, types: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; experts too. Of types that no product is made of scales are rounded, as in blocks."""
+    monkeypatch.setattr(feed_forward_weights, "has_experts_apart", lambda _: False)
+    path = write_tiny_gguf(tmp_path / "a.gguf", architecture, types)
+    decoder = unpacked_decoder(path, in_groups=True)
+    expected = reference_logits(path)
+    assert relative_error(logits_of(decoder), expected) < (2e-3 if "IQ3_S" in types else 1e-5)
 
 
 @pytest.mark.parametrize(("architecture", "types"), CASES)
