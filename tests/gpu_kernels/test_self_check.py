@@ -14,7 +14,7 @@ from alignedserve.runtime.attention import triton_parts
 from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.device_check import self_check
 from alignedserve.runtime.device_check.self_check import CheckPlan, Computer, obstacle_of
-from alignedserve.runtime.model.device_kinds import KINDS, RINGS
+from alignedserve.runtime.model.device_kinds import BLOCKS, KINDS, RINGS
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.weights import feed_forward_weights
 from kernels import gpu_dispatch
@@ -41,7 +41,7 @@ def test_kernels_that_compute_what_the_cpu_does_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["latent attention", "Mamba-2", "attention sinks", "weights in MXFP4", "weights in NVFP4", RINGS]
+    "kind", ["latent attention", "Mamba-2", "attention sinks", "weights in MXFP4", "weights in NVFP4", BLOCKS, RINGS]
 )
 def test_a_kind_of_layers_is_computed_as_on_a_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compute = self_check._compute

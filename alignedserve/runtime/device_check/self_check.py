@@ -9,10 +9,8 @@ Without a kind it is a Llama, else a small model with such layers (`device_kinds
 import argparse
 import json
 import math
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,29 +23,24 @@ from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
 from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.device.verdicts import FAILURE, OK
+from alignedserve.runtime.device_check.drawn_weights import DrawnWeights
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder_parts import Activation, NormKind
 from alignedserve.runtime.model.device_kinds import KINDS, RINGS
-from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.quantized.scheme import MXFP4_GROUP, NVFP4_GROUP
 from alignedserve.runtime.model.rope_config import RopeConfig
-from alignedserve.runtime.model.weights.packed_products import GroupedRows, Rows
-from alignedserve.runtime.model.weights.random_weights import RandomSource
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from kernels.gpu_dispatch import launch_failures
-from kernels.narrow.grouped_linear import GroupedWeight, Numbers
 
 _CPU = torch.device("cpu")
 _SEED = 20
 _BLOCK_SIZE, _MAX_CONTEXT_LEN, _NUM_BLOCKS = 16, 192, 48
 # Differences of log-probabilities that rounding explains; logits have a deviation of about 1.
 _TOLERANCES = {torch.float32: 5e-3, torch.bfloat16: 0.15}
-_SIZE_OF_4_BITS = 2.9  # the deviation of floats of 4 bits that are drawn
 _OF_KINDS = 2.0  # times as much: recurrences carry roundings along, and embeddings may be multiplied
 # Heads like those of an 8B Llama, so that kernels are compiled as they are for large models.
 MODEL = ModelConfig(
@@ -126,52 +119,9 @@ def _pairs(one: SampledToken, other: SampledToken) -> Iterator[tuple[float, floa
     yield from zip((value for _, value in one.logprob.top), (value for _, value in other.logprob.top), strict=True)
 
 
-class _OnDevice:
-    """A TensorSource of weights drawn on the CPU by their names, as devices read them in orders of their own; where
-    those of experts are floats of 4 bits, a PackedSource too."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.names, self.dtype, self._device = FAMILIES[config.family].names, dtype, device
-        self._quantization = config.stored_quantization
-
-    def has(self, name: str) -> bool:
-        """See TensorSource."""
-        return _source_of(name).has(name)
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """See TensorSource."""
-        weight = self._floats_of_4_bits(name, shape)
-        tensor = _source_of(name).tensor(name, shape) if weight is None else weight.unpacked(torch.float32)
-        return tensor.to(self._device, self.dtype)
-
-    def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
-        """See PackedSource."""
-        weight = self._floats_of_4_bits(name, shape)
-        return None if weight is None else GroupedRows(weight).moved(self._device)
-
-    def _floats_of_4_bits(self, name: str, shape: tuple[int, ...]) -> GroupedWeight | None:
-        if self._quantization is None or ".experts." not in name or len(shape) != 2:
-            return None
-        rows, width = shape
-        draw = partial(
-            torch.randint, dtype=torch.uint8, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        )
-        size, words = _SIZE_OF_4_BITS * math.sqrt(width), draw(0, 256, (rows, width // 2))
-        if self._quantization.has_float4(NVFP4_GROUP):
-            scales, factors = draw(0x30, 0x40, (rows, width // NVFP4_GROUP)), torch.full((rows,), 1.0 / size)
-            return GroupedWeight(Numbers.NVFP4, words, scales, None, factors)  # scales of 0.5 to 2
-        exponent = 127 - round(math.log2(size))
-        scales = draw(exponent - 1, exponent + 2, (rows, width // MXFP4_GROUP))
-        return GroupedWeight(Numbers.MXFP4, words, scales, None)
-
-
-def _source_of(name: str) -> RandomSource:
-    return RandomSource(zlib.crc32(name.encode()), torch.float32, _CPU)
-
-
 def _compute(computer: Computer, dtype: torch.dtype, plan: CheckPlan, config: ModelConfig) -> list[SampledToken]:
     """Return the tokens of all steps, those of a step by request."""
-    source, is_packed = _OnDevice(config, dtype, computer.device), computer.attention != TORCH
+    source, is_packed = DrawnWeights(config, dtype, computer.device), computer.attention != TORCH
     model = Decoder(config, assemble_weights(config, source, packed=source if is_packed else None))
     layout = config.block_layout(_BLOCK_SIZE, dtype_name(dtype))
     if computer.has_rings:

@@ -12,6 +12,7 @@ from llguidance import LLTokenizer
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
+from alignedserve.gguf.file import is_gguf
 from alignedserve.process.loading_progress import LoadingProgress
 from alignedserve.runtime.device.device_work import free_bytes, used_by_others
 from alignedserve.runtime.device.devices import CUDA
@@ -94,7 +95,8 @@ def load_alone(served: ServedModel, device: torch.device, progress: Path | None)
 def _check_kinds(served: ServedModel, device: torch.device) -> None:
     """Check the kinds of layers of a model on a GPU. Raises ConfigError."""
     if device.type == CUDA:
-        require_kinds(str(device), kinds_of(served.decoder, has_rings=served.has_rings), cache_folder())
+        kinds = kinds_of(served.decoder, has_rings=served.has_rings, is_gguf=is_gguf(served.folder))
+        require_kinds(str(device), kinds, cache_folder())
 
 
 def load_divided(served: ServedModel, spec: ExpertSpec, progress: Path | None) -> LoadedModel:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.quantized.scheme import MXFP4_GROUP, NVFP4_GROUP
+from alignedserve.runtime.model.quantized.scheme import MXFP4_GROUP, NVFP4_GROUP, CheckpointQuantization, QuantMethod
 from alignedserve.runtime.model.state_config import DeltaConfig, ShortConvConfig, SpaceConfig
 
 _SIZES: dict[str, Any] = {
@@ -36,18 +36,8 @@ class DeviceKind(NamedTuple):
     instead: str = "engine.device=cpu"  # what to set where a GPU does not compute it
 
 
-def _with_floats_of_4_bits(format_name: str, group_size: int) -> DeviceKind:
-    """Return the kind of weights of 4-bit floats, of which so many share a scale."""
-
-    def is_of(config: ModelConfig) -> bool:
-        return config.stored_quantization is not None and config.stored_quantization.has_float4(group_size)
-
-    numbers = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": group_size}
-    quantization = {
-        "quant_method": "compressed-tensors",
-        "format": format_name,
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": numbers}},
-    }
+def _with_narrow_experts(is_of: Callable[[CheckpointQuantization], bool], quantization: dict[str, Any]) -> DeviceKind:
+    """Return a kind of weights, by a small model whose experts have them."""
     fields = {
         **_SIZES,
         "model_type": "qwen3_moe",
@@ -61,10 +51,21 @@ def _with_floats_of_4_bits(format_name: str, group_size: int) -> DeviceKind:
         "hidden_act": "silu",
         "quantization_config": quantization,
     }
-    return DeviceKind(is_of, fields)
+    return DeviceKind(
+        lambda config: config.stored_quantization is not None and is_of(config.stored_quantization), fields
+    )
+
+
+def _with_floats_of_4_bits(format_name: str, group_size: int) -> DeviceKind:
+    """Return the kind of weights of 4-bit floats, of which so many share a scale."""
+    numbers = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": group_size}
+    groups = {"group_0": {"targets": ["Linear"], "weights": numbers}}
+    quantization = {"quant_method": "compressed-tensors", "format": format_name, "config_groups": groups}
+    return _with_narrow_experts(lambda stored: stored.has_float4(group_size), quantization)
 
 
 RINGS = "windows that forget"  # of models whose cache is so, and no kind of theirs: see BlockLayout.with_rings
+BLOCKS = "weights in blocks"
 KINDS: dict[str, DeviceKind] = {
     "attention sinks": DeviceKind(
         lambda config: config.has_sinks,
@@ -210,6 +211,9 @@ KINDS: dict[str, DeviceKind] = {
     ),
     "weights in MXFP4": _with_floats_of_4_bits("mxfp4-pack-quantized", MXFP4_GROUP),
     "weights in NVFP4": _with_floats_of_4_bits("nvfp4-pack-quantized", NVFP4_GROUP),
+    BLOCKS: _with_narrow_experts(
+        lambda stored: stored.method is QuantMethod.BLOCKS, {"quant_method": QuantMethod.BLOCKS.value}
+    ),
     RINGS: DeviceKind(
         lambda _: False,
         {
@@ -227,7 +231,9 @@ KINDS: dict[str, DeviceKind] = {
 }
 
 
-def kinds_of(config: ModelConfig, *, has_rings: bool = False) -> dict[str, str]:
-    """Return the kinds that a model has, each with what to set where they are not computed. `has_rings`: its cache."""
-    names = [name for name, kind in KINDS.items() if kind.is_of(config)] + ([RINGS] if has_rings else [])
+def kinds_of(config: ModelConfig, *, has_rings: bool = False, is_gguf: bool = False) -> dict[str, str]:
+    """Return the kinds that a model has, each with what to set where they are not computed. `has_rings`: its cache;
+    `is_gguf`: its file."""
+    names = [name for name, kind in KINDS.items() if kind.is_of(config)]
+    names += [name for name, is_there in ((BLOCKS, is_gguf), (RINGS, has_rings)) if is_there]
     return {name: KINDS[name].instead for name in names}

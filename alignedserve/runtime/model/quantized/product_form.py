@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from alignedserve.core.block_layout import DTYPE_BYTES
-from alignedserve.gguf.tensor_types import packed_row_bytes, row_bytes
+from alignedserve.gguf.tensor_types import grouped_row_bytes, packed_row_bytes, row_bytes
 from alignedserve.runtime.model.quantized.layout import IN_BLOCKS, MXFP4_BLOCKS, Packing, StoredMatrix, block_type
 
 _HAS_KERNELS = find_spec("kernels._native") is not None
@@ -27,6 +27,7 @@ class ProductForm(enum.Enum):
     GROUPS_FLOAT8 = "in groups of FP8"
     GROUPS_MXFP4 = "in groups of MXFP4"
     GROUPS_NVFP4 = "in groups of NVFP4"
+    GROUPS_OF_BLOCKS = "in groups, as blocks have them"
     UNPACKED = "unpacked"
 
 
@@ -36,6 +37,7 @@ GROUPS_OF_GPUS = (
     ProductForm.GROUPS_FLOAT8,
     ProductForm.GROUPS_MXFP4,
     ProductForm.GROUPS_NVFP4,
+    ProductForm.GROUPS_OF_BLOCKS,
 )
 
 
@@ -103,7 +105,9 @@ def _grouped_form(matrix: StoredMatrix) -> ProductForm:
         return ProductForm.GROUPS_MXFP4
     if matrix.packing is Packing.NVFP4:
         return ProductForm.UNPACKED if matrix.width % _BLOCK else ProductForm.GROUPS_NVFP4
-    if not _fills_blocks(matrix) or matrix.packing is Packing.BLOCKS:
+    if matrix.packing is Packing.BLOCKS:
+        return ProductForm.GROUPS_OF_BLOCKS
+    if not _fills_blocks(matrix):
         return ProductForm.UNPACKED
     if matrix.scheme.is_float:
         return ProductForm.GROUPS_FLOAT8
@@ -132,6 +136,8 @@ def form_bytes(matrix: StoredMatrix, form: ProductForm, dtype: str) -> int:
         return words + count // inputs_together(matrix) * (_SCALE_BYTES + _ZERO_BYTES)
     if form is ProductForm.GROUPS_MXFP4:
         return count * 17 // 32
+    if form is ProductForm.GROUPS_OF_BLOCKS:
+        return matrix.rows * (grouped_row_bytes(block_type(matrix.width), matrix.width) or 0)
     if form is ProductForm.GROUPS_NVFP4:
         return count * 9 // 16 + matrix.rows * _SCALE_BYTES
     if form is ProductForm.GROUPS_FLOAT8:

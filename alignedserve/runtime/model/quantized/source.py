@@ -20,6 +20,7 @@ from kernels.cpu.packed_linear import FileRows
 from kernels.narrow.float8_linear import has_float8_products
 from kernels.narrow.grouped_linear import GroupedWeight, Numbers
 from kernels.weight_blocks.block_formats import dequantize
+from kernels.weight_blocks.block_groups import grouped_blocks
 
 Read = Callable[[str], Tensor]  # of a tensor by its full name, as it is stored
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of outputs 0 to 7
@@ -252,7 +253,9 @@ class QuantizedSource:
         elif form is ProductForm.GROUPS_NVFP4:
             packed = read_nvfp4_groups(matrix, self._plain.stored)
         elif matrix.packing in IN_BLOCKS:
-            packed = read_blocks(matrix, self._plain)
+            packed = blocks = read_blocks(matrix, self._plain)
+            if form is ProductForm.GROUPS_OF_BLOCKS:
+                packed = GroupedRows(grouped_blocks(blocks.rows, blocks.type_name))
         elif matrix.packing is Packing.FLOAT8:
             packed = packed_float8(matrix, read_float8(matrix, self._plain.stored), form)
         else:

@@ -73,11 +73,12 @@ def test_rounded_weights_are_near_and_computed_packed(
     assert float((packed - exact).norm() / exact.norm()) < 0.06  # inputs are rounded, and a token may choose otherwise
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_floats_of_4_bits_stay_packed_on_a_gpu(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_stay_packed_on_a_gpu(family: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of layers and of experts; inputs are not rounded."""
     make_tiny_model(tmp_path, family, hidden_size=64, intermediate_size=96, moe_intermediate_size=64)
-    output = written(tmp_path, "mxfp4")
+    output = written(tmp_path, form)
     exact, _ = unpacked(output)
     weights = weights_as_on_a_gpu(output, monkeypatch, torch.float32, has_float8=False)
     assert all(not isinstance(product, Linear) for product in weights.layer_projections)
