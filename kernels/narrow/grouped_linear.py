@@ -9,6 +9,7 @@ Worked example: numbers [8, 11] of 4 bits with zero point 8 and scale 0.5 are [0
 """
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -191,7 +192,7 @@ class GroupedLinear:
     With gates: activation(gate) * up, of a weight whose first half makes the gates.
     """
 
-    __slots__ = ("_dtype", "_end", "_weight", "in_width", "out_width")
+    __slots__ = ("_dtype", "_end", "_most_rows", "_weight", "in_width", "out_width")
 
     def __init__(
         self,
@@ -201,17 +202,20 @@ class GroupedLinear:
         dtype: torch.dtype,
         activation: str | None = None,
         is_gated: bool = False,
+        has_few_rows: bool = False,
     ) -> None:
-        """`weight`: kept; `bias` [columns]. `activation`: a name in ACTIVATIONS, needed with gates."""
+        """`weight`: kept; `bias` [columns]. `activation`: a name in ACTIVATIONS, needed with gates. `has_few_rows`: the
+        weight, which may be large, is not unpacked for those that have many."""
         self.in_width, self._dtype = weight.in_width, dtype
         self._weight = DeviceWeight(weight, dtype)
+        self._most_rows = math.inf if has_few_rows else UNPACKING_ROWS
         self._end = ProductEnd(weight.words, bias, dtype=dtype, activation=activation, is_gated=is_gated)
         self.out_width = self._end.out_width
 
     def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""
         kernels = self._weight.kernels
-        if kernels is not None and len(x) <= UNPACKING_ROWS:
+        if kernels is not None and len(x) <= self._most_rows:
             return self._end(kernels.multiply(x, self._weight), addends)
         return self._end(functional.linear(x, self.unpacked()), addends)
 

@@ -143,6 +143,15 @@ def test_blocks_of_files(type_name: str, num_rows: int, device: torch.device, mo
     check(multiply(x), x, dequantize(raw, type_name).double(), has_kernel=num_rows <= UNPACKING_ROWS)
 
 
+def test_a_head_is_not_unpacked_for_many_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda device: True)
+    made = sample(Numbers.INT4, 32, 40, 2)
+    multiply = GroupedLinear(moved(made.weight, device), dtype=torch.float32, has_few_rows=True)
+    monkeypatch.delattr(GroupedLinear, "unpacked")
+    x = torch.randn(UNPACKING_ROWS + 1, 64, device=device)
+    check(multiply(x), x, made.values, has_kernel=True)
+
+
 def test_every_number_of_fp8_is_exact(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda device: True)
     stored = torch.arange(256, dtype=torch.uint8)

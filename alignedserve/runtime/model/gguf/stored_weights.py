@@ -31,7 +31,7 @@ def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | 
         width, is_matrix = tensor.shape[-1], len(tensor.shape) > 1  # or, of experts, many
         own_bytes = row_bytes(tensor) if is_matrix else None
         loaded_bytes = tensor.num_rows * (width * packed_bytes if own_bytes is None else own_bytes)
-        if is_on_gpu and own_bytes is not None and len(tensor.shape) == 2:
+        if is_on_gpu and own_bytes is not None and len(tensor.shape) == 2 and tensor.name not in (EMBEDDING, HEAD):
             widest = max(widest, tensor.num_rows * width)
         if tensor.name == EMBEDDING and HEAD in file.tensors:
             loaded_bytes = 0  # only looked up, see below

@@ -51,7 +51,7 @@ def quantized_weights(
         described += f"; multiplied {', '.join(parts)}"
     warning = _warning(matrices, computing)
     described += "" if warning is None else f"; {warning}"
-    unpacking_bytes = UNPACKED_TOGETHER * itemsize * _widest(matrices)
+    unpacking_bytes = UNPACKED_TOGETHER * itemsize * _widest(matrices, config.vocab_size)
     return StoredWeights(num_bytes, step_bytes, "; ".join((described, *stored.remarks)), warning, unpacking_bytes)
 
 
@@ -83,9 +83,10 @@ def _as_computed_together(matrices: list[_Matrix], computing: Computing) -> list
     return [matrix._replace(form=ProductForm.UNPACKED) if matrix.is_expert else matrix for matrix in matrices]
 
 
-def _widest(matrices: list[_Matrix]) -> int:
-    """Return the elements of the widest matrix that products of many rows unpack; 0: none is."""
-    return max((_count(own) for own in matrices if own.form in GROUPS_OF_GPUS and not own.is_expert), default=0)
+def _widest(matrices: list[_Matrix], vocab_size: int) -> int:
+    """Return the elements of the widest matrix that products of many rows unpack, which a head's do not; 0: none."""
+    layers = [own for own in matrices if not own.is_expert and own.stored.rows != vocab_size]
+    return max((_count(own) for own in layers if own.form in GROUPS_OF_GPUS), default=0)
 
 
 def _warning(matrices: list[_Matrix], computing: Computing) -> str | None:

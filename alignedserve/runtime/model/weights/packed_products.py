@@ -70,9 +70,10 @@ class GroupedRows(NamedTuple):
         return self.weight.words
 
     @property
-    def kind(self) -> tuple[Numbers, int]:
-        """Return what weights that are multiplied together share: the form of numbers, and the inputs of a group."""
-        return self.weight.numbers, self.weight.group
+    def kind(self) -> tuple[Numbers, int, bool]:
+        """Return what weights that are multiplied together share: the form of numbers, the inputs of a group, and
+        whether it has a minimum."""
+        return self.weight.numbers, self.weight.group, self.weight.minima is not None
 
     def changed(self, change: RowChange) -> "GroupedRows":
         """Return the weight with its rows in another order."""
@@ -103,14 +104,24 @@ class _Then(NamedTuple):
     dtype: torch.dtype
     activation: str | None
     is_gated: bool
+    has_few_rows: bool = False
 
 
 def packed_product(
-    parts: Sequence[Rows], bias: Tensor | None, dtype: torch.dtype, activation: str | None, is_gated: bool
+    parts: Sequence[Rows],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    activation: str | None,
+    is_gated: bool,
+    *,
+    has_few_rows: bool = False,
 ) -> AdaptableProjection:
-    """Return the product with the stacked weights, then the nonlinearity; gates in the first half of all rows."""
+    """Return the product with the stacked weights, then the nonlinearity; gates in the first half of all rows.
+
+    `has_few_rows`: no weight is unpacked for many rows of inputs.
+    """
     if are_alike(parts):
-        return _single(_stacked(parts), bias, _Then(dtype, activation, is_gated))
+        return _single(_stacked(parts), bias, _Then(dtype, activation, is_gated, has_few_rows))
     sizes = [len(part.rows) for part in parts]
     biases = [None] * len(parts) if bias is None else torch.split(bias, sizes)
     plain = _Then(dtype, None, False)
@@ -176,7 +187,14 @@ def _single(part: Rows, bias: Tensor | None, then: _Then) -> AdaptableProjection
             part.rows, part.scales, bias, dtype=then.dtype, activation=then.activation, is_gated=then.is_gated
         )
     if isinstance(part, GroupedRows):
-        grouped = GroupedLinear(part.weight, bias, dtype=then.dtype, activation=then.activation, is_gated=then.is_gated)
+        grouped = GroupedLinear(
+            part.weight,
+            bias,
+            dtype=then.dtype,
+            activation=then.activation,
+            is_gated=then.is_gated,
+            has_few_rows=then.has_few_rows,
+        )
         return grouped if part.order is None else _ReorderedInputs(grouped, part.order)
     product = BlockQuantizedLinear(
         part.rows,

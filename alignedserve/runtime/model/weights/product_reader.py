@@ -136,13 +136,19 @@ class ProductReader:
         return rows
 
     def product(
-        self, modules: Sequence[str], weights: Sequence[Rows], bias: Tensor | None, then: Nonlinearity = NONE
+        self,
+        modules: Sequence[str],
+        weights: Sequence[Rows],
+        bias: Tensor | None,
+        then: Nonlinearity = NONE,
+        *,
+        has_few_rows: bool = False,
     ) -> AdaptableProjection:
-        """Return the product with weights that read the same input."""
+        """Return the product with weights that read the same input. `has_few_rows`: see packed_product."""
         plain = [weight.rows for weight in weights if isinstance(weight, PlainRows)]
         if len(plain) == len(weights):
             return self.projected(modules[0], torch.cat(plain) if len(plain) > 1 else plain[0], bias, then)
-        return packed_product(weights, bias, self.dtype, then.activation, then.is_gated)
+        return packed_product(weights, bias, self.dtype, *then, has_few_rows=has_few_rows)
 
     def projected(
         self, name: str, weight: Tensor, bias: Tensor | None = None, then: Nonlinearity = NONE

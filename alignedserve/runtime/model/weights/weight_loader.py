@@ -271,7 +271,7 @@ class _WeightAssembler:
         stored = self._prefix + self._names.embedding if config.ties_embeddings else found
         packed = self._read.packed_rows(f"{stored}.weight", config.vocab_size, config.embedding_size)
         if packed is not None:
-            return self._read.product([stored], [packed], None)
+            return self._read.product([stored], [packed], None, has_few_rows=True)
         if config.ties_embeddings:
             assert isinstance(embedding, Tensor), "rows that are packed for looking them up alone"
             return self._read.projected("lm_head", embedding)
