@@ -39,18 +39,33 @@ class KeptRings(NamedTuple):
     copies: IntArray  # [2, rings, blocks]: sources and targets
     blocks: IntArray  # [edges, blocks of a context's states]
     num_tokens: IntArray  # [edges]
+    missed: IntArray  # headers of copies that were asked for, behind edges that the step does not reach
 
     @property
     def headers(self) -> IntArray:
         """Return the blocks that say how far these copies are."""
         return self.blocks[:, 0]
 
+    @property
+    def written_blocks(self) -> IntArray:
+        """Return the blocks of copies, and the headers of those that are not made."""
+        return np.concatenate((self.blocks.reshape(-1), self.missed))
+
     def leave(self, storage: BlockStorage) -> None:
         """Copy, behind a pass: what it wrote since the edges is in blocks to spare."""
+        if not len(self.blocks):
+            return
         arrays = (self.copies, np.ascontiguousarray(self.headers), self.num_tokens)
         copies, headers, num_tokens = to_device(arrays, storage.device)
         storage.copy_whole(*copies.flatten(1))
         tokens_behind_states(storage).index_copy_(0, headers, num_tokens)
+
+    def mark_missed(self, storage: BlockStorage) -> None:
+        """Let nobody take what was in the blocks of copies before for what they were to have."""
+        if not len(self.missed):
+            return
+        (missed,) = to_device([self.missed], storage.device)
+        tokens_behind_states(storage).index_fill_(0, missed, UNFINISHED)
 
 
 class RingRows(NamedTuple):
@@ -121,8 +136,9 @@ class RingPlan(NamedTuple):
 
     def leave_kept(self, storage: BlockStorage) -> None:
         """Copy what is kept, behind a pass that has not."""
-        if not self.has_chunks and len(self.kept.blocks):
+        if not self.has_chunks:
             self.kept.leave(storage)
+        self.kept.mark_missed(storage)
 
     def written_by(self, num_rows: int, slot_stride: int) -> IntArray:
         """Return the blocks that the first so many rows, of decodes, write."""
@@ -141,7 +157,7 @@ class RingTables:
         self.tables = np.zeros((layout.num_rings, max_sequences, num_columns), np.int64)
         self.changes = 0
         self._no_copies = np.empty((2, layout.num_rings, 0), np.int64)
-        self._none_kept = KeptRings(self._no_copies, np.empty((0, layout.state_blocks), np.int64), _NONE)
+        self._none_kept = KeptRings(self._no_copies, np.empty((0, layout.state_blocks), np.int64), _NONE, _NONE)
         self._entries = np.zeros(max_sequences, np.int64)  # of rows in these tables, as of the table's
         self._lent: dict[int, slice] = {}  # by row: columns in which it has scratch blocks
 
@@ -181,9 +197,16 @@ class RingTables:
             until = before + min((len(self._scratch) - 1) * self._layout.block_size, count - 1)
             num_tokens = settled_len(self._table.whole_runs.get(row, ()), until) - before
             assert num_tokens > 0, "a run of tokens that read one another, longer than all scratch"
+            edges = self._table.kept_states.pop(row, [])
+            self._keep_again(row, [edge for edge in edges if edge.num_tokens <= before + num_tokens])
             compute(request_id, num_tokens)
+            self._keep_again(row, [edge for edge in edges if edge.num_tokens > before + num_tokens])
             slices = [(request_id, count - num_tokens) if one is longest else one for one in slices]
         return slices
+
+    def _keep_again(self, row: int, edges: list[StateEdge]) -> None:
+        if edges:
+            self._table.kept_states[row] = edges
 
     def _num_lent(self, request_id: RequestId, count: int) -> int:
         size = self._layout.block_size
@@ -243,9 +266,9 @@ class RingTables:
 
     def _kept(self, rows: IntArray, before: IntArray, after: IntArray) -> KeptRings:
         """Return the copies of what the tokens behind edges will read, of edges that these rows pass."""
-        edges = self._edges(rows, before, after) if self._table.kept_states else ()
+        edges, missed = self._edges(rows, before, after) if self._table.kept_states else ((), _NONE)
         if not edges:
-            return self._none_kept
+            return self._none_kept._replace(missed=missed) if len(missed) else self._none_kept
         copies = []
         for row, edge in edges:
             end = edge.num_tokens // self._layout.block_size
@@ -253,16 +276,19 @@ class RingTables:
             targets = np.array(edge.block_ids[1:], np.int64).reshape(self._layout.num_rings, -1)
             copies.append(np.stack((self.tables[:, row, columns], targets[:, self._in_ring[columns]])))
         blocks, num_tokens = ([edge.block_ids for _, edge in edges], [edge.num_tokens for _, edge in edges])
-        return KeptRings(np.concatenate(copies, axis=2), np.array(blocks), np.array(num_tokens))
+        return KeptRings(np.concatenate(copies, axis=2), np.array(blocks), np.array(num_tokens), missed)
 
-    def _edges(self, rows: IntArray, before: IntArray, after: IntArray) -> list[tuple[int, StateEdge]]:
-        """Return the edges that these rows pass and where they are to leave copies, each with its row."""
-        return [
-            (row, edge)
-            for row, first, last in zip(rows.tolist(), before.tolist(), after.tolist(), strict=True)
-            for edge in self._table.kept_states.pop(row, ())
-            if first < edge.num_tokens <= last
-        ]
+    def _edges(self, rows: IntArray, before: IntArray, after: IntArray) -> tuple[list[tuple[int, StateEdge]], IntArray]:
+        """Return the edges that these rows pass and where they are to leave copies, each with its row; and the headers
+        of copies behind those that they do not come to."""
+        passed, missed = list[tuple[int, StateEdge]](), list[BlockId]()
+        for row, first, last in zip(rows.tolist(), before.tolist(), after.tolist(), strict=True):
+            for edge in self._table.kept_states.pop(row, ()):
+                if first < edge.num_tokens <= last:
+                    passed.append((row, edge))
+                else:
+                    missed.append(edge.block_ids[0])
+        return passed, np.array(missed, np.int64)
 
 
 class RingContexts:

@@ -21,9 +21,9 @@ class RingKeeper:
     def leave(self, rows: IntArray) -> None:
         """Leave copies of rings of these rows of the table, which have just computed a token each."""
         kept = self._rings.kept_by(rows, is_computed=True)
-        if not len(kept.blocks):
+        blocks, pending = kept.written_blocks, self._storage.pending_copies
+        if not len(blocks):
             return
-        blocks, pending = kept.blocks.reshape(-1), self._storage.pending_copies
         pending.wait(self._compute, blocks)
         self._compute.run(partial(self._copy, kept))
         pending.record(self._compute, blocks)
@@ -31,3 +31,4 @@ class RingKeeper:
     @in_inference_mode
     def _copy(self, kept: KeptRings) -> None:
         kept.leave(self._storage)
+        kept.mark_missed(self._storage)

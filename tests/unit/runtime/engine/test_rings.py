@@ -10,7 +10,8 @@ import pytest
 from alignedserve.core.ids import RequestId
 from alignedserve.runtime.attention.backend import AUTO, TORCH
 from alignedserve.runtime.engine.decoder import Decoder
-from tests.support.models.ring_engines import RingEngine
+from alignedserve.runtime.kv.state_headers import UNFINISHED, tokens_behind_states
+from tests.support.models.ring_engines import MAX_TOKENS, RingEngine
 from tests.support.models.tiny_engines import BLOCK_SIZE, TinyEngine, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
 
@@ -76,6 +77,21 @@ def test_a_sequence_begins_where_another_left_its_rings(
     for _ in range(29):
         own.step(a=1, other=1)
     assert own.tokens("a") == own.tokens("other") == _answer(decoder, attention)
+
+
+@pytest.mark.parametrize("is_reached", [True, False])
+def test_copies_behind_an_edge_are_left_or_marked(decoder: Decoder, attention: str, is_reached: bool) -> None:
+    """The first chunk is longer than all scratch, and computed in two: the edge is in the second. Or the step does not
+    come to it: what is in the blocks of the copies is nobody's rings."""
+    own = RingEngine(decoder, attention)
+    kept = own.take(own.layout.state_blocks)
+    header = tokens_behind_states(own.storage)
+    header[kept[0]] = 12  # of another sequence, once
+    prompt = random_tokens(5, MAX_TOKENS + 20)
+    own.add("a", prompt)
+    own.engine.keep_states(RequestId("a"), MAX_TOKENS + 16, kept)
+    own.step(a=len(prompt) if is_reached else 30)
+    assert int(header[kept[0]]) == (MAX_TOKENS + 16 if is_reached else UNFINISHED)
 
 
 def test_rings_that_are_none_are_computed_again(decoder: Decoder, attention: str) -> None:
