@@ -66,8 +66,7 @@ def plain_partition(
     tiles = -(-lengths // tile)
     begins = None
     if window is not None:
-        earliest = (lengths - 1) // window * window if is_chunked else np.maximum(lengths - window, 0)
-        begins = earliest // tile
+        begins = first_read(lengths, window, is_chunked=is_chunked) // tile
     bounds = np.zeros(num_rows + 1, np.int64)  # of each context among all tiles
     np.cumsum(tiles if begins is None else tiles - begins, out=bounds[1:])
     runs = bounds[-1] * np.arange(num_programs + 1) // num_programs
@@ -87,6 +86,12 @@ def plain_partition(
         program_parts=np.searchsorted(starts, runs).astype(np.int32),
         row_parts=np.searchsorted(starts, bounds).astype(np.int32),
     )
+
+
+def first_read(lengths: Int64Array, window: int, *, is_chunked: bool) -> Int64Array:
+    """Return the first token that the last one of each context reads, as `partition` has windows."""
+    earliest: Int64Array = (lengths - 1) // window * window if is_chunked else np.maximum(lengths - window, 0)
+    return earliest
 
 
 def _padded(values: Int64Array, capacity: int) -> Int32Array:

@@ -21,6 +21,7 @@ from kernels.addends import Addends
 from kernels.gpu_dispatch import fused_kernels
 from kernels.narrow.product_end import ProductEnd
 from kernels.sorted_experts import ExpertBias, ExpertRows, by_every_expert
+from kernels.weight_blocks.block_values import FLOATS_OF_4_BITS
 
 GROUPS = (32, 64, 128)  # inputs of a group
 HALF_GROUP = 16  # the same of NVFP4, and of some numbers of 8 bits
@@ -54,7 +55,6 @@ class Numbers(enum.Enum):
 
 
 _FLOATS_OF_4_BITS = (Numbers.MXFP4, Numbers.NVFP4)
-_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of these; behind them with a sign
 _LEAST_SCALE = 0x400000  # 2 ** -127, which has no exponent of its own in float32
 
 
@@ -119,8 +119,7 @@ class GroupedWeight(NamedTuple):
             words = torch.cat((words & 15, words >> 4), dim=-1)
         groups = words.reshape(*self.scales.shape, self.group)
         if self.numbers in _FLOATS_OF_4_BITS:
-            sizes = torch.tensor(_SIZES, device=groups.device)
-            values = torch.cat((sizes, -sizes))[groups.long()]
+            values = torch.from_numpy(FLOATS_OF_4_BITS).to(groups.device)[groups.long()]
         elif self.numbers is Numbers.FLOAT8:
             values = groups.view(torch.float8_e4m3fn).float()
         else:

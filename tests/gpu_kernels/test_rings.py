@@ -50,7 +50,7 @@ def launches_ahead(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def recomputing(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What is said of tokens that are computed again."""
+    """Return the log, which tells of tokens that are computed again."""
     caplog.set_level("INFO", logger=late_states.__name__)
     return caplog
 
@@ -122,8 +122,8 @@ def test_a_sequence_begins_where_another_left_its_rings(
 def test_sequences_come_and_go(
     folder: Path, decoder: Decoder, launches_ahead: bool, recomputing: pytest.LogCaptureFixture
 ) -> None:
-    """Steps that are launched ahead are dropped, or asked for in part; whoever leaves comes again with copies of its
-    rings, which such a step may have written, and computes nothing again."""
+    """Drop steps that were launched ahead, or ask for a part of them; bring sequences back with copies of their rings,
+    which such a step may have written. None of them computes tokens again."""
     rng, own = random.Random(5), _engine(decoder, launches_ahead)
     prompts = {
         name: random_tokens(seed, length) for seed, (name, length) in enumerate((("a", 33), ("b", 9), ("c", 50)))

@@ -61,7 +61,7 @@ class KeptRings(NamedTuple):
         tokens_behind_states(storage).index_copy_(0, headers, num_tokens)
 
     def mark_missed(self, storage: BlockStorage) -> None:
-        """Let nobody take what was in the blocks of copies before for what they were to have."""
+        """Mark copies that are not made as unfinished: their blocks may have the rings of another context."""
         if not len(self.missed):
             return
         (missed,) = to_device([self.missed], storage.device)
@@ -266,9 +266,11 @@ class RingTables:
 
     def _kept(self, rows: IntArray, before: IntArray, after: IntArray) -> KeptRings:
         """Return the copies of what the tokens behind edges will read, of edges that these rows pass."""
-        edges, missed = self._edges(rows, before, after) if self._table.kept_states else ((), _NONE)
+        if not self._table.kept_states:
+            return self._none_kept
+        edges, missed = self._edges(rows, before, after)
         if not edges:
-            return self._none_kept._replace(missed=missed) if len(missed) else self._none_kept
+            return self._none_kept._replace(missed=missed)
         copies = []
         for row, edge in edges:
             end = edge.num_tokens // self._layout.block_size

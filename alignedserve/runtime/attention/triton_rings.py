@@ -19,8 +19,9 @@ from alignedserve.runtime.attention.triton_backend import GpuPlanner
 from alignedserve.runtime.attention.whole_runs import Runs
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.attention import PLAIN_SCORES, ScoreForm
-from kernels.gpu.block_entries import BlockArrays, TableArrays, block_arrays
+from kernels.gpu.block_entries import BlockArrays, block_arrays
 from kernels.gpu.blocks import BlockTables
+from kernels.gpu.work_partition import first_read
 
 # Entries, of four bytes: arrays of blocks begin at addresses of 16, for which kernels are compiled.
 _ALIGNMENT = 4
@@ -54,7 +55,6 @@ class GpuRingPlanner(GpuPlanner):
             whole_in_windows=whole_in_windows,
         )
         self._rings, self._window = rings, window
-        self._scratch_block = storage.scratch_block if storage.has_scratch else -1
         touched = blocks_for(window + self.tile, table.block_size) + 1  # by a window, in whole tiles
         self._num_columns = -(-touched // _ALIGNMENT) * _ALIGNMENT
         self.windows = (window,)
@@ -67,13 +67,13 @@ class GpuRingPlanner(GpuPlanner):
     @override
     def decoded_arrays(self, rows: IntArray, lengths: IntArray) -> BlockArrays:
         """See GpuPlanner. A context begins in its array so far before its start as nothing of it is there."""
-        size, window, num_rows = self.table.block_size, self._window, len(lengths)
-        earliest = (lengths - 1) // window * window if self.is_chunked else np.maximum(lengths - window, 0)
-        first = earliest // self.tile * self.tile // size  # as tiles are read from their start
+        num_rows = len(lengths)
+        earliest = first_read(lengths, self._window, is_chunked=self.is_chunked)
+        first = earliest // self.tile * self.tile // self.table.block_size  # as tiles are read from their start
         columns = first[: len(rows), None] + np.arange(self._num_columns)
         tables = self._rings.tables
         np.minimum(columns, tables.shape[2] - 1, out=columns)
-        entries = np.full((len(tables), num_rows, self._num_columns), self._scratch_block, np.int32)
+        entries = np.full((len(tables), num_rows, self._num_columns), self._arrays.scratch_block, np.int32)
         entries[:, : len(rows)] = tables[:, rows[:, None], columns]
         starts = np.arange(num_rows) * self._num_columns - first
         flags = np.zeros(num_rows, np.int8)
@@ -82,11 +82,7 @@ class GpuRingPlanner(GpuPlanner):
     @override
     def block_arrays(self, rows: IntArray, lengths: IntArray) -> BlockArrays:
         """See GpuPlanner."""
-        table = self.table
-        of_rings = [
-            block_arrays(TableArrays(own, table.is_reversed, table.block_size, self._scratch_block), rows, lengths)
-            for own in self._rings.tables
-        ]
+        of_rings = [block_arrays(self._arrays._replace(block_tables=own), rows, lengths) for own in self._rings.tables]
         padding = (0, -len(of_rings[0].entries) % _ALIGNMENT)
         return of_rings[0]._replace(entries=np.concatenate([np.pad(own.entries, padding) for own in of_rings]))
 

@@ -119,7 +119,7 @@ class Engine:
         if launches_ahead is None:
             launches_ahead = storage.device.type != "cpu"
         has_states = layout.has_states
-        changes_states = has_states and rings is None  # a step that nobody asks for
+        changes_states = has_states and rings is None  # by a step that nobody asks for; rings have blocks to spare
         launches_ahead &= ranks is None and not planner.reads_unused_slots and not changes_states
         if hidden_block_tokens is not None:
             hidden = HiddenContexts(self._table, storage, hidden_block_tokens, make_planner)

@@ -56,13 +56,12 @@ def _row_bytes(file: GgufFile, *, is_on_gpu: bool, is_in_blocks: bool) -> Callab
     """Return what tells the bytes of a packed matrix's row; of an unpacked one None."""
     if not is_on_gpu:
         return lambda tensor: packed_row_bytes(tensor.type.name, tensor.shape[-1]) if is_in_blocks else None
-    experts = [tensor.type.name for tensor in file.tensors.values() if len(tensor.shape) > 2]
-    are_experts_packed = all(
-        grouped_row_bytes(name, 128) is not None for name in experts
-    )  # they are multiplied together
+    # Experts are multiplied together, so that one unpacked unpacks all.
+    experts = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 2]
+    are_packed = all(grouped_row_bytes(tensor.type.name, tensor.shape[-1]) is not None for tensor in experts)
 
     def row_bytes(tensor: GgufTensor) -> int | None:
-        is_packed = are_experts_packed or len(tensor.shape) == 2
+        is_packed = are_packed or len(tensor.shape) == 2
         return grouped_row_bytes(tensor.type.name, tensor.shape[-1]) if is_packed else None
 
     return row_bytes

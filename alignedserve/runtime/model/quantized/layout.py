@@ -49,9 +49,8 @@ class Packing(enum.Enum):
     BLOCKS = "weight in blocks"
 
 
-MXFP4_BLOCKS = (Packing.MXFP4, Packing.MXFP4_ROWS)
-IN_BLOCKS = (*MXFP4_BLOCKS, Packing.BLOCKS)  # as products are computed with them
-_FLOATS_OF_4_BITS = (*MXFP4_BLOCKS, Packing.NVFP4)
+IN_BLOCKS = (Packing.MXFP4, Packing.MXFP4_ROWS, Packing.BLOCKS)  # as products are computed with them
+_FLOATS_OF_4_BITS = (Packing.MXFP4, Packing.MXFP4_ROWS, Packing.NVFP4)
 
 
 @dataclass(frozen=True, slots=True)

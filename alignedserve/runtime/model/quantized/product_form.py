@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from alignedserve.core.block_layout import DTYPE_BYTES
-from alignedserve.gguf.tensor_types import grouped_row_bytes, packed_row_bytes, row_bytes
-from alignedserve.runtime.model.quantized.layout import IN_BLOCKS, MXFP4_BLOCKS, Packing, StoredMatrix, block_type
+from alignedserve.gguf.tensor_types import grouped_row_bytes, packed_row_bytes
+from alignedserve.runtime.model.quantized.layout import IN_BLOCKS, Packing, StoredMatrix, block_type
 
 _HAS_KERNELS = find_spec("kernels._native") is not None
 _BLOCK = 32  # inputs of one block of the kernels
@@ -25,7 +25,6 @@ class ProductForm(enum.Enum):
     GROUPS_4 = "in groups of 4 bits"
     GROUPS_8 = "in groups of 8 bits"
     GROUPS_FLOAT8 = "in groups of FP8"
-    GROUPS_MXFP4 = "in groups of MXFP4"
     GROUPS_NVFP4 = "in groups of NVFP4"
     GROUPS_OF_BLOCKS = "in groups, as blocks have them"
     UNPACKED = "unpacked"
@@ -35,7 +34,6 @@ GROUPS_OF_GPUS = (
     ProductForm.GROUPS_4,
     ProductForm.GROUPS_8,
     ProductForm.GROUPS_FLOAT8,
-    ProductForm.GROUPS_MXFP4,
     ProductForm.GROUPS_NVFP4,
     ProductForm.GROUPS_OF_BLOCKS,
 )
@@ -101,12 +99,10 @@ def _fills_blocks(matrix: StoredMatrix) -> bool:
 
 def _grouped_form(matrix: StoredMatrix) -> ProductForm:
     """Return the form of products whose inputs are not rounded, which every GPU computes."""
-    if matrix.packing in MXFP4_BLOCKS:
-        return ProductForm.GROUPS_MXFP4
+    if matrix.packing in IN_BLOCKS:
+        return ProductForm.GROUPS_OF_BLOCKS
     if matrix.packing is Packing.NVFP4:
         return ProductForm.UNPACKED if matrix.width % _BLOCK else ProductForm.GROUPS_NVFP4
-    if matrix.packing is Packing.BLOCKS:
-        return ProductForm.GROUPS_OF_BLOCKS
     if not _fills_blocks(matrix):
         return ProductForm.UNPACKED
     if matrix.scheme.is_float:
@@ -122,10 +118,8 @@ def form_bytes(matrix: StoredMatrix, form: ProductForm, dtype: str) -> int:
     if form is ProductForm.BLOCKS_8:
         return count * 34 // 32
     if form is ProductForm.BLOCKS_4:
-        if matrix.packing is Packing.BLOCKS:
-            return matrix.rows * (packed_row_bytes(block_type(matrix.width), matrix.width) or 0)
         if matrix.packing in IN_BLOCKS:
-            return matrix.rows * row_bytes("MXFP4", matrix.width)
+            return matrix.rows * (packed_row_bytes(_type_of_blocks(matrix), matrix.width) or 0)
         together = inputs_together(matrix)
         # Scales of a symmetric matrix are nearly always float16 numbers; others have float32 minima beside them.
         if matrix.scheme.is_symmetric and together < _NARROW:
@@ -134,15 +128,17 @@ def form_bytes(matrix: StoredMatrix, form: ProductForm, dtype: str) -> int:
     if form in (ProductForm.GROUPS_4, ProductForm.GROUPS_8):
         words = count * matrix.scheme.num_bits // 8
         return words + count // inputs_together(matrix) * (_SCALE_BYTES + _ZERO_BYTES)
-    if form is ProductForm.GROUPS_MXFP4:
-        return count * 17 // 32
     if form is ProductForm.GROUPS_OF_BLOCKS:
-        return matrix.rows * (grouped_row_bytes(block_type(matrix.width), matrix.width) or 0)
+        return matrix.rows * (grouped_row_bytes(_type_of_blocks(matrix), matrix.width) or 0)
     if form is ProductForm.GROUPS_NVFP4:
         return count * 9 // 16 + matrix.rows * _SCALE_BYTES
     if form is ProductForm.GROUPS_FLOAT8:
         return count + count // inputs_together(matrix) * _SCALE_BYTES
     return count + matrix.rows * 4
+
+
+def _type_of_blocks(matrix: StoredMatrix) -> str:
+    return block_type(matrix.width) if matrix.packing is Packing.BLOCKS else "MXFP4"
 
 
 def inputs_together(matrix: StoredMatrix) -> int:

@@ -11,7 +11,7 @@ from alignedserve.runtime.model.quantized.layout import IN_BLOCKS, Packing, Stor
 from alignedserve.runtime.model.quantized.nvfp4 import read_nvfp4_groups, unpacked_nvfp4
 from alignedserve.runtime.model.quantized.product_form import Computing, ProductForm, inputs_together
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod
-from alignedserve.runtime.model.quantized.stored_blocks import read_blocks, read_mxfp4_groups
+from alignedserve.runtime.model.quantized.stored_blocks import read_blocks
 from alignedserve.runtime.model.weight_names import ParameterNames
 from alignedserve.runtime.model.weights.packed_products import BlockRows, Float8Rows, GroupedRows, Int8Rows, Rows
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
@@ -248,9 +248,7 @@ class QuantizedSource:
         if matrix is None or form is ProductForm.UNPACKED or (form is ProductForm.INT8 and not has_int8_products()):
             return None
         packed: Rows | None
-        if form is ProductForm.GROUPS_MXFP4:
-            packed = read_mxfp4_groups(matrix, self._plain)
-        elif form is ProductForm.GROUPS_NVFP4:
+        if form is ProductForm.GROUPS_NVFP4:
             packed = read_nvfp4_groups(matrix, self._plain.stored)
         elif matrix.packing in IN_BLOCKS:
             packed = blocks = read_blocks(matrix, self._plain)

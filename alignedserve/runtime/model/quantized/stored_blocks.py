@@ -5,13 +5,11 @@ from torch import Tensor
 
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.quantized.layout import Packing, StoredMatrix, block_type, member_of_stack
-from alignedserve.runtime.model.weights.packed_products import BlockRows, GroupedRows
+from alignedserve.runtime.model.weights.packed_products import BlockRows
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
-from kernels.narrow.grouped_linear import GroupedWeight, Numbers
 from kernels.weight_blocks.block_formats import has_finite_scales
 
 _MXFP4 = "MXFP4"
-_NO_SCALE = 255
 
 
 def read_blocks(matrix: StoredMatrix, source: SafetensorsSource) -> BlockRows:
@@ -25,14 +23,6 @@ def read_blocks(matrix: StoredMatrix, source: SafetensorsSource) -> BlockRows:
     if not has_finite_scales(rows, type_name):
         raise ModelError(f"{name} holds numbers that are not finite.")
     return BlockRows(rows, type_name, matrix.width)
-
-
-def read_mxfp4_groups(matrix: StoredMatrix, source: SafetensorsSource) -> GroupedRows:
-    """Read a matrix of MXFP4 as GPUs multiply by it. Raises ModelError."""
-    name, blocks, scales = _mxfp4(matrix, source)
-    if bool((scales == _NO_SCALE).any()):
-        raise ModelError(f"{name} holds numbers that are not finite.")
-    return GroupedRows(GroupedWeight(Numbers.MXFP4, apart(blocks).flatten(1), scales, None))
 
 
 def _mxfp4(matrix: StoredMatrix, source: SafetensorsSource) -> tuple[str, Tensor, Tensor]:

@@ -234,16 +234,11 @@ class FeedForwardReader:
             return self._two_products(gate_up, down, inner, has_bias)
         (both,) = gate_up
         width, then = self._config.hidden_size, Nonlinearity(self._config.activation.value, is_gated=True)
-        bias, last_bias = (
-            self._read.tensor(f"{name}.bias", count) if has_bias else None
-            for name, count in ((both, 2 * inner), (down, width))
-        )
-        first = self._read.turned_rows(both, 2 * inner, width)
-        if self._names.interleaves_gates:
-            first, bias = first.changed(gates_first), None if bias is None else gates_first(bias)
+        first = self._expert_part(both, 2 * inner, width, experts, has_gates=True)
+        last = self._expert_part(down, width, inner, experts)
         return FeedForwardPart(
-            self._read.product([both], [first], bias, then),
-            self._read.product([down], [self._read.turned_rows(down, width, inner)], last_bias),
+            self._read.product([both], [first.rows], first.bias, then),
+            self._read.product([down], [last.rows], last.bias),
         )
 
 

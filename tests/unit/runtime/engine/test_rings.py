@@ -81,8 +81,8 @@ def test_a_sequence_begins_where_another_left_its_rings(
 
 @pytest.mark.parametrize("is_reached", [True, False])
 def test_copies_behind_an_edge_are_left_or_marked(decoder: Decoder, attention: str, is_reached: bool) -> None:
-    """The first chunk is longer than all scratch, and computed in two: the edge is in the second. Or the step does not
-    come to it: what is in the blocks of the copies is nobody's rings."""
+    """Ask for a copy behind an edge in the second half of a chunk that is longer than all scratch, and so computed in
+    two; or behind an edge that the step does not come to: the copy is marked as unfinished."""
     own = RingEngine(decoder, attention)
     kept = own.take(own.layout.state_blocks)
     header = tokens_behind_states(own.storage)
