@@ -19,7 +19,8 @@ from kernels.cpu.lora import LoraModule
 from kernels.gpu_dispatch import launch_failures
 from kernels.linear import Linear
 from kernels.narrow.float8_inputs import float8_inputs, rounded_inputs
-from kernels.narrow.grouped_linear import GroupedLinear, GroupedWeight, Numbers, SortedLinear
+from kernels.narrow.grouped_linear import GroupedLinear, Numbers, SortedLinear
+from kernels.narrow.random_weight import random_weight
 from kernels.norm import RmsNorm
 from kernels.rotary import HeadPlacement
 from kernels.sampling import Filters, RowParameters, sample
@@ -180,21 +181,9 @@ def _prefill_float8(device: torch.device, dtype: torch.dtype) -> float:
     return _prefill(device, dtype, is_float8=True)
 
 
-def _weight(numbers: Numbers, *shape: int) -> GroupedWeight:
-    """Draw a weight of `shape` [.., columns, groups], of groups of 64."""
-    words = torch.randint(0, 0x7F, (*shape, numbers.num_bytes(64)), dtype=torch.uint8).flatten(-2)
-    zeros = torch.randint(0, 16, shape, dtype=torch.uint8) if numbers.are_whole else None
-    if numbers is Numbers.MXFP4:
-        return GroupedWeight(numbers, words, torch.randint(118, 125, shape, dtype=torch.uint8), None)
-    if numbers is Numbers.NVFP4:
-        scales = torch.randint(0x20, 0x48, (*shape[:-1], 4 * shape[-1]), dtype=torch.uint8)
-        return GroupedWeight(numbers, words, scales, None, torch.rand(shape[:-1]) / 8)
-    return GroupedWeight(numbers, words, torch.rand(shape) / 8, zeros)
-
-
 def _grouped(numbers: Numbers) -> Callable[[torch.device, torch.dtype], float]:
     def compute(device: torch.device, dtype: torch.dtype) -> float:
-        weight, x = _weight(numbers, 80, 3), torch.randn(37, 192).to(dtype)
+        weight, x = random_weight(numbers, _CPU, 80, 192), torch.randn(37, 192).to(dtype)
         found = GroupedLinear(weight.changed(lambda part: part.to(device)), dtype=dtype)(x.to(device))
         return _off(found, x.double() @ weight.unpacked(torch.float64).mT)
 
@@ -208,7 +197,7 @@ def _expert_rows(device: torch.device) -> tuple[ExpertRows, Tensor]:
 
 
 def _sorted(device: torch.device, dtype: torch.dtype) -> float:
-    weight, x = _weight(Numbers.INT4, 5, 80, 3), torch.randn(40, 192).to(dtype)
+    weight, x = random_weight(Numbers.INT4, _CPU, 5, 80, 192), torch.randn(40, 192).to(dtype)
     rows, experts = _expert_rows(device)
     found = SortedLinear(weight.changed(lambda part: part.to(device)), dtype=dtype)(x.to(device), rows)
     return _off(found, torch.einsum("ri,roi->ro", x.double(), weight.unpacked(torch.float64)[experts]))

@@ -35,7 +35,6 @@ from alignedserve.runtime.lora.adapter_weights import load_adapter
 from alignedserve.runtime.model.quantized import source
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.weights import feed_forward_weights, file_products
-from benchmarks.gpu.slices.narrow_products import random_weight
 from kernels import gpu_dispatch, linear
 from kernels.activation import Gated
 from kernels.caches.block_digests import listed_digests, row_digests
@@ -44,6 +43,7 @@ from kernels.gpu import expert_rows, grouped_weights, launching
 from kernels.gpu.allowed_tokens import mask_tokens_
 from kernels.narrow.float8_inputs import float8_inputs
 from kernels.narrow.grouped_linear import UNPACKING_ROWS, GroupedLinear, Numbers
+from kernels.narrow.random_weight import random_weight
 from tests.support.devices.quick_interpreter import patch_once_per_kernel
 from tests.support.models.lora_folders import write_adapter
 from tests.support.models.quantized_checkpoints import (

@@ -23,8 +23,8 @@ from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weights.packed_products import Float8Rows, GroupedRows, Rows
 from alignedserve.runtime.model.weights.random_weights import RandomSource
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
-from benchmarks.gpu.slices.narrow_products import random_weight
 from kernels.narrow.grouped_linear import Numbers
+from kernels.narrow.random_weight import random_weight
 
 TARGET = 0.65  # of the iteration in the model's dtype
 FLOAT8, BLOCKS, INT4 = "FP8 by row", "FP8 in blocks", "4 bits in groups"

@@ -10,30 +10,14 @@ from torch.nn import functional
 from benchmarks.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
 from kernels.gpu_dispatch import fused_kernels
 from kernels.narrow.float8_linear import Float8Linear, has_float8_products
-from kernels.narrow.grouped_linear import GROUPS, HALF_GROUP, GroupedLinear, GroupedWeight, Numbers, SortedLinear
+from kernels.narrow.grouped_linear import GroupedLinear, Numbers, SortedLinear
+from kernels.narrow.random_weight import random_weight
 from kernels.sorted_experts import ExpertWeights, StackedProduct, rows_by_expert
 
 _ROWS, _TOY_ROWS = (1, 16, 64, 256, 4096), (3,)
 _EXPERTS, _CHOSEN = 8, 2
 _AS_SERVED = "as served"
 _PRODUCT, _MIXTURE = "product", "product of experts"
-
-
-def random_weight(numbers: Numbers, device: torch.device, *shape: int) -> GroupedWeight:
-    """Draw a weight of `shape` [.., columns, in_width] in groups of 128 inputs, or fewer where they do not fit; floats
-    of 4 bits in groups of 32 (MXFP4) or 16 (NVFP4)."""
-    width = shape[-1]
-    words = torch.randint(0, 0x77, (*shape[:-1], numbers.num_bytes(width)), dtype=torch.uint8, device=device)
-    if numbers is Numbers.MXFP4:
-        exponents = torch.randint(110, 118, (*shape[:-1], width // GROUPS[0]), dtype=torch.uint8, device=device)
-        return GroupedWeight(numbers, words, exponents, None)
-    if numbers is Numbers.NVFP4:
-        own = torch.randint(0x20, 0x40, (*shape[:-1], width // HALF_GROUP), dtype=torch.uint8, device=device)
-        return GroupedWeight(numbers, words, own, None, torch.full(shape[:-1], 1.0 / width, device=device))
-    group = next(size for size in reversed(GROUPS) if width % size == 0)
-    scales = torch.rand((*shape[:-1], width // group), device=device) / width
-    zeros = torch.full_like(scales, 8, dtype=torch.uint8) if numbers.are_whole else None
-    return GroupedWeight(numbers, words, scales, zeros)
 
 
 def product_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
