@@ -12,7 +12,13 @@ from alignedserve.config.sections import (
 )
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.device_turns import shared_device_of
-from alignedserve.runtime.engine.engine_sizes import can_stop, engine_sizes, hidden_block_tokens, swapped_bytes
+from alignedserve.runtime.engine.engine_sizes import (
+    can_stop,
+    engine_sizes,
+    hidden_block_tokens,
+    num_stops,
+    swapped_bytes,
+)
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.engine.stages.far_stages import far_stages
 from alignedserve.runtime.executor import make_executor
@@ -131,6 +137,7 @@ async def start_colocated_worker(
         max_tokens=config.max_num_batched_tokens,
         loads_quietly=process_spec.joins_others,
         candidate_buffer_bytes=lending.buffer_bytes if lending is not None else 0,
+        stops_passes=scheduling.yield_between_layers,
     )
 
     device = shared_device_of(process_spec, engine_config)
@@ -163,7 +170,7 @@ async def start_colocated_worker(
         prefix_cache=prefix_cache,
         prefix_pool=prefix_pool,
         decode_pool=decode_pool,
-        num_layers=layout.num_layers + layout.ring_layers,
+        num_layers=num_stops(layout, engine_config.device),
         has_states=layout.state_bytes > 0,
     )
     memory = None

@@ -5,7 +5,7 @@ from functools import partial
 from alignedserve.config.sections import EngineConfig, PrefillWorkerConfig, PrefixCacheConfig, SchedulingConfig
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.device_turns import shared_device_of
-from alignedserve.runtime.engine.engine_sizes import can_stop, engine_sizes
+from alignedserve.runtime.engine.engine_sizes import can_stop, engine_sizes, num_stops
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
@@ -39,6 +39,7 @@ async def start_prefill_worker(
         loads_quietly=process_spec.joins_others,
         candidate_buffer_bytes=config.candidate_buffer_bytes,
         max_tokens=config.max_num_batched_tokens,
+        stops_passes=scheduling.yield_between_layers,
     )
     layout = served.block_layout(engine_config.block_size)
     pool_name = process_spec.pool_name
@@ -68,7 +69,7 @@ async def start_prefill_worker(
         eos_token_ids=executor.eos_token_ids,
         measured=executor.measure_iterations(calibration_s(engine_config, scheduling), config.max_num_batched_tokens),
         prefix_cache=prefix_cache,
-        num_layers=layout.num_layers + layout.ring_layers,
+        num_layers=num_stops(layout, engine_config.device),
         state_blocks=layout.state_blocks,
     )
     worker = PrefillWorker(

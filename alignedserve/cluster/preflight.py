@@ -176,12 +176,15 @@ def _check_policy(config: ClusterConfig, block_tokens: int | None) -> None:
 
 
 def _check_yielding(config: ClusterConfig, served: ServedModel) -> None:
-    """Check that the engine can stop passes between layers."""
+    """Check that the engine can stop passes between layers, and does if they are to keep a floor."""
+    is_on_gpu, layout = config.engine.device.startswith(CUDA), served.block_layout(config.engine.block_size)
     obstacles = {
         "an encoder's passes are short, and stop nowhere": served.encoder is not None,
         "ranks go through the layers of a pass together": served.tensor_parallel > 1,
         "stages go through the layers of several passes at once": served.pipeline_parallel > 1,
-        "a GPU runs what is queued on it to its end": config.engine.device.startswith(CUDA),
+        "on a GPU, models with states or with caches of windows run passes to their end": (
+            is_on_gpu and (layout.has_states or layout.ring_layers > 0)
+        ),
     }
     scheduling = config.scheduling
     is_floor_set = scheduling.best_effort_floor not in (None, config.router.best_effort_floor)
@@ -190,6 +193,11 @@ def _check_yielding(config: ClusterConfig, served: ServedModel) -> None:
             raise ConfigError(f"scheduling.yield_between_layers cannot be had: {obstacle}; leave it out")
         if is_floor_set:
             raise ConfigError(f"scheduling.best_effort_floor has no effect, as no pass stops: {obstacle}; leave it out")
+    if is_floor_set and is_on_gpu and not scheduling.yield_between_layers:
+        raise ConfigError(
+            "scheduling.best_effort_floor has no effect on a GPU, where passes stop only with "
+            "scheduling.yield_between_layers=true; set that, or leave it out"
+        )
 
 
 def _check_rounded_cache(config: ClusterConfig) -> None:

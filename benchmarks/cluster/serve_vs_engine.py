@@ -3,10 +3,10 @@
     python -m benchmarks.cluster.serve_vs_engine [--topology elastic disaggregated] [--workers 2] [--rounds 3]
     python -m benchmarks.cluster.serve_vs_engine --add ...  # further rounds beside those that are recorded
 
-The 125M OPT shape in bfloat16. A round is the engine alone in a process of its own, then `bench serve` against a fresh
-server per topology and number of workers, which share the cores; medians count. On this machine clients, gateway and
-router have the same cores as the workers. Target: 92 % of the engine with the default topology, elastic, and the number
-of workers that it chooses.
+The 125M OPT shape, in bfloat16 where the machine multiplies that natively, else in float32. A round is the engine
+alone in a process of its own, then `bench serve` against a fresh server per topology and number of workers, which share
+the cores; medians count. On this machine clients, gateway and router have the same cores as the workers. Target: 92 %
+of the engine with the default topology, elastic, and the number of workers that it chooses.
 """
 
 import statistics
@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from alignedserve.runtime.device.cores import has_native_bfloat16
 from benchmarks.engine.apart import output_tokens_per_s
 from benchmarks.engine.workloads import parse_workload
 from benchmarks.measuring.arguments import parser_of
@@ -24,6 +25,8 @@ from benchmarks.measuring.server import TOPOLOGIES, load_report, served, setting
 NAME = "serving/serve_vs_engine"
 WORKLOAD = "w4"
 POLICY = "fcfs"
+DTYPE = "bfloat16" if has_native_bfloat16() else "float32"
+PATIENCE = "gateway.first_token_timeout_s=600"  # the last of a burst waits for minutes on a slow machine
 
 
 def write_trace(path: Path) -> int:
@@ -49,7 +52,8 @@ class System(NamedTuple):
 def run_served(folder: Path, trace: Path, system: System, num_tokens: int) -> float:
     """Return the output tokens per second from the first request to the last answer, as clients see them."""
     counts = [] if system.num_workers is None else [f"decode.count={system.num_workers}"]
-    with served(folder, [*settings_of(system.topology), *counts], "--policy", POLICY) as port:
+    settings = [*settings_of(system.topology), f"model.dtype={DTYPE}", PATIENCE, *counts]
+    with served(folder, settings, "--policy", POLICY) as port:
         report = load_report(port, "--tokenizer", str(folder), "--trace", str(trace))
     total = report["total"]
     assert total["num_completed"] == total["num_sent"], "a request failed"
@@ -72,7 +76,7 @@ def main() -> None:
         folder, trace = make_opt_125m(Path(name) / "model"), Path(name) / "trace.csv"
         num_tokens = write_trace(trace)
         for _ in range(arguments.rounds):
-            rates.setdefault("engine", []).append(output_tokens_per_s(WORKLOAD))
+            rates.setdefault("engine", []).append(output_tokens_per_s(WORKLOAD, dtype=DTYPE))
             for system in systems:
                 rate = run_served(folder, trace, system, num_tokens)
                 rates.setdefault(system.name, []).append(rate)
@@ -80,7 +84,7 @@ def main() -> None:
     medians = {name: statistics.median(values) for name, values in rates.items()}
     shares = {name: median / medians["engine"] for name, median in medians.items() if name != "engine"}
     print(shares)
-    print(write_result(NAME, {"output_tokens_per_s": rates, "share_of_engine": shares}))
+    print(write_result(NAME, {"dtype": DTYPE, "output_tokens_per_s": rates, "share_of_engine": shares}))
 
 
 if __name__ == "__main__":

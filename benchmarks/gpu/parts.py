@@ -84,7 +84,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=540.0, help="seconds until it is ended from outside")
     parser.add_argument("--compiled", action="store_true", help="generation: transformers compiled as well (minutes)")
     policies = ",".join(DEFAULT_POLICIES)
-    parser.add_argument("--policies", default=policies, help="promise: the first in all phases, others in the last")
+    own_help = "promise: the first in all phases, others in the last; NAME+stops: its passes stop between layers"
+    parser.add_argument("--policies", default=policies, help=own_help)
     arguments = parser.parse_args()
     if arguments.list:
         print_parts()

@@ -119,8 +119,8 @@ def _drawn(lengths: random.Random, prompts: Sequence[int], answers: Sequence[int
     return lengths.randint(*prompts), lengths.randint(*answers)
 
 
-def simulated_worker(live: LiveRun, source: str) -> SimConfig:
-    """Configure the worker of the live run, with costs of this source."""
+def simulated_worker(live: LiveRun, source: str, *, stops: bool = False) -> SimConfig:
+    """Configure the worker of the live run, with costs of this source. `stops`: its passes stop between layers."""
     token_bytes = SERVED_SHAPE.kv_token_bytes
     cache_bytes = live.found["cache_tokens"] * token_bytes
     decode = DecodeWorkerConfig(
@@ -133,7 +133,7 @@ def simulated_worker(live: LiveRun, source: str) -> SimConfig:
     cluster = ClusterConfig(
         topology=Topology.ELASTIC,
         model=ModelSectionConfig(max_context_len=live.load["max_context_len"]),
-        scheduling=SchedulingConfig(policy=_POLICY),
+        scheduling=SchedulingConfig(policy=_POLICY, yield_between_layers=stops or None),
         decode=decode,
     )
     chosen = with_policy(cluster, _POLICY, topology=Topology.ELASTIC)
@@ -146,9 +146,9 @@ def simulated_worker(live: LiveRun, source: str) -> SimConfig:
     return replace(config, cluster=msgspec.structs.replace(config.cluster, decode=own))
 
 
-def simulate(live: LiveRun, source: str) -> dict[str, Any]:
+def simulate(live: LiveRun, source: str, *, stops: bool = False) -> dict[str, Any]:
     """Return the figures of each phase."""
-    config = simulated_worker(live, source)
+    config = simulated_worker(live, source, stops=stops)
     joins_s = live.documents_alone_s
     found = {}
     for phase in live.phases():
@@ -225,6 +225,7 @@ def _figures(config: SimConfig, workload: Workload, phase: Phase, load: dict[str
 
 def _chat_figures(chats: Sequence[RequestRecord], load: dict[str, Any]) -> dict[str, Any]:
     ttfts = sorted(one.ttft_s if one.ttft_s is not None else float("inf") for one in chats)
+    gaps = sorted(one.max_tbt_s if one.max_tbt_s is not None else float("inf") for one in chats)
     tpots = sorted(one.tpot_s if one.tpot_s is not None else float("inf") for one in chats)
     return {
         "chats": len(chats),
@@ -232,6 +233,8 @@ def _chat_figures(chats: Sequence[RequestRecord], load: dict[str, Any]) -> dict[
         "ttft_ms_p50": _at(ttfts, 50),
         "ttft_ms_p99": _at(ttfts, 99),
         "tpot_ms_p50": _at(tpots, 50),
+        "longest_gap_ms_p50": _at(gaps, 50),
+        "longest_gap_ms_p99": _at(gaps, 99),
     }
 
 

@@ -45,6 +45,7 @@ from decode_worker.start import start_colocated_worker
 from router.service import Router
 
 WORKER, GATEWAY = "decode-0", "gateway-0"
+STOPS = "stops"  # behind a policy's name: its passes stop between layers
 _KEPT_OF_LOG = 60  # lines
 _ENDS_S = 15.0
 
@@ -99,13 +100,18 @@ def write_model(shape: ModelConfig, folder: Path) -> None:
 def plan_worker(
     model: Path, device: str, policy: str, *, max_context_len: int, dtype: str, cache_bytes: int | None = None
 ) -> Plan:
-    """Choose all sizes as `serve` does on this machine. `device`: cpu or cuda:N. `cache_bytes`: None: as it chooses."""
+    """Choose all sizes as `serve` does on this machine. `device`: cpu or cuda:N. `cache_bytes`: None: as it chooses.
+
+    `policy`: its name, or that and "+stops".
+    """
+    name, _, option = policy.partition("+")
+    assert option in ("", STOPS), f"nothing that a policy has: {option}"
     section = {"path": str(model), "random_weights": True, "dtype": dtype, "max_context_len": max_context_len}
     values = {
         "topology": "elastic",
         "model": section,
         "engine": {"device": device},
-        "scheduling": {"policy": policy},
+        "scheduling": {"policy": name, "yield_between_layers": option == STOPS or None},
         "decode": {"count": 1, "kv_cache_bytes": cache_bytes},
     }
     config = resolve_policy(from_mapping(values))

@@ -1,8 +1,9 @@
 """Random histories of requests on two GPUs of the fake CUDA: `python -m tests.harnesses.cuda_schedules --count 10000`.
 
 As in `engine_histories`, on the branches that only a GPU takes: streams of PyTorch's, memory that is another's as soon
-as nothing holds it, graphs, steps launched ahead, prefixes copied from one request to another; and workers are killed
-whose streams still work. Every token is compared with what the CPU engine generates for the request alone.
+as nothing holds it, graphs, steps launched ahead, steps between the layers of others, prefixes copied from one request
+to another; and workers are killed whose streams still work. Every token is compared with what the CPU engine generates
+for the request alone.
 """
 
 import argparse
@@ -13,7 +14,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -23,8 +25,10 @@ from typing_extensions import override
 from alignedserve.core.ids import RequestId
 from alignedserve.runtime.device.streams import CudaStreams, HostStreams
 from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.engine import COMPUTE
 from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
 from alignedserve.runtime.engine.steps import cuda_graphs
+from alignedserve.runtime.engine.steps.pass_pace import PassPace
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.kv.direct_copies import DirectCopies
 from alignedserve.runtime.kv.shm_arena import Arena
@@ -33,6 +37,7 @@ from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.weights.random_weights import random_weights
 from tests.harnesses.engine_histories import (
     BLOCK_SIZE,
+    MAX_CONTEXT_LEN,
     MAX_RUNNING,
     EngineHistory,
     Place,
@@ -61,7 +66,9 @@ class _Worker(Place):
 
     def __init__(self, decoder: Decoder, arena: Arena | None, rng: random.Random) -> None:
         streams = CudaStreams(decoder.device)
-        super().__init__(decoder, streams, arena, rng, launches_ahead=True)
+        self.stops_passes = rng.random() < 0.5
+        super().__init__(decoder, streams, arena, rng, launches_ahead=True, stops_passes=self.stops_passes)
+        self.pace = PassPace(streams.stream(COMPUTE))
         host_bytes = rng.choice((0, 1 << 14))
         if rng.random() < 0.4:
             self.swap_space = SlotSwapSpace(self.storage, streams, host_bytes=host_bytes)
@@ -75,6 +82,11 @@ class _Worker(Place):
     def iterate(self) -> None:
         torch.cuda.set_device(self.storage.device)
         super().iterate()
+
+    @override
+    def compute(self, chosen: Mapping[Request, int]) -> None:
+        self.pace.begin(self._random.choice((1, 1 << 10)))
+        super().compute(chosen)
 
     def end(self, fake: FakeCuda) -> None:
         """End its process: what it has enqueued is not done, and the driver forgets the memory that it knows of it.
@@ -103,15 +115,39 @@ class CudaSchedule(EngineHistory):
     def _make_place(self, number: int) -> Place:
         decoder = self._decoders[number]
         torch.cuda.set_device(decoder.device)
-        return _Worker(decoder, self._arena, self._random)
+        worker = _Worker(decoder, self._arena, self._random)
+        if worker.stops_passes:
+            decoder.stop_for(partial(self._between_layers, worker))
+        return worker
 
     @override
     def _actions(self) -> dict[Callable[[Place], None], int]:
         own = {self._on_device(action): weight for action, weight in super()._actions().items()}
         return {**own, self._on_device(self._copy_prefix): 4, self._on_device(self._kill): 1}
 
+    def _between_layers(self, worker: _Worker) -> None:
+        """Compute requests that are not in the pass in progress, one of them new, before its next layer."""
+        if not worker.engine.may_stop or not worker.computing:
+            return
+        worker.pace.layer_launched()
+        if self._random.random() < 0.5 or any(request.is_hidden for request in worker.computing):
+            return
+        outer = worker.computing
+        self._start(worker)
+        for request in [*worker.running]:
+            computed, known = worker.engine.num_computed(request.request_id), len(request.tokens)
+            if request in outer or request.is_hidden or known >= MAX_CONTEXT_LEN or self._random.random() < 0.3:
+                continue
+            if worker.make_room(request, known):
+                worker.computing = ()  # within it, none comes
+                worker.compute({request: known - computed})
+                worker.computing = outer
+                self.seen["steps within others"] += 1
+
     def end(self) -> None:
         """End the workers' processes."""
+        for decoder in self._decoders:
+            decoder.stop_for(lambda: None)
         for place in self._places:
             assert isinstance(place, _Worker), "a place without a GPU"
             place.end(self._fake)

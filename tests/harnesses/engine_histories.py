@@ -80,6 +80,7 @@ class Place:
         *,
         has_int8_swaps: bool = False,
         launches_ahead: bool = False,
+        stops_passes: bool = False,
     ) -> None:
         layout = decoder.config.block_layout(BLOCK_SIZE, decoder.dtype_name)
         self.storage = BlockStorage(layout, NUM_BLOCKS + NUM_LENT, decoder.device)
@@ -91,6 +92,7 @@ class Place:
             streams=streams,
             hidden_block_tokens=HIDDEN_BLOCK_TOKENS,
             launches_ahead=launches_ahead,
+            stops_passes=stops_passes,
             lent_blocks=[BlockId(NUM_BLOCKS + index) for index in range(NUM_LENT)],
         )
         self.swap_space: HostCaches = SwapSpace(self.storage, streams, is_int8=has_int8_swaps)
@@ -98,6 +100,7 @@ class Place:
         self.transfer = None if arena is None else ShmTransfer(self.storage, arena, stamps=True)
         self.running: list[Request] = []
         self.swapped: list[Request] = []
+        self.computing: Sequence[Request] = ()  # in the iteration in progress
         self.free = [BlockId(block) for block in range(NUM_BLOCKS)]
         self._random = rng
         rng.shuffle(self.free)
@@ -134,24 +137,32 @@ class Place:
 
     def iterate(self) -> None:
         """Compute one step over some of the sequences, the prompts in chunks."""
-        slices = []
+        chosen = {}
         for request in self.running:
             computed, known = self.engine.num_computed(request.request_id), len(request.tokens)
             count = known - computed if known - computed == 1 else self._random.randint(1, known - computed)
-            needed = request.blocks_for(computed + count) - len(request.blocks)
-            if known >= MAX_CONTEXT_LEN or self._random.random() < 0.2:
-                continue
-            if needed > 0:
-                more = self.take(needed)
-                if more is None:
-                    continue
-                self.engine.append_blocks(request.request_id, more)
-                request.blocks += more
-            slices.append((request.request_id, count))
-        if not slices:
-            return
-        by_id = {request.request_id: request for request in self.running}
-        output = self.engine.execute(slices)
+            if known < MAX_CONTEXT_LEN and self._random.random() >= 0.2 and self.make_room(request, computed + count):
+                chosen[request] = count
+        if chosen:
+            self.computing = [*chosen]
+            self.compute(chosen)
+            self.computing = ()
+
+    def make_room(self, request: Request, num_tokens: int) -> bool:
+        """Give a request blocks for so many tokens of its context; False: there are none."""
+        needed = request.blocks_for(num_tokens) - len(request.blocks)
+        more = self.take(max(needed, 0))
+        if more is None:
+            return False
+        if more:
+            self.engine.append_blocks(request.request_id, more)
+            request.blocks += more
+        return True
+
+    def compute(self, chosen: Mapping[Request, int]) -> None:
+        """Compute so many tokens of each of these."""
+        by_id = {request.request_id: request for request in chosen}
+        output = self.engine.execute([(request.request_id, count) for request, count in chosen.items()])
         assert not output.failed, "logits that are not numbers"
         for token in output.sampled:
             by_id[token.request_id].tokens.append(token.token_id)

@@ -7,10 +7,9 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.core.request import SampledToken, sampled_tokens
+from alignedserve.core.request import SampledToken
 from alignedserve.runtime.attention.backend import AUTO, AttentionPlanner, Contexts, TableKeeper
 from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.ring_tables import RingTables
@@ -22,7 +21,7 @@ from alignedserve.runtime.engine.forward_batch import LastTokenContexts, LastTok
 from alignedserve.runtime.engine.rank_mirror import RankMirror, wait_for_step
 from alignedserve.runtime.engine.sampling.sampler import Sampler
 from alignedserve.runtime.engine.steps.block_loans import BlockLoans
-from alignedserve.runtime.engine.steps.chosen_tokens import NO_TOKEN, ChosenTokens
+from alignedserve.runtime.engine.steps.chosen_tokens import NO_TOKEN, ChosenTokens, last_tokens
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
 from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts
 from alignedserve.runtime.engine.steps.jump_ahead import JumpAhead, forced_counts, with_forced
@@ -46,7 +45,6 @@ from alignedserve.runtime.engine.steps.step_passes import StepPasses
 from alignedserve.runtime.engine.steps.whole_blocks import read_whole, write_whole
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from kernels.adapters.device_lora import device_kernels
 
 __all__ = ["Engine", "NewSequence", "PromptLogprobs", "StepOutput", "StepSlice", "StepTimes"]
 
@@ -78,6 +76,7 @@ class Engine:
         masks: TokenMasks | None = None,
         ranks: RankMirror | None = None,
         launches_ahead: bool | None = None,
+        stops_passes: bool = False,
         lent_blocks: Sequence[BlockId] = (),
         max_running: int | None = None,
         ring_scratch: Sequence[BlockId] = (),
@@ -87,6 +86,7 @@ class Engine:
         is allocated for it. `masks`: empty; None: no sequence may have a grammar.
         `ranks`: the others that compute the model with this one, the first; None: it is computed here alone.
         `launches_ahead`: steps are launched before the tokens of the one before are known; None: on a GPU.
+        `stops_passes`: other steps may run between the layers of one with chunks, so those are not launched ahead.
         `lent_blocks`: of the storage, for the engine itself; no sequence has them. See BlockLoans.
         `max_running`: sequences that decode in one step, for which graphs are recorded; None: all.
         `ring_scratch`: blocks like `lent_blocks`, for chunks where layers with a window have rings. See RingTables.
@@ -156,9 +156,11 @@ class Engine:
             BlockLoans(self._table, storage, self._compute, lent_blocks),
             plans=planner.plans_ahead and not changes_states,
             launches=launches_ahead,
+            launches_chunks=not stops_passes and rings is None,  # what rings had is lost where such a step is dropped
             kept_rings=None if rings is None else RingKeeper(rings, storage, self._compute),
         )
         self._late = LateStates(self._table, storage) if has_states else None
+        self._enqueuing: StepLaunch | None = None  # between its layers others may come
         # Else a new block is zeroed first, and with it what another sequence has there; and it has one state.
         self.can_share_blocks = not planner.reads_unused_slots and not has_states
 
@@ -234,10 +236,7 @@ class Engine:
         `has_adapters`: sequences may have some: of such batches as well.
         """
         if self._passes.graphs is not None:
-            kernels = device_kernels(self.model.dtype, self.storage.device) if has_adapters else None
-            self._passes.record_all(self._builder, self._compute, kernels)
-            logits = torch.zeros((1, self.model.config.vocab_size), dtype=self.model.dtype, device=self.storage.device)
-            self._compute.run(partial(self._sampler.warm_up, logits))
+            self._passes.record_all(self._builder, self._compute, self._sampler, has_adapters=has_adapters)
             self._compute.record().synchronize()
 
     @in_inference_mode
@@ -247,21 +246,24 @@ class Engine:
         A slice is a StepSlice or an equal tuple. On a GPU the next step is launched behind this one, or prepared while
         it is computed, assuming that sequences continue to decode. A slice that decodes takes tokens along that a
         grammar forces. `may_go_on`: the device may be computing when this returns.
+        Called between two layers of a step (Decoder.stop_for), of other sequences, it runs before the rest of that.
         """
         started = time.perf_counter()
         slices = self._table.whole_slices(slices if self._late is None else self._late.caught_up(slices))
         if self._rings is not None:
             slices = self._rings.with_room(slices, self._compute_before)
         forced = self._jumps.take(slices)
-        ahead, rest = self._next.take_launched(slices)
+        outer = self._enqueuing
+        ahead, rest = self._next.take_launched(slices) if outer is None else (None, slices)
         if ahead is None and not rest:
             return StepOutput([], [], {}, [], NO_TIMES)
         step = self._build(rest, forced) if rest else None
         prepared = time.perf_counter()
-        launches = [] if ahead is None else [ahead]
+        launches, before = [] if ahead is None else [ahead], ahead if outer is None else outer
         if step is not None:
-            launches.append(self._launch(step, rest, forced, first_place=0 if ahead is None else ahead.end_place))
-        self._go_on(launches, may_launch=may_go_on and not self._table.has_runs_left)
+            launches.append(self._launch(step, rest, forced, first_place=0 if before is None else before.end_place))
+        if outer is None:
+            self._go_on(launches, may_launch=may_go_on and not self._table.has_runs_left)
         sampled, failed = self._collect(launches[0])
         for launch in launches[1:]:
             more, more_failed = self._collect(launch)
@@ -270,6 +272,12 @@ class Engine:
         sampled, counts = with_forced(forced, sampled), forced_counts(forced, failed)
         prompt_logprobs = [part for one in launches for part in one.prompt_logprobs]
         return StepOutput(sampled, failed, self._reasons(failed), prompt_logprobs, times, counts)
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether others may run between layers of what is being enqueued: not if recorded, nor ahead of all tokens."""
+        launch = self._enqueuing
+        return launch is not None and launch.loans is None and not self._passes.may_record(launch.step)
 
     def settle(self) -> None:
         """Wait until the device has done what is launched, and drop the results of a step that nobody asked for."""
@@ -283,13 +291,10 @@ class Engine:
         self._launch(self._builder.build([request_id], [count]), [(request_id, count)], {}, first_place=0)
 
     def _build(self, slices: Slices, forced: Forced) -> StepBatch:
-        request_ids, num_tokens = [part[0] for part in slices], [part[1] for part in slices]
         if not forced:
-            return self._next.take_planned(slices) or self._builder.build(request_ids, num_tokens)
+            return self._next.take_planned(slices) or self._builder.build_slices(slices)
         self._next.forget()
-        are_decodes = max(num_tokens) == 1
-        num_tokens = [count + len(forced.get(key, ())) for key, count in zip(request_ids, num_tokens, strict=True)]
-        return (self._builder.build_runs if are_decodes else self._builder.build)(request_ids, num_tokens)
+        return self._builder.build_slices(slices, forced)
 
     def _launch(self, step: StepBatch, slices: Slices, forced: Forced, *, first_place: int) -> StepLaunch:
         """Enqueue the step on the compute stream and update the table to the state after it, except for the tokens."""
@@ -317,9 +322,11 @@ class Engine:
         step = launch.step
         if not self.storage.pending_copies.is_idle:
             self.storage.pending_copies.wait(self._compute, partial(self._table.blocks_of, step.rows))
+        outer, self._enqueuing = self._enqueuing, launch
         self._compute.run(partial(self._compute_step, launch))
+        self._enqueuing = outer
         self.model.finish_step()
-        launch.on_host = self._chosen.copy_out(self._compute, launch.first_place, len(step.sampled_rows))
+        launch.on_host = self._chosen.copy_out(self._compute, launch.places, is_within=outer is not None)
         launch.computed = self._compute.record()
 
     def _go_on(self, launches: list[StepLaunch], *, may_launch: bool) -> None:
@@ -350,10 +357,7 @@ class Engine:
         launch.forwarded = time.perf_counter()
         if len(rows):
             masks = launch.await_masks()
-            # A prompt that ends beside decodes has its last token in the table.
-            last = inputs
-            if inputs is not None and inputs.shape[0] < len(rows):
-                last = pad(inputs, (0, len(rows) - inputs.shape[0]), value=NO_TOKEN)
+            last = last_tokens(inputs, len(rows))
             draw = self._sampler.start(rows, launch.num_tokens, logits, masks, launch.changes, last)
             launch.draw = self._chosen.choose(draw, launch.first_place)
             launch.embeddings = self._prompts.embeddings(step, hidden)
@@ -383,12 +387,8 @@ class Engine:
         is_usable = token_ids != NO_TOKEN
         if self._ranks is not None:
             self._ranks.set_tokens(token_ids)
-        logprobs = self._sampler.finish(draw, token_ids, is_usable).logprobs
-        ids = self._table.ids_of(rows)
-        sampled = sampled_tokens(ids, token_ids.tolist())
-        for index in {*logprobs, *launch.embeddings} if logprobs or launch.embeddings else ():
-            more = logprobs.get(index), launch.embeddings.get(index, b"")
-            sampled[index] = SampledToken(ids[index], sampled[index].token_id, *more)
+        logprobs, ids = self._sampler.finish(draw, token_ids, is_usable).logprobs, self._table.ids_of(rows)
+        sampled = launch.sampled(ids, token_ids, logprobs)
         if self._table.note_tokens(rows, launch.num_tokens_before, token_ids, is_usable):
             return sampled, []
         self._next.forget()
@@ -396,5 +396,5 @@ class Engine:
         return [sampled[index] for index in good], [ids[index] for index in bad]
 
     def _reasons(self, failed: list[RequestId]) -> dict[RequestId, str]:
-        found = {request_id: self._sampler.failure(self._table.row(request_id)) for request_id in failed}
-        return {request_id: reason for request_id, reason in found.items() if reason is not None}
+        reasons = ((one, self._sampler.failure(self._table.row(one))) for one in failed)
+        return {one: reason for one, reason in reasons if reason is not None}

@@ -7,6 +7,7 @@ from alignedserve.core.block_layout import BlockLayout, recomputed_blocks
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import CPU, device_type
+from alignedserve.runtime.engine.steps.pass_pace import LAYERS_AHEAD
 from alignedserve.runtime.kv.transfers.transports import lends_device_memory
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.scheduling.policies import wanted_mechanisms
@@ -33,6 +34,7 @@ class EngineSizes:
     swap_space_bytes: int = 0  # of caches in host memory, that is registered with a GPU at the start
     max_running: int | None = None  # sequences of one step, of those that it holds; None: all
     max_tokens: int = 2048  # of one step, for which memory is kept where layers with a window have rings
+    stops_passes: bool = False  # iterations of chats run between the layers of others
 
     @property
     def may_launch_ahead(self) -> bool:
@@ -57,6 +59,7 @@ def engine_sizes(
     swap_space_bytes: int = 0,
     max_running: int | None = None,
     max_tokens: int = 2048,
+    stops_passes: bool | None = False,
 ) -> EngineSizes:
     """Combine the engine's configuration, whose device and threads are decided, with one worker's sizes.
 
@@ -80,6 +83,7 @@ def engine_sizes(
         swap_space_bytes=swap_space_bytes,
         max_running=max_running,
         max_tokens=max_tokens,
+        stops_passes=bool(stops_passes),
     )
 
 
@@ -89,9 +93,15 @@ def jumps_ahead(wanted: bool | None, device: str) -> bool:
 
 
 def can_stop(device: str, served: ServedModel) -> bool:
-    """Return whether the engine can stop a pass between two layers: not on a GPU, which runs what is queued to its end,
+    """Return whether the engine stops passes between two layers unasked: not on a GPU, where it has not been measured,
     nor where ranks or stages go through the layers together; an encoder's passes are short."""
     return device_type(device) == CPU and served.num_processes == 1 and served.encoder is None
+
+
+def num_stops(layout: BlockLayout, device: str) -> int:
+    """Return at how many places of a pass the engine of this model can stop it: on a CPU behind each layer."""
+    num_layers = layout.num_layers + layout.ring_layers
+    return num_layers if device_type(device) == CPU else max(num_layers // (1 + LAYERS_AHEAD), 1)
 
 
 def engine_mechanisms(

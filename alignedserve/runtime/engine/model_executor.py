@@ -38,7 +38,7 @@ from alignedserve.runtime.device.verdicts import cache_folder
 from alignedserve.runtime.engine.calibration.kept_calibration import KeptCalibration
 from alignedserve.runtime.engine.calibration.measured_iterations import measure_iterations
 from alignedserve.runtime.engine.device_turns import DeviceTurns
-from alignedserve.runtime.engine.engine import Engine, NewSequence, StepTimes
+from alignedserve.runtime.engine.engine import COMPUTE, Engine, NewSequence, StepTimes
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, can_stop, engine_blocks, threads_per_rank
 from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
 from alignedserve.runtime.engine.model_loading import (
@@ -58,6 +58,7 @@ from alignedserve.runtime.engine.stages.block_lender import num_stage_loans
 from alignedserve.runtime.engine.stages.stage_group import StageGroup
 from alignedserve.runtime.engine.stages.staged_engine import StagedEngine
 from alignedserve.runtime.engine.steps.block_loans import num_lent_blocks
+from alignedserve.runtime.engine.steps.pass_pace import PassPace
 from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
 from alignedserve.runtime.engine.worker_specs import (
@@ -156,6 +157,7 @@ class ModelExecutor:
             hidden_block_tokens=sizes.hidden_block_tokens,
             ranks=self._ranks,
             launches_ahead=launches_ahead,
+            stops_passes=sizes.stops_passes,
         )
         if isinstance(self._ranks, StageGroup):
             make_engine = partial(
@@ -193,8 +195,9 @@ class ModelExecutor:
         self._turn_lengths = TurnLengths()
         rope = served.decoder.rope
         self._has_axes = rope is not None and bool(rope.axes)
-        self._urgent = UrgentIterations()
-        if can_stop(sizes.device, served):
+        stops_queue = sizes.stops_passes and device.type != "cpu"
+        self._urgent = UrgentIterations(PassPace(streams.stream(COMPUTE)) if stops_queue else None)
+        if stops_queue or can_stop(sizes.device, served):
             decoder.stop_for(self._between_layers)
         self._sizes, self._max_context_len = sizes, served.max_context_len
         self._described = described(served, sizes)
@@ -297,8 +300,9 @@ class ModelExecutor:
             return self._run(command)
 
     def _between_layers(self) -> None:
-        self._urgent.between_layers()
-        self._turns.between_layers()
+        if self._engine.may_stop:
+            self._urgent.between_layers()
+            self._turns.between_layers()
 
     def _run(self, command: RunIteration) -> IterationCompleted:
         started = time.monotonic()
@@ -309,6 +313,7 @@ class ModelExecutor:
                 self._ranks.flush()
             times = IterationTimes(started, time.monotonic(), changed - started, 0.0, 0.0)
             return IterationCompleted((), times=times)
+        self._urgent.pass_begins(sum(num_tokens for _, num_tokens in command.slices))
         # Else a step of this model would run in the turn of another that somebody waits for.
         output = self._engine.execute(command.slices, may_go_on=self._turns.is_alone())
         scores = tuple(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from alignedserve.process.worker_threads import WorkerThreads
+from alignedserve.runtime.engine.steps.pass_pace import PassPace
 
 _ANSWER_S = 0.02  # at most, until what follows one that has ended is decided: mostly a millisecond
 
@@ -23,7 +24,9 @@ class UrgentIterations:
     meanwhile, would wait for a whole layer otherwise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pace: PassPace | None = None) -> None:
+        """`pace`: of passes that are launched on a device; None: they are computed as they are called."""
+        self._pace = pace
         self._waiting: deque[tuple[Callable[[], object], threading.Event]] = deque()
         self._is_performing = False
         self._stopped_s = 0.0
@@ -39,8 +42,15 @@ class UrgentIterations:
 
         self._waiting.append((threads.performer(work, completed), is_dealt_with))
 
+    def pass_begins(self, num_tokens: int) -> None:
+        """Note that a pass of so many tokens begins, within another or not."""
+        if self._pace is not None and not self.is_within:
+            self._pace.begin(num_tokens)
+
     def between_layers(self) -> None:
         """Perform those that wait, while the pass in progress stands still."""
+        if self._pace is not None and not self.is_within:
+            self._pace.layer_launched()
         if not self._waiting or self._is_performing:
             return
         began = time.monotonic()

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from alignedserve.costmodel.linear import fit_error
 from alignedserve.costmodel.profile_file import read_profile
-from benchmarks.gpu import predicted, promise_simulated
+from benchmarks.gpu import predicted, promise_simulated, stops_simulated
 from benchmarks.gpu.timed_iterations import KINDS, timed_iterations
 from benchmarks.gpu.timed_iterations import SHORT as HOST_BOUND
 
@@ -15,6 +15,7 @@ def test_the_tables_are_those_of_the_records() -> None:
     for page, table, with_table, command in (
         (predicted.PAGE, predicted.TABLE, predicted.with_table, "predicted"),
         (promise_simulated.PAGE, promise_simulated.TABLE, promise_simulated.with_table, "promise_simulated"),
+        (promise_simulated.PAGE, stops_simulated.TABLE, stops_simulated.with_table, "stops_simulated"),
     ):
         text = page.read_text()
         assert f"<!-- table: {table} -->" in text

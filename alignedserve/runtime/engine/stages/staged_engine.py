@@ -132,7 +132,7 @@ class StagedEngine(Engine):
 
     def _begin_slices(self, slices: Sequence[Slice]) -> Part:
         """Begin a part that was asked for; the table is as after it, except for the tokens."""
-        step = self._builder.build([request_id for request_id, _ in slices], [count for _, count in slices])
+        step = self._builder.build_slices(slices)
         part = self._begin(step, slices)
         part.masks = self._sampler.start_masks(part.rows, part.num_tokens)
         self._enqueue_table(part)
@@ -173,7 +173,7 @@ class StagedEngine(Engine):
             masks, changes = part.await_masks(), self._sampler.plan(rows, part.num_tokens)
             draw = self._sampler.start(rows, part.num_tokens, logits, masks, changes)
             part.draw = self._chosen.choose(draw, 0)
-            part.on_host = self._chosen.copy_out(self._compute, 0, len(rows))
+            part.on_host = self._chosen.copy_out(self._compute, slice(len(rows)))
             part.embeddings = self._prompts.embeddings(step, hidden)
         part.prompt_logprobs = self._prompts.logprobs(step, hidden)
         part.forwarded = time.perf_counter()

@@ -5,6 +5,7 @@ from collections import deque
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from alignedserve.runtime.attention.sequence_table import IntArray, are_same
 from alignedserve.runtime.device.arrays import to_device
@@ -28,6 +29,8 @@ class ChosenTokens:
         needs_copies = device.type != "cpu" or launches_ahead
         num_copies = _NUM_PARTS + 1 if needs_copies else 0
         self._on_host = deque(_like(self._tokens[:max_sequences]) for _ in range(num_copies))
+        # Of a step within another, which is waited for before there is one more.
+        self._within_on_host = _like(self._tokens[:max_sequences]) if needs_copies else None
 
     def choose(self, draw: Draw, first: int) -> Draw:
         """Take what was drawn in places from `first` on, and return it; for the compute stream."""
@@ -44,15 +47,29 @@ class ChosenTokens:
         (at,) = to_device([places], self._tokens.device)
         return self._tokens.index_select(0, at).clamp_(min=0)  # a sequence without a token ends
 
-    def copy_out(self, stream: Stream, first: int, count: int) -> Tensor:
-        """Enqueue the copy of tokens to the host; return where they will be, until the step after next."""
-        tokens = self._tokens[first : first + count]
-        if not count or not self._on_host:
+    def copy_out(self, stream: Stream, places: slice, *, is_within: bool = False) -> Tensor:
+        """Enqueue the copy of tokens to the host; return where they will be, until the step after next.
+
+        `is_within`: of a step between two layers of another, until the next such one.
+        """
+        tokens = self._tokens[places]
+        if not len(tokens) or self._within_on_host is None:
             return tokens
-        self._on_host.rotate()
-        on_host = self._on_host[0][:count]
+        if not is_within:
+            self._on_host.rotate()
+        on_host = (self._within_on_host if is_within else self._on_host[0])[: len(tokens)]
         stream.copy_out(tokens, on_host)
         return on_host
+
+
+def last_tokens(inputs: Tensor | None, count: int) -> Tensor | None:
+    """Return the last tokens of so many sampled rows, the first of which decode from these `inputs`.
+
+    NO_TOKEN: it is in the table, as of prompts that end beside decodes; None: so are all.
+    """
+    if inputs is None or inputs.shape[0] >= count:
+        return inputs
+    return pad(inputs, (0, count - inputs.shape[0]), value=NO_TOKEN)
 
 
 def _like(tokens: Tensor) -> Tensor:

@@ -39,10 +39,12 @@ class NextStep:
         *,
         plans: bool,
         launches: bool,
+        launches_chunks: bool = True,
         kept_rings: RingKeeper | None = None,
     ) -> None:
-        """`plans`: steps are planned ahead; `launches`: and launched. `kept_rings`: None: sequences have no rings."""
-        self.launches = launches
+        """`plans`: steps are planned ahead; `launches`: and launched, `launches_chunks`: where prompts go on in them.
+        `kept_rings`: None: sequences have no rings."""
+        self.launches, self._launches_chunks = launches, launches_chunks
         self.guess = ChunkGuess(table)
         self._loans = loans
         self._kept_rings = kept_rings
@@ -111,7 +113,7 @@ class NextStep:
         chunks = self.guess.chunks(sampled_rows, len(rows))
         if chunks is None or not len(rows) + len(chunks.rows) or not self._can_choose(rows, chunks):
             return None
-        if len(chunks.rows) and self._kept_rings is not None:  # which would lose what it had, if it were dropped
+        if len(chunks.rows) and not self._launches_chunks:
             return None
         loans = self._loans.lend(rows, chunks)
         if loans is None:

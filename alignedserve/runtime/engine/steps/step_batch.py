@@ -16,6 +16,7 @@ from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts, Hidde
 from alignedserve.runtime.engine.steps.planned_step import StepBatch
 from alignedserve.runtime.engine.steps.slice_plan import SlicePlan
 from alignedserve.runtime.engine.steps.state_plan import StatePlanner
+from alignedserve.runtime.engine.steps.step_output import Forced, Slices
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.vision.picture_rows import PictureRows, picture_rows
 from alignedserve.runtime.vision.rope_places import places_of_rows
@@ -91,6 +92,15 @@ class BatchBuilder:
         elif is_decode.all():
             return self.build_decodes(rows)
         return self._build(rows[is_decode], rows[~is_decode], counts[~is_decode], hidden)
+
+    def build_slices(self, slices: Slices, forced: Forced | None = None) -> StepBatch:
+        """Build the batch of these slices, with the tokens behind them that a grammar leaves no choice of."""
+        request_ids, num_tokens = [part[0] for part in slices], [part[1] for part in slices]
+        if not forced:
+            return self.build(request_ids, num_tokens)
+        are_decodes = max(num_tokens) == 1
+        num_tokens = [count + len(forced.get(key, ())) for key, count in zip(request_ids, num_tokens, strict=True)]
+        return (self.build_runs if are_decodes else self.build)(request_ids, num_tokens)
 
     def build_runs(self, request_ids: Sequence[RequestId], num_tokens: Sequence[int]) -> StepBatch:
         """Build the same batch, whose slices are short, as one of decodes if the planner has such."""

@@ -1,6 +1,7 @@
 """A step that is on the compute stream, and what it will leave."""
 
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
@@ -8,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import SampledToken, TokenLogprob, sampled_tokens
 from alignedserve.runtime.attention.sequence_table import IntArray
 from alignedserve.runtime.device.streams import Event, HostEvent
 from alignedserve.runtime.engine.decoder import Decoder
@@ -64,6 +67,16 @@ class StepLaunch:
         places[masks.at] = np.arange(len(masks.at))
         return AllowedTokens(torch.from_numpy(places), torch.from_numpy(masks.bits))
 
+    def sampled(
+        self, request_ids: Sequence[RequestId], token_ids: IntArray, logprobs: Mapping[int, TokenLogprob]
+    ) -> list[SampledToken]:
+        """Return the tokens of these requests, with what else was asked for, by their places."""
+        tokens = sampled_tokens(request_ids, token_ids.tolist())
+        for index in {*logprobs, *self.embeddings} if logprobs or self.embeddings else ():
+            more = logprobs.get(index), self.embeddings.get(index, b"")
+            tokens[index] = SampledToken(request_ids[index], tokens[index].token_id, *more)
+        return tokens
+
     def times(self, model: Decoder, started: float, prepared: float, *, is_ahead: bool) -> StepTimes:
         """Return the times of its step, whose tokens have just been collected."""
         now = time.perf_counter()
@@ -84,6 +97,11 @@ class StepLaunch:
         """Return the sampled rows that were asked for."""
         rows = self.step.sampled_rows
         return rows if self.kept is None else rows[self.kept]
+
+    @property
+    def places(self) -> slice:
+        """Return the places of its tokens."""
+        return slice(self.first_place, self.end_place)
 
     @property
     def end_place(self) -> int:

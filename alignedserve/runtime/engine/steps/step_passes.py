@@ -1,19 +1,20 @@
 """The forward passes of steps, each in the quickest form that gives what the step needs."""
 
 from functools import partial
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.sampling.sampler import Sampler
 from alignedserve.runtime.engine.steps.cuda_graphs import DecodeGraphs
 from alignedserve.runtime.engine.steps.planned_step import StepBatch
 from alignedserve.runtime.engine.steps.step_batch import BatchBuilder
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from kernels.adapters.device_lora import DevicePlan
+from kernels.adapters.device_lora import DevicePlan, device_kernels
 from kernels.cpu.decode_pass import HighestLogits
 
 
@@ -26,13 +27,23 @@ class StepPasses:
         self._model = model
         self._storage = storage
 
-    def record_all(self, builder: BatchBuilder, compute: Stream, adapter_kernels: Any | None) -> None:
-        """Record every graph that there is to be; with these kernels also those of batches with adapters."""
+    def record_all(
+        self, builder: BatchBuilder, compute: Stream, sampler: Sampler, *, has_adapters: bool = False
+    ) -> None:
+        """Record every graph that there is to be, also of batches with adapters, and compile what samples."""
         assert self.graphs is not None, "a device without graphs"
+        dtype, device = self._model.dtype, self._storage.device
+        adapter_kernels = device_kernels(dtype, device) if has_adapters else None
         for size in reversed(self.graphs.sizes):  # the largest allocates the memory that all use
             compute.run(partial(self.logits, builder.build_padding(size)))
             if adapter_kernels is not None:
                 compute.run(partial(self.logits, builder.build_padding(size, DevicePlan(adapter_kernels, size))))
+        logits = torch.zeros((1, self._model.config.vocab_size), dtype=dtype, device=device)
+        compute.run(partial(sampler.warm_up, logits))
+
+    def may_record(self, step: StepBatch) -> bool:
+        """Return whether the pass of this step is recorded, or replayed, as a whole."""
+        return self.graphs is not None and step.is_decode
 
     def logits(self, step: StepBatch, inputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return last hidden vectors of all tokens, and the logits of the sampled ones; `inputs`: see forward_batch."""

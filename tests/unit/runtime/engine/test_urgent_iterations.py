@@ -5,8 +5,10 @@ import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from typing_extensions import override
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.ids import BlockId, RequestId
@@ -14,14 +16,20 @@ from alignedserve.core.request import RequestClass, SamplingParams
 from alignedserve.messages.iterations import Addition, IterationCompleted, RunIteration
 from alignedserve.process.worker_threads import WorkerThreads
 from alignedserve.runtime.device.shared_device import SharedDevice
+from alignedserve.runtime.device.streams import HostEvent, HostStream
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.engine.steps.pass_pace import LAYERS_AHEAD, PassPace
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
+from alignedserve.runtime.kv.staged_copies import StagedCopies
 from alignedserve.runtime.model.served_model import resolve_model
+from tests.support.devices.memory_drivers import StandInCuda
+from tests.support.fake_cuda import fake_cuda
+from tests.support.fake_cuda.quick_kernels import quick_kernels
 from tests.support.samples import request
 
 SIZES = EngineSizes(4 << 20, 4, 16, 1)
-LONG, SHORT = 400, 20
+LONG, SHORT = 600, 20
 
 
 class Pass:
@@ -86,6 +94,17 @@ async def executor() -> AsyncIterator[ModelExecutor]:
     made.close()
 
 
+@pytest.fixture
+async def on_a_gpu() -> AsyncIterator[ModelExecutor]:
+    """An executor that stops passes on a GPU of the fake CUDA."""
+    staging = mock.patch.dict(StagedCopies.__init__.__kwdefaults__, staged_bytes=4096)
+    with fake_cuda(pace=0.3, device_bytes=1 << 30, driver=StandInCuda(largest=0)), quick_kernels(), staging:
+        sizes = replace(SIZES, device="cuda:0", stops_passes=True)
+        made = ModelExecutor(resolve_model(ModelSectionConfig()), sizes)
+        yield made
+        made.close()
+
+
 def prompt(
     name: str,
     num_tokens: int,
@@ -104,6 +123,15 @@ def prompt(
 
 
 async def test_the_tokens_are_the_same_bit_for_bit(executor: ModelExecutor) -> None:
+    await look_at_a_chat_within_a_document(executor)
+
+
+async def test_a_pass_that_is_launched_on_a_gpu_stops_as_well(on_a_gpu: ModelExecutor) -> None:
+    await look_at_a_chat_within_a_document(on_a_gpu)
+
+
+async def look_at_a_chat_within_a_document(executor: ModelExecutor) -> None:
+    """Check that each has the tokens that it has alone, and that the chat's come first."""
     document, chat = prompt("document", LONG, 0), prompt("chat", SHORT, 40, is_urgent=True)
     removal = RunIteration((RequestId("document"), RequestId("chat")), (), (), ())
     expected = [executor.run_iteration(replace_urgent(one)).sampled for one in (document, chat)]
@@ -148,3 +176,37 @@ def test_a_pass_of_documents_stands_still_for_another_models_chat_and_loses_noth
 def replace_urgent(command: RunIteration) -> RunIteration:
     """Return the same iteration, to be run by itself."""
     return RunIteration(command.removals, command.additions, command.extensions, command.slices)
+
+
+class Layer(HostEvent):
+    """The end of a layer, that is noted when somebody has waited for it."""
+
+    def __init__(self, number: int, waited: list[int]) -> None:
+        self._number, self._waited = number, waited
+
+    @override
+    def synchronize(self) -> None:
+        self._waited.append(self._number)
+
+
+class Queue(HostStream):
+    """A stream that notes which of its events somebody has waited for."""
+
+    def __init__(self) -> None:
+        self.num_recorded, self.waited = 0, list[int]()
+
+    @override
+    def record(self) -> HostEvent:
+        self.num_recorded += 1
+        return Layer(self.num_recorded - 1, self.waited)
+
+
+def test_a_long_pass_is_launched_a_few_layers_ahead_and_a_short_one_at_once() -> None:
+    queue = Queue()
+    pace = PassPace(queue)
+    for num_tokens in (16, 4096):
+        pace.begin(num_tokens)
+        for _ in range(6):
+            pace.layer_launched()
+    assert queue.num_recorded == 6
+    assert queue.waited == [*range(6 - LAYERS_AHEAD)]
