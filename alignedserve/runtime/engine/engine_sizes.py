@@ -99,7 +99,8 @@ def can_stop(device: str, served: ServedModel) -> bool:
 
 
 def num_stops(layout: BlockLayout, device: str) -> int:
-    """Return at how many places of a pass the engine of this model can stop it: on a CPU behind each layer."""
+    """Return at how many places of a pass the engine can stop it: behind each layer, on GPUs behind each few that are
+    launched."""
     num_layers = layout.num_layers + layout.ring_layers
     return num_layers if device_type(device) == CPU else max(num_layers // (1 + LAYERS_AHEAD), 1)
 
