@@ -15,4 +15,5 @@ def test_answers_are_the_cpu_engine_s(count: int) -> None:
     wrong, seen = run_schedules(0, count)
     assert not wrong
     assert seen["tokens"] > 5 * count
+    assert seen["steps within others"] >= count // 4
     assert min(seen["captures"], seen["replays"], seen["frees"], seen["copies"]) > count
