@@ -26,6 +26,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.runtime.device.streams import CudaStreams, HostStreams
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import COMPUTE
+from alignedserve.runtime.engine.engine_sizes import LAYERS_AHEAD
 from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
 from alignedserve.runtime.engine.steps import cuda_graphs
 from alignedserve.runtime.engine.steps.pass_pace import PassPace
@@ -68,7 +69,7 @@ class _Worker(Place):
         streams = CudaStreams(decoder.device)
         self.stops_passes = rng.random() < 0.5
         super().__init__(decoder, streams, arena, rng, launches_ahead=True, stops_passes=self.stops_passes)
-        self.pace = PassPace(streams.stream(COMPUTE))
+        self.pace = PassPace(streams.stream(COMPUTE), LAYERS_AHEAD)
         host_bytes = rng.choice((0, 1 << 14))
         if rng.random() < 0.4:
             self.swap_space = SlotSwapSpace(self.storage, streams, host_bytes=host_bytes)

@@ -58,7 +58,6 @@ from alignedserve.runtime.engine.stages.block_lender import num_stage_loans
 from alignedserve.runtime.engine.stages.stage_group import StageGroup
 from alignedserve.runtime.engine.stages.staged_engine import StagedEngine
 from alignedserve.runtime.engine.steps.block_loans import num_lent_blocks
-from alignedserve.runtime.engine.steps.pass_pace import PassPace
 from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
 from alignedserve.runtime.engine.worker_specs import (
@@ -196,7 +195,7 @@ class ModelExecutor:
         rope = served.decoder.rope
         self._has_axes = rope is not None and bool(rope.axes)
         stops_queue = sizes.stops_passes and device.type != "cpu"
-        self._urgent = UrgentIterations(PassPace(streams.stream(COMPUTE)) if stops_queue else None)
+        self._urgent = UrgentIterations(streams.stream(COMPUTE) if stops_queue else None)
         if stops_queue or can_stop(sizes.device, served):
             decoder.stop_for(self._between_layers)
         self._sizes, self._max_context_len = sizes, served.max_context_len

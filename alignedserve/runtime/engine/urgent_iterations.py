@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from alignedserve.process.worker_threads import WorkerThreads
+from alignedserve.runtime.device.streams import Stream
+from alignedserve.runtime.engine.engine_sizes import LAYERS_AHEAD
 from alignedserve.runtime.engine.steps.pass_pace import PassPace
 
 _ANSWER_S = 0.02  # at most, until what follows one that has ended is decided: mostly a millisecond
@@ -24,9 +26,9 @@ class UrgentIterations:
     meanwhile, would wait for a whole layer otherwise.
     """
 
-    def __init__(self, pace: PassPace | None = None) -> None:
-        """`pace`: of passes that are launched on a device; None: they are computed as they are called."""
-        self._pace = pace
+    def __init__(self, stream: Stream | None = None) -> None:
+        """`stream`: on which passes are launched; None: they are computed as they are called."""
+        self._pace = None if stream is None else PassPace(stream, LAYERS_AHEAD)
         self._waiting: deque[tuple[Callable[[], object], threading.Event]] = deque()
         self._is_performing = False
         self._stopped_s = 0.0

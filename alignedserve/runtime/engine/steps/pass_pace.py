@@ -4,16 +4,15 @@ from collections import deque
 
 from alignedserve.runtime.device.streams import Event, Stream
 
-LAYERS_AHEAD = 2  # so that the device has work while the host launches the next layer
 _LEAST_TOKENS = 512  # of such a pass: the layers of shorter ones take hardly longer than launching them
 
 
 class PassPace:
     """The layers of the pass in progress that were launched last, on a stream of a GPU."""
 
-    def __init__(self, stream: Stream) -> None:
-        """`stream`: of forward passes."""
-        self._stream = stream
+    def __init__(self, stream: Stream, layers_ahead: int) -> None:
+        """`stream`: of forward passes. `layers_ahead`: that may be launched and not computed."""
+        self._stream, self._layers_ahead = stream, layers_ahead
         self._launched: deque[Event] = deque()
         self._is_kept = False
 
@@ -23,8 +22,8 @@ class PassPace:
         self._launched.clear()
 
     def layer_launched(self) -> None:
-        """Wait until the device has at most LAYERS_AHEAD of the layers left that are launched."""
+        """Wait until the device has few enough of the layers left that are launched."""
         if self._is_kept:
             self._launched.append(self._stream.record())
-            if len(self._launched) > LAYERS_AHEAD:
+            if len(self._launched) > self._layers_ahead:
                 self._launched.popleft().synchronize()

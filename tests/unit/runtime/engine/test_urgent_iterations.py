@@ -19,7 +19,7 @@ from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.device.streams import HostEvent, HostStream
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
-from alignedserve.runtime.engine.steps.pass_pace import LAYERS_AHEAD, PassPace
+from alignedserve.runtime.engine.steps.pass_pace import PassPace
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
 from alignedserve.runtime.kv.staged_copies import StagedCopies
 from alignedserve.runtime.model.served_model import resolve_model
@@ -203,10 +203,10 @@ class Queue(HostStream):
 
 def test_a_long_pass_is_launched_a_few_layers_ahead_and_a_short_one_at_once() -> None:
     queue = Queue()
-    pace = PassPace(queue)
+    pace = PassPace(queue, 2)
     for num_tokens in (16, 4096):
         pace.begin(num_tokens)
         for _ in range(6):
             pace.layer_launched()
     assert queue.num_recorded == 6
-    assert queue.waited == [*range(6 - LAYERS_AHEAD)]
+    assert queue.waited == [0, 1, 2, 3]
