@@ -1,4 +1,4 @@
-"""What passes that stop between layers would be worth on a GPU: chat beside documents, simulated with and without.
+"""Simulates chat beside documents on a GPU whose passes stop between layers, and on one whose passes do not.
 
     python -m benchmarks.gpu.stops_simulated        # about three minutes of one core
 
@@ -17,7 +17,7 @@ NAME, TABLE = "gpu/stops_simulated", "stops, simulated"
 
 
 def main() -> None:
-    """Simulate, write the record and the table, and print it."""
+    """Simulate, print each run, and write the record and the table."""
     runs = []
     for number, live in enumerate(live_runs(RESULTS / "gpu"), 1):
         for source in (FITTED, BETWEEN):

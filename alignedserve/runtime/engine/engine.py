@@ -119,7 +119,7 @@ class Engine:
         if launches_ahead is None:
             launches_ahead = storage.device.type != "cpu"
         has_states = layout.has_states
-        changes_states = has_states and rings is None  # by a step that nobody asks for; rings have blocks to spare
+        changes_states = has_states and rings is None  # a step that is dropped has; rings have blocks to spare
         launches_ahead &= ranks is None and not planner.reads_unused_slots and not changes_states
         if hidden_block_tokens is not None:
             hidden = HiddenContexts(self._table, storage, hidden_block_tokens, make_planner)
@@ -275,7 +275,7 @@ class Engine:
 
     @property
     def may_stop(self) -> bool:
-        """Whether others may run between layers of what is being enqueued: not if recorded, nor ahead of all tokens."""
+        """Whether others may run between layers of the step being enqueued, neither recorded nor launched ahead."""
         launch = self._enqueuing
         return launch is not None and launch.loans is None and not self._passes.may_record(launch.step)
 

@@ -100,8 +100,8 @@ def can_stop(device: str, served: ServedModel) -> bool:
 
 
 def num_stops(layout: BlockLayout, device: str) -> int:
-    """Return at how many places of a pass the engine can stop it: behind each layer, on GPUs behind each few that are
-    launched."""
+    """Return at how many places of a pass the engine can stop it: behind each layer, or on a GPU each group of layers
+    that may be launched and not computed."""
     num_layers = layout.num_layers + layout.ring_layers
     return num_layers if device_type(device) == CPU else max(num_layers // (1 + LAYERS_AHEAD), 1)
 

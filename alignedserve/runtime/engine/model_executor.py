@@ -312,7 +312,7 @@ class ModelExecutor:
                 self._ranks.flush()
             times = IterationTimes(started, time.monotonic(), changed - started, 0.0, 0.0)
             return IterationCompleted((), times=times)
-        self._urgent.pass_begins(sum(num_tokens for _, num_tokens in command.slices))
+        self._urgent.pass_begins(command.slices)
         # Else a step of this model would run in the turn of another that somebody waits for.
         output = self._engine.execute(command.slices, may_go_on=self._turns.is_alone())
         scores = tuple(

@@ -3,9 +3,10 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from alignedserve.core.ids import RequestId
 from alignedserve.process.worker_threads import WorkerThreads
 from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.engine.engine_sizes import LAYERS_AHEAD
@@ -44,10 +45,10 @@ class UrgentIterations:
 
         self._waiting.append((threads.performer(work, completed), is_dealt_with))
 
-    def pass_begins(self, num_tokens: int) -> None:
-        """Note that a pass of so many tokens begins, within another or not."""
+    def pass_begins(self, slices: Iterable[tuple[RequestId, int]]) -> None:
+        """Note that a pass of these slices begins, within another or not."""
         if self._pace is not None and not self.is_within:
-            self._pace.begin(num_tokens)
+            self._pace.begin(sum(num_tokens for _, num_tokens in slices))
 
     def between_layers(self) -> None:
         """Perform those that wait, while the pass in progress stands still."""

@@ -96,7 +96,7 @@ async def executor() -> AsyncIterator[ModelExecutor]:
 
 @pytest.fixture
 async def on_a_gpu() -> AsyncIterator[ModelExecutor]:
-    """An executor that stops passes on a GPU of the fake CUDA."""
+    """Make an executor that stops passes on a GPU of the fake CUDA."""
     staging = mock.patch.dict(StagedCopies.__init__.__kwdefaults__, staged_bytes=4096)
     with fake_cuda(pace=0.3, device_bytes=1 << 30, driver=StandInCuda(largest=0)), quick_kernels(), staging:
         sizes = replace(SIZES, device="cuda:0", stops_passes=True)
@@ -179,7 +179,7 @@ def replace_urgent(command: RunIteration) -> RunIteration:
 
 
 class Layer(HostEvent):
-    """The end of a layer, that is noted when somebody has waited for it."""
+    """Notes that somebody has waited for the end of a layer."""
 
     def __init__(self, number: int, waited: list[int]) -> None:
         self._number, self._waited = number, waited
@@ -190,7 +190,7 @@ class Layer(HostEvent):
 
 
 class Queue(HostStream):
-    """A stream that notes which of its events somebody has waited for."""
+    """Numbers the events of a stream, and notes which of them somebody has waited for."""
 
     def __init__(self) -> None:
         self.num_recorded, self.waited = 0, list[int]()
