@@ -2,6 +2,7 @@
 
 The engines run in Triton's interpreter, with heads and blocks as an 8B Llama has them, so that what is compiled
 elsewhere (`compile_all`) is what is launched: arguments with their types, their divisibility, the constants chosen.
+Those kernels alone are interpreted whose results are places or tokens; the results of the others stay zeros.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from triton.runtime import interpreter
 
 import kernels.gpu
@@ -61,7 +63,7 @@ BLOCK_SIZE, NUM_BLOCKS, MAX_CONTEXT_LEN = 16, 64, 256
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "num_hidden_layers": 1}
 _SIZES = {**_HEADS, "hidden_size": 512, "intermediate_size": 512, "vocab_size": 512}
 _WIDE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 5000}
-# Where products are looked at: the interpreter takes long for them.
+# Where products are looked at: small weights are soon made.
 _NARROW = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 256, "intermediate_size": 256}
 _EXPERTS = {**_NARROW, "num_local_experts": 3}
 # What one token has of DeepSeek V3's cache, and states as Qwen3-Next and Granite 4 have them.
@@ -97,8 +99,10 @@ _UNLIKE = {
 }
 # The steps of every engine: tokens of each of three sequences.
 _STEPS = ((40, 17, 0), (30, 1, 0), (0, 1, 5), (1, 1, 1), (1, 0, 1))
-_FEW_STEPS = ((20, 17, 0), (0, 0, 5), (1, 1, 1))  # where all products are interpreted
+_FEW_STEPS = ((20, 17, 0), (0, 0, 5), (1, 1, 1))  # for forms of weights: what attention launches, others show
 _PROMPTS, _FEW_PROMPTS = (70, 17, 5), (20, 17, 5)
+# What engines look up by: experts' rows, and tokens.
+_RUN = {"_choose", "_sort", "_sample"}
 
 
 # As published: groups and blocks of 128.
@@ -151,8 +155,16 @@ FORMS = (
 )
 
 
+class _Zeroed(TorchFunctionMode):
+    """Every tensor that is made within the context is zeros until it is written."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.zero_() if func in (torch.empty, torch.empty_like, Tensor.new_empty) else made
+
+
 class Recorder:
-    """Notes each launch that the interpreter runs; plain JSON."""
+    """Notes each launch; plain JSON."""
 
     def __init__(self) -> None:
         self.launches: list[dict[str, Any]] = []
@@ -161,14 +173,14 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Note all launches within the context."""
+        """Note all launches within the context, and run those that others' arguments come from."""
         run = interpreter.InterpretedFunction.run
 
         def noted(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             self._note(kernel.fn, args, options)
-            return run(kernel, *args, grid=grid, warmup=warmup, **options)
+            return run(kernel, *args, grid=grid, warmup=warmup, **options) if kernel.fn.__name__ in _RUN else None
 
-        with patch.object(interpreter.InterpretedFunction, "run", noted):
+        with patch.object(interpreter.InterpretedFunction, "run", noted), _Zeroed():
             yield
 
     def _note(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
