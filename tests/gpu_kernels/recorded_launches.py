@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime import interpreter
+from typing_extensions import override
 
 import kernels.gpu
 from alignedserve.core.block_allocator import blocks_for
@@ -158,6 +159,7 @@ FORMS = (
 class _Zeroed(TorchFunctionMode):
     """Every tensor that is made within the context is zeros until it is written."""
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         return made.zero_() if func in (torch.empty, torch.empty_like, Tensor.new_empty) else made
