@@ -17,12 +17,11 @@ from typing_extensions import override
 from alignedserve.config.sections import BatchingConfig, ClusterConfig, PrefixCacheConfig, SchedulingConfig, Topology
 from alignedserve.core.request import SamplingParams, Slo
 from alignedserve.runtime.device import accelerator
-from alignedserve.runtime.kv.direct_copies import DirectCopies
-from alignedserve.runtime.kv.staged_copies import StagedCopies
 from tests.components.work import check, prompts, submitted
 from tests.support.clusters.in_process import running, small_config
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.fake_cuda.quick_kernels import quick_kernels
+from tests.support.fake_cuda.small_copies import small_copies
 from tests.support.waiting import holds
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -48,17 +47,7 @@ def fake(request: pytest.FixtureRequest) -> Iterator[FakeCuda]:
         fake_cuda(seed, num_devices=3, device_bytes=1 << 30) as fake,
         quick_kernels(),
         mock.patch.object(accelerator, "_OF_THIS_PROCESS", _Nothing()),
-        mock.patch.dict(
-            StagedCopies.__init__.__kwdefaults__,
-            staged_bytes=STAGED_BYTES,
-            least_listed_bytes=0 if seed == 1 else 1 << 20,
-        ),
-        # Blocks are copied straight, or gathered.
-        mock.patch.dict(
-            DirectCopies.__init__.__kwdefaults__,
-            staged_bytes=STAGED_BYTES,
-            least_straight_bytes=0 if seed == 1 else 1 << 20,
-        ),
+        small_copies(STAGED_BYTES, are_listed=seed == 1),
     ):
         yield fake
 

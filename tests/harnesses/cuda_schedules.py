@@ -31,9 +31,7 @@ from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
 from alignedserve.runtime.engine.steps import cuda_graphs
 from alignedserve.runtime.engine.steps.pass_pace import PassPace
 from alignedserve.runtime.engine.swap_space import SwapSpace
-from alignedserve.runtime.kv.direct_copies import DirectCopies
 from alignedserve.runtime.kv.shm_arena import Arena
-from alignedserve.runtime.kv.staged_copies import StagedCopies
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.weights.random_weights import random_weights
 from tests.harnesses.engine_histories import (
@@ -48,12 +46,12 @@ from tests.harnesses.engine_histories import (
 )
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.fake_cuda.quick_kernels import quick_kernels
+from tests.support.fake_cuda.small_copies import small_copies
 from tests.support.models.tiny_llama import TINY_LLAMA
 
 NUM_TURNS = 10
 _CONFIG = {**TINY_LLAMA, "vocab_size": 199, "num_key_value_heads": 4}
 _PACES = (0.0, 0.3, 0.8)
-_STAGED_BYTES = 4096  # a few blocks, so that their copies go piece by piece
 _ENGINES_OF_MACHINE = 40  # schedules on one machine, whose memory is never given back
 
 
@@ -216,14 +214,12 @@ class _Alone(dict[int, list[int]]):
 @contextlib.contextmanager
 def schedules_machine(seed: int) -> Iterator[tuple[FakeCuda, list[Decoder]]]:
     """Yield a fake CUDA of two GPUs, with the model on each. Under every other seed blocks are copied by lists."""
-    least = {} if seed // _ENGINES_OF_MACHINE % 2 else {"least_listed_bytes": 0}
-    straight = {} if seed // _ENGINES_OF_MACHINE % 2 else {"least_straight_bytes": 0}
+    are_listed = None if seed // _ENGINES_OF_MACHINE % 2 else True
     with (
         fake_cuda(seed, num_devices=2) as fake,
         quick_kernels(),
         mock.patch.object(cuda_graphs, "_WARM_UPS", 1),
-        mock.patch.dict(StagedCopies.__init__.__kwdefaults__, staged_bytes=_STAGED_BYTES, **least),
-        mock.patch.dict(DirectCopies.__init__.__kwdefaults__, staged_bytes=_STAGED_BYTES, **straight),
+        small_copies(are_listed=are_listed),
     ):
         yield fake, [tiny_decoder(torch.device("cuda", number)) for number in range(2)]
 

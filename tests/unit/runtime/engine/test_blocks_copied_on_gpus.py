@@ -4,7 +4,6 @@ What is copied is the prefix's content, whatever has meanwhile been given the me
 """
 
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +14,11 @@ from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.device.streams import CudaStreams
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.swap_space import SwapSpace
-from alignedserve.runtime.kv.staged_copies import StagedCopies
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.weights.random_weights import random_weights
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.fake_cuda.quick_kernels import quick_kernels
+from tests.support.fake_cuda.small_copies import small_copies
 from tests.support.models.tiny_engines import BLOCK_SIZE, TinyEngine, random_tokens
 from tests.support.models.tiny_llama import TINY_LLAMA
 
@@ -74,7 +73,7 @@ def test_copied_blocks_leave_for_the_host_when_they_are_written(
 ) -> None:
     """A request may be swapped out before its first step."""
     name, num_tokens = RequestId("b"), len(TARGETS) * BLOCK_SIZE
-    with mock.patch.dict(StagedCopies.__init__.__kwdefaults__, staged_bytes=4096):
+    with small_copies():
         swap_space = SwapSpace(tiny.storage, streams)
     for seed in SEEDS:
         copied(fake, tiny, seed)

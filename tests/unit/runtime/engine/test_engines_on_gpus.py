@@ -4,7 +4,6 @@ import gc
 import zlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,13 +17,13 @@ from alignedserve.runtime.device.streams import CudaStreams
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.steps.cuda_graphs import CudaCapture
 from alignedserve.runtime.engine.swap_space import SwapSpace
-from alignedserve.runtime.kv.staged_copies import StagedCopies
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard
 from alignedserve.runtime.model.weights.random_weights import RandomSource
 from tests.support.devices.memory_drivers import StandInCuda
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.fake_cuda.quick_kernels import quick_kernels
+from tests.support.fake_cuda.small_copies import small_copies
 from tests.support.models.tiny_engines import TinyEngine, random_tokens
 from tests.support.models.tiny_llama import TINY_LLAMA
 
@@ -41,8 +40,7 @@ PROMPT = random_tokens(1, 9, 128)
 
 @pytest.fixture
 def fake() -> Iterator[FakeCuda]:
-    staging = mock.patch.dict(StagedCopies.__init__.__kwdefaults__, staged_bytes=4096)
-    with fake_cuda(pace=0.3, driver=StandInCuda(largest=0)) as fake, quick_kernels(), staging:
+    with fake_cuda(pace=0.3, driver=StandInCuda(largest=0)) as fake, quick_kernels(), small_copies():
         yield fake
 
 

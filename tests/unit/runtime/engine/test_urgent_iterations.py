@@ -5,7 +5,6 @@ import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from typing_extensions import override
@@ -21,11 +20,11 @@ from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.engine.steps.pass_pace import PassPace
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
-from alignedserve.runtime.kv.staged_copies import StagedCopies
 from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.devices.memory_drivers import StandInCuda
 from tests.support.fake_cuda import fake_cuda
 from tests.support.fake_cuda.quick_kernels import quick_kernels
+from tests.support.fake_cuda.small_copies import small_copies
 from tests.support.samples import request
 
 SIZES = EngineSizes(4 << 20, 4, 16, 1)
@@ -97,8 +96,7 @@ async def executor() -> AsyncIterator[ModelExecutor]:
 @pytest.fixture
 async def on_a_gpu() -> AsyncIterator[ModelExecutor]:
     """Make an executor that stops passes on a GPU of the fake CUDA."""
-    staging = mock.patch.dict(StagedCopies.__init__.__kwdefaults__, staged_bytes=4096)
-    with fake_cuda(pace=0.3, device_bytes=1 << 30, driver=StandInCuda(largest=0)), quick_kernels(), staging:
+    with fake_cuda(pace=0.3, device_bytes=1 << 30, driver=StandInCuda(largest=0)), quick_kernels(), small_copies():
         sizes = replace(SIZES, device="cuda:0", stops_passes=True)
         made = ModelExecutor(resolve_model(ModelSectionConfig()), sizes)
         yield made
