@@ -13,12 +13,12 @@ from alignedserve.api.openai.generation_request import DEADLINE_HEADER, Arrival,
 from alignedserve.api.openai.parsing import check_shape
 from alignedserve.api.openai.response_format import MakeBodyFormatter
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.api.own_batches import client_of, take_streamed_response
 from alignedserve.api.responses.background_events import BackgroundFormatter
 from alignedserve.api.schema import Schema
 from alignedserve.api.services import ApiServices
 from alignedserve.api.timelines.trace_context import REQUEST_ID_HEADER
 from alignedserve.batches.interfaces import LineRequest
+from alignedserve.batches.owners import client_of, take_streamed_response
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.keys.entry import KeyEntry
 

@@ -10,11 +10,11 @@ import msgspec
 
 from alignedserve.api.backend.connection import ClusterConnection, ClusterLinks
 from alignedserve.api.deployments import Deployments
-from alignedserve.api.own_batches import client_of
 from alignedserve.api.services import ApiServices
 from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import BatchLocation, DriverStores, open_driver_stores
+from alignedserve.batches.owners import client_of
 from alignedserve.batches.remote.state_server import SharedLimits, StateServer
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.keys.ring import CurrentKeys

@@ -28,6 +28,7 @@ from alignedserve.batches.line_tracker import LineTracker
 from alignedserve.batches.log.disk_log import DiskLog, RecoveredLog
 from alignedserve.batches.log.log_format import ResultRecord
 from alignedserve.batches.logic import AllLinesRecorded, BatchEvent, WindowExpired, advance
+from alignedserve.batches.owners import client_of
 from alignedserve.batches.records import BatchRecord, BatchStatus, Eta, Progress, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.result_writer import ResultWriter
@@ -172,7 +173,7 @@ class BatchRun:
 
     async def _count_usage(self) -> None:
         """Count for its key what lines that are on disk have used; the log is the journal of it."""
-        progress, owner = self.progress, KeyRing().owned_by(self.record.owner.partition("/")[0]).name
+        progress, owner = self.progress, KeyRing().owned_by(client_of(self.record.owner)).name
         model = self.record.model or (SEVERAL_MODELS if self.record.num_lines else "")
         usage = progress.usage
         counts = UsageCounts(

@@ -11,8 +11,8 @@ from pydantic import FailFast, Field
 from alignedserve.api.anthropic.errors import error_view
 from alignedserve.api.errors import NotFound
 from alignedserve.api.models.usable_models import check_usable
-from alignedserve.api.own_batches import client_of
 from alignedserve.api.schema import Schema
+from alignedserve.batches.owners import client_of
 from alignedserve.batches.records import BatchStatus, Endpoint, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.core.errors import InvalidRequest

@@ -14,11 +14,11 @@ import orjson
 
 from alignedserve.api.errors import Conflict, Forbidden, NotFound, QuotaExceeded
 from alignedserve.api.openai.generation_request import check_priority
-from alignedserve.api.own_batches import client_of
 from alignedserve.batches.eta import Throughputs, estimate_eta, remaining_work
 from alignedserve.batches.garbage_collection import delete_file, is_used_by
 from alignedserve.batches.location import BatchStores
 from alignedserve.batches.logic import CancelRequested, PauseRequested, ResumeRequested, advance
+from alignedserve.batches.owners import client_of
 from alignedserve.batches.records import (
     NUM_ID_BYTES,
     BatchKey,

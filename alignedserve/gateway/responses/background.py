@@ -12,10 +12,10 @@ import msgspec
 import orjson
 
 from alignedserve.api.errors import Conflict, NotFound
-from alignedserve.api.own_batches import BACKGROUND, STREAMED_RESPONSE, api_owner
 from alignedserve.api.responses.context import raw_json
 from alignedserve.api.responses.items import Item, item_id
 from alignedserve.api.responses.schemas import CreateResponseRequest
+from alignedserve.batches.owners import BACKGROUND, STREAMED_RESPONSE, api_owner
 from alignedserve.batches.records import BatchKey, BatchRecord, BatchStatus, Endpoint, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.responses.response_repository import StoredResponse

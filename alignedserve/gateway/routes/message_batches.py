@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from alignedserve.api.openai.parsing import parse
-from alignedserve.api.own_batches import api_owner
+from alignedserve.batches.owners import api_owner
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.json_response import JsonResponse
