@@ -127,12 +127,15 @@ def _sample_filtered(logits: Tensor, filters: Filters, draws: Tensor, num_candid
     ranks = torch.arange(num_candidates, device=logits.device)
     limits = torch.where(filters.top_k > 0, filters.top_k, vocabulary)
     is_kept = (ranks < limits[:, None]) & (weights >= filters.min_p[:, None])
-    is_cut_inside = ~is_kept[:, -1]
+    is_all = ~is_kept[:, -1] | (limits <= num_candidates)  # that min_p and top_k let through
     kept = weights * is_kept
-    total = torch.where(is_cut_inside, kept.sum(-1), (logits - top[:, :1]).exp().sum(-1))
+    everything = (logits - top[:, :1]).exp()
+    everything = everything * (everything >= filters.min_p[:, None])
+    total = torch.where(is_all, kept.sum(-1), everything.sum(-1))
     before = kept.cumsum(-1) - kept
     is_kept &= (before < (filters.top_p * total)[:, None]) | (ranks == 0)
-    is_decided = ~is_kept[:, -1] | (num_candidates == vocabulary)
+    # Where top_k ends behind the candidates, the total that top_p is of is not known.
+    is_decided = is_all | (~is_kept[:, -1] & (limits >= vocabulary)) | (num_candidates == vocabulary)
     chosen = token_ids.gather(1, _draw(weights * is_kept, draws)[:, None]).squeeze(1)
     return chosen, is_decided
 

@@ -19,6 +19,8 @@ from kernels.cpu.decode_pass import HighestLogits
 from kernels.gpu_dispatch import fused_kernels
 from kernels.sampling import Filters, RowParameters, greedy, mask_tokens_, sample, top_logprobs, uniforms
 
+_LEAST_TEMPERATURE = 1e-30  # whose inverse is finite; near it only the likeliest have any weight
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -91,7 +93,7 @@ class Sampler:
         self._version += 1
         self._sequences[row] = sequence
         self._prompt_lens[row] = sequence.prompt_len
-        self._temperatures[row] = params.temperature
+        self._temperatures[row] = max(params.temperature, _LEAST_TEMPERATURE) if params.temperature else 0.0
         self._top_ks[row] = params.top_k
         self._top_ps[row] = params.top_p
         self._min_ps[row] = params.min_p

@@ -72,9 +72,24 @@ def test_distribution(params: SamplingParams) -> None:
     assert float(deviation) < 40.0
 
 
-def test_filters_agree_with_the_reference_beyond_the_first_candidates() -> None:
-    logits = random_logits(6, vocabulary=1000, seed=3) * 0.2
-    settings = [(0, 0.99, 0.0), (700, 1.0, 0.0), (0, 1.0, 0.05), (900, 0.9, 0.01), (3, 0.5, 0.5), (0, 0.05, 0.0)]
+@pytest.mark.parametrize(
+    ("logits", "settings"),
+    [
+        (
+            random_logits(6, vocabulary=1000, seed=3) * 0.2,
+            [(0, 0.99, 0.0), (700, 1.0, 0.0), (0, 1.0, 0.05), (900, 0.9, 0.01), (3, 0.5, 0.5), (0, 0.05, 0.0)],
+        ),
+        # As steep as a text's: what the filters leave out beyond the first candidates has much of the whole weight.
+        (
+            -1.5 * (torch.arange(8000.0) + 2.0).log().repeat(6, 1),
+            [(300, 0.9, 0.0), (0, 0.9, 0.0003), (256, 0.95, 0.0), (1000, 0.8, 0.001), (0, 0.8, 0.0), (2, 0.9, 0.0)],
+        ),
+    ],
+    ids=["flat", "steep"],
+)
+def test_filters_agree_with_the_reference_beyond_the_first_candidates(
+    logits: Tensor, settings: list[tuple[int, float, float]]
+) -> None:
     filters = Filters(*(torch.tensor(column) for column in zip(*settings, strict=True)))
     chosen: list[set[int]] = [set() for _ in settings]
     for draw in np.linspace(0.0, 1.0 - 1e-9, 400):
@@ -109,6 +124,14 @@ def test_uniforms_are_uniform_and_depend_on_seed_and_position() -> None:
     assert ((counts - 500.0) ** 2 / 500.0).sum() < 50.0
     assert len(np.unique(draws)) == len(draws)
     assert uniforms(np.array([-(1 << 63), (1 << 63) - 1]), np.array([0, 1])).shape == (2,)
+
+
+def test_the_smallest_temperatures_draw_the_likeliest() -> None:
+    logits = 30.0 * random_logits(1)
+    for temperature in (1e-20, 1e-40):  # the inverse of the second is more than float32 holds
+        choice = choose(SamplingParams(temperature=temperature, seed=3), logits)
+        assert choice.is_usable.all()
+        assert choice.token_ids.item() == logits.argmax()
 
 
 def test_greedy_takes_the_first_maximum_and_ignores_the_seed() -> None:
