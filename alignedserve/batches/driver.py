@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Container
 
-from alignedserve.batches.garbage_collection import collect_garbage
+from alignedserve.batches.garbage_collection import collect_garbage, forget_input
 from alignedserve.batches.interfaces import LineRunner
 from alignedserve.batches.line_executor import RunContext
 from alignedserve.batches.line_scheduling import LineDurations, by_slack, owner_turns
@@ -119,6 +119,7 @@ class BatchDriver:
         try:
             await run.run()
             logger.info("%s is %s", batch_id, run.record.status.value)
+            await forget_input(self._stores, run.record, time.time())
         except StorageError as error:
             logger.error("%s pauses: %s", batch_id, error)
             await self._pause(run, str(error))

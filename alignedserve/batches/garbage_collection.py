@@ -3,6 +3,7 @@
 import logging
 
 from alignedserve.batches.location import BatchStores, DriverStores
+from alignedserve.batches.owners import is_client
 from alignedserve.batches.records import BatchRecord, FileRecord, ResultKind
 from alignedserve.batches.repository import BatchRepository
 from alignedserve.core.errors import StorageError
@@ -30,6 +31,16 @@ async def delete_file(stores: BatchStores, record: FileRecord) -> bool:
 def is_used_by(file: FileRecord, record: BatchRecord) -> bool:
     """Return True if the batch reads or writes this file while it is active."""
     return file.file_id in (record.input_file_id, record.output_file_id, record.error_file_id)
+
+
+async def forget_input(stores: DriverStores, record: BatchRecord, now: float) -> None:
+    """Remove the input file of a batch that is over and was made by another API than Files: no client knows of it.
+
+    What is left behind expires. Raises StorageError.
+    """
+    file = None if is_client(record.owner) else await stores.repository.file(record.owner, record.input_file_id, now)
+    if file is not None:
+        await delete_file(stores, file)
 
 
 async def collect_garbage(

@@ -7,7 +7,7 @@ from alignedserve.batches.interfaces import BlobReader, BlobStore
 from alignedserve.batches.logic import Validated, ValidationFailed
 from alignedserve.batches.records import BatchRecord, LineProblem
 from alignedserve.config.sections import BatchesConfig
-from alignedserve.core.errors import StorageDamaged
+from alignedserve.core.errors import StorageDamaged, StorageError
 
 
 class InputFile:
@@ -59,6 +59,13 @@ class InputFile:
         """Read a line, counted from 0."""
         assert self._reader is not None, "the input file is not open"
         return parse_line(self._reader.read_at(*self._validator.index.span(line)))
+
+    def custom_id(self, line: int) -> str:
+        """Return a line's custom_id; where the file is damaged since it was validated, what tells which line it was."""
+        try:
+            return self.line(line).custom_id
+        except (StorageError, ValueError, LookupError, TypeError):
+            return f"unreadable line {line + 1}"
 
     def order(self) -> Sequence[int]:
         """Return the lines in the order in which they should run (input_lines.py)."""

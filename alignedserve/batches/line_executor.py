@@ -128,7 +128,7 @@ class LineExecutor:
         if self.tracker.retry(line, time.monotonic()):
             self.writer.add(results.retry_record(line))
         else:
-            custom_id = self._input_file.line(line).custom_id
+            custom_id = self._input_file.custom_id(line)
             self.writer.add(results.failed_record(self._record.batch_id, line, custom_id, reason))
 
     def _deadline_s(self, model: str) -> float:

@@ -20,6 +20,11 @@ def client_of(owner: str) -> str:
     return owner.partition("/")[0]
 
 
+def is_client(owner: str) -> bool:
+    """Return True for a client itself: its files are in its own list, and its own to delete."""
+    return client_of(owner) == owner
+
+
 def take_streamed_response(body: dict[str, Any], owner: str) -> dict[str, Any] | None:
     """Take from a line's body the response as it was queued; None where no events are to be written.
 

@@ -21,6 +21,7 @@ import msgspec
 
 from alignedserve.batches.eta import ThroughputEstimate, Throughputs
 from alignedserve.batches.interfaces import RecordStore
+from alignedserve.batches.owners import client_of
 from alignedserve.batches.records import (
     BatchKey,
     BatchRecord,
@@ -46,6 +47,7 @@ EXPIRING = "expiring"
 OVER = "over"
 _MAX_CONFLICTS = 20
 _MAX_ACTIVE = 10_000
+_CREATED_LIFETIME_S = 3600.0  # much longer than a batch's creation takes
 
 
 class StoredThroughputs(StoredRecord, frozen=True):
@@ -131,11 +133,26 @@ class BatchRepository:
 
     # --- batches
 
+    async def last_created(self, client: str) -> bytes | None:
+        """Return what changes whenever a batch is added for this client."""
+        return (await self._store.read([_created_key(client)]))[0]
+
     async def add_batch(
-        self, snapshot: BatchSnapshot, source: FileRecord, *, idempotency_key: str | None, key_lifetime_s: float
+        self,
+        snapshot: BatchSnapshot,
+        source: FileRecord,
+        last_created: bytes | None,
+        *,
+        idempotency_key: str | None,
+        key_lifetime_s: float,
     ) -> bool:
-        """Add a new batch and count the use of its file. False: the file has changed or the key was used before."""
+        """Add a new batch and count the use of its file.
+
+        `last_created`: as it was before the client's batches were counted. Returns False where another has been added
+        since, the file has changed, or the key was used before.
+        """
         record = snapshot.record
+        created_key = _created_key(client_of(record.owner))
         file_key = f"file/{source.file_id}"
         used = msgspec.structs.replace(source, num_uses=source.num_uses + 1)
         changes: list[Change] = [
@@ -144,8 +161,13 @@ class BatchRepository:
             SetValue(file_key, encode(used)),
             AddToIndex(f"batches/{record.owner}", record.batch_id, record.created_s),
             AddToIndex(ACTIVE, record.batch_id, record.created_s),
+            SetValue(created_key, record.batch_id.encode(), _CREATED_LIFETIME_S),
         ]
-        unchanged: dict[str, bytes | None] = {file_key: encode(source), f"batch/{record.batch_id}": None}
+        unchanged: dict[str, bytes | None] = {
+            file_key: encode(source),
+            f"batch/{record.batch_id}": None,
+            created_key: last_created,
+        }
         if idempotency_key is not None:
             changes.append(SetValue(idempotency_key, record.batch_id.encode(), key_lifetime_s))
             unchanged[idempotency_key] = None
@@ -304,6 +326,10 @@ def _file_changes(record: FileRecord) -> list[Change]:
     if record.expires_s is not None:
         changes.append(AddToIndex(EXPIRING, record.file_id, record.expires_s))
     return changes
+
+
+def _created_key(client: str) -> str:
+    return f"created/{client}"
 
 
 def _usage_key(owner: str) -> str:

@@ -264,7 +264,7 @@ class BatchRun:
 
     def _missing_records(self, lines: Iterable[int]) -> list[ResultRecord]:
         make = results.expired_record if self.record.is_expiring else results.cancelled_record
-        return [make(self.record.batch_id, line, self._input_file.line(line).custom_id) for line in lines]
+        return [make(self.record.batch_id, line, self._input_file.custom_id(line)) for line in lines]
 
     async def _wait_for_change(self) -> None:
         self._changed.clear()

@@ -53,11 +53,15 @@ class MessageBatches:
             raise InvalidRequest("A request is too large for a batch.", param="requests")
         return await submit_lines(self.files_api, self.owner, lines, Endpoint.MESSAGES, name="messages.jsonl")
 
-    def results(self, snapshot: BatchSnapshot) -> AsyncIterator[bytes]:
-        """Return the lines of the results. Raises NotFound before the batch is over."""
+    async def results(self, snapshot: BatchSnapshot) -> AsyncIterator[bytes]:
+        """Return the lines of the results, after reading the first one.
+
+        Raises NotFound before the batch is over. Raises StorageDamaged where they cannot be read, as later lines do.
+        """
         if not snapshot.record.is_over:
             raise NotFound("The batch has not ended.", param="message_batch_id")
-        return self._result_lines(snapshot)
+        lines = self._result_lines(snapshot)
+        return _joined(await anext(lines, b""), lines)
 
     async def _result_lines(self, snapshot: BatchSnapshot) -> AsyncIterator[bytes]:
         for kind in ResultKind:
@@ -81,6 +85,13 @@ def _check(asked: CreateMessageBatch, services: Services, key: KeyEntry, max_req
             raise InvalidRequest(f"Invalid value for {path}.params.model.", param=f"{path}.params.model")
         check_usable(services.models, model, key)
         services.models.card(model)
+
+
+async def _joined(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    if first:
+        yield first
+    async for line in rest:
+        yield line
 
 
 async def _lines_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -135,11 +135,14 @@ class _ResponseSender:
         return [] if header is None else [header]
 
     async def send_error(self, error: Exception, scope: Scope, receive: Receive) -> None:
-        """Send an error: as an HTTP response, or as the last event of a stream that has started."""
+        """Send an error: as an HTTP response, or as the last event of a stream that has started.
+
+        Any other body stays incomplete, upon which the server closes the connection: an end would make it look whole.
+        """
         if not self._has_started:
             await self._error_response(error)(scope, receive, self.send)
-        elif not self._is_complete:
-            last = scope["state"]["failure_events"](error) if self._is_event_stream else b""
+        elif self._is_event_stream and not self._is_complete:
+            last = scope["state"]["failure_events"](error)
             await self.send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _error_response(self, error: Exception) -> Response:

@@ -10,6 +10,7 @@ from alignedserve.api.anthropic.errors import anthropic_error_body
 from alignedserve.api.anthropic.schemas import MessagesRequest
 from alignedserve.api.openai.choice_decoder import ChoiceDelta
 from alignedserve.api.openai.generation import Generation
+from alignedserve.api.openai.response_format import extension_of
 from alignedserve.api.tools.deltas import ToolCallDelta
 from alignedserve.core.request import FinishReason
 
@@ -129,7 +130,7 @@ class MessageFormatter:
         """Return the end of the last block, of the message, and of the stream."""
         usage = self._usage()
         del usage["service_tier"]
-        message_delta = {"type": "message_delta", "delta": self._stop, "usage": usage} | self._extension()
+        message_delta = {"type": "message_delta", "delta": self._stop, "usage": usage} | extension_of(self._generation)
         return _encode([*self._blocks.close(), message_delta, {"type": "message_stop"}])
 
     def failure_events(self, error: Exception) -> bytes:
@@ -144,7 +145,7 @@ class MessageFormatter:
             events += self._blocks.extend(delta)
             self._note_stop(delta)
         events += self._blocks.close()
-        return orjson.dumps(self._message(collect_blocks(events)) | self._stop | self._extension())
+        return orjson.dumps(self._message(collect_blocks(events)) | self._stop | extension_of(self._generation))
 
     def _message_start(self) -> dict[str, Any]:
         return {"type": "message_start", "message": self._message([]) | self._stop}
@@ -184,11 +185,6 @@ class MessageFormatter:
         if reason is FinishReason.LENGTH and not has_all_tokens:
             return "model_context_window_exceeded"
         return _STOP_REASONS[reason.value]
-
-    def _extension(self) -> dict[str, Any]:
-        """Return our own key, only for clients that sent SLO headers."""
-        report = self._generation.slo_report()
-        return {"alignedserve": report} if report is not None else {}
 
 
 def _encode(events: Sequence[dict[str, Any]]) -> bytes:

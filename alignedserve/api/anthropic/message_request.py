@@ -30,6 +30,7 @@ from alignedserve.api.anthropic.schemas import (
 )
 from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.openai.chat_prompt import answer_forms
 from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
 from alignedserve.api.openai.parsing import parse_chat
 from alignedserve.api.openai.prompt_encoding import Prompts, chat_prompts, encode_chat
@@ -279,6 +280,7 @@ async def build_message_request(
     chat_body, chat = await _translated(asked, arrival.ignored, services, sampling_fields(asked))
     with chat_body.naming_own_fields():
         (prompt,) = prompts = prompts or await _prompts(chat, services)
+        _note_thinking(asked, services, arrival.ignored)
         try:
             response_id = f"msg_{arrival.request_id}"
             return await build_chat_request(
@@ -292,6 +294,20 @@ async def build_message_request(
             )
         except ContextTooLong as error:
             raise _prompt_too_long(len(prompt.token_ids), services) from error
+
+
+def _note_thinking(asked: MessagesRequest, model: ModelServices, ignored: IgnoredFields | None) -> None:
+    """Name `thinking` among the ignored fields where it is off and the model always thinks.
+
+    `ignored`: None: such fields are refused, with InvalidRequest.
+    """
+    template, (_, reasoning) = model.tokenizer.chat_template, answer_forms(model)
+    if asked.thinking is None or asked.thinking.type != "disabled" or template is None or reasoning is None:
+        return
+    if not any(name in template.variables for name in _SWITCHES):
+        if ignored is None:
+            raise InvalidRequest("This model always thinks.", param="thinking")
+        ignored.add("thinking")
 
 
 async def message_prompts(asked: MessagesRequest, services: PromptServices, ignored: IgnoredFields | None) -> Prompts:

@@ -12,6 +12,7 @@ from alignedserve.api.embeddings.schemas import RerankRequest
 from alignedserve.api.errors import GenerationFailed
 from alignedserve.api.openai.choice_decoder import ChoiceDelta
 from alignedserve.api.openai.generation import Generation
+from alignedserve.api.openai.response_format import extension_of
 
 Vectors = npt.NDArray[np.float32]
 
@@ -69,7 +70,8 @@ class EmbeddingFormatter:
             for index, vector in enumerate(vectors)
         ]
         model, usage = self._generation.request.model, _usage(self._generation)
-        return orjson.dumps({"object": "list", "data": data, "model": model, "usage": usage})
+        body = {"object": "list", "data": data, "model": model, "usage": usage}
+        return orjson.dumps(body | extension_of(self._generation))
 
 
 class ScoreFormatter:

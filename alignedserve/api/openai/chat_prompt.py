@@ -119,10 +119,12 @@ def note_effort(
     template = model.tokenizer.chat_template
     if fields.reasoning_effort is None or template is None:
         return
-    form, _ = answer_forms(model)
-    if form is not None and form.is_harmony:
+    tools, reasoning = answer_forms(model)
+    if tools is not None and tools.is_harmony:
         return
-    if effort_variables(fields.reasoning_effort, template.variables) is None:
+    variables = effort_variables(fields.reasoning_effort, template.variables)
+    always_thinks = not variables and reasoning is not None
+    if variables is None or always_thinks:
         if ignored is None:
             raise _no_effort()
         ignored.add(name)

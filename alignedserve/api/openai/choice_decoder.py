@@ -181,6 +181,8 @@ class ChoiceDecoder:
         if self._stops.found is not None:
             return ""
         visible = self._stops.push(run.content) if self.num_tokens > self._min_tokens else run.content
+        if self._stops.found is None and (run.tool_calls or (run.length and not run.content)):
+            visible += self._stops.flush()  # no stop string reaches across a call or a thought
         self._num_visible += len(visible)
         return visible
 

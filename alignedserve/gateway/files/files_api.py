@@ -1,5 +1,7 @@
 """The Files and Batches API on behalf of one owner (an API key); files and batches of others do not exist for it."""
 
+import asyncio
+import contextlib
 import hashlib
 import secrets
 import time
@@ -8,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 import orjson
@@ -37,7 +40,7 @@ from alignedserve.batches.repository import BatchRepository, BatchSnapshot, Stor
 from alignedserve.batches.results import result_bytes
 from alignedserve.batches.schedule import check_window
 from alignedserve.config.sections import BatchesConfig
-from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.errors import InvalidRequest, StorageError
 from alignedserve.core.hours import Schedule
 from alignedserve.gateway.files.schemas import (
     CreateBatchRequest,
@@ -74,6 +77,8 @@ class FilesApi:
     stores: BatchStores
     config: BatchesConfig
     keys: CurrentKeys = field(default_factory=CurrentKeys)  # whose limits hold
+    # Of clients that create batches: one at a time here; those of other gateways are seen by `last_created`.
+    _creating: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     @property
     def repository(self) -> BatchRepository:
@@ -177,23 +182,27 @@ class FilesApi:
         client = _batches_key(self.keys, owner, asked)
         fingerprint = _fingerprint(asked)
         key = None if idempotency_key is None else idempotency_key_of(owner, idempotency_key)
-        for _ in range(_MAX_CONFLICTS):
-            made = None if key is None else await self.repository.batch_with_key(key)
-            if made is not None:
-                return await self._check_same_request(made, asked, fingerprint)
-            source = await self._source(owner, asked.input_file_id)
-            active = await self.repository.active_batches()
-            self._check_quota(owner, active)
-            now = time.time()
-            check_window(schedule, now, now + window)
-            record = _new_record(asked, source, endpoint, schedule, now, now + window, fingerprint)
-            throughputs = await self.repository.throughputs(self.config.assumed_tokens_per_s)
-            _check_tokens(client, record, active, throughputs)
-            snapshot = BatchSnapshot(record, Progress(eta=_eta(record, active, throughputs)))
-            lifetime_s = max(_IDEMPOTENCY_KEY_LIFETIME_S, window)
-            if await self.repository.add_batch(snapshot, source, idempotency_key=key, key_lifetime_s=lifetime_s):
-                return snapshot
-        raise Conflict("The file is being changed; try again.", param="input_file_id")
+        async with self._creating.setdefault(client_of(owner), asyncio.Lock()):
+            for _ in range(_MAX_CONFLICTS):
+                made = None if key is None else await self.repository.batch_with_key(key)
+                if made is not None:
+                    return await self._check_same_request(made, asked, fingerprint)
+                source = await self._source(owner, asked.input_file_id)
+                last_created = await self.repository.last_created(client_of(owner))
+                active = await self.repository.active_batches()
+                self._check_quota(owner, active)
+                now = time.time()
+                check_window(schedule, now, now + window)
+                record = _new_record(asked, source, endpoint, schedule, now, now + window, fingerprint)
+                throughputs = await self.repository.throughputs(self.config.assumed_tokens_per_s)
+                _check_tokens(client, record, active, throughputs)
+                snapshot = BatchSnapshot(record, Progress(eta=_eta(record, active, throughputs)))
+                lifetime_s = max(_IDEMPOTENCY_KEY_LIFETIME_S, window)
+                if await self.repository.add_batch(
+                    snapshot, source, last_created, idempotency_key=key, key_lifetime_s=lifetime_s
+                ):
+                    return snapshot
+        raise Conflict("The file or the batches of this key are being changed; try again.", param="input_file_id")
 
     async def _check_same_request(
         self, made: BatchSnapshot, asked: CreateBatchRequest, fingerprint: str
@@ -352,7 +361,10 @@ async def submit_lines(
     name: str = "",
     results_expire: ExpiresAfter | None = None,
 ) -> BatchSnapshot:
-    """Create the batch that runs these lines within a day. Raises InvalidRequest, QuotaExceeded, StorageFull."""
+    """Create the batch that runs these lines within a day. The client does not know of their file: it goes with it.
+
+    Raises InvalidRequest, QuotaExceeded, StorageFull.
+    """
     content, file_id = b"".join(lines), new_file_id()
     blob = await files_api.stores.blobs.begin(file_id)
     try:
@@ -368,4 +380,10 @@ async def submit_lines(
         completion_window=WINDOW,
         output_expires_after=results_expire,
     )
-    return await files_api.create(owner, asked, None)
+    try:
+        return await files_api.create(owner, asked, None)
+    except BaseException:
+        # Where the store went away it may have the batch: then the file is in use, and stays.
+        with contextlib.suppress(Conflict, NotFound, StorageError):
+            await files_api.remove(owner, record.file_id)
+        raise

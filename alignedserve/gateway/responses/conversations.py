@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from alignedserve.api.errors import NotFound
+from alignedserve.api.errors import Conflict, NotFound
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.responses.context import raw_json
 from alignedserve.api.responses.items import Item, is_conversation_id, parse_items
@@ -84,11 +84,13 @@ class Conversations:
         await self._change_if_there(conversation_id, partial(_with_response, items=items))
 
     async def await_response(self, conversation_id: str, response_id: str) -> None:
-        """Note a response in the background, whose items are still to come."""
-        await self._change_if_there(
-            conversation_id,
-            lambda record: msgspec.structs.replace(record, pending=(*record.pending, response_id)),
-        )
+        """Note a response in the background, whose items are still to come. Raises Conflict where there is another."""
+
+        def awaited(record: StoredConversation) -> StoredConversation:
+            check_unlocked(record)
+            return msgspec.structs.replace(record, pending=(response_id,))
+
+        await self._change_if_there(conversation_id, awaited)
 
     async def settle(self, conversation_id: str, response_id: str, items: Sequence[Item]) -> bool:
         """Add the items of a response in the background that is over. May be repeated.
@@ -148,6 +150,13 @@ def find_item(record: StoredConversation, item_id: str) -> Item:
     if found is None:
         raise NotFound("No such item in this conversation.", param="item_id", code="item_not_found")
     return found
+
+
+def check_unlocked(record: StoredConversation) -> None:
+    """Raise Conflict while items of a response are still to come."""
+    if record.pending:
+        message = "A response of this conversation is still generated in the background."
+        raise Conflict(message, param="conversation", code="conversation_locked")
 
 
 def check_has_room(record: StoredConversation, num_bytes: int, *, param: str) -> None:

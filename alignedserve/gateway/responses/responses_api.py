@@ -32,7 +32,12 @@ from alignedserve.batches.responses.event_log import EventLimits, EventLog
 from alignedserve.batches.responses.response_repository import StoredResponse
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.responses.background import BackgroundJobs, cancelled, without_room
-from alignedserve.gateway.responses.conversations import Conversations, check_has_room, conversation_items
+from alignedserve.gateway.responses.conversations import (
+    Conversations,
+    check_has_room,
+    check_unlocked,
+    conversation_items,
+)
 from alignedserve.gateway.services import Services
 
 
@@ -94,7 +99,8 @@ class ResponsesApi:
     async def keep(self, turn: Turn, response: bytes, batch_id: BatchKey | None = None) -> None:
         """Store a response, if it is to be stored, and add it to its conversation, if it has one and is over.
 
-        Raises InvalidRequest, with nothing stored, where the conversation has no room for it any more.
+        Raises InvalidRequest where the conversation has no room for it any more, and Conflict where another one was
+        begun there meanwhile; with nothing stored.
         """
         stored = await self._store(turn, response, batch_id) if turn.is_stored else None
         if turn.conversation_id is None or self.conversations is None:
@@ -107,8 +113,13 @@ class ResponsesApi:
                 if stored is not None:
                     await self._stored("store").repository.remove(stored)
                 raise
-        else:
+            return
+        try:
             await self.conversations.await_response(turn.conversation_id, turn.response_id)
+        except Conflict:  # of two that came at once, one is first
+            if stored is not None:
+                await self.delete(stored.response_id)
+            raise
 
     async def _store(self, turn: Turn, response: bytes, batch_id: BatchKey | None) -> StoredResponse:
         state, now, items = self._stored("store"), time.time(), raw_json(turn.items)
@@ -211,9 +222,7 @@ class ResponsesApi:
     async def _open_conversation(self, text: str) -> StoredConversation:
         """Return a conversation that may be continued. Raises NotFound, Conflict."""
         record = await self.conversation(text, param="conversation")
-        if record.pending:
-            message = "A response of this conversation is still generated in the background."
-            raise Conflict(message, param="conversation", code="conversation_locked")
+        check_unlocked(record)
         return record
 
     def stored_conversations(self, param: str = "conversation_id") -> Conversations:

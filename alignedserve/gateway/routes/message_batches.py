@@ -56,7 +56,7 @@ async def get_results(http: Request, batch_id: str) -> Response:
     """Return the results of a batch that is over, one on each line."""
     batches = await _batches_of(http)
     snapshot = await batches.files_api.batch(batches.owner, batch_id)
-    return StreamingResponse(batches.results(snapshot), media_type="application/x-jsonl")
+    return StreamingResponse(await batches.results(snapshot), media_type="application/x-jsonl")
 
 
 @router.post(_PATH + "/{batch_id}/cancel", response_model=None)

@@ -1,5 +1,7 @@
 """Message batches, through Anthropic's own SDK, unchanged."""
 
+import asyncio
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,22 @@ async def ended(client: Any, batch: Any) -> Any:
 
     await eventually(has_ended)
     return await client.messages.batches.retrieve(batch.id)
+
+
+async def answered(app: Any, path: str) -> list[MutableMapping[str, Any]]:
+    """Return what the app sends to a server, which closes the connection where that is no whole response."""
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": []}
+    await app(scope, receive, send)
+    return sent
 
 
 async def results_of(client: Any, batch: Any) -> dict[str, Any]:
@@ -105,6 +123,30 @@ async def test_batches_that_are_refused(tmp_path: Path, requests: Any, path: str
             await client.messages.batches.create(requests=requests)
         with pytest.raises(anthropic.NotFoundError):
             await client.messages.batches.create(requests=[asking("a", model="other")])
+
+
+async def test_results_that_cannot_be_read_never_look_whole(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path) as served, sdk_of(served.app) as client:
+        batch = await client.messages.batches.create(requests=[asking(f"r{number}") for number in range(300)])
+        await ended(client, batch)
+        path = f"/v1/messages/batches/{batch.id}/results"
+        log = tmp_path / "results" / f"{batch.id}.log"
+        whole = log.read_bytes()
+        for place, status in ((len(whole) // 2, 200), (len(whole) // 300 // 2, 503)):
+            log.write_bytes(whole[:place] + b"\0\0\0\0" + whole[place + 4 :])
+            start, *parts = await answered(served.app, path)
+            assert start["status"] == status
+            assert parts[-1].get("more_body", False) == (status == 200)  # an end would make it look whole
+
+
+async def test_requests_of_batches_that_are_over_take_no_place(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, max_files=2) as served, sdk_of(served.app) as client:
+        for _ in range(4):
+            await ended(client, await client.messages.batches.create(requests=[asking("a")]))
+    async with batch_gateway(tmp_path / "refusing", is_driven=False, max_files=2, max_active=1) as served:
+        bodies = [{"model": "tiny", "input": "hello", "background": True}] * 5
+        answers = [await served.client.post("/v1/responses", json=body) for body in bodies]
+        assert all("batches that are not over" in answer.text for answer in answers[1:])
 
 
 async def test_messages_are_lines_of_other_batches_too(tmp_path: Path) -> None:

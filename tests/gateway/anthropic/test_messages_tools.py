@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from pydantic import BaseModel
 
 from alignedserve.api.backend.scripted import Script
@@ -12,6 +13,7 @@ from alignedserve.core.request import Request
 from tests.gateway.anthropic.messages_support import ask, count, failure_of, message_of, sdk_client
 from tests.gateway.support import EOS, gateway
 from tests.gateway.tool_support import HERMES, LEVELS, OPENED, PLAIN, THINKING, model_with
+from tests.gateway.tool_support import saying as scripted
 from tests.support.marks import each
 
 WEATHER: Any = {
@@ -52,6 +54,16 @@ async def test_a_call_whole_and_streamed() -> None:
         assert (text.type, call.type, message.stop_reason) == ("text", "tool_use", "tool_use")
         assert (call.name, call.input) == ("get_weather", {"city": "Oslo"})
     assert "".join(event.partial_json for event in events if event.type == "input_json") == '{"city": "Oslo"}'
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 200])
+async def test_text_that_might_begin_a_stop_sequence_stands_before_the_call(tokens_per_step: int) -> None:
+    model = model_with(HERMES)
+    script = scripted(model, "Let me see.\n" + CALL, tokens_per_step=tokens_per_step)
+    async with gateway(script, model=model) as served:
+        message = message_of(await ask(served, tools=[WEATHER], stop_sequences=["\nObservation:"]))
+    text, call = message["content"]
+    assert (text["text"], call["name"], call["input"]) == ("Let me see.\n", "get_weather", {"city": "Oslo"})
 
 
 async def test_an_agent_runs_its_tools_until_the_answer() -> None:
@@ -183,6 +195,15 @@ async def test_a_model_without_tools_is_told_of_them() -> None:
     async with sdk_client(saying(model, "hello"), model=model) as (client, served):
         await client.messages.create(**ASKED, tools=[WEATHER])
         assert "<tools>" in prompt_of(model, served.backend.submitted[0])
+
+
+async def test_a_model_that_always_thinks_says_that_it_does() -> None:
+    model = model_with(OPENED)
+    async with gateway(scripted(model, "so</think>hello"), model=model) as served:
+        answers = [await ask(served, thinking={"type": "disabled"}), await served.chat(reasoning_effort="none")]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    names = [answer.headers["x-alignedserve-ignored-fields"] for answer in answers]
+    assert names == ["thinking", "reasoning_effort"]
 
 
 async def test_an_effort_without_a_switch_is_ignored_and_named() -> None:

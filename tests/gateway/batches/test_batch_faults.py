@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from alignedserve.batches import driver
+from alignedserve.batches import driver, line_tracker
 from alignedserve.batches.records import FileId
 from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.messages.state import Change, SetValue
@@ -129,6 +129,21 @@ async def test_damaged_progress_is_added_up_anew_from_the_log(tmp_path: Path) ->
         done = await served.wait_for(batch["id"])
         assert done["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
         assert len(await served.results(done["output_file_id"])) == 3
+
+
+async def test_a_line_that_can_be_read_no_longer_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_tracker, "_FIRST_PAUSE_S", 0.02)
+    async with batch_gateway(tmp_path, slowly, max_in_flight=1) as served:
+        made = await served.submit(chat_lines(4))
+        await served.wait_for(made["id"], "in_progress")
+        file = tmp_path / "files" / made["input_file_id"]
+        content = file.read_bytes()
+        place = content.rindex(b'"messages"')
+        file.write_bytes(content[:place] + b"\0\0\0" + content[place + 3 :])
+        done = await served.wait_for(made["id"])
+        (failure,) = await served.results(done["error_file_id"])
+    assert done["request_counts"] == {"total": 4, "completed": 3, "failed": 1}
+    assert "unreadable line 4" in failure
 
 
 async def test_a_damaged_batch_stops_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

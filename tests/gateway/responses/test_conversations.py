@@ -1,5 +1,6 @@
 """Conversations: their items, changed by clients and by responses, whole, streamed and in the background."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,17 @@ async def test_a_response_in_the_background_adds_its_items_once_it_is_over(tmp_p
         assert await texts_of(served, name) == ["one", "two", "hello world"]
         assert (await respond(served, name, "three")).status_code == 200
         assert len(await items_of(served, name)) == 5
+
+
+async def test_of_responses_in_the_background_that_begin_at_once_one_is_first(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path) as served:
+        name = await create(served, "one")
+        answers = await asyncio.gather(*(respond(served, name, "two", background=True) for _ in range(3)))
+        (begun,) = [answer.json() for answer in answers if answer.status_code == 200]
+        locked = [error_of(answer, 409)["code"] for answer in answers if answer.status_code != 200]
+        await reached(served, begun["id"], "completed")
+        assert await texts_of(served, name) == ["one", "two", "hello world"]
+    assert locked == ["conversation_locked"] * 2
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])
