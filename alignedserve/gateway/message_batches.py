@@ -3,18 +3,23 @@
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from functools import partial
+from typing import Any
 
 import orjson
-from pydantic import FailFast, Field
+from pydantic import Field
 
 from alignedserve.api.anthropic.errors import error_view
+from alignedserve.api.anthropic.request_splitter import RequestSplitter
 from alignedserve.api.errors import NotFound
 from alignedserve.api.models.usable_models import check_usable
+from alignedserve.api.openai.parsing import parse, parse_json
+from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.schema import Schema
 from alignedserve.batches.owners import client_of
 from alignedserve.batches.records import BatchStatus, Endpoint, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
+from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.files.files_api import FilesApi, input_line, submit_lines
 from alignedserve.gateway.services import Services
@@ -31,12 +36,6 @@ class BatchedMessage(Schema):
     params: dict[str, Any]
 
 
-class CreateMessageBatch(Schema):
-    """Body of POST /v1/messages/batches."""
-
-    requests: Annotated[list[BatchedMessage], Field(min_length=1), FailFast()]
-
-
 @dataclass(frozen=True, slots=True)
 class MessageBatches:
     """Message batches of one client."""
@@ -44,14 +43,19 @@ class MessageBatches:
     files_api: FilesApi
     owner: str  # as api_owner makes it
 
-    async def create(self, asked: CreateMessageBatch, services: Services) -> BatchSnapshot:
-        """Create a batch. Raises InvalidRequest naming the field, QuotaExceeded, StorageFull."""
+    async def create(
+        self, body: AsyncIterator[bytes], services: Services, ignored: IgnoredFields | None
+    ) -> BatchSnapshot:
+        """Create a batch of a body that is still arriving.
+
+        `ignored`: gets the fields that are ignored; None: they are refused. Raises InvalidRequest naming the field,
+        QuotaExceeded, StorageFull.
+        """
         key = services.keys.ring.owned_by(client_of(self.owner))
-        _check(asked, services, key, self.files_api.config.max_lines)
-        lines = [input_line(one.custom_id, Endpoint.MESSAGES, one.params) for one in asked.requests]
-        if any(len(line) > self.files_api.config.max_line_bytes for line in lines):
-            raise InvalidRequest("A request is too large for a batch.", param="requests")
-        return await submit_lines(self.files_api, self.owner, lines, Endpoint.MESSAGES, name="messages.jsonl")
+        lines = _Lines(services, key, self.files_api.config, ignored)
+        return await submit_lines(
+            self.files_api, self.owner, lines.pieces(body), Endpoint.MESSAGES, name="messages.jsonl"
+        )
 
     async def results(self, snapshot: BatchSnapshot) -> AsyncIterator[bytes]:
         """Return the lines of the results, after reading the first one.
@@ -70,21 +74,51 @@ class MessageBatches:
                 yield orjson.dumps(result_view(orjson.loads(line))) + b"\n"
 
 
-def _check(asked: CreateMessageBatch, services: Services, key: KeyEntry, max_requests: int) -> None:
-    """Raise InvalidRequest for what would make the whole batch fail, naming the request."""
-    if len(asked.requests) > max_requests:
-        raise InvalidRequest(f"requests must hold at most {max_requests} requests.", param="requests")
-    seen: set[str] = set()
-    for place, one in enumerate(asked.requests):
-        path = f"requests[{place}]"
-        if one.custom_id in seen:
+class _Lines:
+    """Makes the lines of a batch of the requests in a body."""
+
+    def __init__(self, services: Services, key: KeyEntry, config: BatchesConfig, ignored: IgnoredFields | None) -> None:
+        self._services, self._key, self._config, self._ignored = services, key, config, ignored
+        self._splitter = RequestSplitter(config.max_line_bytes)
+        self._custom_ids: set[str] = set()
+
+    async def pieces(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Yield the lines as their requests arrive. Raises InvalidRequest for what makes the whole batch fail."""
+        async for chunk in body:
+            if lines := await self._services.lanes.run(len(chunk), partial(self._push, chunk)):
+                yield lines
+        self._splitter.finish()
+        if not self._custom_ids:
+            raise InvalidRequest("requests must hold at least one request.", param="requests")
+        for name in self._splitter.others:
+            if self._ignored is None:
+                raise InvalidRequest(f"Unrecognized request argument: {name}.", param=name, code="unknown_parameter")
+            self._ignored.add(name)
+
+    def _push(self, chunk: bytes) -> bytes:
+        return b"".join([self._line(raw) for raw in self._splitter.push(chunk)])
+
+    def _line(self, raw: bytes) -> bytes:
+        path = f"requests[{len(self._custom_ids)}]"
+        if len(self._custom_ids) >= self._config.max_lines:
+            raise InvalidRequest(f"requests must hold at most {self._config.max_lines} requests.", param="requests")
+        try:
+            fields = parse_json(raw, self._services.config)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{path}: {error}", param=path, code=error.code) from error
+        one = parse(BatchedMessage, fields, self._ignored, parent=f"{path}.")
+        if one.custom_id in self._custom_ids:
             raise InvalidRequest(f"{path}.custom_id was used by an earlier request.", param=f"{path}.custom_id")
-        seen.add(one.custom_id)
+        self._custom_ids.add(one.custom_id)
         model = one.params.get("model")
         if not isinstance(model, str):
             raise InvalidRequest(f"Invalid value for {path}.params.model.", param=f"{path}.params.model")
-        check_usable(services.models, model, key)
-        services.models.card(model)
+        check_usable(self._services.models, model, self._key)
+        self._services.models.card(model)
+        line = input_line(one.custom_id, Endpoint.MESSAGES, one.params)
+        if len(line) > self._config.max_line_bytes:
+            raise InvalidRequest("A request is too large for a batch.", param=path)
+        return line
 
 
 async def _joined(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

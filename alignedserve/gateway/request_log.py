@@ -17,7 +17,7 @@ from alignedserve.process.logs.format import FIELDS
 
 logger = logging.getLogger("alignedserve.requests")
 
-_LONGEST = 256 * 1024  # bytes of a body that is looked into, on the gateway's own loop
+LONGEST_LOGGED = 256 * 1024  # bytes of a body that is looked into, on the gateway's own loop
 _MAX_ITEMS = 64  # of a list
 _MAX_DEPTH = 12
 _OWN_WORDS = frozenset(
@@ -28,18 +28,19 @@ _SECRET_TEXT = re.compile(r"\b(?:sk|pk|rk|as|hf|ghp|gho|xox[abp]|AKIA|eyJ)[-_]?[
 _SECRET = "<secret>"  # noqa: S105
 
 
-def log_body(raw: bytes, headers: Headers, config: GatewayConfig) -> None:
-    """Log a body as the configuration says."""
+def log_body(raw: bytes, headers: Headers, config: GatewayConfig, num_bytes: int | None = None) -> None:
+    """Log a body as the configuration says. `num_bytes`: of the whole, where this is its beginning."""
     if config.request_log == NO_BODIES:
         return
     shown = shown_body(raw, _presented_keys(headers), config)
-    logger.info("body of %d bytes: %s", len(raw), shown, extra={FIELDS: {"body": shown, "body_bytes": len(raw)}})
+    size = len(raw) if num_bytes is None else num_bytes
+    logger.info("body of %d bytes: %s", size, shown, extra={FIELDS: {"body": shown, "body_bytes": size}})
 
 
 def shown_body(raw: bytes, keys: tuple[str, ...], config: GatewayConfig) -> str:
     """Return what is logged of a body. `keys`: what the client has presented, of which nothing is shown."""
-    if len(raw) > _LONGEST:
-        return f"<longer than {_LONGEST} bytes>"
+    if len(raw) > LONGEST_LOGGED:
+        return f"<longer than {LONGEST_LOGGED} bytes>"
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError:

@@ -355,7 +355,7 @@ def input_line(custom_id: str, endpoint: Endpoint, body: dict[str, Any]) -> byte
 async def submit_lines(
     files_api: FilesApi,
     owner: str,
-    lines: Sequence[bytes],
+    pieces: AsyncIterator[bytes],
     endpoint: Endpoint,
     *,
     name: str = "",
@@ -363,14 +363,18 @@ async def submit_lines(
 ) -> BatchSnapshot:
     """Create the batch that runs these lines within a day. The client does not know of their file: it goes with it.
 
-    Raises InvalidRequest, QuotaExceeded, StorageFull.
+    `pieces`: of the file. Raises InvalidRequest, QuotaExceeded, StorageFull.
     """
-    content, file_id = b"".join(lines), new_file_id()
+    file_id, digest = new_file_id(), blake2b(digest_size=16)
     blob = await files_api.stores.blobs.begin(file_id)
+    upload = Upload(blob, name, fields={"purpose": INPUT_PURPOSE})
     try:
-        await blob.write(content)
-        digest = blake2b(content, digest_size=16).hexdigest()
-        upload = Upload(blob, name, len(content), len(lines), digest, {"purpose": INPUT_PURPOSE})
+        async for piece in pieces:
+            digest.update(piece)
+            upload.num_bytes += len(piece)
+            upload.num_lines += piece.count(b"\n")
+            await blob.write(piece)
+        upload.digest = digest.hexdigest()
         record = await files_api.add_file(owner, file_id, upload)
     finally:
         await blob.discard()

@@ -5,6 +5,7 @@ of batches hold for both. What a batch has come to is seen, and kept with the re
 """
 
 import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,10 @@ _LEFT_OUT = {"background", "conversation", "metadata", "previous_response_id", "
 _SERVICE_TIERS = ("auto", "default", "flex")
 
 
+async def _alone(line: bytes) -> AsyncIterator[bytes]:
+    yield line
+
+
 @dataclass(frozen=True, slots=True)
 class BackgroundJobs:
     """Runs responses of one client as batches."""
@@ -55,7 +60,7 @@ class BackgroundJobs:
         snapshot = await submit_lines(
             self.files_api,
             self._owner,
-            [line],
+            _alone(line),
             Endpoint.RESPONSES,
             name=response["id"],
             results_expire=self._results_expire(),

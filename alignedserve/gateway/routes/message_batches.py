@@ -1,19 +1,16 @@
 """Routes of /v1/messages/batches: create, list, get, results, cancel."""
 
-from functools import partial
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from alignedserve.api.openai.parsing import parse
 from alignedserve.batches.owners import api_owner
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.json_response import JsonResponse
-from alignedserve.gateway.message_batches import CreateMessageBatch, MessageBatches, batch_view
+from alignedserve.gateway.message_batches import MessageBatches, batch_view
 from alignedserve.gateway.routes.dependencies import files_api_of, ignored_fields_of, services_of
-from alignedserve.gateway.routes.request_bodies import read_body
+from alignedserve.gateway.routes.request_bodies import body_chunks
 from alignedserve.gateway.routes.request_parameters import positive
 
 router = APIRouter()
@@ -26,8 +23,8 @@ _DEFAULT_LIMIT, _MAX_LIMIT = 20, 100
 async def create_batch(http: Request) -> Response:
     """Create a batch of messages."""
     batches, services = await _batches_of(http), services_of(http)
-    asked = await read_body(http, services, partial(parse, CreateMessageBatch, ignored=ignored_fields_of(http)))
-    return _shown(http, await batches.create(asked, services))
+    body = body_chunks(http, services.config, batches.files_api.config.max_file_bytes)
+    return _shown(http, await batches.create(body, services, ignored_fields_of(http)))
 
 
 @router.get(_PATH, response_model=None)

@@ -2,7 +2,7 @@
 
 import asyncio
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -18,17 +18,20 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.long_bodies.messages import Answer, NotRead, Order, ReadBody, Refusal, decode_outcome
 from alignedserve.gateway.long_bodies.messages import encode as encoded
-from alignedserve.gateway.request_log import log_body
+from alignedserve.gateway.request_log import LONGEST_LOGGED, log_body
 from alignedserve.gateway.routes.dependencies import key_of
 from alignedserve.gateway.services import Services
 from alignedserve.keys.entry import KeyEntry
 
 _BODY_TIMEOUT_S = 30.0
+_SILENCE_S = 60.0  # between two pieces of a body that is read as it arrives
+_PIECE_BYTES = 64 * 1024  # of what was compressed
 
 BodyT = TypeVar("BodyT")
 
 _GZIP_BITS = 16 + zlib.MAX_WBITS
-_KNOWN = ("", "identity", "gzip", "x-gzip")
+_GZIP = ("gzip", "x-gzip")
+_KNOWN = ("", "identity", *_GZIP)
 
 
 async def read_body(http: Request, services: Services, parse: Callable[[dict[str, Any]], BodyT]) -> BodyT:
@@ -113,6 +116,59 @@ async def receive(http: Request, services: Services) -> bytes:
     return raw
 
 
+async def body_chunks(http: Request, config: GatewayConfig, max_bytes: int) -> AsyncIterator[bytes]:
+    """Yield a body that declares JSON as it arrives, decompressed: for one that is larger than others may be.
+
+    `max_bytes`: of the whole. Raises InvalidRequest.
+    """
+    encoding = http.headers.get("content-encoding", "")
+    check_encoding(encoding)
+    _check_declared(http, max_bytes)
+    num_bytes, beginning = 0, b""
+    async for chunk in _unpacked(_arriving(http)) if encoding.strip().lower() in _GZIP else _arriving(http):
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise BodyTooLarge(f"The body is larger than {max_bytes} bytes.")
+        if len(beginning) <= LONGEST_LOGGED:
+            beginning += chunk
+        yield chunk
+    log_body(beginning, http.headers, config, num_bytes)
+
+
+async def _arriving(http: Request) -> AsyncIterator[bytes]:
+    chunks = http.stream()
+    try:
+        while True:
+            async with asyncio.timeout(_SILENCE_S):
+                chunk = await anext(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
+    except TimeoutError as error:
+        raise BodyTooSlow("The body did not arrive in time.") from error
+    except ClientDisconnect as error:
+        raise ClientDisconnected("The client disconnected before its body was complete.") from error
+
+
+async def _unpacked(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield what was compressed in pieces of a bounded size, however much a chunk makes."""
+    gzip = zlib.decompressobj(_GZIP_BITS)
+    async for chunk in chunks:
+        rest = chunk
+        while rest:
+            try:
+                piece = gzip.decompress(rest, _PIECE_BYTES)
+            except zlib.error as error:
+                raise _not_gzip() from error
+            if gzip.unused_data:
+                raise _not_one_member()
+            if piece:
+                yield piece
+            rest = gzip.unconsumed_tail
+    if not gzip.eof:
+        raise _not_one_member()
+
+
 async def parsed(raw: bytes, services: Services, parse: Callable[[dict[str, Any]], BodyT]) -> BodyT:
     """Return the body, parsed by `parse`: a long one on a thread. Raises InvalidRequest, Overloaded."""
     return await services.lanes.run(len(raw), lambda: parse(parse_json(raw, services.config)))
@@ -120,14 +176,19 @@ async def parsed(raw: bytes, services: Services, parse: Callable[[dict[str, Any]
 
 async def _read_raw(request: Request, config: GatewayConfig) -> bytes:
     """Return the body of a request that declares JSON. Raises InvalidRequest."""
+    _check_declared(request, config.max_body_bytes)
+    return await _read_body(request, config.max_body_bytes)
+
+
+def _check_declared(request: Request, limit: int) -> None:
+    """Raise InvalidRequest for a body that declares to be no JSON, or more than `limit` bytes."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         # Also keeps other sites' pages from posting here: JSON needs a preflight, answered for cors_origins alone.
         raise WrongContentType("The Content-Type header must be application/json.")
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > config.max_body_bytes:
-        raise BodyTooLarge(f"The body is larger than {config.max_body_bytes} bytes.")
-    return await _read_body(request, config.max_body_bytes)
+    if length.isdigit() and int(length) > limit:
+        raise BodyTooLarge(f"The body is larger than {limit} bytes.")
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
@@ -158,15 +219,23 @@ def decoded(raw: bytes, encoding: str, limit: int) -> bytes:
     Raises BodyTooLarge, WrongContentType, InvalidRequest.
     """
     check_encoding(encoding)
-    if encoding.strip().lower() in ("", "identity"):
+    if encoding.strip().lower() not in _GZIP:
         return raw
     gzip = zlib.decompressobj(_GZIP_BITS)
     try:
         body = gzip.decompress(raw, limit + 1)
     except zlib.error as error:
-        raise InvalidRequest("The body is not valid gzip.", code="invalid_encoding") from error
+        raise _not_gzip() from error
     if len(body) > limit:
         raise BodyTooLarge(f"The body is larger than {limit} bytes.")
     if not gzip.eof or gzip.unused_data:
-        raise InvalidRequest("The body is not one whole gzip member.", code="invalid_encoding")
+        raise _not_one_member()
     return body
+
+
+def _not_gzip() -> InvalidRequest:
+    return InvalidRequest("The body is not valid gzip.", code="invalid_encoding")
+
+
+def _not_one_member() -> InvalidRequest:
+    return InvalidRequest("The body is not one whole gzip member.", code="invalid_encoding")

@@ -1,13 +1,16 @@
 """Message batches, through Anthropic's own SDK, unchanged."""
 
 import asyncio
+import gzip
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from alignedserve.api.backend.scripted import Script
+from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import Request, RequestClass
 from tests.gateway.anthropic.messages_support import sdk_of
 from tests.gateway.batches.batch_support import batch_gateway, eventually
@@ -110,7 +113,7 @@ async def test_batches_are_listed_by_the_api_and_the_key_that_made_them(tmp_path
         ([asking("a"), asking("a")], r"requests\[1\].custom_id"),
         ([asking("no spaces")], r"requests\[0\].custom_id"),
         ([{"custom_id": "a", "params": {}}], r"requests\[0\].params.model"),
-        ([asking("a")] * 5, "at most 3 requests"),
+        ([asking(name) for name in "abcde"], "at most 3 requests"),
         ([asking("a", system="x" * 3000)], "too large"),
     ],
 )
@@ -123,6 +126,24 @@ async def test_batches_that_are_refused(tmp_path: Path, requests: Any, path: str
             await client.messages.batches.create(requests=requests)
         with pytest.raises(anthropic.NotFoundError):
             await client.messages.batches.create(requests=[asking("a", model="other")])
+
+
+@pytest.mark.parametrize("is_compressed", [False, True])
+async def test_a_batch_may_be_larger_than_any_other_body(tmp_path: Path, is_compressed: bool) -> None:
+    requests = [asking(f"r{number}") for number in range(3000)]
+    body = orjson.dumps({"mood": "good", "requests": requests})
+    config = GatewayConfig(max_body_bytes=4096, max_json_containers=64)
+    async with batch_gateway(tmp_path, is_driven=False, gateway_config=config) as served:
+        headers = {"content-type": "application/json"} | ({"content-encoding": "gzip"} if is_compressed else {})
+        content = gzip.compress(body) if is_compressed else body
+        answer = await served.client.post("/v1/messages/batches", content=content, headers=headers)
+        beyond = await served.client.post("/v1/messages/batches", content=content[:-9], headers=headers)
+        (batch,) = await served.stores.repository.active_batches()
+        lines = b"".join([chunk async for chunk in served.stores.blobs.chunks(batch.record.input_file_id)])
+    assert answer.json()["request_counts"]["processing"] == 3000, answer.text
+    assert answer.headers["x-alignedserve-ignored-fields"] == "mood"
+    assert [orjson.loads(line)["body"] for line in lines.splitlines()] == [one["params"] for one in requests]
+    assert beyond.status_code == 400
 
 
 async def test_results_that_cannot_be_read_never_look_whole(tmp_path: Path) -> None:
