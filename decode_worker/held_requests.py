@@ -112,7 +112,8 @@ class HeldRequests:
         request, generated = message.request, list(message.generated_token_ids)
         tracked = HeldRequest(request, message.attempt, generated, granted_s=now)
         self._requests[request.request_id] = tracked
-        self.state.add(request, now, predicted_len=message.predicted_output_len, num_generated=len(generated))
+        predicted, num_generated = message.predicted_output_len, len(generated)
+        self.state.add(request, now, predicted_len=predicted, num_generated=num_generated, begun_s=message.begun_s)
         tracked.context = self._context_of(tracked)
         self._wait(tracked)
 

@@ -160,7 +160,7 @@ class PrefillLogic:
     def _on_message(self, peer: str, message: Message, now: float) -> list[PrefillCommand]:
         match message:
             case PrefillRequest():
-                return [*self._begin(message)]
+                return [*self._begin(message, now)]
             case SetPredictedLength(request_id=request_id):
                 job = self._jobs.get(request_id)
                 if job is not None and job.set_predicted_length(message):
@@ -187,18 +187,18 @@ class PrefillLogic:
                 return [*self._buffers.return_to_pool(peer, message)]
         raise AssertionError(f"a prefill worker does not take {type(message).__name__}")
 
-    def _begin(self, message: PrefillRequest) -> list[DepartureCommand]:
+    def _begin(self, message: PrefillRequest, now: float) -> list[DepartureCommand]:
         request = message.request
         self._router.observe(message.attempt)
         # What an earlier attempt left here is stale: its receiver's acknowledgement is still on the way.
         commands = self._abort(request.request_id, message.attempt - 1)
-        job = PrefillJob.of(message)
+        job = PrefillJob.of(message, now)
         if self._blocks.count_for(job.context_len) > self._registered.num_blocks:
             # It would wait for ever, and all jobs behind it.
             reason = "its context needs more cache blocks than a prefill worker has"
             return [*commands, *self._router.failed(message, FailureKind.UNSERVABLE, reason)]
         if (earlier := self._jobs.get(request.request_id)) is not None:
-            earlier.successor = message
+            earlier.successor, earlier.successor_s = message, now
             return commands
         self._jobs[request.request_id] = job
         self._urgent.came(job)
@@ -311,7 +311,14 @@ class PrefillLogic:
         job.stage, job.num_passed = JobStage.COMPUTING, num_cached
         self._urgent.came(job)
         generated, predicted = len(job.generated_token_ids), job.predicted_output_len
-        self._scheduler.enter(job.request, now, num_cached=num_cached, num_generated=generated, predicted_len=predicted)
+        begun_s = 0.0 if job.first_token_s is None else now - job.first_token_s
+        self._scheduler.enter(
+            *(job.request, now),
+            num_cached=num_cached,
+            num_generated=generated,
+            predicted_len=predicted,
+            begun_s=begun_s,
+        )
         if job.is_retry:
             self._num_reused_tokens += num_cached
             self._num_recomputed_tokens += job.context_len - num_cached
@@ -364,7 +371,7 @@ class PrefillLogic:
         self._scheduler.leave(job.request.request_id)
         self._blocks.free(job)
         del self._jobs[job.request.request_id]
-        return self._begin(job.successor) if job.successor is not None else []
+        return self._begin(job.successor, job.successor_s) if job.successor is not None else []
 
     # --- reports
 

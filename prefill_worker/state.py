@@ -37,10 +37,11 @@ class PrefillJob(WorkerRequest):
     leaving: Outgoing | None = None  # while its receiver is asked, until that has it
     context: CachedContext | None = None  # None: it shares nothing
     num_passed: int = 0  # tokens that are computed, or that an iteration in flight computes
-    first_token_s: float | None = None  # when it was sampled here; None: not yet, or elsewhere
+    first_token_s: float | None = None  # when it was sampled; None: not yet
+    successor_s: float = 0.0  # when its successor came
 
     @classmethod
-    def of(cls, message: PrefillRequest) -> "PrefillJob":
+    def of(cls, message: PrefillRequest, now: float) -> "PrefillJob":
         """Build the job that the router assigned."""
         return cls(
             message.request,
@@ -50,6 +51,7 @@ class PrefillJob(WorkerRequest):
             is_retry=bool(message.generated_token_ids) or message.has_copy,
             has_copy=message.has_copy,
             bypass_to=message.bypass_to,
+            first_token_s=now - message.begun_s if message.generated_token_ids else None,
         )
 
     @property

@@ -349,20 +349,18 @@ class RouterLogic:
                 self._bypass.observe_waiting(now - pool.oldest_s)
             far_pool = self._placement.prefixes.far_pool(tracked, worker)  # before it is counted as computed there
             self._placement.start_prefill(worker, request_id, dispatched(tracked, hit))
-            commands.append(Send(worker.name, self._prefill_request(tracked, worker, far_pool)))
+            commands.append(Send(worker.name, self._prefill_request(tracked, worker, far_pool, now)))
             if tracked.destination is not None:
                 commands += need_prefiller(worker, self._placement.workers[tracked.destination])
         return commands
 
     def _prefill_request(
-        self, tracked: TrackedRequest, worker: WorkerRecord, far_pool: WorkerName | None
+        self, tracked: TrackedRequest, worker: WorkerRecord, far_pool: WorkerName | None, now: float
     ) -> PrefillRequest:
         pool = self._placement.copy_of(tracked)
-        decoder = None
-        for able in self._placement.free_by_distance(worker):
-            decoder = self._bypass.target(tracked.request, tracked.num_prefill_tokens, able)
-            if decoder is not None:
-                break
+        near = self._placement.free_by_distance(worker)
+        targets = (self._bypass.target(tracked.request, tracked.num_prefill_tokens, able) for able in near)
+        decoder = next((target for target in targets if target is not None), None)
         self._placement.set_destination(tracked, decoder)
         return PrefillRequest(
             tracked.request,
@@ -372,6 +370,7 @@ class RouterLogic:
             bypass_to=WorkerName(tracked.destination) if tracked.destination is not None else None,
             predicted_output_len=expected_len(tracked),
             prefix_pool=far_pool,
+            begun_s=tracked.begun_s(now),
         )
 
     def _form_batches(self, now: float) -> list[Send]:

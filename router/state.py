@@ -57,6 +57,19 @@ class TrackedRequest:
         self.generated_token_ids = token_ids
         self.num_emitted = len(token_ids)
 
+    def begun_s(self, now: float) -> float:
+        """Return the time since its first token; where that was sampled under an earlier router, since it was due."""
+        if not self.num_emitted:
+            return 0.0
+        request, slo = self.request, self.request.slo
+        first_s = self.prefilled_s
+        if first_s is None:
+            due_s = (
+                now - self.num_emitted * (slo.tpot_s or 0.0) if slo.ttft_s is None else request.arrival_s + slo.ttft_s
+            )
+            first_s = max(due_s, request.arrival_s)
+        return max(now - first_s, 0.0)
+
     @property
     def is_real_time(self) -> bool:
         """True if a client waits for its tokens as they come."""

@@ -83,6 +83,7 @@ class PrefillRequest(Message, frozen=True):
     bypass_to: WorkerName | None = None  # urgent: offer it to this decode worker first, and to the pool only as a copy
     predicted_output_len: PredictedLen | None = None  # never above max_tokens; SetPredictedLength may replace it
     prefix_pool: WorkerName | None = None  # of another node, which keeps more of its prefix than worker and own pool
+    begun_s: Seconds = 0.0  # since its first token, of one with generated tokens
 
 
 class SetPredictedLength(Message, frozen=True):

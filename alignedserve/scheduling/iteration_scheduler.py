@@ -30,9 +30,16 @@ class FcfsIterationScheduler:
         self._remaining: dict[RequestId, int] = {}
 
     def enter(
-        self, request: Request, now: float, *, num_cached: int, num_generated: int, predicted_len: float | None
+        self,
+        request: Request,
+        now: float,
+        *,
+        num_cached: int,
+        num_generated: int,
+        predicted_len: float | None,
+        begun_s: float = 0.0,
     ) -> None:
-        """See PolicyIterationScheduler. Time and prediction are ignored here."""
+        """See PolicyIterationScheduler. Times and prediction are ignored here."""
         self._remaining[request.request_id] = request.prompt_len + num_generated - num_cached
 
     def leave(self, request_id: RequestId) -> None:
@@ -82,10 +89,20 @@ class PolicyIterationScheduler:
         return self._urgent is not None
 
     def enter(
-        self, request: Request, now: float, *, num_cached: int, num_generated: int, predicted_len: float | None
+        self,
+        request: Request,
+        now: float,
+        *,
+        num_cached: int,
+        num_generated: int,
+        predicted_len: float | None,
+        begun_s: float = 0.0,
     ) -> None:
-        """Add a request that has the cache of `num_cached` tokens and can compute from now on."""
-        self._state.add(request, now, predicted_len=predicted_len, num_generated=num_generated)
+        """Add a request that has the cache of `num_cached` tokens and can compute from now on.
+
+        `begun_s`: since the first of its generated tokens.
+        """
+        self._state.add(request, now, predicted_len=predicted_len, num_generated=num_generated, begun_s=begun_s)
         row = self._state.table.row(request.request_id)
         self._state.table.num_cached[row] = num_cached
         self._state.table.num_blocks[row] = 1

@@ -111,8 +111,19 @@ class RequestTable:
         """Return the current row of this request. Raises KeyError."""
         return self._rows[request_id]
 
-    def add(self, request: Request, now: float, *, predicted_len: float | None = None, num_generated: int = 0) -> int:
-        """Add a request without any cache; return its row. `num_generated`: tokens generated elsewhere before."""
+    def add(
+        self,
+        request: Request,
+        now: float,
+        *,
+        predicted_len: float | None = None,
+        num_generated: int = 0,
+        begun_s: float = 0.0,
+    ) -> int:
+        """Add a request without any cache; return its row.
+
+        `num_generated`: tokens generated elsewhere before, the first of them `begun_s` ago.
+        """
         request_id = request.request_id
         assert request_id not in self._rows, "a request added twice"
         row = len(self.request_ids)
@@ -136,7 +147,7 @@ class RequestTable:
             ("predicted_len", max(float(limit) if predicted_len is None else min(predicted_len, float(limit)), 1.0)),
             ("num_generated", num_generated),
             ("waits_since_s", max(request.arrival_s, now) if num_generated else request.arrival_s),
-            ("first_token_s", now if num_generated else np.nan),
+            ("first_token_s", now - begun_s if num_generated else np.nan),
             ("last_token_s", now if num_generated else np.nan),
             ("last_run_s", -np.inf),
         ):

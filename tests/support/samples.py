@@ -319,7 +319,9 @@ EXAMPLES: tuple[Message, ...] = (
         state_blocks=3,
     ),
     RegistrationRefused("other blocks"),
-    PrefillRequest(_FULL, 3, (8, 9), has_copy=True, bypass_to=WorkerName(DECODE), predicted_output_len=6.5),
+    PrefillRequest(
+        _FULL, 3, (8, 9), has_copy=True, bypass_to=WorkerName(DECODE), predicted_output_len=6.5, begun_s=1.5
+    ),
     SetPredictedLength(R1, 3, 6.5),
     PrefillCompleted(R1, 3, 5),
     RequestFinished(R1, 3, 9),

@@ -14,7 +14,7 @@ TIGHT = Slo(ttft_s=1.0)
 
 def _job(name: str, *, arrival_s: float = 0.0, **changes: Any) -> PrefillJob:
     of = request(name, prompt_len=100, arrival_s=arrival_s, **{"slo": TIGHT, **changes})
-    return PrefillJob.of(PrefillRequest(of, 1, ()))
+    return PrefillJob.of(PrefillRequest(of, 1, ()), 0.0)
 
 
 def _names(order: PlaceOrder, jobs: list[PrefillJob], now: float) -> list[str]:

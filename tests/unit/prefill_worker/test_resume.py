@@ -2,11 +2,18 @@
 
 from alignedserve.core.ids import LeaseId
 from alignedserve.core.request import Request
-from alignedserve.messages.caches import CopyGranted, CopyMissing, FetchCopy, LeasesReleased
+from alignedserve.messages.caches import (
+    BlocksReserved,
+    BlocksWritten,
+    CopyGranted,
+    CopyMissing,
+    FetchCopy,
+    LeasesReleased,
+)
 from alignedserve.messages.events import PeerDisconnected, Send
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import Load, LoadBlocks, MapArena
+from alignedserve.messages.iterations import Load, LoadBlocks, MapArena, OffloadBlocks
 from alignedserve.messages.workers import PrefillCompleted
 from prefill_worker.logic import PrefillCommand
 from tests.harnesses.prefill import ARENA, EOS, PrefillHarness, added, run, to_pool, to_router, token
@@ -150,3 +157,13 @@ def test_the_pool_is_lost_and_back_while_it_is_loaded() -> None:
     commands = made.loaded(loading())
     assert commands[:1] == begun(5)
     assert [one for one in commands if isinstance(one, Send)] == [RELEASED]  # of a lease that the new pool ignores
+
+
+def test_an_answer_that_has_begun_leaves_as_far_as_it_is() -> None:
+    made = PrefillHarness()
+    made.begin(request(), 2, *HAS, begun_s=4.5)
+    made.sampled(token(5))
+    commands = made.hear(BlocksReserved(R1, 2, LeaseId(1), 1, blocks(5, 6)), POOL)
+    (copying,) = [one for one in commands if isinstance(one, OffloadBlocks)]
+    told = [one.message for one in made.copied(copying) if isinstance(one, Send)]
+    assert [one.begun_s for one in told if isinstance(one, BlocksWritten)] == [4.5]

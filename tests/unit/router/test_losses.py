@@ -6,6 +6,7 @@ import pytest
 
 from alignedserve.core.attempts import beyond_unreported
 from alignedserve.core.ids import BatchId, WorkerName
+from alignedserve.core.request import Slo
 from alignedserve.messages.caches import BlocksTaken
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
@@ -264,6 +265,26 @@ def test_an_interrupted_request_goes_on_from_what_the_client_has() -> None:
     made.lose(DECODE)
     assert made.tick() == []  # not before the gateway has said where
     assert made.hear(GATEWAY, ResumeRequest(request(), (7, 8, 9))) == [given(request(), 2, 7, 8, 9, has_copy=True)]
+
+
+@each("ttft_s", [None, 2.0])
+def test_one_that_goes_on_elsewhere_is_as_far_as_it_was(ttft_s: float | None) -> None:
+    """Its first token was in time; else a chat would be late, or at its ease, for as long as it goes on."""
+    of = request(slo=Slo(ttft_s=ttft_s, tpot_s=0.5))
+    made = connected_router()
+    made.submit(of)
+    made.now = 1.5
+    made.hear(PREFILL, PrefillCompleted(R1, DISPATCHED, 4))
+    made.lose(PREFILL)
+    made.now = 6.0
+    made.hear(GATEWAY, ResumeRequest(of, (7, 8, 9)))
+    told = made.hear(PREFILL, worker(can_prefill=True, can_decode=False))
+    assert [one.message.begun_s for one in told if isinstance(one.message, PrefillRequest)] == [4.5]
+    after = connected_router()  # of an earlier router's it is only known when it was due
+    after.now = 6.0
+    (again,) = after.hear(GATEWAY, ResumeRequest(of, (7, 8, 9)))
+    assert isinstance(again.message, PrefillRequest)
+    assert again.message.begun_s == (6.0 - of.arrival_s - ttft_s if ttft_s else 1.5)
 
 
 def test_an_interrupted_request_may_be_aborted() -> None:

@@ -20,8 +20,8 @@ from tests.support.marks import each
 
 def test_a_request_with_tokens_from_elsewhere_waits_since_it_came() -> None:
     table = RequestTable()
-    table.add(request_of("a", {"arrival_s": 2.0, "prompt_len": 10}), 5.0, num_generated=4)
-    assert (table.waits_since_s[0], table.first_token_s[0], table.last_token_s[0]) == (5.0, 5.0, 5.0)
+    table.add(request_of("a", {"arrival_s": 2.0, "prompt_len": 10}), 5.0, num_generated=4, begun_s=2.5)
+    assert (table.waits_since_s[0], table.first_token_s[0], table.last_token_s[0]) == (5.0, 2.5, 5.0)
     assert (table.context_len[0], table.num_remaining[0]) == (14, 14)
 
 
