@@ -152,7 +152,9 @@ class PooledPacking(SloPacking):
         num_blocks = self._own_blocks(row)
         if self._does_leave(row, num_blocks):
             self._leave(row, num_blocks)
-        elif self._waiter not in self._away:  # nothing is swapped or dropped for one that has a copy ahead of it anyway
+        # One that has a copy ahead of it can wait for another, rather than cost others their cache. But where a victim
+        # cannot leave, the pool being full of documents, a chat would wait for that document.
+        elif self._waiter not in self._away or not self._can_leave(row, num_blocks):
             super()._evict(row)
 
     def _does_leave(self, row: int, num_blocks: int) -> bool:

@@ -111,6 +111,22 @@ def test_what_is_away_comes_back_beside_the_iteration_and_takes_none_of_its_time
     assert plan_of(view, on_its_way).returns == ()
 
 
+@pytest.mark.parametrize(
+    ("document", "has_room"),
+    [
+        (_DOCUMENT, False),
+        (_DOCUMENT | {"prompt_len": 704, "num_generated": 0, "num_cached": 690, "num_blocks": 44}, True),
+    ],
+    ids=["the pool is full", "it is still read"],
+)
+def test_a_chat_that_is_away_displaces_a_document_that_cannot_leave(document: dict[str, Any], has_room: bool) -> None:
+    rows = {"answer": _ANSWER | {"prompt_len": 30}, "chat": _ANSWER | {"num_swapped": 99}, "document": document}
+    view = view_of(rows, now=1.0, num_blocks=3 + 44, history=[0.02])
+    plan = plan_of(view, pool_of(away={RequestId("chat"): False}, has_room=has_room))
+    assert [name for name, _ in evicted_of(view, plan)] == ["document"]
+    assert plan.returns == (view.table.row(RequestId("chat")),)
+
+
 def test_copies_back_are_ordered_two_iterations_ahead_at_most() -> None:
     rows = {"answer": _ANSWER, "one": _AWAY, "two": _AWAY}
     view = view_of(rows, now=1.0, num_blocks=200, history=[0.02])
