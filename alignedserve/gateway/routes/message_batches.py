@@ -73,4 +73,8 @@ def _shown(http: Request, snapshot: BatchSnapshot) -> Response:
 
 
 def _results_url(http: Request, snapshot: BatchSnapshot) -> str:
-    return f"{str(http.base_url).rstrip('/')}{_PATH}/{snapshot.record.batch_id}/results"
+    """Return the address that the client's SDK follows with its key: over TLS where a proxy has it from there."""
+    base = http.base_url
+    if http.headers.get("x-forwarded-proto") == "https":
+        base = base.replace(scheme="https")
+    return f"{str(base).rstrip('/')}{_PATH}/{snapshot.record.batch_id}/results"

@@ -160,6 +160,17 @@ async def test_results_that_cannot_be_read_never_look_whole(tmp_path: Path) -> N
             assert parts[-1].get("more_body", False) == (status == 200)  # an end would make it look whole
 
 
+async def test_results_lie_behind_the_proxy_that_the_client_came_by(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path) as served, sdk_of(served.app) as client:
+        batch = await ended(client, await client.messages.batches.create(requests=[asking("a")]))
+        path, headers = f"/v1/messages/batches/{batch.id}", {"x-forwarded-proto": "https", "host": "llm.example"}
+        shown = (await served.client.get(path, headers=headers)).json()
+    assert (batch.results_url, shown["results_url"]) == (
+        f"http://test{path}/results",
+        f"https://llm.example{path}/results",
+    )
+
+
 async def test_requests_of_batches_that_are_over_take_no_place(tmp_path: Path) -> None:
     async with batch_gateway(tmp_path, max_files=2) as served, sdk_of(served.app) as client:
         for _ in range(4):
