@@ -26,7 +26,7 @@ from kernels.sampling import RowParameters
 _TILE = 2048  # tokens that are held at a time
 _WARPS = 8
 _CANDIDATES = 16384  # that are put aside for a row at most
-MOST_TOKENS = 1 << 18  # whose weights together fit an integer of 64 bits
+MOST_TOKENS = (1 << 19) - 1  # whose weights together fit an integer of 64 bits
 _UNITS = tl.constexpr(float(1 << 44))  # of the likeliest token's weight
 _LEAST_TEMPERATURE = tl.constexpr(1e-30)  # whose inverse is finite; near it only the likeliest have any weight
 # Distances as integers: where a search begins, 2, 5 and 10, between which most filters end, and infinity.

@@ -191,3 +191,13 @@ def test_draws_at_the_ends_and_temperatures_near_zero(device: torch.device) -> N
     token_ids, is_usable = sample_tokens(logits.expand(5, -1), columns)
     assert is_usable.all()
     assert token_ids.tolist() == [1, 3, 2, 2, 3]
+
+
+def test_the_largest_vocabulary_is_drawn_from_to_its_end(device: torch.device) -> None:
+    """All of its tokens alike, so that their sum is the largest that there is: as Gemma 3's, and twice as many."""
+    vocabulary = token_sampling.MOST_TOKENS
+    settings = [(1.0, 0, 1.0, 0.0), (1.0, 0, 0.999, 0.0)]
+    logits = torch.zeros((2, vocabulary), dtype=torch.bfloat16, device=device)
+    chosen, is_usable = sample_tokens(logits, parameters(settings, [1.0 - 2.0**-40] * 2, device))
+    assert is_usable.all()
+    assert chosen.tolist() == pytest.approx([vocabulary - 1, 0.999 * vocabulary - 1], abs=1)
