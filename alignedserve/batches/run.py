@@ -27,7 +27,7 @@ from alignedserve.batches.line_scheduling import ReadyBatch
 from alignedserve.batches.line_tracker import LineTracker
 from alignedserve.batches.log.disk_log import DiskLog, RecoveredLog
 from alignedserve.batches.log.log_format import ResultRecord
-from alignedserve.batches.logic import AllLinesRecorded, BatchEvent, WindowExpired, advance
+from alignedserve.batches.logic import STEPS, AllLinesRecorded, BatchEvent, WindowExpired, advance
 from alignedserve.batches.owners import client_of
 from alignedserve.batches.records import BatchRecord, BatchStatus, Eta, Progress, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
@@ -66,11 +66,14 @@ class BatchRun:
     # --- called by the driver
 
     def update(self, record: BatchRecord) -> None:
-        """Take over the stored record: a client may have cancelled, paused or resumed the batch."""
-        if record.status is not self.record.status:
+        """Take over the stored record: a client may have cancelled, paused or resumed the batch.
+
+        One that was read before this run's own last change, and comes late, is left.
+        """
+        if record.status in STEPS[self.record.status]:
             self.record = record
             self._changed.set()
-        elif record.paused_s != self.record.paused_s:
+        elif record.status is self.record.status and record.paused_s != self.record.paused_s:
             self.record = msgspec.structs.replace(self.record, paused_s=record.paused_s)
 
     def model_shares(self) -> dict[str, float]:

@@ -35,7 +35,10 @@ _READING = (
         "A record that belongs to no line, or a probe whose answer is not the one that it got alone on the idle "
         "server, at temperature 0. Where answers depend on what shares their batches, --max-wrong allows for it.",
     ),
-    ("Broken off", "A 504, a time-out of the client, or an error after the answer had begun."),
+    (
+        "Broken off",
+        "A 504, a time-out of the client, or an error or a lost connection amid an answer.",
+    ),
 )
 
 

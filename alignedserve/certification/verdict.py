@@ -7,7 +7,7 @@ from alignedserve.certification.protocol import Phase
 from alignedserve.certification.records import Evidence
 from alignedserve.certification.statistics import Figures
 
-_TIMED_OUT = frozenset({"http 504", "timeout", "error event"})  # as loadgen/client.py names them
+_TIMED_OUT = frozenset({"http 504", "timeout", "error event", "disconnected"})  # as loadgen/client.py names them
 
 
 @dataclass(frozen=True, slots=True)

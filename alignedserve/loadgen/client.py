@@ -124,9 +124,9 @@ class CompletionOutcome:
         return len(self.token_times_s) if self.num_output_tokens is None else self.num_output_tokens
 
     def num_tokens_since(self, since_s: float) -> int:
-        """Return the output tokens that came at `since_s` or later."""
-        num_before = bisect_left(self.token_times_s, since_s)
-        return max(0, self.num_tokens - num_before)
+        """Return the output tokens that came at `since_s` or later: of chunks of several, an even share of all."""
+        times = self.token_times_s
+        return round(self.num_tokens * (1 - bisect_left(times, since_s) / len(times))) if times else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,12 @@ from alignedserve.core.errors import ContextTooLong, InvalidRequest, ModelError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import LoraAdapter, Request, SamplingParams
 from alignedserve.messages.events import PeerConnected, Received, Send, SendTo
-from alignedserve.messages.gateways import TokensEmitted
+from alignedserve.messages.gateways import AbortRequest, TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.workers import AttemptFailed, PrefillRequest, WorkerRegistered
 from alignedserve.offline.conversations import ChatOptions, Conversation, ConversationReader, conversations_of
+from alignedserve.offline.interrupts import HeldInterrupt
 from alignedserve.offline.lora_request import ANY_FOLDER, LoRARequests, adapters_of
 from alignedserve.offline.request_output import RequestOutput
 from alignedserve.offline.text_reader import EmbedOptions, TextReader, prompt_token_ids
@@ -154,6 +155,7 @@ class LLM:
         )
         # Of one model, for one user.
         self._root = prefix_root(b"", tenant="", salt="", form=b"") if prefix_cache else b""
+        self._is_broken = False  # an iteration was begun whose end the logic does not know
         self._texts = TextReader(self._tokenizer, served.max_context_len, served.encoder, self._root)
         self._perform(self._logic.on_event(PeerConnected(Role.ROUTER, _ROUTER), 0.0), {})
 
@@ -240,6 +242,8 @@ class LLM:
 
     def _generate(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Return the outputs of the requests, whose text is still to be decoded. Raises ModelError."""
+        if self._is_broken:
+            raise ModelError("an earlier call ended within an iteration; make another LLM")
         outputs = {request.request_id: RequestOutput() for request in requests}
         commands: list[ColocatedCommand] = []
         for number, request in enumerate(requests):
@@ -274,17 +278,24 @@ class LLM:
 
     def _perform(self, commands: Sequence[ColocatedCommand], outputs: dict[RequestId, RequestOutput]) -> list[str]:
         """Perform commands until none is left; return why requests have failed. Other messages to the router are
-        dropped."""
-        pending, reasons = list(commands), []
-        while pending:
-            command = pending.pop(0)
-            if isinstance(command, RunIteration):
-                completed: IterationCompleted = self._executor.run_iteration(command)
-                pending += self._logic.on_event(completed, 0.0)
-            elif isinstance(command, SendTo) and isinstance(command.message, TokensEmitted):
-                _collect(command.message, outputs)
-            elif isinstance(command, Send) and isinstance(command.message, AttemptFailed):
-                reasons.append(command.message.reason)
+        dropped. Ctrl-C aborts all requests after the iteration in hand."""
+        pending, reasons, asked = list(commands), [], list(outputs)
+        with HeldInterrupt() as interrupt:
+            while pending:
+                if interrupt.came and asked:
+                    for request_id in asked:
+                        pending += self._logic.on_event(Received(_ROUTER, AbortRequest(request_id)), 0.0)
+                    asked = []
+                command = pending.pop(0)
+                if isinstance(command, RunIteration):
+                    self._is_broken = True
+                    completed: IterationCompleted = self._executor.run_iteration(command)
+                    pending += self._logic.on_event(completed, 0.0)
+                    self._is_broken = False
+                elif isinstance(command, SendTo) and isinstance(command.message, TokensEmitted):
+                    _collect(command.message, outputs)
+                elif isinstance(command, Send) and isinstance(command.message, AttemptFailed):
+                    reasons.append(command.message.reason)
         return reasons
 
 

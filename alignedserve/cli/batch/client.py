@@ -207,31 +207,32 @@ class BatchClient:
             hint = f"{self.url} wants a key: set {CLIENT_KEY_VARIABLE} to one that it knows"
             raise RequestRefused(hint, status=response.status, code=None)
         message = error_message(body) or f"status {response.status}"
-        if response.status in _RETRY_STATUS:
-            header = response.headers.get("Retry-After", "")
-            retry_after_s = float(header) if header.isascii() and header.isdigit() else None
-            is_quota = response.status == 429
+        header = response.headers.get("Retry-After", "")
+        retry_after_s = float(header) if header.isascii() and header.isdigit() else None
+        is_quota = response.status == 429
+        does_waiting_help = not is_quota or retry_after_s is not None
+        if response.status in _RETRY_STATUS and does_waiting_help:
             raise ServerUnavailable(f"{response.status}: {message}", has_answered=is_quota, retry_after_s=retry_after_s)
         raise RequestRefused(message, status=response.status, code=_code_of(body))
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]], *, is_retried: bool) -> T:
         """Repeat an attempt until it succeeds. `is_retried`: also after a 429 response."""
-        began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
-        is_lost = False
+        lost_s, pause_s = None, _FIRST_PAUSE_S
         while True:
             try:
                 result = await self._once(attempt)
             except ServerUnavailable as error:
-                waited_s = time.monotonic() - began_s
+                # Patience begins with the loss: a transfer may have gone well for longer.
+                lost_s = time.monotonic() if lost_s is None else lost_s
+                waited_s = time.monotonic() - lost_s
                 if (error.has_answered and not is_retried) or not self._has_answered or waited_s > self._patience_s:
                     raise
                 pause_s = min(_LONGEST_PAUSE_S, max(pause_s, error.retry_after_s or 0.0))
                 self._say(f"{error}; trying again in {pause_s:g} s")
-                is_lost = True
                 await asyncio.sleep(pause_s)
                 pause_s *= 2
                 continue
-            if is_lost:
+            if lost_s is not None:
                 self._say(f"{self.url} answers again")
             return result
 

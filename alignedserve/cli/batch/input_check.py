@@ -69,9 +69,11 @@ def _read(path: Path, validator: InputValidator, splitter: LineSplitter, on_byte
 
 
 def endpoint_of_first_line(path: Path) -> Endpoint:
-    """Return the endpoint of the first line; chat if it names none, which validation reports."""
+    """Return the endpoint of the first line that is not blank; chat if it names none, which validation reports."""
     with path.open("rb") as file:
         first = file.readline(BatchesConfig().max_line_bytes).removeprefix(b"\xef\xbb\xbf")
+        while first.isspace():
+            first = file.readline(BatchesConfig().max_line_bytes)
     try:
         return Endpoint(orjson.loads(first)["url"])
     except (orjson.JSONDecodeError, ValueError, KeyError, TypeError):

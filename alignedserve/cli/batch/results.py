@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,10 @@ def _tail(output: Path | None) -> Iterator[ResultTail]:
     with file:
         try:
             yield tail
+        except NotWritten:
+            with suppress(OSError):
+                file.close()  # tries again to write what could not be written
+            raise
         except ResultsChanged as error:
             if tail.num_lines:
                 raise

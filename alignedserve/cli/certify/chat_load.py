@@ -19,15 +19,17 @@ class ChatLoad:
     """The chat of one phase. What was sent is kept also when it is cancelled."""
 
     def __init__(
-        self, *, client: OpenAiClient, calls: CallMaker, slo: Slo, chats: Sequence[PlannedRequest],
+        self, *, client: OpenAiClient, calls: CallMaker, slo: Slo, chats: Sequence[PlannedRequest], patience_s: float,
         on_done: Callable[[CompletionOutcome], None] = lambda outcome: None,
     ) -> None:  # fmt: skip
+        """`patience_s`: in which some chat must go on while any is open."""
         self._client = client
+        self._patience_s = patience_s
         self._chats = chats
         self._calls = [calls.call(chat, slo) for chat in chats]  # takes time, so not between arrivals
         self._slo = slo
         self._on_done = on_done
-        self._num_gone = 0
+        self._num_open = self._num_gone = 0
         self._is_gone = asyncio.Event()
         self.began_s = 0.0  # on the monotonic clock
         self.outcomes: list[CompletionOutcome] = []
@@ -37,7 +39,7 @@ class ChatLoad:
     async def run(self, lasts_s: float) -> None:
         """Send every chat in time and wait for all answers, at least for `lasts_s`.
 
-        Raises PeerLost when the server is gone.
+        Raises PeerLost when the server is gone, or silent for longer than patience lasts.
         """
         self.began_s = time.monotonic()
         requests = tuple(
@@ -48,8 +50,11 @@ class ChatLoad:
         generator = LoadGenerator(plan=plan, send=self._send, on_done=self._note)
         sending = asyncio.create_task(generator.run())
         gone = asyncio.create_task(self._is_gone.wait())
+        silent = asyncio.create_task(self._silence())
         try:
-            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((sending, gone, silent), return_when=asyncio.FIRST_COMPLETED)
+            if silent.done():
+                raise PeerLost(f"no chat went on for {self._patience_s:g} s (--patience)")
             if self._is_gone.is_set():
                 raise PeerLost(f"nothing answers at {self._client.url} any more")
             self.late_s += (await sending).loop_lags_s
@@ -57,12 +62,25 @@ class ChatLoad:
         finally:
             sending.cancel()
             gone.cancel()
-            await asyncio.gather(sending, gone, return_exceptions=True)
+            silent.cancel()
+            await asyncio.gather(sending, gone, silent, return_exceptions=True)
+
+    async def _silence(self) -> None:
+        """Return once none of the chats that are open has gone on for as long as patience lasts."""
+        silent_s = 0.0
+        while silent_s < self._patience_s:
+            await asyncio.sleep(min(1.0, max(self._patience_s - silent_s, 0.01)))
+            last_s = max((max(one.ended_s, *one.token_times_s[-1:]) for one in self.outcomes), default=self.began_s)
+            silent_s = time.monotonic() - last_s if self._num_open else 0.0
 
     async def _send(self, request: LoadRequest, outcome: CompletionOutcome) -> None:
         self.outcomes.append(outcome)
         self.pictured.append(self._chats[request.index].picture_edge is not None)
-        await self._client.complete(self._calls[request.index], outcome)
+        self._num_open += 1
+        try:
+            await self._client.complete(self._calls[request.index], outcome)
+        finally:
+            self._num_open -= 1
 
     def _note(self, sent: SentRequest) -> None:
         self.late_s.append(sent.lateness_s)

@@ -79,7 +79,7 @@ class LiveRun:
                 fitting.measured(await meter.documents_per_s(documents))
             protocol, speed = fitting.protocol, fitting.speed
             self._notes += meter.notes
-            runner = _PhaseRunner(self._client, meter.calls, protocol, self._say)
+            runner = _PhaseRunner(self._client, meter.calls, protocol, self._say, self._options.patience_s)
             streams = StreamDocuments(
                 client=self._client, calls=meter.calls, tier=meter.tier, outstanding=self._options.outstanding,
                 patience_s=self._options.patience_s,
@@ -133,9 +133,10 @@ class _PhaseRunner:
 
     documents: Documents
 
-    def __init__(self, client: OpenAiClient, calls: CallMaker, protocol: Protocol, say: Say) -> None:
+    def __init__(self, client: OpenAiClient, calls: CallMaker, protocol: Protocol, say: Say, patience_s: float) -> None:
         self._client = client
         self._calls = calls
+        self._patience_s = patience_s
         self._protocol = protocol
         self._say = say
         self._expected: Mapping[int, str] | None = None
@@ -145,7 +146,9 @@ class _PhaseRunner:
         """Run one. Raises NoBatches."""
         began_s, log, failure = time.monotonic(), DocumentsLog(), None
         chats = self._protocol.chats(phase) if phase.has_chat else ()
-        chat = ChatLoad(client=self._client, calls=self._calls, slo=self._protocol.slo, chats=chats)
+        chat = ChatLoad(
+            client=self._client, calls=self._calls, slo=self._protocol.slo, chats=chats, patience_s=self._patience_s
+        )
         try:
             expected = await self._answers_alone() if phase.has_documents else {}
             async with asyncio.TaskGroup() as group:

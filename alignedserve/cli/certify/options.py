@@ -86,7 +86,8 @@ class CertifyOptions:
     ] = None
     seed: SeedOption = 0
     patience_s: Annotated[
-        float, typer.Option("--patience", min=1.0, help="Give documents up that do not get on for so many seconds.")
+        float,
+        typer.Option("--patience", min=1.0, help="Give chats or documents up if none gets on for so many seconds."),
     ] = 300.0
     # --- bounds: exit code 1 when one does not hold
     max_attainment_loss: Annotated[float, typer.Option(help="Points of attainment lost beside documents.")] = 1.0

@@ -40,6 +40,9 @@ class Workers(Protocol):
     def begin_drain(self, name: str, within_s: float) -> None:
         """Give a worker nothing new; what it still has after that time goes elsewhere."""
 
+    def is_draining(self, name: str) -> bool:
+        """Return whether a worker that was to drain does so: not where its node is lost, or its drain undone."""
+
     def restart(self, name: str) -> None:
         """End a worker's process, which is started again, and let it get work again."""
 
@@ -86,6 +89,8 @@ class RollingRestart:
     def look(self, drained: Collection[str], now: float) -> Over | None:
         """Go on; return how it has ended, once it has. `drained`: workers whose work is gone."""
         if self._current and not self._is_through(drained, now):
+            if self._step is Step.DRAINING and not self._workers.is_draining(self._current):
+                return Over(f"{self._current} drains no more; the others were left as they are", has_failed=True)
             if now - self._began_s > RETURN_S and self._step is Step.RETURNING:
                 return Over(f"{self._current} does not serve again; the others were left as they are", has_failed=True)
             return None
@@ -173,6 +178,11 @@ class WorkerRestarts:
         model = "" if order.model is None else f" of a model that is served as {order.model}"
         return problem_of(order) or (None if able else f"there are no workers{model}, or all of them drain")
 
+    @property
+    def goes_on(self) -> bool:
+        """Return whether workers are being restarted."""
+        return self._restart is not None
+
     def takes(self, name: str) -> bool:
         """Return whether the end of this worker's drain is not the worker's."""
         return self._restart is not None and name in self._restart.names
@@ -193,6 +203,10 @@ class WorkerRestarts:
     def begin_drain(self, name: str, within_s: float) -> None:
         """See Workers."""
         self._drains.begin(name, Draining((name,), (), time.monotonic() + within_s))
+
+    def is_draining(self, name: str) -> bool:
+        """See Workers."""
+        return name in self._drains.workers
 
     def restart(self, name: str) -> None:
         """See Workers."""

@@ -286,6 +286,8 @@ class ClusterOnHosts(ServingCluster):
                     return Done(self._drains.drain(order, self.record().nodes))
                 case UndoDrain(name):
                     return Done(self._drains.undo(name, self.record().nodes))
+                case ScaleWorkers() if self._restarts.goes_on:  # their drains are not its own
+                    return Refused("workers are being restarted; scale when that is over")
                 case ScaleWorkers():
                     self._has_news = True
                     return Done(self._workers.scale(order, self.actors()))

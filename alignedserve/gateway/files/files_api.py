@@ -110,7 +110,7 @@ class FilesApi:
         # If it is not known whether the store has the record, the content stays: garbage collection removes it if not.
         if not await self.repository.add_file(record, fits=self._fits):
             await self.stores.blobs.remove(file_id)
-            raise QuotaExceeded("This key has too many files; delete some.", retry_after_s=_QUOTA_RETRY_S)
+            raise QuotaExceeded("This key has too many files; delete some.", retry_after_s=None)
         return record
 
     def _fits(self, usage: StorageUsage) -> bool:

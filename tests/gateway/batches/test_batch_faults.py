@@ -9,7 +9,7 @@ import pytest
 from typing_extensions import override
 
 from alignedserve.batches import driver, line_tracker
-from alignedserve.batches.records import FileId
+from alignedserve.batches.records import BatchRecord, BatchStatus, FileId, decode
 from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.messages.state import Change, SetValue
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually, slowly
@@ -107,6 +107,35 @@ async def test_no_result_is_lost_while_the_store_is_silent(tmp_path: Path) -> No
         done = await served.batch(batch["id"])
         assert len(await served.results(done["output_file_id"])) == 40
     assert done["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
+
+
+class LateRecords(MemoryRecords):
+    """Answers late where a batch is still being validated, as over a network that loses a packet."""
+
+    @override
+    async def read(self, keys: Sequence[str]) -> list[bytes | None]:
+        """See RecordStore."""
+        found = await super().read(keys)
+        batches = [raw for key, raw in zip(keys, found, strict=True) if key.startswith("batch/") and raw is not None]
+        if any(decode(raw, BatchRecord).status is BatchStatus.VALIDATING for raw in batches):
+            await asyncio.sleep(0.3)
+        return found
+
+
+async def test_a_late_answer_of_the_store_cancels_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with batch_gateway(tmp_path, slowly, records=LateRecords(), is_driven=False) as served:
+        whole = served.stores.blobs.chunks
+
+        async def slow_chunks(file_id: FileId, start: int = 0) -> AsyncIterator[bytes]:
+            await asyncio.sleep(0.35)  # as a large file takes
+            async for chunk in whole(file_id, start):
+                yield chunk
+
+        monkeypatch.setattr(served.stores.blobs, "chunks", slow_chunks)
+        made = await served.submit(chat_lines(100))
+        served.start_driver()
+        done = await served.wait_for(made["id"])
+    assert (done["status"], done["request_counts"]["failed"]) == ("completed", 0)
 
 
 async def damage(served: BatchGateway, key: str) -> None:

@@ -18,9 +18,13 @@ class WorkersMemory:
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, float]] = []
         self.registrations: dict[str, str] = {"decode-0": "a-1", "decode-1": "a-2"}
+        self.lost: set[str] = set()  # with their nodes
 
     def begin_drain(self, name: str, within_s: float) -> None:
         self.asked.append(("drain", name, within_s))
+
+    def is_draining(self, name: str) -> bool:
+        return name not in self.lost
 
     def restart(self, name: str) -> None:
         self.asked.append(("restart", name, 0.0))
@@ -31,6 +35,16 @@ class WorkersMemory:
 
 def rolling(workers: WorkersMemory, within_s: Callable[[str], float] = lambda name: 60.0) -> RollingRestart:
     return RollingRestart(("decode-0", "decode-1"), within_s, workers, lambda text: None)
+
+
+def test_a_worker_that_is_lost_while_it_drains_ends_the_restart() -> None:
+    workers = WorkersMemory()
+    restart = rolling(workers)
+    assert restart.look([], 1.0) is None
+    workers.lost.add("decode-0")
+    over = restart.look([], 2.0)
+    assert over is not None
+    assert (over.has_failed, over.text) == (True, "decode-0 drains no more; the others were left as they are")
 
 
 def test_the_next_one_drains_once_the_former_is_registered_anew() -> None:

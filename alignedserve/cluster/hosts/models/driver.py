@@ -192,24 +192,27 @@ class DeploymentsDriver:
 
     def order(self, order_id: str, order: ModelOrder) -> None:
         """Take an order, which is answered as it is carried out."""
-        problem = self._note_of_user(order)
-        if problem is not None:
-            self._answer(order_id, Refused(problem))
+        answer = self._answer_of_demand(order)
+        if answer is not None:
+            self._answer(order_id, answer)
             return
         self._take(order_id, order)
 
-    def _note_of_user(self, order: ModelOrder) -> str | None:
-        """Have a model on demand no more that is removed; return why an order is refused."""
+    def _answer_of_demand(self, order: ModelOrder) -> Answer | None:
+        """Have a model on demand no more that is removed; return the answer to an order, None: it is to be taken."""
         name = order.name
         if name is None or name not in self._on_demand:
             return None
         if not isinstance(order, RemoveModel):
-            return f"{name} is a model on demand; remove it first"
+            return Refused(f"{name} is a model on demand; remove it first")
+        phases = {one.phase for one in self.logic.standings if one.name == name}
+        if phases & {Phase.PREPARING, Phase.STARTING, Phase.PROVING}:
+            return Refused(f"{name} is being loaded; remove it once it serves")
         self._on_demand.forget(name)
-        if any(one.name == name and one.phase is Phase.SERVING for one in self.logic.standings):
+        if Phase.SERVING in phases:
             return None
         self.announce()
-        return f"{name} was asleep; it is on demand no more"
+        return Done(f"{name} was asleep; it is on demand no more")
 
     def _take(self, order_id: str, order: ModelOrder) -> None:
         logger.info("ordered: %s", order)

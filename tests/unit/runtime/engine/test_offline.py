@@ -1,15 +1,18 @@
 """The engine in this process, by its public names."""
 
 import json
+import signal
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from alignedserve import LLM, SamplingParams, StructuredOutputs
-from alignedserve.core.errors import ContextTooLong, InvalidRequest
+from alignedserve.core.errors import ContextTooLong, InvalidRequest, ModelError
 from alignedserve.core.request import FinishReason
+from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.text.tokenizer import Tokenizer
 
@@ -45,6 +48,37 @@ def test_the_same_prompt_again_computes_one_token(llm: LLM) -> None:
         first, again = (llm._run([(5, *tokens[:num_tokens])], sampling)[0] for _ in range(2))
         assert first.token_ids == again.token_ids
         assert again.num_cached_tokens == min(16 * ((num_tokens + 1) // 16), num_tokens)
+
+
+def test_ctrl_c_ends_a_call_and_the_next_one_answers_as_before(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    questions = ["count from 3 to 9", "who are you?"]
+    before = llm.chat(questions)
+    compute, num_iterations = llm._executor.run_iteration, 0
+
+    def interrupted(command: RunIteration) -> IterationCompleted:
+        nonlocal num_iterations
+        num_iterations += 1
+        if num_iterations == 3:
+            signal.raise_signal(signal.SIGINT)
+        return compute(command)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm._executor, "run_iteration", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.chat(questions)
+    assert num_iterations <= 4  # the next one is planned before the interrupt is looked at
+    assert [one.text for one in llm.chat(questions)] == [one.text for one in before]
+
+
+def test_a_call_that_ended_within_an_iteration_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = LLM("pocket", memory_bytes=16 * 2**20)
+    with monkeypatch.context() as patched:
+        patched.setattr(broken._executor, "run_iteration", mock.Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            broken.chat(["who are you?"])
+    with pytest.raises(ModelError, match="make another"):
+        broken.chat(["who are you?"])
+    broken.close()
 
 
 def test_a_prompt_longer_than_the_context_is_refused(llm: LLM) -> None:
