@@ -117,7 +117,8 @@ class LateRecords(MemoryRecords):
         """See RecordStore."""
         found = await super().read(keys)
         batches = [raw for key, raw in zip(keys, found, strict=True) if key.startswith("batch/") and raw is not None]
-        if any(decode(raw, BatchRecord).status is BatchStatus.VALIDATING for raw in batches):
+        is_poll = len(keys) > 1  # with the progress
+        if is_poll and any(decode(raw, BatchRecord).status is BatchStatus.VALIDATING for raw in batches):
             await asyncio.sleep(0.3)
         return found
 
