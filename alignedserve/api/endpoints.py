@@ -217,7 +217,7 @@ async def _build_response(
     asked: CreateResponseRequest, arrival: Arrival, services: ModelServices, _: Prompts | None
 ) -> GenerationRequest:
     response_id = arrival.response_id or new_response_id()
-    items = await resolve_references(None, parse_items(asked.input, response_id, arrival.ignored))
+    items = await resolve_references(None, parse_items(asked.input, response_id, arrival.ignored), response_id)
     return await build_response_request(asked, items, response_id, arrival, services)
 
 

@@ -27,6 +27,7 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 
 _URL = re.compile(r"https://([a-z0-9.-]{1,253})(?::([0-9]{1,5}))?(?:([/?])([!-~]*))?", re.ASCII | re.IGNORECASE)
+_MAX_LABEL_LEN = 63  # between two dots of a host's name
 _MAX_URL_LEN = 4096
 _HTTPS_PORT = 443
 _PART_BYTES = 64 << 10
@@ -170,6 +171,8 @@ def _target_of(url: str, at: str, config: GatewayConfig) -> _Target:
     host, port, begin, rest = found.groups()
     path = f"{'/?' if begin == '?' else '/'}{rest or ''}".partition("#")[0]
     target = _Target(host.lower(), int(port or _HTTPS_PORT), path)
+    if not all(0 < len(label) <= _MAX_LABEL_LEN for label in host.split(".")):
+        raise _refusal(at, "its host has a name that none can have", "invalid_image_url")
     if not any(_is_listed(target, entry) for entry in config.picture_hosts):
         raise _refusal(at, "its host is not one that pictures are fetched from", "invalid_image_url")
     return target

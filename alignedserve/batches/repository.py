@@ -34,6 +34,7 @@ from alignedserve.batches.records import (
     decode,
     encode,
     parsed_batch_key,
+    parsed_file_id,
 )
 from alignedserve.core.errors import StorageDamaged, StoreUnavailable
 from alignedserve.messages.state import AddToIndex, Change, DeleteValue, RemoveFromIndex, SetValue
@@ -117,6 +118,8 @@ class BatchRepository:
 
     async def files(self, owner: str, *, after: str | None, limit: int, newest_first: bool) -> list[FileRecord] | None:
         """List files of an owner, one more than `limit` if there are more. None: `after` is none of them."""
+        if after is not None and parsed_file_id(after) is None:
+            return None
         page = await self._store.page(f"files/{owner}", after=after, limit=limit + 1, newest_first=newest_first)
         if page is None:
             return None
@@ -198,6 +201,8 @@ class BatchRepository:
         self, owner: str, *, after: str | None, limit: int
     ) -> tuple[list[BatchSnapshot], bool] | None:
         """List batches of an owner, newest first, and whether there are more. None: `after` is none of them."""
+        if after is not None and parsed_batch_key(after) is None:
+            return None
         page = await self._store.page(f"batches/{owner}", after=after, limit=limit, newest_first=True)
         if page is None:
             return None

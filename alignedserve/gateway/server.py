@@ -40,6 +40,7 @@ from alignedserve.runtime.model.served_deployment import DeploymentState, Served
 
 logger = logging.getLogger(__name__)
 
+_UNREAD_MS = 60_000  # for which what was sent may go without the client taking any of it
 _BACKLOG = 4096  # connections that wait to be accepted, when thousands come at once; the system may allow fewer
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that none is closed under a new request
 _START_TIMEOUT_S = 10.0
@@ -383,4 +384,7 @@ def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     # Inherited by connections. uvloop sees to it itself; asyncio's own loop does not for a socket that it is given, and
     # an answer in two parts then waits 40 ms for the client's acknowledgement of the first.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # Inherited too: a client that reads nothing would keep its place, as a connection ends once what it gets has left.
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
     return listener

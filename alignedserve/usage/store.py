@@ -23,8 +23,9 @@ from alignedserve.usage.records import UsageCounts, UsageRow, UsageSubject, hour
 
 _MAX_CONFLICTS = 100
 _MAX_ROWS_AT_ONCE = 1000  # of a commit
-_MAX_HOURS, _MAX_SUBJECTS = 24 * 366, 100_000
-_KEPT_S = 400 * 86_400.0
+_KEPT_DAYS = 400
+_KEPT_S = _KEPT_DAYS * 86_400.0
+_MAX_HOURS, _MAX_SUBJECTS = 24 * (_KEPT_DAYS + 1), 100_000
 _SOURCE_KEPT_S = 60 * 86_400.0  # longer than a batch is kept
 
 RecordT = TypeVar("RecordT", bound=msgspec.Struct)

@@ -7,6 +7,8 @@ from alignedserve.batches.interfaces import Page
 from alignedserve.core.errors import StoreUnavailable
 from alignedserve.messages.state import AddToIndex, Change, DeleteValue, RemoveFromIndex, SetValue
 
+_MAX_NAME_LEN = 256  # of messages/state.py
+
 
 class MemoryRecords:
     """Implements RecordStore. While `is_down`, every call fails as if the store did not answer."""
@@ -34,6 +36,7 @@ class MemoryRecords:
     async def page(self, index: str, *, after: str | None, limit: int, newest_first: bool) -> Page | None:
         """See RecordStore."""
         self._check()
+        assert after is None or len(after) <= _MAX_NAME_LEN, "no link would take such a message"
         scores = self._lists.get(index, {})
         ordered = sorted((score, member) for member, score in scores.items())
         if newest_first:

@@ -9,9 +9,9 @@ import msgspec
 import orjson
 
 from alignedserve.api.errors import NotFound
-from alignedserve.api.responses.items import Item, parsed_response_id, place_of
+from alignedserve.api.responses.items import Item, item_id, parsed_response_id, place_of
 from alignedserve.batches.responses.bounded_records import MAX_RECORD_BYTES
-from alignedserve.batches.responses.response_repository import ResponseRepository, StoredResponse
+from alignedserve.batches.responses.response_repository import ResponseRepository, StoredResponse, fits
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 
@@ -50,7 +50,10 @@ class ResponseState:
         return records
 
     async def add(self, record: StoredResponse) -> None:
-        """Keep a new response."""
+        """Keep a new response. Raises InvalidRequest where it is too large for that."""
+        if not fits(record):
+            message = "The response is too large to be kept; ask for it with store false."
+            raise InvalidRequest(message, param="store", code="response_too_large")
         await self.repository.add(record, now=time.time(), max_bytes=self.config.max_responses_bytes)
 
 
@@ -100,7 +103,7 @@ async def load_context(state: ResponseState, previous: StoredResponse) -> Contex
     return Context(items, (*previous.ancestors, previous.response_id), previous.context_bytes)
 
 
-async def resolve_references(find: Find | None, items: Sequence[Item]) -> list[Item]:
+async def resolve_references(find: Find | None, items: Sequence[Item], response_id: str) -> list[Item]:
     """Return the items with those in place that they refer to. Raises NotFound, InvalidRequest.
 
     `find`: returns the response of an id; None: there are none.
@@ -110,18 +113,21 @@ async def resolve_references(find: Find | None, items: Sequence[Item]) -> list[I
     if len(wanted) > _MAX_REFERENCED:
         raise InvalidRequest(f"input refers to items of more than {_MAX_REFERENCED} responses.", param="input")
     turns = {} if find is None else {response_id: await find(response_id) for response_id in wanted}
-    return [_resolved(item, turns) for item in items]
+    return [
+        _resolved(item, turns, response_id, index) if item["type"] == "item_reference" else item
+        for index, item in enumerate(items)
+    ]
 
 
-def _resolved(item: Item, turns: Mapping[str, StoredResponse]) -> Item:
-    if item["type"] != "item_reference":
-        return item
+def _resolved(item: Item, turns: Mapping[str, StoredResponse], response_id: str, index: int) -> Item:
+    """Return the item that is meant, by an id of its own here: it may be meant twice."""
     place = place_of(item["id"])
     if place is not None and place.response_id in turns:
         turn = turns[place.response_id]
         known = items_of(turn) if place.is_input else output_of(turn)
         if place.place < len(known):
-            return known[place.place]
+            found = known[place.place]
+            return found | {"id": item_id(found["type"], response_id, index, is_input=True)}
     raise NotFound("An item that input refers to does not exist.", param="input", code="item_not_found")
 
 

@@ -4,7 +4,7 @@ import msgspec
 
 from alignedserve.batches.interfaces import RecordStore
 from alignedserve.batches.records import BatchKey, StoredRecord, decode, encode
-from alignedserve.batches.responses.bounded_records import BoundedRecords, Entry
+from alignedserve.batches.responses.bounded_records import MAX_RECORD_BYTES, BoundedRecords, Entry
 
 
 class StoredResponse(StoredRecord, frozen=True):
@@ -36,14 +36,18 @@ class ResponseRepository:
         await self._store.commit(kept, unchanged={})
         await self._records.trim_when_due(record.owner, len(entry.raw), max_bytes)
 
-    async def replace(self, record: StoredResponse, *, now: float) -> None:
-        """Keep what became of a response, unless it was deleted meanwhile. May be repeated."""
+    async def replace(self, record: StoredResponse, *, now: float, max_bytes: int) -> None:
+        """Keep what became of a response, unless it was deleted meanwhile; it makes room as a new one does.
+
+        May be repeated.
+        """
         entry, key = _entry(record), self._records.key(record.response_id)
         before = (await self._store.read([key]))[0]
         if before is not None:
             kept = self._records.kept(entry, written_s=record.created_s, lifetime_s=record.expires_s - now)
             changes = [self._records.unlisted(entry._replace(raw=before)), *kept]
             await self._store.commit(changes, unchanged={key: before})
+            await self._records.trim_when_due(record.owner, max(0, len(entry.raw) - len(before)), max_bytes)
 
     async def find(self, owner: str, response_ids: list[str]) -> list[StoredResponse | None]:
         """Return the responses in order; None for one that is not there or belongs to another owner."""
@@ -54,6 +58,11 @@ class ResponseRepository:
     async def remove(self, record: StoredResponse) -> None:
         """Delete a response; may be repeated."""
         await self._records.remove(record.owner, record.response_id)
+
+
+def fits(record: StoredResponse) -> bool:
+    """Return whether a response is small enough to be kept."""
+    return len(encode(record)) <= MAX_RECORD_BYTES
 
 
 def _entry(record: StoredResponse) -> Entry:

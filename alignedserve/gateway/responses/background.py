@@ -150,12 +150,19 @@ def _failure(message: str) -> dict[str, Any]:
 
 def _changed(record: StoredResponse, changes: dict[str, Any], batch_id: BatchKey | None) -> StoredResponse:
     response = orjson.loads(bytes(record.response)) | changes
-    return msgspec.structs.replace(record, response=raw_json(response), batch_id=batch_id)
+    raw = raw_json(response)
+    growth = len(bytes(raw)) - len(bytes(record.response))
+    return msgspec.structs.replace(record, response=raw, batch_id=batch_id, context_bytes=record.context_bytes + growth)
 
 
 def cancelled(record: StoredResponse) -> StoredResponse:
     """Return the response as cancelled."""
     return _changed(record, {"status": "cancelled", "completed_at": None}, None)
+
+
+def too_large(record: StoredResponse) -> StoredResponse:
+    """Return the response as one that has failed, as it cannot be kept."""
+    return _changed(record, _failure("The response is too large to be kept.") | {"output": []}, None)
 
 
 def without_room(record: StoredResponse) -> StoredResponse:

@@ -29,9 +29,9 @@ from alignedserve.api.work_lanes import WorkLanes, rough_length
 from alignedserve.batches.records import BatchKey
 from alignedserve.batches.responses.conversation_repository import StoredConversation
 from alignedserve.batches.responses.event_log import EventLimits, EventLog
-from alignedserve.batches.responses.response_repository import StoredResponse
+from alignedserve.batches.responses.response_repository import StoredResponse, fits
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.responses.background import BackgroundJobs, cancelled, without_room
+from alignedserve.gateway.responses.background import BackgroundJobs, cancelled, too_large, without_room
 from alignedserve.gateway.responses.conversations import (
     Conversations,
     check_has_room,
@@ -88,7 +88,7 @@ class ResponsesApi:
             context = Context(conversation_items(conversation))
         find = None if self.state is None else partial(self._find, param="input")
         parsed = await self.lanes.run(rough_length(asked.input), lambda: parse_items(asked.input, response_id, ignored))
-        items = await resolve_references(find, parsed)
+        items = await resolve_references(find, parsed, response_id)
         is_stored = isinstance(asked, CreateResponseRequest) and self._is_stored(asked)
         if is_stored:
             check_storable(items)
@@ -194,9 +194,12 @@ class ResponsesApi:
     async def _note(self, batch_id: BatchKey, record: StoredResponse) -> StoredResponse:
         """Keep what became of a response whose batch is over, and delete the batch's files."""
         if record.batch_id is None and self.jobs is not None:
+            record = record if fits(record) else too_large(record)
             if not await self._settle(record):
                 record = without_room(record)
-            await self._stored("response_id").repository.replace(record, now=time.time())
+            state = self._stored("response_id")
+            max_bytes = state.config.max_responses_bytes
+            await state.repository.replace(record, now=time.time(), max_bytes=max_bytes)
             await self.jobs.clean_up(batch_id)
         return record
 

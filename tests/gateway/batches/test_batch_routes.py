@@ -301,8 +301,10 @@ async def test_lists_are_paged(tmp_path: Path) -> None:
         made = [(await served.submit())["id"] for _ in range(5)]
         first = (await served.client.get("/v1/batches?limit=2")).json()
         second = (await served.client.get(f"/v1/batches?limit=4&after={first['last_id']}")).json()
-        bad = await served.client.get("/v1/batches?after=batch_nothing")
-        assert error_of(bad, 400)["param"] == "after"
+        for path in ("/v1/batches", "/v1/files"):
+            for after in ("batch_nothing", "x" * 1000):
+                bad = await served.client.get(f"{path}?after={after}")
+                assert error_of(bad, 400)["param"] == "after"
         assert error_of(await served.client.get("/v1/batches?limit=101"), 400)["param"] == "limit"
     assert [one["id"] for one in first["data"] + second["data"]] == made[::-1]
     assert (first["has_more"], second["has_more"]) == (True, False)

@@ -82,6 +82,8 @@ async def test_nothing_is_fetched_unless_a_host_is_listed(seeing: ModelCard, ser
         (f"https://localhost:{port}\\@other.example/", (f"localhost:{port}",), "https alone"),
         (f"https://localhost:{port}/secret\r\nX: y", (f"localhost:{port}",), "https alone"),
         (f"https://[::1]:{port}/secret", (f"localhost:{port}",), "https alone"),
+        (f"https://secret..localhost:{port}/", (f"*.localhost:{port}",), "a name that none can have"),
+        (f"https://{'secret' * 11}.localhost:{port}/", (f"*.localhost:{port}",), "a name that none can have"),
     ]
     for url, hosts, problem in cases:
         async with gateway(model=seeing, picture_hosts=hosts) as served:

@@ -75,6 +75,9 @@ async def test_items_are_referred_to(tmp_path: Path) -> None:
         first = response_of(await respond(served))
         [sent] = (await get(served, f"{first['id']}/input_items")).json()["data"]
         references = [{"type": "item_reference", "id": sent["id"]}, {"id": first["output"][0]["id"]}]
+        twice = response_of(await respond(served, input=references[:1] * 2))
+        pages = (await get(served, f"{twice['id']}/input_items?order=asc")).json()["data"]
+        assert len({sent["id"], *(item["id"] for item in pages)}) == 3  # each item has its own id
         second = response_of(await respond(served, input=[*references, {"role": "user", "content": "and"}]))
         assert "hello<|end|>\n<|assistant|>hello world<|end|>\n<|user|>and" in prompt_of(served)
         listed = (await get(served, f"{second['id']}/input_items?order=asc")).json()["data"]

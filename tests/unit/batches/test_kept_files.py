@@ -45,7 +45,7 @@ async def add_batch(stores: DriverStores) -> BatchRecord:
     await stores.repository.add_file(source, fits=lambda _: True)
     record = batch_record()
     assert await stores.repository.add_batch(
-        BatchSnapshot(record, Progress()), source, idempotency_key=None, key_lifetime_s=0.0
+        BatchSnapshot(record, Progress()), source, None, idempotency_key=None, key_lifetime_s=0.0
     )
     return record
 
@@ -215,6 +215,18 @@ async def test_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch, page: int) 
     assert await found(repository, range(99, 100), owner="you") == [99]
 
 
+async def test_those_that_grow_make_the_oldest_give_way() -> None:
+    """In the background a response is kept while it is still empty."""
+    repository = ResponseRepository(MemoryRecords())
+    for number in range(20):
+        await repository.add(record(number), now=0.0, max_bytes=20_000)
+    for number in range(20):
+        await repository.replace(record(number, size=5000), now=0.0, max_bytes=20_000)
+    kept = await found(repository, range(20))
+    assert kept == list(range(20))[-len(kept) :]
+    assert 2 <= len(kept) <= 4
+
+
 async def test_one_that_is_larger_than_the_bound_is_not_kept() -> None:
     repository = ResponseRepository(MemoryRecords())
     await repository.add(record(1, size=5000), now=0.0, max_bytes=1000)
@@ -225,12 +237,12 @@ async def test_what_became_of_it_takes_its_place() -> None:
     store = MemoryRecords()
     repository = ResponseRepository(store)
     await repository.add(record(1), now=0.0, max_bytes=NO_BOUND)
-    await repository.replace(record(1, size=300), now=0.0)
-    await repository.replace(record(1, size=300), now=0.0)
+    await repository.replace(record(1, size=300), now=0.0, max_bytes=NO_BOUND)
+    await repository.replace(record(1, size=300), now=0.0, max_bytes=NO_BOUND)
     listed = await store.page("responses/me", after=None, limit=10, newest_first=False)
     assert listed is not None
     assert len(listed.members) == 1
     await repository.remove(record(1))
     await repository.remove(record(1))
-    await repository.replace(record(1), now=0.0)  # deleted ones do not come back
+    await repository.replace(record(1), now=0.0, max_bytes=NO_BOUND)  # deleted ones do not come back
     assert await found(repository, range(1, 2)) == []
