@@ -106,5 +106,5 @@ async def _submit(stores: DriverStores, num_lines: int, content: bytes) -> None:
         fingerprint="",
     )
     await stores.repository.add_batch(
-        BatchSnapshot(record, Progress()), source, idempotency_key=None, key_lifetime_s=0.0
+        BatchSnapshot(record, Progress()), source, None, idempotency_key=None, key_lifetime_s=0.0
     )

@@ -88,7 +88,7 @@ class World:
         sizes = {"input_bytes": len(content), "input_lines": NUM_LINES}
         record = batch_record(created_s=now, expires_s=now + 3600.0, **sizes)
         assert await self.stores.repository.add_batch(
-            BatchSnapshot(record, Progress()), source, idempotency_key=None, key_lifetime_s=0.0
+            BatchSnapshot(record, Progress()), source, None, idempotency_key=None, key_lifetime_s=0.0
         )
 
     def start(self) -> None:
