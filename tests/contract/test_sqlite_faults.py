@@ -232,7 +232,9 @@ async def test_damage_in_a_value_is_found_and_costs_only_that_value(tmp_path: Pa
     whole = BatchSnapshot(batch_record(), Progress(log_bytes=77))
     async with opened(path) as records:
         await BatchRepository(records).add_file(file_record(), fits=lambda _: True)
-        assert await BatchRepository(records).add_batch(whole, file_record(), None, idempotency_key=None, key_lifetime_s=0.0)
+        assert await BatchRepository(records).add_batch(
+            whole, file_record(), None, idempotency_key=None, key_lifetime_s=0.0
+        )
     content = path.read_bytes()
     assert content.count(b'{"log_bytes":77') == 1
     path.write_bytes(content.replace(b'{"log_bytes":77', b'{"log_bytes":78'))  # still reads as a record

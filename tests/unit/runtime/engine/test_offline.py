@@ -60,7 +60,8 @@ def test_ctrl_c_ends_a_call_and_the_next_one_answers_as_before(llm: LLM, monkeyp
         num_iterations += 1
         if num_iterations == 3:
             signal.raise_signal(signal.SIGINT)
-        return compute(command)
+        completed: IterationCompleted = compute(command)
+        return completed
 
     with monkeypatch.context() as patched:
         patched.setattr(llm._executor, "run_iteration", interrupted)
