@@ -68,15 +68,23 @@ def hold_connection(http: Request, request_class: RequestClass) -> None:
         raise ResourceUnavailable(message, retry_after_s=BEST_EFFORT_RETRY_S)
 
 
+async def hold_open(http: Request) -> None:
+    """Count a call as open until its response has ended, once. Raises QuotaExceeded, Unavailable."""
+    if getattr(http.state, "is_counted_open", False):
+        return
+    services, key = services_of(http), key_of(http)
+    await services.quotas.open_requests.open(key)
+    http.state.held_until_response.callback(services.quotas.open_requests.close, key)
+    http.state.is_counted_open = True
+
+
 async def hold_limits(http: Request, generation: Generation) -> None:
     """Count a call as open until its response has ended, and its tokens; what did not come is given back then.
 
     Raises QuotaExceeded, Unavailable.
     """
     services, key = services_of(http), key_of(http)
-    held = http.state.held_until_response
-    await services.quotas.open_requests.open(key)
-    held.callback(services.quotas.open_requests.close, key)
+    await hold_open(http)
     if key.tokens_per_minute is None:
         return
     request, counted_s = generation.request, time.monotonic()
@@ -87,7 +95,7 @@ async def hold_limits(http: Request, generation: Generation) -> None:
         num_used = request.num_prompt_tokens + generation.num_generated_tokens if generation.has_started else 0
         services.quotas.give_back(key, num_asked - num_used, counted_s)
 
-    held.callback(give_back)
+    http.state.held_until_response.callback(give_back)
 
 
 def model_of(http: Request, name: str | None) -> ModelServices:
@@ -104,6 +112,7 @@ async def awake_model_of(http: Request, asked: AsksModel) -> ModelServices:
     if services.models.is_asleep(name):
         request_class = class_of(asked, key)
         hold_connection(http, request_class)
+        await hold_open(http)  # one that waits for the model takes a place as others do
         await services.awake_model(name, request_class)
     return model_of(http, asked.model)
 

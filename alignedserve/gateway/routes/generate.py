@@ -20,6 +20,7 @@ from alignedserve.gateway.routes.dependencies import (
     awake_model_of,
     hold_connection,
     hold_limits,
+    hold_open,
     ignored_fields_of,
     key_of,
     model_of,
@@ -44,6 +45,7 @@ async def _generate(endpoint: Endpoint[Any], http: Request) -> Response:
     if services.models.is_asleep(name):
         is_streamed, request_class = getattr(asked, "stream", False), class_of(asked, arrival.key)
         hold_connection(http, request_class)
+        await hold_open(http)  # one that waits for the model takes a place as others do
         return AwaitedResponse(lambda: services.awake_model(name, request_class), answer, is_streamed=is_streamed)
     return await answer()
 

@@ -1,5 +1,6 @@
 """Limits of a key: refusals name the key and the limit, headers say what is left, as OpenAI's clients read them."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -7,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from alignedserve.api.models.model_registry import ModelRegistry
+from alignedserve.gateway.services import Services
 from alignedserve.gateway.shown_limits import duration
 from alignedserve.keys.file import KeyRow, ring_of
 from alignedserve.keys.ring import digest_of
@@ -88,6 +91,22 @@ async def test_open_requests() -> None:
             answer = await client.chat.completions.create(**CHAT, stream=stream)
             if isinstance(answer, openai.AsyncStream):
                 assert [chunk async for chunk in answer]
+
+
+async def test_calls_that_wait_for_a_model_that_sleeps_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    import openai
+
+    is_awake = asyncio.Event()
+    monkeypatch.setattr(ModelRegistry, "is_asleep", lambda self, name: not is_awake.is_set())
+    monkeypatch.setattr(Services, "awake_model", lambda self, name, request_class: is_awake.wait())
+    async with served(open_requests=1) as (running, client):
+        waiting = asyncio.create_task(client.chat.completions.create(**CHAT))
+        while not running.services.quotas.open_requests._counts.of("key.team-a"):  # noqa: ASYNC110  (no event tells it)
+            await asyncio.sleep(0.01)
+        with pytest.raises(openai.RateLimitError, match="open_requests"):
+            await client.chat.completions.create(**CHAT)
+        is_awake.set()
+        assert (await waiting).choices  # it takes no second place once the model is there
 
 
 def test_times_are_written_as_openai_does() -> None:
