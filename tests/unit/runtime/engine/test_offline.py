@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -50,6 +51,15 @@ def test_the_same_prompt_again_computes_one_token(llm: LLM) -> None:
         assert again.num_cached_tokens == min(16 * ((num_tokens + 1) // 16), num_tokens)
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C as at a terminal: what runs in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_ends_a_call_and_the_next_one_answers_as_before(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     questions = ["count from 3 to 9", "who are you?"]
     before = llm.chat(questions)
