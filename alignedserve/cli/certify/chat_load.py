@@ -54,6 +54,7 @@ class ChatLoad:
         try:
             await asyncio.wait((sending, gone, silent), return_when=asyncio.FIRST_COMPLETED)
             if silent.done():
+                await silent
                 raise PeerLost(f"no chat went on for {self._patience_s:g} s (--patience)")
             if self._is_gone.is_set():
                 raise PeerLost(f"nothing answers at {self._client.url} any more")
@@ -70,7 +71,7 @@ class ChatLoad:
         silent_s = 0.0
         while silent_s < self._patience_s:
             await asyncio.sleep(min(1.0, max(self._patience_s - silent_s, 0.01)))
-            last_s = max((max(one.ended_s, *one.token_times_s[-1:]) for one in self.outcomes), default=self.began_s)
+            last_s = max([self.began_s, *(max([one.ended_s, *one.token_times_s[-1:]]) for one in self.outcomes)])
             silent_s = time.monotonic() - last_s if self._num_open else 0.0
 
     async def _send(self, request: LoadRequest, outcome: CompletionOutcome) -> None:

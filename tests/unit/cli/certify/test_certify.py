@@ -1,5 +1,6 @@
 """`alignedserve certify` against small real servers, right and wrong ones."""
 
+import asyncio
 import base64
 import io
 from collections.abc import Callable
@@ -7,7 +8,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from aiohttp import web
 from PIL import Image
+from typing_extensions import override
 
 from alignedserve.certification.certificate import Certificate, certificate_of
 from alignedserve.certification.page import certificate_page
@@ -32,13 +35,15 @@ _SIZES: dict[str, Any] = {
 }
 
 
-async def _measured(url: str, patience_s: float = 20.0, **sizes: Any) -> Measured:
+async def _measured(
+    url: str, patience_s: float = 20.0, say: Callable[[str], None] = lambda words: None, **sizes: Any
+) -> Measured:
     options = LiveOptions(
         url=url, api_key=None, model=None, api=CompletionApi.CHAT, outstanding=4, streams=False,
         patience_s=patience_s, stage_s=0.02, settles_s=0.0, lost_patience_s=0.3,
     )  # fmt: skip
     wanted = wanted_of(CertifyOptions(url=url, **{**_SIZES, **sizes}))
-    return await LiveRun(options, wanted, lambda words: None).run()
+    return await LiveRun(options, wanted, say).run()
 
 
 def _certificate(measured: Measured) -> Certificate:
@@ -122,6 +127,28 @@ async def test_a_server_that_dies_leaves_a_part() -> None:
     page = certificate_page(_certificate(measured))
     assert "ended early" in page
     assert "Not held" in page
+
+
+class _Silent(FakeBatches):
+    """Says nothing from the first phase on."""
+
+    is_silent = False
+
+    def hear(self, words: str) -> None:
+        self.is_silent |= words.startswith("phase 1")
+
+    @override
+    async def _stream(self, request: web.Request, response: web.StreamResponse, body: dict[str, Any]) -> None:
+        if self.is_silent:
+            await asyncio.sleep(3600)
+        await super()._stream(request, response, body)
+
+
+async def test_a_server_that_falls_silent_is_given_up() -> None:
+    server = _Silent()
+    async with server.serving() as url:
+        measured = await _measured(url, patience_s=1.0, say=server.hear)
+    assert [phase.failure for phase in measured.evidence.phases] == ["no chat went on for 1 s (--patience)"]
 
 
 async def test_batches_that_do_not_get_on_are_given_up_and_cancelled() -> None:
