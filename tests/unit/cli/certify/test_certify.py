@@ -140,7 +140,7 @@ class _Silent(FakeBatches):
     @override
     async def _stream(self, request: web.Request, response: web.StreamResponse, body: dict[str, Any]) -> None:
         if self.is_silent:
-            await asyncio.sleep(3600)
+            await asyncio.Event().wait()
         await super()._stream(request, response, body)
 
 
