@@ -1,4 +1,4 @@
-"""Ctrl-C between two iterations: within one, nobody would know what has become of its requests."""
+"""Holds Ctrl-C back until an iteration is over: within one, nobody would know what has become of its requests."""
 
 import signal
 import threading

@@ -120,14 +120,9 @@ class SchedulerState:
         )
 
     def add(
-        self,
-        request: Request,
-        now: float,
-        *,
-        predicted_len: float | None = None,
-        num_generated: int = 0,
-        begun_s: float = 0.0,
-    ) -> None:
+        self, request: Request, now: float, *, predicted_len: float | None = None,
+        num_generated: int = 0, begun_s: float = 0.0,
+    ) -> None:  # fmt: skip
         """Add a request without any cache: it had one elsewhere if it has generated tokens, the first `begun_s` ago."""
         self.table.add(request, now, predicted_len=predicted_len, num_generated=num_generated, begun_s=begun_s)
         if num_generated:  # the cache of the last one never was

@@ -301,10 +301,11 @@ def _note_thinking(asked: MessagesRequest, model: ModelServices, ignored: Ignore
 
     `ignored`: None: such fields are refused, with InvalidRequest.
     """
-    template, (_, reasoning) = model.tokenizer.chat_template, answer_forms(model)
-    if asked.thinking is None or asked.thinking.type != "disabled" or template is None or reasoning is None:
+    template = model.tokenizer.chat_template
+    if asked.thinking is None or asked.thinking.type != "disabled" or template is None:
         return
-    if not any(name in template.variables for name in _SWITCHES):
+    _, reasoning = answer_forms(model)
+    if reasoning is not None and not any(name in template.variables for name in _SWITCHES):
         if ignored is None:
             raise InvalidRequest("This model always thinks.", param="thinking")
         ignored.add("thinking")

@@ -11,7 +11,7 @@ import orjson
 from alignedserve.api.errors import NotFound
 from alignedserve.api.responses.items import Item, item_id, parsed_response_id, place_of
 from alignedserve.batches.responses.bounded_records import MAX_RECORD_BYTES
-from alignedserve.batches.responses.response_repository import ResponseRepository, StoredResponse, fits
+from alignedserve.batches.responses.response_repository import ResponseRepository, StoredResponse
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 
@@ -51,9 +51,6 @@ class ResponseState:
 
     async def add(self, record: StoredResponse) -> None:
         """Keep a new response. Raises InvalidRequest where it is too large for that."""
-        if not fits(record):
-            message = "The response is too large to be kept; ask for it with store false."
-            raise InvalidRequest(message, param="store", code="response_too_large")
         await self.repository.add(record, now=time.time(), max_bytes=self.config.max_responses_bytes)
 
 

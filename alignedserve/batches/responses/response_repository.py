@@ -5,6 +5,7 @@ import msgspec
 from alignedserve.batches.interfaces import RecordStore
 from alignedserve.batches.records import BatchKey, StoredRecord, decode, encode
 from alignedserve.batches.responses.bounded_records import MAX_RECORD_BYTES, BoundedRecords, Entry
+from alignedserve.core.errors import InvalidRequest
 
 
 class StoredResponse(StoredRecord, frozen=True):
@@ -30,8 +31,11 @@ class ResponseRepository:
         self._records = BoundedRecords(store, "response")
 
     async def add(self, record: StoredResponse, *, now: float, max_bytes: int) -> None:
-        """Keep a new response. The owner's oldest ones make room."""
+        """Keep a new response. The owner's oldest ones make room. Raises InvalidRequest where it is too large."""
         entry = _entry(record)
+        if len(entry.raw) > MAX_RECORD_BYTES:
+            message = "The response is too large to be kept; ask for it with store false."
+            raise InvalidRequest(message, param="store", code="response_too_large")
         kept = self._records.kept(entry, written_s=record.created_s, lifetime_s=record.expires_s - now)
         await self._store.commit(kept, unchanged={})
         await self._records.trim_when_due(record.owner, len(entry.raw), max_bytes)

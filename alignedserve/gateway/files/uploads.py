@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import re
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from python_multipart.exceptions import FormParserError
@@ -54,7 +55,8 @@ async def receive_upload(http: Request, blobs: ContentStore, file_id: FileId, ma
         raise
 
 
-async def _read(http: Request, form: "_Form") -> None:
+async def arriving(http: Request) -> AsyncIterator[bytes]:
+    """Yield a body of any length as it arrives. Raises BodyTooSlow at a silence, ClientDisconnected."""
     chunks = http.stream()
     try:
         while True:
@@ -62,11 +64,17 @@ async def _read(http: Request, form: "_Form") -> None:
                 chunk = await anext(chunks, None)
             if chunk is None:
                 return
-            await form.push(chunk)
+            yield chunk
     except TimeoutError as error:
         raise BodyTooSlow("The body did not arrive in time.") from error
     except ClientDisconnect as error:
-        raise ClientDisconnected("The client went away before its file was complete.") from error
+        raise ClientDisconnected("The client disconnected before its body was complete.") from error
+
+
+async def _read(http: Request, form: "_Form") -> None:
+    try:
+        async for chunk in arriving(http):
+            await form.push(chunk)
     except FormParserError as error:
         raise InvalidRequest("The body is not valid multipart/form-data.", code="invalid_multipart") from error
 

@@ -16,6 +16,7 @@ from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.work_lanes import LONG_LEN, SHORT_LEN
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.files.uploads import arriving
 from alignedserve.gateway.long_bodies.messages import Answer, NotRead, Order, ReadBody, Refusal, decode_outcome
 from alignedserve.gateway.long_bodies.messages import encode as encoded
 from alignedserve.gateway.request_log import LONGEST_LOGGED, log_body
@@ -24,7 +25,6 @@ from alignedserve.gateway.services import Services
 from alignedserve.keys.entry import KeyEntry
 
 _BODY_TIMEOUT_S = 30.0
-_SILENCE_S = 60.0  # between two pieces of a body that is read as it arrives
 _PIECE_BYTES = 64 * 1024  # of what was compressed
 
 BodyT = TypeVar("BodyT")
@@ -125,7 +125,7 @@ async def body_chunks(http: Request, config: GatewayConfig, max_bytes: int) -> A
     check_encoding(encoding)
     _check_declared(http, max_bytes)
     num_bytes, beginning = 0, b""
-    async for chunk in _unpacked(_arriving(http)) if encoding.strip().lower() in _GZIP else _arriving(http):
+    async for chunk in _unpacked(arriving(http)) if encoding.strip().lower() in _GZIP else arriving(http):
         num_bytes += len(chunk)
         if num_bytes > max_bytes:
             raise BodyTooLarge(f"The body is larger than {max_bytes} bytes.")
@@ -133,21 +133,6 @@ async def body_chunks(http: Request, config: GatewayConfig, max_bytes: int) -> A
             beginning += chunk
         yield chunk
     log_body(beginning, http.headers, config, num_bytes)
-
-
-async def _arriving(http: Request) -> AsyncIterator[bytes]:
-    chunks = http.stream()
-    try:
-        while True:
-            async with asyncio.timeout(_SILENCE_S):
-                chunk = await anext(chunks, None)
-            if chunk is None:
-                return
-            yield chunk
-    except TimeoutError as error:
-        raise BodyTooSlow("The body did not arrive in time.") from error
-    except ClientDisconnect as error:
-        raise ClientDisconnected("The client disconnected before its body was complete.") from error
 
 
 async def _unpacked(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -3,27 +3,20 @@
 import asyncio
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
-from typing_extensions import override
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import GenerationFailed, Overloaded, Unavailable
 from alignedserve.batches import run
-from alignedserve.batches.interfaces import Page
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import FinishReason, Request, RequestClass
-from alignedserve.gateway.app import build_app
-from alignedserve.gateway.files.files_api import FilesApi
 from tests.gateway.batches.batch_support import batch_gateway, eventually, slowly
 from tests.gateway.support import EOS, error_of, gateway, saying, tokens_of
 from tests.support.batch_samples import chat_line, chat_lines
-from tests.support.memory_records import MemoryRecords
 
 
 def custom_ids(lines: list[str]) -> list[str]:
@@ -358,36 +351,6 @@ async def test_another_keys_batches_and_files_are_not_there(tmp_path: Path) -> N
         assert (await served.client.get("/v1/files", headers=yours)).json()["data"] == []
         assert (await served.client.get("/v1/batches", headers=yours)).json()["data"] == []
         assert len((await served.client.get("/v1/files", headers=mine)).json()["data"]) == 1
-
-
-class SlowRecords(MemoryRecords):
-    """Answers after others had their turn, as a store elsewhere does."""
-
-    @override
-    async def page(self, index: str, *, after: str | None, limit: int, newest_first: bool) -> Page | None:
-        """See RecordStore."""
-        found = await super().page(index, after=after, limit=limit, newest_first=newest_first)
-        await asyncio.sleep(0.01)
-        return found
-
-
-async def test_a_key_has_no_more_batches_where_it_asks_two_gateways_at_once(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False, max_active=2, records=SlowRecords()) as served:
-        file_id = (await served.upload(chat_lines(1))).json()["id"]
-        other = build_app(replace(served.services, files_api=FilesApi(served.stores, served.config)))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(other), base_url="http://test") as client:
-            second = replace(served, client=client)
-            answers = await asyncio.gather(*(one.create(file_id) for one in (served, second) * 4))
-    assert sorted(answer.status_code for answer in answers) == [200] * 2 + [429] * 6
-
-
-async def test_a_key_may_have_so_many_batches(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False, max_active=2) as served:
-        file_id = (await served.upload(chat_lines(1))).json()["id"]
-        for _ in range(2):
-            assert (await served.create(file_id)).status_code == 200
-        refused = await served.create(file_id)
-    assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
 
 
 async def test_completions(tmp_path: Path) -> None:

@@ -1,16 +1,24 @@
-"""What a key may ask of batches: the tier at which they run, priorities; and whose usage it sees."""
+"""What a key may ask of batches: the tier at which they run, priorities, how many; and whose usage it sees."""
 
+import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from typing_extensions import override
 
+from alignedserve.batches.interfaces import Page
+from alignedserve.gateway.app import build_app
+from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.keys.file import KeyRow, SecretRow, ring_of
 from alignedserve.keys.ring import digest_of
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.support import error_of
 from tests.support.batch_samples import chat_lines
+from tests.support.memory_records import MemoryRecords
 
 
 def with_key(served: BatchGateway, **fields: Any) -> None:
@@ -57,3 +65,33 @@ async def test_a_key_sees_the_usage_of_all_where_its_entry_says_so(
         asked = f"start_time={int(time.time()) - 3600}&bucket_width=1h&group_by=key"
         page = (await served.client.get(f"/v1/usage?{asked}")).json()
         assert sorted(one["key"] for bucket in page["data"] for one in bucket["results"]) == seen
+
+
+class SlowRecords(MemoryRecords):
+    """Answers after others had their turn, as a store elsewhere does."""
+
+    @override
+    async def page(self, index: str, *, after: str | None, limit: int, newest_first: bool) -> Page | None:
+        """See RecordStore."""
+        found = await super().page(index, after=after, limit=limit, newest_first=newest_first)
+        await asyncio.sleep(0.01)
+        return found
+
+
+async def test_a_key_has_no_more_batches_where_it_asks_two_gateways_at_once(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, is_driven=False, max_active=2, records=SlowRecords()) as served:
+        file_id = (await served.upload(chat_lines(1))).json()["id"]
+        other = build_app(replace(served.services, files_api=FilesApi(served.stores, served.config)))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(other), base_url="http://test") as client:
+            second = replace(served, client=client)
+            answers = await asyncio.gather(*(one.create(file_id) for one in (served, second) * 4))
+    assert sorted(answer.status_code for answer in answers) == [200] * 2 + [429] * 6
+
+
+async def test_a_key_may_have_so_many_batches(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, is_driven=False, max_active=2) as served:
+        file_id = (await served.upload(chat_lines(1))).json()["id"]
+        for _ in range(2):
+            assert (await served.create(file_id)).status_code == 200
+        refused = await served.create(file_id)
+    assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
