@@ -142,7 +142,7 @@ class PoolLogic:
             return [*kept]
         self._reported = None
         # What a router knew of this pool ended with its link: it recomputes those requests, so their blocks are freed.
-        self._reservations.clear()
+        # Workers still wait for theirs, and are told to drop what they have written.
         self._waiting_forms.clear()
         commands = [command for lease in self._lease_table.all() for command in self._invalidate(lease)]
         return [

@@ -82,7 +82,7 @@ class PrefixStore:
         self._writing: dict[LeaseId, _Writing] = {}
         self._written_by: dict[bytes, LeaseId] = {}  # hashes of blocks that are being written
         self._lent: dict[LeaseId, _Lent] = {}
-        self._damaged: set[BlockId] = set()  # membership only: never lent again, until they leave
+        self._damaged: set[BlockId] = set()  # membership only: never lent again; they leave with their last user
 
     @property
     def num_blocks(self) -> int:
@@ -99,11 +99,7 @@ class PrefixStore:
         count = min(num_blocks - self._allocator.num_free, self.cached.num_unused)
         if count < 1:
             return []
-        freed = tuple(reversed(self.cached.evict(count)))  # neighbours in order, as they were written
-        for block_id in freed:
-            del self._checksums[block_id]
-        self._damaged.difference_update(freed)
-        return self._free(freed)
+        return self._free_kept(self.cached.evict(count))
 
     def on_message(self, peer: str, message: PrefixMessage, now: float, *, may_write: bool) -> list[StoreCommand]:
         """Return the commands that follow. `may_write`: no request waits for blocks."""
@@ -117,14 +113,15 @@ class PrefixStore:
             case PrefixReleased(lease_id, is_damaged):
                 lent = self._lent.get(lease_id)
                 if lent is not None and lent.worker == peer:
-                    self._take_back(lease_id, is_damaged=is_damaged)
+                    return self._take_back(lease_id, is_damaged=is_damaged)
         return []
 
     def lose(self, peer: str) -> list[StoreCommand]:
         """End the writes and reads of a lost worker."""
-        for lease_id in [lease_id for lease_id, lent in self._lent.items() if lent.worker == peer]:
-            self._take_back(lease_id)
-        return self._end_writing([lease_id for lease_id, writing in self._writing.items() if writing.worker == peer])
+        lent = [lease_id for lease_id, lent in self._lent.items() if lent.worker == peer]
+        commands = [command for lease_id in lent for command in self._take_back(lease_id)]
+        written = [lease_id for lease_id, writing in self._writing.items() if writing.worker == peer]
+        return commands + self._end_writing(written)
 
     def end_expired(self, now: float) -> list[StoreCommand]:
         """End the leases of blocks that were not written in time."""
@@ -202,25 +199,37 @@ class PrefixStore:
             self._checksums[block_id] = checksum
         kept = tuple(block.block_id for block in run[len(writing.before) :])
         self._forget_written(writing)
-        self.cached.release(run)
         freed = self._free(writing.block_ids[len(kept) :])
-        if not kept:
-            return freed
-        self._generation = self._generation or int(self._take_lease())
-        return [SetBlockGeneration(kept, self._generation), *freed]
+        if kept:
+            self._generation = self._generation or int(self._take_lease())
+            freed.insert(0, SetBlockGeneration(kept, self._generation))
+        return [*freed, *self._release(run)]
 
     def _end_writing(self, lease_ids: list[LeaseId]) -> list[StoreCommand]:
         commands: list[StoreCommand] = []
         for lease_id in lease_ids:
             writing = self._writing.pop(lease_id)
             self._forget_written(writing)
-            self.cached.release(writing.before)
-            commands += self._free(writing.block_ids)
+            commands += [*self._free(writing.block_ids), *self._release(writing.before)]
         return commands
 
     def _forget_written(self, writing: _Writing) -> None:
         for block in writing.blocks:
             del self._written_by[block.block_hash]
+
+    def _release(self, run: list[CachedBlock]) -> list[StoreCommand]:
+        """Release blocks in use. Damaged ones leave with their last user, so that they can be offered again."""
+        self.cached.release(run)
+        damaged = next((one for one in run if one.block_id in self._damaged and not one.num_users), None)
+        return [] if damaged is None else self._free_kept(self.cached.drop(damaged))
+
+    def _free_kept(self, block_ids: list[BlockId]) -> list[StoreCommand]:
+        """Free blocks that have left the cache, last ones of their contexts first."""
+        freed = tuple(reversed(block_ids))  # neighbours in order, as they were written
+        for block_id in freed:
+            del self._checksums[block_id]
+        self._damaged.difference_update(freed)
+        return self._free(freed)
 
     def _free(self, block_ids: tuple[BlockId, ...]) -> list[StoreCommand]:
         if not block_ids:
@@ -277,8 +286,8 @@ class PrefixStore:
             yield block
             before = block
 
-    def _take_back(self, lease_id: LeaseId, *, is_damaged: bool = False) -> None:
+    def _take_back(self, lease_id: LeaseId, *, is_damaged: bool = False) -> list[StoreCommand]:
         lent = self._lent.pop(lease_id)
         if is_damaged:
             self._damaged.update(block.block_id for block in lent.run[lent.first :])
-        self.cached.release(lent.run)
+        return self._release(lent.run)

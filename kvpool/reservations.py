@@ -55,10 +55,6 @@ class WaitingReservations:
         """Remove what a lost worker waited for."""
         self._keep(lambda entry: entry.worker != peer)
 
-    def clear(self) -> None:
-        """Remove all."""
-        self._keep(lambda entry: False)
-
     def _keep(self, is_kept: Callable[[Reservation], bool]) -> None:
         self._real_time = deque(filter(is_kept, self._real_time))
         self._best_effort = deque(filter(is_kept, self._best_effort))

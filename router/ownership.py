@@ -84,6 +84,8 @@ class OwnershipTransitions:
                 commands += tell_holder(tracked)
                 if message.batch_id != NO_BATCH:
                     commands += self._move_copy(tracked, message.pool_name or worker.registered.pool_name)
+            elif attempt < tracked.attempt:  # it was sent back at once, and that message was faster
+                commands.append(Send(peer, AbortRequest(request_id, attempt)))
         return commands
 
     def order_move(self, tracked: TrackedRequest, receiver: WorkerRecord) -> list[Send]:

@@ -177,6 +177,7 @@ class BlocksLoaded:
     loads: tuple[Load, ...]
     refused: frozenset[RequestId]
     duration_s: float = 0.0
+    is_reached: bool = True  # False: nothing could be read, which says nothing of the copies
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,6 +203,19 @@ class CachedBlocks:
             self.num_evicted += 1
         return freed
 
+    def drop(self, block: CachedBlock) -> list[BlockId]:
+        """Remove a block without users, and all that follow it; return their ids, which are free."""
+        assert not block.num_users, "a block that is used is dropped"
+        dropped = {block: None}
+        for one in sorted(self._blocks.values(), key=lambda one: one.depth):
+            if one.parent in dropped:
+                dropped[one] = None
+        freed: list[BlockId] = []
+        for one in reversed(dropped):
+            freed += [*self.drop_state(one), one.block_id]
+            self._remove(one)
+        return freed
+
     def keep_state(self, block: CachedBlock, state_ids: tuple[BlockId, ...]) -> None:
         """Keep the states behind a cached block, which has none, in these blocks."""
         assert not block.state_ids, "a state that is kept twice"

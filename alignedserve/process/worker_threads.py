@@ -34,6 +34,13 @@ class WorkerThreads:
         """Run the work on this thread, in its turn; from any thread."""
         return self._thread(name).submit(work)
 
+    def end(self, name: str) -> None:
+        """End a thread once it has done what it was given; work of its name gets another one."""
+        with self._lock:
+            executor = self._executors.pop(name, None)
+        if executor is not None:
+            executor.shutdown(wait=False)
+
     def _thread(self, name: str) -> ThreadPoolExecutor:
         with self._lock:
             executor = self._executors.get(name)

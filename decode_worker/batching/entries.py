@@ -38,8 +38,10 @@ class Entries:
             within = self._batch.admission.within(chosen, loading, now, by_floor=self._order.by_floor)
         for candidate in within:
             is_copied = candidate.location in (CacheLocation.PREFETCHING, CacheLocation.RETURNING)
-            # An earlier attempt of it may still be being copied out.
-            if not is_copied and self._evictions.get(candidate.request.request_id) is None:
+            # An earlier attempt of it may still be being copied, in or out.
+            request_id = candidate.request.request_id
+            is_still_here = request_id in self._batch.loading or self._evictions.get(request_id) is not None
+            if not is_copied and not is_still_here:
                 yield candidate
 
     def admitted(self, now: float) -> Iterator[Loading]:
@@ -71,13 +73,16 @@ class Entries:
         return Holding(len(running) + len(loading), num_blocks)
 
     def load(self, entering: Iterable[Loading]) -> list[LoadBlocks]:
-        """Copy the caches of these candidates in."""
-        loads: dict[str, list[Load]] = {}
+        """Copy the caches of these candidates in: where classes are known, a chat's without waiting for documents'."""
+        loads: dict[tuple[bool, str], list[Load]] = {}
         for entry in entering:
             candidate = entry.candidate
             self._order.entered(candidate)
             self._candidates.take(candidate)
             source, copy = self._candidates.copy_of(candidate)
             self._batch.load(entry)
-            loads.setdefault(source, []).append(Load(candidate.request.request_id, copy, entry.block_ids))
-        return [LoadBlocks(source, tuple(parts)) for source, parts in loads.items()]
+            is_later = self._order.knows_classes and not candidate.is_real_time
+            parts = loads.setdefault((is_later, source), [])
+            parts.append(Load(candidate.request.request_id, copy, entry.block_ids))
+        ordered = sorted(loads.items(), key=lambda item: item[0][0])
+        return [LoadBlocks(source, tuple(parts)) for (_, source), parts in ordered]

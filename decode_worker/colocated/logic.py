@@ -184,7 +184,7 @@ class ColocatedLogic:
             return aborted
         linked, asked = [], None
         if self._pooled is not None and may_ask:
-            linked, asked = self._pooled.link(message, now), self._pooled.ask(message)
+            linked, asked = self._pooled.link(message, now), self._pooled.ask(message, now)
         if asked is None:
             self._admit(message, now)
         return [*aborted, *linked, *(asked or ())]

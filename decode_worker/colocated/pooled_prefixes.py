@@ -307,9 +307,9 @@ class PooledPrefixes:
         """Hang up on pools of other nodes that had no use for long."""
         return self._peers.hang_up_unused(now, self._loads.pools_in_use)
 
-    def ask(self, message: PrefillRequest) -> list[PoolCommand] | None:
+    def ask(self, message: PrefillRequest, now: float) -> list[PoolCommand] | None:
         """Ask the pool for a request's prefix; None: admit the request now."""
-        asked = self._loads.ask(message)
+        asked = self._loads.ask(message, now)
         return None if asked is None else [*asked]
 
     def abort(self, request_id: RequestId, attempt: int | None) -> None:

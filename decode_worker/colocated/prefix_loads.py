@@ -2,7 +2,8 @@
 
 The life of such a request:
 1. It arrives, and this worker has only part of its prefix cached. If computing the rest would take longer than loading
-   it, the worker asks the pool (FindPrefix). If another request already waits for the next block, both wait together.
+   it, behind what is being copied already, the worker asks the pool (FindPrefix). If another request already waits for
+   the next block, both wait together, where that is faster too.
 2. PrefixFound: the worker compares the pool's run with the request's tokens. If loading it is still worth while and
    blocks are free for it, it is copied; other requests compute meanwhile.
 3. Once verified, the blocks enter this worker's cache, and the lease is given back (PrefixReleased).
@@ -30,6 +31,8 @@ from decode_worker.held_requests import HeldRequests
 _ASKING_S = 0.001  # until the pool has answered and a copy begins
 _FIRST_BYTES_PER_S = 2e9  # of a link that nothing is known of
 _LEARNED_WEIGHT = 1 / 8  # of the latest load in the mean
+_KNOWN_S = 600.0  # for which a load tells of those to come: a slow link is tried again, but not by every chat
+_FAILED_REST_S = 30.0  # after a load that reached nothing: each such try may take a transfer's whole patience
 
 LoadCommand = Send | LoadBlocks
 TokensPerS = Callable[[], float]  # the speed at which this worker computes prompts now
@@ -42,6 +45,24 @@ class LoadOutcome(NamedTuple):
     ready: list[PrefillRequest]  # to be admitted
     again: list[PrefillRequest]  # that waited for the same, and may ask for more
     kept: list[CachedBlock]  # loaded
+
+
+@dataclass(slots=True)
+class _PoolLink:
+    """What is known of the way to a pool. It outlives the link: idle ones are hung up."""
+
+    first_s: float = 0.0  # that a block takes as far as is known
+    block_s: float = 0.0  # the same, as learned
+    known_until_s: float = float("-inf")
+    rests_until_s: float = float("-inf")
+    ended_s: float = float("-inf")  # when the latest load did
+    is_open: bool = False
+
+    def learn(self, block_s: float, now: float) -> None:
+        """Learn from a load; from the first one all."""
+        weight = _LEARNED_WEIGHT if now < self.known_until_s else 1.0
+        self.block_s += (block_s - self.block_s) * weight
+        self.known_until_s = now + _KNOWN_S
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +98,7 @@ class PrefixLoads:
         self._state_blocks = 0 if prefixes.states is None else prefixes.states.num_blocks
         self._tokens_per_s = tokens_per_s
         self._own_pool = own_pool
-        self._block_s: dict[str, float] = {}  # by pool that is linked: the time that a block takes from it
+        self._links: dict[str, _PoolLink] = {}  # by pool
         self._waiting: dict[RequestId, _Waiting] = {}
         self._wanted: dict[bytes, _Waiting] = {}  # by the hash of the first block that they wait for
         self.num_loaded_tokens = 0  # since it started
@@ -93,32 +114,36 @@ class PrefixLoads:
     # --- the pool
 
     def connected(self, pool: str, block_bytes: int) -> None:
-        """Begin with a pool; the speed of its link is unknown."""
-        self._block_s[pool] = block_bytes / _FIRST_BYTES_PER_S
+        """Begin with a pool."""
+        link = self._links.setdefault(pool, _PoolLink())
+        link.first_s, link.is_open = block_bytes / _FIRST_BYTES_PER_S, True
 
     def disconnected(self, pool: str) -> LoadOutcome:
         """Stop asking a pool. Requests that load go on: memory of this node outlives its owner."""
-        self._block_s.pop(pool, None)
+        if pool in self._links:
+            self._links[pool].is_open = False
         asking = [one for one in self._waiting.values() if one.lease_id is None and one.pool == pool]
         return LoadOutcome([], [one for waiting in asking for one in (*self._end(waiting), *waiting.followers)], [], [])
 
     # --- a request
 
-    def ask(self, message: PrefillRequest) -> list[LoadCommand] | None:
+    def ask(self, message: PrefillRequest, now: float) -> list[LoadCommand] | None:
         """Ask the pool for a request's prefix; None: admit the request now."""
         request = message.request
         is_private = not request.prefix_root or request.sampling.num_prompt_logprobs is not None
         far = message.prefix_pool
-        pool = far if far is not None and far in self._block_s else self._own_pool
-        if pool not in self._block_s or is_private or request.request_id in self._waiting:
+        pool = far if far is not None and self._is_open(far) else self._own_pool
+        if not self._is_open(pool) or is_private or request.request_id in self._waiting:
             return None
         names = self._names_of(message)
         run = self._cached.run_of(names)
         num_here = num_behind_state(run) if self._state_blocks else len(run)
-        if not self._is_worth_while(len(names) - num_here, pool):
+        if not self._is_worth_while(len(names) - num_here, pool, now):
             return None
         ahead = self._wanted.get(names[num_here].block_hash)
         if ahead is not None:
+            if not self._is_worth_while(len(names) - num_here, ahead.pool, now, behind=ahead):
+                return None
             ahead.followers.append(message)
             return []
         waiting = _Waiting(message, pool, names, num_here)
@@ -133,7 +158,7 @@ class PrefixLoads:
         if waiting is None or waiting.lease_id is not None or waiting.pool != peer:  # of a link before
             return LoadOutcome(released, [], [], [])
         count = 0 if copy is None or waiting.is_aborted else self._num_to_load(waiting, copy, message.packed_tokens)
-        if copy is None or not self._is_worth_while(count, peer):
+        if copy is None or not self._is_worth_while(count, peer, now):
             # Those that wait for the same would find the same.
             return LoadOutcome(released, [*self._end(waiting), *waiting.followers], [], [])
         in_all = count + self._state_blocks  # those of states come last
@@ -147,14 +172,19 @@ class PrefixLoads:
         waiting = self._waiting[load.request_id]
         is_whole = load.request_id not in event.refused
         kept = self._keep(waiting) if is_whole else []
-        if not is_whole:
+        link = self._links[waiting.pool]
+        if is_whole:
+            # A simulated copier does not measure.
+            seconds = event.duration_s or now - max(waiting.began_s, link.ended_s)
+            link.learn(seconds / len(load.block_ids), now)
+        else:
             self._held.free_held(waiting.block_ids)
-        elif waiting.pool in self._block_s:
-            seconds = event.duration_s or now - waiting.began_s  # a simulated copier does not measure
-            known_s = self._block_s[waiting.pool]
-            self._block_s[waiting.pool] += (seconds / len(load.block_ids) - known_s) * _LEARNED_WEIGHT
+        if not event.is_reached:
+            link.rests_until_s = now + _FAILED_REST_S
+        link.ended_s = now
         assert waiting.lease_id is not None, "loaded without a lease"
-        released = Send(event.source, PrefixReleased(waiting.lease_id, is_damaged=not is_whole))
+        is_damaged = not is_whole and event.is_reached
+        released = Send(event.source, PrefixReleased(waiting.lease_id, is_damaged=is_damaged))
         return LoadOutcome([released], self._end(waiting), waiting.followers, kept)
 
     def pools_in_use(self) -> set[str]:
@@ -191,10 +221,35 @@ class PrefixLoads:
         token_ids = (request.cache_keys + generated)[: request.prompt_len + len(generated) - num_left]
         return self._prefixes.names_of(request.prefix_root, token_ids)
 
-    def _is_worth_while(self, num_blocks: int, pool: str) -> bool:
-        """Return whether loading `num_blocks` from this pool is probably faster than computing them."""
+    def _is_open(self, pool: str) -> bool:
+        return pool in self._links and self._links[pool].is_open
+
+    def _is_worth_while(self, num_blocks: int, pool: str, now: float, *, behind: _Waiting | None = None) -> bool:
+        """Return whether loading `num_blocks` from this pool is probably faster than computing them.
+
+        `behind`: the request whose load would bring them, where that is so.
+        """
+        link = self._links[pool]
+        if num_blocks < 1 or now < link.rests_until_s:
+            return False
         computing_s = num_blocks * self._block_size / max(self._tokens_per_s(), 1.0)
-        return num_blocks > 0 and _ASKING_S + (num_blocks + self._state_blocks) * self._block_s[pool] < computing_s
+        if behind is None:
+            num_loaded = num_blocks + self._state_blocks
+        elif behind.lease_id is None:
+            num_loaded = len(behind.names) - behind.num_here + self._state_blocks
+        else:
+            num_loaded = 0  # they are being copied
+        block_s = link.block_s if now < link.known_until_s else link.first_s
+        return _ASKING_S + self._copying_s(pool, block_s, now) + num_loaded * block_s < computing_s
+
+    def _copying_s(self, pool: str, block_s: float, now: float) -> float:
+        """Return how long what is under way from a pool will take: copies go one after the other."""
+        loads = [one for one in self._waiting.values() if one.pool == pool and one.lease_id is not None]
+        num_blocks = sum(len(one.block_ids) for one in loads)
+        since_s = now - max(self._links[pool].ended_s, min(one.began_s for one in loads)) if loads else 0.0
+        if pool == self._own_pool:
+            num_blocks += self._held.num_copying()
+        return max(num_blocks * block_s - since_s, 0.0)
 
     def _num_to_load(self, waiting: _Waiting, copy: BlockCopy, packed_tokens: tuple[bytes, ...]) -> int:
         """Return how many of the blocks found are the request's, and have room here."""

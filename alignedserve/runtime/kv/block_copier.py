@@ -62,6 +62,7 @@ class BlockCopier:
         self._ranks = ranks
         self._offers: dict[str, tuple[ArenaOffered, bool]] = {}
         self._transfers: dict[str, KVTransfer] = {}
+        self._num_submitted: dict[str, int] = {}  # by peer that has a thread
 
     # --- called on the loop
 
@@ -81,9 +82,10 @@ class BlockCopier:
         self._submit(peer, lambda: self._replace(peer, memory, offered), on_used)
 
     def unmap_arena(self, peer: str) -> None:
-        """Stop using the arena of a peer that is gone."""
+        """Stop using the arena of a peer that is gone. Its thread ends, unless it is back by then."""
         self._offers.pop(peer, None)
-        self._submit(peer, lambda: self._release(peer), _ignore)
+        self._submit(peer, lambda: self._release(peer), lambda _: self._end_thread(peer, num_submitted))
+        num_submitted = self._num_submitted[peer]
 
     def start_load(self, command: LoadBlocks, on_done: Callable[[BlocksLoaded], None]) -> None:
         """Copy in, all in one transfer, and verify."""
@@ -109,14 +111,21 @@ class BlockCopier:
             with working(self._storage.device):
                 return work()
 
-        self._threads.submit(f"copy {peer}", working_on_device, on_done)
+        self._num_submitted[peer] = self._num_submitted.get(peer, 0) + 1
+        self._threads.submit(_thread_of(peer), working_on_device, on_done)
+
+    def _end_thread(self, peer: str, num_submitted: int) -> None:
+        """End the peer's thread, if nothing was submitted since that many."""
+        if self._num_submitted.get(peer) == num_submitted:
+            del self._num_submitted[peer]
+            self._threads.end(_thread_of(peer))
 
     # --- on the threads
 
     def _load(self, command: LoadBlocks) -> BlocksLoaded:
         transfer = self._transfer(command.source)
         requests = [FetchRequest(part.copy, part.block_ids) for part in command.loads]
-        held: list[bool] = [False] * len(requests)
+        held: list[bool] | None = None
         began_s = time.monotonic()
         if transfer is not None:
             try:
@@ -124,10 +133,14 @@ class BlockCopier:
                     held = transfer.fetch(requests)
             except PeerError as error:
                 self._fail(command.source, error)
+        duration_s = time.monotonic() - began_s
+        if held is None:
+            every = frozenset(part.request_id for part in command.loads)
+            return BlocksLoaded(command.source, command.loads, every, duration_s, is_reached=False)
         refused = [part.request_id for part, is_held in zip(command.loads, held, strict=True) if not is_held]
         for request_id in refused:
             logger.warning("request %s: its copy at %s does not verify", request_id, command.source)
-        return BlocksLoaded(command.source, command.loads, frozenset(refused), time.monotonic() - began_s)
+        return BlocksLoaded(command.source, command.loads, frozenset(refused), duration_s)
 
     def _offload(self, command: OffloadBlocks) -> BlocksOffloaded:
         transfer = self._transfer(command.target)
@@ -221,6 +234,10 @@ class BlockCopier:
             logger.warning("no candidate buffer for %s: %s", peer, error)
             return False
         return True
+
+
+def _thread_of(peer: str) -> str:
+    return f"copy {peer}"
 
 
 def _ignore(nothing: None) -> None:

@@ -1,8 +1,10 @@
 """The decode worker, decision by decision: twenty blocks of four tokens, four requests."""
 
 from alignedserve.core.ids import BatchId
+from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import ArenaOffered, BatchGranted
 from alignedserve.messages.events import PeerConnected, Received, Send, Ticked
+from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksLoaded, MapArena
 from alignedserve.messages.workers import JoinedBatch, RequestPreempted, WorkerLoad
@@ -90,6 +92,23 @@ def test_none_overtakes_a_candidate_that_does_not_fit() -> None:
     made = DecodeHarness(num_blocks=6)
     large, small = handoff(request("r2", prompt_len=16), 12), handoff(request("r3", prompt_len=1), 13)
     assert loads(made.grant(H1, large, small)) == [from_pool(load(H1, 0, 1))]
+
+
+def test_a_chat_is_copied_in_without_waiting_for_documents() -> None:
+    made = DecodeHarness(best_effort_floor=0.1)
+    document = handoff(request("r2", prompt_len=30, request_class=RequestClass.BEST_EFFORT), 12)
+    copied = loads(made.grant(document, H1))
+    assert [[part.request_id for part in command.loads] for command in copied] == [[R1], [R2]]
+    assert [one.additions[0].request.request_id for one in runs(made.loaded(copied[0]))] == [R1]
+
+
+def test_one_whose_aborted_attempt_is_still_copied_in_holds_up_none() -> None:
+    made = DecodeHarness()
+    (first,) = loads(made.grant(H1))
+    made.hear(AbortRequest(R1, 1))
+    again = handoff(request(), 14, attempt=2)
+    assert loads(made.grant(again, H2, batch=2)) == [from_pool(load(H2, 2, 3))]
+    assert loads(made.loaded(first)) == [from_pool(load(again, 0, 1))]
 
 
 def test_what_waits_is_counted_for_the_router() -> None:

@@ -47,8 +47,14 @@ def shared(name: str = "r1") -> Request:
     return request(name, prompt_len=13, prefix_root=ROOT)  # three full blocks and a token
 
 
-def names() -> list[NamedBlock]:
-    return list(BlockHasher(BLOCK_SIZE).named(ROOT, shared().prompt_token_ids))
+def names(of: Request | None = None) -> list[NamedBlock]:
+    of = of or shared()
+    return list(BlockHasher(BLOCK_SIZE).named(of.prefix_root or ROOT, of.prompt_token_ids))
+
+
+def rooted(name: str, root: str) -> Request:
+    """A request whose three full blocks no other root has."""
+    return request(name, prompt_len=13, prefix_root=root.encode().ljust(len(ROOT), b"."))
 
 
 class Worker(ColocatedHarness):
@@ -71,6 +77,29 @@ class Worker(ColocatedHarness):
         tokens = tuple(packed if packed is not None else [name.packed_tokens for name in names()[: len(numbers)]])
         copy = BlockCopy(3, BLOCK_SIZE * len(numbers), tuple(BlockRun(number, 1, 50) for number in numbers))
         return self.hear_pool(PrefixFound(R1, LEASE, copy, tokens))
+
+    def load(self, of: Request, duration_s: float, **changes: Any) -> None:
+        """Load all blocks of a prompt, in so much time."""
+        self.ask(of)
+        self.end_load(self.begin_load(of), duration_s, **changes)
+
+    def begin_load(self, of: Request) -> LoadBlocks:
+        """The pool has all blocks of a prompt."""
+        copy = BlockCopy(3, 3 * BLOCK_SIZE, tuple(BlockRun(number, 1, 50) for number in (4, 9, 5)))
+        tokens = tuple(name.packed_tokens for name in names(of))
+        (loading,) = self.hear_pool(PrefixFound(of.request_id, LEASE, copy, tokens))
+        assert isinstance(loading, LoadBlocks)
+        return loading
+
+    def end_load(self, loading: LoadBlocks, duration_s: float, **changes: Any) -> list[Any]:
+        self.now += duration_s
+        return self.do(BlocksLoaded(POOL, loading.loads, duration_s=duration_s, **{"refused": frozenset()} | changes))
+
+    @property
+    def held_back(self) -> list[str]:
+        """Requests that wait for the pool."""
+        assert self.logic._pooled is not None
+        return [str(request_id) for request_id in self.logic._pooled.waiting()]
 
     def compute(self) -> list[Any]:
         """Compute the prompt, in two iterations, and sample a token."""
@@ -127,6 +156,44 @@ def test_blocks_that_do_not_verify_are_not_kept(worker: Worker) -> None:
     assert Send(POOL, PrefixReleased(LEASE, is_damaged=True)) in commands
     assert (worker.num_cached, worker.loads[-1].num_free_blocks) == (0, 20)
     assert runs(worker.follow(Step(r1=10)))[0].additions[0].num_cached == 0
+
+
+def test_a_pool_that_cannot_be_read_from_has_no_damaged_blocks_and_is_left_alone_for_a_while(worker: Worker) -> None:
+    worker.ask(shared())
+    commands = worker.end_load(worker.begin_load(shared()), 5.0, refused=frozenset({R1}), is_reached=False)
+    assert Send(POOL, PrefixReleased(LEASE)) in commands
+    assert worker.begin(shared("r2")) == []  # it would wait as long, in vain
+    worker.now += 60.0
+    assert worker.ask(rooted("r3", "later")).request_id == "r3"
+
+
+# A block is computed in 4 ms here, and a load may begin after one.
+def test_a_request_waits_for_no_load_of_another_that_lasts_longer_than_computing(worker: Worker) -> None:
+    worker.load(rooted("r8", "learned"), 0.006)
+    worker.ask(shared())
+    document = worker.begin_load(shared())
+    assert worker.begin(rooted("r2", "other")) == []  # 2 ms a block: 6 alone, 12 behind the document's
+    assert worker.held_back == [R1]
+    worker.end_load(document, 0.006)
+    assert worker.ask(rooted("r3", "third")).num_before == 0
+
+
+def test_nor_for_one_of_the_same_blocks_that_brings_far_more(worker: Worker) -> None:
+    worker.load(rooted("r8", "learned"), 0.006)
+    document = request("r9", prompt_len=61, prefix_root=ROOT)
+    worker.ask(document)
+    worker.begin(shared("r2"))  # 12 ms to compute, 30 to load with the rest of the document
+    assert worker.held_back == ["r9"]
+
+
+def test_a_slow_link_is_known_from_its_first_load_on_and_when_it_is_renewed(worker: Worker) -> None:
+    worker.load(shared(), 9.0)
+    worker.do(PeerDisconnected(Role.KV_POOL, POOL))
+    worker.do(PeerConnected(Role.KV_POOL, POOL))
+    worker.hear_pool(ARENA)
+    assert not any(isinstance(one, Send) and isinstance(one.message, FindPrefix) for one in worker.begin(rooted("r2", "b")))
+    worker.now += 900.0
+    assert worker.ask(rooted("r3", "c")).num_before == 0  # it may be a better one by now
 
 
 def test_an_answer_that_contradicts_itself_is_given_back(worker: Worker) -> None:

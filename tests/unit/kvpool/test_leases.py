@@ -194,7 +194,7 @@ def test_a_lost_router_is_waited_for() -> None:
     assert made.hear(PREFILL, written("r2", reserved("r2", 2, 1))) == [taken("r2", True)]
 
 
-def test_a_router_that_comes_back_knows_nothing_so_all_but_grants_go() -> None:
+def test_a_router_that_comes_back_knows_nothing_so_all_but_grants_and_what_waits_go() -> None:
     made = PoolHarness()
     kept, lease_id = made.keep("r0"), made.grant("r1").lease_id
     made.pool("r2")
@@ -206,7 +206,10 @@ def test_a_router_that_comes_back_knows_nothing_so_all_but_grants_go() -> None:
         freed(0),
         freed(2),
         freed(3, 4, 5, 6, 7),
+        *leased("r4", 5, 3, 4, 5, 6, 7, 2),  # its worker waits, and would do so for ever
     ]
+    assert made.hear(PREFILL, written("r4", reserved("r4", 5, 3, 4, 5, 6, 7, 2)))[0] == taken("r4", True)
+    assert made.hear(ROUTER, DropRequest(RequestId("r4"), END)) == [freed(3, 4, 5, 6, 7, 2)]
     assert made.hear(PREFILL, FetchCopy(kept.request.request_id, L2)) == [
         Send(PREFILL, CopyMissing(RequestId("r0"), L2))
     ]

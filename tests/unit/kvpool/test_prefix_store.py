@@ -172,6 +172,16 @@ def test_damaged_blocks_are_lent_no_more(pool: Pool) -> None:
     assert pool.reserved(LONG).num_known == 3
 
 
+def test_damaged_blocks_leave_with_their_last_reader_and_are_written_again(pool: Pool) -> None:
+    pool.store(LONG)
+    first, second = pool.find(LONG), pool.find(LONG)
+    pool.hear(OTHER, PrefixReleased(first.lease_id, is_damaged=True))
+    assert pool.reserved(LONG).block_ids == ()  # still read
+    pool.hear(OTHER, PrefixReleased(second.lease_id))
+    assert len(pool.store(LONG).block_ids) == 6
+    assert len(pool.find(LONG).packed_tokens) == 6
+
+
 def test_a_context_longer_than_the_pool_is_kept_as_far_as_it_fits(pool: Pool) -> None:
     part = pool.store(chain(*range(20)))
     assert len(part.block_ids) == 8

@@ -1,6 +1,7 @@
 """A worker's copies with real storage and arenas: loads, offloads and relays, in order with each peer."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -23,6 +24,7 @@ from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.shm_arena import Arena
 from tests.harnesses.transfer import CLIENT, content, filled, layout_of
 from tests.support.samples import DECODE, POOL, R1, blocks
+from tests.support.waiting import holds
 
 T = TypeVar("T")
 NUM_BLOCKS = 12
@@ -110,7 +112,8 @@ async def test_from_a_buffer_into_the_pool_under_a_stale_lease_is_refused(harnes
 
 async def test_a_peer_that_was_never_mapped_refuses_everything(harness: BlockCopierHarness) -> None:
     copy = await harness.in_pool()
-    assert (await harness.load("stranger", copy, 9, 5)).refused == {R1}
+    loaded = await harness.load("stranger", copy, 9, 5)
+    assert (loaded.refused, loaded.is_reached) == ({R1}, False)
     assert (await harness.offload("stranger")).runs is None
     assert (await harness.relay(POOL, copy, "stranger", (0, 1), 2)).runs is None
     assert (await harness.relay("stranger", copy, DECODE, (0, 1), 2)).runs is None
@@ -120,6 +123,21 @@ async def test_a_peer_that_is_gone_refuses_everything(harness: BlockCopierHarnes
     copy = await harness.in_pool()
     harness.copier.unmap_arena(POOL)
     assert (await harness.load(POOL, copy, 9, 5)).refused == {R1}
+
+
+def threads_of_peers() -> set[str]:
+    named = [one.name.removeprefix("copy ") for one in threading.enumerate() if one.name.startswith("copy ")]
+    return {name.removesuffix("_0") for name in named}
+
+
+async def test_peers_that_are_gone_leave_no_thread(harness: BlockCopierHarness) -> None:
+    wanted = await harness.in_pool()
+    for number in range(9):
+        harness.copier.map_arena(f"far-{number}", harness.offer(harness.pool), stamps=False)
+        harness.copier.unmap_arena(f"far-{number}")
+    harness.copier.map_arena("far-8", harness.offer(harness.pool), stamps=False)  # is back
+    assert (await harness.load("far-8", wanted, 9, 5)).refused == frozenset()
+    await holds(lambda: threads_of_peers() == {POOL, DECODE, "far-8"})
 
 
 async def test_an_arena_that_cannot_be_mapped_refuses_and_is_tried_again(harness: BlockCopierHarness) -> None:
