@@ -8,14 +8,15 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
-from alignedserve.messages.events import Received, Send
-from alignedserve.messages.gateways import AbortRequest, ResumeRequest, SubmitRequest
+from alignedserve.messages.events import PeerDisconnected, Received, Send
+from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestRejected, ResumeRequest, SubmitRequest
+from alignedserve.messages.handshake import Role
 from alignedserve.messages.workers import RequestFinished
 from alignedserve.process.worker_threads import WorkerThreads
 from router.logic import RouterEvent, RouterLogic
@@ -27,7 +28,7 @@ from router.state import LengthPredicted
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 256  # predictions requested and not made; more would come too late to be of use
-_MAX_ENCODED = 16_384  # prompts kept until their request finishes; the oldest go first
+_MAX_ENCODED = 16_384  # prompts kept until their request ends, as the router does; the oldest go first
 _LONGEST_TURN_S = 0.005  # of the thread, before its predictions are delivered
 _THREAD = "length predictor"
 
@@ -36,6 +37,7 @@ _Work = Callable[[], LengthPredicted | None]
 
 @dataclass(frozen=True, slots=True)
 class _EncodedRequest:
+    gateway: str
     request: Request
     code: PromptCode
 
@@ -61,19 +63,25 @@ class AsyncLengthPredictor:
         if journal is not None:
             self._threads.submit(_THREAD, lambda: self._learn_again(journal), _ignore)
 
-    def observe(self, event: RouterEvent) -> None:
-        """Queue the event's work for the thread; return at once."""
-        if not isinstance(event, Received):
-            return
-        match event.message:
-            case SubmitRequest() | ResumeRequest() as message:
-                if self._num_pending < _MAX_WAITING:
+    def observe(self, event: RouterEvent, commands: Sequence[Send] = ()) -> None:
+        """Queue the event's work for the thread; return at once. `commands`: what was decided about it."""
+        refused = [
+            one.message.request_id for one in commands if isinstance(one.message, RequestRejected | RequestFailed)
+        ]
+        match event:
+            case Received(gateway, SubmitRequest(request=request) | ResumeRequest(request=request)):
+                if self._num_pending < _MAX_WAITING and request.request_id not in refused:
                     self._num_pending += 1
-                    self._put(partial(self._predict, message.request))
-            case RequestFinished() as message:
+                    self._put(partial(self._predict, gateway, request))
+                return  # one that is refused as it is here already goes on
+            case Received(_, RequestFinished() as message):
                 self._put(partial(self._learn, message.request_id, message.num_generated))
-            case AbortRequest() as message:
-                self._put(partial(self._forget, message.request_id))
+            case Received(_, AbortRequest() as message):
+                self._put(partial(self._forget, [message.request_id]))
+            case PeerDisconnected(Role.GATEWAY, gateway):
+                self._put(partial(self._forget_those_of, gateway))
+        if refused:
+            self._put(partial(self._forget, refused))
 
     def close(self) -> None:
         """Stop the thread and drop the work it has not begun."""
@@ -113,16 +121,20 @@ class AsyncLengthPredictor:
                 predictions.append(predicted)
         return predictions
 
-    def _predict(self, request: Request) -> LengthPredicted:
+    def _predict(self, gateway: str, request: Request) -> LengthPredicted:
         code = self._predictor.encode(request)
         self._encoded.pop(request.request_id, None)  # a resumed request is the youngest again
-        self._encoded[request.request_id] = _EncodedRequest(request, code)
+        self._encoded[request.request_id] = _EncodedRequest(gateway, request, code)
         if len(self._encoded) > _MAX_ENCODED:
             del self._encoded[next(iter(self._encoded))]
         return LengthPredicted(request.request_id, self._predictor.predict(request, code).output_len)
 
-    def _forget(self, request_id: RequestId) -> None:
-        self._encoded.pop(request_id, None)
+    def _forget(self, request_ids: Iterable[RequestId]) -> None:
+        for request_id in request_ids:
+            self._encoded.pop(request_id, None)
+
+    def _forget_those_of(self, gateway: str) -> None:
+        self._forget([request_id for request_id, one in self._encoded.items() if one.gateway == gateway])
 
     def _learn(self, request_id: RequestId, num_generated: int) -> None:
         encoded = self._encoded.pop(request_id, None)
@@ -149,7 +161,7 @@ class PredictingLogic:
     def on_event(self, event: RouterEvent, now: float) -> list[Send]:
         """See RouterLogic."""
         commands = self._logic.on_event(event, now)
-        self._predictor.observe(event)
+        self._predictor.observe(event, commands)
         return commands
 
 

@@ -39,6 +39,10 @@ class QueuedPrefill(NamedTuple):
     is_real_time: bool
 
 
+Turns = dict[tuple[TurnClass, ...], dict[RequestId, tuple[Any, ...]]]
+"""Places of requests by the classes that share their turns."""
+
+
 class Held(NamedTuple):
     """The queued requests of a class."""
 
@@ -160,15 +164,17 @@ class PrefillQueue:
         """Count the requests that go before this one, the floor aside; 0 if it is not queued. Looks at all of them."""
         return len(self._before(own, now)) if (own := self._waiting.get(request_id)) is not None else 0
 
-    def ahead_of(self, request_id: RequestId, now: float) -> Ahead | None:
+    def ahead_of(self, request_id: RequestId, now: float, known: Turns | None = None) -> Ahead | None:
         """Return what leaves before this request; None: it is not queued. Looks at all requests.
+
+        `known`: what was found at this very moment for others; this one's is added.
 
         A best-effort one waits for those before it, and for real-time requests as long as they wait and the floor has
         not let it pass: `(its tokens + those before it) * (1 - floor) / floor` of their tokens.
         """
         if (own := self._waiting.get(request_id)) is None:
             return None
-        before = self._before(own, now)
+        before = self._before(own, now, known)
         by_class = dict.fromkeys(TurnClass, 0)
         for other in before:
             by_class[other.turn_class] += other.queued.num_tokens
@@ -266,7 +272,7 @@ class PrefillQueue:
             return 0.0
         return min(owed, float(self.num_tokens - self._num_real_time_tokens))
 
-    def _before(self, own: _Waiting, now: float) -> list[_Waiting]:
+    def _before(self, own: _Waiting, now: float, known: Turns | None = None) -> list[_Waiting]:
         """Return the requests that go before this one, the floor aside; about these, where tenants share its class."""
         classes = _CLASSES_OF[own.turn_class is not TurnClass.BEST_EFFORT]
         shares = self._lines[own.turn_class].shares
@@ -275,7 +281,11 @@ class PrefillQueue:
             return [one for one in self._waiting.values() if (self._class_at(one, now), one.entry) < place]
         beside = [one for one in self._waiting.values() if one.turn_class in classes]
         others = [one for one in self._waiting.values() if one.turn_class < classes[0]]
-        turns = self._turns_of(beside, shares, now)
+        turns = None if known is None else known.get(classes)
+        if turns is None:
+            turns = self._turns_of(beside, shares, now)
+            if known is not None:
+                known[classes] = turns
         own_turn = turns[own.entry.request_id]
         return others + [one for one in beside if turns[one.entry.request_id] < own_turn]
 

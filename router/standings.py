@@ -6,7 +6,7 @@ from itertools import islice
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.request_notes import MAX_STANDINGS, Standing
-from router.prefill_queue import Held
+from router.prefill_queue import Held, Turns
 from router.request_registry import RouterRecords
 from router.state import TrackedRequest
 
@@ -14,10 +14,11 @@ from router.state import TrackedRequest
 def standings_of(records: RouterRecords, request_ids: Iterable[RequestId], now: float) -> tuple[Standing, ...]:
     """Return the standing of each of these requests that is known; of the first few, as each looks at the queue."""
     known = (records.registry.requests.get(request_id) for request_id in islice(request_ids, MAX_STANDINGS))
-    return tuple(_standing(tracked, records, now) for tracked in known if tracked is not None)
+    turns: Turns = {}
+    return tuple(_standing(tracked, records, now, turns) for tracked in known if tracked is not None)
 
 
-def _standing(tracked: TrackedRequest, records: RouterRecords, now: float) -> Standing:
+def _standing(tracked: TrackedRequest, records: RouterRecords, now: float, turns: Turns) -> Standing:
     request_id = tracked.request.request_id
     if tracked.stage is not Stage.QUEUED:
         where = tracked.holder or ""
@@ -25,7 +26,7 @@ def _standing(tracked: TrackedRequest, records: RouterRecords, now: float) -> St
         return Standing(
             request_id, tracked.stage, where, num_tokens_before=others.num_tokens, num_others=others.num_requests
         )
-    ahead = records.registry.queue.ahead_of(request_id, now)
+    ahead = records.registry.queue.ahead_of(request_id, now, turns)
     if ahead is None:  # its gateway has yet to say from which token it goes on
         return Standing(request_id, tracked.stage)
     most = ahead.num_tokens_at_most

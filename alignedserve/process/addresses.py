@@ -8,17 +8,20 @@ host keep to the sockets.
 
 import asyncio
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from alignedserve.core.errors import PeerError, PeerLost, ProtocolError
+from alignedserve.process.background_tasks import outlived
 
 logger = logging.getLogger(__name__)
 
 ROUTER = "router"
 FIRST_DEPLOYMENT = ""  # the id of a cluster's first deployment, whose processes have plain names
 _LOOK_UP_S = 2.0
+_MOST_LOOK_UPS = 4  # at a time
 
 
 class Directory(Protocol):
@@ -96,6 +99,8 @@ class AddressResolver:
         self._book = book
         self._known: dict[str, Publication] = {}
         self._look_ups: dict[str, asyncio.Future[str | None]] = {}
+        # Of their own: a directory that hangs would take the threads of everything else.
+        self._threads = ThreadPoolExecutor(_MOST_LOOK_UPS, "look-ups")
 
     def listening(self, address: str) -> tuple[str, ...]:
         """See AddressBook."""
@@ -124,11 +129,12 @@ class AddressResolver:
         # One question at a time: a directory that does not answer must not pile up threads.
         asked = self._look_ups.get(name)
         if asked is None:
-            asked = self._look_ups[name] = asyncio.ensure_future(asyncio.to_thread(directory.look_up, name))
+            loop = asyncio.get_running_loop()
+            asked = self._look_ups[name] = loop.run_in_executor(self._threads, directory.look_up, name)
             asked.add_done_callback(lambda _: self._look_ups.pop(name))
         try:
             async with asyncio.timeout(_LOOK_UP_S):  # Python 3.11's `wait_for` may swallow a cancellation
-                entry = await asyncio.shield(asked)
+                entry = await outlived(asked)
             if entry is not None:
                 self._known[name] = Publication.decode(entry)
         except (PeerError, TimeoutError) as error:

@@ -1,8 +1,10 @@
-"""Tasks that are not awaited: their errors go to the loop's exception handler, which ends a hosted process."""
+"""Tasks that nobody awaits, or that their waiter may leave: errors that nobody hears end a hosted process."""
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def start_background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -10,6 +12,20 @@ def start_background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_report)
     return task
+
+
+async def outlived(work: asyncio.Future[T]) -> T:
+    """Wait for work that goes on where its waiter is cancelled: its error then concerns nobody.
+
+    `asyncio.shield` alone leaves such an error unread, and the loop reports that when the future is collected.
+    """
+    work.add_done_callback(_read)
+    return await asyncio.shield(work)
+
+
+def _read(work: asyncio.Future[T]) -> None:
+    if not work.cancelled():
+        work.exception()
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -21,6 +21,7 @@ _TURNS_TO_ACCEPT = 3
 _FIRST_RETRY_S = 0.02
 _LAST_RETRY_S = 0.5
 _SAY_AFTER_S = 15.0  # of failing; then after twice as long, and so on
+_SAY_REFUSED_S = 60.0
 _GIVE_UP_S = 60.0  # of failing, for an address that is dialled only to send to it: a gateway of a lost host
 # Messages kept for an address that does not answer yet; a gateway that is gone must not fill a worker's memory.
 _MAX_PENDING_MESSAGES = 4096
@@ -58,6 +59,8 @@ class LinkManager:
         self._stopping: dict[str, None] = {}  # addresses not to be dialled again when their link is lost
         self._resolver = AddressResolver(addresses)
         self._servers: list[asyncio.Server] = []
+        self._num_refused = 0  # connections that no line of the log has told of
+        self._say_refused_s = float("-inf")
 
     async def listen(self, address: str) -> None:
         """Accept links at this address; at its own name: wherever others look for it, which is published.
@@ -151,17 +154,19 @@ class LinkManager:
             await asyncio.sleep(0)
 
     def _make_link(self, dialled_address: str | None) -> Link:
-        link = Link(
+        return Link(
             self._identity,
             self._codec,
             is_dialler=dialled_address is not None,
+            on_made=self._made,
             on_linked=partial(self._linked, dialled_address),
             on_message=self._received,
             on_lost=partial(self._lost, dialled_address),
             dialled=dialled_address if dialled_address is not None and is_name(dialled_address) else "",
         )
-        self._open[link] = None
-        return link
+
+    def _made(self, link: Link) -> None:
+        self._open[link] = None  # now, as a handshake of TLS that fails says nothing of it to the link
 
     def _linked(self, dialled_address: str | None, link: Link) -> None:
         assert link.peer is not None, "linked before the handshake was over"
@@ -192,6 +197,8 @@ class LinkManager:
 
     def _lost(self, dialled_address: str | None, link: Link) -> None:
         self._open.pop(link, None)
+        if link.peer is None and dialled_address is None and link.problem:
+            self._say_refused(link.problem)
         if dialled_address is not None and self._dialled.get(dialled_address) is link:
             del self._dialled[dialled_address]
             if dialled_address in self._stopping:
@@ -199,6 +206,15 @@ class LinkManager:
         if link.peer is not None and self._links.get(link.peer.name) is link:
             del self._links[link.peer.name]
             self._handler.on_lost(link.peer)
+
+    def _say_refused(self, problem: str) -> None:
+        """Say why a connection was refused, of many not more than one a minute: whoever dials does so twice a second."""
+        self._num_refused += 1
+        now = asyncio.get_running_loop().time()
+        if now >= self._say_refused_s:
+            count = f", {self._num_refused} since the last such line" if self._num_refused > 1 else ""
+            logger.warning("%s: a handshake failed%s: %s", self._identity.name, count, problem)
+            self._num_refused, self._say_refused_s = 0, now + _SAY_REFUSED_S
 
     async def _keep_dialling(self, address: str) -> None:
         retry_s = _FIRST_RETRY_S
@@ -211,7 +227,7 @@ class LinkManager:
                 link = await connect(place, partial(self._make_link, address), self._identity)
                 await link.lost
                 if link.peer is None:  # a connection is no link yet: a peer that refuses is not dialled without a pause
-                    raise PeerLost(f"{place} closed the connection in the handshake, or was closed for its answer")
+                    raise PeerLost(f"{place}: {link.problem or 'it closed the connection in the handshake'}")
                 retry_s, failing_since_s, say_after_s = _FIRST_RETRY_S, None, _SAY_AFTER_S
             except PeerLost as error:
                 failing_since_s = failing_since_s or loop.time()

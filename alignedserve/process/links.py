@@ -68,6 +68,7 @@ class Link(asyncio.Protocol):
         codec: Codec,
         *,
         is_dialler: bool,
+        on_made: Callable[["Link"], None],
         on_linked: Callable[["Link"], None],
         on_message: Callable[["Link", Message], None],
         on_lost: Callable[["Link"], None],
@@ -75,10 +76,12 @@ class Link(asyncio.Protocol):
     ) -> None:
         """`dialled`: the name of the process that a dialler means to reach; empty: any of the cluster."""
         self.peer: Peer | None = None
+        self.problem = ""  # that ended the handshake
         self._identity = identity
         self._codec = codec
         self._is_dialler = is_dialler
         self._dialled = dialled
+        self._on_made = on_made
         self._on_linked = on_linked
         self._on_message = on_message
         self._on_lost = on_lost
@@ -100,6 +103,7 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the handshake and the liveness timer."""
         self._transport = cast(asyncio.Transport, transport)  # of a stream; uvloop's are of no asyncio class
+        self._on_made(self)
         if self._transport.get_extra_info("socket").family != socket.AF_UNIX:
             self._peer_clock = ClockOffset()
         self._watch_silence()
@@ -118,7 +122,10 @@ class Link(asyncio.Protocol):
                 else:
                     self._receive(payload)
         except ProtocolError as error:
-            logger.warning("link to %s closed: %s", self.peer or "unknown peer", error)
+            if self.peer is None:
+                self.problem = str(error)
+            else:
+                logger.warning("link to %s closed: %s", self.peer, error)
             self.close()
 
     @override
@@ -234,11 +241,13 @@ class Link(asyncio.Protocol):
         """Send a ping and check for the peer's silence, several times within the timeout."""
         timeout_s = self._identity.peer_timeout_s
         if self._loop.time() - self._last_heard_s > timeout_s:
-            logger.warning("link to %s closed: silent for more than %.1f s", self.peer or "unknown peer", timeout_s)
+            if self.peer is not None:
+                logger.warning("link to %s closed: silent for more than %.1f s", self.peer, timeout_s)
+            self.problem = "the peer is silent"
             self.close()
             return
         if self.peer is None and self._loop.time() - self._made_s > timeout_s:
-            logger.warning("a connection closed: its handshake is not complete after %.1f s", timeout_s)
+            self.problem = f"it is not complete after {timeout_s:.1f} s"
             self.close()
             return
         if self.peer is not None:

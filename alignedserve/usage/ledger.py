@@ -51,12 +51,19 @@ class UsageLedger:
     async def write_on(self, store: UsageStore) -> None:
         """Write what is counted every second, until it is cancelled."""
         self.is_kept = True
+        problem = ""
         while True:
             await asyncio.sleep(_WRITE_S)
             try:
                 await self.write(store)
             except StorageError as error:
-                logger.warning("usage is kept in memory until it can be stored: %s", error)
+                if str(error) != problem:  # once: the log may be on the disk that is full
+                    problem = str(error)
+                    logger.warning("usage is kept in memory until it can be stored: %s", problem)
+            else:
+                if problem:
+                    logger.info("usage is stored again")
+                problem = ""
 
     async def write(self, store: UsageStore) -> None:
         """Write all that is counted. Raises StorageError: what may or may not be stored is settled by the next call."""

@@ -124,9 +124,10 @@ async def test_a_peer_without_the_secret_is_refused(address: str, caplog: pytest
     await listener.listen(address)
     dialler.dial(address)
     await holds(lambda: "does not know this cluster's secret" in caplog.text)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.3)  # it has dialled again since
     assert here.events == []
     assert there.events == []
+    assert caplog.text.count("does not know this cluster's secret") == 1
     await dialler.close()
     await listener.close()
 

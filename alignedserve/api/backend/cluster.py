@@ -57,6 +57,7 @@ logger = logging.getLogger(__name__)
 _MAX_CHECK_PAUSE_S = 0.5
 _MOST_RESENT = 64  # best-effort requests in one look, of which there are two a second: the others come next
 _LATENESS = 1.1  # of a deadline: a best-effort request that is late is not given up at once
+_MOST_TOKENS_AT_ONCE = 16 << 20  # of requests that a router which is back is told of at once; at most 100 MB
 _PAUSED = 10.0  # times `token_timeout_s` for which an answer may be silent while other requests are served
 _ROUTER_RETURNS_S = 60.0  # after its loss, for which requests without a token wait for the next one
 _HEAD_RETURNS_S = 10.0  # the same of new ones among several hosts: others' gateways answer if this one is cut off
@@ -137,11 +138,16 @@ class ClusterBackend:
     def on_linked(self, peer: Peer) -> None:
         """Register with the router and resume every open request there: one that restarted knows none of them.
 
-        Those that came meanwhile are new to it, and it may reject them as any other.
+        Those that came meanwhile are new to it, and it may reject them as any other. Of best effort some may come
+        later, as those that are silent do: more than a link takes at once would end it.
         """
         self._router = peer.name
         self._links.send(peer.name, GatewayRegistered(self._links.links.node))
-        for entry in self._open.values():
+        num_left = _MOST_TOKENS_AT_ONCE
+        for entry in sorted(self._open.values(), key=lambda entry: entry.is_best_effort):
+            num_left -= entry.request.prompt_len + entry.num_tokens
+            if num_left < 0 and entry.is_best_effort:
+                break
             if entry.is_sent:
                 self._links.send(peer.name, self._resumption(entry))
             else:

@@ -23,6 +23,7 @@ from alignedserve.api.work_lanes import SHORT_LEN, WorkLanes
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest, ModelError
 from alignedserve.core.request import LoraAdapter, Request, RequestClass, Slo
+from alignedserve.process.background_tasks import outlived
 from alignedserve.runtime.grammar.compiler import GrammarError
 from alignedserve.runtime.grammar.trials import GrammarTrials
 from alignedserve.runtime.grammar.vocabulary import token_table
@@ -49,7 +50,7 @@ class GrammarChecker:
         """
         trial = self._started().start(grammar, tenant)
         try:
-            await asyncio.shield(asyncio.wrap_future(trial))
+            await outlived(asyncio.wrap_future(trial))
         except GrammarError as error:
             raise InvalidRequest(str(error), code="invalid_grammar") from error
         except asyncio.CancelledError:

@@ -12,6 +12,7 @@ def test_all_must_have_had_a_token() -> None:
     assert combined(["2"], [(ready,), (ready,)]) == {"2": View(None, 6)}
     assert combined(["2"], [(ready,), (unready,)]) == {"2": View("no token yet", 4)}
     assert combined(["2"], [(ready,), ()]) == {"2": View(NOT_UP, 3)}
+    assert combined(["2"], []) == {"2": View(NOT_UP, 0)}
 
 
 def test_one_that_is_lost_holds_up_no_order_for_ever_and_ends_no_deployment() -> None:

@@ -191,7 +191,9 @@ def test_a_slow_link_is_known_from_its_first_load_on_and_when_it_is_renewed(work
     worker.do(PeerDisconnected(Role.KV_POOL, POOL))
     worker.do(PeerConnected(Role.KV_POOL, POOL))
     worker.hear_pool(ARENA)
-    assert not any(isinstance(one, Send) and isinstance(one.message, FindPrefix) for one in worker.begin(rooted("r2", "b")))
+    assert not any(
+        isinstance(one, Send) and isinstance(one.message, FindPrefix) for one in worker.begin(rooted("r2", "b"))
+    )
     worker.now += 900.0
     assert worker.ask(rooted("r3", "c")).num_before == 0  # it may be a better one by now
 

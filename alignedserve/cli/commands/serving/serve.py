@@ -138,7 +138,7 @@ class _StopSignals:
 
     def __init__(self) -> None:
         self.num_signals, self._has_hangup = 0, False
-        if not sys.stdin.isatty():
+        if sys.stdin is None or not sys.stdin.isatty():
             signal.signal(signal.SIGHUP, self._hang_up)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._interrupt)

@@ -94,7 +94,7 @@ def combined(deployment_ids: Iterable[str], answers: Sequence[_Heard]) -> dict[s
 def _view(deployment_id: str, answers: Sequence[_Heard]) -> View:
     states = [state for answer in answers for state in answer or () if state.deployment_id == deployment_id]
     missing = next((state.missing for state in states if state.missing is not None), None)
-    if missing is None and len(states) < len(answers):
+    if missing is None and len(states) < max(len(answers), 1):
         missing = "a gateway or the batch worker is not up"
     num_unknown = sum(answer is None for answer in answers)  # each may hold a request
     used = [state for state in states if state.idle_s is not None]

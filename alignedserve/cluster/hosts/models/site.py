@@ -19,6 +19,7 @@ from alignedserve.cluster.hosts.members import HostedModel, Member
 from alignedserve.cluster.hosts.models.on_demand import ModelOnDemand
 from alignedserve.cluster.hosts.models.preparing import HostedPlan, HostedPreparing, Surroundings, in_background
 from alignedserve.cluster.ray_polls import Starting, answers_so_far, have_all_ended, kill_actors
+from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.cluster.run_folder import remove_files
 from alignedserve.cluster.running_cluster import START_TIMEOUT_S, RunningCluster
 from alignedserve.cluster.start_observer import LoggingObserver, Patience, StartObserver
@@ -63,6 +64,9 @@ class Ending:
     def _kill(self) -> None:
         kill_actors(self._actors.values())
         self._kills_s, self._gone_s = None, time.monotonic() + _GONE_S
+
+
+_SERVE_NOTHING = (ProcessState.FAILED, ProcessState.DEAD)
 
 
 class Described(NamedTuple):
@@ -189,11 +193,13 @@ class HostedDeployments:
         return _described(model, [part for part in parts if part is not None])
 
     def listeners(self) -> Iterator[Any]:
-        """Return the actors of all gateways and of the batch worker."""
+        """Return the actors of all gateways and of the batch worker, but for those that serve nothing: a port that is
+        taken on one host must not keep models from all others."""
+        healths = self._cluster.healths()
         for member in self._members.values():
             actors = self._cluster.actors_of(member.name)
             for name in (*(name for name, _ in member.prepared.share.gateways), BATCHES):
-                if name in actors:
+                if name in actors and healths.get(name, Health()).state not in _SERVE_NOTHING:
                     yield actors[name]
 
 

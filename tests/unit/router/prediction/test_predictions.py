@@ -7,11 +7,26 @@ import pytest
 
 from alignedserve.config.sections import ModelSectionConfig, RouterConfig
 from alignedserve.core.errors import ConfigError
-from alignedserve.messages.events import Received, Send
-from alignedserve.messages.gateways import AbortRequest, LengthTotals, ResumeRequest, SubmitRequest
+from alignedserve.messages.events import PeerDisconnected, Received, Send
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import (
+    AbortRequest,
+    LengthTotals,
+    RequestFailed,
+    RequestRejected,
+    ResumeRequest,
+    SubmitRequest,
+)
+from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import PoolRegistered, RequestPooled
 from alignedserve.messages.wire import Message
-from alignedserve.messages.workers import PrefillCompleted, RequestFinished, RequestPreempted, SetPredictedLength
+from alignedserve.messages.workers import (
+    PrefillCompleted,
+    RequestFinished,
+    RequestPreempted,
+    SetPredictedLength,
+    WorkerLoad,
+)
 from alignedserve.runtime.model.served_model import resolve_model
 from router.async_predictor import AsyncLengthPredictor
 from router.prediction import ENCODERS, make_length_predictor
@@ -127,8 +142,16 @@ class Loop:
         self.delivered: asyncio.Queue[LengthPredicted] = asyncio.Queue()
         self.runner = AsyncLengthPredictor(LengthPredictor(HashedNgrams()), self.delivered.put_nowait)
 
-    def hear(self, message: Message) -> None:
-        self.runner.observe(Received(GATEWAY, message))
+    def hear(self, message: Message, answer: Message | None = None) -> None:
+        self.runner.observe(Received(GATEWAY, message), [] if answer is None else [Send(GATEWAY, answer)])
+
+    async def known(self) -> list[str]:
+        """Return the requests that it would learn from, once it has done what it was given."""
+        self.hear(SubmitRequest(request("last")))
+        while (await self.prediction()).request_id != "last":
+            pass
+        self.runner._forget(["last"])
+        return [str(request_id) for request_id in self.runner._encoded]
 
     async def prediction(self) -> LengthPredicted:
         return await asyncio.wait_for(self.delivered.get(), 10.0)
@@ -143,6 +166,21 @@ async def test_the_runner_predicts_what_is_submitted_and_learns_from_what_finish
     event = await loop.prediction()
     assert event.request_id == R2
     assert event.predicted_len == pytest.approx(30.0)
+    loop.runner.close()
+
+
+async def test_the_runner_keeps_no_prompt_of_what_is_refused_fails_or_was_of_a_gateway_that_is_lost() -> None:
+    """In an overload of long prompts a router kept gigabytes of those that it had refused."""
+    loop = Loop()
+    loop.hear(SubmitRequest(request()))
+    loop.hear(SubmitRequest(request("r2")), RequestRejected(R2, "the queue is full", 1.0))
+    loop.hear(SubmitRequest(request()), RequestRejected(R1, "this request is already being served", 0.0))
+    assert await loop.known() == ["r1"]
+    loop.hear(WorkerLoad(), RequestFailed(R1, FailureKind.UNSERVABLE, "it is too long"))
+    loop.hear(SubmitRequest(request("r3")))
+    assert await loop.known() == ["r3"]
+    loop.runner.observe(PeerDisconnected(Role.GATEWAY, GATEWAY))
+    assert await loop.known() == []
     loop.runner.close()
 
 
