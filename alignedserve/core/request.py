@@ -44,7 +44,8 @@ class FinishReason(enum.Enum):
 class SamplingParams:
     """Parameters of sampling. Temperature 0 is greedy; the neutral value of every other field changes nothing.
 
-    The same `seed` and the same request give the same tokens, whatever shares the batch (design, section 5).
+    The same `seed` and the same request give the same tokens, whatever shares the batch (design, section 5). Without
+    one whoever takes the request in draws it; the engine itself takes 0.
     Raises InvalidRequest naming the field.
     """
 
@@ -57,7 +58,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int = 0
+    seed: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
@@ -78,7 +79,7 @@ class SamplingParams:
         _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "must be between -2 and 2")
         _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "must be between -2 and 2")
         _require(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", "must be above 0 and at most 10")
-        _require(-(1 << 63) <= self.seed < 1 << 63, "seed", "must fit 64 bits")
+        _require(self.seed is None or -(1 << 63) <= self.seed < 1 << 63, "seed", "must fit 64 bits")
         _require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", "too many entries")
         _require(len(self.logit_bias) <= MAX_LOGIT_BIAS_ENTRIES, "logit_bias", "too many entries")
         _require(all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias), "logit_bias", "must lie in -100..100")
@@ -96,6 +97,11 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """True if the tokens seen so far change the logits by penalties."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def excludes_tokens(self) -> bool:
+        """True if some tokens are never chosen, a grammar's aside."""
+        return bool(self.allowed_token_ids or self.bad_words)
 
     @property
     def changes_logits(self) -> bool:

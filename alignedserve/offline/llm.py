@@ -25,9 +25,10 @@ from alignedserve.core.errors import ContextTooLong, InvalidRequest, ModelError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import LoraAdapter, Request, SamplingParams
 from alignedserve.messages.events import PeerConnected, Received, Send, SendTo
-from alignedserve.messages.gateways import AbortRequest, TokensEmitted
+from alignedserve.messages.gateways import AbortRequest, PromptScored, TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
+from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import AttemptFailed, PrefillRequest, WorkerRegistered
 from alignedserve.offline.conversations import ChatOptions, Conversation, ConversationReader, conversations_of
 from alignedserve.offline.interrupts import HeldInterrupt
@@ -266,7 +267,12 @@ class LLM:
         wanted = sampling or SamplingParams(max_tokens=max(cached, 1), temperature=0.0)
         if grammar and wanted.grammar:
             raise InvalidRequest("sampling has a grammar, and the options ask for another", param="grammar")
-        wanted = replace(wanted, max_tokens=min(wanted.max_tokens, max_tokens), grammar=grammar or wanted.grammar)
+        wanted = replace(
+            wanted,
+            max_tokens=min(wanted.max_tokens, max_tokens),
+            seed=secrets.randbits(63) if wanted.seed is None else wanted.seed,
+            grammar=grammar or wanted.grammar,
+        )
         if layout.blocks_for(len(prompt) + wanted.max_tokens) > num_blocks:
             raise InvalidRequest("the request needs more KV cache than memory_bytes allows", param="max_tokens")
         self._executor.check_grammar(wanted.grammar)
@@ -292,17 +298,20 @@ class LLM:
                     completed: IterationCompleted = self._executor.run_iteration(command)
                     pending += self._logic.on_event(completed, 0.0)
                     self._is_broken = False
-                elif isinstance(command, SendTo) and isinstance(command.message, TokensEmitted):
+                elif isinstance(command, SendTo):
                     _collect(command.message, outputs)
                 elif isinstance(command, Send) and isinstance(command.message, AttemptFailed):
                     reasons.append(command.message.reason)
         return reasons
 
 
-def _collect(message: TokensEmitted, outputs: dict[RequestId, RequestOutput]) -> None:
-    for delta in message.deltas:
+def _collect(message: Message, outputs: dict[RequestId, RequestOutput]) -> None:
+    if isinstance(message, PromptScored):
+        outputs[message.request_id].prompt_logprobs += message.entries
+    for delta in message.deltas if isinstance(message, TokensEmitted) else ():
         output = outputs[delta.request_id]
         output.token_ids += delta.token_ids
+        output.logprobs += delta.logprobs
         output.finish_reason = delta.finish_reason or output.finish_reason
         output.num_cached_tokens += delta.num_cached_tokens
         output.embedding = delta.embedding

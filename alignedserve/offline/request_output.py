@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from alignedserve.core.request import FinishReason
+from alignedserve.core.request import FinishReason, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -16,6 +16,8 @@ class RequestOutput:
     num_cached_tokens: int = 0  # of the prompt, that were not computed again
     reasoning: str = ""  # the thought before the content, of chats
     tool_calls: list[dict[str, Any]] = field(default_factory=list)  # of chats, in OpenAI's shape: id, type, function
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of `token_ids`, where `num_logprobs` asks for them
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt from its second token on, as well
     embedding: bytes = b""  # of the prompt, float32, where that was asked for instead of an answer
 
     @property

@@ -208,7 +208,7 @@ class LinkManager:
             self._handler.on_lost(link.peer)
 
     def _say_refused(self, problem: str) -> None:
-        """Say why a connection was refused, of many not more than one a minute: whoever dials does so twice a second."""
+        """Say why a connection was refused; of many one a minute, as whoever dials does so twice a second."""
         self._num_refused += 1
         now = asyncio.get_running_loop().time()
         if now >= self._say_refused_s:

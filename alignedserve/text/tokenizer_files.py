@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from alignedserve.core.errors import ModelNotFound, UnsupportedModel
 
 MAX_TOKENIZER_BYTES = 128 * 1024 * 1024
@@ -60,6 +62,32 @@ def read_template(path: Path) -> str:
     if template is None:
         raise ModelNotFound(f"{path}: there is no such chat template")
     return template
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Definition(msgspec.Struct):
+    """What is read here of a `tokenizer.json`."""
+
+    added_tokens: list[_AddedToken] = []
+
+
+def end_token_id(folder: Path) -> int | None:
+    """Return the id of the token that the folder's tokenizer names as the end of a text; None: it names none.
+
+    Fine-tuned models are published whose config.json still has the end of what they were made from.
+    """
+    content = special_tokens_of(read_config(folder / "tokenizer_config.json")).get("eos_token")
+    if content is None or not (folder / "tokenizer.json").exists():
+        return None
+    try:
+        added = msgspec.json.decode(read_definition(folder), type=_Definition).added_tokens
+    except msgspec.DecodeError:
+        return None  # which the tokenizer is refused for
+    return next((token.id for token in added if token.content == content), None)
 
 
 def _read_text(path: Path, limit: int) -> str | None:

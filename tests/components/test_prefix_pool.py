@@ -121,10 +121,10 @@ async def test_a_worker_of_another_node_loads_over_a_connection(
         await cluster.close()
 
 
-def links_of(cluster: RoomCluster, name: str) -> dict[str, float]:
+def links_of(cluster: RoomCluster, name: str) -> set[str]:
     """Return the pools that a worker can ask."""
     worker = cluster.components[name]
     assert isinstance(worker, ColocatedWorker)
     assert isinstance(worker._driver._logic, ColocatedLogic)
     assert worker._driver._logic._pooled is not None
-    return worker._driver._logic._pooled._loads._block_s
+    return {pool for pool, link in worker._driver._logic._pooled._loads._links.items() if link.is_open}

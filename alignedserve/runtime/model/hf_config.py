@@ -16,6 +16,7 @@ from alignedserve.runtime.model.encoder.families import ENCODER_TYPES, is_encode
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.quantized.config import read_quantization
+from alignedserve.text.tokenizer_files import end_token_id
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -32,12 +33,17 @@ def read_model_config(folder: Path) -> ModelConfig:
         )
     path = folder / "config.json"
     config = parse_model_config(read_json_object(path, MAX_CONFIG_BYTES), where=str(path))
-    generation_path = folder / "generation_config.json"
-    if not generation_path.exists():
-        return config
-    generation = JsonFields(read_json_object(generation_path, MAX_CONFIG_BYTES), str(generation_path))
-    eos_token_ids = generation.token_ids("eos_token_id", config.vocab_size)
-    return replace(config, eos_token_ids=eos_token_ids) if eos_token_ids else config
+    return replace(config, eos_token_ids=_end_tokens(config, folder))
+
+
+def _end_tokens(config: ModelConfig, folder: Path) -> tuple[int, ...]:
+    """Return the tokens that end an answer: the generation config's or else the config's, and the tokenizer's own."""
+    found, path = config.eos_token_ids, folder / "generation_config.json"
+    if path.exists():
+        generation = JsonFields(read_json_object(path, MAX_CONFIG_BYTES), str(path))
+        found = generation.token_ids("eos_token_id", config.vocab_size) or found
+    own = end_token_id(folder)
+    return found if own is None or own in found or own >= config.vocab_size else (*found, own)
 
 
 def read_any_config(folder: Path) -> ModelConfig | EncoderConfig:

@@ -29,7 +29,7 @@ async def test_the_error_of_work_whose_waiter_is_gone_ends_nothing() -> None:
     heard: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: heard.append(context))
     work: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    waiter = asyncio.create_task(outlived(work))  # type: ignore[arg-type]
+    waiter = asyncio.create_task(outlived(work))
     await asyncio.sleep(0)
     waiter.cancel()
     with contextlib.suppress(asyncio.CancelledError):

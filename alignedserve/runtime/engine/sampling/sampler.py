@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from alignedserve.core.request import TokenLogprob
+from alignedserve.core.request import MAX_LOGPROBS, TokenLogprob
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, are_same
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.engine.sampling.logits_processors import LogitsChanges, LogitsProcessor
@@ -97,7 +97,7 @@ class Sampler:
         self._top_ks[row] = params.top_k
         self._top_ps[row] = params.top_p
         self._min_ps[row] = params.min_p
-        self._seeds[row] = params.seed
+        self._seeds[row] = params.seed or 0
         self._wants_logprobs[row] = params.num_logprobs is not None
         if params.num_logprobs is not None:
             self._wanting.add(row)
@@ -121,8 +121,12 @@ class Sampler:
         return self._masks.start(rows, self._logits_processor.is_early(rows, num_tokens))
 
     def failure(self, row: int) -> str | None:
-        """Return why no token of the row can be chosen, if its grammar is the reason."""
-        return None if self._masks is None else self._masks.failure(row)
+        """Return why no token of the row can be chosen, if what it asks for is the reason."""
+        reason = None if self._masks is None else self._masks.failure(row)
+        sequence = self._sequences[row]
+        if reason is None and sequence is not None and sequence.sampling.excludes_tokens:
+            return "allowed_token_ids, bad_words and what the answer must match leave no token to choose"
+        return reason
 
     def choose(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Choice:
         """Choose tokens: `start` and `finish`, with the host waiting in between."""
@@ -260,7 +264,9 @@ class Sampler:
 
 def logprob_entries(logits: Tensor, token_ids: Tensor, counts: list[int]) -> list[TokenLogprob]:
     """Return log-probabilities of each row's token and its likeliest ones; logits [rows, vocabulary] float32."""
-    chosen, values, ids = (tensor.tolist() for tensor in top_logprobs(logits, token_ids, max(counts)))
+    # As many for every batch: which of several tokens that are as likely comes last depends on how many are asked for.
+    num_top = MAX_LOGPROBS if any(counts) else 0
+    chosen, values, ids = (tensor.tolist() for tensor in top_logprobs(logits, token_ids, num_top))
     ranks = ((logits > logits.gather(1, token_ids[:, None])).sum(-1) + 1).tolist()
     return [
         TokenLogprob(token_id, chosen[row], tuple(zip(ids[row][:count], values[row][:count], strict=True)), ranks[row])

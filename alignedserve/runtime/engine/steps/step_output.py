@@ -51,7 +51,7 @@ class StepOutput:
     # Of every sequence whose slice reached its last known token, in any order; before it those that were forced.
     sampled: list[SampledToken]
     failed: list[RequestId]  # no token: their logits were not numbers, or see `reasons`; remove them
-    reasons: dict[RequestId, str]  # of those that failed: why no token can follow under their grammar
+    reasons: dict[RequestId, str]  # of those that failed: why no token can follow under what they ask for
     prompt_logprobs: list[PromptLogprobs]
     times: StepTimes
     forced: tuple[tuple[RequestId, int], ...] = ()  # how many tokens of a sequence in `sampled` its grammar forced

@@ -7,6 +7,7 @@ import pytest
 
 from alignedserve.config.sections import ModelSectionConfig, RouterConfig
 from alignedserve.core.errors import ConfigError
+from alignedserve.core.ids import RequestId
 from alignedserve.messages.events import PeerDisconnected, Received, Send
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
@@ -150,7 +151,7 @@ class Loop:
         self.hear(SubmitRequest(request("last")))
         while (await self.prediction()).request_id != "last":
             pass
-        self.runner._forget(["last"])
+        self.runner._forget([RequestId("last")])
         return [str(request_id) for request_id in self.runner._encoded]
 
     async def prediction(self) -> LengthPredicted:

@@ -59,6 +59,29 @@ def interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+def test_equal_prompts_have_answers_of_their_own_unless_a_seed_is_given(llm: LLM) -> None:
+    free, seeded = (SamplingParams(max_tokens=24, ignore_eos=True, seed=seed) for seed in (None, 7))
+    assert len({tuple(one.token_ids) for one in llm.generate(["tell me"] * 4, free)}) == 4
+    assert len({tuple(one.token_ids) for one in llm.generate(["tell me"] * 2, seeded)}) == 1
+
+
+def test_log_probabilities_come_where_they_are_asked_for(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=5, temperature=0.0, num_logprobs=2, num_prompt_logprobs=0)
+    (output,) = llm.generate(["spell otter"], sampling)
+    assert [one.token_id for one in output.logprobs] == output.token_ids
+    assert all(one.top[0] == (one.token_id, one.logprob) and len(one.top) == 2 for one in output.logprobs)
+    prompt = Tokenizer.load(pocket_folder()).encode("spell otter")
+    assert [one.token_id for one in output.prompt_logprobs] == prompt[1:]
+    assert llm.generate(["spell otter"], SamplingParams(max_tokens=2))[0].logprobs == []
+
+
+def test_demands_that_contradict_each_other_are_named(llm: LLM) -> None:
+    (token_id,) = Tokenizer.load(pocket_folder()).encode("a")[-1:]
+    sampling = SamplingParams(allowed_token_ids=(token_id,), bad_words=((token_id,),))
+    with pytest.raises(ModelError, match="leave no token to choose"):
+        llm.generate(["spell otter"], sampling)
+
+
 @pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_ends_a_call_and_the_next_one_answers_as_before(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     questions = ["count from 3 to 9", "who are you?"]

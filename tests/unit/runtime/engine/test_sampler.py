@@ -10,7 +10,7 @@ from torch import Tensor
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.sequence_table import NewSequence
-from alignedserve.runtime.engine.sampling.sampler import Choice, Sampler
+from alignedserve.runtime.engine.sampling.sampler import Choice, Sampler, logprob_entries
 from kernels.sampling import Filters, Penalties, SeenTokens, greedy, penalise_, sample, uniforms
 from tests.support.kernel_reference import kept_tokens, penalised
 from tests.support.marks import each
@@ -38,7 +38,7 @@ def frequencies(params: SamplingParams, logits: Tensor, draws: int) -> Tensor:
     filters = Filters(
         torch.full((draws,), params.top_k), torch.full((draws,), params.top_p), torch.full((draws,), params.min_p)
     )
-    positions = uniforms(np.full(draws, params.seed), np.arange(draws))
+    positions = uniforms(np.full(draws, params.seed or 0), np.arange(draws))
     token_ids, is_usable = sample(many / params.temperature, filters, torch.from_numpy(positions))
     assert is_usable.all()
     return torch.bincount(token_ids, minlength=logits.shape[1]) / draws
@@ -232,6 +232,16 @@ def test_ranks_are_places_in_the_whole_vocabulary() -> None:
     order = logits[0].argsort(descending=True).tolist()
     forced = SamplingParams(temperature=0.0, allowed_token_ids=(order[7],), num_logprobs=2)
     assert choose(forced, logits).logprobs[0].rank == 8
+
+
+def test_which_of_equal_tokens_are_named_does_not_depend_on_who_else_asks() -> None:
+    """Ties are common in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        logits = (torch.randn(2, 322, generator=generator) * 0.2 + 3.0).bfloat16().float()
+        token_ids = torch.tensor([5, 5])
+        (alone,) = logprob_entries(logits[:1], token_ids[:1], [1])
+        assert logprob_entries(logits, token_ids, [1, 3])[0].top == alone.top
 
 
 def test_min_tokens_masks_every_stop_token_until_reached() -> None:

@@ -113,7 +113,7 @@ async def test_from_a_buffer_into_the_pool_under_a_stale_lease_is_refused(harnes
 async def test_a_peer_that_was_never_mapped_refuses_everything(harness: BlockCopierHarness) -> None:
     copy = await harness.in_pool()
     loaded = await harness.load("stranger", copy, 9, 5)
-    assert (loaded.refused, loaded.is_reached) == ({R1}, False)
+    assert (loaded.refused, loaded.is_reached) == (frozenset({R1}), False)
     assert (await harness.offload("stranger")).runs is None
     assert (await harness.relay(POOL, copy, "stranger", (0, 1), 2)).runs is None
     assert (await harness.relay("stranger", copy, DECODE, (0, 1), 2)).runs is None

@@ -189,6 +189,19 @@ def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
         read_model_config(tmp_path)
 
 
+def test_the_tokenizers_own_end_token_ends_answers_too(tmp_path: Path) -> None:
+    """Fine-tuned models are published whose config.json has the base model's end alone."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": 5}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+    assert read_model_config(tmp_path).eos_token_ids == (5,)
+    for token_id, expected in ((7, (5, 7)), (5, (5,)), (100, (5,))):  # the last has no row in the embedding
+        added = {"added_tokens": [{"id": 3, "content": "<s>"}, {"id": token_id, "content": "<|im_end|>"}]}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(added))
+        assert read_model_config(tmp_path).eos_token_ids == expected
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": None}))
+    assert read_model_config(tmp_path).eos_token_ids == (5,)
+
+
 @each(
     ("field", "value"),
     [
