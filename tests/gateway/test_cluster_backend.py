@@ -234,14 +234,14 @@ async def test_a_router_that_is_back_is_told_of_no_more_at_once_than_a_link_take
 ) -> None:
     """With more than 256 MiB the link ended before a byte was written, each time anew."""
     monkeypatch.setattr(cluster_backend, "_MOST_TOKENS_AT_ONCE", 10)
-    monkeypatch.setattr(open_request, "_RESEND_AFTER_S", 0.3)
+    monkeypatch.setattr(cluster_backend, "_MAX_CHECK_PAUSE_S", 0.05)
     async with cluster(tmp_path) as harness:
         for number in range(4):
             harness.submit(name=f"flex{number}", request_class=RequestClass.BEST_EFFORT)
         harness.submit(name="chat")
         await harness.received.wait_for(SubmitRequest, 5)
         harness.router.disconnect("gateway-0")
-        found = await harness.received.wait_for(ResumeRequest, 5)  # the others as those that are silent
+        found = await harness.received.wait_for(ResumeRequest, 5)  # the others soon
         sent = [one.request.request_id for one in found if isinstance(one, ResumeRequest)]
         assert sent[0] == "chat"
         assert {*sent} == {"chat", "flex0", "flex1", "flex2", "flex3"}

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import repeat
 
 from alignedserve.api.backend.connection import ClusterConnection
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 _MAX_CHECK_PAUSE_S = 0.5
 _MOST_RESENT = 64  # best-effort requests in one look, of which there are two a second: the others come next
 _LATENESS = 1.1  # of a deadline: a best-effort request that is late is not given up at once
-_MOST_TOKENS_AT_ONCE = 16 << 20  # of requests that a router which is back is told of at once; at most 100 MB
+_MOST_TOKENS_AT_ONCE = 1 << 20  # of best effort, after a loss: to encode them takes about a tenth of a second
 _PAUSED = 10.0  # times `token_timeout_s` for which an answer may be silent while other requests are served
 _ROUTER_RETURNS_S = 60.0  # after its loss, for which requests without a token wait for the next one
 _HEAD_RETURNS_S = 10.0  # the same of new ones among several hosts: others' gateways answer if this one is cut off
@@ -138,20 +138,11 @@ class ClusterBackend:
     def on_linked(self, peer: Peer) -> None:
         """Register with the router and resume every open request there: one that restarted knows none of them.
 
-        Those that came meanwhile are new to it, and it may reject them as any other. Of best effort some may come
-        later, as those that are silent do: more than a link takes at once would end it.
+        Those that came meanwhile are new to it, and it may reject them as any other.
         """
         self._router = peer.name
         self._links.send(peer.name, GatewayRegistered(self._links.links.node))
-        num_left = _MOST_TOKENS_AT_ONCE
-        for entry in sorted(self._open.values(), key=lambda entry: entry.is_best_effort):
-            num_left -= entry.request.prompt_len + entry.num_tokens
-            if num_left < 0 and entry.is_best_effort:
-                break
-            if entry.is_sent:
-                self._links.send(peer.name, self._resumption(entry))
-            else:
-                self._submit(peer.name, entry)
+        self._send_all(peer.name, self._open.values())
 
     def on_message(self, peer: Peer, message: Message) -> None:
         """Pass tokens and failures to their requests; unknown ids belong to requests that ended here."""
@@ -177,15 +168,35 @@ class ClusterBackend:
         asked to resume from here, which it ignores for requests that it knows to be running.
         """
         if peer.name != self._router:
-            for entry in [one for one in self._open.values() if one.last_worker in (None, peer.name)]:
+            lost = [one for one in self._open.values() if one.last_worker in (None, peer.name)]
+            for entry in lost:
                 entry.last_worker = None
-                if self._router is not None:
-                    self._links.send(self._router, self._resumption(entry))
+            if self._router is not None:
+                self._send_all(self._router, lost)
             return
         self._router = self._status = None
         self._router_lost_s = asyncio.get_running_loop().time()
 
     # --- inside
+
+    def _send_all(self, router: str, entries: Iterable[OpenRequest]) -> None:
+        """Send requests to the router: chats at once, of best effort as much as holds up no stream and breaks no link.
+
+        The others follow a few at a time (_watch_deadlines).
+        """
+        num_left = _MOST_TOKENS_AT_ONCE
+        for entry in sorted(entries, key=lambda entry: entry.is_best_effort):
+            num_left -= entry.request.prompt_len + entry.num_tokens
+            if num_left >= 0 or not entry.is_best_effort:
+                self._send(router, entry)
+            else:
+                entry.is_to_be_sent = True
+
+    def _send(self, router: str, entry: OpenRequest) -> None:
+        if entry.is_sent:
+            self._links.send(router, self._resumption(entry))
+        else:
+            self._submit(router, entry)
 
     def _submit(self, router: str, entry: OpenRequest) -> None:
         self._links.send(router, SubmitRequest(entry.request, self._block_names(entry.request)))
@@ -286,7 +297,7 @@ class ClusterBackend:
                 may_be_sent = self._router is not None and (num_left > 0 or not entry.is_best_effort)
                 if may_be_sent and entry.is_resend_due(now):
                     num_left -= entry.is_best_effort
-                    self._links.send(self._router_name, self._resumption(entry))
+                    self._send(self._router_name, entry)
                 limit_s = self._patience_s(entry, now)
                 if now - entry.last_heard_s > limit_s:
                     self.abort(request_id)

@@ -15,6 +15,7 @@ class OpenRequest:
 
     def __init__(self, request: Request, stream: RequestStream, now: float) -> None:
         self.is_sent = False  # to a router
+        self.is_to_be_sent = False  # again, without a further wait
         self.stream = stream
         self.last_heard_s = now  # when new tokens last came
         self.last_worker: str | None = None  # whose tokens came last, until its link is lost
@@ -46,10 +47,11 @@ class OpenRequest:
         """Return whether it has been silent too long; True starts the next wait, of best effort twice as long."""
         if self.last_heard_s > self._last_sent_s:
             self._resend_after_s = _RESEND_AFTER_S
-        is_due = now - max(self.last_heard_s, self._last_sent_s) > self._resend_after_s
+        is_silent = now - max(self.last_heard_s, self._last_sent_s) > self._resend_after_s
+        is_due = is_silent or self.is_to_be_sent
         if is_due:
-            self._last_sent_s = now
-            if self.is_best_effort:
+            self._last_sent_s, self.is_to_be_sent = now, False
+            if self.is_best_effort and is_silent:
                 self._resend_after_s = min(2.0 * self._resend_after_s, _MOST_RESEND_AFTER_S)
         return is_due
 
