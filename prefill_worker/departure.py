@@ -16,6 +16,8 @@ from alignedserve.worker_core.handoff.sender import Contents, HandoffEnd, Outgoi
 from alignedserve.worker_core.router_link import RouterLink
 from prefill_worker.state import PrefillJob
 
+_MOST_COPIES = 8  # that fail, of one request: the pool's memory is out of reach, and each try says so in the log
+
 DepartureCommand = Send | OffloadBlocks
 
 
@@ -61,9 +63,13 @@ class Departure:
             job.bypass_to, job.is_taken = None, how is HandoffEnd.TAKEN
             return self.begin(job)
         is_optional = job.is_taken  # a decode worker has it, and the pool was to get a copy
-        match how:
-            case HandoffEnd.FAILED if not (is_optional and entry.is_target_lost):
+        if how is HandoffEnd.FAILED:
+            job.num_failed_copies += not entry.is_target_lost
+            if job.num_failed_copies < _MOST_COPIES and not (is_optional and entry.is_target_lost):
                 return self.begin(job)
+        match how:
+            case HandoffEnd.FAILED if not is_optional:
+                told = self._router.failed(job, FailureKind.INTERNAL, "its cache cannot be copied to the KV pool")
             case HandoffEnd.REFUSED if not is_optional:
                 reason = "the KV pool is too small for it"
                 told = self._router.failed(job, FailureKind.UNSERVABLE, reason)

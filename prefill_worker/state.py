@@ -35,6 +35,7 @@ class PrefillJob(WorkerRequest):
     bypass_to: str | None = None  # the decode worker that it is to be offered first
     is_taken: bool = False  # by a decode worker: what leaves for the pool now is a copy
     leaving: Outgoing | None = None  # while its receiver is asked, until that has it
+    num_failed_copies: int = 0  # to the pool
     context: CachedContext | None = None  # None: it shares nothing
     num_passed: int = 0  # tokens that are computed, or that an iteration in flight computes
     first_token_s: float | None = None  # when it was sampled; None: not yet

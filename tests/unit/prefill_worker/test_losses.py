@@ -6,12 +6,13 @@ import msgspec
 
 from alignedserve.messages.caches import BlocksTaken
 from alignedserve.messages.events import PeerConnected, PeerDisconnected
+from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     MapArena,
 )
-from alignedserve.messages.workers import RequestPreempted
+from alignedserve.messages.workers import AttemptFailed, RequestPreempted
 from prefill_worker.logic import PrefillCommand
 from tests.harnesses.prefill import (
     ABORT,
@@ -121,6 +122,17 @@ def test_the_pool_is_lost_and_back_while_it_is_copied() -> None:
     lose_pool(made)
     assert made.hear(ARENA, POOL) == [MapArena(POOL, ARENA)]
     assert made.copied(offload()) == [RESERVE]  # the lease was the lost one's
+
+
+def test_a_pool_whose_memory_is_out_of_reach_is_not_tried_for_ever() -> None:
+    made = copying()
+    for _ in range(7):
+        assert RESERVE in made.copied(offload(), None)
+        assert made.hear(reserved(), POOL) == [offload()]
+    told = made.copied(offload(), None)
+    reason = "its cache cannot be copied to the KV pool"
+    assert to_router(AttemptFailed(R1, 1, FailureKind.INTERNAL, reason)) in told
+    assert made.free_blocks() == 12
 
 
 def test_the_pool_is_lost_while_it_is_offered() -> None:
