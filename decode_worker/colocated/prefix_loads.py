@@ -5,7 +5,8 @@ The life of such a request:
    it, behind what is being copied already, the worker asks the pool (FindPrefix). If another request already waits for
    the next block, both wait together, where that is faster too.
 2. PrefixFound: the worker compares the pool's run with the request's tokens. If loading it is still worth while and
-   blocks are free for it, it is copied; other requests compute meanwhile.
+   blocks are free for it, it is copied, part by part, as other copies take their turns; other requests compute
+   meanwhile.
 3. Once verified, the blocks enter this worker's cache, and the lease is given back (PrefixReleased).
 4. The request is admitted like a new one, and finds its prefix in the cache.
 If anything fails (a lost pool, no memory, wrong checksums), the request is admitted and computes its prefix.
@@ -32,6 +33,7 @@ _ASKING_S = 0.001  # until the pool has answered and a copy begins
 _FIRST_BYTES_PER_S = 2e9  # of a link that nothing is known of
 _LEARNED_WEIGHT = 1 / 8  # of the latest load in the mean
 _KNOWN_S = 600.0  # for which a load tells of those to come: a slow link is tried again, but not by every chat
+_PART_S = 0.02  # of a load, until another may have its turn: a chat waits for no document's whole prefix
 _FAILED_REST_S = 30.0  # after a load that reached nothing: each such try may take a transfer's whole patience
 
 LoadCommand = Send | LoadBlocks
@@ -74,10 +76,17 @@ class _Waiting:
     names: list[NamedBlock]  # of the full blocks that it could take
     num_here: int  # of those, that it began with here
     lease_id: LeaseId | None = None  # of the pool's blocks, while they are loaded
+    copy: BlockCopy | None = None  # of these
     block_ids: tuple[BlockId, ...] = ()  # to load them into
-    began_s: float = 0.0  # of loading
+    num_loaded: int = 0  # of these
+    began_s: float = 0.0  # when the part in hand was asked for
     is_aborted: bool = False
     followers: list[PrefillRequest] = field(default_factory=list)  # that wait for the same
+
+    @property
+    def num_left(self) -> int:
+        """Return the blocks that are still to be loaded."""
+        return len(self.block_ids) - self.num_loaded
 
 
 class PrefixLoads:
@@ -162,26 +171,31 @@ class PrefixLoads:
             # Those that wait for the same would find the same.
             return LoadOutcome(released, [*self._end(waiting), *waiting.followers], [], [])
         in_all = count + self._state_blocks  # those of states come last
-        waiting.lease_id, waiting.block_ids, waiting.began_s = message.lease_id, self._held.hold(in_all), now
-        part = BlockCopy(copy.generation, count * self._block_size, copy.runs[:in_all], copy.num_before)
-        return LoadOutcome([LoadBlocks(peer, (Load(message.request_id, part, waiting.block_ids),))], [], [], [])
+        waiting.lease_id, waiting.block_ids = message.lease_id, self._held.hold(in_all)
+        waiting.copy = BlockCopy(copy.generation, count * self._block_size, copy.runs[:in_all], copy.num_before)
+        return LoadOutcome([self._load_part(waiting, now)], [], [], [])
 
     def loaded(self, event: BlocksLoaded, now: float) -> LoadOutcome:
         """Keep what was verified."""
         (load,) = event.loads
         waiting = self._waiting[load.request_id]
-        is_whole = load.request_id not in event.refused
-        kept = self._keep(waiting) if is_whole else []
         link = self._links[waiting.pool]
+        is_whole = load.request_id not in event.refused
         if is_whole:
             # A simulated copier does not measure.
             seconds = event.duration_s or now - max(waiting.began_s, link.ended_s)
             link.learn(seconds / len(load.block_ids), now)
-        else:
-            self._held.free_held(waiting.block_ids)
-        if not event.is_reached:
+            waiting.num_loaded += len(load.block_ids)
+        elif not event.is_reached:
             link.rests_until_s = now + _FAILED_REST_S
         link.ended_s = now
+        if is_whole and waiting.num_left and not waiting.is_aborted:
+            return LoadOutcome([self._load_part(waiting, now)], [], [], [])
+        kept: list[CachedBlock] = []
+        if waiting.num_left:
+            self._held.free_held(waiting.block_ids)
+        else:
+            kept = self._keep(waiting)
         assert waiting.lease_id is not None, "loaded without a lease"
         is_damaged = not is_whole and event.is_reached
         released = Send(event.source, PrefixReleased(waiting.lease_id, is_damaged=is_damaged))
@@ -233,23 +247,44 @@ class PrefixLoads:
         if num_blocks < 1 or now < link.rests_until_s:
             return False
         computing_s = num_blocks * self._block_size / max(self._tokens_per_s(), 1.0)
+        loads = [one for one in self._waiting.values() if one.lease_id is not None and one.pool == pool]
         if behind is None:
-            num_loaded = num_blocks + self._state_blocks
+            own = num_blocks + self._state_blocks
         elif behind.lease_id is None:
-            num_loaded = len(behind.names) - behind.num_here + self._state_blocks
+            own = len(behind.names) - behind.num_here + self._state_blocks
         else:
-            num_loaded = 0  # they are being copied
-        block_s = link.block_s if now < link.known_until_s else link.first_s
-        return _ASKING_S + self._copying_s(pool, block_s, now) + num_loaded * block_s < computing_s
-
-    def _copying_s(self, pool: str, block_s: float, now: float) -> float:
-        """Return how long what is under way from a pool will take: copies go one after the other."""
-        loads = [one for one in self._waiting.values() if one.pool == pool and one.lease_id is not None]
-        num_blocks = sum(len(one.block_ids) for one in loads)
-        since_s = now - max(self._links[pool].ended_s, min(one.began_s for one in loads)) if loads else 0.0
+            own = behind.num_left
+            loads.remove(behind)
+        block_s = self._block_s(pool, now)
+        # Loads take turns, part by part: one that is longer has as many before this one is over, and the one in hand.
+        most = own + self._part_len(block_s)
+        beside = sum(min(one.num_left, most) for one in loads)
         if pool == self._own_pool:
-            num_blocks += self._held.num_copying()
-        return max(num_blocks * block_s - since_s, 0.0)
+            beside += self._held.num_copying()
+        return _ASKING_S + (own + beside) * block_s < computing_s
+
+    def _block_s(self, pool: str, now: float) -> float:
+        """Return the time that a block takes from a pool, as far as is known."""
+        link = self._links[pool]
+        return link.block_s if now < link.known_until_s else link.first_s
+
+    @staticmethod
+    def _part_len(block_s: float) -> int:
+        return max(int(_PART_S / max(block_s, 1e-9)), 1)
+
+    def _load_part(self, waiting: _Waiting, now: float) -> LoadBlocks:
+        """Load as much of what is left as others can wait for; blocks of states with the last ones before them."""
+        copy, first = waiting.copy, waiting.num_loaded
+        assert copy is not None, "loaded without a copy"
+        num_in_all = len(waiting.block_ids)
+        end = first + self._part_len(self._block_s(waiting.pool, now))
+        if end >= num_in_all - self._state_blocks:
+            end = num_in_all
+        num_tokens = (min(end, num_in_all - self._state_blocks) - first) * self._block_size
+        part = BlockCopy(copy.generation, num_tokens, copy.runs[first:end], copy.num_before + first)
+        waiting.began_s = now
+        load = Load(waiting.message.request.request_id, part, waiting.block_ids[first:end])
+        return LoadBlocks(waiting.pool, (load,))
 
     def _num_to_load(self, waiting: _Waiting, copy: BlockCopy, packed_tokens: tuple[bytes, ...]) -> int:
         """Return how many of the blocks found are the request's, and have room here."""

@@ -58,8 +58,8 @@ def rooted(name: str, root: str) -> Request:
 
 
 class Worker(ColocatedHarness):
-    def __init__(self) -> None:
-        super().__init__(has_prefix_cache=True, prefix_pool=POOL)
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(has_prefix_cache=True, prefix_pool=POOL, **changes)
         self.do(PeerConnected(Role.KV_POOL, POOL))
         assert self.hear_pool(ARENA) == [MapArena(POOL, ARENA)]
 
@@ -85,8 +85,8 @@ class Worker(ColocatedHarness):
 
     def begin_load(self, of: Request) -> LoadBlocks:
         """The pool has all blocks of a prompt."""
-        copy = BlockCopy(3, 3 * BLOCK_SIZE, tuple(BlockRun(number, 1, 50) for number in (4, 9, 5)))
         tokens = tuple(name.packed_tokens for name in names(of))
+        copy = BlockCopy(3, len(tokens) * BLOCK_SIZE, tuple(BlockRun(number, 1, 50) for number in range(len(tokens))))
         (loading,) = self.hear_pool(PrefixFound(of.request_id, LEASE, copy, tokens))
         assert isinstance(loading, LoadBlocks)
         return loading
@@ -184,6 +184,33 @@ def test_nor_for_one_of_the_same_blocks_that_brings_far_more(worker: Worker) -> 
     worker.ask(document)
     worker.begin(shared("r2"))  # 12 ms to compute, 30 to load with the rest of the document
     assert worker.held_back == ["r9"]
+
+
+def test_a_long_load_lets_others_have_their_turn() -> None:
+    worker = Worker(num_blocks=60)
+    worker.load(rooted("r8", "learned"), 0.006)
+    document = request("r9", prompt_len=61, prefix_root=ROOT)
+    worker.ask(document)
+    first = worker.begin_load(document)  # ten of fifteen blocks take 20 ms
+    assert first.loads[0].copy.context_len == 40
+    commands = worker.end_load(first, 0.02)
+    rest = next(one for one in commands if isinstance(one, LoadBlocks))
+    assert rest.loads[0].copy == BlockCopy(3, 20, tuple(BlockRun(number, 1, 50) for number in range(10, 15)), 10)
+    assert worker.held_back == ["r9"]
+    assert Send(POOL, PrefixReleased(LEASE)) in worker.end_load(rest, 0.01)
+    assert runs(worker.follow(Step(r8=1, r9=1)))[0].additions[-1].num_cached == 60
+
+
+def test_a_long_load_that_is_aborted_ends_with_its_part() -> None:
+    worker = Worker(num_blocks=60)
+    worker.load(rooted("r8", "learned"), 0.006)
+    document = request("r9", prompt_len=61, prefix_root=ROOT)
+    worker.ask(document)
+    first = worker.begin_load(document)
+    free = worker.loads[-1].num_free_blocks
+    worker.logic._abort(document.request_id, 1)
+    assert Send(POOL, PrefixReleased(LEASE)) in worker.end_load(first, 0.02)
+    assert worker.loads[-1].num_free_blocks == free + 15
 
 
 def test_a_slow_link_is_known_from_its_first_load_on_and_when_it_is_renewed(worker: Worker) -> None:
