@@ -15,6 +15,7 @@ from alignedserve.core.errors import ContextTooLong, InvalidRequest, Unsupported
 from alignedserve.gguf.file import GgufFile, is_gguf
 from alignedserve.text.chat_prompt import ChatPrompt
 from alignedserve.text.chat_template import ChatTemplate
+from alignedserve.text.control_marks import MARK_END, MARK_START, control_mark, without_marks
 from alignedserve.text.gguf_tokenizer import gguf_tokenizer
 from alignedserve.text.sliced_search import SlicedPattern
 from alignedserve.text.text_stream import ByteStream, TextStream, WindowStream
@@ -27,15 +28,8 @@ from alignedserve.text.tokenizer_files import (
     templates_of,
 )
 
-# Private-use characters put around control tokens that a message spells out, so that they are encoded as plain text.
-_MARK_START, _MARK_END = "\U000f0000", "\U000f0001"
 _SHORT_LEN = 512
 _LONG_LEN = 65_536
-
-
-def control_mark(content: str) -> str:
-    """Return a control token's name as no text can spell it."""
-    return f"{_MARK_START}{content}{_MARK_END}"
 
 
 class EncodedPair(NamedTuple):
@@ -73,7 +67,7 @@ class Tokenizer:
         contents = [self._tokenizer.id_to_token(token_id) or "" for token_id in self._special_ids]
         pattern = "|".join(re.escape(content) for content in sorted(filter(None, contents), key=len, reverse=True))
         self._control = SlicedPattern(pattern or "(?!)", max(map(len, contents), default=0))
-        marked = f"{_MARK_START}({self._control.pattern}){_MARK_END}|[{_MARK_START}{_MARK_END}]"
+        marked = f"{MARK_START}({self._control.pattern}){MARK_END}|[{MARK_START}{MARK_END}]"
         self._marked_control = SlicedPattern(marked, self._control.max_len + 2)
         self._longest_token_len = longest_token_len(described)
 
@@ -236,7 +230,7 @@ class Tokenizer:
         return [self.marked(item) for item in value] if isinstance(value, list | tuple) else value
 
     def _encode_marked(self, rendered: str, max_tokens: int | None) -> list[int]:
-        if _MARK_START not in rendered and _MARK_END not in rendered:
+        if MARK_START not in rendered and MARK_END not in rendered:
             return self.encode(rendered, add_special_tokens=False, max_tokens=max_tokens, param="messages")
         pieces = self._marked_control.split(rendered)
         token_ids: list[int] = []
@@ -266,11 +260,6 @@ def check_length(least_tokens: int, max_tokens: int | None, *, param: str) -> No
             param=param,
             num_tokens=least_tokens,
         )
-
-
-def without_marks(text: str) -> str:
-    """Return the text without the characters of `control_mark`."""
-    return text.replace(_MARK_START, "").replace(_MARK_END, "")
 
 
 def _encoded(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> Any:
@@ -307,7 +296,7 @@ def _with_pictures(rendered: str, prompt: ChatPrompt) -> str:
     """
     if not prompt.picture_texts:
         return rendered
-    pieces = re.split(f"(?<!{_MARK_START}){re.escape(prompt.picture_mark)}", rendered)
+    pieces = re.split(f"(?<!{MARK_START}){re.escape(prompt.picture_mark)}", rendered)
     if len(pieces) != len(prompt.picture_texts) + 1:
         raise InvalidRequest("The model's chat template does not show all pictures.", param="messages")
     shown = [text for pair in zip(pieces, (*prompt.picture_texts, ""), strict=True) for text in pair]

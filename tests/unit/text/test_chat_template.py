@@ -10,7 +10,8 @@ import pytest
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.text.chat_prompt import ChatPrompt
 from alignedserve.text.chat_template import CallForm, ChatTemplate
-from alignedserve.text.tokenizer import Tokenizer, control_mark
+from alignedserve.text.control_marks import control_mark
+from alignedserve.text.tokenizer import Tokenizer
 from tests.gateway.support import EOS, tokenizer, write_tokenizer
 from tests.gateway.tool_support import HERMES, TEXT_ARGUMENTS
 

@@ -1,0 +1,15 @@
+"""Private-use characters that say of a text what no client and no model can spell out."""
+
+# Put around control tokens that a message spells out, so that they are encoded as plain text, and around those that an
+# answer's text shows, so that its parser can tell them from text.
+MARK_START, MARK_END = "\U000f0000", "\U000f0001"
+
+
+def control_mark(content: str) -> str:
+    """Return a control token's name as no text can spell it."""
+    return f"{MARK_START}{content}{MARK_END}"
+
+
+def without_marks(text: str) -> str:
+    """Return the text without the characters of `control_mark`."""
+    return text.replace(MARK_START, "").replace(MARK_END, "")
