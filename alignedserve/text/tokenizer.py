@@ -13,9 +13,9 @@ import tokenizers
 
 from alignedserve.core.errors import ContextTooLong, InvalidRequest, UnsupportedModel
 from alignedserve.gguf.file import GgufFile, is_gguf
-from alignedserve.text.chat_prompt import ChatPrompt
+from alignedserve.text.chat_prompt import ChatPrompt, Message
 from alignedserve.text.chat_template import ChatTemplate
-from alignedserve.text.control_marks import MARK_END, MARK_START, control_mark, without_marks
+from alignedserve.text.control_marks import MARK_END, MARK_START, OPEN_BLANK, OPEN_MARK, control_mark, without_marks
 from alignedserve.text.gguf_tokenizer import gguf_tokenizer
 from alignedserve.text.sliced_search import SlicedPattern
 from alignedserve.text.text_stream import ByteStream, TextStream, WindowStream
@@ -155,10 +155,8 @@ class Tokenizer:
             tools=self.marked(prompt.tools),
             variables=self.marked(prompt.variables),
         )
-        rendered = self.render_chat(marked, now=now)
-        if prompt.continue_final_message:
-            rendered = _open_at(rendered, _last_text(marked.messages[-1]["content"]))
-        rendered = _with_pictures(rendered, prompt)
+        render = self._render_open if prompt.continue_final_message else self.render_chat
+        rendered = _with_pictures(render(marked, now=now), prompt)
         check_length(self.least_tokens(without_marks(rendered)), max_tokens, param="messages")
         return self._encode_marked(rendered, max_tokens)
 
@@ -167,6 +165,21 @@ class Tokenizer:
         if self.chat_template is None:
             raise InvalidRequest("This model has no chat template; use completions.", param="messages")
         return self.chat_template.render(prompt, now=now)
+
+    def _render_open(self, prompt: ChatPrompt, *, now: datetime) -> str:
+        """Render the conversation up to the end of its last message's text. Raises InvalidRequest."""
+        *before, last = prompt.messages
+        rendered = self.render_chat(replace(prompt, messages=[*before, _left_open(last)]), now=now)
+        shown, mark, after = rendered.rpartition(OPEN_MARK)
+        text = _last_text(last["content"])
+        if not after.startswith(OPEN_BLANK):
+            shown, text = shown.rstrip(), text.rstrip()  # as the template did
+        if mark and any(end and shown.endswith(end) for end in (text, text.lstrip())):
+            return shown
+        raise InvalidRequest(
+            "continue_final_message needs a last message with content that the chat template shows as it is.",
+            param="continue_final_message",
+        )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a whole sequence."""
@@ -272,21 +285,17 @@ def _encoded(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> 
     return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
 
-def _open_at(rendered: str, content: str) -> str:
-    """Return the rendered conversation up to the end of its last message's content. Raises InvalidRequest."""
-    for text in filter(None, (content, content.strip())):
-        place = rendered.rfind(text)
-        if place >= 0:
-            return rendered[: place + len(text)]
-    raise InvalidRequest(
-        "continue_final_message needs a last message with content that the chat template shows as it is.",
-        param="continue_final_message",
-    )
-
-
 def _last_text(content: str | Sequence[Mapping[str, Any]]) -> str:
     """Return the text at the end of a content, whose parts may be pictures too."""
     return content if isinstance(content, str) else str(content[-1].get("text", ""))
+
+
+def _left_open(message: Message) -> Message:
+    """Return the message with a mark behind its text."""
+    content, mark = message["content"], OPEN_MARK + OPEN_BLANK
+    if isinstance(content, str):
+        return {**message, "content": content + mark}
+    return {**message, "content": [*content[:-1], {**content[-1], "text": _last_text(content) + mark}]}
 
 
 def _with_pictures(rendered: str, prompt: ChatPrompt) -> str:

@@ -12,8 +12,9 @@ from alignedserve.text.chat_prompt import ChatPrompt
 from alignedserve.text.chat_template import CallForm, ChatTemplate
 from alignedserve.text.control_marks import control_mark
 from alignedserve.text.tokenizer import Tokenizer
-from tests.gateway.support import EOS, tokenizer, write_tokenizer
+from tests.gateway.support import EOS, TEMPLATE, tokenizer, tokenizer_folder, write_tokenizer
 from tests.gateway.tool_support import HERMES, TEXT_ARGUMENTS
+from tests.support.marks import each
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
@@ -79,3 +80,36 @@ def test_shown_control_tokens_are_marked_and_others_have_no_text() -> None:
 def test_a_text_is_split_at_its_control_tokens() -> None:
     assert tokenizer().split_control("a<|end|>b") == [("a", None), ("<|end|>", EOS), ("b", None)]
     assert tokenizer().marked("a<|end|>") == f"a{control_mark('<|end|>')}"
+
+
+TRIMMED = "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content | trim }} <|end|>{% endfor %}"
+IN_PARTS = "{% for one in messages %}{% for part in one.content %}{{ part.text }}{% endfor %}<|end|>{% endfor %}"
+UNSHOWN = [(TRIMMED, " "), ("{{ messages[0].content }}", "4"), ("{{ messages[1].content[:1] }}", "42")]
+
+
+@each(
+    ("template", "text", "expected"),
+    [
+        (TEMPLATE, "<", "<|bos|><|user|>say Answer: 4<|end|>\n<|assistant|><"),
+        (TEMPLATE, "end", "<|bos|><|user|>say Answer: 4<|end|>\n<|assistant|>end"),
+        (TEMPLATE, "Answer: ", "<|bos|><|user|>say Answer: 4<|end|>\n<|assistant|>Answer: "),
+        (TEMPLATE, "\U000f0002 4", "<|bos|><|user|>say Answer: 4<|end|>\n<|assistant|> 4"),
+        (TRIMMED, "Answer: ", "<|user|>\nsay Answer: 4 <|end|><|assistant|>\nAnswer:"),
+        (TRIMMED, "\n4", "<|user|>\nsay Answer: 4 <|end|><|assistant|>\n4"),
+        (IN_PARTS, "Answer: ", "say Answer: 4<|end|>Answer: "),
+    ],
+)
+def test_a_message_that_is_left_open_ends_with_its_own_text(template: str, text: str, expected: str) -> None:
+    loaded = Tokenizer.load(tokenizer_folder(), chat_template=template)
+    messages = [{"role": "user", "content": "say Answer: 4"}, {"role": "assistant", "content": text}]
+    prompt = loaded.encode_chat(ChatPrompt(messages, continue_final_message=True), now=NOW)
+    assert loaded.decode(prompt, skip_special_tokens=False) == expected
+
+
+@each(("template", "text"), UNSHOWN)
+def test_a_message_that_the_template_does_not_show_cannot_be_left_open(template: str, text: str) -> None:
+    loaded = Tokenizer.load(tokenizer_folder(), chat_template=template)
+    messages = [{"role": "user", "content": "say 4"}, {"role": "assistant", "content": text}]
+    with pytest.raises(InvalidRequest) as caught:
+        loaded.encode_chat(ChatPrompt(messages, continue_final_message=True), now=NOW)
+    assert caught.value.param == "continue_final_message"
