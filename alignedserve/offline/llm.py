@@ -237,8 +237,9 @@ class LLM:
         grammar = serialize_alone(part_of(structured_outputs)) if structured_outputs is not None else ""
         asked = zip(prompts, adapters, strict=True)
         outputs = self._generate([self._request(prompt, sampling, grammar, adapter) for prompt, adapter in asked])
-        for output in outputs:
-            output.text = self._tokenizer.decode(output.token_ids)
+        for output, prompt in zip(outputs, prompts, strict=True):
+            stream = self._tokenizer.stream(before=prompt)
+            output.text = stream.push(output.token_ids) + stream.end()
         return outputs
 
     def _generate(self, requests: Sequence[Request]) -> list[RequestOutput]:

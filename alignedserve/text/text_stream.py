@@ -12,6 +12,7 @@ from typing import Any, Protocol
 _REPLACEMENT = "\ufffd"
 # A character has at most four bytes; more tokens than this without a whole one are not UTF-8 at all.
 _MAX_HELD_TOKENS = 16
+_NUM_NEIGHBOURS = 16
 
 
 class TextStream(Protocol):
@@ -80,12 +81,18 @@ class WindowStream:
     Decodes the tokens since the last but one emission: decoders look at neighbours, but not far.
     """
 
-    def __init__(self, tokenizer: Any, special_ids: frozenset[int], marks: Mapping[int, str]) -> None:
+    def __init__(
+        self, tokenizer: Any, special_ids: frozenset[int], marks: Mapping[int, str], before: Sequence[int] = ()
+    ) -> None:
+        """Make a stream. `before`: what the text goes on from, without which its first space would be none."""
         self._tokenizer = tokenizer
         self._special_ids = special_ids
         self._marks = marks
-        self._window: list[int] = []  # tokens already shown, then tokens held
-        self._num_shown = 0
+        shown = [token_id for token_id in before[-_NUM_NEIGHBOURS:] if token_id not in special_ids]
+        if self._tokenizer.decode(shown).endswith(_REPLACEMENT):
+            shown = []  # half of a character; the other half would change its text, which was shown
+        self._window = shown  # tokens already shown, then tokens held
+        self._num_shown = len(shown)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete."""

@@ -187,14 +187,19 @@ class Tokenizer:
         (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
-    def stream(self, shown: Iterable[int] = (), *, skip_special_tokens: bool = True) -> TextStream:
-        """Return a new incremental decoder. Special tokens among `shown` come as `control_mark` of their name."""
+    def stream(
+        self, shown: Iterable[int] = (), *, before: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> TextStream:
+        """Return a new incremental decoder. Special tokens among `shown` come as `control_mark` of their name.
+
+        `before`: tokens whose text goes on; none: a text begins, of which some vocabularies leave out the first space.
+        """
         name = self._tokenizer.id_to_token
         marks = {} if skip_special_tokens else {token_id: name(token_id) for token_id in self._special_ids}
         marks |= {token_id: control_mark(name(token_id)) for token_id in shown}
         if isinstance(self._pieces, ByteLevelPieces):
             return ByteStream(self.token_bytes, self._special_ids, marks, self._whole_texts)
-        return WindowStream(self._tokenizer, self._special_ids, marks)
+        return WindowStream(self._tokenizer, self._special_ids, marks, before)
 
     def split_control(self, text: str) -> list[tuple[str, int | None]]:
         """Return the text in pieces, each plain text or the name of a special token and its id."""

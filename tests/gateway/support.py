@@ -61,6 +61,19 @@ def write_tokenizer(folder: Path, template: str | None = TEMPLATE, control_token
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+def write_sentencepiece(folder: Path) -> None:
+    """Write a tokenizer whose words begin with their space, left out where a text begins. Its end token is 2."""
+    words = ["\u2581the", "\u2581quick", "\u2581dog", "the", "\u2581"]
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((word, -1.0) for word in words)]
+    tokenizer = Tokenizer(models.Unigram(pieces, 0, byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.content }}</s>{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": template}))
+
+
 @cache
 def tokenizer() -> ours.Tokenizer:
     return ours.Tokenizer.load(tokenizer_folder())

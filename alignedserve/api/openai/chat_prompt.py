@@ -82,7 +82,7 @@ def chat_output_format(chat: ChatCompletionRequest, prompt: Sequence[int], model
         tools = None
     texts = {tool.function.name: text_parameters(tool.function.parameters or {}) for tool in chat.tools}
     if reasoning is None:
-        return OutputFormat(tools=tools, texts_of_tools=texts)
+        return OutputFormat(tools=tools, texts_of_tools=texts, is_continued=chat.continue_final_message)
     prompt_end = model.tokenizer.decode(prompt[-_NUM_END_TOKENS:], skip_special_tokens=False)
     start = thought_start(prompt_end, reasoning)
     return OutputFormat(reasoning, start, tools, texts, is_continued=chat.continue_final_message)

@@ -98,7 +98,8 @@ class ChoiceDecoder:
         self._parser = parser = output_format.parser(tokenizer)
         self._shows_stop = options.shows_stop
         shown = tokenizer.control_token_ids(output_format.texts())
-        self._stream = tokenizer.stream(shown, skip_special_tokens=not options.shows_special_tokens)
+        before = request.prompt_token_ids if output_format.is_continued else ()
+        self._stream = tokenizer.stream(shown, before=before, skip_special_tokens=not options.shows_special_tokens)
         self._stops = StopStringFinder(stops, is_shown=options.shows_stop)
         self._min_tokens = sampling.min_tokens
         # A token that ends the answer is not part of its text.

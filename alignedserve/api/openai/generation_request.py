@@ -140,7 +140,7 @@ class GenerationRequest:
     includes_usage: bool = False  # streams only
     has_continuous_usage: bool = False  # every chunk shows the usage so far
     echoes: bool = False  # completions only
-    output_format: OutputFormat = field(default_factory=OutputFormat)  # chat completions only
+    output_format: OutputFormat = field(default_factory=OutputFormat)
     text_options: TextOptions = field(default_factory=TextOptions)
     has_token_ids: bool = False
     calls_functions: bool = False  # calls are answered as `function_call`, which tool_calls replaced

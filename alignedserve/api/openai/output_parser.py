@@ -29,7 +29,7 @@ class OutputFormat:
     thought_start: ThoughtStart = ThoughtStart.UNDECIDED
     tools: ToolFormat | None = None  # None: no calls
     texts_of_tools: Mapping[str, TextParameters] = field(default_factory=dict)  # see ToolCallParser
-    is_continued: bool = False  # the prompt ends inside of the answer
+    is_continued: bool = False  # the answer's text goes on with the prompt's
 
     @property
     def is_harmony(self) -> bool:

@@ -117,6 +117,7 @@ async def build_completion_request(
         default_max_tokens=_DEFAULT_COMPLETION_TOKENS,
         num_prompt_logprobs=completion.logprobs if completion.echo else None,
         echoes=completion.echo,
+        output_format=OutputFormat(is_continued=True),
     )
     return _build(completion, prompts, arrival, services, answer)
 

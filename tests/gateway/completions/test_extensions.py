@@ -1,9 +1,20 @@
 """Fields by the names of other open servers: what the text shows, token ids, the ends of prompts."""
 
+from pathlib import Path
 from typing import Any
 
 from alignedserve.api.backend.scripted import Script
-from tests.gateway.support import EOS, chunks_of, error_of, gateway, saying, tokenizer, tokens_of
+from alignedserve.api.models.model_card import ModelCard
+from tests.gateway.support import (
+    EOS,
+    chunks_of,
+    error_of,
+    gateway,
+    saying,
+    tokenizer,
+    tokens_of,
+    write_sentencepiece,
+)
 from tests.support.marks import each
 
 USER = {"role": "user", "content": "hello"}
@@ -87,6 +98,23 @@ async def test_a_last_message_may_be_continued() -> None:
     assert ended.endswith("<|assistant|>the <|end|> quick<|end|>\n")
     assert error_of(both, 400)["param"] == "add_generation_prompt"
     assert error_of(empty, 400)["param"] == "continue_final_message"
+
+
+async def test_words_of_sentencepiece_keep_their_space_where_a_text_goes_on(tmp_path: Path) -> None:
+    write_sentencepiece(tmp_path)
+    model = ModelCard("tiny", tmp_path, 256, (2,), created=1)
+    loaded = model.load_tokenizer()
+    script = Script((*loaded.encode("the quick dog", add_special_tokens=False)[1:], 2))
+    messages = [USER, {"role": "assistant", "content": "the"}]
+    async with gateway(lambda _: script, model=model) as served:
+        plain = (await served.complete(prompt="the")).json()["choices"][0]
+        scored = (await served.complete(prompt="the", logprobs=0)).json()["choices"][0]
+        echoed = (await served.complete(prompt="the", echo=True)).json()["choices"][0]
+        continued = (await served.chat(messages=messages, continue_final_message=True)).json()["choices"][0]
+        fresh = (await served.chat(messages=messages[:1])).json()["choices"][0]
+    assert (plain["text"], scored["text"], echoed["text"]) == (" quick dog", " quick dog", "the quick dog")
+    assert scored["logprobs"]["text_offset"] == [0, 6]
+    assert (continued["message"]["content"], fresh["message"]["content"]) == (" quick dog", "quick dog")
 
 
 async def test_the_name_of_a_participant_is_the_templates_to_show() -> None:

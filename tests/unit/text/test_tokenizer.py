@@ -197,6 +197,17 @@ def test_byte_fallback_decodes_in_pieces() -> None:
     assert streamed(of, [hello, *euro[:2], world]) == of.decode([hello, *euro[:2], world])
 
 
+def test_a_text_that_goes_on_keeps_its_first_space() -> None:
+    of = byte_fallback_tokenizer()
+    hello, world, letter, half = 258, 259, 261, [0xE2 + 1, 0x82 + 1]
+    assert of.stream().push([world, world]) == "world world"
+    assert of.stream(before=[hello]).push([world, world]) == " world world"
+    assert of.stream(before=[hello] * 40).push([world]) == " world"
+    assert of.stream(before=[hello, 257]).push([world]) == " world"
+    going_on = of.stream(before=[hello, *half])
+    assert going_on.push([0xAC + 1, letter, letter]) + going_on.end() == "\ufffdaa"
+
+
 def test_what_is_no_text_at_all_is_not_held_for_ever() -> None:
     of = byte_fallback_tokenizer()
     stream = of.stream()

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,8 @@ from alignedserve.core.request import FinishReason
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.text.tokenizer import Tokenizer
+from tests.gateway.support import write_sentencepiece
+from tests.support.models.tiny_models import make_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +154,16 @@ def test_answers_match_what_they_are_held_to(llm: LLM) -> None:
     for output in llm.generate(["a", "b", "c"], sampling, structured_outputs=StructuredOutputs(json=schema)):
         assert output.finish_reason is FinishReason.STOP
         assert isinstance(json.loads(output.text)["n"], int)
+
+
+@pytest.mark.slow
+def test_the_first_word_of_sentencepiece_keeps_its_space(tmp_path: Path) -> None:
+    write_sentencepiece(tmp_path)
+    make_tiny_model(tmp_path, "llama", vocab_size=8)
+    words = LLM(str(tmp_path), memory_bytes=2**20)
+    (output,) = words.generate(["the"], structured_outputs=StructuredOutputs(choice=[" quick dog"]))
+    words.close()
+    assert output.text == " quick dog"
 
 
 @pytest.mark.parametrize("given", [{"json": {"not": {}}}, {"regex": "("}])
