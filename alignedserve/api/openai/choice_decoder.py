@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from alignedserve.api.backend.interface import GeneratedTokens
-from alignedserve.api.openai.output_parser import OutputFormat, TextOptions
+from alignedserve.api.openai.output_parser import OutputFormat, TextOptions, unmarked
 from alignedserve.api.text_markers import StopStringFinder
 from alignedserve.api.tools.deltas import OutputRun, ToolCallDelta
 from alignedserve.core.request import FinishReason, Request, TokenLogprob
@@ -96,7 +96,7 @@ class ChoiceDecoder:
         self.num_reasoning_tokens = 0
         self.is_stopped = False  # a stop string was found: the worker may stop
         self._parser = parser = output_format.parser(tokenizer)
-        self._shows_stop = options.shows_stop
+        self._shows_stop, self._shows_special_tokens = options.shows_stop, options.shows_special_tokens
         shown = tokenizer.control_token_ids(output_format.texts())
         before = request.prompt_token_ids if output_format.is_continued else ()
         self._stream = tokenizer.stream(shown, before=before, skip_special_tokens=not options.shows_special_tokens)
@@ -175,7 +175,8 @@ class ChoiceDecoder:
 
     def _visible(self, runs: Sequence[OutputRun]) -> list[OutputRun]:
         """Return the runs with the content that may be shown now."""
-        return [run._replace(content=self._filter_stops(run)) for run in runs]
+        shown = [piece for run in runs for piece in unmarked(run, shows_names=self._shows_special_tokens)]
+        return [run._replace(content=self._filter_stops(run)) for run in shown]
 
     def _filter_stops(self, run: OutputRun) -> str:
         self._logprobs.add_text(run.length, len(run.content))

@@ -1,7 +1,7 @@
 """Divides the text of an answer into its thought, its content and its tool calls."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -11,6 +11,7 @@ from alignedserve.api.tools.call_parser import ToolCallParser
 from alignedserve.api.tools.deltas import OutputRun
 from alignedserve.api.tools.formats import ToolFormat
 from alignedserve.api.tools.parameters import TextParameters
+from alignedserve.text.control_marks import MARK_START, control_mark, split_marked
 from alignedserve.text.tokenizer import Tokenizer
 
 
@@ -113,6 +114,35 @@ class MarkParser:
             return [OutputRun(len(run.text), run.text)]
         calls = self._tools.push(run.text)
         return [OutputRun(call.length, call.content, "", call.tool_calls) for call in calls]
+
+
+def unmarked(run: OutputRun, *, shows_names: bool) -> list[OutputRun]:
+    """Return a parser's run in pieces of which none shows a `control_mark`.
+
+    `shows_names`: control tokens where no parser looks for them have their plain names; they are hidden otherwise.
+    """
+    texts = (run.content, run.reasoning, *[call.arguments for call in run.tool_calls])
+    if not any(MARK_START in text for text in texts):
+        return [run]
+    if run.tool_calls:
+        calls = [call._replace(arguments=_plain(call.arguments, shows_names=shows_names)) for call in run.tool_calls]
+        return [run._replace(tool_calls=tuple(calls))]
+    if run.reasoning:
+        return [OutputRun(length, reasoning=shown) for length, shown in _pieces(run.reasoning, shows_names=shows_names)]
+    return [OutputRun(length, shown) for length, shown in _pieces(run.content, shows_names=shows_names)]
+
+
+def _plain(text: str, *, shows_names: bool) -> str:
+    return "".join([shown for _, shown in _pieces(text, shows_names=shows_names)])
+
+
+def _pieces(text: str, *, shows_names: bool) -> Iterator[tuple[int, str]]:
+    """Yield the length of each piece of a text, plain or marked, and what is shown of it."""
+    for place, piece in enumerate(split_marked(text)):
+        if place % 2 == 0:
+            yield len(piece), piece
+        else:
+            yield len(control_mark(piece)), piece if shows_names else ""
 
 
 def _new_id() -> str:

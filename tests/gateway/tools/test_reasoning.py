@@ -1,5 +1,6 @@
 """Thoughts on chat completions: apart from the answer, turned off, bounded, and outside of its constraints."""
 
+import re
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tests.gateway.support import chunks_of, gateway
 from tests.gateway.tool_support import (
     CALL,
+    HERMES,
     LEVELS,
     OPENED,
     THINKING,
@@ -37,6 +39,54 @@ async def test_a_marker_that_never_ends_is_the_answer() -> None:
     model = model_with(THINKING)
     async with gateway(saying(model, "<thi"), model=model) as served:
         assert (await served.chat()).json()["choices"][0]["message"]["content"] == "<thi"
+
+
+@each(
+    ("text", "content", "thought"),
+    [
+        ("still so</think>hello", "still so</think>hello", None),
+        ("so<think>it</think> is", "so<think>it</think> is", None),
+        ("<think>so<think>it</think>is</think> so", "is</think> so", "so<think>it"),
+        ("<tool_call>a</tool_call>b", "<tool_call>a</tool_call>b", None),
+    ],
+)
+@each("fields", [{}, {"logprobs": True}, {"skip_special_tokens": False}, {"stop": "nowhere"}])
+async def test_marks_out_of_place_are_hidden_or_shown_by_their_names(
+    text: str, content: str, thought: str | None, fields: dict[str, Any]
+) -> None:
+    marks = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    model = model_with(THINKING, *marks)
+    async with gateway(saying(model, text), model=model) as served:
+        message = (await served.chat(**fields)).json()["choices"][0]["message"]
+    if fields.get("skip_special_tokens", True):
+        content, thought = _without(content, marks), thought and _without(thought, marks)
+    assert (message["content"], message.get("reasoning_content")) == (content, thought)
+
+
+def _without(text: str, marks: tuple[str, ...]) -> str:
+    return "".join(re.split("|".join(map(re.escape, marks)), text))
+
+
+async def test_the_log_probabilities_beside_a_hidden_mark_keep_their_places() -> None:
+    model = model_with(HERMES, "<tool_call>", "</tool_call>")
+    async with gateway(saying(model, "the</tool_call> dog"), model=model) as served:
+        fields: dict[str, Any] = {"tools": [function()], "logprobs": True}
+        whole = (await served.chat(**fields)).json()["choices"][0]
+        named = (await served.chat(**fields, skip_special_tokens=False)).json()["choices"][0]
+    assert whole["message"]["content"] == "the dog"
+    assert [entry["token"] for entry in whole["logprobs"]["content"]] == ["the", " dog"]
+    assert named["message"]["content"] == "the</tool_call> dog"
+    assert [entry["token"] for entry in named["logprobs"]["content"]] == ["the", "</tool_call>", " dog"]
+
+
+async def test_a_control_token_in_arguments_is_hidden_or_shown_by_its_name() -> None:
+    model = model_with(HERMES, "<tool_call>", "</tool_call>")
+    call = CALL.replace("Oslo", "<tool_call>Oslo")
+    async with gateway(saying(model, call), model=model) as served:
+        hidden = (await served.chat(tools=[function()])).json()["choices"][0]["message"]
+        named = (await served.chat(tools=[function()], skip_special_tokens=False)).json()["choices"][0]["message"]
+    assert hidden["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
+    assert named["tool_calls"][0]["function"]["arguments"] == '{"city": "<tool_call>Oslo"}'
 
 
 async def test_a_prompt_that_opens_the_thought_itself() -> None:
