@@ -68,14 +68,14 @@ def effort_variables(effort: str, known: Collection[str]) -> dict[str, str | boo
     return found or ({} if effort == "none" else None)
 
 
-def thought_symbol(start: ThoughtStart, *, is_bounded: bool) -> str:
-    """Return what the answer begins with; empty: with no thought."""
+def thought_symbols(start: ThoughtStart, gap: str, *, is_bounded: bool) -> str:
+    """Return what the answer begins with, the gap behind a thought included; empty: with no thought."""
     if start is ThoughtStart.CLOSED:
         return ""
     if start is ThoughtStart.OPEN:
-        return "thought"
+        return f"thought {gap}"
     # A bound would be worth nothing if the same text could count as no thought.
-    return "open thought" if is_bounded else "(open thought)?"
+    return f"open thought {gap}" if is_bounded else f"(open thought {gap})?"
 
 
 def thought_rules(form: ReasoningFormat, literal: Callable[[str], str], budget: int | None) -> str:

@@ -12,7 +12,7 @@ from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.schemas.constraints import Constraint, ConstraintFields, constraint_of
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest
 from alignedserve.api.openai.schemas.tools import Tool
-from alignedserve.api.reasoning import thought_rules, thought_symbol
+from alignedserve.api.reasoning import thought_rules, thought_symbols
 from alignedserve.api.tools.call_grammar import CallableTool, Literal, call_rules, lead_rules
 from alignedserve.api.tools.formats import ParameterCall, ToolFormat
 from alignedserve.api.tools.parameters import check_parameters, text_parameters
@@ -58,16 +58,16 @@ async def chat_grammar(chat: ChatCompletionRequest, form: OutputFormat, model: C
 
 def _skeleton(chat: ChatCompletionRequest, form: OutputFormat, part: GrammarPart | None, as_literal: Literal) -> str:
     budget = chat.thinking_token_budget
+    answer, is_text = _answer(chat, form.tools, part, as_literal)
     rules = [_TEXT, _GAP]
     thought = ""
     if form.reasoning is not None:
-        thought = thought_symbol(form.thought_start, is_bounded=budget is not None)
+        gap = "" if is_text else "GAP?"
+        thought = thought_symbols(form.thought_start, gap, is_bounded=budget is not None)
         rules.append(thought_rules(form.reasoning, as_literal, budget))
     if form.tools is not None:
         rules.append(_tool_rules(chat, form.tools, as_literal))
-    answer, is_text = _answer(chat, form.tools, part, as_literal)
-    gap = "GAP?" if thought and not is_text else ""
-    return "\n".join([f"start: {thought} {gap} answer", f"answer: {answer}", *rules])
+    return "\n".join([f"start: {thought} answer", f"answer: {answer}", *rules])
 
 
 def _harmony_rules(

@@ -124,14 +124,24 @@ SCHEMA = {
 @pytest.mark.parametrize(
     ("template", "fields", "allowed", "forbidden"),
     [
-        (THINKING, {"response_format": SCHEMA}, ['<think>so {</think>\n\n{"a": 1}', '{"a": 1}'], ["<think>a</think>b"]),
-        (OPENED, {"response_format": SCHEMA}, ['so {</think>{"a": 1}'], ['{"a": 1}', "so</think>\n\n1"]),
+        (
+            THINKING,
+            {"response_format": SCHEMA},
+            ['<think>so {</think>\n\n{"a": 1}', '{"a": 1}'],
+            ["<think>a</think>b", '\n{"a": 1}', '\n\n{"a": 1}'],
+        ),
+        (
+            OPENED,
+            {"response_format": SCHEMA},
+            ['so {</think>{"a": 1}', 'so</think>\n\n{"a": 1}'],
+            ['{"a": 1}', "so</think>\n\n1"],
+        ),
         (THINKING, {"tools": [function()]}, ["<think>a</think>\n\nhi", f"<think>a</think>\n\n{CALL}", CALL], []),
         (
             THINKING,
             {"tools": [function()], "tool_choice": "required"},
             [f"<think>a</think>\n\n{CALL}", CALL],
-            ["<think>a</think>\n\nhi", "hi"],
+            ["<think>a</think>\n\nhi", "hi", f"\n{CALL}"],
         ),
         (OPENED, {"thinking_token_budget": 12}, ["a</think>hi", "</think>hi"], ["0123456789abcdefg</think>hi"]),
         (OPENED, {"thinking_token_budget": 0}, ["</think>hi"], ["a</think>hi"]),
