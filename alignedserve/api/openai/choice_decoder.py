@@ -39,15 +39,25 @@ class HeldLogprobs:
         self._num_decoded += length
 
     def add_text(self, length: int, content_length: int) -> None:
-        """Divide the next characters of the answer: they are content, or nothing of them is."""
+        """Divide the next characters of the answer: they are content, or nothing of them is.
+
+        A token belongs to the content if any of its characters does, such as one whose space is hidden.
+        """
         self._is_in_content = content_length > 0 or (length == 0 and self._is_in_content)
-        while self._undivided and self._undivided[0].text_offset < self._num_divided + length:
+        end = self._num_divided + length
+        while self._undivided and self._undivided[0].text_offset < end:
+            if not self._is_in_content and self._first_end() > end:
+                break
             held = self._undivided.popleft()
             if self._is_in_content:
-                offset = self._num_content + held.text_offset - self._num_divided
+                offset = self._num_content + max(held.text_offset - self._num_divided, 0)
                 self._in_content.append(OffsetLogprob(held.logprob, offset))
-        self._num_divided += length
+        self._num_divided = end
         self._num_content += content_length
+
+    def _first_end(self) -> int:
+        """Return where the first token that is not divided ends in the whole answer."""
+        return self._undivided[1].text_offset if len(self._undivided) > 1 else self._num_decoded
 
     def release(self, num_visible: int, *, is_all: bool) -> tuple[OffsetLogprob, ...]:
         """Return those before a place in the content; `is_all`: at its end, tokens without text as well."""

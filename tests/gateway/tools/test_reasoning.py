@@ -79,6 +79,28 @@ async def test_the_log_probabilities_beside_a_hidden_mark_keep_their_places() ->
     assert [entry["token"] for entry in named["logprobs"]["content"]] == ["the", "</tool_call>", " dog"]
 
 
+@each(
+    ("text", "fields"),
+    [
+        ("<think>so</think> the dog", {}),
+        ("<think>so</think>\n\n the dog", {"stop": "nowhere"}),
+        (" the dog", {"reasoning_effort": "none"}),
+    ],
+)
+@each("is_streamed", [False, True])
+async def test_a_token_whose_space_is_hidden_keeps_its_log_probability(
+    text: str, fields: dict[str, Any], is_streamed: bool
+) -> None:
+    model = model_with(THINKING)
+    async with gateway(saying(model, text), model=model) as served:
+        response = await served.chat(logprobs=True, stream=is_streamed, **fields)
+    choices = [chunk["choices"][0] for chunk in chunks_of(response)] if is_streamed else response.json()["choices"]
+    parts = [choice["delta" if is_streamed else "message"] for choice in choices]
+    assert "".join(part.get("content", "") for part in parts) == "the dog"
+    shown = [entry["token"] for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    assert shown == [" the", " dog"]
+
+
 async def test_a_control_token_in_arguments_is_hidden_or_shown_by_its_name() -> None:
     model = model_with(HERMES, "<tool_call>", "</tool_call>")
     call = CALL.replace("Oslo", "<tool_call>Oslo")
