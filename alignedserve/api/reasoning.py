@@ -29,6 +29,7 @@ class ThoughtStart(enum.Enum):
     """What the prompt leaves to the answer."""
 
     OPEN = "open"  # the prompt begins the thought
+    INSIDE = "inside"  # the prompt ends within the thought, of which the answer is the rest
     CLOSED = "closed"  # the prompt holds an empty one: the answer has none
     UNDECIDED = "undecided"  # the answer begins one, or not
 
@@ -51,12 +52,18 @@ def find_reasoning_format(name: str | None, template: str) -> ReasoningFormat | 
     return next((one for one in FORMATS.values() if one.begin in template and one.end in template), None)
 
 
-def thought_start(prompt_end: str, form: ReasoningFormat) -> ThoughtStart:
-    """Return what a prompt that ends in this text leaves to the answer."""
+def thought_start(prompt_end: str, form: ReasoningFormat, continued: str = "") -> ThoughtStart:
+    """Return what a prompt that ends in this text leaves to the answer.
+
+    `continued`: the last message, where the answer goes on with it.
+    """
     end = prompt_end.rstrip()
     if end.endswith(form.begin):
         return ThoughtStart.OPEN
-    return ThoughtStart.CLOSED if end.endswith(form.end) else ThoughtStart.UNDECIDED
+    if end.endswith(form.end):
+        return ThoughtStart.CLOSED
+    is_inside = continued.rfind(form.begin) > continued.rfind(form.end)
+    return ThoughtStart.INSIDE if is_inside else ThoughtStart.UNDECIDED
 
 
 def effort_variables(effort: str, known: Collection[str]) -> dict[str, str | bool] | None:
@@ -72,7 +79,7 @@ def thought_symbols(start: ThoughtStart, gap: str, *, is_bounded: bool) -> str:
     """Return what the answer begins with, the gap behind a thought included; empty: with no thought."""
     if start is ThoughtStart.CLOSED:
         return ""
-    if start is ThoughtStart.OPEN:
+    if start in (ThoughtStart.OPEN, ThoughtStart.INSIDE):
         return f"thought {gap}"
     # A bound would be worth nothing if the same text could count as no thought.
     return f"open thought {gap}" if is_bounded else f"(open thought {gap})?"
@@ -117,11 +124,11 @@ class ReasoningParser:
     """Divides the text of one answer. The runs of all pushes together are the whole text, in order."""
 
     def __init__(self, form: ReasoningFormat, start: ThoughtStart) -> None:
-        self.is_thinking = start is ThoughtStart.OPEN
+        self.is_thinking = start in (ThoughtStart.OPEN, ThoughtStart.INSIDE)
         self._form = form
         self._end = MarkerFinder((form.end,))
         self._is_undecided = start is ThoughtStart.UNDECIDED
-        self._is_after_marker = start is not ThoughtStart.UNDECIDED  # white space is hidden there
+        self._is_after_marker = start in (ThoughtStart.OPEN, ThoughtStart.CLOSED)  # white space is hidden there
         self._held = ""
 
     def push(self, text: str) -> list[Run]:

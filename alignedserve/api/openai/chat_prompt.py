@@ -84,7 +84,7 @@ def chat_output_format(chat: ChatCompletionRequest, prompt: Sequence[int], model
     if reasoning is None:
         return OutputFormat(tools=tools, texts_of_tools=texts, is_continued=chat.continue_final_message)
     prompt_end = model.tokenizer.decode(prompt[-_NUM_END_TOKENS:], skip_special_tokens=False)
-    start = thought_start(prompt_end, reasoning)
+    start = thought_start(prompt_end, reasoning, chat.messages[-1].text if chat.continue_final_message else "")
     return OutputFormat(reasoning, start, tools, texts, is_continued=chat.continue_final_message)
 
 

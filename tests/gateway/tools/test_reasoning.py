@@ -119,6 +119,40 @@ async def test_a_prompt_that_opens_the_thought_itself() -> None:
     assert (message["reasoning_content"], message["content"]) == ("so", "hello")
 
 
+@each(
+    ("continued", "answer", "thought", "content"),
+    [
+        ("<think>\nLet me see: 2 + 2", " is 4.</think>\n\nIt is 4.", " is 4.", "It is 4."),
+        ("<think>\n", "so</think>hello", "so", "hello"),
+        ("<think>so</think>It is", " 4.", None, " 4."),
+        ("It is", " 4.", None, " 4."),
+    ],
+)
+@each("control_tokens", [(), ("<think>", "</think>")])
+async def test_an_answer_goes_on_within_its_thought_or_after_it(
+    continued: str, answer: str, thought: str | None, content: str, control_tokens: tuple[str, ...]
+) -> None:
+    model = model_with(THINKING, *control_tokens)
+    messages = [USER, {"role": "assistant", "content": continued}]
+    async with gateway(saying(model, answer), model=model) as served:
+        response = await served.chat(messages=messages, continue_final_message=True)
+    message = response.json()["choices"][0]["message"]
+    assert (message.get("reasoning_content"), message["content"]) == (thought, content)
+
+
+async def test_the_rest_of_a_thought_is_bounded_and_a_constraint_follows_it() -> None:
+    model = model_with(THINKING)
+    messages = [USER, {"role": "assistant", "content": "<think>so"}]
+    async with gateway(saying(model, "hi"), model=model) as served:
+        fields: dict[str, Any] = {"response_format": SCHEMA, "thinking_token_budget": 20}
+        response = await served.chat(messages=messages, continue_final_message=True, **fields)
+        assert response.status_code == 200, response.text
+        grammar = served.backend.submitted[0].sampling.grammar
+    assert accepts(model, grammar, ' it is</think>\n\n{"a": 1}')
+    assert not accepts(model, grammar, " ".join(map(str, range(20))) + '</think>{"a": 1}')
+    assert not accepts(model, grammar, '{"a": 1}')
+
+
 @each("fields", [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}])
 async def test_thinking_is_turned_off(fields: dict[str, Any]) -> None:
     model = model_with(THINKING)
