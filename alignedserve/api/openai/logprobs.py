@@ -1,7 +1,6 @@
 """Log-probabilities in OpenAI's two shapes."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, Protocol
 
 from alignedserve.api.openai.choice_decoder import OffsetLogprob
@@ -56,13 +55,11 @@ def echoed_logprobs(
     prompt: Prompt, logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer, names: TokenNames
 ) -> dict[str, list[Any]]:
     """Return `logprobs` of an echoed prompt, whose first token has none."""
-    stream = tokenizer.stream()
-    lengths = [len(stream.push((token_id,))) for token_id in prompt.token_ids]
     return {
         "tokens": [names.token_text(token_id) for token_id in prompt.token_ids],
         "token_logprobs": [None, *(_finite(one.logprob) for one in logprobs)],
         "top_logprobs": [None, *(_top_by_text(one, names) for one in logprobs)],
-        "text_offset": list(accumulate(lengths[:-1], initial=0)),
+        "text_offset": _prompt_offsets(prompt, tokenizer),
     }
 
 
@@ -76,6 +73,21 @@ def prompt_logprobs(
 def concatenate(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Concatenate the `logprobs` of two completions."""
     return {name: first[name] + second[name] for name in first}
+
+
+def _prompt_offsets(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    """Return where each token begins in the prompt's text.
+
+    A special token has no length where it was added to the text, or left out of one that was made of token ids.
+    """
+    stream, place = tokenizer.stream(), 0
+    offsets = []
+    for token_id in prompt.token_ids:
+        offsets.append(place)
+        length, name = len(stream.push((token_id,))), tokenizer.token_text(token_id)
+        is_spelled = tokenizer.is_special(token_id) and prompt.text.startswith(name, place)
+        place += len(name) if is_spelled else length
+    return offsets
 
 
 def _chat_entry(entry: TokenLogprob, names: TokenNames) -> dict[str, Any]:

@@ -81,6 +81,21 @@ async def test_echo_with_logprobs(is_streamed: bool) -> None:
     assert all(len(entry) == 1 for entry in merged["top_logprobs"][1:])
 
 
+@each(
+    ("prompt", "text", "offsets"),
+    [
+        ("<|user|>the dog<|end|><|assistant|>", "<|user|>the dog<|end|><|assistant|>", [0, 8, 11, 15, 22]),
+        ([3, *tokens_of("the dog"), EOS, 4], "the dog", [0, 0, 3, 7, 7]),
+    ],
+)
+async def test_offsets_of_special_tokens_in_an_echo(prompt: Any, text: str, offsets: list[int]) -> None:
+    async with gateway(saying(" over")) as served:
+        answer = await served.complete(prompt=prompt, echo=True, logprobs=0, max_tokens=1)
+    choice = answer.json()["choices"][0]
+    assert choice["text"] == f"{text} over"
+    assert choice["logprobs"]["text_offset"] == [*offsets, len(text)]
+
+
 async def test_scoring_a_prompt_without_generating() -> None:
     async with gateway() as served:
         answer = (await served.complete(prompt="the quick fox", echo=True, logprobs=0, max_tokens=0)).json()
