@@ -39,8 +39,7 @@ class StructuredOutputs:
     whitespace_pattern: str | None = None  # of JSON: a regular expression of what may stand between two tokens
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
+        if len(self._given()) != 1:
             raise InvalidRequest(f"exactly one of {', '.join(_KINDS)} must be given")
         is_json = self.kind in ("json", "json_object", "structural_tag")
         if (self.disable_any_whitespace or self.whitespace_pattern is not None) and not is_json:
@@ -53,7 +52,11 @@ class StructuredOutputs:
     @property
     def kind(self) -> str:
         """Name of the field that is set."""
-        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        """Return the names of the kinds that are set; false is a JSON schema too."""
+        return [name for name in _KINDS if getattr(self, name) is not (False if name == "json_object" else None)]
 
 
 def part_of(outputs: StructuredOutputs) -> GrammarPart:

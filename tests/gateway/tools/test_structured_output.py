@@ -182,6 +182,8 @@ async def test_the_sdk_parses_into_a_pydantic_model() -> None:
             "finite",
         ),
         ({"guided_json": {"$ref": "#"}}, "guided_json", "finite"),
+        ({"guided_json": False}, "guided_json", "finite"),
+        ({"structured_outputs": {"json": False}}, "structured_outputs.json", "finite"),
         ({"guided_json": {"properties": {f"p{n}": {} for n in range(900)}}}, "guided_json", "'properties'"),
         ({"guided_json": {"enum": list(range(2000))}}, "guided_json", "'enum'"),
         ({"guided_json": {"title": "x" * 300_000}}, "guided_json", "larger"),
