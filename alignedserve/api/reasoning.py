@@ -127,14 +127,14 @@ class ReasoningParser:
         self.is_thinking = start in (ThoughtStart.OPEN, ThoughtStart.INSIDE)
         self._form = form
         self._end = MarkerFinder((form.end,))
-        self._is_undecided = start is ThoughtStart.UNDECIDED
+        self.is_undecided = start is ThoughtStart.UNDECIDED
         self._is_after_marker = start in (ThoughtStart.OPEN, ThoughtStart.CLOSED)  # white space is hidden there
         self._held = ""
 
     def push(self, text: str) -> list[Run]:
         """Return the runs that this text completes."""
         runs: list[Run] = []
-        if self._is_undecided:
+        if self.is_undecided:
             text = self._decide(self._held + text, runs)
         while text and self.is_thinking:
             text = self._think(text, runs)
@@ -155,7 +155,7 @@ class ReasoningParser:
         if begin.startswith(stripped) and stripped != begin:
             self._held = text
             return ""
-        self._is_undecided, self._held = False, ""
+        self.is_undecided, self._held = False, ""
         if not stripped.startswith(begin):
             return text
         self.is_thinking = self._is_after_marker = True

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from alignedserve.api.harmony import harmony_effort, harmony_messages, harmony_tools
@@ -81,11 +82,19 @@ def chat_output_format(chat: ChatCompletionRequest, prompt: Sequence[int], model
     if not chat.tools or chat.tool_choice.mode == "none":
         tools = None
     texts = {tool.function.name: text_parameters(tool.function.parameters or {}) for tool in chat.tools}
+    form = OutputFormat(
+        reasoning,
+        tools=tools,
+        texts_of_tools=texts,
+        is_continued=chat.continue_final_message,
+        must_call=chat.tool_choice.mode == "required",
+        must_think=chat.thinking_token_budget is not None,
+    )
     if reasoning is None:
-        return OutputFormat(tools=tools, texts_of_tools=texts, is_continued=chat.continue_final_message)
+        return form
     prompt_end = model.tokenizer.decode(prompt[-_NUM_END_TOKENS:], skip_special_tokens=False)
-    start = thought_start(prompt_end, reasoning, chat.messages[-1].text if chat.continue_final_message else "")
-    return OutputFormat(reasoning, start, tools, texts, is_continued=chat.continue_final_message)
+    continued = chat.messages[-1].text if chat.continue_final_message else ""
+    return replace(form, thought_start=thought_start(prompt_end, reasoning, continued))
 
 
 def _source(model: PromptModel) -> str:

@@ -31,6 +31,8 @@ class OutputFormat:
     tools: ToolFormat | None = None  # None: no calls
     texts_of_tools: Mapping[str, TextParameters] = field(default_factory=dict)  # see ToolCallParser
     is_continued: bool = False  # the answer's text goes on with the prompt's
+    must_call: bool = False  # the grammar lets the answer hold calls alone, beside a thought
+    must_think: bool = False  # the grammar lets the answer begin with a thought alone, unless the prompt has
 
     @property
     def is_harmony(self) -> bool:
@@ -75,6 +77,7 @@ class MarkParser:
     """An OutputParser of a thought between marks, and content and calls after it."""
 
     def __init__(self, form: OutputFormat, tokenizer: Tokenizer) -> None:
+        self._must_call, self._must_think = form.must_call, form.must_think
         self._reasoning = self._tools = None
         if form.reasoning is not None:
             self._reasoning = ReasoningParser(form.reasoning.marked(tokenizer.marked), form.thought_start)
@@ -99,11 +102,13 @@ class MarkParser:
 
     def end(self) -> list[OutputRun]:
         """Return the runs of what was held back."""
+        # The beginning of a mark is no content where nothing else may stand.
+        is_mark = self._must_call or (self._must_think and self._reasoning is not None and self._reasoning.is_undecided)
         runs = [] if self._reasoning is None else self._reasoning.end()
         parsed = [parsed for run in runs for parsed in self._parse(run)]
         if self._tools is not None:
             parsed += [OutputRun(run.length, run.content) for run in self._tools.end()]
-        return parsed
+        return [run._replace(content="") for run in parsed] if is_mark else parsed
 
     def _parse(self, run: Run) -> list[OutputRun]:
         if run.part is Part.HIDDEN:

@@ -216,6 +216,27 @@ async def test_constraints_begin_after_the_thought(
     assert [text for text in forbidden if accepts(model, grammar, text)] == []
 
 
+@each(
+    ("fields", "cut", "content"),
+    [
+        ({"tools": [function()], "tool_choice": "required"}, "<think>so</think>\n\n<tool", ""),
+        ({"tools": [function()], "tool_choice": "required"}, "<", ""),
+        ({"tools": [function()]}, "<tool", "<tool"),
+        ({"thinking_token_budget": 9}, "<thi", ""),
+        ({"thinking_token_budget": 9, "tools": [function()]}, "<thi", ""),
+        ({"thinking_token_budget": 9, "tools": [function()]}, "<think>so</think>the <tool", "the <tool"),
+    ],
+)
+async def test_the_beginning_of_a_mark_is_content_only_where_content_may_stand(
+    fields: dict[str, Any], cut: str, content: str
+) -> None:
+    model = model_with(THINKING)
+    num_tokens = len(model.load_tokenizer().encode(cut, add_special_tokens=False))
+    async with gateway(saying(model, cut), model=model) as served:
+        choice = (await served.chat(max_tokens=num_tokens, **fields)).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (content, "length")
+
+
 async def test_a_plain_chat_has_no_grammar() -> None:
     model = model_with(THINKING)
     async with gateway(saying(model, "hi"), model=model) as served:
