@@ -12,7 +12,7 @@ from typing import Any, Protocol
 _REPLACEMENT = "\ufffd"
 # A character has at most four bytes; more tokens than this without a whole one are not UTF-8 at all.
 _MAX_HELD_TOKENS = 16
-_NUM_NEIGHBOURS = 16
+_NUM_NEIGHBOURS = 16  # of tokens shown before, which is more than any decoder looks at
 
 
 class TextStream(Protocol):

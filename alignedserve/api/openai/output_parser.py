@@ -32,7 +32,7 @@ class OutputFormat:
     texts_of_tools: Mapping[str, TextParameters] = field(default_factory=dict)  # see ToolCallParser
     is_continued: bool = False  # the answer's text goes on with the prompt's
     must_call: bool = False  # the grammar lets the answer hold calls alone, beside a thought
-    must_think: bool = False  # the grammar lets the answer begin with a thought alone, unless the prompt has
+    must_think: bool = False  # the grammar lets the answer begin with a thought alone, where the prompt has none
 
     @property
     def is_harmony(self) -> bool:
