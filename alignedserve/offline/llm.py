@@ -23,7 +23,7 @@ from alignedserve.config.sections import (
 )
 from alignedserve.core.errors import ContextTooLong, InvalidRequest, ModelError
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import LoraAdapter, Request, SamplingParams
+from alignedserve.core.request import FinishReason, LoraAdapter, Request, SamplingParams
 from alignedserve.messages.events import PeerConnected, Received, Send, SendTo
 from alignedserve.messages.gateways import AbortRequest, PromptScored, TokensEmitted
 from alignedserve.messages.handshake import Role
@@ -237,9 +237,12 @@ class LLM:
         grammar = serialize_alone(part_of(structured_outputs)) if structured_outputs is not None else ""
         asked = zip(prompts, adapters, strict=True)
         outputs = self._generate([self._request(prompt, sampling, grammar, adapter) for prompt, adapter in asked])
+        stops = sampling.stop_token_ids if sampling is not None else ()
         for output, prompt in zip(outputs, prompts, strict=True):
-            stream = self._tokenizer.stream(before=prompt)
-            output.text = stream.push(output.token_ids) + stream.end()
+            stream, shown = self._tokenizer.stream(before=prompt), output.token_ids
+            if output.finish_reason is FinishReason.STOP and shown[-1] in stops:
+                shown = shown[:-1]
+            output.text = stream.push(shown) + stream.end()
         return outputs
 
     def _generate(self, requests: Sequence[Request]) -> list[RequestOutput]:

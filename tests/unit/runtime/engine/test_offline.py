@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -76,6 +77,15 @@ def test_log_probabilities_come_where_they_are_asked_for(llm: LLM) -> None:
     prompt = Tokenizer.load(pocket_folder()).encode("spell otter")
     assert [one.token_id for one in output.prompt_logprobs] == prompt[1:]
     assert llm.generate(["spell otter"], SamplingParams(max_tokens=2))[0].logprobs == []
+
+
+def test_a_token_that_ends_an_answer_is_not_of_its_text(llm: LLM) -> None:
+    free = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    (plain,) = llm.generate(["spell otter, "], free)
+    (stopped,) = llm.generate(["spell otter, "], replace(free, stop_token_ids=(plain.token_ids[-1],)))
+    assert stopped.finish_reason is FinishReason.STOP
+    (until,) = llm.generate(["spell otter, "], replace(free, max_tokens=len(stopped.token_ids) - 1))
+    assert (until.token_ids, until.text) == (stopped.token_ids[:-1], stopped.text)
 
 
 def test_demands_that_contradict_each_other_are_named(llm: LLM) -> None:
