@@ -140,10 +140,8 @@ class _ClassTraffic:
         is_as_recorded = self.spec.prompt is None  # a prompt of another length has another text
         instructions = chain.from_iterable(map(self._instructions, count()))
         return [
-            after_instruction(_on_terms(replace(request, runs=runs if is_as_recorded else ()), terms), instruction)
-            for request, terms, runs, instruction in zip(
-                requests, recording.terms, recording.runs, instructions, strict=False
-            )
+            after_instruction(replace(request, runs=runs if is_as_recorded else ()), instruction)
+            for request, runs, instruction in zip(requests, recording.runs, instructions, strict=False)
         ]
 
     def _recorded(self, duration_s: float | None) -> Recording:
@@ -205,13 +203,15 @@ class _ClassTraffic:
 
     def _timed(self, arrival_s: Sequence[float], lengths: Lengths, block: int = 0) -> list[TimedRequest]:
         """Return the first of these requests, one for each arrival; all are drawn, so that a later end changes none."""
-        spec, count = self.spec, len(lengths)
+        spec = self.spec
         assert lengths.prompt_len is not None, "lengths are complete"
         output_len = self._answers(lengths)
         limits = _limits(spec, output_len)
-        classes, slos = _objectives(spec, self._generator(_Purpose.OBJECTIVES, block), count)
+        terms: list[Terms | None] = [None] * len(lengths) if lengths.terms is None else lengths.terms.tolist()
+        stated = [None if one is None else one.request_class for one in terms]
+        classes, slos = _objectives(spec, self._generator(_Purpose.OBJECTIVES, block), stated)
         columns = (lengths.prompt_len.tolist(), output_len.tolist(), limits, classes, slos)
-        return [
+        timed = [
             TimedRequest(
                 arrival,
                 prompt,
@@ -230,6 +230,7 @@ class _ClassTraffic:
                 arrival_s, *columns, self._predicted(output_len, block), strict=False
             )
         ]
+        return list(map(_on_terms, timed, terms))
 
     def _answers(self, lengths: Lengths) -> IntArray:
         assert lengths.output_len is not None, "lengths are complete"
@@ -273,8 +274,32 @@ def _limits(spec: ClassSpec, output_len: IntArray) -> list[int] | list[None]:
             return [limit] * len(output_len)
 
 
-def _objectives(spec: ClassSpec, rng: Generator, count: int) -> tuple[list[RequestClass], list[Slo]]:
-    """Return class and objectives of every request. In a shared class, best-effort requests have the deadline only."""
+def _objectives(
+    spec: ClassSpec, rng: Generator, stated: Sequence[RequestClass | None]
+) -> tuple[list[RequestClass], list[Slo]]:
+    """Return class and objectives of every request. `stated`: the classes that a trace's rows name.
+
+    Where classes are shared out or named, best-effort requests have the deadline only, and others TTFT and TPOT.
+    """
+    is_best_effort = (rng.random(len(stated)) < spec.be_share).tolist()
+    slos = _slos(spec, rng, len(stated))
+    classes = [
+        own or (RequestClass.BEST_EFFORT if is_be else spec.request_class)
+        for own, is_be in zip(stated, is_best_effort, strict=True)
+    ]
+    return classes, [
+        _of_class(request_class, slo) if own or spec.be_share else slo
+        for request_class, own, slo in zip(classes, stated, slos, strict=True)
+    ]
+
+
+def _slos(spec: ClassSpec, rng: Generator, count: int) -> list[Slo]:
+    """Return all objectives of the line for every request."""
+    distributions = (spec.ttft_s, spec.tpot_s, spec.deadline_s)
+    if all(distribution is None or distribution.constant is not None for distribution in distributions):
+        return [
+            Slo(*(None if distribution is None else distribution.constant for distribution in distributions))
+        ] * count
 
     def drawn(distribution: ValueDistribution | None) -> list[float] | list[None]:
         if distribution is None:
@@ -285,29 +310,17 @@ def _objectives(spec: ClassSpec, rng: Generator, count: int) -> tuple[list[Reque
             else distribution.draw(rng, count).tolist()
         )
 
-    is_best_effort = (rng.random(count) < spec.be_share).tolist()
-    distributions = (spec.ttft_s, spec.tpot_s, spec.deadline_s)
-    if not spec.be_share:
-        if all(distribution is None or distribution.constant is not None for distribution in distributions):
-            slo = Slo(*(None if distribution is None else distribution.constant for distribution in distributions))
-            return [spec.request_class] * count, [slo] * count
-        return [spec.request_class] * count, list(map(Slo, *map(drawn, distributions)))
-    ttft_s, tpot_s, deadline_s = map(drawn, distributions)
-    classes = [RequestClass.BEST_EFFORT if is_be else RequestClass.REAL_TIME for is_be in is_best_effort]
-    slos = [
-        Slo(deadline_s=deadline) if is_be else Slo(ttft, tpot)
-        for is_be, ttft, tpot, deadline in zip(is_best_effort, ttft_s, tpot_s, deadline_s, strict=True)
-    ]
-    return classes, slos
+    return list(map(Slo, *map(drawn, distributions)))
+
+
+def _of_class(request_class: RequestClass, slo: Slo) -> Slo:
+    """Return the objectives that a request of this class has."""
+    return Slo(deadline_s=slo.deadline_s) if request_class is RequestClass.BEST_EFFORT else Slo(slo.ttft_s, slo.tpot_s)
 
 
 def _on_terms(request: TimedRequest, terms: Terms | None) -> TimedRequest:
-    """Apply a trace's terms to its request; they take precedence over the class's."""
+    """Apply a row's own objectives and priority, which take precedence over the line's."""
     if terms is None:
         return request
-    return replace(
-        request,
-        request_class=terms.request_class or request.request_class,
-        slo=terms.slo or request.slo,
-        priority=request.priority if terms.priority is None else terms.priority,
-    )
+    priority = request.priority if terms.priority is None else terms.priority
+    return replace(request, slo=terms.slo or request.slo, priority=priority)

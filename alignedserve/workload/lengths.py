@@ -1,8 +1,8 @@
 """Lengths of prompts and answers: columns, where they are drawn from, and how they are cut."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.random import Generator
@@ -12,15 +12,20 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.workload.distributions import FloatArray, ValueDistribution
 
 IntArray = NDArray[np.int64]
+TermsArray = NDArray[np.object_]  # of Terms (traces.py), or None where a row states none
 _MAX_ROUNDS = 200  # of drawing again what a limit dropped
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lengths:
-    """Tokens of requests, row by row; None where a recording lacks the column."""
+    """Tokens of requests, row by row, and the terms that a trace states for them.
+
+    None where a recording lacks the column.
+    """
 
     prompt_len: IntArray | None
     output_len: IntArray | None
+    terms: TermsArray | None = None
 
     def __len__(self) -> int:
         column = self.prompt_len if self.prompt_len is not None else self.output_len
@@ -32,6 +37,7 @@ class Lengths:
         return Lengths(
             prompt_len=None if self.prompt_len is None else self.prompt_len[rows],
             output_len=None if self.output_len is None else self.output_len[rows],
+            terms=None if self.terms is None else self.terms[rows],
         )
 
     def draw(self, rng: Generator, count: int) -> "Lengths":
@@ -42,11 +48,15 @@ class Lengths:
 def joined(pieces: Sequence[Lengths]) -> Lengths:
     """Concatenate the rows; a column that one of the parts lacks is left out."""
 
-    def column(columns: list[IntArray | None]) -> IntArray | None:
+    def column(columns: list[NDArray[Any] | None]) -> NDArray[Any] | None:
         present = [column for column in columns if column is not None]
         return np.concatenate(present) if len(present) == len(columns) else None
 
-    return Lengths(column([piece.prompt_len for piece in pieces]), column([piece.output_len for piece in pieces]))
+    return Lengths(
+        column([piece.prompt_len for piece in pieces]),
+        column([piece.output_len for piece in pieces]),
+        column([piece.terms for piece in pieces]),
+    )
 
 
 class LengthSource(Protocol):
@@ -81,7 +91,7 @@ class DrawnLengths:
         for name, column in (("prompt", prompt_len), ("output", output_len)):
             if column is None:
                 raise ConfigError(f"{name}= is missing: nothing says how long a {name} is")
-        return Lengths(prompt_len, output_len)
+        return Lengths(prompt_len, output_len, found.terms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +120,7 @@ class LengthLimits:
         kept = np.arange(len(prompt_len))
         if self.max_total is not None:
             kept = np.flatnonzero(prompt_len + output_len <= self.max_total)
-        return Lengths(prompt_len, output_len).take(kept), kept
+        return replace(lengths, prompt_len=prompt_len, output_len=output_len).take(kept), kept
 
     def draw(self, source: LengthSource, rng: Generator, count: int) -> Lengths:
         """Draw `count` rows within the limits; dropped ones are drawn again. Raises ConfigError if hardly any fits."""

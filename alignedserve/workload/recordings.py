@@ -14,7 +14,7 @@ from alignedserve.workload.distributions import FloatArray
 from alignedserve.workload.lengths import IntArray, Lengths
 from alignedserve.workload.requests import TextRun
 from alignedserve.workload.servegen import ClientDay
-from alignedserve.workload.traces import Terms, TraceRow
+from alignedserve.workload.traces import TraceRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,12 @@ class Recording:
 
     arrival_s: FloatArray
     lengths: Lengths
-    terms: Sequence[Terms | None]
     runs: Sequence[tuple[TextRun, ...]]  # of texts that the prompts begin with
 
     def take(self, rows: IntArray) -> "Recording":
         """Return these rows."""
-        places = rows.tolist()
-        terms, runs = [self.terms[place] for place in places], [self.runs[place] for place in places]
-        return Recording(self.arrival_s[rows], self.lengths.take(rows), terms, runs)
+        runs = [self.runs[place] for place in rows.tolist()]
+        return Recording(self.arrival_s[rows], self.lengths.take(rows), runs)
 
 
 @runtime_checkable
@@ -48,7 +46,7 @@ class RecordedSource(Protocol):
     """Source of requests with their arrivals."""
 
     def draw(self, rng: Generator, count: int) -> Lengths:
-        """Draw lengths alone, rows at random."""
+        """Draw lengths and terms, rows at random."""
 
     def record(self, rng: Generator, extract: Extract) -> Recording:
         """Return the requests of a part. Raises ConfigError when there are none, or no rate to scale."""
@@ -70,7 +68,7 @@ class TraceSource:
         return sorted({row.model for row in self._rows if row.model is not None})
 
     def draw(self, rng: Generator, count: int) -> Lengths:
-        """Draw lengths of rows at random."""
+        """Draw lengths and terms of rows at random."""
         return self._lengths.draw(rng, count)
 
     def record(self, rng: Generator, extract: Extract) -> Recording:
@@ -85,10 +83,10 @@ class TraceSource:
 
 def _columns(rows: Sequence[TraceRow]) -> Recording:
     lengths = np.array([(row.prompt_len, row.output_len) for row in rows], dtype=np.int64)
+    terms = np.array([row.terms for row in rows], dtype=object)
     return Recording(
         arrival_s=np.array([row.arrival_s for row in rows]),
-        lengths=Lengths(lengths[:, 0], lengths[:, 1]),
-        terms=[row.terms for row in rows],
+        lengths=Lengths(lengths[:, 0], lengths[:, 1], terms if terms.any() else None),
         runs=[row.runs for row in rows],
     )
 
@@ -113,4 +111,4 @@ class ClientDaySource:
             raise ConfigError(f"no client sends anything in the {duration_s:g} s after {extract.start_s:g} s")
         factor = 1.0 if extract.rate is None else extract.rate / rate
         arrival_s, lengths = self.day.generate(rng, start_s=extract.start_s, duration_s=duration_s, factor=factor)
-        return Recording(arrival_s, lengths, [None] * len(arrival_s), [()] * len(arrival_s))
+        return Recording(arrival_s, lengths, [()] * len(arrival_s))

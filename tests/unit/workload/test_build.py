@@ -168,6 +168,32 @@ def test_what_a_trace_says_of_a_request_counts_more_than_the_class(tmp_path: Pat
     ]  # fmt: skip
 
 
+def test_a_row_of_a_named_class_has_the_lines_objectives_for_that_class(tmp_path: Path) -> None:
+    path = tmp_path / "night.csv"
+    path.write_text("arrival_s,prompt_len,output_len,class\n" + "".join(f"{n},1,1,rt\n{n},1,1,be\n" for n in range(99)))
+    for share in ("", ", be_share=0.5"):
+        requests = build(f"{path}, arrivals=recorded, ttft=1, tpot=0.1, deadline=60{share}").requests
+        assert [(one.request_class.value, one.slo) for one in requests] == 99 * [
+            ("rt", Slo(1.0, 0.1)), ("be", Slo(deadline_s=60.0))
+        ]  # fmt: skip
+    requests = build(f"be: {path}, arrivals=recorded, ttft=1, tpot=0.1").requests
+    assert {(one.request_class.value, one.slo) for one in requests} == {("rt", Slo(1.0, 0.1)), ("be", Slo())}
+
+
+@each("arrivals", ["rate=2", "outstanding=3"])
+def test_what_a_trace_says_of_a_request_is_drawn_with_its_lengths(tmp_path: Path, arrivals: str) -> None:
+    path = tmp_path / "night.csv"
+    path.write_text(
+        "arrival_s,prompt_len,output_len,class,ttft_s,priority\n0,1,2,be,,5\n1,900,4,be,,\n2,5,6,,0.5,\n3,7,8,,,\n"
+    )
+    workload = build(f"{path}, {arrivals}, ttft=1, deadline=60, priority=2, max_total=800", num_requests=200)
+    stream = workload.closed_loops[0].stream if workload.closed_loops else workload.requests
+    found = [stream[number] for number in range(200)]
+    assert {(one.prompt_len, one.request_class.value, one.slo, one.priority) for one in found} == {
+        (1, "be", Slo(deadline_s=60.0), 5), (5, "rt", Slo(0.5), 2), (7, "rt", Slo(1.0, deadline_s=60.0), 2)
+    }  # fmt: skip
+
+
 def test_lengths_of_a_trace_with_arrivals_of_ones_own() -> None:
     workload = build("azure_conv_slice, rate=5, output=7", num_requests=10)
     assert {request.output_len for request in workload.requests} == {7}
