@@ -174,14 +174,13 @@ def _say(words: str) -> None:
 
 
 def _simulated(options: CertifyOptions, wanted: Wanted) -> Certificate:
-    from alignedserve.cli.certify.simulated import SimulatedRun, simulated_config
+    from alignedserve.cli.certify.simulated import SimulatedRun, model_words, simulated_config
 
     began_s, config = time.time(), simulated_config(options)
     protocol, speed, evidence = SimulatedRun(config, wanted, _say).run()
-    costs = options.costs if options.costs.startswith("fitted:") else f"{options.simulated_model} on {options.hardware}"
     about = (
         ("server", f"simulated: {cluster_words(config.cluster)}"),
-        ("model", costs),
+        ("model", model_words(options, config.cluster)),
         ("documents", "lines handed over as places get free, as the batch worker does; answers are not computed"),
         *_about_run(began_s),
     )

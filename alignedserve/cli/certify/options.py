@@ -3,7 +3,8 @@
 Loads nothing heavy, so that `--help` answers at once.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,14 @@ from alignedserve.core.errors import ConfigError
 
 _FULL = (90.0, 90.0, 4)  # seconds of a burst, seconds of nothing, how often
 _SMALL = (6.0, 5.0, 2)
+_OF_SERVERS = {
+    "endpoint": "--endpoint",
+    "key_variable": "--key-from",
+    "outstanding": "--outstanding",
+    "streams": "--streams",
+    "patience_s": "--patience",
+}
+_OF_SIMULATIONS = {"simulated_model": "--simulated-model", "hardware": "--hardware", "costs": "--costs"}
 TOPOLOGIES = ("elastic", "colocated", "disaggregated")
 ENDPOINTS = ("chat", "completions")
 
@@ -109,8 +118,11 @@ class CertifyOptions:
     num_workers: Annotated[int, typer.Option("--workers", min=1, help="Workers; of separate ones so many of each.")] = 1
     config: ConfigOption = None
     overrides: SetOption = ()
-    simulated_model: Annotated[str, typer.Option(help="With --simulated: whose sizes to take.")] = "llama-2-13b"
-    hardware: Annotated[str, typer.Option(help="With --simulated: accelerator.")] = "a100-80g"
+    simulated_model: Annotated[
+        str | None,
+        typer.Option(help="With --simulated: whose sizes to take.", show_default="what --model says, or llama-2-13b"),
+    ] = None
+    hardware: Annotated[str | None, typer.Option(help="With --simulated: accelerator.", show_default="a100-80g")] = None
     costs: Annotated[str, typer.Option(metavar="NAME|fitted:FILE", help="With --simulated: cost model.")] = "roofline"
     # --- what comes of it
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where certificate.html and certificate.json go.")] = Path(
@@ -123,6 +135,12 @@ class CertifyOptions:
             raise ConfigError("--simulated needs no server: leave the URL out")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"{self.url}: must begin with http:// or https://")
+        if self.is_simulated:
+            self._refuse(_OF_SERVERS, "no meaning with --simulated: there is no server to ask")
+        else:
+            self._refuse(_OF_SIMULATIONS, "no meaning without --simulated")
+        if self.is_simulated and self.model is not None and self.simulated_model is not None:
+            raise ConfigError("--model and --simulated-model both say whose sizes to take: leave one out")
         is_shaped = self.topology is not None or self.num_workers != 1 or self.config is not None or self.overrides
         if self.url is not None and is_shaped:
             raise ConfigError(
@@ -138,6 +156,18 @@ class CertifyOptions:
                 raise ConfigError("--chat-pictures and --document-pictures: the simulated server sees no pictures")
             if self.endpoint != "chat":
                 raise ConfigError("--endpoint completions takes no pictures: leave --chat-pictures and the like out")
+
+    def _refuse(self, options: Mapping[str, str], why: str) -> None:
+        """Raise ConfigError where one of these fields, by option, was given."""
+        defaults = {field.name: field.default for field in fields(self)}
+        given = [option for name, option in options.items() if getattr(self, name) != defaults[name]]
+        if given:
+            raise ConfigError(f"{' and '.join(given)}: {why}")
+
+    @property
+    def modelled(self) -> str | None:
+        """Return the model whose sizes a simulation takes; None: its default."""
+        return self.simulated_model or self.model
 
     @property
     def bursts(self) -> tuple[float, float, int]:

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import msgspec
 
@@ -19,15 +18,19 @@ from alignedserve.certification.protocol import (
 )
 from alignedserve.certification.records import BatchRecord, Evidence, PhaseRecord, StreamRecord
 from alignedserve.cli.certify.options import CertifyOptions
-from alignedserve.cli.commands.simulation.simulate_cases import SERVER_SIZES
+from alignedserve.cli.commands.simulation.simulate_cases import (
+    DEFAULT_HARDWARE,
+    DEFAULT_MODEL,
+    SERVER_SIZES,
+    machines_of,
+    with_degree,
+)
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.config.unset_sizes import with_fixed_sizes
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.costmodel.choice import FITTED, WorkerSpec
-from alignedserve.costmodel.profile_file import MachineProfile, read_profile
-from alignedserve.sim.cluster_hardware import ClusterHardware
+from alignedserve.costmodel.choice import FITTED
 from alignedserve.sim.config import SimConfig
 from alignedserve.sim.policies import as_predicted_for, simulated_policy, with_policy
 from alignedserve.sim.records import Ending, RequestRecord
@@ -44,11 +47,21 @@ _LINES_IN_AIR = 2  # for each place of a worker, as the batch worker has them
 def simulated_config(options: CertifyOptions) -> SimConfig:
     """Configure the cluster that the options name. Raises ConfigError."""
     sizes = () if options.config is not None else SERVER_SIZES
-    cluster = with_fixed_sizes(load_config(options.config, (*sizes, *options.overrides)))
+    cluster = with_degree(with_fixed_sizes(load_config(options.config, (*sizes, *options.overrides))))
     topology = cluster.topology if options.topology is None else Topology(options.topology)
     scheduling = cluster.scheduling
     cluster = with_policy(cluster, scheduling.policy, scheduling.policy_params, topology=topology or Topology.ELASTIC)
-    return replace(simulated_policy(_machines(options), _sized(cluster, options)), seed=options.seed)
+    machines = machines_of(options.costs, options.modelled, options.hardware, cluster.engine.tensor_parallel)
+    return replace(simulated_policy(machines, _sized(cluster, options)), seed=options.seed)
+
+
+def model_words(options: CertifyOptions, cluster: ClusterConfig) -> str:
+    """Return the model and what computes it, for the page."""
+    if options.costs.startswith(FITTED):
+        return options.costs
+    accelerator, degree = options.hardware or DEFAULT_HARDWARE, cluster.engine.tensor_parallel
+    worker = f"{degree} x {accelerator} a worker" if degree > 1 else accelerator
+    return f"{options.modelled or DEFAULT_MODEL} on {worker}"
 
 
 def _sized(cluster: ClusterConfig, options: CertifyOptions) -> ClusterConfig:
@@ -60,12 +73,6 @@ def _sized(cluster: ClusterConfig, options: CertifyOptions) -> ClusterConfig:
         prefill=changed(cluster.prefill, count=options.num_workers),
         decode=changed(cluster.decode, count=options.num_workers),
     )
-
-
-def _machines(options: CertifyOptions) -> ClusterHardware | MachineProfile:
-    if options.costs.startswith(FITTED):
-        return read_profile(Path(options.costs.removeprefix(FITTED)))
-    return ClusterHardware(WorkerSpec(options.simulated_model, options.hardware, 1), source=options.costs)
 
 
 @dataclass(frozen=True, slots=True)

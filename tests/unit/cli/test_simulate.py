@@ -57,6 +57,13 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (("--set", "scaling.max_nodes=4"), "scaling.max_nodes: nodes that come and go are not simulated"),
         (("--set", "scaling.max_wait_s=2"), "scaling.max_wait_s: nodes that come and go are not simulated"),
         (("--set", "decode.max_runing=4"), "max_runing"),
+        (("--set", "engine.pipeline_parallel=2"), "engine.pipeline_parallel: simulated workers are tensor-parallel"),
+        (("--set", "engine.expert_parallel=2"), "engine.expert_parallel: simulated workers are tensor-parallel alone"),
+        (
+            ("--set", "engine.tensor_parallel=2", "--tensor-parallel", "4"),
+            "--tensor-parallel 4: engine.tensor_parallel says 2",
+        ),
+        (("--costs", "fitted:no.json", "--set", "engine.tensor_parallel=2"), "says itself which model"),
         (("--config", "no.yaml"), "no.yaml: cannot be read"),
         (("--output", "/dev/null/x"), "--output /dev/null/x: cannot be made"),
     ],
@@ -113,6 +120,19 @@ def test_a_configuration_file_is_simulated_as_it_would_be_served(tmp_path: Path)
     assert workers_of(config=path) == {"aligned_slo": (Topology.ELASTIC, 1, 3)}
     path.write_text("decode: {count: 3}\nprefill: {count: 1}\n")
     assert workers_of(config=path) == {"aligned_slo": (Topology.DISAGGREGATED, 1, 3)}
+
+
+def test_the_degree_of_a_configuration_is_simulated(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+
+    def memory_tokens(configured: int, asked: int | None) -> int:
+        path.write_text(f"engine: {{tensor_parallel: {configured}}}\ndecode: {{count: 1}}\n")
+        options = SimulateOptions(workload=LINE, config=path, tensor_parallel=asked)
+        config = plan_cases(options)[0].case.config
+        assert config.cluster.engine.tensor_parallel == (asked or configured)
+        return config.memory_tokens
+
+    assert memory_tokens(2, None) == memory_tokens(2, 2) == memory_tokens(1, 2) > 2 * memory_tokens(1, None)
 
 
 def test_a_rate_is_the_lines_own_unless_it_is_said() -> None:

@@ -45,7 +45,7 @@ def simulate(options: SimulateOptions) -> int:
     planned = plan_cases(options)
     make_folder(options.output)
     done = _run(planned, options)
-    report = Report("AlignedServe: simulated", tuple(_about(options).items()), [_reported(one) for one in done])
+    report = Report("AlignedServe: simulated", tuple(_about(options, done).items()), [_reported(one) for one in done])
     document = to_json(_as_json(options, done))
     write_file(options.output / "simulation.json", document)
     page = options.output / "report.html"
@@ -100,12 +100,13 @@ def _reported(done: _Done) -> ReportedRun:
     return ReportedRun(planned.policy, planned.rate, num_blocks, outcome.result, outcome.error)
 
 
-def _about(options: SimulateOptions) -> dict[str, str]:
+def _about(options: SimulateOptions, done: Sequence[_Done]) -> dict[str, str]:
     machine = describe_machine()
     duration_s = options.duration_s or (DEFAULT_DURATION_S if options.workload is None else None)
     duration = "to its end" if duration_s is None else f"{duration_s:g} s of arrivals"
     model = "as profiled" if options.costs.startswith(FITTED) else options.model or DEFAULT_MODEL
-    hardware = f"{options.tensor_parallel or 1} x {options.hardware or DEFAULT_HARDWARE} a worker"
+    degree = done[0].planned.case.config.cluster.engine.tensor_parallel
+    hardware = f"{degree} x {options.hardware or DEFAULT_HARDWARE} a worker"
     return {
         "workload": f"{options.workload or DEFAULT_WORKLOAD} ({duration}, seed {options.seed})",
         "model": model if options.costs.startswith(FITTED) else f"{model}, {hardware}",
@@ -117,7 +118,11 @@ def _about(options: SimulateOptions) -> dict[str, str]:
 
 def _as_json(options: SimulateOptions, done: Sequence[_Done]) -> dict[str, Any]:
     """Return everything as plain JSON; of timelines what the report shows."""
-    return {"about": _about(options), "machine": describe_machine(), "cases": [_case_as_json(one) for one in done]}
+    return {
+        "about": _about(options, done),
+        "machine": describe_machine(),
+        "cases": [_case_as_json(one) for one in done],
+    }
 
 
 def _case_as_json(done: _Done) -> dict[str, Any]:

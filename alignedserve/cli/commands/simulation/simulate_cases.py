@@ -93,7 +93,9 @@ def plan_cases(options: SimulateOptions) -> list[PlannedCase]:
     if options.num_nodes is not None and options.num_pools != 1:
         raise ConfigError("--nodes gives each node its own workers, --pools shares them out: choose one")
     cluster = _cluster(options)
-    machines = _machines(options)
+    machines = machines_of(
+        options.costs, options.model, options.hardware, cluster.engine.tensor_parallel, options.kernel
+    )
     variants = [parse_variant(text) for text in options.policies] or _default_variants(options, cluster)
     configs = [_configured(options, cluster, machines, variant) for variant in variants]
     traffics = _traffics(options)
@@ -131,7 +133,22 @@ def _cluster(options: SimulateOptions) -> ClusterConfig:
             raise ConfigError(f"scaling.{name}: nodes that come and go are not simulated; see --nodes")
     if options.config is not None:
         cluster = msgspec.structs.replace(cluster, topology=topology_of(cluster))
-    return with_fixed_sizes(cluster)
+    return with_fixed_sizes(with_degree(cluster, options.tensor_parallel))
+
+
+def with_degree(cluster: ClusterConfig, asked: int | None = None) -> ClusterConfig:
+    """Return the cluster with so many accelerators a worker; None: as many as it says itself.
+
+    Raises ConfigError for a contradiction, and for workers that are divided otherwise.
+    """
+    engine = cluster.engine
+    for name in ("pipeline_parallel", "expert_parallel"):
+        if getattr(engine, name) > 1:
+            raise ConfigError(f"engine.{name}: simulated workers are tensor-parallel alone; leave it at 1")
+    if asked not in (None, engine.tensor_parallel) and engine.tensor_parallel > 1:
+        raise ConfigError(f"--tensor-parallel {asked}: engine.tensor_parallel says {engine.tensor_parallel}")
+    degree = asked or engine.tensor_parallel
+    return msgspec.structs.replace(cluster, engine=msgspec.structs.replace(engine, tensor_parallel=degree))
 
 
 def _default_variants(options: SimulateOptions, cluster: ClusterConfig) -> list[Variant]:
@@ -205,19 +222,20 @@ def _sized(options: SimulateOptions, cluster: ClusterConfig, given: Topology | N
     )
 
 
-def _machines(options: SimulateOptions) -> ClusterHardware | MachineProfile:
-    if options.costs.startswith(FITTED):
-        given = (options.model, options.hardware, options.tensor_parallel, options.kernel)
-        if given != (None, None, None, AttentionKernel.LOAD_BALANCED.value):
-            raise ConfigError(f"--costs {options.costs} says itself which model on which machine")
-        return read_profile(Path(options.costs.removeprefix(FITTED)))
-    worker = WorkerSpec(
-        options.model or DEFAULT_MODEL,
-        options.hardware or DEFAULT_HARDWARE,
-        options.tensor_parallel or 1,
-        attention_kernel(options.kernel),
-    )
-    return ClusterHardware(worker, source=options.costs)
+def machines_of(
+    costs: str,
+    model: str | None,
+    hardware: str | None,
+    degree: int,
+    kernel: str = AttentionKernel.LOAD_BALANCED.value,
+) -> ClusterHardware | MachineProfile:
+    """Return what the workers are: a profiled machine, or `degree` accelerators each. Raises ConfigError."""
+    if costs.startswith(FITTED):
+        if (model, hardware, degree, kernel) != (None, None, 1, AttentionKernel.LOAD_BALANCED.value):
+            raise ConfigError(f"--costs {costs} says itself which model on which machine")
+        return read_profile(Path(costs.removeprefix(FITTED)))
+    worker = WorkerSpec(model or DEFAULT_MODEL, hardware or DEFAULT_HARDWARE, degree, attention_kernel(kernel))
+    return ClusterHardware(worker, source=costs)
 
 
 def _traffics(options: SimulateOptions) -> list[_RatedWorkload]:

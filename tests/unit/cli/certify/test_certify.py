@@ -182,6 +182,21 @@ def test_options_that_contradict_each_other() -> None:
     ):
         with pytest.raises(ConfigError):
             CertifyOptions(**fields)
+    for fields, message in (
+        (
+            {"is_simulated": True, "streams": True, "key_variable": "K"},
+            "--key-from and --streams: no meaning with --sim",
+        ),
+        (
+            {"is_simulated": True, "endpoint": "completions", "outstanding": 9, "patience_s": 9.0},
+            "--patience: no meaning",
+        ),
+        ({"url": "http://x", "hardware": "h100"}, "--hardware: no meaning without --simulated"),
+        ({"simulated_model": "opt-13b", "costs": "calibrated"}, "--simulated-model and --costs: no meaning without"),
+        ({"is_simulated": True, "model": "opt-13b", "simulated_model": "opt-6.7b"}, "leave one out"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            CertifyOptions(**fields)
     with pytest.raises(ConfigError, match="--window 3y"):
         wanted_of(CertifyOptions(windows=("3y",)))
 

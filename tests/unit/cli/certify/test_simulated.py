@@ -1,12 +1,15 @@
 """`alignedserve certify --simulated`: the whole command, on a small modelled server."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from alignedserve.cli.certify.command import certify
 from alignedserve.cli.certify.options import CertifyOptions
+from alignedserve.cli.certify.simulated import simulated_config
+from alignedserve.core.errors import ConfigError
 
 
 @pytest.mark.slow
@@ -35,6 +38,22 @@ def test_a_simulated_server_is_certified(tmp_path: Path, topology: str, capsys: 
     assert document["figures"]["lines"]["chat beside documents"]["num_answered"] == 60
     assert topology in dict(document["about"])["server"]
     assert "Held: all 11 bounds" in (tmp_path / "certificate" / "certificate.html").read_text()
+
+
+def test_the_model_and_the_workers_are_those_that_were_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    path.write_text("topology: elastic\ndecode: {kv_cache_bytes: 1GiB}\nengine: {tensor_parallel: 2}\n")
+    options = CertifyOptions(
+        is_simulated=True, model="opt-13b", config=path, burst_s=2.0, idle_s=0.0, num_bursts=1, num_lines=4, rate=2.0,
+        document_output_len=8, overrides=("decode.max_running_requests=4",), output=tmp_path,
+    )  # fmt: skip
+    certify(options)
+    document = json.loads((tmp_path / "certificate.json").read_text())
+    assert dict(document["about"])["model"] == "opt-13b on 2 x a100-80g a worker"
+    one = simulated_config(replace(options, overrides=("engine.tensor_parallel=1",)))
+    assert simulated_config(options).memory_tokens > 2 * one.memory_tokens
+    with pytest.raises(ConfigError, match="says itself which model"):
+        simulated_config(replace(options, costs="fitted:no.json"))
 
 
 def test_a_bound_that_does_not_hold_is_exit_code_1(tmp_path: Path) -> None:
