@@ -59,22 +59,17 @@ def config_file(candidate: Candidate, machines: Machines, remarks: list[str]) ->
 def _model_and_engine(candidate: Candidate, machines: Machines) -> dict[str, Any]:
     """Return the model to be served, and what its workers are: as they were measured, or GPUs.
 
-    A recorded run's configuration says both itself.
+    A recorded run's configuration says both itself. By how much workers are divided stands in what was simulated.
     """
     if candidate.offer.name == RECORDED:
         return {}
     profile = machines.profiles.get(candidate.offer.name)
     if profile is None:
         assert machines.model is not None, "named accelerators have no model of their own"
-        engine: dict[str, Any] = {"device": "cuda"}
-        if candidate.tensor_parallel > 1:
-            engine["tensor_parallel"] = candidate.tensor_parallel
-        return {"model": {"path": _model_path(machines.model)}, "engine": engine}
+        return {"model": {"path": _model_path(machines.model)}, "engine": {"device": "cuda"}}
     found: dict[str, Any] = {"model": {"path": _model_path(profile.shape.name), "dtype": profile.shape.dtype}}
     if profile.num_threads is not None:
         found["engine"] = {"threads_per_worker": profile.num_threads * candidate.expert_parallel}
-    if candidate.expert_parallel > 1:
-        found.setdefault("engine", {})["expert_parallel"] = candidate.expert_parallel
     return found
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from alignedserve.config.sections import ClusterConfig
+from alignedserve.config.sections import ClusterConfig, EngineConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo
 from alignedserve.costmodel.choice import WorkerSpec
@@ -17,6 +17,7 @@ from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.planning.candidates import Candidate
 from alignedserve.planning.experts import with_shared_experts
+from alignedserve.planning.hardware_list import RECORDED
 from alignedserve.sim.cluster_hardware import ClusterHardware
 from alignedserve.sim.config import NO_SLOWDOWNS, SimConfig, Slowdowns
 from alignedserve.sim.policies import simulated_policy, with_policy
@@ -51,6 +52,7 @@ class Machines:
             cluster,
             prefill=changed(cluster.prefill, count=max(candidate.num_prefill, 1)),
             decode=changed(cluster.decode, count=candidate.num_decode),
+            engine=self._divided(cluster.engine, candidate),
         )
         profile = self.profiles.get(candidate.offer.name)
         if profile is not None:
@@ -69,6 +71,18 @@ class Machines:
             if self.runs_what_fits:
                 config = _running_what_fits(config, worker)
         return replace(config, seed=self.seed)
+
+    @staticmethod
+    def _divided(engine: EngineConfig, candidate: Candidate) -> EngineConfig:
+        """Return the engine with the plan's degrees. A recorded run's workers are divided as they were."""
+        if candidate.offer.name == RECORDED:
+            return engine
+        return msgspec.structs.replace(
+            engine,
+            tensor_parallel=candidate.tensor_parallel,
+            pipeline_parallel=candidate.pipeline_parallel,
+            expert_parallel=candidate.expert_parallel,
+        )
 
 
 def _running_what_fits(config: SimConfig, worker: WorkerSpec) -> SimConfig:

@@ -60,7 +60,12 @@ def planned(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> t
         ),
         (("--workload", LINE, *H100, "--tensor-parallel", "two"), "no list of numbers"),
         (("--workload", LINE, *H100, "--expert-parallel", "2"), "on CPUs alone, not on h100; measure a host"),
+        (
+            ("--workload", LINE, *H100, "--tensor-parallel", "1,3"),
+            "-parallel 1,3 must divide the 40 heads of 'llama-2-",
+        ),
         (("--workload", LINE, *H100, "--set", "decode.count=4"), "that is what the plan is to say"),
+        (("--workload", LINE, *H100, "--set", "engine.tensor_parallel=2"), "that is what the plan is to say"),
         (("--workload", LINE, "--hardware", "2x h100", "--max-cost", "4"), "--max-cost needs prices"),
         (("--workload", LINE, *H100, "--max-cost", "1"), "no plan is possible for 1 per hour"),
         (("--workload", "prompt=9, output=9, rate=1", *H100), "no request .* has an objective: give --ttft"),
@@ -104,6 +109,17 @@ def test_a_plan_of_tensor_parallel_workers_can_be_started(monkeypatch: pytest.Mo
     assert isinstance(plan, dict)
     assert plan["can_be_served"]
     assert 0.0 < plan["straggler_share"] < 1.0
+
+
+def test_a_plan_has_its_own_degrees_whatever_the_configuration_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("engine: {tensor_parallel: 2, pipeline_parallel: 2, block_size: 32}\n")
+    options = (*H100, *QUICK, "--model", "opt-125m", "--topology", "elastic", "--tensor-parallel", "1")
+    planned(monkeypatch, tmp_path, "--workload", LINE, *options, "--config", str(path))
+    engine = load_config(tmp_path / "plan.yaml").engine
+    assert (engine.tensor_parallel, engine.pipeline_parallel, engine.block_size) == (1, 1, 32)
 
 
 def test_a_plan_is_the_same_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

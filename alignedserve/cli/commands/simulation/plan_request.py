@@ -36,7 +36,17 @@ from alignedserve.workload.rates import at_rate, with_objectives
 from alignedserve.workload.requests import TimedRequest, Workload
 
 _DEFAULT_DURATION_S = 600.0  # of traffic that is no recording
-_PLANNED = ("topology", "scheduling", "prefill.count", "decode.count", "scaling", "model.path")
+_PLANNED = (
+    "topology",
+    "scheduling",
+    "prefill.count",
+    "decode.count",
+    "scaling",
+    "model.path",
+    "engine.tensor_parallel",
+    "engine.pipeline_parallel",
+    "engine.expert_parallel",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +267,11 @@ def _choices(options: PlanOptions, offers: tuple[Offer, ...], machines: Machines
         raise ConfigError("--max-cost needs prices in --hardware, such as '4x h100 @2.5'")
     topologies = [_topology(name) for name in options.topologies] or list(Topology)
     degrees = _degrees("--tensor-parallel", options.degrees)
+    num_heads = 0 if machines.model is None else model_shape(machines.model).num_heads
+    if any(num_heads % degree for degree in degrees or ()):
+        raise ConfigError(
+            f"--tensor-parallel {options.degrees} must divide the {num_heads} heads of {machines.model!r}"
+        )
     return Choices(offers, policies, topologies, degrees, options.max_cost, _expert_degrees(options, offers, machines))
 
 
