@@ -7,17 +7,27 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from alignedserve.core.errors import AlignedServeError, ConfigError, NodeLost
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+_WIDEST = 10_000  # columns of a table that is not to be folded
 _TABLE_WIDTH = 120  # when the output is a file, where rich would assume 80 columns
 
 
 def results() -> Console:
     """Return the console for results, made anew each time, as tests replace the streams."""
     return Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH, highlight=False)
+
+
+def print_table(table: Table) -> None:
+    """Print a table at its own width, so that a narrow terminal wraps its lines and no figure is cut."""
+    console = results()
+    measured = console.measure(table, options=console.options.update(max_width=_WIDEST))
+    console.width = max(console.width, measured.maximum)
+    console.print(table)
 
 
 def notes() -> Console:

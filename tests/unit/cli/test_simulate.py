@@ -166,6 +166,16 @@ def test_a_small_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert all(one["error"] is None and one["result"]["timeline"] for one in cases)
 
 
+def test_no_figure_is_cut_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("alignedserve.cli.console._TABLE_WIDTH", None)  # as where the output is a terminal
+    assert run_command(monkeypatch, *SMALL, "--policy", "fcfs", "--output", str(tmp_path)) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "fcfs" in line]
+    assert [len(row) for row in rows] == [15, 13, 13, 8, 8, 8]
+
+
 def test_json_goes_to_stdout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from rich.table import Table
 from alignedserve.cli.commands.output_folder import command_line, make_folder, write_file
 from alignedserve.cli.commands.simulation.options import PlanOptions
 from alignedserve.cli.commands.simulation.plan_request import Asked, asked_for
-from alignedserve.cli.console import FAILURE, notes, printable, progress, results, write_json
+from alignedserve.cli.console import FAILURE, notes, print_table, printable, progress, results, write_json
 from alignedserve.cli.machine import describe_machine
 from alignedserve.loadgen.prompts import to_json
 from alignedserve.planning.confidence import straggler_words
@@ -103,10 +103,10 @@ def _print(report: PlanReport) -> None:
     whole = candidates_table(report.plan)
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for place, heading in enumerate(whole.headings):
-        table.add_column(heading, overflow="fold", justify="left" if place == 0 else "right")
+        table.add_column(heading, justify="left" if place == 0 else "right")
     for row in _shown_rows(report.plan):
         table.add_row(*map(printable, row))
-    results().print(table)
+    print_table(table)
     for line in summary(report.plan):
         results().print(line, markup=False, soft_wrap=True)
     for name, words in report.about:

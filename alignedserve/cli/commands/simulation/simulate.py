@@ -20,7 +20,7 @@ from alignedserve.cli.commands.simulation.simulate_cases import (
     PlannedCase,
     plan_cases,
 )
-from alignedserve.cli.console import FAILURE, notes, printable, progress, results, write_json
+from alignedserve.cli.console import FAILURE, notes, print_table, printable, progress, write_json
 from alignedserve.cli.machine import describe_machine
 from alignedserve.costmodel.choice import FITTED
 from alignedserve.loadgen.prompts import to_json
@@ -169,9 +169,8 @@ def _print_table(report: Report) -> None:
 def _print_figures(figures: FigureTable, title: str) -> None:
     box, padding = SIMPLE_HEAD, (0, 1, 0, 0)
     table = Table(header_style="bold", title=title or None, title_justify="left", box=box, padding=padding)
-    table.add_column(figures.headings[0], min_width=11, overflow="fold")
-    for place, heading in enumerate(figures.headings[1:], start=1):
-        table.add_column(heading, justify="left" if place < figures.num_names else "right", no_wrap=True)
+    for place, heading in enumerate(figures.headings):
+        table.add_column(heading, justify="left" if place < figures.num_names else "right")
     for row in figures.rows:
         table.add_row(*map(printable, row))
-    results().print(table)
+    print_table(table)
