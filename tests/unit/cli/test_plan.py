@@ -236,3 +236,12 @@ def test_a_plan_from_a_recorded_run(
     assert isinstance(found, dict)
     assert (found["hardware"], found["num_accelerators"]) == ("recorded", 2)
     assert load_config(tmp_path / "plan" / "plan.yaml").recording.folder is None
+
+
+def test_probes_of_a_recorded_run_are_load_without_objectives(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("alignedserve.replay.simulated._PROBE", "r0")  # so that the run has nothing else
+    run = recorded_run_folder(tmp_path / "run", colocated(2, learns_costs=True), mixed_workload(40, 4.0, 1))
+    assert run_command(monkeypatch, "--from", str(run), "--ttft", "9", "--output", str(tmp_path / "plan")) == 2
+    assert "no request of the workload has an objective" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from alignedserve.planning.token_counts import other_tokens, warnings_of
 from alignedserve.planning.trials import Machines, Traffic
 from alignedserve.replay.fitting import MachineFit, fit_machine
 from alignedserve.replay.run_file import read_run_metadata
-from alignedserve.replay.simulated import requests_of, workload_of
+from alignedserve.replay.simulated import OTHERS, requests_of, workload_of
 from alignedserve.scheduling.policies import policy_config
 from alignedserve.sim.config import NO_SLOWDOWNS, Slowdowns
 from alignedserve.sim.sweep import WorkloadLine
@@ -163,6 +163,8 @@ def _recorded(options: PlanOptions, folder: Path) -> _Recorded:
 
 
 def _with_objectives(request: TimedRequest, slo: Slo) -> TimedRequest:
+    if request.class_name == OTHERS:
+        return replace(request, slo=Slo())  # load: nobody waited for it to the end
     if request.request_class is RequestClass.BEST_EFFORT:
         return request
     own = request.slo
