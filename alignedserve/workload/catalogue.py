@@ -1,5 +1,6 @@
 """All named lengths, traces and rate profiles: what ships with the package, and what a data folder adds."""
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from alignedserve.workload.distributions import ValueDistribution, parse_number
 from alignedserve.workload.lengths import IntArray, Lengths, LengthSource, whole
 from alignedserve.workload.recordings import ClientDaySource, TraceSource
 from alignedserve.workload.servegen import read_clients
-from alignedserve.workload.text_lines import Columns, parse_length, parsed_lines, read_lines
-from alignedserve.workload.traces import parse_trace, read_trace
+from alignedserve.workload.text_lines import columns_of, is_json, parse_length, parsed_lines, read_lines
+from alignedserve.workload.traces import TERMS_COLUMNS, parse_trace, read_trace
 
 # Texts have no tokenizer with them: their pieces (words and signs) are counted. On Alpaca outputs there are 0.82 of
 # them per token of the LLaMA tokenizer.
@@ -35,7 +36,7 @@ def read_lengths(
 ) -> Lengths:
     """Read named columns of a CSV file, from the rows whose other columns match `where`. Raises ConfigError."""
     lines = read_lines(path)
-    columns = Columns(lines[0])
+    columns = columns_of(lines, str(path))
     needed = [name for name in (prompt, output, *where) if name is not None]
     missing = [name for name in needed if name not in columns.names]
     if missing:
@@ -130,7 +131,7 @@ class TaskTable:
 def read_tasks(path: Path, *, only: Sequence[str] = ()) -> TaskTable:
     """Read LongBench's table of tasks, or some of them. Raises ConfigError."""
     lines = read_lines(path)
-    columns = Columns(lines[0])
+    columns = columns_of(lines, str(path))
 
     def parse(line: str) -> Task:
         fields = columns.fields(line)
@@ -309,7 +310,7 @@ class Library:
 
     def _find(self, name: str) -> LengthSource:
         if "/" in name or "." in name:
-            return _own_file(Path(name))
+            return _own_file(Path(os.path.expanduser(name)))
         if name not in SOURCES:
             raise ConfigError(f"unknown lengths or trace {name!r}; {_names()}")
         entry = SOURCES[name]
@@ -326,7 +327,8 @@ class Library:
 
 def _own_file(path: Path) -> LengthSource:
     lines = read_lines(path)
-    if lines[0].replace(" ", "").startswith("prompt_len"):
+    names = set() if is_json(lines) else set(columns_of(lines, str(path)).names)
+    if "prompt_len" in names and names.isdisjoint(("arrival_s", *TERMS_COLUMNS)):
         return read_lengths(path, prompt="prompt_len", output="output_len")
     return TraceSource(parse_trace(lines, name=str(path)))
 

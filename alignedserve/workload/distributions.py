@@ -90,7 +90,7 @@ def parse_distribution(text: str) -> ValueDistribution:
     text = text.strip()
     name, parenthesis, rest = text.partition("(")
     if not parenthesis:
-        return _sensible(text, constant(parse_number("length", text)))
+        return _sensible(text, constant(_finite(text)))
     name = name.strip()
     if name not in _NAMES or not rest.endswith(")"):
         raise ConfigError(f"{text!r}: the distributions are {', '.join(_NAMES)}, each with (...) after it")
@@ -127,11 +127,18 @@ def _sensible(text: str, distribution: ValueDistribution) -> ValueDistribution:
 def parse_number(name: str, text: str) -> float:
     """Parse a finite number. Raises ConfigError that begins with `name`."""
     try:
+        return _finite(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _finite(text: str) -> float:
+    try:
         number = float(text)
     except ValueError:
-        raise ConfigError(f"{name}: {text.strip()!r} is not a number") from None
+        raise ConfigError(f"{text.strip()!r} is not a number") from None
     if not math.isfinite(number):
-        raise ConfigError(f"{name}: {text.strip()!r} is not finite")
+        raise ConfigError(f"{text.strip()!r} is not finite")
     return number
 
 

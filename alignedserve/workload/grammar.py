@@ -33,7 +33,8 @@ MAX_TURNS = 64
 MAX_INSTRUCTIONS = 10_000
 MAX_ENCODER_TOKENS = 1_000_000
 _NAME = re.compile(r"\s*([A-Za-z][\w-]*)\s*:(.*)", re.DOTALL)
-_SOURCE = re.compile(r"[\w./~-]+")
+_SOURCE = re.compile(r"[\w-]+|.*[./].*", re.DOTALL)  # a name, or the path of a file
+_TOTAL = "all"  # what reports call all classes together
 
 
 class PredictionKind(enum.Enum):
@@ -140,8 +141,11 @@ def parse_classes(specification: str) -> tuple[ClassSpec, ...]:
     if not parts:
         raise ConfigError("the workload is empty (write for example rate=2,prompt=100,output=60)")
     classes = tuple(_parse_class(part, f"class{number}") for number, part in enumerate(parts, start=1))
-    if len({spec.name for spec in classes}) < len(classes):
+    names = [spec.name for spec in classes]
+    if len(set(names)) < len(names):
         raise ConfigError("workload: two classes have the same name")
+    if _TOTAL in names:
+        raise ConfigError(f"workload: no class can be called {_TOTAL!r}, which reports call all of them together")
     return classes
 
 

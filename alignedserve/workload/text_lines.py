@@ -1,8 +1,9 @@
 """Lines of a file, plain or gzipped, and complaints that name the line."""
 
+import csv
 import gzip
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -49,14 +50,34 @@ def parse_length(text: str, *, least: int = 0) -> int:
 
 
 class Columns:
-    """Columns of a CSV header, and the fields of a line by column."""
+    """Columns of a CSV header, and the fields of a line by column. Raises ValueError for quotes that do not end."""
 
     def __init__(self, header: str) -> None:
-        self.names = tuple(name.strip() for name in header.split(","))
+        self.names = tuple(name.strip() for name in _split(header))
 
     def fields(self, line: str) -> dict[str, str]:
         """Return the fields of a line by column. Raises ValueError when there are too few or too many."""
-        fields = line.rstrip("\r").split(",")
+        fields = _split(line)
         if len(fields) != len(self.names):
             raise ValueError(f"{len(fields)} fields where {len(self.names)} are expected")
         return dict(zip(self.names, fields, strict=True))
+
+
+def is_json(lines: Sequence[str]) -> bool:
+    """Return whether each line is an object, and the first one no header."""
+    return bool(lines) and lines[0].lstrip().startswith("{")
+
+
+def columns_of(lines: Sequence[str], name: str) -> Columns:
+    """Return the columns that the first line names. Raises ConfigError with the file's name."""
+    return next(parsed_lines(lines[:1], 1, Columns, name), Columns(""))
+
+
+def _split(line: str) -> list[str]:
+    line = line.rstrip("\r")
+    if '"' not in line:
+        return line.split(",")
+    try:
+        return next(csv.reader([line], skipinitialspace=True, strict=True))
+    except csv.Error as error:
+        raise ValueError(f"{error} in {line[:80]!r}") from error

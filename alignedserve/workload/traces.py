@@ -1,8 +1,8 @@
 """Readers of recorded traces: arrival times and lengths of requests and answers.
 
-Plain or gzipped, told apart by their first line:
+Plain or gzipped, told apart by the names in their first line; columns may have any order:
 
-- our own CSV: `arrival_s,prompt_len,output_len`, then any of `class` (rt or be), `ttft_s`, `tpot_s`, `deadline_s`,
+- our own CSV: `arrival_s,prompt_len,output_len`, and any of `class` (rt or be), `ttft_s`, `tpot_s`, `deadline_s`,
   `priority` and `model` (that answered), where an empty field says nothing; earliest first;
 - our own JSONL: the same names as fields of an object per line;
 - Azure CSV: `TIMESTAMP,ContextTokens,GeneratedTokens`; the time stamp is a date and time, or seconds;
@@ -27,12 +27,13 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.workload.prompt_texts import in_repetition, runs_of
 from alignedserve.workload.requests import TextRun
-from alignedserve.workload.text_lines import MAX_LENGTH, Columns, parsed_lines, read_lines
+from alignedserve.workload.text_lines import MAX_LENGTH, Columns, columns_of, is_json, parsed_lines, read_lines
 
-AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 OWN_COLUMNS = ("arrival_s", "prompt_len", "output_len")
-OWN_OPTIONAL_COLUMNS = ("class", "ttft_s", "tpot_s", "deadline_s", "priority", "model")
-_BURSTGPT_START = "Timestamp,Model,Request tokens,Response tokens"
+TERMS_COLUMNS = ("class", "ttft_s", "tpot_s", "deadline_s", "priority")
+_OWN_KNOWN_COLUMNS = (*OWN_COLUMNS, *TERMS_COLUMNS, "model")
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_BURSTGPT_COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens")
 _SHIPPED = Path(__file__).parent / "shipped" / "azure_conv_slice.csv"
 
 
@@ -97,23 +98,33 @@ def shipped_trace() -> list[TraceRow]:
 
 def parse_trace(lines: Sequence[str], *, name: str) -> list[TraceRow]:
     """Parse a trace from lines; `name` stands in the error messages."""
-    header = lines[0].replace(" ", "").rstrip("\r") if lines else ""
-    if header == AZURE_HEADER:
-        rows = _parse_lines(lines[1:], 2, _azure_row, name)
-    elif header.startswith(_BURSTGPT_START.replace(" ", "")):
-        rows = _parse_lines(lines[1:], 2, _burstgpt_parser(lines[0]), name)
-    elif header.startswith(OWN_COLUMNS[0]):
-        rows = _parse_lines(lines[1:], 2, _own_csv_parser(lines[0], name), name)
-    elif header.startswith("{"):
-        rows = _parse_lines(lines, 1, _in_order(_own_json_row) if '"arrival_s"' in header else _mooncake_row, name)
+    if is_json(lines):
+        rows = _parse_lines(lines, 1, _json_parser(lines[0]), name)
     else:
-        raise ConfigError(
-            f"{name}:1: neither a header ({AZURE_HEADER!r}, {','.join(OWN_COLUMNS)!r} or BurstGPT's) nor a JSON object"
-        )
+        rows = _parse_lines(lines[1:], 2, _csv_parser(columns_of(lines, name), name), name)
     if not rows:
         raise ConfigError(f"{name}: no requests in it")
     rows.sort(key=lambda row: row.arrival_s)
     return shifted(rows, rows[0].arrival_s)
+
+
+def _json_parser(first: str) -> Callable[[str], TraceRow]:
+    is_mooncake = any(f'"{name}"' in first for name in ("timestamp", "input_length", "output_length"))
+    return _mooncake_row if is_mooncake else _in_order(_own_json_row)
+
+
+def _csv_parser(columns: Columns, name: str) -> Callable[[str], TraceRow | None]:
+    names = set(columns.names)
+    if names == set(_AZURE_COLUMNS):
+        return _azure_parser(columns)
+    if names.issuperset(_BURSTGPT_COLUMNS):
+        return _burstgpt_parser(columns)
+    if not names.isdisjoint(OWN_COLUMNS):
+        return _own_csv_parser(columns, name)
+    if ";" in "".join(columns.names):
+        raise ConfigError(f"{name}:1: fields are separated by commas, not by ';'")
+    known = " or ".join(",".join(one) for one in (OWN_COLUMNS, _AZURE_COLUMNS))
+    raise ConfigError(f"{name}:1: neither the columns of a trace ({known}, or BurstGPT's) nor a JSON object")
 
 
 def _parse_lines(
@@ -132,11 +143,13 @@ def _checked(row: TraceRow | None) -> TraceRow | None:
 # --- formats of others ------------------------------------------------------------------------------------------------
 
 
-def _azure_row(line: str) -> TraceRow:
-    fields = line.split(",")
-    if len(fields) != 3:
-        raise ValueError(f"{len(fields)} fields where 3 are expected")
-    return TraceRow(_azure_seconds(fields[0]), int(fields[1]), int(fields[2]))
+def _azure_parser(columns: Columns) -> Callable[[str], TraceRow]:
+    def parse(line: str) -> TraceRow:
+        fields = columns.fields(line)
+        arrival_s, prompt_len, output_len = (fields[name] for name in _AZURE_COLUMNS)
+        return TraceRow(_azure_seconds(arrival_s), int(prompt_len), int(output_len))
+
+    return parse
 
 
 def _azure_seconds(text: str) -> float:
@@ -160,9 +173,7 @@ def _mooncake_row(line: str) -> TraceRow:
     return _with_runs(TraceRow(_time(row.timestamp / 1000.0), row.input_length, row.output_length), row.hash_ids)
 
 
-def _burstgpt_parser(header: str) -> Callable[[str], TraceRow | None]:
-    columns = Columns(header)
-
+def _burstgpt_parser(columns: Columns) -> Callable[[str], TraceRow | None]:
     def parse(line: str) -> TraceRow | None:
         fields = columns.fields(line)
         prompt_len, output_len = int(fields["Request tokens"]), int(fields["Response tokens"])
@@ -177,16 +188,15 @@ def _burstgpt_parser(header: str) -> Callable[[str], TraceRow | None]:
 # --- our own ----------------------------------------------------------------------------------------------------------
 
 
-def _own_csv_parser(header: str, name: str) -> Callable[[str], TraceRow]:
-    columns = Columns(header)
-    unknown = [column for column in columns.names if column not in (*OWN_COLUMNS, *OWN_OPTIONAL_COLUMNS)]
+def _own_csv_parser(columns: Columns, name: str) -> Callable[[str], TraceRow]:
+    unknown = [column for column in columns.names if column not in _OWN_KNOWN_COLUMNS]
     missing = [column for column in OWN_COLUMNS if column not in columns.names]
     if missing:
         raise ConfigError(f"{name}:1: the column {missing[0]} is missing")
     if unknown or len(set(columns.names)) < len(columns.names):
         raise ConfigError(
             f"{name}:1: {', '.join(unknown) or 'a column'} {'is unknown' if unknown else 'stands there twice'}; "
-            f"the columns are {', '.join((*OWN_COLUMNS, *OWN_OPTIONAL_COLUMNS))}"
+            f"the columns are {', '.join(_OWN_KNOWN_COLUMNS)}"
         )
 
     def parse(line: str) -> TraceRow:

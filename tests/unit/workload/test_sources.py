@@ -19,6 +19,7 @@ from alignedserve.workload.catalogue import (
     read_tasks,
     read_texts,
 )
+from alignedserve.workload.grammar import parse_classes
 from alignedserve.workload.lengths import Lengths
 from alignedserve.workload.recordings import ClientDaySource, Extract, TraceSource
 from alignedserve.workload.servegen import QUANTILES, WINDOW_S, read_clients
@@ -96,6 +97,23 @@ def test_files_of_ones_own(tmp_path: Path) -> None:
     assert columns(Library().source(str(trace)).draw(np.random.default_rng(0), 1)) == ([5], [6])
     with pytest.raises(ConfigError, match="cannot be read"):
         Library().source("./nothing-here.csv")
+    trace.write_text('{"prompt_len": 5, "output_len": 6, "arrival_s": 1}\n')
+    assert columns(Library().source(str(trace)).draw(np.random.default_rng(0), 1)) == ([5], [6])
+    lengths.write_text("prompt_len,output_len,class\n3,4,be\n")
+    with pytest.raises(ConfigError, match="the column arrival_s is missing"):
+        Library().source(str(lengths))
+
+
+@each("name", ["~/last night+1@home (2).csv", "./last night+1@home (2).csv"])
+def test_paths_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "last night+1@home (2).csv").write_text("arrival_s,prompt_len,output_len\n1,5,6\n")
+    (spec,) = parse_classes(f"{name}, rate=1")
+    assert spec.source is not None
+    assert columns(Library().source(spec.source).draw(np.random.default_rng(0), 1)) == ([5], [6])
+    with pytest.raises(ConfigError, match=r"~nobody-here/x\.csv: cannot be read"):
+        Library().source("~nobody-here/x.csv")
 
 
 # --- tables and texts

@@ -141,6 +141,23 @@ def test_own_csv_with_and_without_terms() -> None:
     ]
 
 
+@each(
+    "lines",
+    [
+        ["prompt_len,output_len,arrival_s", "10,20,1", "11,21,2"],
+        ['"arrival_s", "prompt_len","output_len"\r', '"1","10","20"\r', "2,11,21\r"],
+        ["GeneratedTokens,TIMESTAMP,ContextTokens", "20,1,10", "21,2,11"],
+        ["Model,Timestamp,Request tokens,Response tokens", ",1,10,20", '" ",2,11,21'],
+        [
+            '{"prompt_len": 10, "output_len": 20, "arrival_s": 1}',
+            '{"prompt_len": 11, "output_len": 21, "arrival_s": 2}',
+        ],
+    ],
+)
+def test_columns_may_be_quoted_and_have_any_order(lines: list[str]) -> None:
+    assert parse_trace(lines, name="t") == [TraceRow(0.0, 10, 20), TraceRow(1.0, 11, 21)]
+
+
 def test_own_jsonl() -> None:
     lines = [
         '{"arrival_s": 1.0, "prompt_len": 10, "output_len": 20}',
@@ -182,6 +199,11 @@ def test_objectives_above_zero() -> None:
         ("arrival_s,prompt_len", "t:1: the column output_len is missing"),
         ("arrival_s,prompt_len,output_len,tpot", "t:1: tpot is unknown; the columns are arrival_s, .*tpot_s"),
         ("arrival_s,prompt_len,output_len,prompt_len", "t:1: a column stands there twice"),
+        ("prompt_len,output_len", "t:1: the column arrival_s is missing"),
+        ("arrival_s;prompt_len;output_len", "t:1: fields are separated by commas, not by ';'"),
+        ("when,prompt,output", "t:1: neither the columns of a trace .arrival_s,prompt_len,output_len or TIMESTAMP"),
+        ('"arrival_s,prompt_len', "t:1: unexpected end of data in"),
+        ('{"prompt_len": 1, "output_len": 2}', "t:1: .*`arrival_s`"),
     ],
 )
 def test_wrong_columns_of_our_own(header: str, complaint: str) -> None:
