@@ -213,7 +213,10 @@ class ProfileOptions:
         bool, typer.Option("--cpu-time", help="Count processor time: for a busy machine; needs --threads 1.")
     ] = False
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="Write the profile; its name is then fitted:FILE.")
+        Path | None,
+        typer.Option(
+            "--output", metavar="FILE", dir_okay=False, help="Write the profile; its name is then fitted:FILE."
+        ),
     ] = None
     json_output: JsonFlag = False
 

@@ -1,4 +1,4 @@
-"""The folder that `simulate` and `plan` write to (`--output`), and the command that reports name."""
+"""The folder that a command writes to (`--output`), and the command that reports name."""
 
 import shlex
 import sys
@@ -8,7 +8,7 @@ from alignedserve.core.errors import ConfigError
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder; to be called before the simulations, so that a failure costs nothing. Raises ConfigError."""
+    """Make the folder; to be called before anything runs, so that a failure costs nothing. Raises ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

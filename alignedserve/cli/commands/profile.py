@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alignedserve.cli.commands.options import ProfileOptions
-from alignedserve.cli.commands.output_folder import command_line
+from alignedserve.cli.commands.output_folder import command_line, make_folder, write_file
 from alignedserve.cli.console import notes, progress, results, write_json
 from alignedserve.cli.machine import describe_machine
 from alignedserve.costmodel.linear import LinearCoefficients
@@ -41,17 +41,19 @@ def profile(options: ProfileOptions) -> int:
         num_threads=options.num_threads,
         is_cpu_time=options.is_cpu_time,
     )
+    if options.output is not None:
+        make_folder(options.output.parent)
     with progress() as bar:
         task = bar.add_task(f"{options.model}, {options.dtype}: seconds", total=duration_s, status="loading")
         result = run_profile(spec, lambda gone_s: bar.update(task, completed=round(gone_s, 1), status=""))
     document = to_json(_document(result, "processor time" if options.is_cpu_time else "wall"))
-    if options.output is not None:
-        write_json(document, str(options.output))
-        notes().print(f"written to {options.output}; use it as fitted:{options.output}", markup=False, soft_wrap=True)
     if options.json_output:
         write_json(document, "-")
     else:
         _print(results(), result)
+    if options.output is not None:
+        write_file(options.output, document)
+        notes().print(f"written to {options.output}; use it as fitted:{options.output}", markup=False, soft_wrap=True)
     return 0
 
 

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import make_cost_model
 from alignedserve.costmodel.iteration_points import Chunk, Point, feasible_points
 from alignedserve.profiling.points import CPU_SIZES, GPU_SIZES, PointSizes, fitted_points, held_out_points
-from alignedserve.profiling.profile import ProfileSpec, run_profile, sizes_on
+from alignedserve.profiling.profile import ProfileResult, ProfileSpec, run_profile, sizes_on
 from tests.harnesses.costs import decodes, prefill
 from tests.support.marks import each
 from tests.support.models.tiny_models import make_tiny_model
@@ -84,16 +86,45 @@ def test_a_tiny_model_is_profiled(tmp_path: Path) -> None:
     assert result.profile.memory_link.bytes_per_s > 1e6
 
 
+def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["alignedserve", "profile", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for target, message in (("/dev/null/x.json", "--output /dev/null: cannot be made"), (str(tmp_path), "'--output'")):
+        assert run_command(monkeypatch, "gpt-17", "--output", target) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_results_are_printed_even_if_the_file_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    make_tiny_model(tmp_path / "tiny", "opt")
+    target = tmp_path / "new" / "tiny.json"
+
+    def run_and_put_a_folder_there(spec: ProfileSpec, note: Callable[[float], None]) -> ProfileResult:
+        target.mkdir()
+        return run_profile(replace(spec, duration_s=0.1, cache_bytes=4 << 20), note)
+
+    monkeypatch.setattr("alignedserve.cli.commands.profile.run_profile", run_and_put_a_folder_there)
+    assert run_command(monkeypatch, str(tmp_path / "tiny"), "--threads", "1", "--output", str(target)) == 2
+    captured = capsys.readouterr()
+    assert "microseconds for each" in captured.out
+    assert f"--output {target}: cannot be written: Is a directory" in captured.err
+
+
 @pytest.mark.slow
 def test_profiling_pocket_end_to_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     target = tmp_path / "pocket.json"
     arguments = ["pocket", "--quick", "--threads", "1", "--output", str(target), "--json"]
-    monkeypatch.setattr(sys, "argv", ["alignedserve", "profile", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
+    assert run_command(monkeypatch, *arguments) == 0
     document = json.loads(capsys.readouterr().out)
     assert document == json.loads(target.read_bytes())
     assert {"machine", "command", "errors", "samples", "straggler_share"} <= set(document)
