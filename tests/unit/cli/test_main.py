@@ -1,4 +1,5 @@
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +111,22 @@ def test_help_of_every_command_and_processes_without_an_engine_load_no_more_than
     ended = subprocess.run([sys.executable, "-c", HELP_OF_ALL], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert dict(zip(LOADED, ended.stdout.splitlines(), strict=True)) == LOADED
+
+
+def test_an_interrupt_while_the_command_line_loads_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *rest: object) -> None:
+            if name == "alignedserve.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "alignedserve.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("alignedserve", run_name="__main__")
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == ""
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
