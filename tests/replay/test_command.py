@@ -1,6 +1,7 @@
 """`alignedserve replay` on recordings of simulated and of real components, and its report of their times."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,12 @@ import pytest
 
 from alignedserve.cli.commands.simulation.options import ReplayOptions
 from alignedserve.cli.commands.simulation.replay import parse_outstanding, replay, replay_folder
-from alignedserve.config.sections import RecordingConfig
+from alignedserve.config.sections import RecordingConfig, Topology
 from alignedserve.core.errors import ConfigError, RecordingError
+from alignedserve.costmodel.linear import LinearCoefficients
+from alignedserve.costmodel.links import LinkModel
+from alignedserve.costmodel.model_shapes import ModelShape
+from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.messages.recording import PART_FILE, RecordedPart
 from alignedserve.sim.config import SimConfig
 from decode_worker.logic import DecodeLogic
@@ -52,6 +57,26 @@ def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "with the component" in output
     assert "fitted to this very run" in output
     assert "ttft p90, s" in output
+
+
+def test_the_table_names_the_costs_and_the_workers_that_were_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = recorded(tmp_path / "run", colocated(2, topology=Topology.ELASTIC, learns_costs=True), 1)
+    assert replay(ReplayOptions(folder)) == 0
+    assert "elastic iterations fitted, error" in capsys.readouterr().out
+    shape = ModelShape("tiny", 2, 64, 4, 4, 16, 256, 512, is_gated=False, ties_embeddings=True, dtype="float32")
+    costs = LinearCoefficients(base_s=0.002, prompt_token_s=1e-5, decode_s=1e-4)
+    profile = tmp_path / "here.json"
+    profile.write_text(json.dumps(MachineProfile(shape, costs, LinkModel(0.0, 1e9)).as_fields()))
+    options = ReplayOptions(folder, costs=f"fitted:{profile}")
+    assert replay(options) == 0
+    output = capsys.readouterr().out
+    assert "fitted to" not in output
+    assert "iterations fitted" not in output
+    _, report = run_json(capsys, replace(options, json_output=True))
+    assert report["simulation"]["costs_from"] == f"fitted:{profile}; links from this very run"
+    assert report["simulation"]["fit"]["decode"] is None
 
 
 def test_a_difference_is_shown_and_makes_the_exit_code(

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from alignedserve.cli.commands.simulation.options import ReplayOptions
 from alignedserve.cli.console import FAILURE, notes, printable, results, write_json
+from alignedserve.config.sections import Topology
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.core.request import RequestClass
 from alignedserve.costmodel.choice import FITTED, make_cost_model
@@ -29,6 +30,7 @@ from alignedserve.replay.simulated import (
     requests_of,
     think_times_s,
 )
+from alignedserve.scheduling.topology import topology_of
 
 _MAX_SHOWN = 4000  # characters of one side of a difference
 _MANY_ZEROS = re.compile(r"\b0(, 0){7,}\b")  # a prompt without its tokens
@@ -52,6 +54,8 @@ class SimulatedTimes:
     """The simulation beside the run."""
 
     costs_from: str
+    is_fitted: bool  # or these are costs of `alignedserve profile`
+    topology: Topology
     num_requests: int
     num_others: int
     fit: MachineFit
@@ -114,7 +118,8 @@ def simulate_beside(options: ReplayOptions, run: ObservedRun, outstanding: Mappi
     think_s = think_times_s(requests_of(source), outstanding)
     comparisons = compare([requests], outstanding, machine, think_s)
     num_others = sum(one.timed.class_name == OTHERS for one in requests)
-    return SimulatedTimes(costs_from, len(requests), num_others, fit, comparisons)
+    topology = topology_of(metadata.config)
+    return SimulatedTimes(costs_from, options.costs is None, topology, len(requests), num_others, fit, comparisons)
 
 
 def parse_outstanding(values: Sequence[str]) -> dict[str, int]:
@@ -145,7 +150,7 @@ def _plain_times(times: SimulatedTimes | None) -> dict[str, Any] | None:
     if times is None:
         return None
     fit = times.fit
-    workers = {"decode": fit.decode, "prefill": fit.prefill}
+    workers = {"decode": fit.decode, "prefill": fit.prefill} if times.is_fitted else {"decode": None, "prefill": None}
     return {
         "costs_from": times.costs_from,
         "num_requests": times.num_requests,
@@ -207,7 +212,8 @@ def _shown(value: Any) -> str:
 def _print_times(times: SimulatedTimes | None) -> None:
     if times is None:
         return
-    table = Table("class", "measure", title=f"Simulated, with costs fitted to {times.costs_from}")
+    costs = f"costs fitted to {times.costs_from}" if times.is_fitted else f"costs {times.costs_from}"
+    table = Table("class", "measure", title=printable(f"Simulated, with {costs}"))
     for name in ("real", "simulated", "ratio"):
         table.add_column(name, justify="right")
     for one in times.comparisons:
@@ -215,8 +221,8 @@ def _print_times(times: SimulatedTimes | None) -> None:
         table.add_row(one.class_name, one.measure, f"{one.real:.4g}", f"{one.simulated:.4g}", ratio)
     results().print(table)
     fit = times.fit
-    for name, worker in (("decode" if fit.prefill else "colocated", fit.decode), ("prefill", fit.prefill)):
-        if worker is not None:
+    for name, worker in (("decode" if fit.prefill else times.topology.value, fit.decode), ("prefill", fit.prefill)):
+        if worker is not None and times.is_fitted:
             error = f"error {worker.error.median:.1%} median, {worker.error.p90:.1%} p90"
             results().print(f"{worker.error.num_samples} {name} iterations fitted, {error}", markup=False)
     others = f"{times.num_others} of them not compared"
