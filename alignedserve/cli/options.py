@@ -22,7 +22,7 @@ ModelOption = Annotated[
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 ProcessesOption = Annotated[int | None, typer.Option(min=1, help="Simulations at a time.", show_default="one per core")]
-SeedOption = Annotated[int, typer.Option("--seed", help="The same seed gives the same requests.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same requests.")]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file with the configuration.")]
 BatchingOption = Annotated[
     str | None,

@@ -108,7 +108,9 @@ class Goals:
 
 
 def goals_of(workload: Workload, share: float) -> Goals:
-    """Return the goals of a workload. Raises ConfigError where no request has an objective."""
+    """Return the goals of a workload. Raises ConfigError where there is no request, or none has an objective."""
+    if not (workload.requests or workload.closed_loops):
+        raise ConfigError("no request of the workload comes: give it a longer duration or a higher rate")
     counts: dict[str, int] = {}
     bounded = {request.class_name for request in workload.requests if request.slo != Slo()}
     for request in workload.requests:

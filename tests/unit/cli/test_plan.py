@@ -69,6 +69,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> t
         (("--workload", LINE, "--hardware", "2x h100", "--max-cost", "4"), "--max-cost needs prices"),
         (("--workload", LINE, *H100, "--max-cost", "1"), "no plan is possible for 1 per hour"),
         (("--workload", "prompt=9, output=9, rate=1", *H100), "no request .* has an objective: give --ttft"),
+        (("--workload", "prompt=9, output=9, rate=0.0001, ttft=1", *H100, "--duration", "1"), "no request .* comes"),
         (("--workload", "prompt=900000, output=9, rate=1, ttft=1", *H100), "comes to hold 900009 tokens"),
         (("--workload", LINE, *H100, "--model", "opt-175b"), "no plan can run this workload: .*does not fit"),
         (("--from", "nowhere"), "nowhere.*cannot be read"),

@@ -64,6 +64,9 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             "--tensor-parallel 4: engine.tensor_parallel says 2",
         ),
         (("--costs", "fitted:no.json", "--set", "engine.tensor_parallel=2"), "says itself which model"),
+        (("--set", "topology=elastic", "--policy", "fcfs", "--prefill", "2"), "--prefill 2: no policy has separate"),
+        (("--policy", "fcfs", "--prefill", "2", "--workers", "3"), "--prefill 2: no policy has separate workers here"),
+        (("--workload", "prompt=9, output=9, rate=0.001", "--duration", "3"), "rate=0.001': no request comes"),
         (("--config", "no.yaml"), "no.yaml: cannot be read"),
         (("--output", "/dev/null/x"), "--output /dev/null/x: cannot be made"),
     ],
@@ -137,9 +140,17 @@ def test_the_degree_of_a_configuration_is_simulated(tmp_path: Path) -> None:
 
 def test_a_rate_is_the_lines_own_unless_it_is_said() -> None:
     planned = plan_cases(SimulateOptions(policies=("fcfs",), workload=LINE, duration_s=500.0))
-    assert [one.rate for one in planned] == [pytest.approx(8.0, rel=0.1)]
+    assert [one.rate for one in planned] == [8.0]
     planned = plan_cases(SimulateOptions(policies=("fcfs",), workload=LINE, rates=("2,4", "16")))
     assert [one.rate for one in planned] == [2.0, 4.0, 16.0]
+
+
+def test_the_rate_of_a_recording_is_that_of_its_gaps(tmp_path: Path) -> None:
+    for arrivals, rate in (((0, 1, 4), 0.5), ((7,), 0.0), ((3, 3), 0.0)):
+        path = tmp_path / f"{rate} {len(arrivals)}.csv"
+        path.write_text("arrival_s,prompt_len,output_len\n" + "".join(f"{one},9,9\n" for one in arrivals))
+        planned = plan_cases(SimulateOptions(policies=("fcfs",), workload=f"{path}, arrivals=recorded"))
+        assert [one.rate for one in planned] == [rate]
 
 
 def test_a_small_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -180,4 +191,4 @@ def test_json_goes_to_stdout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run_command(monkeypatch, *SMALL, "--policy", "fcfs", "--json", "--output", str(tmp_path)) == 0
-    assert [one["name"] for one in json.loads(capsys.readouterr().out)["cases"]] == ["fcfs at 8.33/s"]
+    assert [one["name"] for one in json.loads(capsys.readouterr().out)["cases"]] == ["fcfs at 8/s"]

@@ -1,8 +1,9 @@
 """Simulations that the options of `alignedserve simulate` ask for."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from math import fsum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from alignedserve.sim.config import SimConfig, SimRouters
 from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.sweep import Case, WorkloadLine
 from alignedserve.workload.feasibility import require_feasible
+from alignedserve.workload.grammar import parse_classes
 from alignedserve.workload.rates import at_rate
 from alignedserve.workload.requests import Workload
 
@@ -98,6 +100,7 @@ def plan_cases(options: SimulateOptions) -> list[PlannedCase]:
     )
     variants = [parse_variant(text) for text in options.policies] or _default_variants(options, cluster)
     configs = [_configured(options, cluster, machines, variant) for variant in variants]
+    _require_separate(options, cluster.topology, configs)
     traffics = _traffics(options)
     for traffic, config in product(traffics, configs):
         require_feasible(traffic.workload, max_context_len=config.context_len, memory_tokens=config.memory_tokens)
@@ -192,6 +195,14 @@ def _configured(
     )
 
 
+def _require_separate(options: SimulateOptions, given: Topology | None, configs: Sequence[SimConfig]) -> None:
+    """Raise ConfigError where prefill workers are asked for and there would be none."""
+    if options.num_prefill is None or any(config.cluster.chosen_topology.is_separate for config in configs):
+        return
+    if options.num_workers is not None or (given is not None and not given.is_separate):
+        raise ConfigError(f"--prefill {options.num_prefill}: no policy has separate workers here; see --workers")
+
+
 def _topology(options: SimulateOptions, cluster: ClusterConfig, entry: PolicyEntry) -> Topology | None:
     """Return the topology that was asked for; None: the policy's own."""
     is_named = any(text.partition("=")[0].strip() == "topology" for text in options.overrides)
@@ -260,10 +271,17 @@ def _traffic(options: SimulateOptions, text: str, rate: float | None) -> _RatedW
     duration_s = DEFAULT_DURATION_S if options.workload is None else None
     line = WorkloadLine(text, options.seed, duration_s=options.duration_s or duration_s, data_dir=data_dir())
     traffic = _RatedWorkload(rate or 0.0, line, line.build())
+    if not (traffic.workload.requests or traffic.workload.closed_loops):
+        raise ConfigError(f"workload {text!r}: no request comes; see --duration and rate=")
     return traffic if rate is not None else traffic._replace(rate=_own_rate(traffic))
 
 
 def _own_rate(traffic: _RatedWorkload) -> float:
-    """Return the rate of the open loop, to three digits; 0 without one."""
-    num_requests = len(traffic.workload.requests)
-    return float(f"{num_requests / max(traffic.ends_s, 1e-3):.3g}") if num_requests else 0.0
+    """Return the rate of the open loop: what the line says, else what came, to three digits; 0 without one."""
+    rates = [spec.rate for spec in parse_classes(traffic.line.line) if not spec.is_closed]
+    known = [rate for rate in rates if rate is not None]
+    if len(known) == len(rates):
+        return fsum(known)
+    arrivals_s = [request.arrival_s for request in traffic.workload.requests]
+    span_s = arrivals_s[-1] - arrivals_s[0] if arrivals_s else 0.0
+    return float(f"{(len(arrivals_s) - 1) / span_s:.3g}") if span_s else 0.0

@@ -19,6 +19,7 @@ from alignedserve.certification.verdict import Bounds
 from alignedserve.cli.certify.command import bounds_of, wanted_of
 from alignedserve.cli.certify.live import LiveOptions, LiveRun, Measured
 from alignedserve.cli.certify.options import CertifyOptions
+from alignedserve.cli.main import main
 from alignedserve.core.errors import ConfigError, PeerError
 from alignedserve.loadgen.client import CompletionApi
 from tests.support.servers.fake_batches import FakeBatches
@@ -199,6 +200,14 @@ def test_options_that_contradict_each_other() -> None:
             CertifyOptions(**fields)
     with pytest.raises(ConfigError, match="--window 3y"):
         wanted_of(CertifyOptions(windows=("3y",)))
+
+
+def test_a_seed_below_zero_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["alignedserve", "certify", "--simulated", "--seed", "-1"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "'--seed'" in capsys.readouterr().err
 
 
 def test_bounds_are_those_of_the_options() -> None:
