@@ -77,7 +77,8 @@ class SimulateOptions:
     model: Annotated[str | None, typer.Option(help="Whose sizes to take.", show_default="llama-2-13b")] = None
     hardware: Annotated[str | None, typer.Option(help="Accelerator.", show_default="a100-80g")] = None
     tensor_parallel: Annotated[
-        int | None, typer.Option(min=1, help="Accelerators of one worker.", show_default="1")
+        int | None,
+        typer.Option(min=1, help="Accelerators of one worker.", show_default="1, or what the configuration says"),
     ] = None
     num_prefill: Annotated[int | None, typer.Option("--prefill", min=1, help="Prefill workers.")] = None
     num_decode: Annotated[int | None, typer.Option("--decode", min=1, help="Decode workers.")] = None
