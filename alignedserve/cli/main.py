@@ -24,7 +24,7 @@ from alignedserve.cli.commands.options import (
     ServeOptions,
 )
 from alignedserve.cli.commands.simulation.options import PlanOptions, ReplayOptions, SimulateOptions
-from alignedserve.cli.console import DEFAULT_URL, FAILURE, exit_code, print_error
+from alignedserve.cli.console import DEFAULT_URL, FAILURE, INTERRUPTED, exit_code, print_error
 from alignedserve.cli.gpu_check.options import GpuCheckOptions
 from alignedserve.cli.keys.app import keys_app
 from alignedserve.cli.models.app import models_app
@@ -60,6 +60,8 @@ def main() -> None:
     except AlignedServeError as error:
         print_error(error)
         sys.exit(exit_code(error))
+    except KeyboardInterrupt:  # while commands are put together; one that runs ends itself
+        sys.exit(INTERRUPTED)
 
 
 def _print_version(wanted: bool) -> None:

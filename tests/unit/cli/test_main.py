@@ -116,6 +116,12 @@ def test_help_of_every_command_and_processes_without_an_engine_load_no_more_than
 def test_an_interrupt_while_the_command_line_loads_is_quiet(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def interrupted(**options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("alignedserve.cli.main.app", interrupted)
+    assert run_command(monkeypatch, "simulate") == 130
+
     class Interrupted:
         def find_spec(self, name: str, *rest: object) -> None:
             if name == "alignedserve.cli.main":
