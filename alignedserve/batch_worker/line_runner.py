@@ -79,7 +79,7 @@ class ClusterLineRunner:
 
 
 def _failure(line: LineRequest, error: GenerationError, *, has_started: bool) -> LineResponse:
-    """Return the final response of a line that can never succeed. Raises LineNotTaken or LineBroken for a retry."""
+    """Return the final response of a line that can never succeed. Raises LineRejected or LineFailed for a retry."""
     if isinstance(error, Unservable):
         return _error_response(line, error)
     if isinstance(error, Overloaded) or (isinstance(error, Unavailable) and not has_started):

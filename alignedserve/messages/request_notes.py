@@ -106,7 +106,7 @@ class RequestNote(msgspec.Struct, frozen=True, array_like=True):
     attempt: Attempt = 0
     cause: Cause | None = None
     peer: Text = ""  # the other process of the step: a worker or a pool
-    num_tokens: Count = 0  # gateway/timelines/words.py says what is counted at which step
+    num_tokens: Count = 0  # api/timelines/explanation.py says what is counted at which step
     num_requests: Count = 0
     num_iterations: Count = 0
     predicted_len: PredictedLen | None = None

@@ -18,7 +18,7 @@ GATEWAY = ""  # as the source of its own notes
 _MAX_NOTES = 256  # of a choice; later ones are counted, but for those of its end
 LAST_NOTES_S = 1.0  # after the end of a call, in which the last notes of every process come, each at its own next tick
 _LAST_STEPS = (Step.FINISHED, Step.ENDED)
-# Measured with tracemalloc, and rounded up (tests/api/timelines/test_timelines.py).
+# Measured with tracemalloc, and rounded up (tests/gateway/timelines/test_timelines.py).
 _FACTS_BYTES, _NOTE_BYTES = 3072, 512
 _CHOICE_BYTES = 1024 + 4 * _NOTE_BYTES  # with the gateway's own notes
 

@@ -94,8 +94,8 @@ class TrialLane:
 class GrammarTrials:
     """Tries each grammar once. May be called from any thread.
 
-    Plain schemas (plain_schemas.py) have a process, so that none waits for seconds that others' grammars take; all
-    others have another. In each, tenants take turns (trial_lane.py). The processes end with `close`, or with the last
+    Plain schemas (see `is_plain`) have a process, so that none waits for seconds that others' grammars take; all others
+    have another. In each, tenants take turns (see `TrialLane`). The processes end with `close`, or with the last
     reference to this.
     """
 

@@ -1,5 +1,6 @@
-"""The documentation names only what exists, and its lines fit a screen."""
+"""Documentation, comments and docstrings name only what exists, and the documentation's lines fit a screen."""
 
+import ast
 import functools
 import re
 import tomllib
@@ -17,6 +18,8 @@ MAX_WIDTH = 160
 _CODE = re.compile(r"`([^`\s]+)`")
 _PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})(?:/[\w.-]+)*/?")
 _MODULE_FILE = re.compile(r"[\w/]+\.py")
+_SAID_FILE = re.compile(r"[\w./-]*\w\.py\b")
+_FILES_ELSEWHERE = ("setup.py", "routers/openai.py")  # at the root; of Open WebUI
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 _REFERENCE = re.compile(r"^\[[^\]]+\]: (\S+)$", re.MULTILINE)
 _COMMAND = re.compile(r"python -m ((?:benchmarks|experiments|tests|alignedserve)(?:\.[a-z]\w*)*)(?!\.?\w)")
@@ -87,10 +90,29 @@ def test_every_package_folder_is_described() -> None:
     assert {name for name in names if name not in described} == set()
 
 
+def test_comments_and_docstrings_name_files_that_exist() -> None:
+    ends = {path[match.start() :] for path in _modules() for match in re.finditer(r"(?<![^/])", path)}
+    named = [(path, name) for path in sorted(_modules()) for name in _SAID_FILE.findall(_said(ROOT / path))]
+    assert [(path, name) for path, name in named if name not in ends and name not in _FILES_ELSEWHERE] == []
+
+
 @functools.cache
 def _modules() -> frozenset[str]:
     """Return every module of the project by its path, found once for all pages."""
     return frozenset(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
+def _said(path: Path) -> str:
+    """Return the comments and docstrings of a module; nothing of one that names no file."""
+    text = path.read_text()
+    if ".py" not in text:
+        return ""
+    strings = [
+        one.value.value
+        for one in ast.walk(ast.parse(text))
+        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
+    ]
+    return "\n".join([*map(str, strings), *re.findall(r"#.*", text)])
 
 
 def _named_paths(page: Path) -> Iterator[str]:

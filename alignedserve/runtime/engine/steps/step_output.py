@@ -7,7 +7,7 @@ from typing import NamedTuple
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, TokenLogprob
 
-Slices = Sequence[tuple[RequestId, int]]  # StepSlices, or equal tuples
+Slices = Sequence[tuple[RequestId, int]]  # `StepSlice`s, or equal tuples
 Forced = dict[RequestId, tuple[int, ...]]  # tokens that a grammar leaves no choice of, by sequence
 
 
