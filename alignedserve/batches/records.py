@@ -142,7 +142,6 @@ class Progress(StoredRecord, frozen=True):
     error_bytes: int = 0
     eta: Eta | None = msgspec.field(default=None, name="quote")
     paused: str | None = None  # why the batch makes no progress now
-    updated_s: float = 0.0
 
 
 class BatchTotals(StoredRecord, frozen=True):

@@ -305,7 +305,7 @@ class BatchRun:
 
     def _current_progress(self) -> Progress:
         if self._lines is None:
-            return msgspec.structs.replace(self.progress, updated_s=time.time())
+            return self.progress
         writer = self._lines.writer
         return msgspec.structs.replace(
             self.progress,
@@ -315,5 +315,4 @@ class BatchRun:
             log_bytes=writer.log_bytes,
             output_bytes=writer.totals.num_bytes[ResultKind.OUTPUT],
             error_bytes=writer.totals.num_bytes[ResultKind.ERROR],
-            updated_s=time.time(),
         )

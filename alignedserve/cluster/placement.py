@@ -47,7 +47,6 @@ class NodeShare:
     num_standby: int = 0  # of its decode workers, whichever has no work
     has_model: bool = True  # False: the deployment has ended, and only the gateways and what else is shared are left
     stages: tuple[str, ...] = ()  # names of stages of workers of other nodes
-    num_far_stages: int = 0  # of each of its workers, on other nodes
 
     @property
     def router(self) -> str:
@@ -71,7 +70,7 @@ class NodeShare:
 
     def without_model(self) -> "NodeShare":
         """Return the share without its deployment, which has ended."""
-        return replace(self, prefill=(), decode=(), num_standby=0, has_model=False, stages=(), num_far_stages=0)
+        return replace(self, prefill=(), decode=(), num_standby=0, has_model=False, stages=())
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -138,7 +137,6 @@ class Placement:
         for first, *others in groups:
             for stage, index in enumerate(others, 1):
                 shares[index] = replace(shares[index], stages=(stage_name(shares[first].decode[0], stage),))
-            shares[first] = replace(shares[first], num_far_stages=len(others))
         return shares
 
     def _groups(self, able: Sequence[int]) -> list[tuple[int, ...]]:

@@ -10,7 +10,7 @@ from alignedserve.batches.logic import (
     WindowExpired,
     advance,
 )
-from alignedserve.batches.records import TERMINAL, BatchRecord, BatchStatus, LineProblem
+from alignedserve.batches.records import TERMINAL, BatchRecord, BatchStatus, LineProblem, Progress, decode
 from tests.support.batch_samples import batch_record
 from tests.support.marks import each
 
@@ -75,3 +75,7 @@ def test_what_is_over_stays_over(status: BatchStatus, event: BatchEvent) -> None
 def test_a_cancel_comes_too_late_while_finalizing() -> None:
     late = after(Validated(3, "tiny"), WindowExpired(), now=100.0)
     assert advance(late, CancelRequested(), 101.0) is late
+
+
+def test_a_stored_record_with_a_field_that_is_no_more_is_read() -> None:
+    assert decode(b'{"num_validated": 2, "updated_s": 1.5}', Progress) == Progress(num_validated=2)
