@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from alignedserve.core.open_counts import Verdict
+from alignedserve.core.quotas import MAX_CHARGES, MAX_TOLD
 from alignedserve.keys.entry import MAX_KEYS_BYTES
 from alignedserve.messages.fields import Count, Seconds, Text
 from alignedserve.messages.handshake import Ping
@@ -17,9 +18,9 @@ MAX_CHUNK_BYTES = 1 << 20
 
 _Key = Annotated[str, msgspec.Meta(max_length=256)]
 _Value = Annotated[bytes, msgspec.Meta(max_length=8 << 20)]
-_Spent = Annotated[dict[_Key, Seconds], msgspec.Meta(max_length=4096)]
+_Spent = Annotated[dict[_Key, Seconds], msgspec.Meta(max_length=MAX_TOLD)]
 _Cost = Annotated[float, msgspec.Meta(ge=-1.0, le=1.0)]
-_Charges = Annotated[tuple[tuple[_Key, _Cost], ...], msgspec.Meta(max_length=4)]
+_Charges = Annotated[tuple[tuple[_Key, _Cost], ...], msgspec.Meta(max_length=MAX_CHARGES)]
 _OpenLimit = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
 _Open = Annotated[dict[_Key, Count], msgspec.Meta(max_length=65_536)]
 _Chunk = Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNK_BYTES)]
@@ -225,7 +226,7 @@ class QuotaAnswer(_Part, frozen=True):
     clock_s: _Clock
     is_member: bool
     wait_s: Seconds
-    owed: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=4)] = ()
+    owed: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=MAX_CHARGES)] = ()
     limit: Seconds = 0.0
 
 

@@ -46,9 +46,9 @@ def _fill(phrase: str, label: str) -> str:
     return phrase.format(k=label, n=label)
 
 
-def nonsense_word(rng: random.Random, min_len: int = 3, max_len: int = 9) -> str:
+def nonsense_word(rng: random.Random, *, max_len: int) -> str:
     """Make letters that are (almost) never a word of the list: the model must read them one by one."""
-    return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(min_len, max_len)))
+    return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(3, max_len)))
 
 
 def make_title(num_words: int, rng: random.Random) -> str:

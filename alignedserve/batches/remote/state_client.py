@@ -28,9 +28,8 @@ AnswerT = TypeVar("AnswerT", bound=Answer)
 class StateClient:
     """Calls the state server, from `start` to `close`."""
 
-    def __init__(self, identity: Identity, book: AddressBook | None, address: str = STATE) -> None:
+    def __init__(self, identity: Identity, book: AddressBook | None) -> None:
         self._links = LinkManager(identity, Codec(StateClientInbound), self, book)
-        self._address = address
         self._server: str | None = None  # its name while linked
         self._is_linked = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
@@ -39,7 +38,7 @@ class StateClient:
 
     def start(self) -> None:
         """Dial the server, and again whenever the link is lost."""
-        self._links.dial(self._address)
+        self._links.dial(STATE)
 
     async def close(self) -> None:
         """Close the link; calls under way fail."""

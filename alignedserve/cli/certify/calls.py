@@ -16,6 +16,8 @@ from alignedserve.loadgen.load_plan import TrafficClass
 from alignedserve.loadgen.pictures import picture_url
 from alignedserve.loadgen.prompts import slo_headers, words
 
+_MAX_GAPS = 200_000  # in the sample of a phase
+
 
 @dataclass(frozen=True, slots=True)
 class CallMaker:
@@ -66,7 +68,7 @@ def record_of(outcome: CompletionOutcome, began_s: float, *, has_picture: bool =
     )
 
 
-def gaps_of(outcomes: Iterable[CompletionOutcome], most: int = 200_000) -> tuple[tuple[float, ...], float | None]:
+def gaps_of(outcomes: Iterable[CompletionOutcome]) -> tuple[tuple[float, ...], float | None]:
     """Return an even sample of all gaps between tokens, and the longest of all."""
     gaps_s = [gap for outcome in outcomes for gap in metrics.tbt_s(outcome.token_times_s)]
-    return tuple(gaps_s[:: len(gaps_s) // most + 1]), max(gaps_s, default=None)
+    return tuple(gaps_s[:: len(gaps_s) // _MAX_GAPS + 1]), max(gaps_s, default=None)

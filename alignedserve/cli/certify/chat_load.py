@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from alignedserve.certification.protocol import PlannedRequest
 from alignedserve.cli.certify.calls import CallMaker
@@ -19,16 +19,14 @@ class ChatLoad:
     """The chat of one phase. What was sent is kept also when it is cancelled."""
 
     def __init__(
-        self, *, client: OpenAiClient, calls: CallMaker, slo: Slo, chats: Sequence[PlannedRequest], patience_s: float,
-        on_done: Callable[[CompletionOutcome], None] = lambda outcome: None,
-    ) -> None:  # fmt: skip
+        self, *, client: OpenAiClient, calls: CallMaker, slo: Slo, chats: Sequence[PlannedRequest], patience_s: float
+    ) -> None:
         """`patience_s`: in which some chat must go on while any is open."""
         self._client = client
         self._patience_s = patience_s
         self._chats = chats
         self._calls = [calls.call(chat, slo) for chat in chats]  # takes time, so not between arrivals
         self._slo = slo
-        self._on_done = on_done
         self._num_open = self._num_gone = 0
         self._is_gone = asyncio.Event()
         self.began_s = 0.0  # on the monotonic clock
@@ -90,4 +88,3 @@ class ChatLoad:
         self._num_gone = self._num_gone + 1 if is_gone else 0
         if self._num_gone >= _GONE_AFTER:
             self._is_gone.set()
-        self._on_done(sent.outcome)

@@ -7,9 +7,6 @@ import mmap
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # of Linux; others refuse them, with EINVAL
 
 
-PAGE_BYTES = 2 << 20
-
-
 def huge_pages(size: int, *, populated_bytes: int) -> mmap.mmap:
     """Allocate memory on huge pages, which are copied faster and filled several times as fast.
 

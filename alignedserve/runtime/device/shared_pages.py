@@ -63,12 +63,12 @@ def map_file(file_descriptor: int, size: int) -> Any:
     return content
 
 
-def take_pages(file_descriptor: int, content: Any, size: int, *, num_threads: int | None = None) -> int:
+def take_pages(file_descriptor: int, content: Any, size: int) -> int:
     """Take the memory of a mapped file, by several threads -> bytes of it on huge pages.
 
     Raises OSError when there is not enough.
     """
-    num_huge = _collapsed(file_descriptor, ctypes.addressof(content), size, num_threads or _threads(size))
+    num_huge = _collapsed(file_descriptor, ctypes.addressof(content), size)
     take_space(file_descriptor, 0, size)
     return num_huge
 
@@ -77,7 +77,7 @@ def _threads(size: int) -> int:
     return max(1, min(_MOST_THREADS, num_cores(), size // _SLICE_BYTES))
 
 
-def _collapsed(file_descriptor: int, at: int, size: int, num_threads: int) -> int:
+def _collapsed(file_descriptor: int, at: int, size: int) -> int:
     """Put as much of the file on huge pages as the kernel gives, and return the bytes."""
     end = size // HUGE_PAGE * HUGE_PAGE
     slices = [(first, min(_SLICE_BYTES, end - first)) for first in range(0, end, _SLICE_BYTES)]
@@ -93,7 +93,7 @@ def _collapsed(file_descriptor: int, at: int, size: int, num_threads: int) -> in
     if not take(slices[0]):
         _LIBC.madvise(at, end, _MADV_HUGEPAGE)  # a kernel before 6.1 may be set to give them on request
         return 0
-    return slices[0][1] + sum(_by_threads(take, slices[1:], num_threads))
+    return slices[0][1] + sum(_by_threads(take, slices[1:], _threads(size)))
 
 
 def _by_threads(work: Callable[[tuple[int, int]], int], parts: list[tuple[int, int]], num_threads: int) -> list[int]:

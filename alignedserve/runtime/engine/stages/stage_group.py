@@ -123,10 +123,10 @@ class PartEvent:
 class StageGroup(ToldRanks):
     """See RankMirror. A stage that ends breaks it: every later step fails, and the worker with it."""
 
-    def __init__(self, spec: StageSpec, links: Sequence[StageLink], *, timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(self, spec: StageSpec, links: Sequence[StageLink]) -> None:
         """`links` to the stages behind the first, in order, whose loading goes on: see `wait`."""
         super().__init__()
-        self._links, self._timeout_s = links, timeout_s
+        self._links = links
         self.copies = NoCopies(spec.size)  # where each stage has its own blocks
         self._width, self._dtype = spec.model.config.hidden_size, torch_dtype(spec.model.dtype)
         self._received = _Received()
@@ -176,7 +176,7 @@ class StageGroup(ToldRanks):
 
     def rows_of(self, number: int) -> Tensor:
         """Wait for the last stage's rows of a part; those before are dropped. Raises ExchangeBroken."""
-        self._received.wait(number, self._timeout_s)
+        self._received.wait(number, _TIMEOUT_S)
         content = self._received.take(number)
         if not content:
             return torch.empty((0, self._width), dtype=self._dtype)
@@ -188,7 +188,7 @@ class StageGroup(ToldRanks):
 
     def settle(self) -> None:
         """Wait until all stages have done what they were sent. Raises ExchangeBroken."""
-        self._received.wait(self._num_sent, self._timeout_s)
+        self._received.wait(self._num_sent, _TIMEOUT_S)
 
     def wait_for(self, event: Event) -> None:
         """See RankMirror."""
