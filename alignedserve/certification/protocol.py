@@ -140,10 +140,6 @@ class Protocol:
                 yield begins_s + since_s
                 since_s += rng.expovariate(self.rate)
 
-    def is_in_burst(self, time_s: float) -> bool:
-        """Return whether chat is sent at this moment of a phase's chat."""
-        return time_s < self.chat_s and time_s % (self.burst_s + self.idle_s) < self.burst_s
-
     def batches(self, phase: Phase) -> tuple[PlannedBatch, ...]:
         """Return the batches of a phase: the same lengths in each, with texts of its own but for the probes."""
         rng = _rng(f"{self.seed}/documents")

@@ -34,11 +34,6 @@ class ConnectedProcess:
                 end.close()
             os.close(their_lifeline)
 
-    @property
-    def pid(self) -> int:
-        """Its number."""
-        return self._process.pid
-
     def wait(self) -> int:
         """Wait until it has ended; return its status. From any thread."""
         return self._process.wait()

@@ -9,24 +9,20 @@ import pytest
 
 from tests.cluster.serving import EXACT, Serving, serving, token_prompts
 from tests.cluster.streams import stream_all
+from tests.support.child_processes import children_running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
 PROMPTS = token_prompts(8)
 RANKS = ("--set", "engine.tensor_parallel=2")
 SEPARATE = ("--set", "topology=disaggregated")
-_MODULE = "follower_process"
+FOLLOWER = "follower_process"
 
 
 def texts(cluster: Serving, max_tokens: int = 60) -> list[str]:
     streams = asyncio.run(stream_all(cluster.url, PROMPTS, max_tokens))
     assert all(stream.is_done and stream.error is None for stream in streams), streams
     return [stream.text for stream in streams]
-
-
-def followers(actor: psutil.Process) -> list[psutil.Process]:
-    """The processes of the other ranks of a worker."""
-    return [child for child in actor.children() if any(_MODULE in part for part in child.cmdline())]
 
 
 def wait_gone(process: psutil.Process, timeout_s: float = 60.0) -> None:
@@ -44,7 +40,7 @@ def test_a_killed_rank_ends_its_worker_and_requests_go_on(
         expected = texts(separate_cluster)
         assert texts(cluster) == expected
         worker = cluster.actors("ColocatedWorker")[0]
-        (rank,) = followers(worker)
+        (rank,) = children_running(FOLLOWER, worker)
         rank.kill()
         assert texts(cluster) == expected
         wait_gone(worker)
@@ -59,7 +55,7 @@ def test_a_killed_worker_takes_its_ranks_along(separate_cluster: Serving, tmp_pa
         expected = texts(separate_cluster)
         assert texts(cluster) == expected
         worker = cluster.actors("DecodeWorker")[0]
-        ranks = followers(worker)
+        ranks = children_running(FOLLOWER, worker)
         assert len(ranks) == 1
         worker.kill()
         for rank in ranks:

@@ -3,11 +3,11 @@
 import asyncio
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.cluster.serving import EXACT, Serving, serving, token_prompts
 from tests.cluster.streams import stream_all
+from tests.support.child_processes import children_running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -21,10 +21,6 @@ def texts(cluster: Serving, max_tokens: int = 60) -> list[str]:
     return [stream.text for stream in streams]
 
 
-def stages_of(actor: psutil.Process) -> list[psutil.Process]:
-    return [child for child in actor.children() if any("stage_process" in part for part in child.cmdline())]
-
-
 def test_a_killed_stage_ends_its_worker_and_requests_go_on(
     separate_cluster: Serving, tmp_path: Path, random_model: Path
 ) -> None:
@@ -33,7 +29,7 @@ def test_a_killed_stage_ends_its_worker_and_requests_go_on(
         cluster.wait_ready()
         expected = texts(separate_cluster)
         assert texts(cluster) == expected
-        (stage,) = stages_of(cluster.actors("ColocatedWorker")[0])
+        (stage,) = children_running("stage_process", cluster.actors("ColocatedWorker")[0])
         stage.kill()
         assert texts(cluster) == expected
         code, _, err = cluster.stop()

@@ -1,8 +1,6 @@
 """Processes that share a model's experts: the answers of one process, and what happens when one dies."""
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from alignedserve.config.sections import Topology
 from alignedserve.core.request import SamplingParams
 from kernels.cpu.rank_exchange import ExchangeBroken
 from tests.components.work import check, prompts
+from tests.support.child_processes import children_running
 from tests.support.clusters.in_process import running, small_config
 from tests.support.models.tiny_llama import TINY_LLAMA
 
@@ -30,8 +29,7 @@ async def test_a_worker_of_two_processes(tmp_path: Path) -> None:
         work = prompts(6, 2, 60, seed=0)
         await check(cluster, work, [cluster.gateway.submit(prompt, SAMPLING) for prompt in work], SAMPLING)
         executor = cluster.engines["decode-0"]
-        assert executor._experts is not None
-        (process,) = executor._experts.process_ids
-        os.kill(process, signal.SIGKILL)
+        (process,) = children_running("expert_process")
+        process.kill()
         with pytest.raises(ExchangeBroken):
             executor.measure_iterations(0.01, 64)

@@ -1,15 +1,12 @@
 """Ranks as processes: the same tokens as one rank, and what happens when a rank dies or hangs."""
 
 import math
-import os
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 
 from alignedserve import LLM, LoRARequest, SamplingParams
@@ -22,6 +19,7 @@ from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec, RankEngineSpe
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.model_files import read_config
 from kernels.cpu.rank_exchange import ExchangeBroken, has_rank_exchange
+from tests.support.child_processes import children_running
 from tests.support.models.lora_folders import write_adapter
 from tests.support.models.tiny_engines import GREEDY, random_tokens
 from tests.support.models.tiny_models import make_tiny_model
@@ -31,6 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_rank_exchange(), reas
 PROMPT = random_tokens(1, 20)
 NAME = RequestId("request")
 TIMEOUT_S = 5.0
+FOLLOWER = "follower_process"
 SAMPLING = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
@@ -93,26 +92,28 @@ def test_processes_generate_what_one_does(folder: Path, *, uses_process_group: b
     for size in (1, 2):
         started = Started(spec_of(folder, size), uses_process_group=uses_process_group and size > 1)
         tokens.append(started.start() + [token for _ in range(10) for token in started.step()])
+        assert len(children_running(FOLLOWER)) == size - 1
         started.group.close()
-        assert not [pid for pid in started.group.process_ids if psutil.pid_exists(pid)]
+        assert not children_running(FOLLOWER)
     assert tokens[0] == tokens[1]
 
 
 def test_a_killed_rank_fails_the_next_step(ranks: Started) -> None:
     ranks.start()
-    os.kill(ranks.group.process_ids[0], signal.SIGKILL)
+    children_running(FOLLOWER)[0].kill()
     with pytest.raises(ExchangeBroken):
         ranks.step()
 
 
 def test_a_rank_that_hangs_is_noticed(ranks: Started) -> None:
     ranks.start()
-    os.kill(ranks.group.process_ids[0], signal.SIGSTOP)
+    (rank,) = children_running(FOLLOWER)
+    rank.suspend()
     with pytest.raises(ExchangeBroken):
         ranks.step()
     ranks.group.kill()
     ranks.group.close()
-    assert not psutil.pid_exists(ranks.group.process_ids[0])
+    assert not rank.is_running()
 
 
 class Reached:
@@ -139,7 +140,7 @@ def test_a_sum_that_a_device_never_ends_fails_the_step(ranks: Started) -> None:
 
 def test_a_rank_that_ends_within_a_sum_of_a_device_fails_the_step_at_once(ranks: Started) -> None:
     began_s = time.monotonic()
-    os.kill(ranks.group.process_ids[0], signal.SIGKILL)
+    children_running(FOLLOWER)[0].kill()
     with pytest.raises(ExchangeBroken):
         ranks.group.wait_for(Reached(math.inf))
     assert time.monotonic() - began_s < TIMEOUT_S

@@ -3,8 +3,6 @@
 The devices are stand-ins, with memories that nothing else touches and streams in a random order.
 """
 
-import os
-import signal
 from dataclasses import replace as changed
 from pathlib import Path
 
@@ -100,7 +98,7 @@ async def test_a_killed_process_of_a_rank_is_its_worker_s_death(tmp_path: Path, 
         answers = await submitted(cluster, work, SAMPLING)
         ranks = cluster.engines[PREFILL]._ranks
         assert isinstance(ranks, rank_group.RankGroup)
-        os.kill(ranks.process_ids[0], signal.SIGKILL)
+        ranks._followers[0].process.kill()
         await holds(lambda: faults_of_the_loop != [])  # which ends a real process
         await cluster.stop(PREFILL)
         await cluster.start_prefill(PREFILL)

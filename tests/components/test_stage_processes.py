@@ -1,31 +1,22 @@
 """Stages as processes: the same tokens as one process, and what happens when a stage dies."""
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from alignedserve import LLM, LoRARequest, SamplingParams
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.model_files import read_config
 from kernels.cpu.rank_exchange import ExchangeBroken
+from tests.support.child_processes import children_running
 from tests.support.models.lora_folders import write_adapter
 
 pytestmark = [pytest.mark.slow]
 
 SAMPLING = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+STAGE = "stage_process"
 PROMPTS = [f"what is {number} + {number + 3}?" for number in range(8)]
-
-
-def stages_here() -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process().children()
-        if any("stage_process" in argument for argument in child.cmdline())
-    ]
 
 
 @pytest.fixture
@@ -40,15 +31,15 @@ def test_processes_generate_what_one_does(staged: LLM) -> None:
     expected = [output.token_ids for output in one.generate(PROMPTS, SAMPLING)]
     one.close()
     assert [output.token_ids for output in staged.generate(PROMPTS, SAMPLING)] == expected
-    assert len(stages_here()) == 1
+    assert len(children_running(STAGE)) == 1
     staged.close()
-    assert not stages_here()
+    assert not children_running(STAGE)
 
 
 def test_a_killed_stage_fails_the_next_step(staged: LLM) -> None:
     staged.generate(PROMPTS[:1], SAMPLING)
-    (stage,) = stages_here()
-    os.kill(stage.pid, signal.SIGKILL)
+    (stage,) = children_running(STAGE)
+    stage.kill()
     with pytest.raises(ExchangeBroken):
         staged.generate(PROMPTS[:1], SAMPLING)
 

@@ -53,11 +53,6 @@ class AdapterCache:
         self._thread = ThreadPoolExecutor(1, "adapters")
 
     @property
-    def num_loaded(self) -> int:
-        """Return how many adapters are in memory."""
-        return len(self._loaded)
-
-    @property
     def num_bytes(self) -> int:
         """Return the bytes of their matrices."""
         return sum(own.matrices.num_bytes for own in self._loaded.values())

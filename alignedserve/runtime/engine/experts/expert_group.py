@@ -91,11 +91,6 @@ class ExpertGroup:
         """Return the experts of a layer that are elsewhere, in order."""
         return [ElsewhereOfLayer(process.link, layer) for process in self._processes]
 
-    @property
-    def process_ids(self) -> tuple[int, ...]:
-        """Return the processes."""
-        return tuple(process.process.pid for process in self._processes)
-
     def kill(self) -> None:
         """End them at once."""
         for process in self._processes:

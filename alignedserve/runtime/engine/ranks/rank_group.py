@@ -165,11 +165,6 @@ class RankGroup(ToldRanks):
         shutil.rmtree(self._folder, ignore_errors=True)
         self._close_descriptors()
 
-    @property
-    def process_ids(self) -> tuple[int, ...]:
-        """Return the processes of the other ranks."""
-        return tuple(follower.process.pid for follower in self._followers)
-
     def kill(self) -> None:
         """End the other ranks at once: one that hangs does not hear that the others have."""
         self._break_off()
