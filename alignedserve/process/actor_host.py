@@ -17,13 +17,11 @@ import psutil
 import uvloop
 
 from alignedserve.core.errors import AlignedServeError
-from alignedserve.process.heap import give_free_memory_back
+from alignedserve.process.heap import settle_heap
 from alignedserve.process.loading_progress import read_progress
 from alignedserve.process.logs.files import LogFileHandler
 from alignedserve.process.process_spec import ProcessSpec
 
-_YOUNG = 20_000  # objects more than there were before, at which the young ones are looked at; the interpreter's is 700
-_OLDER = 20  # such looks before those that have survived are looked at again
 logger = logging.getLogger(__name__)
 
 _EXIT_BROKEN = 70  # EX_SOFTWARE
@@ -119,18 +117,3 @@ def _log_to_file(process_spec: ProcessSpec) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     handler = LogFileHandler(folder / f"{process_spec.name}.log", process_spec.log_format)
     logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
-
-
-def settle_heap() -> None:
-    """Look at nothing that exists now in any later collection, and collect less often. To be called after the start.
-
-    Without this a tenth of the router's time goes into looking at requests that are still queued, and at modules. A
-    worker stops for 130 ms, a gateway for 80, whenever the objects of its start are looked at, a quarter of a million
-    of torch, Ray and others. They are not looked at here either: that would delay the start, and loading a model leaves
-    no cycles behind.
-    """
-    gc.collect(1)
-    gc.freeze()
-    gc.set_threshold(_YOUNG, _OLDER, _OLDER)
-    gc.enable()
-    give_free_memory_back()

@@ -1,18 +1,44 @@
-"""Memory of this process that it does not need: what goes back to the system, and what is kept for the next pass. On
-Linux; elsewhere nothing is done."""
+"""This process's heap: what collections look at, what goes back to the system, and what is kept for the next pass.
+
+Memory goes back and is kept on Linux; elsewhere that does nothing.
+"""
 
 import contextlib
 import ctypes
+import gc
 import mmap
 import re
 from pathlib import Path
 
+_YOUNG = 20_000  # objects more than there were before, at which the young ones are looked at; the interpreter's is 700
+_OLDER = 20  # such looks before those that have survived are looked at again
 _SMAPS = Path("/proc/self/smaps")
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \S+ *(.*)")
 _READ_ALONE = ("r--p", "r-xp")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # in malloc.h
 _KEPT_BYTES = 1 << 30
 _OWN = re.compile(r"(?:Anonymous|Swap): +(\d+) kB")
+
+
+def settle_heap() -> None:
+    """Look at nothing that exists now in any later collection, and collect less often. To be called after the start.
+
+    Without this a tenth of the router's time goes into looking at requests that are still queued, and at modules. A
+    worker stops for 130 ms, a gateway for 80, whenever the objects of its start are looked at, a quarter of a million
+    of torch, Ray and others. They are not looked at here either: that would delay the start, and loading a model leaves
+    no cycles behind.
+    """
+    gc.collect(1)
+    gc.freeze()
+    gc.set_threshold(_YOUNG, _OLDER, _OLDER)
+    gc.enable()
+    give_free_memory_back()
+
+
+def freeze_heap() -> None:
+    """Look at nothing that exists now, as what loading has made, in any later collection; cycles among it are freed."""
+    gc.collect()
+    gc.freeze()
 
 
 def give_free_memory_back() -> None:

@@ -38,7 +38,7 @@ from alignedserve.messages.events import PeerConnected, Received
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import RunIteration
 from alignedserve.messages.workers import PrefillRequest
-from alignedserve.process.actor_host import settle_heap
+from alignedserve.process.heap import settle_heap
 from alignedserve.runtime.attention.triton_backend import GpuPlanner
 from alignedserve.runtime.engine import engine as engine_module
 from alignedserve.runtime.engine.device_turns import DeviceTurns

@@ -25,7 +25,7 @@ from alignedserve.api.work_lanes import favour_the_loop
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.server import HttpServer, bind
 from alignedserve.gateway.services import build_services
-from alignedserve.process.actor_host import settle_heap
+from alignedserve.process.heap import settle_heap
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.text.tokenizer import Tokenizer
 from benchmarks.measuring.arguments import parser_of

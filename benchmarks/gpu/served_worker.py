@@ -27,8 +27,9 @@ from alignedserve.core.errors import AlignedServeError, ResourceError
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
 from alignedserve.costmodel.online import OnlineIterationModel
 from alignedserve.messages.handshake import Role
-from alignedserve.process.actor_host import ActorHost, settle_heap
+from alignedserve.process.actor_host import ActorHost
 from alignedserve.process.addresses import ROUTER, AddressBook
+from alignedserve.process.heap import settle_heap
 from alignedserve.process.links import Identity
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.device.cores import num_cores

@@ -23,7 +23,7 @@ from alignedserve.messages.events import PeerConnected, Received
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksLoaded, IterationCompleted, LoadBlocks, RunIteration
 from alignedserve.messages.workers import WorkerRegistered
-from alignedserve.process.actor_host import settle_heap
+from alignedserve.process.heap import settle_heap
 from alignedserve.scheduling.policies.run_all import DistserveConfig, RunAllRequests
 from alignedserve.scheduling.policy import CandidateChoice, DeviceMemory, IterationLimits, IterationPlan, WorkerView
 from alignedserve.scheduling.scheduler import Scheduler

@@ -9,8 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from alignedserve.process.actor_host import settle_heap
-from alignedserve.process.heap import forget_pages_of_files, unwritten_mappings
+from alignedserve.process.heap import forget_pages_of_files, settle_heap, unwritten_mappings
 
 
 @pytest.fixture

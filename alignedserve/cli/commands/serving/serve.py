@@ -34,8 +34,7 @@ from alignedserve.config.sections import ClusterConfig, GatewayConfig
 from alignedserve.core.errors import AlignedServeError, NodeLost
 from alignedserve.gateway.connections.limits import file_shortage
 from alignedserve.messages.gateways import ClusterStatus
-from alignedserve.process.actor_host import settle_heap
-from alignedserve.process.heap import forget_pages_of_files
+from alignedserve.process.heap import forget_pages_of_files, settle_heap
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.served_model import ServedModel
 

@@ -4,7 +4,6 @@ It ends with its parent: the lifeline is a pipe whose other end no other process
 """
 
 import contextlib
-import gc
 import logging
 import socket
 import sys
@@ -14,6 +13,7 @@ import torch
 
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.process.connected_process import end_with_parent
+from alignedserve.process.heap import freeze_heap
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.experts.expert_spec import HEADER, ExpertStart, load_share
 from alignedserve.runtime.engine.ranks.frames import Started, decode, encode, receive_bytes, receive_frame, send_frame
@@ -56,8 +56,7 @@ def main(socket_descriptor: int, lifeline: int) -> int:
             send_frame(connection, encode(Started(type(error).__name__, str(error))))
         return 1
     send_frame(connection, encode(Started()))
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     model = start.spec.model
     try:
         answer_requests(connection, experts, model.config.hidden_size, torch_dtype(model.dtype))

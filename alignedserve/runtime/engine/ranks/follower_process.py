@@ -4,7 +4,6 @@ It ends with its parent: the lifeline is a pipe whose other end no other process
 """
 
 import contextlib
-import gc
 import logging
 import os
 import socket
@@ -20,6 +19,7 @@ from typing_extensions import override
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.core.ids import RequestId
 from alignedserve.process.connected_process import end_with_parent
+from alignedserve.process.heap import freeze_heap
 from alignedserve.runtime.attention.sequence_table import NewSequence
 from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.streams import streams_of
@@ -143,8 +143,7 @@ def main(socket_descriptor: int, copies_descriptor: int, lifeline: int) -> int:
     copies = FollowerCopies(socket.socket(fileno=copies_descriptor), engine.storage, performed)
     threading.Thread(target=copies.follow, name="copies", daemon=True).start()
     engine.record_graphs(has_adapters=start.spec.lora.is_enabled)
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     while (payload := receive_frame(connection)) is not None:
         for command in decode(payload, list[Command]):
             engine.perform(command, swap_space, adapters)

@@ -3,7 +3,6 @@
 It ends with its parent: the lifeline is a pipe whose other end no other process has.
 """
 
-import gc
 import logging
 import socket
 import sys
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from alignedserve.core.errors import AlignedServeError, ProtocolError
 from alignedserve.process.connected_process import end_with_parent
+from alignedserve.process.heap import freeze_heap
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.engine.ranks.frames import decode, encode
 from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
@@ -143,18 +143,12 @@ def make_stage_swap_space(spec: StageSpec, can_share_blocks: bool, storage: Bloc
     return SwapSpace(storage, streams, is_int8=spec.has_int8_swaps, host_bytes=spec.swap_space_bytes)
 
 
-def settle_heap() -> None:
-    """Look at nothing that loading has made in any later collection."""
-    gc.collect()
-    gc.freeze()
-
-
 def main(commands: int, results: int, lifeline: int) -> int:
     """Serve the worker at the other end of the sockets until it closes them; returns the process's exit status."""
     end_with_parent(lifeline)
     told, found = (StageWire(socket.socket(fileno=descriptor)) for descriptor in (commands, results))
     try:
-        serve_stage(told, found, settle_heap)
+        serve_stage(told, found, freeze_heap)
     except OSError:
         logger.info("the first stage of this worker has ended")
     return 0
