@@ -13,8 +13,7 @@ from torch import Tensor
 
 from alignedserve.process.connected_process import ConnectedProcess
 from alignedserve.runtime.engine.experts.expert_spec import HEADER, ExpertSpec, ExpertStart
-from alignedserve.runtime.engine.ranks.frames import Started, decode, encode, receive_frame, send_frame
-from alignedserve.runtime.engine.ranks.rank_group import error_of
+from alignedserve.runtime.engine.ranks.frames import encode, send_frame, wait_started
 from kernels.cpu.rank_exchange import ExchangeBroken
 
 _MODULE = "alignedserve.runtime.engine.experts.expert_process"
@@ -117,13 +116,8 @@ class _ExpertProcess:
     def wait_started(self) -> None:
         timeout_s = self._connection.gettimeout()
         self._connection.settimeout(None)  # however long it loads
-        payload = receive_frame(self._connection)
+        wait_started(self._connection, f"{_LOST}, while it was loading")
         self._connection.settimeout(timeout_s)
-        if payload is None:
-            raise ExchangeBroken(f"{_LOST}, while it was loading")
-        started = decode(payload, Started)
-        if started.error:
-            raise error_of(started)
 
     def close(self) -> None:
         self._connection.close()

@@ -53,7 +53,7 @@ def main(socket_descriptor: int, lifeline: int) -> int:
         experts = load_share(start.spec, start.index)
     except AlignedServeError as error:
         with contextlib.suppress(OSError):  # the worker has failed by itself
-            send_frame(connection, encode(Started(type(error).__name__, str(error))))
+            send_frame(connection, encode(Started.failed(error)))
         return 1
     send_frame(connection, encode(Started()))
     freeze_heap()

@@ -136,7 +136,7 @@ def main(socket_descriptor: int, copies_descriptor: int, lifeline: int) -> int:
         adapters = make_adapters(start.spec, start.rank)
     except AlignedServeError as error:
         with contextlib.suppress(OSError):  # the first rank has failed by itself
-            send_frame(connection, encode(Started(type(error).__name__, str(error))))
+            send_frame(connection, encode(Started.failed(error)))
         return 1
     send_frame(connection, encode(Started()))
     performed = FrameCount()

@@ -8,14 +8,26 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from alignedserve.core.errors import ProtocolError
+from alignedserve.core.errors import (
+    AlignedServeError,
+    ConfigError,
+    ModelError,
+    ModelNotFound,
+    NotEnoughMemory,
+    ProtocolError,
+    UnsafeWeights,
+    UnsupportedModel,
+)
 from alignedserve.runtime.engine.ranks.rank_spec import Meeting, RankEngineSpec
 from alignedserve.runtime.model.state_config import DeltaConfig, ShortConvConfig, SpaceConfig, StateConfig
+from kernels.cpu.rank_exchange import ExchangeBroken
 
 _LENGTH_BYTES = 8
 _MAX_BYTES = 1 << 30  # of the commands of one step
 _MAKING = threading.Lock()
 _STATES: tuple[type[Any], ...] = (ShortConvConfig, SpaceConfig, DeltaConfig)
+# What loading a share of a model raises.
+_KNOWN = (ConfigError, ModelError, ModelNotFound, NotEnoughMemory, UnsafeWeights, UnsupportedModel)
 _DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 T = TypeVar("T")
 
@@ -29,10 +41,21 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """The answer: its share is loaded, or not."""
+    """The answer to the first frame, of stages and processes with experts too: its share is loaded, or not."""
 
     error: str = ""  # class of core.errors; empty: it is loaded
     message: str = ""  # of the error
+
+    @classmethod
+    def failed(cls, error: AlignedServeError) -> "Started":
+        """Return the answer that tells an error."""
+        return cls(type(error).__name__, str(error))
+
+    def raise_error(self) -> None:
+        """Raise the error that it tells, if any."""
+        if self.error:
+            known = next((each for each in _KNOWN if each.__name__ == self.error), AlignedServeError)
+            raise known(self.message)
 
 
 def send_frame(connection: socket.socket, payload: bytes) -> None:
@@ -50,6 +73,14 @@ def receive_frame(connection: socket.socket) -> bytes | None:
         raise ProtocolError("a frame between ranks is too long")
     content = receive_bytes(connection, length)
     return None if content is None else bytes(content)
+
+
+def wait_started(connection: socket.socket, message: str) -> None:
+    """Wait for Started. Raises the error that it tells, ExchangeBroken with the message if the other end has closed."""
+    payload = receive_frame(connection)
+    if payload is None:
+        raise ExchangeBroken(message)
+    decode(payload, Started).raise_error()
 
 
 def encode(content: object) -> bytes:

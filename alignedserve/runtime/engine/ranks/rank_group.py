@@ -15,15 +15,7 @@ import msgspec
 import psutil
 from typing_extensions import override
 
-from alignedserve.core.errors import (
-    AlignedServeError,
-    ConfigError,
-    ModelError,
-    ModelNotFound,
-    NotEnoughMemory,
-    UnsafeWeights,
-    UnsupportedModel,
-)
+from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import Swaps
 from alignedserve.process.connected_process import ConnectedProcess
@@ -32,7 +24,7 @@ from alignedserve.runtime.device.collectives import Collectives
 from alignedserve.runtime.device.devices import CPU
 from alignedserve.runtime.device.shared_pages import map_file, take_pages
 from alignedserve.runtime.device.streams import Event
-from alignedserve.runtime.engine.ranks.frames import Start, Started, decode, encode, receive_frame, send_frame
+from alignedserve.runtime.engine.ranks.frames import Start, encode, send_frame, wait_started
 from alignedserve.runtime.engine.ranks.group_copies import GroupCopies
 from alignedserve.runtime.engine.ranks.rank_commands import (
     AppendBlocks,
@@ -54,8 +46,6 @@ from kernels.cpu.unnamed_files import unnamed_file
 logger = logging.getLogger(__name__)
 
 _MODULE = "alignedserve.runtime.engine.ranks.follower_process"
-# What loading a share of a model raises.
-_KNOWN = (ConfigError, ModelError, ModelNotFound, NotEnoughMemory, UnsafeWeights, UnsupportedModel)
 _LOST = "a rank of this worker has ended, or has not answered in time"
 _LOOKING_S = 0.1  # for which a wait for the device looks again and again, as CUDA's own does: longer than most steps
 _PAUSE_S = 0.001  # between two looks from then on
@@ -238,12 +228,7 @@ class _Follower:
 
     def wait_started(self) -> None:
         """Wait until it has loaded its share. Raises what it could not, or ExchangeBroken."""
-        payload = receive_frame(self._connection)
-        if payload is None:
-            raise ExchangeBroken(f"rank {self.rank} of this worker has ended while it was loading")
-        started = decode(payload, Started)
-        if started.error:
-            raise error_of(started)
+        wait_started(self._connection, f"rank {self.rank} of this worker has ended while it was loading")
 
     def end(self) -> None:
         """End the process and wait for it."""
@@ -265,9 +250,3 @@ def make_block_memory(num_bytes: int) -> int:
         os.close(descriptor)
         raise NotEnoughMemory(f"{message}; lower the number of blocks.") from error
     return descriptor
-
-
-def error_of(started: Started) -> AlignedServeError:
-    """Return what a process could not load."""
-    known = next((each for each in _KNOWN if each.__name__ == started.error), AlignedServeError)
-    return known(started.message)

@@ -13,34 +13,23 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from alignedserve.core.errors import (
-    AlignedServeError,
-    ConfigError,
-    ModelError,
-    ModelNotFound,
-    NotEnoughMemory,
-    ProtocolError,
-    UnsafeWeights,
-    UnsupportedModel,
-)
+from alignedserve.core.errors import ProtocolError
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.runtime.attention.sequence_table import IntArray
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.streams import Event
-from alignedserve.runtime.engine.ranks.frames import decode
+from alignedserve.runtime.engine.ranks.frames import Started, decode
 from alignedserve.runtime.engine.ranks.rank_group import ToldRanks
 from alignedserve.runtime.engine.stages.no_copies import NoCopies
 from alignedserve.runtime.engine.stages.stage_commands import LendBlocks, PartSlice, RunPart, SettleLoans
 from alignedserve.runtime.engine.stages.stage_process import bytes_of
-from alignedserve.runtime.engine.stages.stage_spec import StageSpec, StageStarted
+from alignedserve.runtime.engine.stages.stage_spec import StageSpec
 from alignedserve.runtime.engine.stages.stage_wire import FrameKind, StageWire
 from alignedserve.runtime.engine.steps.step_output import Forced, Slices
 from kernels.cpu.rank_exchange import ExchangeBroken
 
 logger = logging.getLogger(__name__)
 
-# What loading layers raises.
-_KNOWN = (ConfigError, ModelError, ModelNotFound, NotEnoughMemory, UnsafeWeights, UnsupportedModel)
 _LOST = "a stage of this worker has ended, or has not answered in time"
 _TIMEOUT_S = 60.0  # for which rows are waited for before a stage counts as hung
 
@@ -130,7 +119,7 @@ class StageGroup(ToldRanks):
         self.copies = NoCopies(spec.size)  # where each stage has its own blocks
         self._width, self._dtype = spec.model.config.hidden_size, torch_dtype(spec.model.dtype)
         self._received = _Received()
-        self._started: dict[int, StageStarted] = {}
+        self._started: dict[int, Started] = {}
         self._heard = threading.Condition()
         self._is_closed = False
         self._num_sent = 0
@@ -145,10 +134,9 @@ class StageGroup(ToldRanks):
         """Wait until every stage has loaded its layers. Raises what one could not do, ExchangeBroken if one ended."""
         with self._heard:
             self._heard.wait_for(lambda: self._received.is_broken or len(self._started) == len(self._links))
-            answers: Mapping[int, StageStarted] = dict(self._started)
+            answers: Mapping[int, Started] = dict(self._started)
         for place in sorted(answers):
-            if answers[place].error:
-                raise _error_of(answers[place])
+            answers[place].raise_error()
         if len(answers) < len(self._links):
             raise ExchangeBroken("a stage of this worker has ended while it was loading")
 
@@ -244,7 +232,7 @@ class StageGroup(ToldRanks):
         try:
             while (frame := wire.receive()) is not None:
                 if frame.kind is FrameKind.STARTED:
-                    self._hear(place, decode(bytes(frame.content), StageStarted))
+                    self._hear(place, decode(bytes(frame.content), Started))
                 elif frame.kind is not FrameKind.ROWS:
                     raise ProtocolError("a frame of a stage out of turn")
                 elif is_last:
@@ -259,12 +247,7 @@ class StageGroup(ToldRanks):
         with self._heard:
             self._heard.notify_all()
 
-    def _hear(self, place: int, started: StageStarted) -> None:
+    def _hear(self, place: int, started: Started) -> None:
         with self._heard:
             self._started[place] = started
             self._heard.notify_all()
-
-
-def _error_of(started: StageStarted) -> AlignedServeError:
-    known = next((each for each in _KNOWN if each.__name__ == started.error), AlignedServeError)
-    return known(started.message)

@@ -17,14 +17,13 @@ from alignedserve.core.errors import AlignedServeError, ProtocolError
 from alignedserve.process.connected_process import end_with_parent
 from alignedserve.process.heap import freeze_heap
 from alignedserve.runtime.device.streams import streams_of
-from alignedserve.runtime.engine.ranks.frames import decode, encode
+from alignedserve.runtime.engine.ranks.frames import Started, decode, encode
 from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
 from alignedserve.runtime.engine.stages.stage_commands import RunPart, StageCommand
 from alignedserve.runtime.engine.stages.stage_engine import StageEngine
 from alignedserve.runtime.engine.stages.stage_spec import (
     StageSpec,
     StageStart,
-    StageStarted,
     close_blocks,
     load_stage,
     make_adapters,
@@ -87,10 +86,10 @@ def serve_stage(commands: StageWire, results: StageWire, on_loaded: Callable[[],
         engine, swap_space = _make_engine(start)
         adapters = make_adapters(start.spec, start.index)
     except AlignedServeError as error:
-        results.send(FrameKind.STARTED, encode(StageStarted(type(error).__name__, str(error))))
+        results.send(FrameKind.STARTED, encode(Started.failed(error)))
         return
     on_loaded()
-    results.send(FrameKind.STARTED, encode(StageStarted()))
+    results.send(FrameKind.STARTED, encode(Started()))
     perform = partial(engine.perform, swap_space=swap_space, adapters=adapters)
     try:
         _follow(Inputs(commands), results, engine, perform)

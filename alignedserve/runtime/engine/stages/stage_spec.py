@@ -69,13 +69,6 @@ class StageStart(msgspec.Struct, frozen=True):
     blocks: int | None  # descriptor of the memory of all blocks, as the process has it; None: they are its own
 
 
-class StageStarted(msgspec.Struct, frozen=True):
-    """The answer: its layers are loaded, or not."""
-
-    error: str = ""  # class of core.errors; empty: they are
-    message: str = ""  # of the error
-
-
 def load_stage(spec: StageSpec, index: int, observer: LoadingObserver | None = None) -> Decoder:
     """Load one stage's layers, and what the first has beside them. Raises ModelError."""
     stage, model = spec.stages[index], spec.model
