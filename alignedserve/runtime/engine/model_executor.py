@@ -53,12 +53,11 @@ from alignedserve.runtime.engine.model_loading import (
     load_vocabulary,
 )
 from alignedserve.runtime.engine.ranks.rank_group import RankGroup
-from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
+from alignedserve.runtime.engine.slot_swap_space import make_swap_space
 from alignedserve.runtime.engine.stages.block_lender import num_stage_loans
 from alignedserve.runtime.engine.stages.stage_group import StageGroup
 from alignedserve.runtime.engine.stages.staged_engine import StagedEngine
 from alignedserve.runtime.engine.steps.block_loans import num_lent_blocks
-from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
 from alignedserve.runtime.engine.worker_specs import (
     described,
@@ -180,14 +179,16 @@ class ModelExecutor:
         )
         self.has_shared_blocks = sizes.wants_shared_blocks and self._engine.can_share_blocks
         swap_bytes = sizes.swap_space_bytes // served.num_processes  # of this rank's parts
-        self._swap_space: HostCaches
         if sizes.wants_shared_blocks and not self.has_shared_blocks:
             reason = "a block has one state" if layout.has_states else "attention in torch reads slots not in use"
             logger.warning("blocks are not shared by two requests: %s", reason)
-        if self.has_shared_blocks:
-            self._swap_space = SlotSwapSpace(self._storage, streams, host_bytes=swap_bytes)
-        else:
-            self._swap_space = SwapSpace(self._storage, streams, is_int8=sizes.has_int8_swaps, host_bytes=swap_bytes)
+        self._swap_space = make_swap_space(
+            self._storage,
+            streams,
+            shares_blocks=self.has_shared_blocks,
+            is_int8=sizes.has_int8_swaps,
+            host_bytes=swap_bytes,
+        )
         self._engine.record_graphs(has_adapters=served.lora.is_enabled)
         self._threads = WorkerThreads(partial(use_device, device))
         self._pictures = self._see(served, device)

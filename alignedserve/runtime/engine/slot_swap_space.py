@@ -16,9 +16,18 @@ from alignedserve.core.ids import RequestId
 from alignedserve.messages.iterations import Swap
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.streams import DeviceStreams, Event
-from alignedserve.runtime.engine.swap_space import HostCaches
+from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.pending_copies import IntArray
+
+
+def make_swap_space(
+    storage: BlockStorage, streams: DeviceStreams, *, shares_blocks: bool, is_int8: bool, host_bytes: int
+) -> HostCaches:
+    """Return the swap space of a storage; `shares_blocks`: of two requests at a time, whose copies are exact ones."""
+    if shares_blocks:
+        return SlotSwapSpace(storage, streams, host_bytes=host_bytes)
+    return SwapSpace(storage, streams, is_int8=is_int8, host_bytes=host_bytes)
 
 
 class _Part(NamedTuple):

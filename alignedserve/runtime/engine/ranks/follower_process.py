@@ -38,7 +38,8 @@ from alignedserve.runtime.engine.ranks.rank_commands import (
     SetTokens,
     WriteCopies,
 )
-from alignedserve.runtime.engine.ranks.rank_spec import join, load_shard, make_adapters, make_storage, make_swap_space
+from alignedserve.runtime.engine.ranks.rank_spec import join, load_shard, make_adapters, make_storage
+from alignedserve.runtime.engine.slot_swap_space import make_swap_space
 from alignedserve.runtime.engine.steps.chosen_tokens import NO_TOKEN
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch
 from alignedserve.runtime.engine.swap_space import HostCaches
@@ -169,7 +170,14 @@ def _make_engine(start: Start) -> tuple[FollowerEngine, HostCaches]:
         attention=spec.attention,
         streams=streams,
     )
-    return engine, make_swap_space(spec, engine, streams, storage)
+    swap_space = make_swap_space(
+        storage,
+        streams,
+        shares_blocks=spec.wants_shared_blocks and engine.can_share_blocks,
+        is_int8=spec.has_int8_swaps,
+        host_bytes=spec.swap_space_bytes,
+    )
+    return engine, swap_space
 
 
 if __name__ == "__main__":

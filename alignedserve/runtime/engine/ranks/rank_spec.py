@@ -12,12 +12,8 @@ from alignedserve.runtime.attention.registry import try_libraries
 from alignedserve.runtime.device.collectives import Collectives, ProcessGroupCollectives, SharedMemoryCollectives
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_pages import map_file
-from alignedserve.runtime.device.streams import DeviceStreams
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
-from alignedserve.runtime.engine.engine import Engine
-from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
-from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage, Stripe
 from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
@@ -143,10 +139,3 @@ def make_adapters(spec: RankEngineSpec, rank: int) -> SequenceAdapters:
     """Return what loads a rank's parts of adapters."""
     model = spec.model
     return SequenceAdapters(spec.lora, model.config, torch_dtype(model.dtype), spec.device(rank), spec.shards[rank])
-
-
-def make_swap_space(spec: RankEngineSpec, engine: Engine, streams: DeviceStreams, storage: BlockStorage) -> HostCaches:
-    """Return the swap space of a storage, of one kind on all ranks."""
-    if spec.wants_shared_blocks and engine.can_share_blocks:
-        return SlotSwapSpace(storage, streams, host_bytes=spec.swap_space_bytes)
-    return SwapSpace(storage, streams, is_int8=spec.has_int8_swaps, host_bytes=spec.swap_space_bytes)

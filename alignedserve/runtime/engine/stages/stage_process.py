@@ -18,11 +18,10 @@ from alignedserve.process.connected_process import end_with_parent
 from alignedserve.process.heap import freeze_heap
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.engine.ranks.frames import Started, decode, encode
-from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
+from alignedserve.runtime.engine.slot_swap_space import make_swap_space
 from alignedserve.runtime.engine.stages.stage_commands import RunPart, StageCommand
 from alignedserve.runtime.engine.stages.stage_engine import StageEngine
 from alignedserve.runtime.engine.stages.stage_spec import (
-    StageSpec,
     StageStart,
     close_blocks,
     load_stage,
@@ -30,8 +29,7 @@ from alignedserve.runtime.engine.stages.stage_spec import (
     make_stage_storage,
 )
 from alignedserve.runtime.engine.stages.stage_wire import FrameKind, StageWire
-from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
-from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.engine.swap_space import HostCaches
 
 logger = logging.getLogger(__name__)
 
@@ -131,15 +129,14 @@ def _make_engine(start: StageStart) -> tuple[StageEngine, HostCaches]:
         attention=spec.attention,
     )
     engine.stage = spec.stages[start.index]
-    return engine, make_stage_swap_space(spec, engine.can_share_blocks, storage)
-
-
-def make_stage_swap_space(spec: StageSpec, can_share_blocks: bool, storage: BlockStorage) -> HostCaches:
-    """Return the swap space of a stage's storage, of one kind on all stages."""
-    streams = streams_of(storage.device)
-    if spec.wants_shared_blocks and can_share_blocks:
-        return SlotSwapSpace(storage, streams, host_bytes=spec.swap_space_bytes)
-    return SwapSpace(storage, streams, is_int8=spec.has_int8_swaps, host_bytes=spec.swap_space_bytes)
+    swap_space = make_swap_space(
+        storage,
+        streams_of(storage.device),
+        shares_blocks=spec.wants_shared_blocks and engine.can_share_blocks,
+        is_int8=spec.has_int8_swaps,
+        host_bytes=spec.swap_space_bytes,
+    )
+    return engine, swap_space
 
 
 def main(commands: int, results: int, lifeline: int) -> int:
