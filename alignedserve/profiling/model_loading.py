@@ -2,14 +2,12 @@
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.profiling.shapes import SHAPES
-from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.built_in import BUILT_IN, model_path
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, leave_rounded_rows_unwritten
-from alignedserve.runtime.model.weights.random_weights import random_weights
-from alignedserve.runtime.model.weights.weight_files import load_weights
+from alignedserve.runtime.model.weights.model_spec import ModelSpec, load_or_draw
 
 
 def load_decoder(model: str, dtype: str, device: str = "cpu", seed: int = 0) -> Decoder:
@@ -35,6 +33,5 @@ def weights_of(
     model: str, config: ModelConfig, dtype: str, device: str, quantization: str | None = None, *, seed: int = 0
 ) -> DecoderWeights:
     """Load the weights, or draw those of a named shape. Raises ModelError."""
-    if model in SHAPES:
-        return random_weights(config, seed, torch_dtype(dtype), device, quantization)
-    return load_weights(model_path(model), config, torch_dtype(dtype), device, quantization)
+    folder = None if model in SHAPES else model_path(model)
+    return load_or_draw(ModelSpec(config, folder, dtype, quantization, seed), device)

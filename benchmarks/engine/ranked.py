@@ -9,9 +9,10 @@ from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.device.devices import rank_devices
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.ranks.rank_group import RankGroup
-from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec, RankEngineSpec, load_shard, make_storage
+from alignedserve.runtime.engine.ranks.rank_spec import RankEngineSpec, load_shard, make_storage
 from alignedserve.runtime.model.built_in import model_path
 from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.weights.model_spec import ModelSpec
 from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec
 
 _RANK_TIMEOUT_S = 60.0

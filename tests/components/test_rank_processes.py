@@ -15,9 +15,10 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.runtime.attention.sequence_table import NewSequence
 from alignedserve.runtime.engine.engine import Engine, StepSlice
 from alignedserve.runtime.engine.ranks.rank_group import RankGroup
-from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec, RankEngineSpec, load_shard, make_storage
+from alignedserve.runtime.engine.ranks.rank_spec import RankEngineSpec, load_shard, make_storage
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.weights.model_spec import ModelSpec
 from kernels.cpu.rank_exchange import ExchangeBroken, has_rank_exchange
 from tests.support.child_processes import children_running
 from tests.support.models.lora_folders import write_adapter

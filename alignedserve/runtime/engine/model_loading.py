@@ -43,8 +43,7 @@ from alignedserve.runtime.model.vision.mobile_weights import load_mobile_weights
 from alignedserve.runtime.model.vision.vision_weights import load_vision_weights
 from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
 from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading
-from alignedserve.runtime.model.weights.random_weights import random_weights
-from alignedserve.runtime.model.weights.weight_files import load_weights
+from alignedserve.runtime.model.weights.model_spec import ModelSpec, load_or_draw
 from alignedserve.runtime.vision.mobile_tower import MobileTower
 from alignedserve.runtime.vision.tower import VisionTower
 
@@ -61,22 +60,22 @@ def load_vocabulary(served: ServedModel) -> LLTokenizer:
     return grammar_vocabulary(tokenizer, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
 
 
+def model_spec_of(served: ServedModel) -> ModelSpec:
+    """Return the weights of a served model."""
+    folder = None if served.has_random_weights else served.folder
+    return ModelSpec(served.decoder.for_context(served.max_context_len), folder, served.dtype, served.quantization)
+
+
 def load_decoder(
     served: ServedModel, device: torch.device, progress_path: Path | None, sharing: ExpertReading | None = None
 ) -> Decoder:
     """Load the whole model, which one rank computes; by `sharing` with one process's experts. Raises ModelError."""
-    config = served.decoder.for_context(served.max_context_len)
-    dtype, quantization = torch_dtype(served.dtype), served.quantization
+    model = model_spec_of(served)
     with _noted(served, progress_path) as progress:
-        if served.has_random_weights:
-            weights = random_weights(config, 0, dtype, device, quantization, observer=progress, sharing=sharing)
-        else:
-            weights = load_weights(
-                served.folder, config, dtype, device, quantization, observer=progress, sharing=sharing
-            )
+        weights = load_or_draw(model, device, observer=progress, sharing=sharing)
     if not served.lora.is_enabled:
-        leave_rounded_rows_unwritten(weights, config)
-    return Decoder(config, weights)
+        leave_rounded_rows_unwritten(weights, model.config)
+    return Decoder(model.config, weights)
 
 
 class LoadedModel(NamedTuple):

@@ -1,11 +1,16 @@
 """What a worker's ranks or stages are told of its model and sizes, and what its measured costs depend on."""
 
+from typing import Any
+
 import torch
+from msgspec.structs import asdict
 
 from alignedserve.runtime.device.devices import CPU, device_type, rank_devices
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, threads_per_rank
 from alignedserve.runtime.engine.experts.expert_spec import ExpertSpec
-from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec, RankEngineSpec
+from alignedserve.runtime.engine.model_loading import model_spec_of
+from alignedserve.runtime.engine.ranks.part_spec import PartSpec
+from alignedserve.runtime.engine.ranks.rank_spec import RankEngineSpec
 from alignedserve.runtime.engine.stages.stage_spec import StageSpec
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage, layer_stages
@@ -17,49 +22,19 @@ _RANK_TIMEOUT_S = 60.0
 
 def rank_spec_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> RankEngineSpec:
     """Return the engine of each rank, whose blocks are that part of the worker's blocks that its heads are in."""
-    size = served.tensor_parallel
-    return RankEngineSpec(
-        model=_model_spec(served),
-        size=size,
-        devices=rank_devices(sizes.device, size),
-        block_size=sizes.block_size,
-        num_blocks=num_blocks,
-        max_sequences=sizes.max_sequences,
-        max_context_len=served.max_context_len,
-        attention=sizes.attention_backend,
-        cache_dtype=served.cache_dtype or served.dtype,
-        num_threads=threads_per_rank(sizes, size),
-        timeout_s=_RANK_TIMEOUT_S,
-        has_int8_swaps=sizes.has_int8_swaps,
-        swap_space_bytes=sizes.swap_space_bytes // size,
-        wants_shared_blocks=sizes.wants_shared_blocks,
-        lora=served.lora,
-    )
+    devices = rank_devices(sizes.device, served.tensor_parallel)
+    return RankEngineSpec(devices=devices, timeout_s=_RANK_TIMEOUT_S, **_part_of(served, sizes, num_blocks))
 
 
 def stage_spec_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> StageSpec:
     """Return the engine of each stage, whose blocks are that part of the worker's blocks that its layers are in."""
-    return StageSpec(
-        model=_model_spec(served),
-        size=served.pipeline_parallel,
-        block_size=sizes.block_size,
-        num_blocks=num_blocks,
-        max_sequences=sizes.max_sequences,
-        max_context_len=served.max_context_len,
-        attention=sizes.attention_backend,
-        cache_dtype=served.cache_dtype or served.dtype,
-        num_threads=threads_per_rank(sizes, served.processes_per_host),
-        has_int8_swaps=sizes.has_int8_swaps,
-        swap_space_bytes=sizes.swap_space_bytes // served.pipeline_parallel,
-        wants_shared_blocks=sizes.wants_shared_blocks,
-        lora=served.lora,
-    )
+    return StageSpec(**_part_of(served, sizes, num_blocks))
 
 
 def expert_spec_of(served: ServedModel, sizes: EngineSizes) -> ExpertSpec:
     """Return what each of the processes makes that share the worker's experts."""
     threads = threads_per_rank(sizes, served.processes_per_host)
-    return ExpertSpec(_model_spec(served), served.expert_parallel, threads, _RANK_TIMEOUT_S)
+    return ExpertSpec(model_spec_of(served), served.expert_parallel, threads, _RANK_TIMEOUT_S)
 
 
 def share_of_first(served: ServedModel) -> TensorShard | LayerStage | None:
@@ -83,10 +58,23 @@ def described(served: ServedModel, sizes: EngineSizes) -> tuple[str, ...]:
     return (*model, engine, ranks, gpu, f"lora {served.lora.is_enabled}", *stages, *shares)
 
 
-def _model_spec(served: ServedModel) -> ModelSpec:
-    return ModelSpec(
-        served.decoder.for_context(served.max_context_len),
-        None if served.has_random_weights else served.folder,
-        served.dtype,
-        served.quantization,
+def _part_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> dict[str, Any]:
+    """Return the fields that both kinds have."""
+    size = served.num_processes
+    return asdict(
+        PartSpec(
+            model=model_spec_of(served),
+            size=size,
+            block_size=sizes.block_size,
+            num_blocks=num_blocks,
+            max_sequences=sizes.max_sequences,
+            max_context_len=served.max_context_len,
+            attention=sizes.attention_backend,
+            cache_dtype=served.cache_dtype or served.dtype,
+            num_threads=threads_per_rank(sizes, served.processes_per_host),
+            has_int8_swaps=sizes.has_int8_swaps,
+            wants_shared_blocks=sizes.wants_shared_blocks,
+            swap_space_bytes=sizes.swap_space_bytes // size,
+            lora=served.lora,
+        )
     )

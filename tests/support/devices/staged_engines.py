@@ -11,7 +11,6 @@ from alignedserve.core.ids import BlockId
 from alignedserve.runtime.device.shared_pages import map_file
 from alignedserve.runtime.engine.ranks.frames import encode
 from alignedserve.runtime.engine.ranks.rank_group import make_block_memory
-from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec
 from alignedserve.runtime.engine.stages.stage_group import StageGroup
 from alignedserve.runtime.engine.stages.stage_process import serve_stage
 from alignedserve.runtime.engine.stages.stage_spec import (
@@ -25,6 +24,7 @@ from alignedserve.runtime.engine.stages.stage_wire import FrameKind, StageWire
 from alignedserve.runtime.engine.stages.staged_engine import StagedEngine
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.weights.model_spec import ModelSpec
 from tests.support.models.tiny_engines import BLOCK_SIZE, MAX_CONTEXT_LEN, NUM_BLOCKS, TinyEngine, shuffled_blocks
 
 _JOIN_S = 60.0

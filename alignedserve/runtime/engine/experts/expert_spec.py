@@ -9,9 +9,9 @@ import struct
 import msgspec
 
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec
 from alignedserve.runtime.model.sharding.expert_shares import ExpertShare
 from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading, LayerExperts
+from alignedserve.runtime.model.weights.model_spec import ModelSpec
 from alignedserve.runtime.model.weights.random_weights import random_experts
 from alignedserve.runtime.model.weights.weight_files import load_experts
 

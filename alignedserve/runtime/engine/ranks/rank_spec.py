@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 
-from alignedserve.config.sections import LoraConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.attention.registry import try_libraries
 from alignedserve.runtime.device.collectives import Collectives, ProcessGroupCollectives, SharedMemoryCollectives
@@ -14,46 +12,22 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_pages import map_file
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
+from alignedserve.runtime.engine.ranks.part_spec import PartSpec
 from alignedserve.runtime.kv.block_storage import BlockStorage, Stripe
 from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
-from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
-from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, leave_rounded_rows_unwritten
+from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
+from alignedserve.runtime.model.weights.model_spec import load_or_draw
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver
-from alignedserve.runtime.model.weights.random_weights import random_weights
-from alignedserve.runtime.model.weights.weight_files import load_weights
 from kernels.cpu.rank_exchange import RankExchange
 
 
-class ModelSpec(msgspec.Struct, frozen=True):
-    """The weights of the whole model."""
-
-    config: ModelConfig  # for the context that is served
-    folder: Path | None  # or GGUF file; None: random weights
-    dtype: str  # of weights and computing
-    quantization: str | None = None  # of linear layers: int8, or None
-    seed: int = 0  # of random weights
-
-
-class RankEngineSpec(msgspec.Struct, frozen=True):
+class RankEngineSpec(PartSpec, frozen=True, kw_only=True):
     """The engine that every rank makes, over its share of the model."""
 
-    model: ModelSpec
-    size: int  # ranks
     devices: tuple[str, ...]  # of each rank
-    block_size: int  # tokens of a block
-    num_blocks: int  # of each rank's storage: a block of the worker is one of every rank
-    max_sequences: int
-    max_context_len: int
-    attention: str  # as in EngineSizes
-    cache_dtype: str  # of keys and values
-    num_threads: int  # of a rank's computing
     timeout_s: float  # for which a rank waits for others
-    has_int8_swaps: bool = False  # as in EngineSizes, like the next
-    wants_shared_blocks: bool = False
-    swap_space_bytes: int = 0  # of a rank
-    lora: LoraConfig = msgspec.field(default_factory=LoraConfig)  # which adapters requests may have
 
     @property
     def shards(self) -> tuple[TensorShard, ...]:
@@ -99,7 +73,7 @@ def load_shard(spec: RankEngineSpec, collectives: Collectives, observer: Loading
     """Load one rank's share of the model. Raises ModelError."""
     rank, model = collectives.rank, spec.model
     ranks = DecoderRanks(collectives, model.config)
-    weights = _weights(model, spec.device(rank), spec.shards[rank], observer)
+    weights = load_or_draw(model, spec.device(rank), observer=observer, shard=spec.shards[rank])
     if not spec.lora.is_enabled:
         leave_rounded_rows_unwritten(weights, model.config)
     return Decoder(ranks.local_config, weights, ranks)
@@ -122,17 +96,6 @@ def whole_storage(spec: RankEngineSpec, layout: BlockLayout, meeting: Meeting) -
         return None
     memory = torch.frombuffer(map_file(meeting.blocks, spec.memory_bytes), dtype=torch.uint8)
     return BlockStorage(layout, spec.num_blocks, stripe=Stripe(memory, 0, layout.runs_per_block))
-
-
-def _weights(
-    model: ModelSpec, device: torch.device, shard: TensorShard, observer: LoadingObserver | None
-) -> DecoderWeights:
-    dtype = torch_dtype(model.dtype)
-    if model.folder is None:
-        return random_weights(
-            model.config, model.seed, dtype, device, model.quantization, observer=observer, shard=shard
-        )
-    return load_weights(model.folder, model.config, dtype, device, model.quantization, observer=observer, shard=shard)
 
 
 def make_adapters(spec: RankEngineSpec, rank: int) -> SequenceAdapters:

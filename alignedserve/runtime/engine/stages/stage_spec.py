@@ -2,44 +2,27 @@
 
 import os
 from functools import cached_property
-from pathlib import Path
 
 import msgspec
 import torch
 
-from alignedserve.config.sections import LoraConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_pages import map_file
 from alignedserve.runtime.engine.decoder import Decoder
-from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec
+from alignedserve.runtime.engine.ranks.part_spec import PartSpec
 from alignedserve.runtime.kv.block_storage import BlockStorage, Stripe
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage, layer_stages, staged_layout
-from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, leave_rounded_rows_unwritten
+from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
+from alignedserve.runtime.model.weights.model_spec import load_or_draw
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver
-from alignedserve.runtime.model.weights.random_weights import random_weights
-from alignedserve.runtime.model.weights.weight_files import load_weights
 
 _CPU = torch.device("cpu")
 
 
-class StageSpec(msgspec.Struct, frozen=True, dict=True):
+class StageSpec(PartSpec, frozen=True, kw_only=True, dict=True):
     """The engine that every stage makes, over its layers."""
-
-    model: ModelSpec
-    size: int  # stages
-    block_size: int  # tokens of a block
-    num_blocks: int  # a block of the worker is a part on every stage
-    max_sequences: int
-    max_context_len: int
-    attention: str  # as in EngineSizes
-    cache_dtype: str  # of keys and values
-    num_threads: int  # of a stage's computing
-    has_int8_swaps: bool = False  # as in EngineSizes, like the next
-    wants_shared_blocks: bool = False
-    swap_space_bytes: int = 0  # of a worker whose blocks are on several hosts: of each stage
-    lora: LoraConfig = msgspec.field(default_factory=LoraConfig)  # which adapters requests may have
 
     @cached_property
     def stages(self) -> tuple[LayerStage, ...]:
@@ -72,7 +55,7 @@ class StageStart(msgspec.Struct, frozen=True):
 def load_stage(spec: StageSpec, index: int, observer: LoadingObserver | None = None) -> Decoder:
     """Load one stage's layers, and what the first has beside them. Raises ModelError."""
     stage, model = spec.stages[index], spec.model
-    weights = _weights(model, stage, observer)
+    weights = load_or_draw(model, _CPU, observer=observer, stage=stage)
     local = stage.local(model.config)
     if not spec.lora.is_enabled:
         leave_rounded_rows_unwritten(weights, local)
@@ -107,11 +90,3 @@ def close_blocks(blocks: int | None) -> None:
 def _stripe(spec: StageSpec, blocks: int, first_run: int) -> Stripe:
     memory = torch.frombuffer(map_file(blocks, spec.memory_bytes), dtype=torch.uint8)
     return Stripe(memory, first_run, spec.whole_layout.runs_per_block)
-
-
-def _weights(model: ModelSpec, stage: LayerStage, observer: LoadingObserver | None) -> DecoderWeights:
-    dtype = torch_dtype(model.dtype)
-    if model.folder is None:
-        return random_weights(model.config, model.seed, dtype, _CPU, model.quantization, observer=observer, stage=stage)
-    folder = Path(model.folder)
-    return load_weights(folder, model.config, dtype, _CPU, model.quantization, observer=observer, stage=stage)

@@ -18,10 +18,10 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.experts.expert_group import ElsewhereOfLayer, ExpertLink
 from alignedserve.runtime.engine.experts.expert_process import answer_requests
 from alignedserve.runtime.engine.experts.expert_spec import ExpertSpec, load_share
-from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.sharding.expert_shares import ExpertShare, check_expert_parallel
 from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading
+from alignedserve.runtime.model.weights.model_spec import ModelSpec
 from alignedserve.runtime.model.weights.random_weights import random_weights
 from alignedserve.runtime.model.weights.weight_files import load_weights
 from kernels.cpu.rank_exchange import ExchangeBroken
