@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from alignedserve.config.sections import BatchingConfig, ClusterConfig, Topology
 from alignedserve.core.request import SamplingParams, Slo
-from alignedserve.runtime.engine import model_executor
+from alignedserve.runtime.engine import worker_engine
 from alignedserve.runtime.engine.ranks import rank_group
 from kernels.cpu.rank_exchange import has_rank_exchange
 from tests.components.work import check, prompts, submitted
@@ -32,7 +32,7 @@ PREFILL, DECODE = "prefill-0", "decode-0"
 
 @pytest.fixture(autouse=True)
 def ranks_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_executor, "load_ranks", load_on_devices)
+    monkeypatch.setattr(worker_engine, "load_ranks", load_on_devices)
 
 
 def config_of(folder: Path, *, topology: Topology = Topology.DISAGGREGATED) -> ClusterConfig:

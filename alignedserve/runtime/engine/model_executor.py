@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from alignedserve.core.ids import BlockId
 from alignedserve.costmodel.linear import Sample
 from alignedserve.messages.iterations import (
     Addition,
@@ -26,9 +25,7 @@ from alignedserve.messages.iterations import (
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import requests_of
 from alignedserve.process.links import Identity
-from alignedserve.process.worker_threads import WorkerThreads, run_quietly
-from alignedserve.runtime.attention.registry import try_libraries
-from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
+from alignedserve.process.worker_threads import WorkerThreads
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.device_work import use_device, working
 from alignedserve.runtime.device.dtypes import torch_dtype
@@ -38,38 +35,16 @@ from alignedserve.runtime.device.verdicts import cache_folder
 from alignedserve.runtime.engine.calibration.kept_calibration import KeptCalibration
 from alignedserve.runtime.engine.calibration.measured_iterations import measure_iterations
 from alignedserve.runtime.engine.device_turns import DeviceTurns
-from alignedserve.runtime.engine.engine import COMPUTE, Engine, NewSequence, StepTimes
-from alignedserve.runtime.engine.engine_sizes import EngineSizes, can_stop, engine_blocks, threads_per_rank
-from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
-from alignedserve.runtime.engine.model_loading import (
-    ConnectStages,
-    LoadedModel,
-    check_memory,
-    load_alone,
-    load_divided,
-    load_ranks,
-    load_stages,
-    load_tower,
-    load_vocabulary,
-)
-from alignedserve.runtime.engine.ranks.rank_group import RankGroup
+from alignedserve.runtime.engine.engine import COMPUTE, NewSequence, StepTimes
+from alignedserve.runtime.engine.engine_sizes import EngineSizes, can_stop, threads_per_rank
+from alignedserve.runtime.engine.model_loading import ConnectStages, check_memory, load_tower, load_vocabulary
 from alignedserve.runtime.engine.slot_swap_space import make_swap_space
-from alignedserve.runtime.engine.stages.block_lender import num_stage_loans
-from alignedserve.runtime.engine.stages.stage_group import StageGroup
-from alignedserve.runtime.engine.stages.staged_engine import StagedEngine
-from alignedserve.runtime.engine.steps.block_loans import num_lent_blocks
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
-from alignedserve.runtime.engine.worker_specs import (
-    described,
-    expert_spec_of,
-    rank_spec_of,
-    share_of_first,
-    stage_spec_of,
-)
+from alignedserve.runtime.engine.worker_engine import EngineBlocks, load_parts, make_engine
+from alignedserve.runtime.engine.worker_specs import described, share_of_first
 from alignedserve.runtime.grammar.compiler import GrammarCompiler
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_copier import BlockCopier
-from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.transfers.transports import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
@@ -85,7 +60,7 @@ from kernels.cpu.rank_exchange import ExchangeBroken
 
 logger = logging.getLogger(__name__)
 
-_COMPUTE = "compute"
+_THREAD = "compute"  # which computes
 
 
 class ModelExecutor:
@@ -109,17 +84,9 @@ class ModelExecutor:
         device = torch.device(sizes.device)
         check_memory(served, sizes.kv_cache_bytes, device, lent_bytes=sizes.lent_bytes)
         use_device(device)
-        layout = served.block_layout(sizes.block_size)
-        max_running = sizes.max_running or sizes.max_sequences
-        num_scratch = num_scratch_blocks(layout, sizes.max_tokens, max_running)
-        num_blocks = engine_blocks(layout, sizes, num_scratch)
-        launches_ahead = sizes.may_launch_ahead and served.num_processes == 1
-        num_lent = num_lent_blocks(num_blocks, max_running, sizes.block_size) if launches_ahead else 0
-        has_stages = served.pipeline_parallel > 1
-        if has_stages:
-            num_lent = num_stage_loans(num_blocks, max_running)
-        self.num_blocks = num_blocks - num_lent
-        self.layout = layout
+        self.layout = served.block_layout(sizes.block_size)
+        blocks = EngineBlocks.of(served, sizes, self.layout)
+        self.num_blocks = blocks.num_blocks
         self.eos_token_ids = frozenset(served.config.eos_token_ids)
         self._grammars = GrammarCompiler(partial(load_vocabulary, served))
         self._masks = TokenMasks(
@@ -127,67 +94,25 @@ class ModelExecutor:
             vocab_size=served.config.vocab_size,
             eos_token_ids=served.config.eos_token_ids,
             num_threads=sizes.num_threads or num_cores(),
-            jumps_ahead=sizes.jumps_ahead and not has_stages,
+            jumps_ahead=sizes.jumps_ahead and served.pipeline_parallel == 1,
         )
         shard = share_of_first(served)
         self._adapters = SequenceAdapters(served.lora, served.decoder, torch_dtype(served.dtype), device, shard)
-        self._ranks: RankGroup | StageGroup | None = None
-        self._experts: ExpertGroup | None = None
-        if served.tensor_parallel > 1:
-            rank = load_ranks(served, rank_spec_of(served, sizes, num_blocks), layout, progress_path)
-            decoder, storage, self._ranks = rank.decoder, rank.storage, rank.group
-            self._storage = rank.whole_storage or storage
-        elif has_stages:
-            first = load_stages(served, stage_spec_of(served, sizes, num_blocks), progress_path, connect_stages)
-            decoder, storage, self._ranks = first.decoder, first.storage, first.group
-            self._storage = first.all_blocks
-        else:
-            load: Callable[[], LoadedModel] = partial(load_alone, served, device, progress_path)
-            if served.expert_parallel > 1:
-                load = partial(load_divided, served, expert_spec_of(served, sizes), progress_path)
-            decoder, self._experts = run_quietly(load) if sizes.loads_quietly else load()
-            try_libraries(sizes.attention_backend, layout, num_blocks + num_scratch, decoder.config, device)
-            self._storage = storage = BlockStorage(layout, num_blocks + num_scratch, device)
-        self._moves_all = self._storage.layout == layout
+        parts = load_parts(served, sizes, blocks, progress_path, connect_stages)
+        self._storage, self._ranks, self._experts = parts.whole_storage, parts.ranks, parts.experts
+        self._moves_all = self._storage.layout == self.layout
         streams = streams_of(device)
-        make_engine: Callable[..., Engine] = partial(
-            Engine,
-            hidden_block_tokens=sizes.hidden_block_tokens,
-            ranks=self._ranks,
-            launches_ahead=launches_ahead,
-            stops_passes=sizes.stops_passes,
-        )
-        if isinstance(self._ranks, StageGroup):
-            make_engine = partial(
-                StagedEngine,
-                stages=self._ranks,
-                num_stages=served.pipeline_parallel,
-                all_blocks=self._storage,
-                goes_ahead=sizes.is_decoding and not layout.has_states,
-            )
-        self._engine = make_engine(
-            model=decoder,
-            storage=storage,
-            max_sequences=sizes.max_sequences,
-            max_context_len=served.max_context_len,
-            attention=sizes.attention_backend,
-            streams=streams,
-            masks=self._masks,
-            lent_blocks=[BlockId(self.num_blocks + index) for index in range(num_lent)],
-            max_running=max_running,
-            ring_scratch=[BlockId(num_blocks + index) for index in range(num_scratch)],
-        )
+        self._engine = make_engine(served, sizes, blocks, parts, streams=streams, masks=self._masks)
         self.has_shared_blocks = sizes.wants_shared_blocks and self._engine.can_share_blocks
-        swap_bytes = sizes.swap_space_bytes // served.num_processes  # of this rank's parts
         if sizes.wants_shared_blocks and not self.has_shared_blocks:
-            reason = "a block has one state" if layout.has_states else "attention in torch reads slots not in use"
+            reason = "a block has one state" if self.layout.has_states else "attention in torch reads slots not in use"
             logger.warning("blocks are not shared by two requests: %s", reason)
         self._swap_space = make_swap_space(
             self._storage,
             streams,
             shares_blocks=self.has_shared_blocks,
             is_int8=sizes.has_int8_swaps,
-            host_bytes=swap_bytes,
+            host_bytes=sizes.swap_space_bytes // served.num_processes,  # of this rank's parts
         )
         self._engine.record_graphs(has_adapters=served.lora.is_enabled)
         self._threads = WorkerThreads(partial(use_device, device))
@@ -198,7 +123,7 @@ class ModelExecutor:
         stops_queue = sizes.stops_passes and device.type != "cpu"
         self._urgent = UrgentIterations(streams.stream(COMPUTE) if stops_queue else None)
         if stops_queue or can_stop(sizes.device, served):
-            decoder.stop_for(self._between_layers)
+            parts.decoder.stop_for(self._between_layers)
         self._sizes, self._max_context_len = sizes, served.max_context_len
         self._described = described(served, sizes)
 
@@ -240,10 +165,10 @@ class ModelExecutor:
     def start_iteration(self, command: RunIteration, on_completed: Callable[[IterationCompleted], None]) -> None:
         """Perform one iteration on the compute thread; an urgent one within that in flight, if it still is."""
         if not command.is_urgent:
-            self._threads.submit(_COMPUTE, lambda: self.run_iteration(command), on_completed)
+            self._threads.submit(_THREAD, lambda: self.run_iteration(command), on_completed)
             return
         self._urgent.add(self._threads, lambda: self._run_urgent(command), on_completed)
-        self._threads.submit(_COMPUTE, self._urgent.perform_left, lambda _: None)
+        self._threads.submit(_THREAD, self._urgent.perform_left, lambda _: None)
 
     def close(self) -> None:
         """Wait for the threads to end; pending work is cancelled without a callback."""
@@ -278,7 +203,7 @@ class ModelExecutor:
                 finally:
                     self._turn_lengths.took(time.monotonic() - began)
 
-        return self._threads.call(_COMPUTE, perform)
+        return self._threads.call(_THREAD, perform)
 
     # --- on the threads
 

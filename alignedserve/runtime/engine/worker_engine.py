@@ -1,0 +1,155 @@
+"""Makes the engine of a worker: divides its memory into blocks, and loads what of the model this process computes."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.ids import BlockId
+from alignedserve.process.worker_threads import run_quietly
+from alignedserve.runtime.attention.registry import try_libraries
+from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
+from alignedserve.runtime.device.streams import DeviceStreams
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.engine import Engine
+from alignedserve.runtime.engine.engine_sizes import EngineSizes, engine_blocks
+from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
+from alignedserve.runtime.engine.model_loading import (
+    ConnectStages,
+    LoadedModel,
+    load_alone,
+    load_divided,
+    load_ranks,
+    load_stages,
+)
+from alignedserve.runtime.engine.ranks.rank_group import RankGroup
+from alignedserve.runtime.engine.stages.block_lender import num_stage_loans
+from alignedserve.runtime.engine.stages.stage_group import StageGroup
+from alignedserve.runtime.engine.stages.staged_engine import StagedEngine
+from alignedserve.runtime.engine.steps.block_loans import num_lent_blocks
+from alignedserve.runtime.engine.worker_specs import expert_spec_of, rank_spec_of, stage_spec_of
+from alignedserve.runtime.grammar.token_masks import TokenMasks
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.served_model import ServedModel
+
+
+class EngineBlocks(NamedTuple):
+    """How many blocks an engine's memory has, by who uses them; they are numbered in this order."""
+
+    num_blocks: int  # of requests
+    num_lent: int  # of the engine itself, see BlockLoans and BlockLender
+    num_scratch: int  # of rings
+
+    @classmethod
+    def of(cls, served: ServedModel, sizes: EngineSizes, layout: BlockLayout) -> "EngineBlocks":
+        """Divide an engine's memory. Raises NotEnoughMemory where it has no room for one block."""
+        max_running = sizes.max_running or sizes.max_sequences
+        num_scratch = num_scratch_blocks(layout, sizes.max_tokens, max_running)
+        num_blocks, num_lent = engine_blocks(layout, sizes, num_scratch), 0
+        if served.pipeline_parallel > 1:
+            num_lent = num_stage_loans(num_blocks, max_running)
+        elif _launches_ahead(served, sizes):
+            num_lent = num_lent_blocks(num_blocks, max_running, sizes.block_size)
+        return cls(num_blocks - num_lent, num_lent, num_scratch)
+
+    @property
+    def num_kept(self) -> int:
+        """Return the blocks that keep caches: all but scratch ones."""
+        return self.num_blocks + self.num_lent
+
+    @property
+    def lent(self) -> list[BlockId]:
+        """Return the engine's own blocks."""
+        return [BlockId(self.num_blocks + index) for index in range(self.num_lent)]
+
+    @property
+    def scratch(self) -> list[BlockId]:
+        """Return the scratch blocks."""
+        return [BlockId(self.num_kept + index) for index in range(self.num_scratch)]
+
+
+class LoadedParts(NamedTuple):
+    """What of a model this process computes, its blocks, and the processes that compute the rest."""
+
+    decoder: Decoder
+    storage: BlockStorage  # of its own parts of the blocks
+    whole_storage: BlockStorage  # of all parts that are on this host; its own where ranks move theirs
+    ranks: RankGroup | StageGroup | None = None
+    experts: ExpertGroup | None = None
+
+
+def load_parts(
+    served: ServedModel,
+    sizes: EngineSizes,
+    blocks: EngineBlocks,
+    progress_path: Path | None,
+    connect_stages: ConnectStages | None,
+) -> LoadedParts:
+    """Load the model here and in the processes that compute it with this one.
+
+    Raises what `load_ranks`, `load_stages`, `load_divided` and `load_alone` do.
+    """
+    layout, num_kept = served.block_layout(sizes.block_size), blocks.num_kept
+    if served.tensor_parallel > 1:
+        rank = load_ranks(served, rank_spec_of(served, sizes, num_kept), layout, progress_path)
+        return LoadedParts(rank.decoder, rank.storage, rank.whole_storage or rank.storage, rank.group)
+    if served.pipeline_parallel > 1:
+        first = load_stages(served, stage_spec_of(served, sizes, num_kept), progress_path, connect_stages)
+        return LoadedParts(first.decoder, first.storage, first.all_blocks, first.group)
+    device = torch.device(sizes.device)
+    load: Callable[[], LoadedModel] = partial(load_alone, served, device, progress_path)
+    if served.expert_parallel > 1:
+        load = partial(load_divided, served, expert_spec_of(served, sizes), progress_path)
+    decoder, experts = run_quietly(load) if sizes.loads_quietly else load()
+    num_stored = num_kept + blocks.num_scratch
+    try_libraries(sizes.attention_backend, layout, num_stored, decoder.config, device)
+    storage = BlockStorage(layout, num_stored, device)
+    return LoadedParts(decoder, storage, storage, experts=experts)
+
+
+def make_engine(
+    served: ServedModel,
+    sizes: EngineSizes,
+    blocks: EngineBlocks,
+    parts: LoadedParts,
+    *,
+    streams: DeviceStreams,
+    masks: TokenMasks,
+) -> Engine:
+    """Make the engine over what this process computes."""
+    make: Callable[..., Engine]
+    if isinstance(parts.ranks, StageGroup):
+        make = partial(
+            StagedEngine,
+            stages=parts.ranks,
+            num_stages=served.pipeline_parallel,
+            all_blocks=parts.whole_storage,
+            goes_ahead=sizes.is_decoding and not served.block_layout(sizes.block_size).has_states,
+        )
+    else:
+        make = partial(
+            Engine,
+            hidden_block_tokens=sizes.hidden_block_tokens,
+            ranks=parts.ranks,
+            launches_ahead=_launches_ahead(served, sizes),
+            stops_passes=sizes.stops_passes,
+        )
+    return make(
+        model=parts.decoder,
+        storage=parts.storage,
+        max_sequences=sizes.max_sequences,
+        max_context_len=served.max_context_len,
+        attention=sizes.attention_backend,
+        streams=streams,
+        masks=masks,
+        lent_blocks=blocks.lent,
+        max_running=sizes.max_running or sizes.max_sequences,
+        ring_scratch=blocks.scratch,
+    )
+
+
+def _launches_ahead(served: ServedModel, sizes: EngineSizes) -> bool:
+    return sizes.may_launch_ahead and served.num_processes == 1
