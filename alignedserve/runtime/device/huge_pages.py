@@ -4,7 +4,7 @@ import contextlib
 import errno
 import mmap
 
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # of Linux; others refuse them, with EINVAL
+from alignedserve.runtime.device.memory_maps import MADV_HUGEPAGE, MADV_POPULATE_WRITE
 
 
 def huge_pages(size: int, *, populated_bytes: int) -> mmap.mmap:
@@ -14,10 +14,10 @@ def huge_pages(size: int, *, populated_bytes: int) -> mmap.mmap:
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(_MADV_HUGEPAGE)
+        memory.madvise(MADV_HUGEPAGE)
     if populated_bytes:
         try:
-            memory.madvise(_MADV_POPULATE_WRITE, 0, min(populated_bytes, size))
+            memory.madvise(MADV_POPULATE_WRITE, 0, min(populated_bytes, size))
         except OSError as error:
             if error.errno != errno.EINVAL:  # a kernel before 5.14
                 raise

@@ -6,39 +6,32 @@ Linux 6.1), which only `deny` refuses. A range of which one small page exists is
 cleared in the process, so memory is also taken several times as fast as page by page.
 """
 
+import contextlib
 import ctypes
 import errno
 import mmap
-import os
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from alignedserve.runtime.device.cores import num_cores
+from alignedserve.runtime.device.memory_maps import (
+    MADV_COLLAPSE,
+    MADV_HUGEPAGE,
+    MAP_FIXED,
+    PROT_NONE,
+    advise,
+    map_memory,
+    unmap_memory,
+)
 from kernels.cpu.unnamed_files import take_space
 
 HUGE_PAGE = 2 << 20
 _PAGE = 4096
 _SLICE_BYTES = 64 << 20  # taken by a thread at a time
 _MOST_THREADS = 4
-_MAP_FIXED, _PROT_NONE = 0x10, 0  # Python has no names for them
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25  # of Linux; others refuse them
-_FAILED = ctypes.c_void_p(-1).value
 _BUSY_TRIES = 3
-
-
-def _libc() -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)
-    size = ctypes.c_size_t
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, size]
-    libc.madvise.argtypes = [ctypes.c_void_p, size, ctypes.c_int]
-    return libc
-
-
-_LIBC = _libc()
 
 
 def map_file(file_descriptor: int, size: int) -> Any:
@@ -48,17 +41,17 @@ def map_file(file_descriptor: int, size: int) -> Any:
     file and its lock. The descriptor stays the caller's.
     """
     reserved_bytes = size + HUGE_PAGE
-    reserved = _mapped(None, reserved_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    reserved = map_memory(None, reserved_bytes, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     at = -(-reserved // HUGE_PAGE) * HUGE_PAGE
     try:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        _mapped(at, size, protection, mmap.MAP_SHARED | _MAP_FIXED, file_descriptor)
+        map_memory(at, size, protection, mmap.MAP_SHARED | MAP_FIXED, file_descriptor)
     except OSError:
-        _LIBC.munmap(reserved, reserved_bytes)
+        unmap_memory(reserved, reserved_bytes)
         raise
     content = (ctypes.c_uint8 * size).from_address(at)
     # With what was reserved around it, which is no memory.
-    unmapping = weakref.finalize(content, _LIBC.munmap, reserved, reserved_bytes)
+    unmapping = weakref.finalize(content, unmap_memory, reserved, reserved_bytes)
     unmapping.atexit = False  # views may be in use by other threads till the process is gone
     return content
 
@@ -86,12 +79,13 @@ def _collapsed(file_descriptor: int, at: int, size: int) -> int:
         first, count = part
         for page in range(first, first + count, HUGE_PAGE):
             take_space(file_descriptor, page, _PAGE)  # a range without any page is not collapsed
-        return count if _advised(at + first, count, _MADV_COLLAPSE) else 0
+        return count if _advised(at + first, count, MADV_COLLAPSE) else 0
 
     if not slices:
         return 0
     if not take(slices[0]):
-        _LIBC.madvise(at, end, _MADV_HUGEPAGE)  # a kernel before 6.1 may be set to give them on request
+        with contextlib.suppress(OSError):
+            advise(at, end, MADV_HUGEPAGE)  # a kernel before 6.1 may be set to give them on request
         return 0
     return slices[0][1] + sum(_by_threads(take, slices[1:], _threads(size)))
 
@@ -105,16 +99,11 @@ def _by_threads(work: Callable[[tuple[int, int]], int], parts: list[tuple[int, i
 
 def _advised(at: int, size: int, advice: int) -> bool:
     for _ in range(_BUSY_TRIES):
-        if _LIBC.madvise(at, size, advice) == 0:
+        try:
+            advise(at, size, advice)
+        except OSError as error:
+            if error.errno != errno.EAGAIN:
+                return False
+        else:
             return True
-        if ctypes.get_errno() != errno.EAGAIN:
-            return False
     return False
-
-
-def _mapped(at: int | None, size: int, protection: int, flags: int, file_descriptor: int) -> int:
-    address: int = _LIBC.mmap(at, size, protection, flags, file_descriptor, 0)
-    if address == _FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return address

@@ -16,17 +16,13 @@ from pathlib import Path
 
 import msgspec
 
+from alignedserve.runtime.device.memory_maps import MAP_FIXED, map_memory
 from kernels.cpu.packed_linear import weight_memories
 from kernels.cpu.unnamed_files import take_space
 
 logger = logging.getLogger(__name__)
 
 _MIB = 1024 * 1024
-_FIXED = 0x10  # MAP_FIXED, which the module mmap has no name for
-_FAILED = ctypes.c_void_p(-1).value
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
 
 
 class _Index(msgspec.Struct):
@@ -65,9 +61,11 @@ def _share(file: int, index: _Index, address: int, num_bytes: int) -> int:
         if not _append(file, weight, offset):
             return 0
         index.offsets[digest], index.num_bytes = offset, offset + num_bytes
-    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _FIXED
-    if _LIBC.mmap(address, num_bytes, protection, flags, file, offset) == _FAILED:
-        logger.warning("a weight cannot be shared: %s", os.strerror(ctypes.get_errno()))
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | MAP_FIXED
+    try:
+        map_memory(address, num_bytes, protection, flags, file, offset)
+    except OSError as error:
+        logger.warning("a weight cannot be shared: %s", error.strerror)
         return 0
     return num_bytes
 
