@@ -4,16 +4,15 @@ Reads two frames for each picture, a Task and the file; writes one, the Outcome.
 and, for each picture, its time.
 """
 
-import math
 import os
 import resource
 import sys
-import time
 
 import msgspec
 
 from alignedserve.pictures.decoding import decode
 from alignedserve.pictures.outcomes import Outcome, Refused, Task
+from alignedserve.process.child_process import bound_time
 from alignedserve.process.frames import read_frame, write_frame
 
 _MAX_MEMORY_BYTES = 3 << 30  # of addresses, most of which are other things than memory in use
@@ -30,7 +29,7 @@ def main() -> None:
     source, target = sys.stdin.buffer, sys.stdout.buffer
     tasks = msgspec.msgpack.Decoder(Task)
     while (described := read_frame(source)) is not None and (content := read_frame(source)) is not None:
-        _bound_time()
+        bound_time(_MAX_CPU_S)
         write_frame(target, msgspec.msgpack.encode(_outcome(content, tasks.decode(described))))
 
 
@@ -39,9 +38,3 @@ def _outcome(content: bytes, task: Task) -> Outcome:
         return decode(content, task)
     except Exception:  # noqa: BLE001  (decoders raise anything over broken files, and none of it is for others' eyes)
         return Refused("broken")
-
-
-def _bound_time() -> None:
-    """Let the system end this process after this much more work; it counts whole seconds."""
-    limit = math.ceil(time.process_time() + _MAX_CPU_S)
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))

@@ -1,7 +1,10 @@
 """A process of our own that answers frames with frames, for work that must not hold up, or bring down, this one."""
 
+import math
+import resource
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from threading import Timer
 from typing import IO
@@ -66,6 +69,12 @@ class ChildProcess:
         process.kill()
         with suppress(OSError), process:  # closes the pipes, and waits
             pass
+
+
+def bound_time(max_cpu_s: float) -> None:
+    """Let the system end this process, such a child, after this much more work; it counts whole seconds."""
+    limit = math.ceil(time.process_time() + max_cpu_s)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
 
 
 def _stream(pipe: IO[bytes] | None) -> IO[bytes]:

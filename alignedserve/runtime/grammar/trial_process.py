@@ -6,15 +6,14 @@ multiply what a step takes. So the operating system bounds the time of a core, a
 Reads frames: a Setup, then grammars. Writes a frame for each grammar: empty, or the reason why it is refused.
 """
 
-import math
 import resource
 import sys
-import time
 
 import msgspec
 from llguidance import LLTokenizer
 
 from alignedserve.core.errors import UnsupportedModel
+from alignedserve.process.child_process import bound_time
 from alignedserve.process.frames import read_frame, write_frame
 from alignedserve.runtime.grammar.compiler import GrammarError, compile_now, unsupported_model
 from alignedserve.runtime.grammar.vocabulary import TokenTable
@@ -40,7 +39,7 @@ def main() -> None:
     setup = msgspec.msgpack.decode(described, type=Setup)
     vocabulary = _load(setup.table)
     while (grammar := read_frame(source)) is not None:
-        _bound_time(setup.max_cpu_s)
+        bound_time(setup.max_cpu_s)
         write_frame(target, _refusal(vocabulary, grammar.decode()).encode())
 
 
@@ -49,12 +48,6 @@ def _load(table: TokenTable) -> LLTokenizer | GrammarError:
         return table.vocabulary()
     except UnsupportedModel as error:
         return unsupported_model(error)
-
-
-def _bound_time(max_cpu_s: float) -> None:
-    """Let the system end this process after this much more work; it counts whole seconds."""
-    limit = math.ceil(time.process_time() + max_cpu_s)
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
 
 
 def _refusal(vocabulary: LLTokenizer | GrammarError, grammar: str) -> str:
