@@ -9,22 +9,15 @@ or a thousandth of its scale; that of a head that is not finite is NaN.
 import torch
 from torch import Tensor
 
-from kernels.caches.int8_rows import SCALE_BYTES
+from kernels.caches.int8_rows import SCALE_BYTES, scaled_heads
 
 LARGEST = 448.0
-# Heads without an element above this are stored as zeros: the quotient would overflow.
-SMALLEST = 1e-30
 
 
 def quantise_float8_rows(heads: Tensor) -> Tensor:
     """Round heads [tokens, kv_heads, head_dim] to rows [tokens, row_width] uint8."""
-    x = heads.float()
-    largest = x.abs().amax(dim=-1)
-    is_zero = largest <= SMALLEST
-    factors = torch.where(is_zero, 0.0, LARGEST / largest)
-    scales = torch.where(is_zero, 0.0, largest / LARGEST)
-    scales = torch.where(x.isfinite().all(dim=-1), scales, float("nan"))
-    rounded = (x * factors[..., None]).nan_to_num(0.0).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    scaled, scales = scaled_heads(heads, LARGEST)
+    rounded = scaled.nan_to_num(0.0).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return torch.cat((rounded.view(torch.uint8).flatten(1), scales.contiguous().view(torch.uint8)), dim=1)
 
 

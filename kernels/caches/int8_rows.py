@@ -11,7 +11,7 @@ from torch import Tensor
 SCALE_BYTES = 4
 _LARGEST = 127.0
 # Heads without an element above this are stored as zeros: the quotient would overflow.
-_SMALLEST = 1e-30
+SMALLEST = 1e-30
 
 
 def int8_row_width(kv_heads: int, head_dim: int) -> int:
@@ -21,14 +21,21 @@ def int8_row_width(kv_heads: int, head_dim: int) -> int:
 
 def quantise_rows(heads: Tensor) -> Tensor:
     """Round heads [tokens, kv_heads, head_dim] to rows [tokens, row_width] int8."""
+    scaled, scales = scaled_heads(heads, _LARGEST)
+    rounded = scaled.round().nan_to_num(0.0).clamp(-_LARGEST, _LARGEST).to(torch.int8)
+    return torch.cat((rounded.flatten(1), scales.contiguous().view(torch.int8)), dim=1)
+
+
+def scaled_heads(heads: Tensor, most: float) -> tuple[Tensor, Tensor]:
+    """Scale heads [tokens, kv_heads, head_dim], the largest element to `most` -> (float32 of that shape, scales
+    [tokens, kv_heads])."""
     x = heads.float()
     largest = x.abs().amax(dim=-1)
-    is_zero = largest <= _SMALLEST
-    factors = torch.where(is_zero, 0.0, _LARGEST / largest)
-    scales = torch.where(is_zero, 0.0, largest / _LARGEST)
+    is_zero = largest <= SMALLEST
+    factors = torch.where(is_zero, 0.0, most / largest)
+    scales = torch.where(is_zero, 0.0, largest / most)
     scales = torch.where(x.isfinite().all(dim=-1), scales, float("nan"))
-    rounded = (x * factors[..., None]).round().nan_to_num(0.0).clamp(-_LARGEST, _LARGEST).to(torch.int8)
-    return torch.cat((rounded.flatten(1), scales.contiguous().view(torch.int8)), dim=1)
+    return x * factors[..., None], scales
 
 
 def dequantise_rows(rows: Tensor, kv_heads: int, out: Tensor) -> Tensor:

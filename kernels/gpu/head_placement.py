@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.caches.float8_rows import LARGEST, SMALLEST
+from kernels.caches.float8_rows import LARGEST
+from kernels.caches.int8_rows import SMALLEST
 from kernels.gpu.blocks import float8_bytes
 from kernels.gpu.launching import parts_of, power_of_two
 from kernels.rotary import HeadNorms
