@@ -23,6 +23,7 @@ from alignedserve.cluster.memory_planner import Machine
 from alignedserve.core.errors import ResourceError
 from alignedserve.costmodel.gpu_limits import gpu_of
 from alignedserve.costmodel.hardware import Hardware
+from alignedserve.disk.private_files import open_private
 from alignedserve.runtime.device.cores import has_native_bfloat16, num_cores
 from alignedserve.runtime.device.devices import CUDA, torch_cuda, worker_devices
 from alignedserve.runtime.kv.arena_files import arena_folder
@@ -166,7 +167,7 @@ def claim_gpus(gpus: Sequence[str], folder: Path) -> GpuClaims:
 
 def _lock(path: Path) -> int | None:
     """Return the descriptor of the locked file, which no other process inherits; None: another holds the lock."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = open_private(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,7 +1,6 @@
 """Recording of a logic's decisions while it runs."""
 
 import logging
-import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any, BinaryIO
 
 from alignedserve.config.sections import RecordingConfig
 from alignedserve.core.errors import ConfigError
+from alignedserve.disk.private_files import open_private
 from alignedserve.messages.events import Ticked
 from alignedserve.messages.recording import CLOSED, FULL, SUFFIX, RecordEncoder
 
@@ -108,16 +108,12 @@ def open_recorder(config: RecordingConfig, name: str, make: "partial[Any]") -> R
     return Recorder(_create(Path(config.folder), name), encoder, opening, config.max_bytes)
 
 
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
 def _create(folder: Path, name: str) -> BinaryIO:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for epoch in count():
             try:
-                return open(folder / f"{name}.{epoch}{SUFFIX}", "xb", _BUFFER_BYTES, opener=_open_private)
+                return open(folder / f"{name}.{epoch}{SUFFIX}", "xb", _BUFFER_BYTES, opener=open_private)
             except FileExistsError:
                 continue
     except OSError as error:

@@ -6,7 +6,6 @@ what it recorded in the last second.
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from ray.exceptions import RayError
 
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.nodes.recorded_parts import MAX_PART_BYTES, is_name
+from alignedserve.disk.private_files import open_private
 from alignedserve.messages.recording import PART_FILE, RecordedPart
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class RecordedNode:
         for name, size in self._ask("recordings").items():
             if not is_name(name):
                 continue
-            with open(self._folder / name, "ab", opener=_open_private) as file:
+            with open(self._folder / name, "ab", opener=open_private) as file:
                 while file.tell() < size:
                     if time.monotonic() > ends_s:
                         return False
@@ -68,7 +68,7 @@ class RecordedNode:
     def _note(self, *, is_whole: bool) -> None:
         content = msgspec.json.encode(msgspec.structs.replace(self._part, is_whole=is_whole))
         written = self._folder / f"{PART_FILE}.new"  # a driver that ends meanwhile leaves the former one
-        with open(written, "wb", opener=_open_private) as file:
+        with open(written, "wb", opener=open_private) as file:
             file.write(content)
         written.replace(self._folder / PART_FILE)
 
@@ -189,7 +189,3 @@ def clock_ahead_s(ask: Callable[[], float]) -> float:
         answered_s = time.monotonic()
         found.append((answered_s - asked_s, (asked_s + answered_s) / 2 - theirs_s))
     return min(found)[1]
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from alignedserve.disk.private_files import open_private
 from alignedserve.runtime.device.cores import num_cores
 
 _NUM_SLOTS = 64
@@ -40,7 +41,7 @@ class DeviceBoard:
 
         `num_threads`: that its worker computes with, on cores; 0: on a device of another kind.
         """
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._file = open_private(path, os.O_RDWR | os.O_CREAT)
         os.ftruncate(self._file, _NUM_SLOTS * _SLOT.itemsize)
         self._memory = mmap.mmap(self._file, _NUM_SLOTS * _SLOT.itemsize)
         self._slots = np.frombuffer(self._memory, _SLOT)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from alignedserve.disk.private_files import open_private
 from alignedserve.runtime.device.memory_maps import MAP_FIXED, map_memory
 from kernels.cpu.packed_linear import weight_memories
 from kernels.cpu.unnamed_files import take_space
@@ -42,7 +43,7 @@ def share_weights(path: Path, folder: Path) -> int:
     index_path = folder / f"{path.stem}.index"
     with index_path.with_suffix(".lock").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)  # one process after the other
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        file = open_private(path, os.O_RDWR | os.O_CREAT)
         fcntl.flock(file, fcntl.LOCK_SH)
         index = _read_index(index_path, os.fstat(file).st_ino)
         shared = sum(_share(file, index, *memory) for memory in weight_memories())
