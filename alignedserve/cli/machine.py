@@ -5,10 +5,11 @@ import platform
 import shutil
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 from alignedserve.runtime.device.cores import num_cores, processor_name
+from alignedserve.runtime.device.machine_gpus import described, version_of, visible_gpus
 
 
 def describe_machine() -> dict[str, Any]:
@@ -26,22 +27,13 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _describe_gpus(torch: Any) -> dict[str, Any]:
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
-        "gpus": [
-            {
-                "name": gpu.name,
-                "memory_bytes": gpu.total_memory,
-                "multiprocessors": gpu.multi_processor_count,
-                "compute_capability": f"{gpu.major}.{gpu.minor}",
-            }
-            for gpu in found
-        ],
+        "gpus": described(visible_gpus()),
         "driver": _driver_version(),
         "cuda": torch.version.cuda,
-        "triton": _version_of("triton"),
-        "flash_attn": _version_of("flash-attn"),
-        "flash_attn_4": _version_of("flash-attn-4"),
+        "triton": version_of("triton"),
+        "flash_attn": version_of("flash-attn"),
+        "flash_attn_4": version_of("flash-attn-4"),
     }
 
 
@@ -54,10 +46,3 @@ def _driver_version() -> str | None:
         [tool, "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
     )
     return asked.stdout.strip().partition("\n")[0] or None
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

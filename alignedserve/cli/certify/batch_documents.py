@@ -16,10 +16,10 @@ from alignedserve.certification.judged_lines import LineJudge, read_answer
 from alignedserve.certification.protocol import PlannedBatch
 from alignedserve.certification.records import BatchRecord
 from alignedserve.cli.batch.client import BatchClient, Receiver, RequestRefused
+from alignedserve.cli.batch.formatting import OVER
 from alignedserve.cli.certify.calls import CallMaker
 from alignedserve.cli.certify.documents import Documents, DocumentsLog
 
-_OVER = frozenset({"completed", "failed", "expired", "cancelled"})
 _DEFAULT_WINDOW = "24h"  # which every server with batches takes
 _CANCEL_S = 5.0
 
@@ -118,7 +118,7 @@ class BatchDocuments(Documents):
             for one in opened:
                 if one.ended_s is None:
                     one.batch = await self._client.batch(one.batch["id"])
-                    if one.batch.get("status") in _OVER:
+                    if one.batch.get("status") in OVER:
                         one.ended_s = time.monotonic()
             log.step(sum(one.num_ended for one in opened))
             if any(one.batch.get("status") != "validating" for one in opened):

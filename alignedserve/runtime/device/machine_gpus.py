@@ -33,31 +33,40 @@ def machine_remarks() -> list[str]:
     """Return the remarks on the GPUs that are visible here; none without."""
     if cuda_obstacle() is not None:
         return []
-    return remarks([torch_cuda().get_device_properties(index) for index in range(torch_cuda().device_count())])
+    return remarks(visible_gpus())
+
+
+def visible_gpus() -> list[Any]:
+    """Return the GPUs that are visible here, as PyTorch describes them; it must be able to use them."""
+    cuda = torch_cuda()
+    return [cuda.get_device_properties(index) for index in range(cuda.device_count())]
+
+
+def described(gpus: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return what matters of GPUs. Plain JSON."""
+    return [
+        {
+            "name": gpu.name,
+            "memory_bytes": gpu.total_memory,
+            "multiprocessors": gpu.multi_processor_count,
+            "compute_capability": f"{gpu.major}.{gpu.minor}",
+        }
+        for gpu in gpus
+    ]
 
 
 def machine_gpus() -> dict[str, Any]:
     """Return GPUs, driver and versions of what computes on them. Plain JSON."""
     import torch
 
-    gpus: list[Any] = []
-    if cuda_obstacle() is None:
-        gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    gpus = visible_gpus() if cuda_obstacle() is None else []
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "driver": driver_version(),
-        "libraries": {name: _version_of(name) for name in _LIBRARIES},
-        "gpus": [
-            {
-                "name": gpu.name,
-                "memory_bytes": gpu.total_memory,
-                "multiprocessors": gpu.multi_processor_count,
-                "compute_capability": f"{gpu.major}.{gpu.minor}",
-            }
-            for gpu in gpus
-        ],
+        "libraries": {name: version_of(name) for name in _LIBRARIES},
+        "gpus": described(gpus),
         "remarks": remarks(gpus),
     }
 
@@ -66,7 +75,8 @@ def _is_slice(gpu: Any) -> bool:
     return "MIG" in str(gpu.name).split()
 
 
-def _version_of(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """Return the version of a package that is installed; None: it is not."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

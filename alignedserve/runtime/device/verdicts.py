@@ -5,7 +5,6 @@ A verdict holds for the GPU, driver, PyTorch, Triton, libraries and code of ours
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 import kernels
 from alignedserve.runtime.device.devices import torch_cuda
 from alignedserve.runtime.device.driver import driver_version
+from alignedserve.runtime.device.machine_gpus import version_of
 
 OK, FAILURE = "ok", "failure"  # fields of what a self-check prints
 _LONGEST_REASON = 300
@@ -96,8 +96,8 @@ def identity_of(device: str) -> list[str]:
         str(getattr(gpu, "uuid", device)),
         driver_version() or "unknown driver",
         f"torch {torch.__version__} cuda {torch.version.cuda}",
-        f"triton {_version_of('triton')} flash-attn-4 {_version_of('flash-attn-4')}",
-        f"alignedserve {_version_of('alignedserve')} {code_digest()}",
+        f"triton {version_of('triton') or 'none'} flash-attn-4 {version_of('flash-attn-4') or 'none'}",
+        f"alignedserve {version_of('alignedserve') or 'none'} {code_digest()}",
     ]
 
 
@@ -117,10 +117,3 @@ def code_files() -> list[Path]:
     for name in _ROOMS:
         files += sorted((Path(__file__).parent.parent / name).rglob("*.py"))
     return files
-
-
-def _version_of(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
