@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from tests.cluster.serving import MODEL
+from tests.cluster.serving import MODEL, Serving, token_prompts
 
 
 @dataclass
@@ -75,6 +75,13 @@ async def stream_all(url: str, prompts: Sequence[Sequence[int]], max_tokens: int
     streams = [Stream() for _ in prompts]
     await streams_through(url, prompts, streams, max_tokens)
     return streams
+
+
+def texts(cluster: Serving, max_tokens: int = 60) -> list[str]:
+    """Return what a cluster answers to the same eight prompts at once, undisturbed."""
+    streams = asyncio.run(stream_all(cluster.url, token_prompts(8), max_tokens))
+    assert all(stream.is_done and stream.error is None for stream in streams), streams
+    return [stream.text for stream in streams]
 
 
 async def streams_through(

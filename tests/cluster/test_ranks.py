@@ -1,28 +1,20 @@
 """Workers of two ranks, served for real: the same answers, also after a rank was killed, and no rank left behind."""
 
-import asyncio
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.cluster.serving import EXACT, Serving, serving, token_prompts
-from tests.cluster.streams import stream_all
+from tests.cluster.serving import EXACT, Serving, serving
+from tests.cluster.streams import texts
 from tests.support.child_processes import children_running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
-PROMPTS = token_prompts(8)
 RANKS = ("--set", "engine.tensor_parallel=2")
 SEPARATE = ("--set", "topology=disaggregated")
 FOLLOWER = "follower_process"
-
-
-def texts(cluster: Serving, max_tokens: int = 60) -> list[str]:
-    streams = asyncio.run(stream_all(cluster.url, PROMPTS, max_tokens))
-    assert all(stream.is_done and stream.error is None for stream in streams), streams
-    return [stream.text for stream in streams]
 
 
 def wait_gone(process: psutil.Process, timeout_s: float = 60.0) -> None:

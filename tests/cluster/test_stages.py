@@ -1,24 +1,16 @@
 """A worker of two stages, served for real: the same answers, also after a stage was killed, and none left behind."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.serving import EXACT, Serving, serving, token_prompts
-from tests.cluster.streams import stream_all
+from tests.cluster.serving import EXACT, Serving, serving
+from tests.cluster.streams import texts
 from tests.support.child_processes import children_running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
-PROMPTS = token_prompts(8)
 STAGES = ("--set", "engine.pipeline_parallel=2")
-
-
-def texts(cluster: Serving, max_tokens: int = 60) -> list[str]:
-    streams = asyncio.run(stream_all(cluster.url, PROMPTS, max_tokens))
-    assert all(stream.is_done and stream.error is None for stream in streams), streams
-    return [stream.text for stream in streams]
 
 
 def test_a_killed_stage_ends_its_worker_and_requests_go_on(

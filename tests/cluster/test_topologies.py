@@ -1,27 +1,19 @@
 """Other shapes of cluster and other models than the default, served for real."""
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.serving import EXACT, Serving, serving, token_prompts
-from tests.cluster.streams import stream_all
+from tests.cluster.serving import EXACT, Serving, serving
+from tests.cluster.streams import texts
 from tests.gateway.support import write_tokenizer
 from tests.support.models.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
-PROMPTS = token_prompts(8)
 COLOCATED = ("--set", "topology=colocated")
 NUM_COLOCATED = 2  # one is on every node of hosts/test_driver_and_head.py
-
-
-def texts(cluster: Serving, max_tokens: int = 100) -> list[str]:
-    streams = asyncio.run(stream_all(cluster.url, PROMPTS, max_tokens))
-    assert all(stream.is_done and stream.error is None for stream in streams), streams
-    return [stream.text for stream in streams]
 
 
 def test_colocated(separate_cluster: Serving, tmp_path: Path, random_model: Path) -> None:
@@ -32,7 +24,7 @@ def test_colocated(separate_cluster: Serving, tmp_path: Path, random_model: Path
         assert not colocated.actors("PrefillWorker")
         assert not colocated.actors("DecodeWorker")
         assert len(colocated.actors("ColocatedWorker")) == NUM_COLOCATED
-        assert texts(colocated) == texts(separate_cluster)
+        assert texts(colocated, 100) == texts(separate_cluster, 100)
         colocated.wait_idle()
         assert len(colocated.arenas()) == 1
         code, out, err = colocated.stop()
@@ -44,12 +36,12 @@ def test_elastic(separate_cluster: Serving, cluster: Serving) -> None:
     """Two workers of the default topology."""
     assert len(cluster.actors("KvPool")) == 1  # for prefix blocks
     assert len(cluster.actors("ColocatedWorker")) == 2
-    assert texts(cluster) == texts(separate_cluster)
+    assert texts(cluster, 100) == texts(separate_cluster, 100)
     cluster.wait_idle()  # by then the router has told of both
     _, metrics = cluster.get("/metrics")
     assert metrics.count("alignedserve_worker_lean{") == 2
     cluster.actors("ColocatedWorker")[0].kill()
-    assert texts(cluster) == texts(separate_cluster)
+    assert texts(cluster, 100) == texts(separate_cluster, 100)
     cluster.wait_idle()
 
 

@@ -30,7 +30,6 @@ from alignedserve.runtime.attention.prompt_choice import (
     TrialResult,
 )
 from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable
-from alignedserve.runtime.device.timing import DeviceTimer
 from alignedserve.runtime.engine.decoder import Decoder
 from tests.gpu_kernels.library_stand_ins import (
     PLAIN,
@@ -42,12 +41,12 @@ from tests.gpu_kernels.library_stand_ins import (
 )
 from tests.support.models.tiny_engines import TinyEngine, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
-from tests.support.prompt_setups import WINDOW, layout, setup_of
+from tests.support.prompt_setups import WINDOW, layout
 
 pytest.importorskip("triton")
 
 from alignedserve.runtime.attention import triton_backend
-from alignedserve.runtime.attention.library_trial import Trial
+from tests.gpu_kernels.tried_libraries import tried
 
 pytestmark = [
     pytest.mark.slow,
@@ -55,11 +54,6 @@ pytestmark = [
 ]
 
 GPU = torch.device("cuda")
-
-
-def tried(library: AttentionLibrary, monkeypatch: pytest.MonkeyPatch, window: int | None = None) -> TrialResult:
-    monkeypatch.setattr(DeviceTimer, "by_turns", lambda self, works: [2.0, 1.0])
-    return Trial(setup_of(window), library).result()
 
 
 # --- an engine that uses one

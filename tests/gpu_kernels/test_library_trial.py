@@ -21,7 +21,6 @@ from alignedserve.runtime.attention.prompt_choice import (
     TrialResult,
     choose_prompts,
 )
-from alignedserve.runtime.device.timing import DeviceTimer
 from tests.gpu_kernels.library_stand_ins import (
     PLAIN,
     fails,
@@ -39,17 +38,13 @@ from tests.support.prompt_setups import SHAPES, WINDOW, setup_of
 
 pytest.importorskip("triton")
 
-from alignedserve.runtime.attention.library_trial import Trial, differing, fitting
+from alignedserve.runtime.attention.library_trial import differing, fitting
+from tests.gpu_kernels.tried_libraries import tried
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for what a GPU would do"),
 ]
-
-
-def tried(library: AttentionLibrary, monkeypatch: pytest.MonkeyPatch, window: int | None = None) -> TrialResult:
-    monkeypatch.setattr(DeviceTimer, "by_turns", lambda self, works: [2.0, 1.0])
-    return Trial(setup_of(window), library).result()
 
 
 # --- the trial of one

@@ -1,24 +1,15 @@
 """A device that falls off the bus in the middle of answers: its worker ends by that name, its requests go on."""
 
-import asyncio
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cluster import serving as serving_module
-from tests.cluster.serving import EXACT, Serving, serving, token_prompts
-from tests.cluster.streams import stream_all
+from tests.cluster.serving import EXACT, serving
+from tests.cluster.streams import texts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.promise, pytest.mark.timeout(500)]
-
-PROMPTS = token_prompts(8)
-
-
-def texts(cluster: Serving) -> list[str]:
-    streams = asyncio.run(stream_all(cluster.url, PROMPTS, 60))
-    assert all(stream.is_done and stream.error is None for stream in streams), streams
-    return [stream.text for stream in streams]
 
 
 def test_requests_of_a_fallen_gpu_go_on_elsewhere(
