@@ -65,10 +65,14 @@ _GAUGES = (
 )
 
 
-def batch_metrics(totals: BatchTotals) -> bytes:
-    """Return the text that Prometheus scrapes."""
+def batch_metrics(totals: BatchTotals | None) -> bytes:
+    """Return the text that Prometheus scrapes; where the state of batches cannot be reached (None), that alone."""
     registry = CollectorRegistry()
-    registry.register(_BatchCollector(totals))
+    name = "alignedserve_batch_state_reachable"
+    reachable = Gauge(name, "1 while files and batches can be read, 0 while none goes on.", registry=registry)
+    reachable.set(totals is not None)
+    if totals is not None:
+        registry.register(_BatchCollector(totals))
     return generate_latest(registry)
 
 

@@ -42,6 +42,7 @@ from alignedserve.batches.schedule import check_window
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest, StorageError
 from alignedserve.core.hours import Schedule
+from alignedserve.gateway.files.batch_totals import BatchTotalsReader
 from alignedserve.gateway.files.schemas import (
     CreateBatchRequest,
     ExpiresAfter,
@@ -77,6 +78,7 @@ class FilesApi:
     stores: BatchStores
     config: BatchesConfig
     keys: CurrentKeys = field(default_factory=CurrentKeys)  # whose limits hold
+    totals: BatchTotalsReader = field(default_factory=BatchTotalsReader)
     # Of clients that create batches: one at a time here; those of other gateways are seen by `last_created`.
     _creating: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 

@@ -8,8 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.api.errors import error_json
-from alignedserve.core.errors import StorageError
-from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.routes.dependencies import overseen_services, services_of
 from alignedserve.gateway.storage_metrics import batch_metrics
@@ -39,16 +37,8 @@ async def metrics(http: Request) -> Response:
     services = overseen_services(http)
     text = services.metrics.render() + await services.disks.metrics()
     if services.files_api is not None:
-        text += await _batch_metrics(services.files_api)
+        text += batch_metrics(await services.files_api.totals.read(services.files_api.repository))
     return Response(text, media_type=CONTENT_TYPE_LATEST)
-
-
-async def _batch_metrics(files_api: FilesApi) -> bytes:
-    """Return the metrics of batches; none while their state cannot be reached, so that the others are still served."""
-    try:
-        return batch_metrics(await files_api.repository.totals())
-    except StorageError:
-        return b""
 
 
 @router.get("/version", response_model=None)

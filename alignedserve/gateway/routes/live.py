@@ -14,7 +14,6 @@ from starlette.responses import Response
 from alignedserve.api.errors import NotFound
 from alignedserve.api.timelines.trace_context import plain_request_id
 from alignedserve.batches.records import BatchTotals
-from alignedserve.core.errors import StorageError
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.live.view import live_view
 from alignedserve.gateway.routes.dependencies import key_of, overseen_services, rate_limited_services
@@ -70,12 +69,8 @@ async def live(http: Request) -> Response:
 
 
 async def _batch_totals(services: Services) -> BatchTotals | None:
-    if services.files_api is None:
-        return None
-    try:
-        return await services.files_api.repository.totals()
-    except StorageError:
-        return None
+    files_api = services.files_api
+    return None if files_api is None else await files_api.totals.read(files_api.repository)
 
 
 _PAGE = HtmlPage.load("page.html")
