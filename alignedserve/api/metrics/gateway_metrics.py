@@ -3,6 +3,7 @@
 Never a request id in a label.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -61,7 +62,7 @@ class ModelMetricFamilies:
         self.max_tokens = histogram("vllm:request_params_max_tokens", "Tokens that requests may have.", _TOKEN_BUCKETS)
         self.objectives = counter(
             "alignedserve_objectives",
-            "Objectives that requests named, by whether they were held.",
+            "Objectives that requests named or had by default, by whether they were held.",
             *("tier", "objective", "outcome"),
         )
 
@@ -110,15 +111,34 @@ class ModelMetrics:
         families.most_generated.labels(name).observe(most_generated)
 
     def count_objectives(self, request: Request, ttft_s: float, tpot_s: float, end_to_end_s: float) -> None:
-        """Count the objectives of a choice that has ended: none where its client named none."""
+        """Count the objectives of a choice that has ended: none where it had none."""
         measured_s = {"ttft": ttft_s, "tpot": tpot_s, "deadline": end_to_end_s}
         for objective, target_s in request.slo.targets:
-            outcome = "held" if measured_s[objective] <= target_s else "missed"
-            counted = (_TIERS[request.request_class], objective, outcome)
-            self._objectives[counted] = self._objectives.get(counted, 0) + 1
-            for known in ("held", "missed"):  # both, so that a share can be told before there is one of the other
-                counter = self._families.objectives.labels(self._model_name, *counted[:2], known)
-                counter.inc(known == outcome)
+            self._count_objective(request, objective, is_held=measured_s[objective] <= target_s)
+
+    def count_refused(self, request: Request) -> None:
+        """Count a choice that was not taken, or that failed: it held no objective."""
+        self.count_finished("error")
+        self.count_objectives(request, math.inf, math.inf, math.inf)
+
+    def count_left(self, request: Request, ttft_s: float | None, gap_s: float, waited_s: float) -> None:
+        """Count a choice whose client left, and of its objectives what is known: who leaves has often waited too long.
+
+        `ttft_s`: None: its first token had not come. `gap_s`: the mean gap until the client left.
+        """
+        self.count_finished("abort")
+        until_then_s = {"ttft": waited_s if ttft_s is None else ttft_s, "tpot": gap_s, "deadline": waited_s}
+        for objective, target_s in request.slo.targets:
+            if until_then_s[objective] > target_s:
+                self._count_objective(request, objective, is_held=False)
+            elif objective == "ttft" and ttft_s is not None:
+                self._count_objective(request, objective, is_held=True)
+
+    def _count_objective(self, request: Request, objective: str, *, is_held: bool) -> None:
+        tier, outcome = _TIERS[request.request_class], "held" if is_held else "missed"
+        self._objectives[tier, objective, outcome] = self._objectives.get((tier, objective, outcome), 0) + 1
+        for known in ("held", "missed"):  # both, so that a share can be told before there is one of the other
+            self._families.objectives.labels(self._model_name, tier, objective, known).inc(known == outcome)
 
     def objectives(self) -> list[tuple[str, str, str, int]]:
         """Return how often which objective was held or missed: tier, objective, outcome, count."""

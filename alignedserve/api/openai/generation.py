@@ -1,7 +1,6 @@
 """Runs all choices of one request to the API and measures them; choices still open at the end are aborted."""
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
@@ -9,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from alignedserve.api.backend.interface import GeneratedTokens, RequestStream
-from alignedserve.api.errors import Overloaded
+from alignedserve.api.errors import ClientDisconnected, Overloaded
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.choice_decoder import ChoiceDecoder, ChoiceDelta
 from alignedserve.api.openai.generation_request import GenerationRequest
@@ -37,7 +36,11 @@ class Generation:
         self._open: list[_Choice] = []
 
     async def __aenter__(self) -> "Generation":
-        self._services.limiter.acquire(self._request_class, len(self.request.requests))
+        try:
+            self._services.limiter.acquire(self._request_class, len(self.request.requests))
+        except Overloaded:
+            self._count_refused()
+            raise
         self._timeline = self._services.timelines.begin(call_facts(self.request, self._services), self.request.requests)
         try:
             for index, request in enumerate(self.request.requests):
@@ -46,6 +49,8 @@ class Generation:
                 stream.call_when_ready(self._call_reader)
                 self._choices.append(_Choice(index, request, stream, self.request, self._services))
         except BaseException as error:
+            if isinstance(error, Exception):
+                self._count_refused()
             self._end_timeline(error)
             self._close()
             raise
@@ -56,15 +61,18 @@ class Generation:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        is_failure = kind is not None and issubclass(kind, Exception)
         for choice in self._open:
-            choice.count_unfinished(is_failure=is_failure)
+            choice.count_unfinished(error)
         if self.is_complete:
             num_generated = max((choice.decoder.num_tokens for choice in self._choices), default=0)
             self._services.metrics.count_request(self.request.requests, num_generated)
         self._count_usage()
         self._end_timeline(error)
         self._close()
+
+    def _count_refused(self) -> None:
+        for request in self.request.requests:
+            self._services.metrics.count_refused(request)
 
     def _count_usage(self) -> None:
         """Count what the answer told, or what there was of it; lines are counted from their batch's log."""
@@ -273,11 +281,16 @@ class _Choice:
             metrics.tpot_s.observe(self.tpot_s)
         metrics.count_objectives(self.request, self.ttft_s, self.tpot_s, self.end_to_end_s)
 
-    def count_unfinished(self, *, is_failure: bool) -> None:
-        """Record the metrics of a choice whose client left or, with `is_failure`, that failed: it held no objective."""
-        self._metrics.count_finished("error" if is_failure else "abort")
-        if is_failure:
-            self._metrics.count_objectives(self.request, math.inf, math.inf, math.inf)
+    def count_unfinished(self, error: BaseException | None) -> None:
+        """Record the metrics of a choice that failed, or whose client left or read no more."""
+        if cause_of(error) is not Cause.CLIENT_GONE:
+            self._metrics.count_refused(self.request)
+            return
+        does_not_read = isinstance(error, ClientDisconnected)  # since when it has waited for nothing
+        now, arrival_s = self._last_s if does_not_read else time.monotonic(), self.request.arrival_s
+        gap_s = 0.0 if self._first_s is None else (now - self._first_s) / self._num_tokens
+        ttft_s = None if self._first_s is None else self._first_s - arrival_s
+        self._metrics.count_left(self.request, ttft_s, gap_s, now - arrival_s)
 
 
 def _nobody() -> None:
@@ -324,4 +337,5 @@ def cause_of(error: BaseException | None) -> Cause:
     """Return why choices have ended that had not finished."""
     if isinstance(error, Overloaded):
         return Cause.REJECTED
-    return Cause.FAILED if isinstance(error, Exception) else Cause.CLIENT_GONE
+    is_failure = isinstance(error, Exception) and not isinstance(error, ClientDisconnected)
+    return Cause.FAILED if is_failure else Cause.CLIENT_GONE

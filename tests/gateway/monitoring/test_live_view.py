@@ -1,13 +1,19 @@
 """GET /v1/alignedserve/live: what a cluster does, for the live page and `alignedserve top`."""
 
+import asyncio
 from typing import Any
 
 from alignedserve.api.backend.scripted import Script
-from alignedserve.api.errors import GenerationFailed
+from alignedserve.api.errors import ClientDisconnected, GenerationFailed
+from alignedserve.api.openai.generation import cause_of
+from alignedserve.messages.request_notes import Cause
 from tests.gateway.monitoring.live_samples import BUSY_STATUS
 from tests.gateway.support import Gateway, gateway, saying
+from tests.support.marks import each
 
 LIVE = "/v1/alignedserve/live"
+SILENT = Script((5,), first_token_delay_s=60.0)
+STUCK = Script((5,) * 9, token_delay_s=60.0)
 
 
 async def model_of(served: Gateway) -> dict[str, Any]:
@@ -74,6 +80,49 @@ async def test_a_request_that_fails_has_missed_its_objectives() -> None:
         await served.chat(headers={"x-slo-ttft-ms": "3600000"})
         objectives = (await model_of(served))["objectives"]
     assert objectives == [{"tier": "real_time", "objective": "ttft", "held": 0, "missed": 1}]
+
+
+async def test_a_request_that_finds_no_place_has_missed_its_objectives() -> None:
+    async with gateway(lambda _: SILENT, max_concurrent_requests=1) as served:
+        holding = asyncio.create_task(served.chat())
+        await asyncio.sleep(0.1)
+        assert (await served.chat(headers={"x-slo-ttft-ms": "3600000"})).status_code == 503
+        objectives = (await model_of(served))["objectives"]
+        text = (await served.client.get("/metrics")).text
+        holding.cancel()
+        await asyncio.gather(holding, return_exceptions=True)
+    assert objectives == [{"tier": "real_time", "objective": "ttft", "held": 0, "missed": 1}]
+    assert 'vllm:request_success_total{finished_reason="error",model_name="tiny"} 1.0' in text
+
+
+@each(
+    ("script", "targets_ms", "held", "missed"),
+    [
+        (SILENT, {"ttft": 1, "tpot": 60_000}, [], ["ttft"]),
+        (SILENT, {"ttft": 60_000, "deadline": 1}, [], ["deadline"]),
+        (SILENT, {"ttft": 60_000, "deadline": 60_000}, [], []),
+        (STUCK, {"ttft": 60_000, "tpot": 60_000}, ["ttft"], []),
+        (STUCK, {"ttft": 0.001, "tpot": 1}, [], ["tpot", "ttft"]),
+    ],
+)
+async def test_a_client_that_gave_up_has_missed_what_it_waited_for_too_long(
+    script: Script, targets_ms: dict[str, float], held: list[str], missed: list[str]
+) -> None:
+    async with gateway(lambda _: script) as served:
+        headers = {f"x-slo-{name}-ms": str(target_ms) for name, target_ms in targets_ms.items()}
+        asking = asyncio.create_task(served.chat(headers=headers))
+        await asyncio.sleep(0.2)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        counted = (await model_of(served))["objectives"]
+        text = (await served.client.get("/metrics")).text
+    assert [one["objective"] for one in counted if one["held"]] == held
+    assert [one["objective"] for one in counted if one["missed"]] == missed
+    assert 'vllm:request_success_total{finished_reason="abort",model_name="tiny"} 1.0' in text
+
+
+def test_a_client_that_reads_no_more_is_no_failure_of_the_server() -> None:
+    assert cause_of(ClientDisconnected("it does not read")) is Cause.CLIENT_GONE
 
 
 async def test_times_to_the_first_token_are_counted_up_to_each_edge() -> None:
