@@ -1,13 +1,14 @@
 """Metrics of deployments as their routers reported them last, each labelled with its model's name.
 
 A deployment other than a cluster's first has a second label, `deployment`: for a while two may have one name, while
-the first of them is replaced.
+the first of them is replaced. It is the lowest number that none has at the time, and not the deployment's own: a model
+on demand has a new one each time it wakes, and would leave series behind without end.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -101,13 +102,27 @@ _COUNTERS: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (
 class _Deployment:
     backend: CompletionBackend
     default_slo: Callable[[], Slo]
-    labels: dict[str, str]
+    model_name: str
+    number: int | None  # of its label; None: it has none
+
+    def labels_of(self, labels: Mapping[str, str]) -> dict[str, str]:
+        """Return the labels of a sample with those of this deployment.
+
+        A worker has the former name of its kind, which dashboards know: worker-0 was decode-0 before version 0.2.
+        """
+        found = {**labels, "model_name": self.model_name}
+        if self.number is not None:
+            found["deployment"] = str(self.number)
+        if "worker" in labels:
+            name, dot, _ = labels["worker"].partition(".")
+            found["worker"] = f"{name.replace('worker-', 'decode-')}{dot}{self.number if dot else ''}"
+        return found
 
     def metrics(self) -> Iterator[Metric]:
         """Yield its metrics, without its labels; while no router is connected only what is counted here."""
         answers = CounterMetricFamily("alignedserve_answers", "Requests answered, by worker.", labels=["worker"])
-        for worker, count in sorted(self.backend.num_answers().items()):
-            answers.add_metric([worker], count)
+        for worker, num_answers in sorted(self.backend.num_answers().items()):
+            answers.add_metric([worker], num_answers)
         yield answers
         targets = self.default_slo().targets
         if targets:
@@ -131,8 +146,9 @@ class DeploymentCollector(Collector):
         self, model_name: str, backend: CompletionBackend, deployment_id: str, default_slo: Callable[[], Slo] = Slo
     ) -> None:
         """Collect from one more deployment; from this one instead, if there was one of its id."""
-        labels = {"model_name": model_name} | ({"deployment": deployment_id} if deployment_id else {})
-        self._deployments[deployment_id] = _Deployment(backend, default_slo, labels)
+        known = self._deployments.get(deployment_id)
+        number = known.number if known is not None else self._free_number() if deployment_id else None
+        self._deployments[deployment_id] = _Deployment(backend, default_slo, model_name, number)
 
     def remove(self, deployment_id: str) -> None:
         """Collect no more from this deployment."""
@@ -150,16 +166,13 @@ class DeploymentCollector(Collector):
             for metric in deployment.metrics():
                 family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 family.samples += [
-                    sample._replace(labels=_with_former_name(sample.labels) | deployment.labels)
-                    for sample in metric.samples
+                    sample._replace(labels=deployment.labels_of(sample.labels)) for sample in metric.samples
                 ]
         yield from families.values()
 
-
-def _with_former_name(labels: Mapping[str, str]) -> dict[str, str]:
-    """Return labels with a worker's former name, which dashboards know: worker-0 was decode-0 before version 0.2."""
-    worker = labels.get("worker")
-    return {**labels, "worker": worker.replace("worker-", "decode-")} if worker is not None else {**labels}
+    def _free_number(self) -> int:
+        taken = {deployment.number for deployment in self._deployments.values()}
+        return next(number for number in count(2) if number not in taken)
 
 
 def _reported(status: ClusterStatus) -> Iterator[Metric]:

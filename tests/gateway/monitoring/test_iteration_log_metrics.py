@@ -1,9 +1,11 @@
-"""The decode workers' ledgers as they appear under /metrics."""
+"""The decode workers' ledgers, and deployments, as they appear under /metrics."""
 
 import msgspec
 
-from alignedserve.api.backend.scripted import IDLE_STATUS
-from tests.gateway.support import gateway
+from alignedserve.api.backend.scripted import IDLE_STATUS, ScriptedBackend
+from alignedserve.api.metrics.gateway_metrics import GatewayMetrics
+from alignedserve.messages.cluster_view import WorkerView
+from tests.gateway.support import gateway, saying
 from tests.support.samples import TOTALS
 
 BUSY = msgspec.structs.replace(IDLE_STATUS, iteration_log=TOTALS)
@@ -57,3 +59,17 @@ async def test_without_a_router_there_are_none() -> None:
     async with gateway() as served:
         served.backend.set_status(None)
         assert "alignedserve_iterations" not in (await served.client.get("/metrics")).text
+
+
+def test_a_model_that_wakes_again_and_again_has_the_series_that_it_had() -> None:
+    metrics, found = GatewayMetrics(), []
+    for woken in ("2", "3", "44"):
+        status = msgspec.structs.replace(IDLE_STATUS, workers=(WorkerView(f"worker-0.{woken}"),))
+        metrics.add_model("chat", ScriptedBackend(saying("hello")))
+        metrics.add_model("docs", ScriptedBackend(saying("hello"), status), woken)
+        metrics.add_model("docs", ScriptedBackend(saying("hello"), status), woken)  # read again
+        text = metrics.render().decode()
+        found.append({line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")})
+        metrics.remove_deployment(woken)
+    assert found[0] == found[1] == found[2]
+    assert 'alignedserve_worker_tokens_total{deployment="2",model_name="docs",worker="decode-0.2"}' in found[0]
