@@ -19,8 +19,15 @@ from alignedserve.api.timelines.exporter import TraceExporter
 from alignedserve.core.request import Request, RequestClass, Slo
 from alignedserve.usage.ledger import UsageLedger
 
-_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-_E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+# The last edges are for documents, which may wait for an hour.
+_TTFT_BUCKETS = (
+    *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
+    *(640, 2560, 7680),
+)
+_E2E_BUCKETS = (
+    *(0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920),
+    7680,
+)
 _TOKEN_BUCKETS = tuple(digit * 10**exponent for exponent in range(6) for digit in (1, 2, 5))
 _CHOICE_BUCKETS = (1, 2, 5, 10, 20)
 _TIERS = {RequestClass.REAL_TIME: "real_time", RequestClass.BEST_EFFORT: "best_effort"}
@@ -30,8 +37,8 @@ class ModelMetricFamilies:
     """The metrics of requests, labelled with the model's name; made once for all models of a gateway."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, help_text, ["model_name"], registry=registry, buckets=buckets)
+        def histogram(name: str, help_text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(name, help_text, ["model_name", *labels], registry=registry, buckets=buckets)
 
         def counter(name: str, help_text: str, *labels: str) -> Counter:
             return Counter(name, help_text, ["model_name", *labels], registry=registry)
@@ -60,6 +67,12 @@ class ModelMetricFamilies:
         )
         self.num_choices = histogram("vllm:request_params_n", "Choices per request.", _CHOICE_BUCKETS)
         self.max_tokens = histogram("vllm:request_params_max_tokens", "Tokens that requests may have.", _TOKEN_BUCKETS)
+        self.ttft_of_tier_s = histogram(
+            "alignedserve_time_to_first_token_seconds", "Arrival to first token, by class.", _TTFT_BUCKETS, "tier"
+        )
+        self.tpot_of_tier_s = histogram(
+            "alignedserve_time_per_output_token_seconds", "Mean gap of a request, by class.", EDGES_S, "tier"
+        )
         self.objectives = counter(
             "alignedserve_objectives",
             "Objectives that requests named or had by default, by whether they were held.",
@@ -73,10 +86,12 @@ class ModelMetrics:
     def __init__(self, model_name: str, families: ModelMetricFamilies) -> None:
         self.ttft_s = families.ttft_s.labels(model_name)
         self.tbt_s = families.tbt_s.labels(model_name)
-        self.tpot_s = families.tpot_s.labels(model_name)
         self.e2e_s = families.e2e_s.labels(model_name)
         self.decode_s = families.decode_s.labels(model_name)
         self.num_generated = families.num_generated.labels(model_name)
+        self._tpot_s = families.tpot_s.labels(model_name)
+        self._ttft_of_tier_s = {kind: families.ttft_of_tier_s.labels(model_name, _TIERS[kind]) for kind in _TIERS}
+        self._tpot_of_tier_s = {kind: families.tpot_of_tier_s.labels(model_name, _TIERS[kind]) for kind in _TIERS}
         self._prompt_tokens = families.prompt_tokens.labels(model_name)
         self._cached_tokens = families.cached_tokens.labels(model_name)
         self._prefix_queries = families.prefix_queries.labels(model_name)
@@ -88,6 +103,16 @@ class ModelMetrics:
     def count_finished(self, reason: str) -> None:
         """Count a request that ended: stop, length, abort or error."""
         self._families.finished.labels(self._model_name, reason).inc()
+
+    def observe_first_token(self, request: Request, ttft_s: float) -> None:
+        """Measure the time to the first token of a choice."""
+        self.ttft_s.observe(ttft_s)
+        self._ttft_of_tier_s[request.request_class].observe(ttft_s)
+
+    def observe_gaps(self, request: Request, tpot_s: float) -> None:
+        """Measure the mean gap between the tokens of a choice that has ended."""
+        self._tpot_s.observe(tpot_s)
+        self._tpot_of_tier_s[request.request_class].observe(tpot_s)
 
     def count_prompt(self, request: Request, num_cached_tokens: int) -> None:
         """Count the prompt of a request that has its first token."""

@@ -12,7 +12,10 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import INF, floatToGoString
 from typing_extensions import override
 
-EDGES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+EDGES_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
+    *(20.0, 40.0, 80.0),
+)
 _BOUNDS = [str(floatToGoString(edge)) for edge in (*EDGES_S, INF)]  # type: ignore[no-untyped-call]
 
 

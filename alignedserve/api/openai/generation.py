@@ -261,7 +261,7 @@ class _Choice:
         is_first = bool(num_new) and self._first_s is None
         if is_first:
             self._first_s = now
-            self._metrics.ttft_s.observe(now - self.request.arrival_s)
+            self._metrics.observe_first_token(self.request, now - self.request.arrival_s)
             self._metrics.count_prompt(self.request, self.stream.num_cached_tokens)
         elif num_new:
             self._metrics.tbt_s.observe((now - self._last_s) / num_new)
@@ -278,7 +278,7 @@ class _Choice:
         metrics.num_generated.observe(self._num_tokens)
         metrics.decode_s.observe(self.end_to_end_s - self.ttft_s)
         if self._num_tokens > 1:
-            metrics.tpot_s.observe(self.tpot_s)
+            metrics.observe_gaps(self.request, self.tpot_s)
         metrics.count_objectives(self.request, self.ttft_s, self.tpot_s, self.end_to_end_s)
 
     def count_unfinished(self, error: BaseException | None) -> None:
