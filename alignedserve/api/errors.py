@@ -183,6 +183,9 @@ ERROR_TABLE: tuple[tuple[type[Exception], HttpError], ...] = (
     (StorageError, HttpError(503, "server_error", "storage_unavailable")),
 )
 INTERNAL_ERROR = HttpError(500, "server_error", "internal_error")
+_UNNAMED = "invalid_request"
+# Every label that `rejection_code` returns.
+REJECTION_CODES = (*dict.fromkeys(row.code or _UNNAMED for _, row in ERROR_TABLE), INTERNAL_ERROR.code or _UNNAMED)
 _STORAGE_RETRY_S = 2.0
 _HIDDEN_MESSAGE = "The server had an error while processing the request."
 
@@ -229,4 +232,4 @@ def error_headers(error: Exception) -> dict[str, str]:
 def rejection_code(error: Exception) -> str:
     """Return the metrics label for this error, from a closed set."""
     row = http_error_of(error)
-    return row.code or "invalid_request"
+    return row.code or _UNNAMED

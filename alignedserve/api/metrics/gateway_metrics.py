@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from alignedserve.api.backend.interface import CompletionBackend
+from alignedserve.api.errors import REJECTION_CODES
 from alignedserve.api.metrics.deployment_metrics import DeploymentCollector
 from alignedserve.api.metrics.token_gaps import EDGES_S, TokenGapsCollector
 from alignedserve.api.metrics.usage_metrics import UsageCollector
@@ -31,6 +32,7 @@ _E2E_BUCKETS = (
 _TOKEN_BUCKETS = tuple(digit * 10**exponent for exponent in range(6) for digit in (1, 2, 5))
 _CHOICE_BUCKETS = (1, 2, 5, 10, 20)
 _TIERS = {RequestClass.REAL_TIME: "real_time", RequestClass.BEST_EFFORT: "best_effort"}
+_OBJECTIVES = (("real_time", "ttft"), ("real_time", "tpot"), ("real_time", "deadline"), ("best_effort", "deadline"))
 
 
 class ModelMetricFamilies:
@@ -99,6 +101,9 @@ class ModelMetrics:
         self._families = families
         self._model_name = model_name
         self._objectives: dict[tuple[str, str, str], int] = {}  # by tier, objective and outcome
+        for tier, objective in _OBJECTIVES:  # at 0: Prometheus sees no growth in what is there for the first time
+            for outcome in ("held", "missed"):
+                families.objectives.labels(model_name, tier, objective, outcome)
 
     def count_finished(self, reason: str) -> None:
         """Count a request that ended: stop, length, abort or error."""
@@ -160,10 +165,9 @@ class ModelMetrics:
                 self._count_objective(request, objective, is_held=True)
 
     def _count_objective(self, request: Request, objective: str, *, is_held: bool) -> None:
-        tier, outcome = _TIERS[request.request_class], "held" if is_held else "missed"
-        self._objectives[tier, objective, outcome] = self._objectives.get((tier, objective, outcome), 0) + 1
-        for known in ("held", "missed"):  # both, so that a share can be told before there is one of the other
-            self._families.objectives.labels(self._model_name, tier, objective, known).inc(known == outcome)
+        counted = (_TIERS[request.request_class], objective, "held" if is_held else "missed")
+        self._objectives[counted] = self._objectives.get(counted, 0) + 1
+        self._families.objectives.labels(self._model_name, *counted).inc()
 
     def objectives(self) -> list[tuple[str, str, str, int]]:
         """Return how often which objective was held or missed: tier, objective, outcome, count."""
@@ -184,6 +188,8 @@ class GatewayMetrics:
         self._rejected = Counter(
             "alignedserve_rejected", "Requests refused or failed.", ["reason"], registry=self._registry
         )
+        for reason in REJECTION_CODES:
+            self._rejected.labels(reason)
 
     def add_model(
         self,

@@ -61,6 +61,42 @@ async def test_expressions_group_by_labels_that_are_served(tmp_path: Path) -> No
             assert {label.strip() for label in grouped.split(",")} <= known, where
 
 
+async def test_what_alerts_watch_for_growth_is_there_before_it_grows() -> None:
+    """A counter that appears with its first count has not grown, for Prometheus."""
+    async with gateway() as served:
+        text = (await served.client.get("/metrics")).text
+    families = text_string_to_metric_families(text + batch_metrics(BatchTotals()).decode())
+    samples = [sample for family in families for sample in family.samples]
+    for rule in RULES:
+        for read in re.finditer(r"(?:rate|increase)\((\w+)\{([^}]*)\}", rule["expr"]):
+            name, wanted = read.group(1), re.findall(r'(\w+)=~?"([^"]*)"', read.group(2))
+            if name == _ONLY_WITH_TRACES:
+                continue
+            found = [
+                one
+                for one in samples
+                if one.name == name and all(re.fullmatch(value, one.labels[label]) for label, value in wanted)
+            ]
+            assert found, f"{rule['alert']}: {read.group(0)}"
+
+
+def test_workers_of_one_name_are_told_apart_by_their_models() -> None:
+    for where, expression in EXPRESSIONS.items():
+        for grouped in re.findall(r"\bby \(([^)]*)\)", expression):
+            assert "worker" not in grouped or "model_name" in grouped, where
+
+
+@each(
+    "alert",
+    ["ChatLateBesideDocuments", "RefusedOrFailed", "DocumentsLate", "LinesExpired", "BatchesLate", "BatchStateAway"],
+)
+def test_the_promise_to_chat_and_documents_is_watched(alert: str) -> None:
+    assert f"AlignedServe{alert}" in {rule["alert"] for rule in RULES}
+    (row,) = [one for one in DASHBOARD["panels"] if one["type"] == "row" and "The promise" in one["title"]]
+    below = [one["title"] for one in PANELS if row["gridPos"]["y"] < one["gridPos"]["y"] < row["gridPos"]["y"] + 9]
+    assert below == ["Chat's objectives missed", "Documents at work beside chat", "Documents late or lost"]
+
+
 @each("panel", PANELS, ids=lambda panel: str(panel["title"]))
 def test_panels_stand_within_the_page_and_none_upon_another(panel: dict[str, Any]) -> None:
     place = panel["gridPos"]
