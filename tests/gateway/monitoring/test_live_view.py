@@ -10,6 +10,7 @@ from alignedserve.messages.request_notes import Cause
 from tests.gateway.monitoring.live_samples import BUSY_STATUS
 from tests.gateway.support import Gateway, gateway, saying
 from tests.support.marks import each
+from tests.support.waiting import holds
 
 LIVE = "/v1/alignedserve/live"
 SILENT = Script((5,), first_token_delay_s=60.0)
@@ -85,7 +86,7 @@ async def test_a_request_that_fails_has_missed_its_objectives() -> None:
 async def test_a_request_that_finds_no_place_has_missed_its_objectives() -> None:
     async with gateway(lambda _: SILENT, max_concurrent_requests=1) as served:
         holding = asyncio.create_task(served.chat())
-        await asyncio.sleep(0.1)
+        await holds(lambda: len(served.backend.submitted) == 1)
         assert (await served.chat(headers={"x-slo-ttft-ms": "3600000"})).status_code == 503
         objectives = (await model_of(served))["objectives"]
         text = (await served.client.get("/metrics")).text
@@ -98,11 +99,11 @@ async def test_a_request_that_finds_no_place_has_missed_its_objectives() -> None
 @each(
     ("script", "targets_ms", "held", "missed"),
     [
-        (SILENT, {"ttft": 1, "tpot": 60_000}, [], ["ttft"]),
-        (SILENT, {"ttft": 60_000, "deadline": 1}, [], ["deadline"]),
+        (SILENT, {"ttft": 0.001, "tpot": 60_000}, [], ["ttft"]),
+        (SILENT, {"ttft": 60_000, "deadline": 0.001}, [], ["deadline"]),
         (SILENT, {"ttft": 60_000, "deadline": 60_000}, [], []),
         (STUCK, {"ttft": 60_000, "tpot": 60_000}, ["ttft"], []),
-        (STUCK, {"ttft": 0.001, "tpot": 1}, [], ["tpot", "ttft"]),
+        (STUCK, {"ttft": 0.001, "tpot": 0.001}, [], ["tpot", "ttft"]),
     ],
 )
 async def test_a_client_that_gave_up_has_missed_what_it_waited_for_too_long(
@@ -111,7 +112,8 @@ async def test_a_client_that_gave_up_has_missed_what_it_waited_for_too_long(
     async with gateway(lambda _: script) as served:
         headers = {f"x-slo-{name}-ms": str(target_ms) for name, target_ms in targets_ms.items()}
         asking = asyncio.create_task(served.chat(headers=headers))
-        await asyncio.sleep(0.2)
+        counts = served.services.find_model(None).metrics.tbt_s
+        await holds(lambda: counts.num_tokens == (script is STUCK) and len(served.backend.submitted) == 1)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         counted = (await model_of(served))["objectives"]
