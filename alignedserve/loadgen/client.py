@@ -30,6 +30,7 @@ CONNECT_TIMEOUT_S = 10.0
 PLAIN_TIMEOUT_S = 30.0  # of requests that are not completions
 MAX_ERROR_BODY_BYTES = 64 * 1024
 _MAX_REASON_LEN = 120
+_NUMBER = re.compile(r"\d+")
 _QUOTED = re.compile("""["'`\u201c\u2018].*["'`\u201d\u2019]""")  # from the first mark to the last
 TextListener = Callable[[str], None]
 
@@ -81,9 +82,16 @@ class ClientFailure:
     @property
     def reason(self) -> str:
         """Return what the server said of it, for a report: without what it may have quoted of the request."""
+        return self._told(_QUOTED.sub("…", " ".join(self.message.split())))
+
+    @property
+    def pattern(self) -> str:
+        """Return the reason without its numbers: the same of requests that failed alike."""
+        return self._told(_NUMBER.sub("N", _QUOTED.sub("…", " ".join(self.message.split()))))
+
+    def _told(self, said: str) -> str:
         if self.kind not in (ClientFailureKind.HTTP, ClientFailureKind.ERROR_EVENT):
             return self.label
-        said = _QUOTED.sub("…", " ".join(self.message.split()))
         shortened = said if len(said) <= _MAX_REASON_LEN else said[:_MAX_REASON_LEN] + "…"
         return f"{self.label}, {self.code or 'no code'}: {shortened}"
 

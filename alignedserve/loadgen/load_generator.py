@@ -38,6 +38,7 @@ class LoadRun:
     warm_up_s: float = 0.0
     loop_lags_s: list[float] = field(default_factory=list)
     cpu_s: float = 0.0  # processor time that the generator itself took
+    was_interrupted: bool = False  # before the plan's end
 
     @property
     def duration_s(self) -> float:
@@ -95,7 +96,7 @@ class LoadGenerator:
         self._num_closed = 0
 
     async def run(self) -> LoadRun:
-        """Send everything and wait for every answer."""
+        """Send everything and wait for every answer; cancelled, give up what is in the air (`interrupted`)."""
         run = self._run
         run.started_s, cpu_before_s = time.monotonic(), time.process_time()
         watch = asyncio.create_task(self._watch_loop())
@@ -107,8 +108,13 @@ class LoadGenerator:
                 await self._send_on_time(group)
         finally:
             watch.cancel()
-        run.ended_s, run.cpu_s = time.monotonic(), time.process_time() - cpu_before_s
+            run.ended_s, run.cpu_s = time.monotonic(), time.process_time() - cpu_before_s
         return run
+
+    def interrupted(self) -> LoadRun:
+        """Return what there was of a run that was cancelled."""
+        self._run.was_interrupted = True
+        return self._run
 
     async def _send_on_time(self, group: asyncio.TaskGroup) -> None:
         for request in self._plan.open_requests:

@@ -7,6 +7,7 @@ from alignedserve.core.metrics import READABLE_GAP_S, Distribution
 from alignedserve.core.request import Slo
 from alignedserve.loadgen.summary import ClassReport, GeneratorReport, LoadReport
 
+_FAR_OFF = 1.5  # times the planned prompt tokens, or one by that: another load than was asked for
 _LATENCIES = (
     ("TTFT", "ttft_s"),
     ("TBT (each gap)", "tbt_s"),
@@ -51,7 +52,7 @@ def print_counts(console: Console, report: LoadReport, *, title: str) -> None:
         table.add_row("attainment (of all sent)", *(_share(numbers.slo_attainment) for numbers in shown))
         table.add_row("goodput (requests/s)", *(_rate(numbers.goodput_per_s) for numbers in shown))
         table.add_row("token deadlines met (fluidity)", *(_share(numbers.fluidity) for numbers in shown))
-    table.add_row("completed of sent", *(_share(numbers.completed_of_arrived) for numbers in shown))
+    table.add_row("completed of sent, meanwhile", *(_share(numbers.completed_of_arrived) for numbers in shown))
     table.add_row("longest gap (s)", *(_longest(numbers.tbt_s) for numbers in shown))
     table.add_row(f"answers with a gap over {READABLE_GAP_S:g} s", *(_share(numbers.stalled) for numbers in shown))
     console.print(table)
@@ -72,7 +73,16 @@ def print_latencies(console: Console, numbers: ClassReport) -> None:
 def remarks(report: LoadReport) -> list[str]:
     """Return remarks that a reader needs to judge the numbers."""
     found = [_generator_remark(report.generator)]
-    found += [f"failed, {count} of them: {reason}" for reason, count in report.total.failure_reasons.items()]
+    if report.num_interrupted is not None:
+        found.append(
+            f"interrupted: what had ended by then counts, not the requests in the air ({report.num_interrupted})"
+        )
+    if report.prompt_ratio is not None and not 1.0 / _FAR_OFF < report.prompt_ratio < _FAR_OFF:
+        found.append(
+            f"by the server's count prompts had {report.prompt_ratio:.2g} times the tokens that were planned: "
+            "with --tokenizer FOLDER their texts are exact"
+        )
+    found += [f"failed, {count} like this: {reason}" for reason, count in report.total.failure_reasons.items()]
     num_completed = report.total.num_completed
     if report.num_server_counts < num_completed:
         found.append(

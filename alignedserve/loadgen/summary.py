@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from alignedserve.core import metrics
 from alignedserve.core.metrics import Deadlines, Distribution
 from alignedserve.core.request import Slo
+from alignedserve.loadgen.client import ClientFailure
 from alignedserve.loadgen.load_generator import LoadRun, SentRequest
 from alignedserve.loadgen.load_plan import TrafficClass
 
@@ -42,7 +43,7 @@ class ClassReport:
     fluidity: float | None = None  # share of the tokens' deadlines met, time carried over (Etalon); None: no objectives
     completed_of_arrived: float | None = None  # while requests were sent, the first fifth left out
     stalled: float | None = None  # share of the answers that began with a gap longer than metrics.READABLE_GAP_S
-    failure_reasons: dict[str, int] = field(default_factory=dict)  # what servers said of them, most frequent first
+    failure_reasons: dict[str, int] = field(default_factory=dict)  # what servers said of one of each kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,8 @@ class LoadReport:
     num_server_counts: int  # completed requests whose tokens the server counted itself
     num_clamped_prompts: int = 0
     num_clamped_outputs: int = 0
+    prompt_ratio: float | None = None  # prompt tokens by the server's count, by those planned; None: it counted none
+    num_interrupted: int | None = None  # requests in the air when Ctrl-C ended the run; None: it came to its end
 
 
 def summarise(run: LoadRun, classes: Sequence[TrafficClass], *, num_clamped: tuple[int, int] = (0, 0)) -> LoadReport:
@@ -83,6 +86,8 @@ def summarise(run: LoadRun, classes: Sequence[TrafficClass], *, num_clamped: tup
         ),
         num_clamped_prompts=num_clamped[0],
         num_clamped_outputs=num_clamped[1],
+        prompt_ratio=_prompt_ratio(run),
+        num_interrupted=len(run.cut_off) if run.was_interrupted else None,
     )
 
 
@@ -91,7 +96,7 @@ def _class_report(name: str | None, run: LoadRun, slos: dict[str, Slo], duration
     members = [sent for sent in run.counted if name is None or sent.request.class_name == name]
     completed = [sent for sent in members if sent.outcome.failure is None]
     failed = [sent.outcome.failure for sent in members if sent.outcome.failure is not None]
-    failures, reasons = Counter(one.label for one in failed), Counter(one.reason for one in failed)
+    failures = Counter(one.label for one in failed)
     input_tokens = sum(_prompt_tokens(sent) for sent in completed)
     output_tokens = run.num_tokens_of(name)
     has_slo = any(slos[sent.request.class_name] != Slo() for sent in members)
@@ -119,8 +124,23 @@ def _class_report(name: str | None, run: LoadRun, slos: dict[str, Slo], duration
         fluidity=metrics.attainment(sum(one.num_met for one in deadlines), sum(one.num_due for one in deadlines)),
         completed_of_arrived=_completed_of_arrived(name, run),
         stalled=metrics.stalled([_longest_gap_s(sent) for sent in members if sent.outcome.token_times_s]),
-        failure_reasons=dict(reasons.most_common(_MOST_REASONS)),
+        failure_reasons=_failure_reasons(failed),
     )
+
+
+def _failure_reasons(failed: Sequence[ClientFailure]) -> dict[str, int]:
+    """Count failures that differ in their numbers alone as one, under the words of the first."""
+    first: dict[str, str] = {}
+    for one in failed:
+        first.setdefault(one.pattern, one.reason)
+    counted = Counter(one.pattern for one in failed).most_common(_MOST_REASONS)
+    return {first[pattern]: count for pattern, count in counted}
+
+
+def _prompt_ratio(run: LoadRun) -> float | None:
+    counted = [sent for sent in run.counted if sent.outcome.num_prompt_tokens is not None]
+    num_planned = sum(sent.request.prompt_len for sent in counted)
+    return sum(_prompt_tokens(sent) for sent in counted) / num_planned if num_planned else None
 
 
 def _prompt_tokens(sent: SentRequest) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from rich.progress import Progress
 
 from alignedserve.cli.bench.options import LoadOptions
-from alignedserve.cli.console import FAILURE, progress, results, write_json
+from alignedserve.cli.console import FAILURE, INTERRUPTED, progress, results, write_json
 from alignedserve.config.environment import client_api_key, data_dir
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo
@@ -22,7 +22,7 @@ from alignedserve.workload.traces import mean_rate, read_trace, sped_up, window
 
 
 def bench_serve(options: LoadOptions) -> int:
-    """Run the command and return its exit code (1 when no request completed)."""
+    """Run the command and return its exit code: 1 when no request completed, 130 when Ctrl-C ended it early."""
     plan = make_plan(options)
     run, model = asyncio.run(_run(options, plan))
     report = summarise(run, plan.classes, num_clamped=(plan.num_clamped_prompts, plan.num_clamped_outputs))
@@ -32,6 +32,8 @@ def bench_serve(options: LoadOptions) -> int:
         )
     if options.json_target != "-":
         print_load_report(results(), report, title=f"{model} at {options.url}")
+    if run.was_interrupted:
+        return INTERRUPTED
     return 0 if report.total.num_completed else FAILURE
 
 
@@ -117,4 +119,7 @@ async def _send_all(
     generator = LoadGenerator(
         plan=plan, send=send, on_done=on_done, cuts_off=options.cuts_off, warm_up_s=options.warm_up_s
     )
-    return await generator.run()
+    try:
+        return await generator.run()
+    except asyncio.CancelledError:  # Ctrl-C: half an hour of measuring is not thrown away
+        return generator.interrupted()

@@ -1,5 +1,7 @@
 import json
+import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -228,6 +230,28 @@ def test_bench_serve_prints_json_only(monkeypatch: pytest.MonkeyPatch, capsys: p
     with running(FakeServer()) as server:
         assert run_command(monkeypatch, "bench", "serve", "--url", server.url, *arguments) == 0
     assert json.loads(capsys.readouterr().out)["report"]["num_clamped_prompts"] == 9
+
+
+def test_bench_serve_reports_what_it_has_when_ctrl_c_ends_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target, asked = tmp_path / "report.json", []
+
+    def respond(body: object) -> Script:
+        asked.append(body)
+        if len(asked) < 5:
+            return Script()
+        os.kill(os.getpid(), signal.SIGINT)
+        return Script(first_delay_s=30.0)
+
+    with running(FakeServer(respond=respond)) as server:
+        arguments = ["--url", server.url, "--synthetic", "outstanding=1,prompt=2,output=3", "--num-requests", "9"]
+        assert run_command(monkeypatch, "bench", "serve", *arguments, "--json", str(target)) == 130
+    report = json.loads(target.read_bytes())["report"]
+    assert (report["total"]["num_completed"], report["num_interrupted"]) == (4, 1)
+    told = capsys.readouterr().out
+    assert "interrupted: what had ended by then counts, not the requests in the air (1)" in told
+    assert "prompts had 3.5 times the tokens that were planned" in told  # the server counts seven
 
 
 def test_bench_serve_fails_when_nothing_completes(

@@ -144,3 +144,12 @@ def test_a_report_tells_answers_that_stood_still_though_their_mean_held_and_what
     assert (chat.slo_attainment, chat.stalled) == (0.75, 0.5)
     assert chat.failures == {"error event": 1}
     assert chat.failure_reasons == {"error event, timeout: No token came for 60 s of ….": 1}
+
+
+def test_failures_that_differ_in_numbers_alone_are_counted_as_one() -> None:
+    said = "However, you requested {} tokens in the prompt, which is more than this model of 2048 tokens can ever read"
+    failed = [ClientFailure(ClientFailureKind.HTTP, said.format(9**n), 400, "context_length") for n in range(4, 9)]
+    run = LoadRun(0.0, 10.0, [_sent(number, "rt", 0.1, failure) for number, failure in enumerate(failed)])
+    ((reason, count),) = summarise(run, [TrafficClass("rt")]).total.failure_reasons.items()
+    assert count == 5
+    assert reason.startswith("http 400, context_length: However, you requested 6561 tokens")
