@@ -87,3 +87,12 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(character for character in text if character in "\n\t" or character.isprintable())
+
+
+def chat_command(url: str, called: str) -> str:
+    """Return what to type to talk to the server at this address, as this program itself was called.
+
+    So the environment need not be activated.
+    """
+    program = f"{sys.executable} -m alignedserve" if called.endswith("__main__.py") else called
+    return f"{program} chat" if url == DEFAULT_URL else f"{program} chat --url {url}"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.cli.commands.options import ServeOptions
+from alignedserve.cli.console import chat_command
 from alignedserve.cli.main import main
 from alignedserve.config.loading import load_config
 from alignedserve.core.errors import ConfigError, ModelNotFound, NodeLost
@@ -202,6 +203,13 @@ def test_interrupted_command_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("alignedserve.cli.bench.serve.bench_serve", interrupt)
     assert run_command(monkeypatch, "bench", "serve", "--synthetic", "rate=1,prompt=1,output=1") == 130
+
+
+def test_the_start_screen_says_how_to_chat_with_this_server() -> None:
+    assert chat_command("http://127.0.0.1:8000", "/opt/bin/alignedserve") == "/opt/bin/alignedserve chat"
+    assert chat_command("http://127.0.0.1:8001", "alignedserve") == "alignedserve chat --url http://127.0.0.1:8001"
+    by_module = chat_command("https://127.0.0.1:8000", "/src/alignedserve/__main__.py")
+    assert by_module == f"{sys.executable} -m alignedserve chat --url https://127.0.0.1:8000"
 
 
 def test_serve_conveniences_are_overrides() -> None:

@@ -17,7 +17,7 @@ from alignedserve.api.objectives import default_slo, in_words, unholdable
 from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.commands.serving.node_losses import NodeLosses
 from alignedserve.cli.commands.serving.start_screen import StartScreen
-from alignedserve.cli.console import INTERRUPTED, notes, results
+from alignedserve.cli.console import INTERRUPTED, chat_command, notes, results
 from alignedserve.cli.downloads import fetch_model
 from alignedserve.cli.keys.serving import check_keys, show_keys
 from alignedserve.cli.wiring import start_cluster
@@ -189,9 +189,8 @@ def _welcome(cluster: ServingCluster, seconds: float) -> Panel:
     key = ' -H "Authorization: Bearer $ALIGNEDSERVE_API_KEY"' if api_keys() or cluster.config.gateway.keys_file else ""
     path, body = _trial(cluster.served)
     table = Table.grid(padding=(0, 2))
-    # As this command was called: the environment need not be activated.
     if cluster.served.encoder is None:
-        table.add_row("Chat here", f"[bold]{sys.argv[0]} chat[/]  (in another terminal)")
+        table.add_row("Chat here", f"[bold]{escape(chat_command(cluster.url, sys.argv[0]))}[/]  (in another terminal)")
         table.add_row("Web page", f"[bold]{cluster.url}/[/]")
     table.add_row("OpenAI API", f"[bold]{cluster.url}/v1[/]")
     table.add_row("Try", f"curl {cluster.url}{path}{key} -H 'content-type: application/json' -d '{body}'")
