@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from alignedserve.api.backend.scripted import ScriptedBackend
 from alignedserve.cli.batch.client import BatchClient
@@ -25,6 +26,7 @@ from tests.gateway.support import saying, services_for
 from tests.support.marks import each
 from tests.support.servers.server_certificates import Authority
 
+ROOT = Path(__file__).parents[3]
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -68,6 +70,19 @@ async def test_a_client_that_trusts_the_authority_is_answered(authority: Authori
         async with httpx.AsyncClient() as client:
             with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
                 await client.get(f"{url}/health")
+
+
+async def test_the_image_finds_a_gateway_healthy_with_a_certificate_and_without(authority: Authority) -> None:
+    check = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["alignedserve"]["healthcheck"]["test"][-1]
+    async with serving(*authority.issue()) as server:
+        port = server.port
+        await asyncio.to_thread(exec, check.replace("8000", str(port)), {})
+    with pytest.raises(OSError, match="refused"):
+        await asyncio.to_thread(exec, check.replace("8000", str(port)), {})
+    plain = HttpServer(services_for(ScriptedBackend(saying("hello")), GatewayConfig()), bind("127.0.0.1", 0))
+    await plain.start()
+    await asyncio.to_thread(exec, check.replace("8000", str(plain.port)), {})
+    await plain.stop()
 
 
 async def test_versions_of_tls_before_1_2_are_refused(authority: Authority) -> None:

@@ -101,6 +101,8 @@ def test_compose_publishes_the_port_that_is_served_on_loopback_alone() -> None:
     assert SERVICE["ports"] == [f"127.0.0.1:{port}:{port}"]
     assert steps("EXPOSE") == [str(port)]
     assert f"127.0.0.1:{port}/health" in SERVICE["healthcheck"]["test"][-1]
+    (check,) = re.findall(r"CMD (.*)", steps("HEALTHCHECK")[0])
+    assert ["CMD", *json.loads(check)] == SERVICE["healthcheck"]["test"]
 
 
 def test_the_service_ends_serve_alone_first_and_starts_again_when_ray_was_lost() -> None:
