@@ -98,12 +98,32 @@ _COUNTERS: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (
 )
 
 
+class _GrowingTotals:
+    """Totals of a deployment, some of which its router adds up over the workers that are there.
+
+    A lost worker takes its part away. For Prometheus that is a restart of the counter, and all that is left has grown
+    anew: so what was taken away is added again.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+        self._gone: dict[str, float] = {}
+
+    def of(self, name: str, value: float) -> float:
+        """Return the total, which never shrinks. Mutates."""
+        shrunk_by = self._last.get(name, value) - value
+        self._last[name] = value
+        self._gone[name] = self._gone.get(name, 0.0) + max(shrunk_by, 0.0)
+        return value + self._gone[name]
+
+
 @dataclass(frozen=True, slots=True)
 class _Deployment:
     backend: CompletionBackend
     default_slo: Callable[[], Slo]
     model_name: str
     number: int | None  # of its label; None: it has none
+    totals: _GrowingTotals
 
     def labels_of(self, labels: Mapping[str, str]) -> dict[str, str]:
         """Return the labels of a sample with those of this deployment.
@@ -133,7 +153,7 @@ class _Deployment:
             yield objectives
         status = self.backend.status()
         if status is not None:
-            yield from _reported(status)
+            yield from _reported(status, self.totals)
 
 
 class DeploymentCollector(Collector):
@@ -148,7 +168,8 @@ class DeploymentCollector(Collector):
         """Collect from one more deployment; from this one instead, if there was one of its id."""
         known = self._deployments.get(deployment_id)
         number = known.number if known is not None else self._free_number() if deployment_id else None
-        self._deployments[deployment_id] = _Deployment(backend, default_slo, model_name, number)
+        totals = known.totals if known is not None else _GrowingTotals()
+        self._deployments[deployment_id] = _Deployment(backend, default_slo, model_name, number, totals)
 
     def remove(self, deployment_id: str) -> None:
         """Collect no more from this deployment."""
@@ -175,11 +196,11 @@ class DeploymentCollector(Collector):
         return next(number for number in count(2) if number not in taken)
 
 
-def _reported(status: ClusterStatus) -> Iterator[Metric]:
+def _reported(status: ClusterStatus, totals: _GrowingTotals) -> Iterator[Metric]:
     for name, help_text, value in _GAUGES:
         yield GaugeMetricFamily(name, help_text, value=value(status))
     for name, help_text, value in _COUNTERS:
-        yield CounterMetricFamily(name, help_text, value=value(status))
+        yield CounterMetricFamily(name, help_text, value=totals.of(name, value(status)))
     yield from worker_metrics(status)
     if status.leans:
         leans = GaugeMetricFamily("alignedserve_worker_lean", "Share of its time for prompts.", labels=["worker"])

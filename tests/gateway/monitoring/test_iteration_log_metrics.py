@@ -73,3 +73,15 @@ def test_a_model_that_wakes_again_and_again_has_the_series_that_it_had() -> None
         metrics.remove_deployment(woken)
     assert found[0] == found[1] == found[2]
     assert 'alignedserve_worker_tokens_total{deployment="2",model_name="docs",worker="decode-0.2"}' in found[0]
+
+
+def test_a_lost_worker_takes_nothing_from_what_was_counted() -> None:
+    metrics, backend, told = GatewayMetrics(), ScriptedBackend(saying("hello")), []
+    metrics.add_model("chat", backend)
+    for num_evictions in (200, 100, 150, 0, 10):  # of two workers, of one, ...
+        backend.set_status(msgspec.structs.replace(IDLE_STATUS, num_evictions=num_evictions))
+        (line,) = [
+            line for line in metrics.render().decode().splitlines() if line.startswith("alignedserve_evictions_total{")
+        ]
+        told.append(float(line.split()[-1]))
+    assert told == [200.0, 200.0, 250.0, 250.0, 260.0]
