@@ -35,7 +35,7 @@ struct Weights {
 };
 
 // Numbers that are added to the sums of some rows, before the nonlinearity. Where the others have none, their results are
-// the same to the bit. A row of them is read in whole vectors: behind its last it has as many as fill one.
+// the same to the bit. Of a row of them only those of the product's own columns are read.
 struct Addends {
     const float* values;    // [rows with addends]
     int64_t stride;         // between these, in elements

@@ -51,6 +51,14 @@ inline void put(char* to, Floats x, int64_t valid, bool is_bfloat16) {
 #endif
 }
 
+// `valid` numbers, WIDTH at most; the others are 0.
+inline Floats some_addends(const float* from, int64_t valid) {
+    if (valid >= WIDTH) return load(from);
+    Floats x{};
+    std::memcpy(&x, from, valid * sizeof(float));
+    return x;
+}
+
 // The sums of one row by one panel, with its addends.
 template <typename AnyWeights>
 inline void add_addends(const AnyWeights& weights, const Addends& addends, int64_t row, int64_t panel, Floats* sums) {
@@ -58,7 +66,9 @@ inline void add_addends(const AnyWeights& weights, const Addends& addends, int64
     const float* own = addends.values + addends.of_row[row] * addends.stride;
     for (int j = 0; j < kVectors; ++j) {
         const int64_t column = weights.is_gated ? panel * WIDTH : (panel * kVectors + j) * WIDTH;
-        if (column < weights.out_width) sums[j] += load(own + column + (weights.is_gated ? j * addends.up_column : 0));
+        if (column >= weights.out_width) continue;
+        const float* from = own + column + (weights.is_gated ? j * addends.up_column : 0);
+        sums[j] += some_addends(from, weights.out_width - column);
     }
 }
 

@@ -1,5 +1,7 @@
 """What adapters add to products: against float64, in every level, alone and in any batch to the bit."""
 
+import ctypes
+import mmap
 import sys
 import threading
 import time
@@ -12,7 +14,8 @@ from torch.nn import functional
 
 from kernels.adapters.lora import PLAIN, AdapterMatrices, AdapterRows
 from kernels.addend_layout import LayerProduct, ProductShape, site_of, up_column
-from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear
+from kernels.addends import Addends
+from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear, block_levels
 from kernels.cpu.int8_linear import Int8Linear
 from kernels.cpu.lora import LoraModule, NativeAdapter, lora_levels
 from kernels.linear import AdaptableProjection, Linear
@@ -91,6 +94,30 @@ def quantized(weight: Tensor) -> Tensor:
     scales = (blocks.abs().amax(dim=2, keepdim=True) / 127).half()
     values = (blocks / scales.float()).round().clamp(-127, 127).to(torch.int8)
     return torch.cat((scales.view(torch.uint8), values.view(torch.uint8)), dim=2).flatten(1)
+
+
+def before_no_memory(values: Tensor) -> Tensor:
+    """Copy to where no byte behind the last can be read."""
+    size = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 2 * size)
+    guarded = torch.frombuffer(memory, dtype=values.dtype)[: size // values.itemsize]
+    own = guarded[len(guarded) - values.numel() :].view(values.shape)
+    own.copy_(values)
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    assert protect(ctypes.c_void_p(guarded.data_ptr() + size), ctypes.c_size_t(size), 0) == 0
+    return own
+
+
+@each("level", block_levels())
+def test_addends_are_read_up_to_the_last_column(level: str) -> None:
+    parts = [
+        BlockQuantizedLinear(quantized(torch.randn(columns, 32)), "Q8_0", 32, level=level) for columns in (16, 8, 8)
+    ]
+    x, values = torch.randn(1, 32), torch.randn(1, 32)
+    rows = torch.zeros(1, dtype=torch.int64)
+    joined = JoinedLinear(parts)
+    sums = joined(x, Addends(before_no_memory(values), rows, rows))
+    torch.testing.assert_close(sums, joined(x) + values)
 
 
 @each(("activation", "is_gated"), [(None, False), ("relu", False), ("silu", True)])
