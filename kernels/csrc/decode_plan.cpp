@@ -165,7 +165,7 @@ int64_t pack_arrays(nb::handle packed, nb::handle places, nb::handle arrays) {
         const nb::object array = nb::steal(PySequence_GetItem(arrays.ptr(), i));
         const Bytes own(array, false);
         const int64_t first = of_arrays.row(i)[0], width = of_arrays.row(i)[1];
-        if (own.size() > width || first < 0 || first + own.size() > out.size())
+        if (own.size() > width || first < 0 || first > out.size() - own.size())
             throw std::invalid_argument("an array larger than its place");
         std::copy_n(own.data(), own.size(), out.data() + first);
         used = first + own.size();

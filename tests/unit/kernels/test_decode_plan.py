@@ -92,6 +92,15 @@ def test_tokens_outside_the_table_are_refused(row: int, num_computed: int) -> No
         next_tokens(known, np.array([row]), 0, 0)
 
 
+@each("first", [-1, 9, 2**63 - 1])
+def test_arrays_outside_what_they_are_packed_into_are_refused(first: int) -> None:
+    packed = np.zeros(16, np.uint8)
+    pack_arrays = load_native("pack_arrays").pack_arrays
+    assert pack_arrays(packed, np.array([[8, 8]]), [np.ones(1)]) == 16
+    with pytest.raises(ValueError, match="place"):
+        pack_arrays(packed, np.array([[first, 8]]), [np.ones(1)])
+
+
 def test_a_context_without_a_token_is_refused() -> None:
     with pytest.raises((ValueError, AssertionError)):
         partition(np.array([3, 0]), tile=TILE, num_programs=2)
