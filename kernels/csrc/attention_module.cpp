@@ -106,8 +106,10 @@ class Cache {
 // The block table of a row of `tables`, of which `length` tokens are read.
 const int64_t* blocks_of(const Cache& cache, const Tables& tables, int64_t row, int64_t length) {
     if (row < 0 || row >= int64_t(tables.shape(0))) throw std::invalid_argument("a row outside the block tables");
-    const int64_t count = (length + cache.shape().block_size - 1) / cache.shape().block_size;
-    if (length < 1 || count > int64_t(tables.shape(1))) throw std::invalid_argument("a length outside the tables");
+    const int64_t block_size = cache.shape().block_size;
+    if (length < 1 || (length - 1) / block_size >= int64_t(tables.shape(1)))
+        throw std::invalid_argument("a length outside the tables");
+    const int64_t count = (length - 1) / block_size + 1;
     const int64_t* blocks = tables.data() + row * tables.shape(1);
     for (int64_t i = 0; i < count; ++i)
         if (blocks[i] < 0 || blocks[i] >= cache.num_blocks())

@@ -226,6 +226,7 @@ def test_what_lies_outside_is_refused(level: str) -> None:
     for tables, rows, lengths in (
         (batch.tables, batch.rows + 10, one),  # no such row
         (batch.tables, batch.rows, one + 1000),  # longer than the table
+        (batch.tables, batch.rows, np.array([2**63 - 1])),  # than any
         (batch.tables, batch.rows, one * 0),  # nothing to read
         (batch.tables + 1000, batch.rows, one),  # no such block
         (batch.tables, batch.rows, np.array([40, 40])),  # one row, two lengths
