@@ -292,9 +292,10 @@ class PackedWeight : public decode_pass::Product {
             largest = std::max(largest, std::abs(values[k]));
             difference += values[k] - values[k];  // NaN where a value is not finite
         }
+        if (difference != 0.0f) return false;  // no integer is near such a value
         scale = std::max(largest / 127.0f, 1e-12f);
         for (int64_t k = 0; k < in_width_; ++k) integers[k] = int8_t(int32_t(values[k] / scale + kRounding - kRounding));
-        return difference == 0.0f;
+        return true;
     }
 
     struct Rows {
