@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DOCS_VENV := .venv-docs
 
-.PHONY: serve demo cluster-demo chat eval test test-promise test-part test-all test-histories test-clients faults records check check-types check-style check-wheels check-audit audit format bench docs install install-dev clean
+.PHONY: serve demo cluster-demo chat eval test test-promise test-part test-all test-histories test-clients sanitize faults records check check-types check-style check-wheels check-audit audit format bench docs install install-dev clean
 
 # A folder, a GGUF file, or a name: `make serve MODEL=smollm2` holds a conversation.
 MODEL ?= pocket
@@ -52,6 +52,9 @@ test-histories: install-dev  ## every random history; test-all plays a tenth
 
 test-clients: install-dev  ## clients of the field against a served model, in environments of their own (registries)
 	@$(BIN)/python -m pytest -m clients tests/clients
+
+sanitize: install-dev  ## the kernels' tests while sanitizers check every access: half an hour, most of it to compile
+	@$(BIN)/python -m tests.sanitized
 
 faults: install-dev  ## deliberate faults, each of which the default tests must catch: about ten minutes
 	@$(BIN)/python -m tests.faults.run --output benchmarks/results/tests/deliberate_faults.json

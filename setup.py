@@ -2,6 +2,7 @@
 
 They are optional: without a C++ compiler the installation succeeds, and plain PyTorch computes. So it does on systems
 other than Linux, whose compilers lack OpenMP, and with ALIGNEDSERVE_PLAIN=1, for a wheel that every system takes.
+With ALIGNEDSERVE_SANITIZE=1 they check every access while they run (tests/sanitized.py).
 """
 
 import os
@@ -116,6 +117,11 @@ HEADERS = (
 
 MOST_AT_A_TIME = 16  # 0.3 GB each
 
+IS_SANITIZED = os.environ.get("ALIGNEDSERVE_SANITIZE") == "1"
+SANITIZERS = "-fsanitize=address,undefined,float-cast-overflow"
+COMPILED = ["-O1", "-g1", "-fno-omit-frame-pointer", "-fno-wrapv", SANITIZERS] if IS_SANITIZED else ["-O3", "-g0"]
+LINKED = [SANITIZERS] if IS_SANITIZED else ["-s"]
+
 
 def native() -> Extension:
     """One module for all processors: each level is compiled for its instructions and chosen when it is loaded."""
@@ -132,8 +138,7 @@ def native() -> Extension:
         ],
         extra_compile_args=[
             "-std=c++17",
-            "-O3",
-            "-g0",
+            *COMPILED,
             "-fopenmp",
             "-fvisibility=hidden",
             "-fno-math-errno",
@@ -142,7 +147,7 @@ def native() -> Extension:
             # clears.
             "-fno-ipa-ra",
         ],
-        extra_link_args=["-fopenmp", "-s"],
+        extra_link_args=["-fopenmp", *LINKED],
         optional=True,
     )
 

@@ -3,6 +3,10 @@
 
 #include <sys/mman.h>
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -80,6 +84,9 @@ class WeightMemory {
         at_ = run_->memory.data() + run_->num_taken;
         run_->num_taken += taken;
         living()[at_] = taken;
+#ifdef __SANITIZE_ADDRESS__
+        __asan_poison_memory_region(at_ + bytes, taken - bytes);
+#endif
     }
     ~WeightMemory() {
         {
