@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from alignedserve.batches.records import BatchTotals
+from alignedserve.process.background_tasks import PatientReader
 
 logger = logging.getLogger(__name__)
 
@@ -23,20 +24,14 @@ class Disks:
 
     def __init__(self, places: Mapping[str, Path] | None = None) -> None:
         self._places = places or {}
-        self._measuring: asyncio.Future[bytes] | None = None
+        self._reader: PatientReader[bytes] = PatientReader(_PATIENCE_S)
 
     async def metrics(self) -> bytes:
         """Return the text that Prometheus scrapes; nothing where there are no places, or one does not answer."""
         if not self._places:
             return b""
-        if self._measuring is None:
-            self._measuring = asyncio.get_running_loop().run_in_executor(None, _measured, self._places)
-        try:
-            text = await asyncio.wait_for(asyncio.shield(self._measuring), _PATIENCE_S)
-        except TimeoutError:
-            return b""
-        self._measuring = None
-        return text
+        loop = asyncio.get_running_loop()
+        return await self._reader.read(lambda: loop.run_in_executor(None, _measured, self._places)) or b""
 
 
 def _measured(places: Mapping[str, Path]) -> bytes:

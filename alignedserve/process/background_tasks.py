@@ -1,8 +1,11 @@
-"""Tasks that nobody awaits, or that their waiter may leave: errors that nobody hears end a hosted process."""
+"""Runs tasks that nobody awaits, or whose waiter may leave before they end.
+
+An error that nobody reads ends a hosted process, so each of these says who reads it.
+"""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -15,12 +18,39 @@ def start_background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task
 
 
 async def outlived(work: asyncio.Future[T]) -> T:
-    """Wait for work that goes on where its waiter is cancelled: its error then concerns nobody.
+    """Wait for work that goes on when the waiter is cancelled, and whose error is then dropped.
 
     `asyncio.shield` alone leaves such an error unread, and the loop reports that when the future is collected.
     """
     work.add_done_callback(_read)
     return await asyncio.shield(work)
+
+
+class PatientReader(Generic[T]):
+    """Reads one value at a time, for callers that come again and again and can only wait a moment.
+
+    A source that hangs is asked once, however many callers come meanwhile.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        """Make a reader; `patience_s`: for which a caller waits."""
+        self._patience_s = patience_s
+        self._reading: asyncio.Future[T] | None = None
+
+    async def read(self, start: Callable[[], asyncio.Future[T]]) -> T | None:
+        """Return what the reading under way, or else a new one, yields in time; None: nothing yet.
+
+        Raises what the reading raises.
+        """
+        reading = self._reading
+        if reading is None:
+            reading = self._reading = start()
+        await asyncio.wait({reading}, timeout=self._patience_s)
+        if not reading.done():
+            return None
+        if self._reading is reading:
+            self._reading = None
+        return reading.result()
 
 
 def _read(work: asyncio.Future[T]) -> None:
