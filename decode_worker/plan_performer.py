@@ -8,7 +8,7 @@ from alignedserve.messages.iterations import Addition, RunIteration, StateKept, 
 from alignedserve.prefix_cache.states_on_way import Passed
 from alignedserve.scheduling.iteration_scheduler import Slices
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, PlannedShare, ScheduledRequest
-from alignedserve.scheduling.scheduler_state import AllocationResult
+from alignedserve.scheduling.shared_blocks import AllocationResult
 from decode_worker.held_requests import HeldRequest, HeldRequests
 
 

@@ -25,7 +25,7 @@ from alignedserve.scheduling.policy import (
     ScheduledRequest,
     WorkerView,
 )
-from alignedserve.scheduling.shared_blocks import SharedBlocks
+from alignedserve.scheduling.shared_blocks import AllocationResult, SharedBlocks
 from alignedserve.scheduling.table import Bools, Ints, RequestTable
 from alignedserve.scheduling.table_operations import growing_rows, note_completed, note_decodes
 
@@ -36,15 +36,6 @@ class EvictionResult(NamedTuple):
     num_blocks: int  # that it leaves, its last ones
     num_swapped: int  # tokens copied to the host
     is_last_shared: bool = False  # the last of those blocks is another's as well, and so not free
-
-
-class AllocationResult(NamedTuple):
-    """Blocks and tokens for a scheduled or uploaded request."""
-
-    num_blocks: int  # allocated, after those that the request has
-    num_swapped: int  # tokens swapped in from the host
-    joined: RequestId | None = None  # its last block is this one's last as well, after those allocated
-    num_moved: int = 0  # tokens in the block that it shared, which is the other's now: the first allocated replaces it
 
 
 class Flight(NamedTuple):
@@ -120,9 +111,14 @@ class SchedulerState:
         )
 
     def add(
-        self, request: Request, now: float, *, predicted_len: float | None = None,
-        num_generated: int = 0, begun_s: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        request: Request,
+        now: float,
+        *,
+        predicted_len: float | None = None,
+        num_generated: int = 0,
+        begun_s: float = 0.0,
+    ) -> None:
         """Add a request without any cache: it had one elsewhere if it has generated tokens, the first `begun_s` ago."""
         self.table.add(request, now, predicted_len=predicted_len, num_generated=num_generated, begun_s=begun_s)
         if num_generated:  # the cache of the last one never was

@@ -21,6 +21,15 @@ class Pair(NamedTuple):
     best_effort: RequestId
 
 
+class AllocationResult(NamedTuple):
+    """Blocks and tokens for a scheduled or uploaded request."""
+
+    num_blocks: int  # allocated, after those that the request has
+    num_swapped: int  # tokens swapped in from the host
+    joined: RequestId | None = None  # its last block is this one's last as well, after those allocated
+    num_moved: int = 0  # tokens in the block that it shared, which is the other's now: the first allocated replaces it
+
+
 def slots_in_last(num_tokens: int, block_size: int) -> int:
     """Return the slots that `num_tokens`, one or more, take in the last of their blocks."""
     return (num_tokens - 1) % block_size + 1

@@ -12,8 +12,8 @@ from alignedserve.scheduling.policy import (
     ScheduledRequest,
     WorkerView,
 )
-from alignedserve.scheduling.scheduler_state import AllocationResult, EvictionResult, SchedulerState
-from alignedserve.scheduling.shared_blocks import Pair, num_overwritten, slots_in_last
+from alignedserve.scheduling.scheduler_state import EvictionResult, SchedulerState
+from alignedserve.scheduling.shared_blocks import AllocationResult, Pair, num_overwritten, slots_in_last
 from alignedserve.scheduling.sharing_packer import Overwritten, SharingPacker
 from tests.harnesses.scheduling import assert_sound, request_of, view_of
 from tests.support.marks import each

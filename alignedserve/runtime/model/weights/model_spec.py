@@ -1,5 +1,6 @@
-"""Which weights a process computes with: those of files, or drawn ones."""
+"""Says which weights a process computes with, those of files or drawn ones, and makes them."""
 
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -39,13 +40,9 @@ def load_or_draw(
 
     Raises ModelError.
     """
-    config, dtype, quantization = model.config, torch_dtype(model.dtype), model.quantization
     if model.folder is None:
-        return random_weights(
-            config, model.seed, dtype, device, quantization,
-            observer=observer, shard=shard, stage=stage, sharing=sharing,
-        )  # fmt: skip
-    return load_weights(
-        model.folder, config, dtype, device, quantization,
-        observer=observer, shard=shard, stage=stage, sharing=sharing,
-    )  # fmt: skip
+        make = partial(random_weights, model.config, model.seed)
+    else:
+        make = partial(load_weights, model.folder, model.config)
+    dtype = torch_dtype(model.dtype)
+    return make(dtype, device, model.quantization, observer=observer, shard=shard, stage=stage, sharing=sharing)
