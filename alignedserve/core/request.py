@@ -44,8 +44,8 @@ class FinishReason(enum.Enum):
 class SamplingParams:
     """Parameters of sampling. Temperature 0 is greedy; the neutral value of every other field changes nothing.
 
-    The same `seed` and the same request give the same tokens, whatever shares the batch (design, section 5). Without
-    one whoever takes the request in draws it; the engine itself takes 0.
+    The same `seed` and the same request give the same tokens, whatever shares the batch (design, section 5). If there
+    is none, the gateway or `LLM` draws one for each request; an engine that gets none takes 0.
     Raises InvalidRequest naming the field.
     """
 

@@ -1,4 +1,4 @@
-"""Holds Ctrl-C back until an iteration is over: within one, nobody would know what has become of its requests."""
+"""Holds Ctrl-C back until an iteration is over: one that breaks off leaves its requests in an unknown state."""
 
 import signal
 import threading

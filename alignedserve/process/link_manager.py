@@ -208,7 +208,7 @@ class LinkManager:
             self._handler.on_lost(link.peer)
 
     def _say_refused(self, problem: str) -> None:
-        """Say why a connection was refused; of many one a minute, as whoever dials does so twice a second."""
+        """Log why a connection was refused, at most once a minute: a peer that is refused dials again at once."""
         self._num_refused += 1
         now = asyncio.get_running_loop().time()
         if now >= self._say_refused_s:

@@ -70,7 +70,7 @@ class _AddedToken(msgspec.Struct):
 
 
 class _Definition(msgspec.Struct):
-    """What is read here of a `tokenizer.json`."""
+    """The fields of a `tokenizer.json` that are read here."""
 
     added_tokens: list[_AddedToken] = []
 

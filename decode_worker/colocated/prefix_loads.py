@@ -51,7 +51,7 @@ class LoadOutcome(NamedTuple):
 
 @dataclass(slots=True)
 class _PoolLink:
-    """What is known of the way to a pool. It outlives the link: idle ones are hung up."""
+    """The state and the learned speed of a link to a pool. The speed is kept when an idle link is hung up."""
 
     first_s: float = 0.0  # that a block takes as far as is known
     block_s: float = 0.0  # the same, as learned

@@ -38,6 +38,11 @@ class EngineSizes:
     stops_passes: bool = False  # iterations of chats run between the layers of others
 
     @property
+    def most_running(self) -> int:
+        """Return the sequences that one step may have."""
+        return self.max_running or self.max_sequences
+
+    @property
     def may_launch_ahead(self) -> bool:
         """Return whether a step may be launched for sequences that may turn out to have ended.
 

@@ -46,7 +46,7 @@ class EngineBlocks(NamedTuple):
     @classmethod
     def of(cls, served: ServedModel, sizes: EngineSizes, layout: BlockLayout) -> "EngineBlocks":
         """Divide an engine's memory. Raises NotEnoughMemory where it has no room for one block."""
-        max_running = sizes.max_running or sizes.max_sequences
+        max_running = sizes.most_running
         num_scratch = num_scratch_blocks(layout, sizes.max_tokens, max_running)
         num_blocks, num_lent = engine_blocks(layout, sizes, num_scratch), 0
         if served.pipeline_parallel > 1:
@@ -72,7 +72,7 @@ class EngineBlocks(NamedTuple):
 
 
 class LoadedParts(NamedTuple):
-    """What of a model this process computes, its blocks, and the processes that compute the rest."""
+    """The part of a model that this process computes, with its blocks, and the processes that compute the rest."""
 
     decoder: Decoder
     storage: BlockStorage  # of its own parts of the blocks
@@ -146,7 +146,7 @@ def make_engine(
         streams=streams,
         masks=masks,
         lent_blocks=blocks.lent,
-        max_running=sizes.max_running or sizes.max_sequences,
+        max_running=sizes.most_running,
         ring_scratch=blocks.scratch,
     )
 

@@ -164,7 +164,7 @@ def _recorded(options: PlanOptions, folder: Path) -> _Recorded:
 
 def _with_objectives(request: TimedRequest, slo: Slo) -> TimedRequest:
     if request.class_name == OTHERS:
-        return replace(request, slo=Slo())  # load: nobody waited for it to the end
+        return replace(request, slo=Slo())  # it counts as load alone: no client waited for all of it
     if request.request_class is RequestClass.BEST_EFFORT:
         return request
     own = request.slo

@@ -1,4 +1,4 @@
-"""What each rank or stage of a worker is told of the model and of its own sizes."""
+"""Defines what each rank or stage of a worker is told of the model and of its own sizes."""
 
 import msgspec
 
