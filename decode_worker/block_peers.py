@@ -12,6 +12,7 @@ from alignedserve.messages.iterations import BlocksLoaded
 from alignedserve.messages.workers import BlocksFetched, PeersChanged
 
 LINK_IDLE_S = 60.0
+UNREACHED_REST_S = 30.0  # after a copy that read nothing: each such try may take a transfer's whole patience
 
 
 class BlockPeers:

@@ -80,6 +80,7 @@ class Candidate(WorkerRequest):
     may_prefetch: bool = True  # a prefill worker that has lost the pool answers at once, again and again
     first_token_s: float = 0.0
     last_token_s: float = 0.0  # or when it came here, if that is not known
+    service_s: float = 0.0  # that it spent in iterations before
     far_pool: str | None = None  # the pool of another node that granted it; None: that of this node
 
     @classmethod
@@ -98,6 +99,7 @@ class Candidate(WorkerRequest):
             predicted_output_len=message.predicted_output_len,
             first_token_s=first_token_s,
             last_token_s=first_token_s if len(message.generated_token_ids) == 1 else now,
+            service_s=message.service_s,
         )
 
     @classmethod
@@ -130,6 +132,7 @@ class Candidate(WorkerRequest):
             num_blocks=num_blocks,
             first_token_s=self.first_token_s,
             last_token_s=self.last_token_s,
+            service_s=self.service_s,
         )
 
 

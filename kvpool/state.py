@@ -66,6 +66,7 @@ class Lease:
             content.copy,
             content.predicted_output_len,
             content.begun_s + now - self.written_s,
+            content.service_s,
         )
 
     def is_described_by(self, peer: str, written: BlocksWritten, block_size: int, state_blocks: int = 0) -> bool:

@@ -186,9 +186,8 @@ class CandidateBuffers:
 
 def _contents_of(entry: _Returning, now: float) -> Contents:
     message = entry.message
-    return Contents(
-        message.copy.context_len, message.generated_token_ids, message.predicted_output_len, message.begun_s
-    )
+    described = (message.generated_token_ids, message.predicted_output_len, message.begun_s, message.service_s)
+    return Contents(message.copy.context_len, *described)
 
 
 def _is_of(relay: RelayBlocks, message: CancelPrefetch) -> bool:

@@ -81,6 +81,5 @@ class Departure:
 
 
 def _contents_of(entry: Departing, now: float) -> Contents:
-    job = entry.job
-    begun_s = now - job.first_token_s if job.first_token_s is not None else 0.0
-    return Contents(job.num_cached, tuple(job.generated_token_ids), job.predicted_output_len, begun_s)
+    job, generated = entry.job, tuple(entry.job.generated_token_ids)
+    return Contents(job.num_cached, generated, job.predicted_output_len, job.begun_s(now), service_s=0.0)

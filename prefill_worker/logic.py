@@ -311,13 +311,12 @@ class PrefillLogic:
         job.stage, job.num_passed = JobStage.COMPUTING, num_cached
         self._urgent.came(job)
         generated, predicted = len(job.generated_token_ids), job.predicted_output_len
-        begun_s = 0.0 if job.first_token_s is None else now - job.first_token_s
         self._scheduler.enter(
             *(job.request, now),
             num_cached=num_cached,
             num_generated=generated,
             predicted_len=predicted,
-            begun_s=begun_s,
+            begun_s=job.begun_s(now),
         )
         if job.is_retry:
             self._num_reused_tokens += num_cached

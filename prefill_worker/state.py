@@ -60,6 +60,10 @@ class PrefillJob(WorkerRequest):
         """Return the time from which it is late where it waits for its turn, if it is real-time."""
         return turn_due_s(self.request, has_begun=bool(self.generated_token_ids))
 
+    def begun_s(self, now: float) -> float:
+        """Return the seconds since its first token; 0 without one."""
+        return 0.0 if self.first_token_s is None else now - self.first_token_s
+
     @property
     def num_cached(self) -> int:
         """Tokens whose cache its blocks hold once it is computed: all but the one sampled last."""

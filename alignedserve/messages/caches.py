@@ -103,6 +103,7 @@ class BlocksWritten(Message, frozen=True):
     generated_token_ids: TokenIds  # the last of them is not yet in the cache
     predicted_output_len: PredictedLen | None = None  # of its PrefillRequest
     begun_s: Seconds = 0.0  # since its first token
+    service_s: Seconds = 0.0  # that it spent in iterations
 
 
 class BlocksTaken(Message, frozen=True):
@@ -123,6 +124,7 @@ class Handoff(msgspec.Struct, frozen=True, array_like=True):
     copy: BlockCopy
     predicted_output_len: PredictedLen | None = None  # of its PrefillRequest
     begun_s: Seconds = 0.0  # since its first token
+    service_s: Seconds = 0.0  # that it spent in iterations
 
 
 class BatchGranted(Message, frozen=True):
@@ -213,6 +215,7 @@ class ReturnRequest(Message, frozen=True):
     copy: BlockCopy
     predicted_output_len: PredictedLen | None = None  # of its PrefillRequest
     begun_s: Seconds = 0.0  # since its first token
+    service_s: Seconds = 0.0  # that it spent in iterations
 
 
 class ReturnOutcome(enum.Enum):

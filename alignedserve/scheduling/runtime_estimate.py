@@ -41,8 +41,8 @@ class RequestRuntimeModel(NamedTuple):
 def fit_request_runtime(costs: CostModel) -> RequestRuntimeModel:
     """Fit by least squares to prompts and decodes of one request alone; T0's line goes through the origin."""
     lengths = np.array(_PROBED_LENGTHS, np.float64)
-    prefill_s = np.array([_alone_s(costs, length, is_prompt=True) for length in _PROBED_LENGTHS])
-    decode_s = np.array([_alone_s(costs, length, is_prompt=False) for length in _PROBED_LENGTHS])
+    prefill_s = np.array([alone_s(costs, length, is_prompt=True) for length in _PROBED_LENGTHS])
+    decode_s = np.array([alone_s(costs, length, is_prompt=False) for length in _PROBED_LENGTHS])
     from_mean = lengths - lengths.mean()
     slope = float(from_mean @ decode_s / (from_mean @ from_mean))
     return RequestRuntimeModel(
@@ -63,15 +63,16 @@ class PrefillTimes(NamedTuple):
 
 def measure_prefill_times(costs: CostModel) -> PrefillTimes:
     """Measure the curve of this cost model."""
-    return PrefillTimes(tuple(_alone_s(costs, length, is_prompt=True) for length in PROMPT_LENGTHS))
+    return PrefillTimes(tuple(alone_s(costs, length, is_prompt=True) for length in PROMPT_LENGTHS))
 
 
-def _alone_s(costs: CostModel, length: int, *, is_prompt: bool) -> float:
+def alone_s(costs: CostModel, num_tokens: int, *, is_prompt: bool) -> float:
+    """Return the seconds of a prompt of this many tokens, or of a decode after as many, alone."""
     work = IterationWork()
     if is_prompt:
-        work.add_chunk(length, 0, is_last=True)
+        work.add_chunk(num_tokens, 0, is_last=True)
     else:
-        work.add_decode(length)
+        work.add_decode(num_tokens)
     return costs.iteration_s(work)
 
 

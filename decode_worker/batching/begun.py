@@ -83,3 +83,4 @@ class Leaving(NamedTuple):
     num_cached: int
     first_token_s: float
     last_token_s: float | None  # None: not known
+    service_s: float = 0.0  # that it spent in iterations, where a policy asks

@@ -218,9 +218,15 @@ class Candidates:
         candidate.location = CacheLocation.RETURNING
         request = candidate.request
         self._returning[request.request_id, candidate.attempt] = candidate
-        generated, predicted = tuple(candidate.generated_token_ids), candidate.predicted_output_len
-        begun_s = now - candidate.first_token_s
-        message = ReturnRequest(request, candidate.attempt, generated, candidate.buffer_copy, predicted, begun_s)
+        message = ReturnRequest(
+            request,
+            candidate.attempt,
+            tuple(candidate.generated_token_ids),
+            candidate.buffer_copy,
+            candidate.predicted_output_len,
+            now - candidate.first_token_s,
+            candidate.service_s,
+        )
         return [Send(candidate.slot.peer, message)]
 
     def returned(self, message: RequestReturned) -> Candidate | None:

@@ -112,6 +112,7 @@ class Evictions:
             slot=slot,
             first_token_s=leaving.first_token_s,
             last_token_s=leaving.last_token_s if leaving.last_token_s is not None else running.granted_s,
+            service_s=leaving.service_s,
             granted_s=running.granted_s,
             predicted_output_len=running.predicted_output_len,
         )

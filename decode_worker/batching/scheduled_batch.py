@@ -217,7 +217,8 @@ class ScheduledBatch:
         self.version += 1
         leaving = self._held[running.request.request_id]
         progress = self._held.detach(leaving)
-        return Leaving(tuple(leaving.block_ids), progress.num_cached, progress.first_token_s, progress.last_token_s)
+        since_s = (progress.first_token_s, progress.last_token_s)
+        return Leaving(tuple(leaving.block_ids), progress.num_cached, *since_s, progress.service_s)
 
     def end_eviction(self, block_ids: tuple[BlockId, ...]) -> None:
         """Free the blocks of an evicted request, whose copy is complete."""

@@ -112,5 +112,5 @@ class Handoffs:
 def _contents_of(entry: Departing, now: float) -> Contents:
     tracked, progress = entry.tracked, entry.progress
     assert progress is not None, "copied without progress"
-    begun_s = max(now - progress.first_token_s, 0.0)
-    return Contents(progress.num_cached, tuple(tracked.generated_token_ids), progress.predicted_len, begun_s)
+    begun_s, generated = max(now - progress.first_token_s, 0.0), tuple(tracked.generated_token_ids)
+    return Contents(progress.num_cached, generated, progress.predicted_len, begun_s, progress.service_s)

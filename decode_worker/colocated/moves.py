@@ -53,7 +53,7 @@ from alignedserve.worker_core.handoff.lender import Lender
 from alignedserve.worker_core.handoff.receiver import Incoming, Receiver
 from alignedserve.worker_core.handoff.sender import HandoffEnd
 from alignedserve.worker_core.router_link import RouterLink
-from decode_worker.block_peers import BlockPeers
+from decode_worker.block_peers import UNREACHED_REST_S, BlockPeers
 from decode_worker.colocated.handoffs import Departing, HandoffCommand, Handoffs
 from decode_worker.held_requests import HeldRequests
 from decode_worker.state import CacheLocation, Candidate
@@ -99,6 +99,7 @@ class Arrivals:
         self._max_held = registered.max_running_requests
         self._node = registered.pool_name
         self._far: set[str] = set()  # workers of other nodes that lend a buffer; membership only
+        self._rests_until_s: dict[str, float] = {}  # from peers whose buffers could not be read
         self._space = BufferSpace()
         self.receiver = Receiver(self._space, registered.block_size, held.free_held, state_blocks=held.blocks_for(0))
         self.num_taken = 0
@@ -121,10 +122,14 @@ class Arrivals:
 
     # --- one request, step by step
 
-    def reserve(self, peer: str, message: ReserveBlocks) -> list[ArrivalCommand]:
-        """Hold blocks for a request, here and in the buffer, if there are enough of both."""
+    def reserve(self, peer: str, message: ReserveBlocks, now: float) -> list[ArrivalCommand]:
+        """Hold blocks for a request, here and in the buffer, if there are enough of both.
+
+        Not while that buffer is likely out of reach: a request is decoded by neither worker until a try has ended.
+        """
         self._router.observe(message.attempt)
-        return [self.receiver.reserve(peer, message, lambda: self._hold(peer, message))]
+        may_come = now >= self._rests_until_s.get(peer, now)
+        return [self.receiver.reserve(peer, message, lambda: self._hold(peer, message) if may_come else None)]
 
     def written(self, peer: str, message: BlocksWritten) -> list[ArrivalCommand]:
         """Load what the giver wrote into the buffer."""
@@ -139,6 +144,8 @@ class Arrivals:
         commands: list[ArrivalCommand] = []
         for load in event.loads:
             entry = self.receiver.end(load.request_id)
+            if not event.is_reached and not entry.is_aborted:
+                self._rests_until_s[entry.slot.peer] = now + UNREACHED_REST_S
             self._space.free(entry.slot)
             is_taken = not entry.is_aborted and load.request_id not in event.refused
             if is_taken and self._held.get(load.request_id) is None:
@@ -243,7 +250,7 @@ class RequestMoves:
             case ArenaOffered():
                 return [*self._arrivals.offered(peer, message)]
             case ReserveBlocks():
-                return [*self._arrivals.reserve(peer, message)]
+                return [*self._arrivals.reserve(peer, message, now)]
             case BlocksWritten():
                 return [*self._arrivals.written(peer, message)]
             case CancelReservation(request_id, attempt):

@@ -27,6 +27,7 @@ from alignedserve.messages.workers import PrefillRequest, SetPredictedLength
 from alignedserve.prefix_cache.block_hashes import NamedBlock
 from alignedserve.prefix_cache.cached_blocks import CachedBlock
 from alignedserve.prefix_cache.contexts import PrefixCache, num_behind_state
+from decode_worker.block_peers import UNREACHED_REST_S
 from decode_worker.held_requests import HeldRequests
 
 _ASKING_S = 0.001  # until the pool has answered and a copy begins
@@ -34,7 +35,6 @@ _FIRST_BYTES_PER_S = 2e9  # of a link that nothing is known of
 _LEARNED_WEIGHT = 1 / 8  # of the latest load in the mean
 _KNOWN_S = 600.0  # for which a load tells of those to come: a slow link is tried again, but not by every chat
 _PART_S = 0.02  # of a load, until another may have its turn: a chat waits for no document's whole prefix
-_FAILED_REST_S = 30.0  # after a load that reached nothing: each such try may take a transfer's whole patience
 
 LoadCommand = Send | LoadBlocks
 TokensPerS = Callable[[], float]  # the speed at which this worker computes prompts now
@@ -147,17 +147,16 @@ class PrefixLoads:
         names = self._names_of(message)
         run = self._cached.run_of(names)
         num_here = num_behind_state(run) if self._state_blocks else len(run)
-        if not self._is_worth_while(len(names) - num_here, pool, now):
+        lacking = [name.block_hash for name in names[num_here:]]
+        ahead = self._wanted.get(lacking[0]) if lacking else None
+        if not self._is_worth_while(len(lacking), pool if ahead is None else ahead.pool, now, behind=ahead):
             return None
-        ahead = self._wanted.get(names[num_here].block_hash)
         if ahead is not None:
-            if not self._is_worth_while(len(names) - num_here, ahead.pool, now, behind=ahead):
-                return None
             ahead.followers.append(message)
             return []
         waiting = _Waiting(message, pool, names, num_here)
-        self._waiting[request.request_id] = self._wanted[names[num_here].block_hash] = waiting
-        hashes = b"".join([name.block_hash for name in names[num_here:]])
+        self._waiting[request.request_id] = self._wanted[lacking[0]] = waiting
+        hashes = b"".join(lacking)
         return [Send(pool, FindPrefix(request.request_id, num_here, hashes))]
 
     def found(self, peer: str, message: PrefixFound, now: float) -> LoadOutcome:
@@ -186,8 +185,8 @@ class PrefixLoads:
             seconds = event.duration_s or now - max(waiting.began_s, link.ended_s)
             link.learn(seconds / len(load.block_ids), now)
             waiting.num_loaded += len(load.block_ids)
-        elif not event.is_reached:
-            link.rests_until_s = now + _FAILED_REST_S
+        elif not event.is_reached and link.is_open:
+            link.rests_until_s = now + UNREACHED_REST_S
         link.ended_s = now
         if is_whole and waiting.num_left and not waiting.is_aborted:
             return LoadOutcome([self._load_part(waiting, now)], [], [], [])

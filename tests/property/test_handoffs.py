@@ -44,7 +44,7 @@ class Worker:
         self.receiver = Receiver(self.space, BLOCK_SIZE, self.allocator.free)
         self.sender: Sender[Outgoing, Any] = Sender(
             reserved=lambda entry: [self.sender.copy(entry, self.held[entry.request.request_id][1])],
-            contents=lambda entry, now: Contents(entry.request.prompt_len, (7,), None, 0.0),
+            contents=lambda entry, now: Contents(entry.request.prompt_len, (7,), None, 0.0, 0.0),
             ended=self._ended,
             aborted=self._leave,
         )

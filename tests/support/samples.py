@@ -349,7 +349,7 @@ EXAMPLES: tuple[Message, ...] = (
     CancelReservation(R1, 3),
     BlocksReserved(R1, 3, _LEASE, 17, blocks(3, 4, 9)),
     ReservationRefused(R1, 3),
-    BlocksWritten(_LEASE, BlockCopy(17, 40, _RUNS), 3, _FULL, (8, 9), 6.5, 0.25),
+    BlocksWritten(_LEASE, BlockCopy(17, 40, _RUNS), 3, _FULL, (8, 9), 6.5, 0.25, 1.5),
     BlocksTaken(R1, 3, is_accepted=True),
     BatchGranted(_BATCH, (_HANDOFF,), joins=BatchId(2), is_aligned=False),
     LeasesReleased((_LEASE, LeaseId(18))),

@@ -13,6 +13,7 @@ from alignedserve.costmodel.model import CostModel, chunk_within
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.packer import Packer, add_earliest
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
+from alignedserve.scheduling.runtime_estimate import alone_s
 from alignedserve.scheduling.table import Bools, Floats, Ints
 
 _TINY_S = 1e-9  # sums of floats
@@ -40,8 +41,8 @@ class Oracle:
             return IterationPlan()
         if self._costs is not view.costs:
             self._costs = view.costs
-            self._prompt_s = np.array([_alone_s(view.costs, int(size), is_prompt=True) for size in _SIZES])
-            self._decode_s = np.array([_alone_s(view.costs, int(size), is_prompt=False) for size in _SIZES])
+            self._prompt_s = np.array([alone_s(view.costs, int(size), is_prompt=True) for size in _SIZES])
+            self._decode_s = np.array([alone_s(view.costs, int(size), is_prompt=False) for size in _SIZES])
         return _Iteration(view, self._forecast(view)).fill()
 
     def _forecast(self, view: WorkerView) -> "_OracleForecast":
@@ -223,13 +224,3 @@ class _Iteration:
         slots = table.context_len[chosen][longest_first] + memory.block_size - 1  # the last block is rounded up
         used = np.cumsum(slots) + np.arange(1, len(chosen) + 1) * tokens_left
         return bool(used.max() <= memory.num_blocks * memory.block_size)
-
-
-def _alone_s(costs: CostModel, num_tokens: int, *, is_prompt: bool) -> float:
-    """Return the seconds of a prompt of this many tokens, or of a decode after as many, alone."""
-    work = IterationWork()
-    if is_prompt:
-        work.add_chunk(num_tokens, 0, is_last=True)
-    else:
-        work.add_decode(num_tokens)
-    return costs.iteration_s(work)

@@ -66,6 +66,7 @@ class Contents(NamedTuple):
     generated_token_ids: tuple[int, ...]
     predicted_output_len: float | None
     begun_s: float  # since its first token
+    service_s: float  # that it spent in iterations
 
 
 OutgoingT = TypeVar("OutgoingT", bound=Outgoing)
@@ -154,10 +155,10 @@ class Sender(Generic[OutgoingT, CommandT]):
             return self.give_up(entry, now)
         assert command.lease_id is not None, "a copy without a lease"
         entry.stage = HandoffStage.OFFERED
-        num_cached, generated, predicted_len, begun_s = self._contents(entry, now)
+        num_cached, *described = self._contents(entry, now)
         copy = BlockCopy(command.generation, num_cached, event.runs)
-        of_request = (entry.attempt, entry.request, generated, predicted_len, begun_s)
-        return [Send(entry.target, BlocksWritten(command.lease_id, copy, *of_request))]
+        written = BlocksWritten(command.lease_id, copy, entry.attempt, entry.request, *described)
+        return [Send(entry.target, written)]
 
     def lost(self, peer: str, now: float) -> list[CommandT]:
         """End the handoffs to a receiver that is gone; copies go on to their end."""

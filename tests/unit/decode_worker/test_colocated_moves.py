@@ -39,7 +39,7 @@ from alignedserve.messages.workers import (
     RequestPreempted,
     RequestStayed,
 )
-from decode_worker.block_peers import LINK_IDLE_S
+from decode_worker.block_peers import LINK_IDLE_S, UNREACHED_REST_S
 from decode_worker.colocated.logic import ColocatedCommand
 from decode_worker.colocated.moves import lent_by
 from tests.harnesses.colocated import EOS, FOUR, SEVEN, ColocatedHarness, run, runs, to_router
@@ -189,9 +189,9 @@ def loading() -> ColocatedHarness:
     return made
 
 
-def loaded(refused: bool = False) -> BlocksLoaded:
+def loaded(refused: bool = False, is_reached: bool = True) -> BlocksLoaded:
     load = Load(R1, WRITTEN.copy, blocks(0))
-    return BlocksLoaded(lent_by(OTHER), (load,), frozenset({R1} if refused else ()))
+    return BlocksLoaded(lent_by(OTHER), (load,), frozenset({R1} if refused else ()), is_reached=is_reached)
 
 
 def test_a_request_that_arrives_is_decoded_on_from_its_cache() -> None:
@@ -231,6 +231,33 @@ def test_what_a_lost_giver_had_written_is_not_taken() -> None:
     made.do(PeerDisconnected(Role.DECODE_WORKER, OTHER))
     assert made.do(loaded()) == [to_other(BlocksTaken(R1, 1, is_accepted=False))]
     assert made.loads[-1].num_free_blocks == 20
+
+
+def test_a_giver_whose_buffer_cannot_be_read_is_refused_for_a_while() -> None:
+    made = loading()
+    assert made.do(loaded(refused=True, is_reached=False)) == [to_other(BlocksTaken(R1, 1, is_accepted=False))]
+    asks = ReserveBlocks(R1, 3, 2, may_wait=False)
+    assert hear(made, asks) == [to_other(ReservationRefused(R1, 3))]  # else it pauses again, in vain
+    made.now += UNREACHED_REST_S
+    assert hear(made, asks) != [to_other(ReservationRefused(R1, 3))]
+
+
+def test_the_time_that_a_request_spent_in_iterations_moves_with_it() -> None:
+    made = linked()
+    made.begin(FOUR, predicted_output_len=8.0)
+    made.follow(Step(r1=4))
+    made.now = 2.0
+    made.sampled(r1=7)
+    made.hear(MoveRequest(R1, 1, WorkerName(OTHER)))
+    hear(made, RESERVED)
+    (offer,) = made.do(BlocksOffloaded(OFFLOAD, RUNS))
+    assert isinstance(offer, Send)
+    assert isinstance(offer.message, BlocksWritten)
+    taker = reserved()
+    hear(taker, offer.message)
+    taker.do(loaded())
+    taker.follow(Step(r1=1))
+    assert (offer.message.service_s, taker.view.table.service_s.tolist()) == (2.0, [2.0])
 
 
 def test_a_prompt_that_might_need_blocks_on_their_way_waits_for_them() -> None:

@@ -167,6 +167,16 @@ def test_a_pool_that_cannot_be_read_from_has_no_damaged_blocks_and_is_left_alone
     assert worker.ask(rooted("r3", "later")).request_id == "r3"
 
 
+def test_a_pool_that_was_lost_during_a_load_is_asked_again_once_it_is_back(worker: Worker) -> None:
+    worker.ask(shared())
+    load = worker.begin_load(shared())
+    worker.do(PeerDisconnected(Role.KV_POOL, POOL))
+    worker.end_load(load, 5.0, refused=frozenset({R1}), is_reached=False)
+    worker.do(PeerConnected(Role.KV_POOL, POOL))
+    worker.hear_pool(ARENA)
+    assert worker.ask(rooted("r2", "later")).request_id == "r2"
+
+
 # A block is computed in 4 ms here, and a load may begin after one.
 def test_a_request_waits_for_no_load_of_another_that_lasts_longer_than_computing(worker: Worker) -> None:
     worker.load(rooted("r8", "learned"), 0.006)
