@@ -15,7 +15,7 @@ from alignedserve.messages.cluster_view import (
     RequestTimes,
     TierLoad,
     TimeSpread,
-    WorkerView,
+    WorkerStatus,
     tree_of,
 )
 from alignedserve.messages.gateways import ClusterStatus, Demand, LengthTotals, PrefixTotals, WorkerLean
@@ -172,7 +172,7 @@ def status_of(
         num_places=demand.num_decode_places,
         real_time=tier_load(requests, RequestClass.REAL_TIME, queue.now),
         best_effort=tier_load(requests, RequestClass.BEST_EFFORT, queue.now),
-        workers=tuple(worker_view(one) for one in workers),
+        workers=tuple(worker_status(one) for one in workers),
         trees=trees_of(requests, placement),
         times=RequestTimes(counters.queue_times, counters.prefill_times, counters.inference_times),
         num_prompt_tokens=counters.num_prompt_tokens,
@@ -225,11 +225,11 @@ def tier_load(requests: Collection[TrackedRequest], request_class: RequestClass,
     )
 
 
-def worker_view(worker: WorkerRecord) -> WorkerView:
+def worker_status(worker: WorkerRecord) -> WorkerStatus:
     """Describe one worker: its load as it reported it last, else what it was given."""
     registered, load, done = worker.registered, worker.load, worker.done
     num_running = load.num_running if load is not None else 0
-    return WorkerView(
+    return WorkerStatus(
         worker=worker.name,
         node=registered.node,
         can_prefill=registered.can_prefill,

@@ -49,7 +49,7 @@ class BatchShape(msgspec.Struct, frozen=True, array_like=True):
     longest: Count = 0
 
 
-class WorkerView(msgspec.Struct, frozen=True, array_like=True):
+class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     """One worker, as the router knows it."""
 
     worker: Text

@@ -4,7 +4,7 @@ import msgspec
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, TokenLogprob
-from alignedserve.messages.cluster_view import AdapterLoads, PlacedTree, RequestTimes, TierLoad, WorkerView
+from alignedserve.messages.cluster_view import AdapterLoads, PlacedTree, RequestTimes, TierLoad, WorkerStatus
 from alignedserve.messages.fields import (
     Attempt,
     Count,
@@ -150,7 +150,7 @@ class ClusterStatus(Message, frozen=True):
     num_places: Count = 0  # requests in the iterations of all workers that decode and do not drain, at most
     real_time: TierLoad = TierLoad()
     best_effort: TierLoad = TierLoad()
-    workers: tuple[WorkerView, ...] = ()
+    workers: tuple[WorkerStatus, ...] = ()
     trees: tuple[PlacedTree, ...] = ()  # what waits in the pools; without separate workers what the router knows
     times: RequestTimes = RequestTimes()  # since the router started, like the next two
     num_prompt_tokens: Count = 0  # computed by all workers

@@ -57,7 +57,7 @@ from alignedserve.messages.cluster_view import (
     RequestTimes,
     TierLoad,
     TimeSpread,
-    WorkerView,
+    WorkerStatus,
 )
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
@@ -227,7 +227,7 @@ _SCORES = (TokenLogprob(6, -0.5, ((6, -0.5), (9, -1.25)), 1),)
 _RUNS = (BlockRun(3, 2, 0x0123456789ABCDEF), BlockRun(9, 1, (1 << 64) - 1))
 _COPY = BlockCopy(17, 40, _RUNS)
 _SHAPE = BatchShape(3, 30, 32.5, 36)
-_VIEW = WorkerView(
+_VIEW = WorkerStatus(
     DECODE,
     "node-1",
     can_prefill=False,

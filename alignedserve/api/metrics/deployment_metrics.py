@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from alignedserve.api.backend.interface import CompletionBackend
 from alignedserve.core.request import Slo
-from alignedserve.messages.cluster_view import TIME_EDGES_S, AdapterLoads, TierLoad, TimeSpread, WorkerView
+from alignedserve.messages.cluster_view import TIME_EDGES_S, AdapterLoads, TierLoad, TimeSpread, WorkerStatus
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.messages.measurements import SPREAD_EDGES, IterationLogTotals
 
@@ -270,7 +270,7 @@ def _spread(totals: IterationLogTotals) -> Metric:
 
 
 # name, help, value
-_OF_WORKERS: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (
+_OF_WORKERS: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
     ("alignedserve_worker_requests_waiting", "Requests that a worker holds and does not run.", lambda w: w.num_waiting),
     ("alignedserve_worker_requests_running", "Requests in a worker's iterations.", lambda w: w.num_running),
     ("alignedserve_worker_blocks_used_ratio", "Share of a worker's blocks in use.", lambda w: _share(w)),
@@ -357,5 +357,5 @@ def _histogram(name: str, help_text: str, spread: TimeSpread) -> Metric:
     return family
 
 
-def _share(worker: WorkerView) -> float:
+def _share(worker: WorkerStatus) -> float:
     return worker.num_blocks_used / worker.num_blocks if worker.num_blocks else 0.0

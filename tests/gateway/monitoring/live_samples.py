@@ -10,7 +10,7 @@ from alignedserve.messages.cluster_view import (
     RequestTimes,
     TierLoad,
     TimeSpread,
-    WorkerView,
+    WorkerStatus,
 )
 from alignedserve.messages.gateways import ClusterStatus, Demand, PrefixTotals, WorkerLean
 from tests.support.samples import TOTALS
@@ -30,8 +30,8 @@ BUSY_STATUS = ClusterStatus(
     real_time=TierLoad(2, 1, 0, 4, 0.75),
     best_effort=TierLoad(9, 0, 3, 2, 30.0),
     workers=(
-        WorkerView("prefill-0", can_decode=False, num_waiting=1, num_blocks=100, num_blocks_used=10),
-        WorkerView(
+        WorkerStatus("prefill-0", can_decode=False, num_waiting=1, num_blocks=100, num_blocks_used=10),
+        WorkerStatus(
             "decode-0",
             is_elastic=True,
             lean=0.25,

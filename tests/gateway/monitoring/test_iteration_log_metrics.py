@@ -4,7 +4,7 @@ import msgspec
 
 from alignedserve.api.backend.scripted import IDLE_STATUS, ScriptedBackend
 from alignedserve.api.metrics.gateway_metrics import GatewayMetrics
-from alignedserve.messages.cluster_view import WorkerView
+from alignedserve.messages.cluster_view import WorkerStatus
 from tests.gateway.support import gateway, saying
 from tests.support.samples import TOTALS
 
@@ -64,7 +64,7 @@ async def test_without_a_router_there_are_none() -> None:
 def test_a_model_that_wakes_again_and_again_has_the_series_that_it_had() -> None:
     metrics, found = GatewayMetrics(), []
     for woken in ("2", "3", "44"):
-        status = msgspec.structs.replace(IDLE_STATUS, workers=(WorkerView(f"worker-0.{woken}"),))
+        status = msgspec.structs.replace(IDLE_STATUS, workers=(WorkerStatus(f"worker-0.{woken}"),))
         metrics.add_model("chat", ScriptedBackend(saying("hello")))
         metrics.add_model("docs", ScriptedBackend(saying("hello"), status), woken)
         metrics.add_model("docs", ScriptedBackend(saying("hello"), status), woken)  # read again

@@ -1,7 +1,7 @@
 """What the router tells people who look on: classes of requests, workers, ranges of lengths, times of requests."""
 
 from alignedserve.core.request import RequestClass
-from alignedserve.messages.cluster_view import BatchShape, LengthLeaf, LengthTree, PlacedTree, TierLoad, WorkerView
+from alignedserve.messages.cluster_view import BatchShape, LengthLeaf, LengthTree, PlacedTree, TierLoad, WorkerStatus
 from alignedserve.messages.pools import PoolLoad
 from alignedserve.messages.workers import IterationLogReport, RequestFinished, WorkerLoad
 from tests.harnesses.router import colocated_router, connected_router, decoding
@@ -26,7 +26,7 @@ def test_workers_are_described_by_what_they_told() -> None:
     made.hear(DECODE, IterationLogReport(TOTALS, 7, BatchShape(2, 40, 44.0, 48)))
     made.hear(DECODE, IterationLogReport(TOTALS, 8, BatchShape(2, 41, 45.0, 49)))
     view = next(one for one in made.status().workers if one.worker == DECODE)
-    assert view == WorkerView(
+    assert view == WorkerStatus(
         DECODE,
         node="node-1",
         can_prefill=False,
