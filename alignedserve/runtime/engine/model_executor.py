@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +152,12 @@ class ModelExecutor:
     def prepare(self, message: Message) -> "Sequence[Future[Any]]":
         """Begin what the requests of a message need; return what they wait for."""
         self._turns.on_message(message)
-        grammars = [request.sampling.grammar for request in requests_of(message) if request.sampling.grammar]
-        prepared = (self._adapters.prepare(message), self._pictures.prepare(message))
-        return [*map(self._grammars.compile, grammars), *chain.from_iterable(prepared)]
+        grammars = [
+            self._grammars.compile(request.sampling.grammar, is_real_time=request.is_real_time)
+            for request in requests_of(message)
+            if request.sampling.grammar
+        ]
+        return [*grammars, *self._adapters.prepare(message), *self._pictures.prepare(message)]
 
     def check_grammar(self, grammar: str) -> None:
         """Raise InvalidRequest for a grammar that answers of this model cannot follow; empty: there is none."""

@@ -1,4 +1,4 @@
-"""Compiles grammars in a thread of its own, and keeps the latest ones."""
+"""Compiles grammars in a thread of its own, those of real-time requests first, and keeps the latest ones."""
 
 import logging
 from collections import OrderedDict
@@ -41,19 +41,27 @@ class GrammarCompiler:
         self._vocabulary: LLTokenizer | GrammarError | None = None
         self.blank_tokens: BlankTokens | None = None  # None: nothing has been compiled yet
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._waiting: dict[bool, dict[Future[LLMatcher], str]] = {True: {}, False: {}}  # real-time ones first
         self._num_characters = 0
         self._lock = Lock()
 
-    def compile(self, grammar: str) -> "Future[LLMatcher]":
-        """Return the matcher to copy, when it is compiled; its error is a GrammarError."""
+    def compile(self, grammar: str, *, is_real_time: bool = True) -> "Future[LLMatcher]":
+        """Return the matcher to copy, when it is compiled; its error is a GrammarError.
+
+        `is_real_time`: somebody waits for it, so that it goes before those of best effort.
+        """
         with self._lock:
-            known = self._compiled.get(grammar)
-            if known is not None:
+            compiled = self._compiled.get(grammar)
+            if compiled is not None:
                 self._compiled.move_to_end(grammar)
-                return known
-            compiled = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+                if is_real_time and self._waiting[False].pop(compiled, None) is not None:
+                    self._waiting[True][compiled] = grammar
+                return compiled
+            compiled = self._compiled[grammar] = Future()
+            self._waiting[is_real_time][compiled] = grammar
             self._num_characters += len(grammar)
             self._forget_oldest()
+            self._thread.submit(self._compile_next)
         return compiled
 
     def check(self, grammar: str) -> None:
@@ -66,6 +74,19 @@ class GrammarCompiler:
     def close(self) -> None:
         """End the thread; grammars that wait are not compiled."""
         self._thread.shutdown(cancel_futures=True)
+        for waiting in self._waiting.values():
+            for compiled in waiting:
+                compiled.cancel()
+
+    def _compile_next(self) -> None:
+        with self._lock:
+            waiting = self._waiting[True] or self._waiting[False]
+            compiled = next(iter(waiting))
+            grammar = waiting.pop(compiled)
+        try:
+            compiled.set_result(self._compile(grammar))
+        except Exception as error:  # noqa: BLE001 - whoever waits for it raises it
+            compiled.set_exception(error)
 
     def _compile(self, grammar: str) -> LLMatcher:
         if self._vocabulary is None:

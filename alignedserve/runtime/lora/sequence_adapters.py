@@ -35,7 +35,7 @@ class SequenceAdapters:
         """`model`: the whole one; `shard`: the rank or stage whose products adapters add to; None: there is one."""
         load = partial(_load, lora=lora, model=model, dtype=dtype, device=device, shard=shard)
         self.cache = AdapterCache(load, max_adapters=lora.max_adapters, max_bytes=lora.memory_bytes)
-        self._used: dict[RequestId, LoraAdapter] = {}
+        self._used: dict[RequestId, tuple[LoraAdapter, bool]] = {}  # and whether it is for a real-time request
         self._failures: dict[RequestId, str] = {}
 
     def prepare(self, message: Message) -> "Sequence[Future[None]]":
@@ -44,7 +44,11 @@ class SequenceAdapters:
         A new request waits for room among the adapters as well; one from another worker only until its own is loaded.
         """
         prepare = self.cache.prepare if isinstance(message, PrefillRequest) else self.cache.prepare_at_once
-        prepared = [prepare(request.adapter) for request in requests_of(message) if request.adapter is not None]
+        prepared = [
+            prepare(request.adapter, is_real_time=request.is_real_time)
+            for request in requests_of(message)
+            if request.adapter is not None
+        ]
         return [one for one in prepared if one is not None]
 
     def add(self, request: Request) -> AdapterMatrices | None:
@@ -52,23 +56,27 @@ class SequenceAdapters:
         if request.adapter is None:
             return None
         try:
-            return self.acquire(request.request_id, request.adapter)
+            return self.acquire(request.request_id, request.adapter, is_real_time=request.is_real_time)
         except AdapterError as error:
             self._failures[request.request_id] = f"its adapter cannot be loaded: {error}"
             return None
 
-    def acquire(self, request_id: RequestId, adapter: LoraAdapter) -> AdapterMatrices:
-        """Return the adapter of a sequence that is added. Raises AdapterError."""
-        matrices = self.cache.acquire(adapter)
-        self._used[request_id] = adapter
+    def acquire(self, request_id: RequestId, adapter: LoraAdapter, *, is_real_time: bool = True) -> AdapterMatrices:
+        """Return the adapter of a sequence that is added. Raises AdapterError.
+
+        Ranks and stages that follow the first are not told the class: what waits, and for what, is decided there.
+        """
+        matrices = self.cache.acquire(adapter, is_real_time=is_real_time)
+        self._used[request_id] = adapter, is_real_time
         return matrices
 
     def remove(self, request_id: RequestId) -> None:
         """Take back the adapter of a sequence that is removed, if it has one."""
         self._failures.pop(request_id, None)
-        adapter = self._used.pop(request_id, None)
-        if adapter is not None:
-            self.cache.release(adapter)
+        used = self._used.pop(request_id, None)
+        if used is not None:
+            adapter, is_real_time = used
+            self.cache.release(adapter, is_real_time=is_real_time)
 
     def close(self) -> None:
         """End the thread that loads."""

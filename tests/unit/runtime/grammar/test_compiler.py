@@ -1,5 +1,7 @@
 """Grammars are compiled once, kept within bounds, and refused without repeating them."""
 
+import threading
+
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
@@ -13,6 +15,26 @@ def test_a_grammar_is_compiled_once() -> None:
     compiler = GrammarCompiler(byte_vocabulary)
     assert compiler.compile(regex_grammar("a+")) is compiler.compile(regex_grammar("a+"))
     assert compiler.compile(regex_grammar("a+")) is not compiler.compile(regex_grammar("b+"))
+    compiler.close()
+
+
+def test_grammars_that_somebody_waits_for_go_before_those_of_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun, may_go_on, compiled = threading.Event(), threading.Event(), list[str]()
+
+    def compile_now(_: LLTokenizer, grammar: str) -> None:
+        has_begun.set()
+        may_go_on.wait(20)
+        compiled.append(grammar)
+
+    monkeypatch.setattr(compiler_module, "compile_now", compile_now)
+    compiler = GrammarCompiler(byte_vocabulary)
+    documents = [compiler.compile(grammar, is_real_time=False) for grammar in ("running", "a", "both", "b")]
+    has_begun.wait(20)
+    compiler.compile("chat", is_real_time=True)
+    assert compiler.compile("both", is_real_time=True) is documents[2]
+    may_go_on.set()
+    documents[-1].result(10)
+    assert compiled == ["running", "chat", "both", "a", "b"]
     compiler.close()
 
 

@@ -1,7 +1,6 @@
-"""PEFT folders as they come: what is refused, and how that is said; what the adapters of a worker's memory do."""
+"""PEFT folders as they come: what is refused, and how that is said."""
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,10 @@ from safetensors.torch import load_file, save_file
 from alignedserve.config.sections import LoraConfig
 from alignedserve.core.errors import AdapterError
 from alignedserve.core.request import LoraAdapter
-from alignedserve.runtime.lora.adapter_cache import AdapterCache
 from alignedserve.runtime.lora.adapter_folders import find_adapter, read_adapter
 from alignedserve.runtime.lora.adapter_weights import load_adapter
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
-from kernels.adapters.lora import AdapterMatrices
-from kernels.addend_layout import ProductShape
 from tests.support.models.lora_folders import write_adapter
 from tests.support.models.tiny_models import make_tiny_model
 
@@ -162,98 +158,3 @@ def test_files_that_have_changed_are_another_adapter(folder: Path, model: ModelC
     with pytest.raises(AdapterError, match="have changed"):
         read_adapter(found, config)
     assert find(folder, model).digest != found.digest
-
-
-def adapter(number: int) -> LoraAdapter:
-    return LoraAdapter(str(number), "/nowhere", bytes([number]) * 16)
-
-
-def matrices() -> AdapterMatrices:
-    return AdapterMatrices([ProductShape(4, 4)], 1, torch.float32, torch.device("cpu"))
-
-
-def cache(load: Any = lambda _: matrices(), max_adapters: int = 2) -> AdapterCache:
-    return AdapterCache(load, max_adapters=max_adapters, max_bytes=1 << 20)
-
-
-def test_the_least_recently_used_adapter_leaves_but_none_that_is_used() -> None:
-    loads: list[str] = []
-
-    def load(asked: LoraAdapter) -> AdapterMatrices:
-        loads.append(asked.name)
-        return matrices()
-
-    own = cache(load)
-    for number in (1, 2, 1, 3, 1):
-        waiting = own.prepare(adapter(number))
-        if waiting is not None:
-            waiting.result(10)
-    assert loads == ["1", "2", "3"]
-    own.acquire(adapter(1))
-    own.acquire(adapter(3))
-    waiting = own.prepare(adapter(4))
-    assert waiting is not None
-    assert not waiting.done()
-    assert own.prepare(adapter(3)) is None
-    own.release(adapter(1))
-    waiting.result(10)
-    assert loads[-1] == "4"
-    assert own.num_bytes == 2 * matrices().num_bytes
-    own.close()
-
-
-def test_a_sequence_gets_an_adapter_that_has_left_and_a_failure_is_told() -> None:
-    own = cache(max_adapters=1)
-    for number in (1, 2):
-        own.acquire(adapter(number))
-    assert own.num_bytes == 2 * matrices().num_bytes
-    own.release(adapter(1))
-    assert own.num_bytes == matrices().num_bytes
-
-    def fail(_: LoraAdapter) -> AdapterMatrices:
-        raise AdapterError("it is gone")
-
-    failing = cache(fail)
-    waiting = failing.prepare(adapter(1))
-    assert waiting is not None
-    waiting.result(10)
-    with pytest.raises(AdapterError, match="it is gone"):
-        failing.acquire(adapter(1))
-    own.close()
-    failing.close()
-
-
-def test_nobody_waits_while_an_adapter_is_loaded_but_its_own_requests() -> None:
-    may_go_on = threading.Event()
-
-    def load(asked: LoraAdapter) -> AdapterMatrices:
-        if asked.name == "2":
-            may_go_on.wait(20)
-        return matrices()
-
-    own = cache(load)
-    first = own.prepare(adapter(1))
-    assert first is not None
-    first.result(10)
-    slow, same = own.prepare(adapter(2)), own.prepare(adapter(2))
-    assert own.prepare(adapter(1)) is None
-    own.acquire(adapter(1))
-    assert slow is not None
-    assert same is not None
-    assert not slow.done()
-    may_go_on.set()
-    slow.result(10)
-    same.result(10)
-    own.close()
-
-
-def test_a_request_from_another_worker_waits_for_its_adapter_but_not_for_room() -> None:
-    own = cache(max_adapters=1)
-    own.acquire(adapter(1))
-    waiting = own.prepare_at_once(adapter(2))
-    assert waiting is not None
-    waiting.result(10)
-    assert own.prepare_at_once(adapter(2)) is None
-    own.acquire(adapter(2))
-    assert own.num_bytes == 2 * matrices().num_bytes
-    own.close()

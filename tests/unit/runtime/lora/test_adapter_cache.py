@@ -1,0 +1,222 @@
+"""The adapters of a worker's memory: who has them loaded, who waits for whom, and what leaves."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from alignedserve.core.errors import AdapterError
+from alignedserve.core.request import LoraAdapter
+from alignedserve.runtime.lora.adapter_cache import AdapterCache
+from kernels.adapters.lora import AdapterMatrices
+from kernels.addend_layout import ProductShape
+
+BYTES = AdapterMatrices([ProductShape(4, 4)], 1, torch.float32, torch.device("cpu")).num_bytes
+
+
+def adapter(number: int) -> LoraAdapter:
+    return LoraAdapter(str(number), "/nowhere", bytes([number]) * 16)
+
+
+class Cache:
+    """A cache, the time of its clock, and what it loaded."""
+
+    def __init__(self, max_adapters: int) -> None:
+        self.now = 0.0
+        self.loads: list[int] = []
+        self.before_load: Callable[[int], None] = lambda _: None
+        self.of = AdapterCache(self._load, max_adapters=max_adapters, max_bytes=1 << 20, clock=lambda: self.now)
+
+    def _load(self, asked: LoraAdapter) -> AdapterMatrices:
+        self.before_load(int(asked.name))
+        self.loads.append(int(asked.name))
+        return AdapterMatrices([ProductShape(4, 4)], 1, torch.float32, torch.device("cpu"))
+
+    def chat(self, number: int) -> "Future[None] | None":
+        return self.of.prepare(adapter(number), is_real_time=True)
+
+    def document(self, number: int) -> "Future[None] | None":
+        return self.of.prepare(adapter(number), is_real_time=False)
+
+    def begin(self, number: int, *, is_real_time: bool) -> None:
+        """Let a request enter the engine, which has waited for its adapter."""
+        waiting = self.of.prepare(adapter(number), is_real_time=is_real_time)
+        if waiting is not None:
+            waiting.result(10)
+        self.of.acquire(adapter(number), is_real_time=is_real_time)
+
+    def end(self, number: int, *, is_real_time: bool) -> None:
+        self.of.release(adapter(number), is_real_time=is_real_time)
+
+    def serve(self, number: int, *, is_real_time: bool = True) -> None:
+        self.begin(number, is_real_time=is_real_time)
+        self.end(number, is_real_time=is_real_time)
+
+
+@pytest.fixture
+def cache() -> Iterator[Cache]:
+    made = Cache(4)
+    yield made
+    made.of.close()
+
+
+@pytest.fixture
+def small() -> Iterator[Cache]:
+    made = Cache(1)
+    yield made
+    made.of.close()
+
+
+def is_held_back(waiting: "Future[None] | None") -> bool:
+    return waiting is not None and not waiting.done()
+
+
+# --- what is loaded
+
+
+def test_the_least_recently_used_adapter_leaves_but_none_that_is_used(cache: Cache) -> None:
+    for number in (1, 2, 3, 4, 1, 5):
+        cache.serve(number)
+    assert cache.loads == [1, 2, 3, 4, 5]
+    cache.serve(1)
+    assert cache.loads == [1, 2, 3, 4, 5]  # 2 had left
+    for number in (1, 3, 4, 5):
+        cache.begin(number, is_real_time=True)
+    waiting = cache.chat(6)
+    assert is_held_back(waiting)
+    assert cache.chat(3) is None
+    cache.end(1, is_real_time=True)
+    assert waiting is not None
+    waiting.result(10)
+    assert cache.loads[-1] == 6
+    assert cache.of.num_bytes == 4 * BYTES
+
+
+def test_a_sequence_gets_an_adapter_that_has_left_and_a_failure_is_told(small: Cache) -> None:
+    for number in (1, 2):
+        small.of.acquire(adapter(number), is_real_time=True)
+    assert small.of.num_bytes == 2 * BYTES
+    small.end(1, is_real_time=True)
+    assert small.of.num_bytes == BYTES
+    small.end(2, is_real_time=True)
+
+    def fail(_: int) -> None:
+        raise AdapterError("it is gone")
+
+    small.before_load = fail
+    waiting = small.chat(3)
+    assert waiting is not None
+    waiting.result(10)
+    with pytest.raises(AdapterError, match="it is gone"):
+        small.of.acquire(adapter(3), is_real_time=True)
+
+
+def test_nobody_waits_while_an_adapter_is_loaded_but_its_own_requests(cache: Cache) -> None:
+    may_go_on = threading.Event()
+    cache.before_load = lambda number: None if number == 1 else (None, may_go_on.wait(20))[0]
+    cache.serve(1)
+    slow, same = cache.document(2), cache.chat(2)
+    assert cache.chat(1) is None
+    assert is_held_back(slow)
+    may_go_on.set()
+    for waiting in (slow, same):
+        assert waiting is not None
+        waiting.result(10)
+    assert cache.loads == [1, 2]
+
+
+def test_a_request_from_another_worker_waits_for_its_adapter_but_not_for_room(small: Cache) -> None:
+    small.of.acquire(adapter(1), is_real_time=True)
+    waiting = small.of.prepare_at_once(adapter(2), is_real_time=True)
+    assert waiting is not None
+    waiting.result(10)
+    assert small.of.prepare_at_once(adapter(2), is_real_time=True) is None
+    small.of.acquire(adapter(2), is_real_time=True)
+    assert small.of.num_bytes == 2 * BYTES
+
+
+# --- classes
+
+
+def test_documents_of_many_adapters_leave_a_place_for_chats(cache: Cache) -> None:
+    for number in (1, 2, 3):
+        cache.begin(number, is_real_time=False)
+    document = cache.document(4)
+    cache.now += 60.0
+    for number in (5, 6, 5):
+        cache.serve(number)
+    assert is_held_back(document)
+    assert cache.chat(1) is None  # what documents use is there for chats, too, however long others wait
+
+
+def test_an_adapter_that_chats_left_behind_counts_once_a_document_takes_it(cache: Cache) -> None:
+    for number in (1, 2, 3, 4):
+        cache.serve(number)
+    for number in (1, 2, 3):
+        assert cache.document(number) is None
+    assert is_held_back(cache.document(4))
+    assert cache.document(3) is None
+
+
+def test_a_chat_takes_the_place_of_a_document_that_has_not_begun(cache: Cache) -> None:
+    for number in (1, 2):
+        cache.begin(number, is_real_time=True)
+    for number in (3, 4):
+        cache.begin(number, is_real_time=False)
+        cache.end(number, is_real_time=False)
+        assert cache.document(number) is None
+    cache.serve(5)
+    assert cache.loads == [1, 2, 3, 4, 5]
+    cache.of.acquire(adapter(4), is_real_time=False)
+    assert cache.loads == [1, 2, 3, 4, 5]  # the other one left
+
+
+def test_chats_that_wait_go_before_documents(small: Cache) -> None:
+    small.begin(1, is_real_time=True)
+    document, chat = small.document(2), small.chat(3)
+    small.end(1, is_real_time=True)
+    assert chat is not None
+    chat.result(10)
+    assert (small.loads, is_held_back(document)) == ([1, 3], True)
+
+
+def test_of_several_places_chats_leave_one_to_documents_that_have_none(cache: Cache) -> None:
+    for number in (1, 2, 3, 4):
+        cache.begin(number, is_real_time=True)
+    chats, document = [cache.chat(number) for number in (5, 6)], cache.document(7)
+    cache.end(1, is_real_time=True)
+    assert document is not None
+    document.result(10)
+    assert all(map(is_held_back, chats))
+    cache.of.acquire(adapter(7), is_real_time=False)
+    assert is_held_back(cache.document(7))  # further ones wait behind the chats
+    cache.end(2, is_real_time=True)
+    assert chats[0] is not None
+    chats[0].result(10)
+
+
+def test_an_adapter_is_loaded_once_for_all_that_wait_for_it(small: Cache) -> None:
+    small.begin(1, is_real_time=False)
+    waiting = [small.document(number) for number in (2, 3, 2)]
+    small.end(1, is_real_time=False)
+    for one in (waiting[0], waiting[2]):
+        assert one is not None
+        one.result(10)
+    assert is_held_back(waiting[1])
+
+
+def test_an_adapter_stays_for_a_request_that_has_not_begun_but_not_for_ever(cache: Cache) -> None:
+    for number in (1, 2, 3):
+        waiting = cache.document(number)
+        assert waiting is not None
+        waiting.result(10)
+    last = cache.document(4)
+    assert is_held_back(last)  # else it would take what another needs in its next iteration
+    cache.of.acquire(adapter(2), is_real_time=False)
+    assert cache.loads == [1, 2, 3]
+    cache.now += 31.0  # 1 and 3 were aborted meanwhile
+    assert last is not None
+    last.result(10)
+    assert cache.loads == [1, 2, 3, 4]
