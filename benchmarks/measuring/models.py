@@ -5,8 +5,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from alignedserve.profiling.shapes import OPT_125M
+from alignedserve.runtime.lora.adapter_modules import adaptable_modules
 from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.model_config import ModelConfig
 
 _CONFIG: dict[str, Any] = {
     "architectures": ["OPTForCausalLM"],
@@ -131,3 +136,20 @@ def make_seeing(folder: Path) -> Path:
 
 
 _MARKS = (_IMAGE, _START, _END)
+
+
+def make_adapters(folder: Path, config: ModelConfig, count: int, *, rank: int = 8) -> dict[str, Path]:
+    """Write LoRA adapters of all linear layers with small random matrices into a folder; return theirs by name."""
+    made = {f"adapter{number}": folder / f"adapter{number}" for number in range(count)}
+    for seed, path in enumerate(made.values()):
+        path.mkdir()
+        numbers, tensors = np.random.default_rng(seed), {}
+        modules = {name: own for name, own in adaptable_modules(config).items() if name.startswith("model.")}
+        for name, own in modules.items():
+            for part, shape in (("A", (rank, own.in_width)), ("B", (own.num_rows, rank))):
+                matrix = 0.01 * numbers.standard_normal(shape, np.float32)
+                tensors[f"base_model.model.{name}.lora_{part}.weight"] = matrix
+        fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear", "bias": "none"}
+        (path / "adapter_config.json").write_text(json.dumps(fields))
+        save_file(tensors, path / "adapter_model.safetensors")
+    return made
