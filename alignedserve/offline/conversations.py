@@ -20,6 +20,7 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import Request
 from alignedserve.offline.request_output import RequestOutput
 from alignedserve.runtime.grammar.constraints import StructuredOutputs
+from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
 from alignedserve.text.tokenizer import Tokenizer
 
 _MAX_DEPTH = 64  # of messages, tools and schemas
@@ -109,7 +110,7 @@ class _Model:
 class _GrammarCheck:
     check_grammar: Callable[[str], None]
 
-    async def check(self, grammar: str, tenant: str = "") -> None:
+    async def check(self, grammar: str, turn: TrialTurn = ALONE) -> None:
         self.check_grammar(grammar)
 
 

@@ -11,6 +11,7 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import LoraAdapter
 from alignedserve.pictures.form import PictureForm
+from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.sampling_defaults import SamplingDefaults
 from alignedserve.runtime.model.served_model import ServedModel
@@ -94,8 +95,8 @@ class ModelCard:
 class GrammarCheck(Protocol):
     """Checks grammars before answers are decoded under them."""
 
-    async def check(self, grammar: str, tenant: str = "") -> None:
-        """Return once the grammar is known to work; tenants take turns. Raises InvalidRequest."""
+    async def check(self, grammar: str, turn: TrialTurn = ALONE) -> None:
+        """Return once the grammar is known to work; it is tried in its turn. Raises InvalidRequest."""
 
 
 class PromptModel(Protocol):

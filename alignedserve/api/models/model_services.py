@@ -25,6 +25,7 @@ from alignedserve.core.errors import InvalidRequest, ModelError
 from alignedserve.core.request import LoraAdapter, Request, RequestClass, Slo
 from alignedserve.process.background_tasks import outlived
 from alignedserve.runtime.grammar.compiler import GrammarError
+from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
 from alignedserve.runtime.grammar.trials import GrammarTrials
 from alignedserve.runtime.grammar.vocabulary import token_table
 from alignedserve.text.tokenizer import Tokenizer
@@ -43,12 +44,12 @@ class GrammarChecker:
         self._is_closed = False
         self._lock = Lock()
 
-    async def check(self, grammar: str, tenant: str = "") -> None:
-        """Return once the grammar of a tenant, which takes turns with others, has been compiled, in another process.
+    async def check(self, grammar: str, turn: TrialTurn = ALONE) -> None:
+        """Return once a grammar has been compiled in its turn, in another process.
 
         Raises InvalidRequest if it cannot be, or not within seconds; Unavailable after `close`.
         """
-        trial = self._started().start(grammar, tenant)
+        trial = self._started().start(grammar, turn)
         try:
             await outlived(asyncio.wrap_future(trial))
         except GrammarError as error:

@@ -21,6 +21,7 @@ from alignedserve.core.request import MAX_GRAMMAR_LEN
 from alignedserve.runtime.grammar.constraints import part_of
 from alignedserve.runtime.grammar.json_schema import normalize_schema
 from alignedserve.runtime.grammar.lark import GrammarPart, literal, serialize, serialize_alone
+from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
 
 _GAP = "GAP: /\\n{1,2}/"  # what models write between a thought and the rest
 _TEXT = "TEXT: /(?s:.*)/"
@@ -30,9 +31,11 @@ _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "
 _LONG_CONSTRAINT_BYTES = 4096
 
 
-async def chat_grammar(chat: ChatCompletionRequest, form: OutputFormat, model: ChatModel, tenant: str = "") -> str:
+async def chat_grammar(
+    chat: ChatCompletionRequest, form: OutputFormat, model: ChatModel, turn: TrialTurn = ALONE
+) -> str:
     """Return the grammar that the answer is decoded under; empty: anything goes. Raises InvalidRequest."""
-    part = await answer_part(chat, model, tenant)
+    part = await answer_part(chat, model, turn)
     if chat.thinking_token_budget is not None and form.reasoning is None:
         raise InvalidRequest("This is not a reasoning model.", param="thinking_token_budget")
     is_free = part is None and form.tools is None
@@ -49,7 +52,7 @@ async def chat_grammar(chat: ChatCompletionRequest, form: OutputFormat, model: C
     if len(grammar) > MAX_GRAMMAR_LEN:
         raise InvalidRequest("The tools are too large.", param="tools")
     try:
-        await model.grammars.check(grammar, tenant)
+        await model.grammars.check(grammar, turn)
     except InvalidRequest as error:
         param = "tools" if form.tools is not None else "thinking_token_budget"
         raise InvalidRequest(f"Invalid value for {param}: {error}.", param=param, code=error.code) from error
@@ -155,7 +158,7 @@ def _literal(model: ChatModel, text: str) -> str:
     return literal(model.tokenizer.split_control(text))
 
 
-async def answer_part(fields: ConstraintFields, model: ChatModel, tenant: str = "") -> GrammarPart | None:
+async def answer_part(fields: ConstraintFields, model: ChatModel, turn: TrialTurn = ALONE) -> GrammarPart | None:
     """Return what the answer must match as a part of a grammar, checked; None: anything. Raises InvalidRequest."""
     constraint = constraint_of(fields)
     if constraint is None:
@@ -165,15 +168,15 @@ async def answer_part(fields: ConstraintFields, model: ChatModel, tenant: str = 
         grammar = serialize_alone(part)
         if len(grammar) > MAX_GRAMMAR_LEN:
             raise InvalidRequest("it is too long")
-        await model.grammars.check(grammar, tenant)
+        await model.grammars.check(grammar, turn)
     except InvalidRequest as error:
         raise constraint.refusal(error) from error
     return part
 
 
-async def answer_grammar(fields: ConstraintFields, model: ChatModel, tenant: str = "") -> str:
+async def answer_grammar(fields: ConstraintFields, model: ChatModel, turn: TrialTurn = ALONE) -> str:
     """Return the grammar of an answer that is the constraint alone; empty: anything. Raises InvalidRequest."""
-    part = await answer_part(fields, model, tenant)
+    part = await answer_part(fields, model, turn)
     return "" if part is None else serialize_alone(part)
 
 

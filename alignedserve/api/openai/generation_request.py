@@ -16,6 +16,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.picture import whole_runs
 from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
 from alignedserve.keys.entry import KeyEntry
+from alignedserve.runtime.grammar.trial_turn import TrialTurn
 
 TTFT_HEADER, TPOT_HEADER, DEADLINE_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-deadline-ms"
 _MAX_SLO_MS = 3_600_000.0
@@ -173,6 +174,12 @@ def class_of(asked: object, key: KeyEntry) -> RequestClass:
     if getattr(asked, "background", False):
         return RequestClass.BEST_EFFORT
     return _allowed_tier(getattr(asked, "service_tier", "auto"), key).request_class
+
+
+def trial_turn(fields: TermFields, arrival: Arrival) -> TrialTurn:
+    """Return whose turn the grammar of a call waits for. Raises Forbidden."""
+    tier = _tier_of(fields.service_tier, arrival)
+    return TrialTurn(arrival.tenant, is_real_time=tier.request_class is RequestClass.REAL_TIME)
 
 
 def _tier_of(asked: str, arrival: Arrival) -> ServiceTier:

@@ -18,6 +18,7 @@ from alignedserve.api.openai.generation_request import (
     Arrival,
     CallTerms,
     GenerationRequest,
+    trial_turn,
 )
 from alignedserve.api.openai.output_parser import OutputFormat, TextOptions
 from alignedserve.api.openai.prompt_encoding import Prompt, Prompts, chat_prompts, check_token_ids, completion_prompts
@@ -27,6 +28,7 @@ from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.keep_alive import parse_keep_alive
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.runtime.grammar.blanks import with_free_blanks
+from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
 from alignedserve.text.tokenizer import Tokenizer
 
 NumberT = TypeVar("NumberT", int, float)
@@ -58,11 +60,11 @@ class PreparedChat(NamedTuple):
 
 
 async def prepare_chat(
-    chat: ChatCompletionRequest, prompt: tuple[int, ...], model: ChatModel, tenant: str = ""
+    chat: ChatCompletionRequest, prompt: tuple[int, ...], model: ChatModel, turn: TrialTurn = ALONE
 ) -> PreparedChat:
     """Return an encoded conversation with the form and the grammar of its answer. Raises InvalidRequest."""
     output_format = chat_output_format(chat, prompt, model)
-    return PreparedChat(prompt, output_format, await chat_grammar(chat, output_format, model, tenant))
+    return PreparedChat(prompt, output_format, await chat_grammar(chat, output_format, model, turn))
 
 
 async def build_chat_request(
@@ -87,7 +89,7 @@ async def build_chat_request(
     if chat.max_tokens is not None and max_tokens != chat.max_tokens:
         raise InvalidRequest("max_tokens and max_completion_tokens differ.", param="max_tokens")
     note_effort(chat, services, arrival.ignored, effort_name)
-    prepared = await prepare_chat(chat, prompt.token_ids, services, arrival.tenant)
+    prepared = await prepare_chat(chat, prompt.token_ids, services, trial_turn(chat, arrival))
     answer = _Answer(
         id_prefix="chatcmpl-",
         prompt_param="messages",
@@ -113,7 +115,7 @@ async def build_completion_request(
         prompt_param="prompt",
         max_tokens=completion.max_tokens,
         num_logprobs=completion.logprobs,
-        grammar=await answer_grammar(completion, services, arrival.tenant),
+        grammar=await answer_grammar(completion, services, trial_turn(completion, arrival)),
         default_max_tokens=_DEFAULT_COMPLETION_TOKENS,
         num_prompt_logprobs=completion.logprobs if completion.echo else None,
         echoes=completion.echo,

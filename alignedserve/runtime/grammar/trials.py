@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
+from itertools import chain
 from threading import Lock
 from typing import Any
 
@@ -19,6 +20,7 @@ from alignedserve.process.child_process import ChildProcess
 from alignedserve.runtime.grammar.compiler import GrammarError, unsupported_model
 from alignedserve.runtime.grammar.json_schema import FLEXIBLE_WHITESPACE
 from alignedserve.runtime.grammar.trial_process import Setup
+from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
 from alignedserve.runtime.grammar.vocabulary import TokenTable
 
 _MAX_BYTES = 8192
@@ -39,28 +41,32 @@ class Trial:
 
     grammar: str
     result: "Future[None]" = field(default_factory=Future)
-    tenants: set[str] = field(default_factory=set)  # that wait for it
+    turns: set[TrialTurn] = field(default_factory=set)  # that it waits for
 
 
 class TrialLane:
-    """A process, and the trials that wait for it: the first of each tenant in turn, so that a tenant waits for one
-    trial of every other at most, however many they have."""
+    """A process, and the trials that wait for it: those of real-time requests, then those of best effort.
+
+    Of each class the first of each tenant goes in turn, so that a tenant waits for one trial of every other at most,
+    however many they have.
+    """
 
     def __init__(self, attempt: Callable[[str, ChildProcess], None]) -> None:
         """`attempt`: tries a grammar in the process, on the lane's thread; what it raises is the trial's error."""
         self.process = ChildProcess("alignedserve.runtime.grammar.trial_process", _MAX_WALL_S)
         self._attempt = attempt
         self._thread = ThreadPoolExecutor(1, "trials")
-        self._waiting: OrderedDict[str, deque[Trial]] = OrderedDict()  # the tenant whose turn is next first
+        # By class and tenant, the tenant whose turn is next first.
+        self._waiting: dict[bool, OrderedDict[str, deque[Trial]]] = {True: OrderedDict(), False: OrderedDict()}
         self._lock = Lock()
 
-    def add(self, trial: Trial, tenant: str) -> None:
-        """Let a trial wait in the tenant's place, too: whichever turn comes first, it is tried once."""
+    def add(self, trial: Trial, turn: TrialTurn) -> None:
+        """Let a trial wait for this turn, too: whichever comes first, it is tried once."""
         with self._lock:
-            if tenant in trial.tenants:
+            if turn in trial.turns:
                 return
-            trial.tenants.add(tenant)
-            self._waiting.setdefault(tenant, deque()).append(trial)
+            trial.turns.add(turn)
+            self._waiting[turn.is_real_time].setdefault(turn.tenant, deque()).append(trial)
             self._thread.submit(self._try_next)
 
     def close(self) -> None:
@@ -69,18 +75,19 @@ class TrialLane:
         self.process.kill()
         self._thread.shutdown()
         self.process.end()
-        for trials in self._waiting.values():
-            for trial in trials:
+        for by_tenant in self._waiting.values():
+            for trial in chain.from_iterable(by_tenant.values()):
                 trial.result.cancel()
 
     def _try_next(self) -> None:
         with self._lock:
-            tenant, trials = next(iter(self._waiting.items()))
+            by_tenant = self._waiting[True] or self._waiting[False]
+            tenant, trials = next(iter(by_tenant.items()))
             trial = trials.popleft()
             if trials:
-                self._waiting.move_to_end(tenant)
+                by_tenant.move_to_end(tenant)
             else:
-                del self._waiting[tenant]
+                del by_tenant[tenant]
         if trial.result.done() or not trial.result.set_running_or_notify_cancel():
             return
         try:
@@ -108,8 +115,8 @@ class GrammarTrials:
         for lane in (self._plain, self._others):
             weakref.finalize(self, lane.process.end)
 
-    def start(self, grammar: str, tenant: str = "") -> "Future[None]":
-        """Begin to try a tenant's grammar; the error of the result is a GrammarError."""
+    def start(self, grammar: str, turn: TrialTurn = ALONE) -> "Future[None]":
+        """Begin to try a grammar; the error of the result is a GrammarError."""
         key = blake2b(grammar.encode(), digest_size=16).digest()
         with self._lock:
             known = self._trials.get(key)
@@ -120,7 +127,7 @@ class GrammarTrials:
                 self._trials.popitem(last=False)
             if not known.result.done():
                 lane = self._plain if is_plain(grammar) else self._others
-                lane.add(known, tenant)
+                lane.add(known, turn)
             return known.result
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from alignedserve.core.errors import UnsupportedModel
 from alignedserve.runtime.grammar.compiler import GrammarError, compile_now
 from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of
 from alignedserve.runtime.grammar.lark import serialize_alone
+from alignedserve.runtime.grammar.trial_turn import TrialTurn
 from alignedserve.runtime.grammar.trials import GrammarTrials, is_plain
 from alignedserve.runtime.grammar.vocabulary import TokenTable, token_table
 from alignedserve.text.tokenizer import Tokenizer
@@ -141,13 +142,19 @@ def test_a_model_without_a_vocabulary_follows_none() -> None:
         token_table(tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=())
 
 
-def test_tenants_take_turns(table: TokenTable) -> None:
+@pytest.mark.parametrize(
+    ("hostile", "other"),
+    [(TrialTurn("hostile"), TrialTurn("other")), (TrialTurn("one", is_real_time=False), TrialTurn("one"))],
+)
+def test_tenants_take_turns_and_documents_those_after_chats(
+    table: TokenTable, hostile: TrialTurn, other: TrialTurn
+) -> None:
     """However many slow grammars one tenant sends, another's waits for one of them, even if the first sent it too."""
     trials = GrammarTrials(lambda: table, max_cpu_s=0.5)
     wanted = regex_grammar("[a-z]+ once")
-    slow = [trials.start(regex_grammar(".*" * (8000 + more)), "hostile") for more in range(6)]
-    behind = trials.start(wanted, "hostile")
-    own = trials.start(wanted, "other")
+    slow = [trials.start(regex_grammar(".*" * (8000 + more)), hostile) for more in range(6)]
+    behind = trials.start(wanted, hostile)
+    own = trials.start(wanted, other)
     own.result(timeout=60)
     assert behind is own
     assert sum(one.done() for one in slow) <= 2
