@@ -3,12 +3,14 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from threading import Lock
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from alignedserve.core.errors import InvalidRequest, ModelError
+from alignedserve.process.turn_threads import TurnThreads
 from alignedserve.runtime.grammar.blanks import BlankTokens
 
 # The work that they bound takes about 40 ms to compile and 15 ms for a mask; schemas in use stay below 5 % of them.
@@ -36,12 +38,11 @@ class GrammarCompiler:
     def __init__(self, load_vocabulary: Callable[[], LLTokenizer]) -> None:
         """`load_vocabulary`: takes a second, and some megabytes that stay; called on the compiling thread when the
         first grammar comes. May raise ModelError."""
-        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._thread = TurnThreads(1, "grammars")
         self._load_vocabulary = load_vocabulary
         self._vocabulary: LLTokenizer | GrammarError | None = None
         self.blank_tokens: BlankTokens | None = None  # None: nothing has been compiled yet
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
-        self._waiting: dict[bool, dict[Future[LLMatcher], str]] = {True: {}, False: {}}  # real-time ones first
         self._num_characters = 0
         self._lock = Lock()
 
@@ -54,14 +55,13 @@ class GrammarCompiler:
             compiled = self._compiled.get(grammar)
             if compiled is not None:
                 self._compiled.move_to_end(grammar)
-                if is_real_time and self._waiting[False].pop(compiled, None) is not None:
-                    self._waiting[True][compiled] = grammar
+                if is_real_time:
+                    self._thread.hasten(compiled)
                 return compiled
-            compiled = self._compiled[grammar] = Future()
-            self._waiting[is_real_time][compiled] = grammar
+            compiled = self._thread.submit(partial(self._compile, grammar), is_real_time=is_real_time)
+            self._compiled[grammar] = compiled
             self._num_characters += len(grammar)
             self._forget_oldest()
-            self._thread.submit(self._compile_next)
         return compiled
 
     def check(self, grammar: str) -> None:
@@ -73,20 +73,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the thread; grammars that wait are not compiled."""
-        self._thread.shutdown(cancel_futures=True)
-        for waiting in self._waiting.values():
-            for compiled in waiting:
-                compiled.cancel()
-
-    def _compile_next(self) -> None:
-        with self._lock:
-            waiting = self._waiting[True] or self._waiting[False]
-            compiled = next(iter(waiting))
-            grammar = waiting.pop(compiled)
-        try:
-            compiled.set_result(self._compile(grammar))
-        except Exception as error:  # noqa: BLE001 - whoever waits for it raises it
-            compiled.set_exception(error)
+        self._thread.close()
 
     def _compile(self, grammar: str) -> LLMatcher:
         if self._vocabulary is None:
