@@ -12,6 +12,7 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.weights.weight_files import load_weights
@@ -73,7 +74,11 @@ def _by_engine(folder: Path, device: torch.device, prompts: list[list[int]]) -> 
     storage = BlockStorage(
         config.block_layout(_BLOCK_SIZE, "float32"), sum(counts), device, has_scratch=device.type != "cpu"
     )
-    engine = Engine(model=decoder, storage=storage, max_sequences=len(prompts), max_context_len=_MAX_CONTEXT_LEN)
+    engine = Engine(
+        model=decoder,
+        storage=storage,
+        options=EngineOptions(max_sequences=len(prompts), max_context_len=_MAX_CONTEXT_LEN),
+    )
     engine.record_graphs()
     sampling = SamplingParams(temperature=0.0, max_tokens=_ANSWER_LEN, ignore_eos=True)
     names = [RequestId(str(index)) for index in range(len(prompts))]

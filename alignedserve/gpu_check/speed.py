@@ -13,6 +13,7 @@ from alignedserve.profiling.model_loading import load_decoder
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.engine import Engine
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_storage import BlockStorage
 
 _GIB = 1 << 30
@@ -64,7 +65,7 @@ def _timer(sizes: Sizes, points: dict[str, Point], device: torch.device) -> Iter
     storage.blocks.normal_()
     longest = max(*sizes.prompts, *(length for _, length in sizes.decodes)) + _SPARE
     most = max(count for count, _ in sizes.decodes)
-    engine = Engine(model=decoder, storage=storage, max_sequences=most, max_context_len=longest)
+    engine = Engine(model=decoder, storage=storage, options=EngineOptions(max_sequences=most, max_context_len=longest))
     engine.record_graphs()
     block_ids = np.random.default_rng(0).permutation(num_blocks).tolist()
     return IterationTimer(engine, block_ids=block_ids, clock=time.perf_counter)

@@ -15,6 +15,7 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.device.cores import has_native_bfloat16
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepSlice
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.model_loading import load_decoder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.served_model import load_tokenizer, resolve_model
@@ -62,8 +63,7 @@ def score_text(folder: Path, text: str, note: Callable[[int, int], None]) -> Tex
     engine = Engine(
         model=decoder,
         storage=BlockStorage(layout, len(blocks)),
-        max_sequences=1,
-        max_context_len=length + 1,
+        options=EngineOptions(max_sequences=1, max_context_len=length + 1),
     )
     scored = []
     for number, piece in enumerate(pieces):

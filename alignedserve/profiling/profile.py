@@ -29,6 +29,7 @@ from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.engine import Engine
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.staged_copies import StagedCopies
@@ -143,8 +144,7 @@ class _Profiler:
         engine = Engine(
             model=decoder,
             storage=self._storage,
-            max_sequences=self.sizes.max_requests,
-            max_context_len=self._max_context_len,
+            options=EngineOptions(max_sequences=self.sizes.max_requests, max_context_len=self._max_context_len),
         )
         engine.record_graphs()
         # In no order, as the blocks of a worker that has served for a while.

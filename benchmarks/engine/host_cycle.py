@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.config.sections import DecodeWorkerConfig, SchedulingConfig
-from alignedserve.core.ids import RequestId
+from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.messages.events import PeerConnected, Received
 from alignedserve.messages.handshake import Role
@@ -43,6 +43,7 @@ from alignedserve.runtime.attention.triton_backend import GpuPlanner
 from alignedserve.runtime.engine import engine as engine_module
 from alignedserve.runtime.engine.device_turns import DeviceTurns
 from alignedserve.runtime.engine.engine import Engine
+from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.engine.sampling import sampler
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
@@ -211,8 +212,9 @@ def made(num_rows: int, context_len: int, sampling: SamplingParams, *, is_spread
     storage = BlockStorage(layout, num_blocks + num_lent, torch.device("cpu"), has_scratch=True)
     model: Any = StandInModel(config, 4 * num_rows * context_len)
     own = range(num_blocks, num_blocks + num_lent)
-    options: dict[str, Any] = {"max_sequences": num_rows, "max_context_len": 4096, "capture": replayed}
-    engine = Engine(model=model, storage=storage, launches_ahead=True, lent_blocks=list(own), **options)  # type: ignore[arg-type]
+    options = EngineOptions(max_sequences=num_rows, max_context_len=4096, launches_ahead=True)
+    own_blocks = OwnBlocks(lent=[BlockId(block) for block in own])
+    engine = Engine(model=model, storage=storage, options=options, own_blocks=own_blocks, capture=replayed)
     executor = ModelExecutor.__new__(ModelExecutor)
     stand_in: Any = executor
     stand_in._engine, stand_in._ranks, stand_in._turns, stand_in._has_axes = engine, None, DeviceTurns(None), False

@@ -24,6 +24,7 @@ from alignedserve.runtime.device.timing import DeviceTimer
 from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
 from benchmarks.engine.throughput import weight_bytes
@@ -123,9 +124,11 @@ class _IterationBenchmark:
         engine = Engine(
             model=decoder,
             storage=storage,
-            max_sequences=spec.num_decodes,
-            max_context_len=max(context_len, prompt_len) + _SPARE,
-            attention=spec.attention,
+            options=EngineOptions(
+                max_sequences=spec.num_decodes,
+                max_context_len=max(context_len, prompt_len) + _SPARE,
+                attention=spec.attention,
+            ),
         )
         engine.record_graphs()
         block_ids = np.random.default_rng(0).permutation(num_used).tolist()

@@ -29,14 +29,7 @@ def started_ranks(spec: RankEngineSpec, *, uses_process_group: bool = False) -> 
         decoder = load_shard(spec, group.collectives)
         storage = make_storage(spec, 0, group.meeting)
         group.wait()
-        engine = Engine(
-            model=decoder,
-            storage=storage,
-            max_sequences=spec.max_sequences,
-            max_context_len=spec.max_context_len,
-            attention=spec.attention,
-            ranks=group,
-        )
+        engine = Engine(model=decoder, storage=storage, options=spec.engine_options, ranks=group)
         engine.record_graphs()
         yield engine
     finally:

@@ -21,6 +21,7 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepSlice
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.weights.random_weights import random_weights
@@ -85,8 +86,7 @@ class Own(Contender):
         self._engine = Engine(
             model=Decoder(config, random_weights(config, 0, torch_dtype(dtype))),
             storage=BlockStorage(config.block_layout(BLOCK_SIZE, dtype), NUM_STREAMS),
-            max_sequences=NUM_STREAMS,
-            max_context_len=BLOCK_SIZE,
+            options=EngineOptions(max_sequences=NUM_STREAMS, max_context_len=BLOCK_SIZE),
         )
 
     @override

@@ -23,6 +23,7 @@ from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.built_in import model_path
 from alignedserve.runtime.model.model_config import ModelConfig
@@ -135,9 +136,9 @@ def make_engine(decoder: Decoder, spec: EngineBenchmarkSpec) -> Engine:
     engine = Engine(
         model=decoder,
         storage=storage,
-        max_sequences=spec.max_sequences,
-        max_context_len=spec.max_context_len,
-        attention=spec.attention,
+        options=EngineOptions(
+            max_sequences=spec.max_sequences, max_context_len=spec.max_context_len, attention=spec.attention
+        ),
     )
     engine.record_graphs()
     return engine

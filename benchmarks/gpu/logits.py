@@ -21,6 +21,7 @@ from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.weights.weight_files import load_weights
@@ -112,9 +113,7 @@ def _engine(decoder: Decoder, attention: str, whole: dict[RequestId, int], num_d
     engine = Engine(
         model=decoder,
         storage=storage,
-        max_sequences=len(whole),
-        max_context_len=max(whole.values()),
-        attention=attention,
+        options=EngineOptions(max_sequences=len(whole), max_context_len=max(whole.values()), attention=attention),
     )
     sampling = SamplingParams(
         temperature=0.0, max_tokens=num_decoded, ignore_eos=True, num_logprobs=0, num_prompt_logprobs=0

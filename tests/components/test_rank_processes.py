@@ -14,6 +14,7 @@ from alignedserve.core.errors import ModelError
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.runtime.attention.sequence_table import NewSequence
 from alignedserve.runtime.engine.engine import Engine, StepSlice
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.ranks.rank_group import RankGroup
 from alignedserve.runtime.engine.ranks.rank_spec import RankEngineSpec, load_shard, make_storage
 from alignedserve.runtime.model.built_in import pocket_folder
@@ -68,7 +69,12 @@ class Started:
         except BaseException:
             self.group.close()
             raise
-        self.engine = Engine(model=decoder, storage=storage, max_sequences=4, max_context_len=100, ranks=self.group)
+        self.engine = Engine(
+            model=decoder,
+            storage=storage,
+            options=EngineOptions(max_sequences=4, max_context_len=100),
+            ranks=self.group,
+        )
 
     def start(self) -> list[int]:
         blocks = tuple(BlockId(block) for block in range(4))

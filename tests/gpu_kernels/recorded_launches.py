@@ -32,6 +32,7 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.lora.adapter_files import read_adapter_files
 from alignedserve.runtime.lora.adapter_weights import load_adapter
@@ -251,9 +252,7 @@ def run(form: Form, folder: Path) -> None:
     engine = Engine(
         model=decoder,
         storage=storage,
-        max_sequences=len(_PROMPTS),
-        max_context_len=MAX_CONTEXT_LEN,
-        attention=TRITON,
+        options=EngineOptions(max_sequences=len(_PROMPTS), max_context_len=MAX_CONTEXT_LEN, attention=TRITON),
         capture=capture_nothing,
     )
     adapter = _adapter(decoder, folder, reference) if form.has_adapter else None

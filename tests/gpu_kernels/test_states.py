@@ -8,6 +8,7 @@ import torch
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.engine.engine import Engine, NewSequence
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels import gpu_dispatch
 from tests.support.models.tiny_engines import GREEDY, TinyEngine, capture_nothing, random_tokens, tiny_decoder
@@ -38,7 +39,10 @@ def test_answers_are_those_of_a_cpu(
     storage.bytes.fill_(0xFF)
     capture = None if device.type == "cuda" else capture_nothing
     engine = Engine(
-        model=decoder, storage=storage, capture=capture, max_sequences=2, max_context_len=256, attention=TRITON
+        model=decoder,
+        storage=storage,
+        capture=capture,
+        options=EngineOptions(max_sequences=2, max_context_len=256, attention=TRITON),
     )
     engine.record_graphs()
     free = [BlockId(block) for block in range(NUM_BLOCKS)][::-1]

@@ -20,6 +20,7 @@ from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.device.streams import DeviceStreams
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
+from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
@@ -87,13 +88,15 @@ class Place:
         self.engine = Engine(
             model=decoder,
             storage=self.storage,
-            max_sequences=MAX_RUNNING,
-            max_context_len=MAX_CONTEXT_LEN,
+            options=EngineOptions(
+                max_sequences=MAX_RUNNING,
+                max_context_len=MAX_CONTEXT_LEN,
+                hidden_block_tokens=HIDDEN_BLOCK_TOKENS,
+                launches_ahead=launches_ahead,
+                stops_passes=stops_passes,
+            ),
             streams=streams,
-            hidden_block_tokens=HIDDEN_BLOCK_TOKENS,
-            launches_ahead=launches_ahead,
-            stops_passes=stops_passes,
-            lent_blocks=[BlockId(NUM_BLOCKS + index) for index in range(NUM_LENT)],
+            own_blocks=OwnBlocks(lent=[BlockId(NUM_BLOCKS + index) for index in range(NUM_LENT)]),
         )
         self.swap_space: HostCaches = SwapSpace(self.storage, streams, is_int8=has_int8_swaps)
         self.has_whole_swaps = not has_int8_swaps  # of whatever is in blocks

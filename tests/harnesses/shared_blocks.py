@@ -18,6 +18,7 @@ from alignedserve.messages.workers import PrefillRequest
 from alignedserve.runtime.device.streams import DeviceStreams
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.scheduling.policies import make_policy
@@ -65,8 +66,7 @@ class SharingWorker:
         self.engine = Engine(
             model=self.decoder,
             storage=self.storage,
-            max_sequences=MAX_REQUESTS,
-            max_context_len=MAX_CONTEXT_LEN,
+            options=EngineOptions(max_sequences=MAX_REQUESTS, max_context_len=MAX_CONTEXT_LEN),
             streams=streams,
         )
         self.swap_space = SlotSwapSpace(self.storage, streams)
@@ -177,7 +177,9 @@ def generated_alone(decoder: Decoder, cache_dtype: str | None = None) -> Callabl
         if prompt not in known:
             layout = decoder.config.block_layout(BLOCK_SIZE, cache_dtype or decoder.dtype_name)
             storage = BlockStorage(layout, MAX_CONTEXT_LEN // BLOCK_SIZE)
-            engine = Engine(model=decoder, storage=storage, max_sequences=1, max_context_len=MAX_CONTEXT_LEN)
+            engine = Engine(
+                model=decoder, storage=storage, options=EngineOptions(max_sequences=1, max_context_len=MAX_CONTEXT_LEN)
+            )
             name, blocks = RequestId("alone"), tuple(map(BlockId, range(storage.num_blocks)))
             sampling = SamplingParams(max_tokens=24, temperature=0.0, num_logprobs=0)
             engine.add_sequence(NewSequence(name, prompt, len(prompt), 0, blocks, sampling))

@@ -20,6 +20,7 @@ from alignedserve.runtime.attention.backend import AUTO
 from alignedserve.runtime.engine import native_pass
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.cpu.native import supported_levels
 from tests.support.marks import many, slow
@@ -126,7 +127,9 @@ class Worker:
         self._bytes = self._storage.bytes.view(NUM_BLOCKS, -1)
         self._bytes.fill_(0xFF)
         self._engine = Engine(
-            model=decoder, storage=self._storage, max_sequences=8, max_context_len=MAX_CONTEXT_LEN, attention=AUTO
+            model=decoder,
+            storage=self._storage,
+            options=EngineOptions(max_sequences=8, max_context_len=MAX_CONTEXT_LEN, attention=AUTO),
         )
         self._random = rng
         self._free = list(range(NUM_BLOCKS))

@@ -26,6 +26,7 @@ from alignedserve.runtime.device.verdicts import FAILURE, OK
 from alignedserve.runtime.device_check.drawn_weights import DrawnWeights
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
+from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder_parts import Activation, NormKind
@@ -133,11 +134,11 @@ def _compute(computer: Computer, dtype: torch.dtype, plan: CheckPlan, config: Mo
     engine = Engine(
         model=model,
         storage=storage,
-        max_sequences=len(plan.prompts),
-        max_context_len=_MAX_CONTEXT_LEN,
-        attention=computer.attention,
+        options=EngineOptions(
+            max_sequences=len(plan.prompts), max_context_len=_MAX_CONTEXT_LEN, attention=computer.attention
+        ),
         capture=computer.capture,
-        ring_scratch=[BlockId(_NUM_BLOCKS - 1 - index) for index in range(num_scratch)],
+        own_blocks=OwnBlocks(ring_scratch=[BlockId(_NUM_BLOCKS - 1 - index) for index in range(num_scratch)]),
     )
     engine.record_graphs()
     for sequence in _sequences(plan, layout, _NUM_BLOCKS - num_scratch):

@@ -8,15 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SampledToken
-from alignedserve.runtime.attention.backend import AUTO, AttentionPlanner, Contexts, TableKeeper
+from alignedserve.runtime.attention.backend import AttentionPlanner, Contexts, TableKeeper
 from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.ring_tables import RingTables
 from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable
 from alignedserve.runtime.device.device_work import in_inference_mode
 from alignedserve.runtime.device.streams import DeviceStreams, streams_of
 from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.engine_options import NO_OWN_BLOCKS, EngineAbilities, EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.forward_batch import LastTokenContexts, LastTokenPlanner
 from alignedserve.runtime.engine.rank_mirror import RankMirror, wait_for_step
 from alignedserve.runtime.engine.sampling.sampler import Sampler
@@ -67,102 +69,80 @@ class Engine:
         *,
         model: Decoder,
         storage: BlockStorage,
-        max_sequences: int,
-        max_context_len: int,
-        attention: str = AUTO,
+        options: EngineOptions,
+        own_blocks: OwnBlocks = NO_OWN_BLOCKS,
         streams: DeviceStreams | None = None,
         capture: Capture | None = None,
-        hidden_block_tokens: int | None = None,
         masks: TokenMasks | None = None,
         ranks: RankMirror | None = None,
-        launches_ahead: bool | None = None,
-        stops_passes: bool = False,
-        lent_blocks: Sequence[BlockId] = (),
-        max_running: int | None = None,
-        ring_scratch: Sequence[BlockId] = (),
     ) -> None:
-        """`attention`: one of CHOICES of runtime.attention. `streams`, `capture`: replace those of the storage's
-        device. `hidden_block_tokens`: sequences may have a hidden cache, whose blocks hold so many tokens each; memory
-        is allocated for it. `masks`: empty; None: no sequence may have a grammar.
-        `ranks`: the others that compute the model with this one, the first; None: it is computed here alone.
-        `launches_ahead`: steps are launched before the tokens of the one before are known; None: on a GPU.
-        `stops_passes`: other steps may run between the layers of one with chunks, so those are not launched ahead.
-        `lent_blocks`: of the storage, for the engine itself; no sequence has them. See BlockLoans.
-        `max_running`: sequences that decode in one step, for which graphs are recorded; None: all.
-        `ring_scratch`: blocks like `lent_blocks`, for chunks where layers with a window have rings. See RingTables.
+        """`streams`, `capture`: replace those of the storage's device. `masks`: empty; None: no sequence may have a
+        grammar. `ranks`: the others that compute the model with this one, the first; None: it is computed here alone.
 
         Raises ConfigError for options that are unavailable here.
         """
-        layout, config = storage.layout, model.config
-        assert config.rope or max_context_len <= config.max_position_embeddings, "more context than positions"
-        dtype = layout.dtype if layout.has_scales else model.dtype_name
-        assert layout in config.layouts(layout.block_size, dtype), "the storage is not of this model"
-        assert not (layout.has_scales and hidden_block_tokens), "blocks of 8 bits hold no layer inputs"
+        layout, config, device = storage.layout, model.config, storage.device
+        _check_fit(model, layout, options)
         self.model = model
         self.storage = storage
         self._ranks = ranks
         self._table = SequenceTable(
-            max_sequences=max_sequences,
-            max_context_len=max_context_len,
+            max_sequences=options.max_sequences,
+            max_context_len=options.max_context_len,
             block_size=layout.block_size,
-            hidden_block_tokens=hidden_block_tokens,
+            hidden_block_tokens=options.hidden_block_tokens,
             state_blocks=layout.state_blocks,
         )
         self.keep_states = self._table.keep_states
-        self._rings = rings = RingTables(self._table, layout, ring_scratch) if layout.ring_layers else None
-        storage.zero_blocks(np.array(ring_scratch, np.int64))  # of which attention may read unused slots
+        scratch = own_blocks.ring_scratch
+        self._rings = rings = RingTables(self._table, layout, scratch) if layout.ring_layers else None
+        storage.zero_blocks(np.array(scratch, np.int64))  # of which attention may read unused slots
 
         def make_planner(contexts: Contexts, storage: BlockStorage) -> AttentionPlanner:
-            return attention_planner(attention, contexts, storage, config, model.dtype, model.scores, rings)
+            return attention_planner(options.attention, contexts, storage, config, model.dtype, model.scores, rings)
 
-        planner, hidden = make_planner(self._table, storage), None
-        if launches_ahead is None:
-            launches_ahead = storage.device.type != "cpu"
-        has_states = layout.has_states
-        changes_states = has_states and rings is None  # a step that is dropped has; rings have blocks to spare
-        launches_ahead &= ranks is None and not planner.reads_unused_slots and not changes_states
-        if hidden_block_tokens is not None:
-            hidden = HiddenContexts(self._table, storage, hidden_block_tokens, make_planner)
-        if capture is None and storage.device.type == "cuda" and planner.plans_ahead:
-            capture = CudaCapture()
-        last, is_on_cpu = None, storage.device.type == "cpu"
-        if is_on_cpu and not launches_ahead and not planner.plans_ahead:  # it plans no device's arrays
+        planner = make_planner(self._table, storage)
+        can = EngineAbilities.of(options, storage, planner, has_ranks=ranks is not None)
+        self.can_share_blocks = can.shares_blocks
+        hidden = last = None
+        if options.hidden_block_tokens is not None:
+            hidden = HiddenContexts(self._table, storage, options.hidden_block_tokens, make_planner)
+        if device.type == "cpu" and not can.launches_ahead and not planner.plans_ahead:  # it plans no device's arrays
             contexts = LastTokenContexts(self._table)
             last = LastTokenPlanner(contexts, make_planner(contexts, storage))
-        sizes = graph_sizes(max_running or max_sequences)
+        if capture is None and device.type == "cuda" and planner.plans_ahead:
+            capture = CudaCapture()
+        sizes = [] if capture is None else graph_sizes(options.most_running)
         graphs = None if capture is None else DecodeGraphs(model, storage, capture, sizes)
         self._passes = StepPasses(model, storage, graphs)
-        padded = [] if capture is None else sizes
         self._builder = BatchBuilder(
-            self._table, storage, planner, decode_sizes=padded, hidden=hidden, last=last, rings=rings
+            self._table, storage, planner, decode_sizes=sizes, hidden=hidden, last=last, rings=rings
         )
         self._sampler = Sampler(
-            max_sequences=max_sequences,
+            max_sequences=options.max_sequences,
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
             masks=masks,
-            counts_on_device=launches_ahead or storage.device.type != "cpu",
+            counts_on_device=can.launches_ahead or device.type != "cpu",
         )
         self._jumps = JumpAhead(self._table, masks, self._sampler)
         self._prompts = PromptResults(model, self._table)
-        self._compute = (streams or streams_of(storage.device)).stream(COMPUTE)
-        if launches_ahead and isinstance(planner, TableKeeper):
+        self._compute = (streams or streams_of(device)).stream(COMPUTE)
+        if can.launches_ahead and isinstance(planner, TableKeeper):
             planner.keep_tables()
-        self._chosen = ChosenTokens(max_sequences, storage.device, launches_ahead=launches_ahead)
+        self._chosen = ChosenTokens(options.max_sequences, device, launches_ahead=can.launches_ahead)
         self._next = NextStep(
             self._table,
             self._builder,
             self._sampler,
-            BlockLoans(self._table, storage, self._compute, lent_blocks),
-            plans=planner.plans_ahead and not changes_states,
-            launches=launches_ahead,
-            launches_chunks=not stops_passes and rings is None,  # what rings had is lost where such a step is dropped
+            BlockLoans(self._table, storage, self._compute, own_blocks.lent),
+            plans=can.plans_ahead,
+            launches=can.launches_ahead,
+            launches_chunks=can.launches_chunks,
             kept_rings=None if rings is None else RingKeeper(rings, storage, self._compute),
         )
-        self._late = LateStates(self._table, storage) if has_states else None
+        self._late = LateStates(self._table, storage) if layout.has_states else None
         self._enqueuing: StepLaunch | None = None  # between its layers others may come
-        # Else a new block is zeroed first, and with it what another sequence has there; and it has one state.
-        self.can_share_blocks = not planner.reads_unused_slots and not has_states
 
     @property
     def hidden_block_tokens(self) -> int | None:
@@ -398,3 +378,12 @@ class Engine:
     def _reasons(self, failed: list[RequestId]) -> dict[RequestId, str]:
         reasons = ((one, self._sampler.failure(self._table.row(one))) for one in failed)
         return {one: reason for one, reason in reasons if reason is not None}
+
+
+def _check_fit(model: Decoder, layout: BlockLayout, options: EngineOptions) -> None:
+    """Assert that model, blocks and options go together."""
+    config = model.config
+    assert config.rope or options.max_context_len <= config.max_position_embeddings, "more context than positions"
+    dtype = layout.dtype if layout.has_scales else model.dtype_name
+    assert layout in config.layouts(layout.block_size, dtype), "the storage is not of this model"
+    assert not (layout.has_scales and options.hidden_block_tokens), "blocks of 8 bits hold no layer inputs"

@@ -1,6 +1,7 @@
 """Makes the engine of a worker: divides its memory into blocks, and loads what of the model this process computes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
 from alignedserve.runtime.device.streams import DeviceStreams
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine
+from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, engine_blocks
 from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
 from alignedserve.runtime.engine.model_loading import (
@@ -28,7 +30,7 @@ from alignedserve.runtime.engine.model_loading import (
 from alignedserve.runtime.engine.ranks.rank_group import RankGroup
 from alignedserve.runtime.engine.stages.block_lender import num_stage_loans
 from alignedserve.runtime.engine.stages.stage_group import StageGroup
-from alignedserve.runtime.engine.stages.staged_engine import StagedEngine
+from alignedserve.runtime.engine.stages.staged_engine import StagedEngine, Stages
 from alignedserve.runtime.engine.steps.block_loans import num_lent_blocks
 from alignedserve.runtime.engine.worker_specs import expert_spec_of, rank_spec_of, stage_spec_of
 from alignedserve.runtime.grammar.token_masks import TokenMasks
@@ -61,14 +63,13 @@ class EngineBlocks(NamedTuple):
         return self.num_blocks + self.num_lent
 
     @property
-    def lent(self) -> list[BlockId]:
+    def own(self) -> OwnBlocks:
         """Return the engine's own blocks."""
-        return [BlockId(self.num_blocks + index) for index in range(self.num_lent)]
-
-    @property
-    def scratch(self) -> list[BlockId]:
-        """Return the scratch blocks."""
-        return [BlockId(self.num_kept + index) for index in range(self.num_scratch)]
+        first_scratch = self.num_kept
+        return OwnBlocks(
+            lent=[BlockId(self.num_blocks + index) for index in range(self.num_lent)],
+            ring_scratch=[BlockId(first_scratch + index) for index in range(self.num_scratch)],
+        )
 
 
 class LoadedParts(NamedTuple):
@@ -120,34 +121,31 @@ def make_engine(
     masks: TokenMasks,
 ) -> Engine:
     """Make the engine over what this process computes."""
+    options = EngineOptions(
+        max_sequences=sizes.max_sequences,
+        max_context_len=served.max_context_len,
+        max_running=sizes.most_running,
+        attention=sizes.attention_backend,
+    )
     make: Callable[..., Engine]
     if isinstance(parts.ranks, StageGroup):
-        make = partial(
-            StagedEngine,
-            stages=parts.ranks,
-            num_stages=served.pipeline_parallel,
-            all_blocks=parts.whole_storage,
-            goes_ahead=sizes.is_decoding and not served.block_layout(sizes.block_size).has_states,
-        )
+        goes_ahead = sizes.is_decoding and not served.block_layout(sizes.block_size).has_states
+        make = partial(StagedEngine, stages=Stages(parts.ranks, parts.whole_storage, goes_ahead))
     else:
-        make = partial(
-            Engine,
+        make = partial(Engine, ranks=parts.ranks)
+        options = replace(
+            options,
             hidden_block_tokens=sizes.hidden_block_tokens,
-            ranks=parts.ranks,
             launches_ahead=_launches_ahead(served, sizes),
             stops_passes=sizes.stops_passes,
         )
     return make(
         model=parts.decoder,
         storage=parts.storage,
-        max_sequences=sizes.max_sequences,
-        max_context_len=served.max_context_len,
-        attention=sizes.attention_backend,
+        options=options,
+        own_blocks=blocks.own,
         streams=streams,
         masks=masks,
-        lent_blocks=blocks.lent,
-        max_running=sizes.most_running,
-        ring_scratch=blocks.scratch,
     )
 
 

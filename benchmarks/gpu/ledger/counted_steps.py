@@ -17,6 +17,7 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.streams import HostStream
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
@@ -161,8 +162,9 @@ def _engine(form: ModelForm, steps: tuple[StepForm, ...], device: CountedGpu) ->
     engine = Engine(
         model=decoder,
         storage=storage,
-        max_sequences=max(step.num_decodes + bool(step.prompt_len) for step in steps),
-        max_context_len=longest,
+        options=EngineOptions(
+            max_sequences=max(step.num_decodes + bool(step.prompt_len) for step in steps), max_context_len=longest
+        ),
         streams=counter,
         capture=counter.capture,
         masks=AllAllowed(config.vocab_size) if form.has_grammar else None,

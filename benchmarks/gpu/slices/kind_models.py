@@ -25,6 +25,7 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
+from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.weights.random_weights import random_weights
@@ -151,9 +152,8 @@ class _Own:
         self._engine = Engine(
             model=Decoder(config, random_weights(config, 0, torch_dtype(dtype), device)),
             storage=BlockStorage(layout, num_blocks + num_scratch, device),
-            max_sequences=num_requests,
-            max_context_len=longest,
-            ring_scratch=[BlockId(num_blocks + index) for index in range(num_scratch)],
+            options=EngineOptions(max_sequences=num_requests, max_context_len=longest),
+            own_blocks=OwnBlocks(ring_scratch=[BlockId(num_blocks + index) for index in range(num_scratch)]),
         )
 
     def rates(self) -> dict[str, float]:

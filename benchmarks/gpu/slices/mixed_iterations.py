@@ -14,6 +14,7 @@ from alignedserve.costmodel.iteration_points import Chunk, Point
 from alignedserve.profiling.model_loading import load_decoder
 from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.engine import Engine
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from benchmarks.gpu.slices.step_profile import profiled
 from benchmarks.gpu.timed_iterations import MIXED_CACHED, MIXED_CONTEXTS
@@ -40,7 +41,9 @@ def measure_mixed(
     storage = BlockStorage(decoder.config.block_layout(_BLOCK_SIZE, dtype), num_blocks, device)
     storage.blocks.normal_()
     longest = max(totals[-1] + cached, contexts[0]) + _SPARE
-    engine = Engine(model=decoder, storage=storage, max_sequences=len(contexts) + 1, max_context_len=longest)
+    engine = Engine(
+        model=decoder, storage=storage, options=EngineOptions(max_sequences=len(contexts) + 1, max_context_len=longest)
+    )
     engine.record_graphs()
     timer = IterationTimer(engine, block_ids=list(range(num_blocks)), clock=time.perf_counter)
     figures: dict[str, Any] = {"shape": shape, "dtype": dtype, "num_decodes": len(contexts), "rows": [], "kernels": []}

@@ -17,6 +17,7 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_config import ModelConfig
@@ -99,8 +100,10 @@ def _timer(decoder: Decoder, points: dict[str, Point], sizes: Sizes, cache: str)
     engine = Engine(
         model=decoder,
         storage=storage,
-        max_sequences=max(count for count, _ in sizes.decodes),
-        max_context_len=max(sizes.prompt_len, *(length for _, length in sizes.decodes)) + _SPARE,
+        options=EngineOptions(
+            max_sequences=max(count for count, _ in sizes.decodes),
+            max_context_len=max(sizes.prompt_len, *(length for _, length in sizes.decodes)) + _SPARE,
+        ),
     )
     engine.record_graphs()
     block_ids = np.random.default_rng(0).permutation(num_blocks).tolist()

@@ -18,6 +18,7 @@ from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.engine import Engine
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_storage import BlockStorage
 
 _NUM_ROUNDS, _BLOCK_SIZE, _SPARE, _KEPT = 4, 16, 16, 25  # rounds of three steps
@@ -39,7 +40,9 @@ def profile_steps(
         num_blocks = point.num_blocks(_BLOCK_SIZE, _SPARE)
         storage = BlockStorage(decoder.config.block_layout(_BLOCK_SIZE, dtype), num_blocks, device)
         storage.blocks.normal_()
-        engine = Engine(model=decoder, storage=storage, max_sequences=count, max_context_len=length + _SPARE)
+        engine = Engine(
+            model=decoder, storage=storage, options=EngineOptions(max_sequences=count, max_context_len=length + _SPARE)
+        )
         engine.record_graphs()
         timer = IterationTimer(engine, block_ids=list(range(num_blocks)), clock=time.perf_counter)
         figures["batches"].append({"batch": f"{count} x {length}", **profiled(timer, point, device)})

@@ -79,8 +79,6 @@ def _follower(spec: RankEngineSpec, collectives: Collectives, storage: BlockStor
     return FollowerEngine(
         model=load_shard(spec, collectives),
         storage=storage,
-        max_sequences=spec.max_sequences,
-        max_context_len=spec.max_context_len,
-        attention=spec.attention,
+        options=spec.engine_options,
         streams=streams_of(storage.device),
     )

@@ -15,6 +15,7 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.streams import Event, streams_of
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.ranks.follower_copies import FrameCount
 from alignedserve.runtime.engine.ranks.follower_process import FollowerEngine
 from alignedserve.runtime.engine.ranks.rank_commands import Command
@@ -128,9 +129,9 @@ class RankedEngine(TinyEngine):
                 return FollowerEngine(
                     model=decoder,
                     storage=poisoned_storage(decoder, has_scratch=capture is not None, cache_dtype=cache_dtype),
-                    max_sequences=max_sequences,
-                    attention=attention,
-                    max_context_len=MAX_CONTEXT_LEN,
+                    options=EngineOptions(
+                        max_sequences=max_sequences, max_context_len=MAX_CONTEXT_LEN, attention=attention
+                    ),
                     capture=capture,
                 )
 

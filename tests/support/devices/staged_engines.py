@@ -9,6 +9,7 @@ import torch
 
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.device.shared_pages import map_file
+from alignedserve.runtime.engine.engine_options import OwnBlocks
 from alignedserve.runtime.engine.ranks.frames import encode
 from alignedserve.runtime.engine.ranks.rank_group import make_block_memory
 from alignedserve.runtime.engine.stages.stage_group import StageGroup
@@ -21,7 +22,7 @@ from alignedserve.runtime.engine.stages.stage_spec import (
     make_whole_storage,
 )
 from alignedserve.runtime.engine.stages.stage_wire import FrameKind, StageWire
-from alignedserve.runtime.engine.stages.staged_engine import StagedEngine
+from alignedserve.runtime.engine.stages.staged_engine import StagedEngine, Stages
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.weights.model_spec import ModelSpec
@@ -99,14 +100,14 @@ class StagedTinyEngine(TinyEngine):
         self.engine = StagedEngine(
             model=decoder,
             storage=self.storage,
-            all_blocks=self.storage if blocks is None else make_whole_storage(spec, blocks),
-            stages=self.stages,
-            num_stages=size,
-            goes_ahead=not spec.whole_layout.has_states,
-            max_sequences=max_sequences,
-            max_context_len=MAX_CONTEXT_LEN,
+            options=spec.engine_options,
+            stages=Stages(
+                self.stages,
+                self.storage if blocks is None else make_whole_storage(spec, blocks),
+                goes_ahead=not spec.whole_layout.has_states,
+            ),
             masks=masks,
-            lent_blocks=[BlockId(NUM_BLOCKS - 1 - index) for index in range(num_lent)],
+            own_blocks=OwnBlocks(lent=[BlockId(NUM_BLOCKS - 1 - index) for index in range(num_lent)]),
         )
         if blocks is not None:
             os.close(blocks)

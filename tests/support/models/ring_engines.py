@@ -4,6 +4,7 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
+from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from tests.support.models.tiny_engines import BLOCK_SIZE, GREEDY
@@ -32,13 +33,11 @@ class RingEngine:
         self.engine = Engine(
             model=decoder,
             storage=self.storage,
-            max_sequences=4,
-            max_context_len=256,
-            attention=attention,
+            options=EngineOptions(
+                max_sequences=4, max_context_len=256, attention=attention, launches_ahead=launches_ahead
+            ),
             capture=capture,
-            ring_scratch=self.take(num_scratch),
-            lent_blocks=self.take(num_lent),
-            launches_ahead=launches_ahead,
+            own_blocks=OwnBlocks(ring_scratch=self.take(num_scratch), lent=self.take(num_lent)),
         )
 
     def take(self, count: int) -> tuple[BlockId, ...]:

@@ -19,6 +19,7 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.streams import DeviceStreams
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
+from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.rank_mirror import RankMirror
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture
 from alignedserve.runtime.engine.steps.step_batch import BatchBuilder
@@ -86,16 +87,18 @@ class TinyEngine:
         self.engine = Engine(
             model=decoder,
             storage=self.storage,
-            max_sequences=max_sequences,
-            max_context_len=MAX_CONTEXT_LEN,
-            attention=attention,
+            options=EngineOptions(
+                max_sequences=max_sequences,
+                max_context_len=MAX_CONTEXT_LEN,
+                attention=attention,
+                hidden_block_tokens=decoder.config.hidden_block_tokens(BLOCK_SIZE) if has_hidden_cache else None,
+                launches_ahead=launches_ahead,
+            ),
             streams=streams,
             capture=capture,
-            hidden_block_tokens=decoder.config.hidden_block_tokens(BLOCK_SIZE) if has_hidden_cache else None,
             masks=masks,
-            launches_ahead=launches_ahead,
             ranks=ranks,
-            lent_blocks=[BlockId(NUM_BLOCKS - 1 - index) for index in range(num_lent)],
+            own_blocks=OwnBlocks(lent=[BlockId(NUM_BLOCKS - 1 - index) for index in range(num_lent)]),
         )
         self.free_blocks = [block for block in shuffled_blocks(seed) if block < NUM_BLOCKS - num_lent]
         self.blocks: dict[str, tuple[BlockId, ...]] = {}

@@ -165,9 +165,7 @@ def _make_engine(start: Start) -> tuple[FollowerEngine, HostCaches]:
     engine = FollowerEngine(
         model=load_shard(spec, collectives),
         storage=storage,
-        max_sequences=spec.max_sequences,
-        max_context_len=spec.max_context_len,
-        attention=spec.attention,
+        options=spec.engine_options,
         streams=streams,
     )
     swap_space = make_swap_space(

@@ -3,6 +3,7 @@
 import msgspec
 
 from alignedserve.config.sections import LoraConfig
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.model.weights.model_spec import ModelSpec
 
 
@@ -22,3 +23,10 @@ class PartSpec(msgspec.Struct, frozen=True, kw_only=True):
     wants_shared_blocks: bool = False
     swap_space_bytes: int = 0  # of a rank; of a stage where the worker's blocks are on several hosts
     lora: LoraConfig = msgspec.field(default_factory=LoraConfig)  # which adapters requests may have
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        """Return what the engine is set to."""
+        return EngineOptions(
+            max_sequences=self.max_sequences, max_context_len=self.max_context_len, attention=self.attention
+        )

@@ -116,6 +116,7 @@ class StageGroup(ToldRanks):
         """`links` to the stages behind the first, in order, whose loading goes on: see `wait`."""
         super().__init__()
         self._links = links
+        self.size = spec.size
         self.copies = NoCopies(spec.size)  # where each stage has its own blocks
         self._width, self._dtype = spec.model.config.hidden_size, torch_dtype(spec.model.dtype)
         self._received = _Received()

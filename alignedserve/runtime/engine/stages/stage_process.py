@@ -121,13 +121,7 @@ def _make_engine(start: StageStart) -> tuple[StageEngine, HostCaches]:
     torch.set_num_threads(spec.num_threads)
     storage = make_stage_storage(spec, start.index, start.blocks)
     close_blocks(start.blocks)
-    engine = StageEngine(
-        model=load_stage(spec, start.index),
-        storage=storage,
-        max_sequences=spec.max_sequences,
-        max_context_len=spec.max_context_len,
-        attention=spec.attention,
-    )
+    engine = StageEngine(model=load_stage(spec, start.index), storage=storage, options=spec.engine_options)
     engine.stage = spec.stages[start.index]
     swap_space = make_swap_space(
         storage,

@@ -11,18 +11,20 @@ The life of a part:
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import NamedTuple, cast
 
 import numpy as np
 from typing_extensions import override
 
-from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
 from alignedserve.runtime.device.device_work import in_inference_mode
-from alignedserve.runtime.device.streams import Event, Stream
+from alignedserve.runtime.device.streams import DeviceStreams, Event, Stream
+from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine
+from alignedserve.runtime.engine.engine_options import NO_OWN_BLOCKS, EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.stages.block_lender import BlockLender, Loan
 from alignedserve.runtime.engine.stages.group_choice import GroupChoice
 from alignedserve.runtime.engine.stages.stage_commands import PartSlice
@@ -31,6 +33,7 @@ from alignedserve.runtime.engine.stages.step_parts import Slice, group_size, ste
 from alignedserve.runtime.engine.steps.planned_step import StepBatch
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch
 from alignedserve.runtime.engine.steps.step_output import Slices, StepOutput, StepTimes
+from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.pending_copies import PendingCopies
 
@@ -51,33 +54,46 @@ class Part(StepLaunch):
     attention_s: float = 0.0
 
 
+class Stages(NamedTuple):
+    """The stages behind an engine's, and how steps go through them."""
+
+    group: StageGroup
+    all_blocks: BlockStorage  # of all parts of the blocks, or of the first stage's where each stage has its own
+    goes_ahead: bool  # sequences decode behind their prompts, and have no states: a part nobody asks for changes those
+
+
 class StagedEngine(Engine):
     """See Engine; on a CPU."""
 
     def __init__(
         self,
         *,
-        stages: StageGroup,
-        num_stages: int,
+        model: Decoder,
         storage: BlockStorage,
-        all_blocks: BlockStorage,
-        lent_blocks: Sequence[BlockId] = (),
-        goes_ahead: bool = True,
-        choice: GroupChoice | None = None,
-        **options: object,
+        options: EngineOptions,
+        stages: Stages,
+        own_blocks: OwnBlocks = NO_OWN_BLOCKS,
+        streams: DeviceStreams | None = None,
+        masks: TokenMasks | None = None,
     ) -> None:
-        """`storage`: of this stage's part of the blocks; `all_blocks`: of all parts, or the same where each stage has
-        its own. `goes_ahead`: sequences decode behind their prompts, and have no states, which a part that
-        nobody asks for would change. `choice`: None: one of its own. Others as of
-        Engine, without hidden caches."""
-        super().__init__(storage=storage, ranks=stages, launches_ahead=False, **options)  # type: ignore[arg-type]
-        self._stages, self._num_stages = stages, num_stages
+        """`storage`: of this stage's part of the blocks. `options`: without hidden caches. Others as of Engine."""
+        group, all_blocks, goes_ahead = stages
+        super().__init__(
+            model=model,
+            storage=storage,
+            options=replace(options, launches_ahead=False),
+            own_blocks=replace(own_blocks, lent=()),
+            streams=streams,
+            masks=masks,
+            ranks=group,
+        )
+        self._stages, self._num_stages = group, group.size
         self._pending: PendingCopies = all_blocks.pending_copies
         has_own = all_blocks is storage
-        self._lender = BlockLender(self._table, all_blocks, stages if has_own else None, lent_blocks)
+        self._lender = BlockLender(self._table, all_blocks, group if has_own else None, own_blocks.lent)
         self._ahead: list[Part] = []
         self._goes_ahead = goes_ahead
-        self._choice = choice or GroupChoice()
+        self._choice = GroupChoice()
         self._ended_s = 0.0  # when the step before did
         self._num_paused = 0
         self._may_go_ahead = np.zeros(len(self._table.sequences), np.bool_)  # by row

@@ -8,6 +8,7 @@ import torch
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepSlice
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from tests.support.models.tiny_engines import GREEDY, TinyEngine, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
@@ -32,7 +33,9 @@ class ApartEngine:
         assert self.layout.state_blocks, "states larger than blocks"
         self.storage = BlockStorage(self.layout, NUM_BLOCKS)
         self.storage.bytes.fill_(0xFF)
-        self.engine = Engine(model=decoder, storage=self.storage, max_sequences=4, max_context_len=256)
+        self.engine = Engine(
+            model=decoder, storage=self.storage, options=EngineOptions(max_sequences=4, max_context_len=256)
+        )
         self.free = [BlockId(block) for block in range(NUM_BLOCKS)][::-1]
 
     def take(self, count: int) -> tuple[BlockId, ...]:
