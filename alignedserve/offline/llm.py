@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Unpack
 
+from msgspec import structs
+
 from alignedserve.api.embeddings.response_format import Vectors
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.config.sections import (
@@ -95,6 +97,7 @@ class LLM:
             window_cache=window_cache,
             tensor_parallel=tensor_parallel_size,
             pipeline_parallel=pipeline_parallel_size,
+            expert_parallel=expert_parallel_size,
         )
         choice = choose_device(engine.device)
         choice.log()
@@ -111,15 +114,10 @@ class LLM:
         )
         served = resolve_model(
             section,
-            worker_device,
-            engine.kv_cache_dtype,
+            structs.replace(engine, device=worker_device),
             has_bfloat16=has_native_bfloat16(),
             has_float8=has_float8_products(worker_device),
-            tensor_parallel=tensor_parallel_size,
-            pipeline_parallel=pipeline_parallel_size,
-            expert_parallel=expert_parallel_size,
             states_apart=True,
-            window_cache=engine.window_cache,
         )
         check_ranks(worker_device, tensor_parallel_size, pipeline_parallel_size, expert_parallel_size)
         if served.stored is not None and served.stored.warning is not None:

@@ -125,7 +125,7 @@ class Rooms:
         """Start everything; return when it is ready."""
         config = self._configure(self.port)
         prepare_records(self.state_folder / RECORDS)
-        served = resolve_model(config.model, kv_cache_dtype=config.engine.kv_cache_dtype)
+        served = resolve_model(config.model, EngineConfig(kv_cache_dtype=config.engine.kv_cache_dtype))
         separate = config.prefill.count if config.chosen_topology.is_separate else 0
         share = NodeShare(
             "node-0",

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.config.sections import EngineConfig, ModelSectionConfig
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.costmodel.linear import LinearCoefficients
@@ -113,7 +113,7 @@ def workers(dtype: str, layers: int) -> Iterator[dict[str, Worker]]:
         (Path(folder) / "config.json").write_text(json.dumps({**_MIXTURE, "num_hidden_layers": layers}))
         section = ModelSectionConfig(path=folder, random_weights=True, dtype=dtype)
         started = {
-            form: Worker(resolve_model(section, expert_parallel=size), num_threads)
+            form: Worker(resolve_model(section, EngineConfig(expert_parallel=size)), num_threads)
             for form, (size, num_threads) in FORMS.items()
         }
         yield started

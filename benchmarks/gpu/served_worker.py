@@ -21,7 +21,7 @@ import msgspec
 from alignedserve.cluster.machine import this_machine
 from alignedserve.cluster.sizing import choose_sizes, with_block_size
 from alignedserve.config.environment import limit_thread_spinning
-from alignedserve.config.sections import ClusterConfig
+from alignedserve.config.sections import ClusterConfig, EngineConfig
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import AlignedServeError, ResourceError
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
@@ -117,7 +117,12 @@ def plan_worker(
     }
     config = resolve_policy(from_mapping(values))
     machine = this_machine(device)
-    served = resolve_model(config.model, device, has_bfloat16=machine.has_bfloat16, states_apart=True)
+    served = resolve_model(
+        config.model,
+        EngineConfig(device=device, window_cache="whole"),
+        has_bfloat16=machine.has_bfloat16,
+        states_apart=True,
+    )
     choice = choose_sizes(with_block_size(config, served), served, machine)
     engine = msgspec.structs.replace(choice.config.engine, threads_per_worker=num_cores() if device != "cpu" else 1)
     sized = msgspec.structs.replace(choice.config, engine=engine)

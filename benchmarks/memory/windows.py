@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.config.sections import EngineConfig, ModelSectionConfig
 from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
@@ -166,7 +166,7 @@ def served_in(form: str) -> ServedModel:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SMALL))
         section = ModelSectionConfig(path=folder, random_weights=True, dtype="float32")
-        return resolve_model(section, window_cache=form)
+        return resolve_model(section, EngineConfig(device="cpu", window_cache=form))
 
 
 def run(form: str, memory_bytes: int, num_documents: int, document_len: int, answer_len: int) -> dict[str, Any]:

@@ -158,13 +158,8 @@ def resolve_for(machines: Sequence[Machine], config: ClusterConfig) -> ServedMod
     """
     return resolve_model(
         config.model,
-        config.engine.device,
-        config.engine.kv_cache_dtype,
+        msgspec.structs.replace(config.engine, window_cache=window_cache_of(config)),
         has_bfloat16=all(machine.has_bfloat16 for machine in machines),
         has_float8=all(machine.has_float8 for machine in machines),
-        tensor_parallel=config.engine.tensor_parallel,
-        pipeline_parallel=config.engine.pipeline_parallel,
-        expert_parallel=config.engine.expert_parallel,
         states_apart=True,
-        window_cache=window_cache_of(config),
     )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from alignedserve.config.sections import LoraConfig, ModelSectionConfig
+from alignedserve.config.sections import EngineConfig, LoraConfig, ModelSectionConfig
 from alignedserve.core.block_layout import LARGEST_BLOCK, BlockLayout
 from alignedserve.core.errors import ConfigError, ModelError
 from alignedserve.core.request import LoraAdapter
@@ -27,6 +27,7 @@ from alignedserve.text.tokenizer import Tokenizer
 from alignedserve.text.tokenizer_files import read_template
 
 _BLOCK_SIZE = 16  # tokens
+_ON_ONE_CPU = EngineConfig(device="cpu", window_cache=WHOLE)
 _WIDEST_STATES = 1.25  # smaller blocks are chosen where a context's states take no more by these than in any
 
 
@@ -131,40 +132,24 @@ class ServedModel:
 
 def resolve_model(
     section: ModelSectionConfig,
-    device: str = "cpu",
-    kv_cache_dtype: str = "auto",
+    engine: EngineConfig = _ON_ONE_CPU,
     *,
     has_bfloat16: bool = False,
     has_float8: bool = False,
-    tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
-    expert_parallel: int = 1,
     states_apart: bool = False,
-    window_cache: str = WHOLE,
 ) -> ServedModel:
-    """Read the model's config; `device` and `kv_cache_dtype` as in the engine's section; `has_bfloat16`: the processor
-    multiplies it natively; `has_float8`: the GPU multiplies FP8; `tensor_parallel`, `pipeline_parallel`: ranks and
-    stages of a worker; `expert_parallel`: processes that share its experts; `states_apart`: large recurrent
-    states may have blocks of their own; `window_cache`: as in the engine's section.
+    """Read the model's config. `engine`: with its device decided. `has_bfloat16`: the processor multiplies it natively.
+    `has_float8`: the GPU multiplies FP8. `states_apart`: large recurrent states may have blocks of their own.
 
     Raises ModelError or ConfigError saying what is missing, unknown or too large.
     """
     folder = model_path(section.path)
     file = GgufFile(folder) if is_gguf(folder) else None
     config = read_served_config(folder) if file is None else gguf_config(file)
+    _check_engine(config, engine)
     if isinstance(config, EncoderConfig):
-        _check_encoder(section, kv_cache_dtype)
-    if isinstance(config, ModelConfig):
-        check_tensor_parallel(config, tensor_parallel)
-        check_pipeline_parallel(config, pipeline_parallel, tensor_parallel, device)
-        check_expert_parallel(config, expert_parallel, tensor_parallel * pipeline_parallel, device)
-    elif tensor_parallel > 1:
-        raise ConfigError("engine.tensor_parallel has no effect on an encoder, which one rank computes; leave it out")
-    elif pipeline_parallel > 1:
-        raise ConfigError("engine.pipeline_parallel has no effect on an encoder, which is one stage; leave it out")
-    elif expert_parallel > 1:
-        raise ConfigError("engine.expert_parallel has no effect on an encoder, which has no experts; leave it out")
-    longest, num_processes = config.max_position_embeddings, tensor_parallel * pipeline_parallel
+        _check_encoder(section)
+    longest, device = config.max_position_embeddings, engine.device
     if section.max_context_len is not None and section.max_context_len > longest:
         raise ConfigError(f"model.max_context_len is {section.max_context_len}; the model was made for {longest}")
     dtype = section.dtype
@@ -173,34 +158,36 @@ def resolve_model(
     stored = None
     if not section.random_weights and isinstance(config, ModelConfig):
         stored = weights_in_files(file or folder, config, Computing(device, dtype, has_float8), section.quantization)
+    cache_dtype = None if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
+    max_context_len = section.max_context_len or longest
     template = None if section.chat_template is None else read_template(Path(section.chat_template))
     return ServedModel(
         name=section.served_model_name or _default_name(section.path, folder),
         folder=folder,
         config=config,
         dtype=dtype,
-        max_context_len=section.max_context_len or longest,
+        max_context_len=max_context_len,
         has_random_weights=section.random_weights,
         quantization=section.quantization,
         stored=stored,
-        cache_dtype=None if kv_cache_dtype == "auto" else kv_cache_dtype,
+        cache_dtype=cache_dtype,
         chat_template=template,
         tool_format=section.tool_format,
         reasoning_format=section.reasoning_format,
         aliases=section.aliases,
         sampling=_sampling(section, config, file or folder, template),
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        expert_parallel=expert_parallel,
-        vision=_vision(config, folder if file is None else None, num_processes),
-        states_apart=states_apart and pipeline_parallel == 1 and _has_large_states(config, dtype),
+        tensor_parallel=engine.tensor_parallel,
+        pipeline_parallel=engine.pipeline_parallel,
+        expert_parallel=engine.expert_parallel,
+        vision=_vision(config, folder if file is None else None, engine.num_processes),
+        states_apart=states_apart and engine.pipeline_parallel == 1 and _has_large_states(config, dtype),
         has_rings=has_rings(
-            window_cache,
+            engine.window_cache,
             config,
-            dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
-            section.max_context_len or longest,
+            cache_dtype or dtype,
+            max_context_len,
             device=device,
-            num_processes=num_processes,
+            num_processes=engine.num_processes,
         ),
     )
 
@@ -232,13 +219,29 @@ def _vision(config: ModelConfig | EncoderConfig, folder: Path | None, num_ranks:
     return vision.with_work(config.shape("", config.dtype).token_parameters)
 
 
-def _check_encoder(section: ModelSectionConfig, kv_cache_dtype: str) -> None:
-    """Refuse settings that encoders have no use for. Raises ConfigError."""
-    if kv_cache_dtype != "auto":
-        raise ConfigError("engine.kv_cache_dtype has no effect on an encoder, which keeps no cache; leave it out")
+def _check_encoder(section: ModelSectionConfig) -> None:
+    """Refuse settings of a model that encoders have no use for. Raises ConfigError."""
     for name in ("chat_template", "tool_format", "reasoning_format", "sampling"):
         if getattr(section, name) not in (None, "auto"):
             raise ConfigError(f"model.{name} has no effect on an encoder, which writes nothing; leave it out")
+
+
+def _check_engine(config: ModelConfig | EncoderConfig, engine: EngineConfig) -> None:
+    """Refuse processes that cannot share this model, and settings without effect on it. Raises ConfigError."""
+    if isinstance(config, ModelConfig):
+        check_tensor_parallel(config, engine.tensor_parallel)
+        check_pipeline_parallel(config, engine.pipeline_parallel, engine.tensor_parallel, engine.device)
+        check_expert_parallel(config, engine.expert_parallel, engine.num_processes, engine.device)
+        return
+    useless = {
+        "kv_cache_dtype": (engine.kv_cache_dtype != "auto", "which keeps no cache"),
+        "tensor_parallel": (engine.tensor_parallel > 1, "which one rank computes"),
+        "pipeline_parallel": (engine.pipeline_parallel > 1, "which is one stage"),
+        "expert_parallel": (engine.expert_parallel > 1, "which has no experts"),
+    }
+    for name, (is_set, reason) in useless.items():
+        if is_set:
+            raise ConfigError(f"engine.{name} has no effect on an encoder, {reason}; leave it out")
 
 
 def load_tokenizer(served: ServedModel) -> Tokenizer:

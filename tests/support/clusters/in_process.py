@@ -102,11 +102,14 @@ class RoomCluster:
         engine = config.engine
         resolved = resolve_model(
             config.model,
-            kv_cache_dtype=engine.kv_cache_dtype,
-            tensor_parallel=engine.tensor_parallel,
-            expert_parallel=engine.expert_parallel,
+            EngineConfig(
+                device="cpu",
+                kv_cache_dtype=engine.kv_cache_dtype,
+                tensor_parallel=engine.tensor_parallel,
+                expert_parallel=engine.expert_parallel,
+                window_cache=engine.window_cache,
+            ),
             states_apart=True,
-            window_cache=engine.window_cache,
         )
         self.served: ServedModel = with_adapters(resolved, config.lora)
         self.addresses = AddressBook(folder)

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from alignedserve.cluster import preflight
-from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology
+from alignedserve.config.sections import MIB, ClusterConfig, EngineConfig, ModelSectionConfig, Topology
 from alignedserve.core.errors import AddressInUse, ConfigError, ModelError, ModelNotFound, NotEnoughMemory
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from tests.support.clusters.in_process import small_config
@@ -199,7 +199,7 @@ def test_a_cache_of_8_bits_needs_less_and_excludes_what_rounds_or_replaces_it(
     unused_tcp_port: int, tmp_path: Path
 ) -> None:
     int8 = {"engine": {"kv_cache_dtype": "int8"}}
-    served = resolve_model(ModelSectionConfig(), kv_cache_dtype="int8")
+    served = resolve_model(ModelSectionConfig(), EngineConfig(kv_cache_dtype="int8"))
     layout, exact = served.block_layout(16), POCKET.block_layout(16)
     per_head = exact.head_dim + 4
     assert layout.token_bytes * 4 * exact.head_dim == exact.token_bytes * per_head

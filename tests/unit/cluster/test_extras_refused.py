@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from alignedserve.cluster.preflight import check_configuration
-from alignedserve.config.sections import ClusterConfig, LoraConfig, ModelSectionConfig, SchedulingConfig
+from alignedserve.config.sections import ClusterConfig, EngineConfig, LoraConfig, ModelSectionConfig, SchedulingConfig
 from alignedserve.core.errors import ConfigError, ModelError, UnsupportedModel
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.served_model import resolve_model
@@ -29,11 +29,11 @@ def test_settings_devices_and_ranks(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=TITLE):
             check_configuration(config, served)
-    assert resolve_model(section, device="cuda").decoder.extras is not None
+    assert resolve_model(section, EngineConfig(device="cuda")).decoder.extras is not None
     with pytest.raises(ConfigError, match=TITLE):
-        resolve_model(section, tensor_parallel=2)
+        resolve_model(section, EngineConfig(tensor_parallel=2))
     with pytest.raises(ConfigError, match=TITLE):
-        resolve_model(section, pipeline_parallel=2)
+        resolve_model(section, EngineConfig(pipeline_parallel=2))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from alignedserve.cluster import preflight
 from alignedserve.cluster.placement import NodeCapacity, Placement, engines_of
-from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.config.sections import EngineConfig, ModelSectionConfig
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.model.served_model import resolve_model
@@ -91,7 +91,7 @@ def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_heads_that_do_not_divide() -> None:
     with pytest.raises(ConfigError, match=r"engine\.tensor_parallel is 3, but the model's \d+ attention heads cannot"):
-        resolve_model(ModelSectionConfig(), tensor_parallel=3)
+        resolve_model(ModelSectionConfig(), EngineConfig(tensor_parallel=3))
 
 
 def test_a_node_with_fewer_gpus_than_ranks() -> None:

@@ -10,6 +10,7 @@ from alignedserve.cluster.preflight import check_configuration
 from alignedserve.cluster.sizing import with_block_size
 from alignedserve.config.sections import (
     ClusterConfig,
+    EngineConfig,
     LoraConfig,
     ModelSectionConfig,
     SchedulingConfig,
@@ -48,9 +49,9 @@ def test_settings(served: ServedModel) -> None:
 
 def test_devices_and_ranks(tmp_path: Path) -> None:
     section = _section(tmp_path)
-    assert resolve_model(section, "cuda").decoder.state is not None
+    assert resolve_model(section, EngineConfig(device="cuda")).decoder.state is not None
     with pytest.raises(ConfigError, match="states of the model's layers are not divided"):
-        resolve_model(section, tensor_parallel=2)
+        resolve_model(section, EngineConfig(tensor_parallel=2))
 
 
 def test_a_model_of_states_alone(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from alignedserve.cluster.preflight import check_configuration, window_cache_of
-from alignedserve.config.sections import ClusterConfig, ModelSectionConfig, SchedulingConfig
+from alignedserve.config.sections import ClusterConfig, EngineConfig, ModelSectionConfig, SchedulingConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from tests.support.models.tiny_llama import TINY_LLAMA
@@ -23,7 +23,7 @@ RING = ClusterConfig(engine=replace(ClusterConfig().engine, window_cache="ring")
 def _resolved(folder: Path, choice: str, device: str = "cpu", *, ranks: int = 1, **changes: Any) -> ServedModel:
     (folder / "config.json").write_text(json.dumps({**TINY_LLAMA, **WINDOWS, **changes}))
     section = ModelSectionConfig(path=str(folder), random_weights=True)
-    return resolve_model(section, device, tensor_parallel=ranks, window_cache=choice)
+    return resolve_model(section, EngineConfig(device=device, tensor_parallel=ranks, window_cache=choice))
 
 
 @pytest.mark.parametrize(("window", "longest", "has_rings"), [(128, 8192, True), (128, 200, False), (900, 8192, False)])

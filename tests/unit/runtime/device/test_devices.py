@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.config.sections import EngineConfig, ModelSectionConfig
 from alignedserve.core.errors import ConfigError, NotEnoughMemory
 from alignedserve.runtime.device import devices
 from alignedserve.runtime.device.devices import cuda_obstacle, worker_devices
@@ -70,9 +70,9 @@ def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_a_gpu_weights_and_cache_are_bfloat16_unless_told_otherwise() -> None:
-    assert resolve_model(ModelSectionConfig(), "cuda").dtype == "bfloat16"
-    assert resolve_model(ModelSectionConfig(dtype="float16"), "cuda:1").dtype == "float16"
-    assert resolve_model(ModelSectionConfig(), "auto").dtype == "float32"
+    assert resolve_model(ModelSectionConfig(), EngineConfig(device="cuda")).dtype == "bfloat16"
+    assert resolve_model(ModelSectionConfig(dtype="float16"), EngineConfig(device="cuda:1")).dtype == "float16"
+    assert resolve_model(ModelSectionConfig(), EngineConfig(device="auto")).dtype == "float32"
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, device: str, free: int, others: int = 0) -> str:

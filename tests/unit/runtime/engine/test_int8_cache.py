@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
+from alignedserve.config.sections import ClusterConfig, EngineConfig, ModelSectionConfig
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.block_layout import INT8
 from alignedserve.core.errors import ConfigError
@@ -79,4 +79,4 @@ def test_names_of_the_setting() -> None:
         from_mapping({"engine": {"kv_cache_dtype": "fp4"}})
     assert ClusterConfig().engine.kv_cache_dtype == "auto"
     assert resolve_model(ModelSectionConfig()).block_layout(16).dtype == "float32"
-    assert resolve_model(ModelSectionConfig(), kv_cache_dtype="int8").block_layout(16).dtype == INT8
+    assert resolve_model(ModelSectionConfig(), EngineConfig(kv_cache_dtype="int8")).block_layout(16).dtype == INT8

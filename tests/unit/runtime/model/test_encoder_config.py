@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.config.sections import EngineConfig, ModelSectionConfig
 from alignedserve.core.errors import AlignedServeError, ConfigError, ModelError
 from alignedserve.runtime.model.encoder.encoder_config import HeadActivation, Pooling
 from alignedserve.runtime.model.encoder.encoder_weights import load_encoder_weights
@@ -133,7 +133,7 @@ def test_files_of_sentence_transformers_that_are_refused(files: dict[str, Any], 
 def test_settings_without_effect_are_refused(tmp_path: Path) -> None:
     write(tmp_path, {"config.json": BERT})
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
-        resolve_model(ModelSectionConfig(path=str(tmp_path)), kv_cache_dtype="int8")
+        resolve_model(ModelSectionConfig(path=str(tmp_path)), EngineConfig(kv_cache_dtype="int8"))
     with pytest.raises(ConfigError, match="tool_format"):
         served(tmp_path, tool_format="hermes")
 

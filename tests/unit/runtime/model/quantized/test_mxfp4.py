@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.config.sections import EngineConfig, ModelSectionConfig
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.families.table import FAMILIES
@@ -151,6 +151,6 @@ def test_what_is_wrong_is_named(
 
 def test_gpus_take_it_and_ranks_are_refused_by_name(made: tuple[Path, Tensor]) -> None:
     section = ModelSectionConfig(path=str(made[0]))
-    resolve_model(section, device="cuda")
+    resolve_model(section, EngineConfig(device="cuda"))
     with pytest.raises(Exception, match="experts are not divided"):
-        resolve_model(section, tensor_parallel=2)
+        resolve_model(section, EngineConfig(tensor_parallel=2))
