@@ -69,6 +69,7 @@ def _part_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> dict[s
             num_blocks=num_blocks,
             max_sequences=sizes.max_sequences,
             max_context_len=served.max_context_len,
+            max_running=sizes.max_running,
             attention=sizes.attention_backend,
             cache_dtype=served.cache_dtype or served.dtype,
             num_threads=threads_per_rank(sizes, served.processes_per_host),

@@ -16,6 +16,7 @@ class PartSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int  # a block of the worker is one of every rank, or a part on every stage
     max_sequences: int
     max_context_len: int
+    max_running: int | None = None  # as in EngineOptions: all record graphs of the same batches
     attention: str  # as in EngineSizes
     cache_dtype: str  # of keys and values
     num_threads: int  # of each one's computing
@@ -28,5 +29,8 @@ class PartSpec(msgspec.Struct, frozen=True, kw_only=True):
     def engine_options(self) -> EngineOptions:
         """Return what the engine is set to."""
         return EngineOptions(
-            max_sequences=self.max_sequences, max_context_len=self.max_context_len, attention=self.attention
+            max_sequences=self.max_sequences,
+            max_context_len=self.max_context_len,
+            max_running=self.max_running,
+            attention=self.attention,
         )
