@@ -13,8 +13,8 @@ from alignedserve.config.sections import (
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.device_turns import shared_device_of
 from alignedserve.runtime.engine.engine_sizes import (
+    EngineSizes,
     can_stop,
-    engine_sizes,
     hidden_block_tokens,
     num_stops,
     swapped_bytes,
@@ -55,18 +55,17 @@ async def start_decode_worker(
     """Start a decode worker."""
     layout = served.block_layout(engine_config.block_size)
     block_tokens = hidden_block_tokens(served, scheduling, engine_config.block_size)
-    sizes = engine_sizes(
-        engine_config,
+    sizes = EngineSizes(
         config.kv_cache_bytes,
         engine_places(config, scheduling),
+        engine_config.block_size,
         has_int8_swaps=config.has_int8_swaps,
         hidden_block_tokens=block_tokens,
-        is_decoding=True,
         swap_space_bytes=swapped_bytes(config.swap_space_bytes, scheduling),
         max_running=config.max_running_requests,
         max_tokens=config.max_num_batched_tokens,
         loads_quietly=process_spec.joins_others,
-    )
+    ).configured(engine_config)
     pool_name = process_spec.pool_name
 
     device = shared_device_of(process_spec, engine_config)
@@ -122,23 +121,22 @@ async def start_colocated_worker(
     layout = served.block_layout(engine_config.block_size)
     transport = engine_config.kv_transport
     block_tokens = hidden_block_tokens(served, scheduling, engine_config.block_size)
-    sizes = engine_sizes(
-        engine_config,
+    sizes = EngineSizes(
         config.kv_cache_bytes,
         max_held(config),
+        engine_config.block_size,
         has_int8_swaps=config.has_int8_swaps,
         hidden_block_tokens=block_tokens,
         wants_shared_blocks=wants_shared_blocks(
             scheduling, can_move=lending is not None, has_int8_swaps=config.has_int8_swaps
         ),
-        is_decoding=True,
         swap_space_bytes=swapped_bytes(config.swap_space_bytes, scheduling),
         max_running=config.max_running_requests,
         max_tokens=config.max_num_batched_tokens,
         loads_quietly=process_spec.joins_others,
-        candidate_buffer_bytes=lending.buffer_bytes if lending is not None else 0,
-        stops_passes=scheduling.yield_between_layers,
-    )
+        lent_bytes=lending.buffer_bytes if lending is not None else 0,
+        stops_passes=bool(scheduling.yield_between_layers),
+    ).configured(engine_config)
 
     device = shared_device_of(process_spec, engine_config)
     stages = far_stages(process_spec, served)

@@ -5,7 +5,7 @@ from functools import partial
 from alignedserve.config.sections import EngineConfig, PrefillWorkerConfig, PrefixCacheConfig, SchedulingConfig
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.device_turns import shared_device_of
-from alignedserve.runtime.engine.engine_sizes import can_stop, engine_sizes, num_stops
+from alignedserve.runtime.engine.engine_sizes import EngineSizes, can_stop, num_stops
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
@@ -32,15 +32,16 @@ async def start_prefill_worker(
     `decoders`: names of the decode workers of this node; `num_far_decoders`: how many others have, at first.
     """
     scheduling = with_yielding(scheduling, can_stop=can_stop(engine_config.device, served), decodes_here=False)
-    sizes = engine_sizes(
-        engine_config,
+    sizes = EngineSizes(
         config.kv_cache_bytes,
         config.max_running_requests,
+        engine_config.block_size,
         loads_quietly=process_spec.joins_others,
-        candidate_buffer_bytes=config.candidate_buffer_bytes,
+        lent_bytes=config.candidate_buffer_bytes,
+        is_decoding=False,
         max_tokens=config.max_num_batched_tokens,
-        stops_passes=scheduling.yield_between_layers,
-    )
+        stops_passes=bool(scheduling.yield_between_layers),
+    ).configured(engine_config)
     layout = served.block_layout(engine_config.block_size)
     pool_name = process_spec.pool_name
     budget = BufferBudget(

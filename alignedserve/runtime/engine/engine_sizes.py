@@ -1,6 +1,6 @@
 """The sizes of a worker's engine: what it is given, and what of it its blocks take."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alignedserve.config.sections import EngineConfig, SchedulingConfig
 from alignedserve.core.block_layout import BlockLayout, recomputed_blocks
@@ -50,47 +50,22 @@ class EngineSizes:
         """
         return self.is_decoding and not self.wants_shared_blocks and device_type(self.device) != CPU
 
+    def configured(self, config: EngineConfig) -> "EngineSizes":
+        """Return these with the engine's configuration, whose device and threads are decided.
 
-def engine_sizes(
-    config: EngineConfig,
-    kv_cache_bytes: int,
-    max_sequences: int,
-    *,
-    has_int8_swaps: bool = False,
-    hidden_block_tokens: int | None = None,
-    wants_shared_blocks: bool = False,
-    is_decoding: bool = False,
-    loads_quietly: bool = False,
-    candidate_buffer_bytes: int = 0,
-    swap_space_bytes: int = 0,
-    max_running: int | None = None,
-    max_tokens: int = 2048,
-    stops_passes: bool | None = False,
-) -> EngineSizes:
-    """Combine the engine's configuration, whose device and threads are decided, with one worker's sizes.
-
-    `candidate_buffer_bytes`: that it lends, on its device or on the host.
-    """
-    may_jump = is_decoding and not wants_shared_blocks  # else the slots behind a sequence may be another's
-    return EngineSizes(
-        kv_cache_bytes,
-        max_sequences,
-        config.block_size,
-        config.threads_per_worker,
-        config.attention_backend,
-        config.device,
-        has_int8_swaps,
-        hidden_block_tokens,
-        wants_shared_blocks,
-        jumps_ahead=may_jump and jumps_ahead(config.jump_ahead, config.device),
-        loads_quietly=loads_quietly,
-        lent_bytes=candidate_buffer_bytes if device_type(config.device) != CPU and lends_device_memory(config) else 0,
-        is_decoding=is_decoding,
-        swap_space_bytes=swap_space_bytes,
-        max_running=max_running,
-        max_tokens=max_tokens,
-        stops_passes=bool(stops_passes),
-    )
+        `lent_bytes` may be on the host, where they take nothing from the engine.
+        """
+        is_lending = device_type(config.device) != CPU and lends_device_memory(config)
+        may_jump = self.is_decoding and not self.wants_shared_blocks  # else slots behind a sequence may be another's
+        return replace(
+            self,
+            block_size=config.block_size,
+            num_threads=config.threads_per_worker,
+            attention_backend=config.attention_backend,
+            device=config.device,
+            jumps_ahead=may_jump and jumps_ahead(config.jump_ahead, config.device),
+            lent_bytes=self.lent_bytes if is_lending else 0,
+        )
 
 
 def jumps_ahead(wanted: bool | None, device: str) -> bool:
