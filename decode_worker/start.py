@@ -1,7 +1,7 @@
 """Starts a worker in its own process: its engine and memories, then its logic and links."""
 
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from alignedserve.config.sections import (
     BatchingConfig,
@@ -10,7 +10,9 @@ from alignedserve.config.sections import (
     PrefixCacheConfig,
     SchedulingConfig,
 )
+from alignedserve.core.block_layout import BlockLayout
 from alignedserve.process.process_spec import ProcessSpec
+from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.engine.device_turns import shared_device_of
 from alignedserve.runtime.engine.engine_sizes import (
     EngineSizes,
@@ -21,15 +23,15 @@ from alignedserve.runtime.engine.engine_sizes import (
 )
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.engine.stages.far_stages import far_stages
-from alignedserve.runtime.executor import make_executor
+from alignedserve.runtime.executor import Executor, make_candidate_memory, make_executor
 from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
-from alignedserve.runtime.kv.transfers.transports import lends_device_memory
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.weights.shared_weights import share_weights
 from alignedserve.scheduling.factory import calibration_s, with_yielding
 from alignedserve.scheduling.policies import wants_shared_blocks
+from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.worker_core.registration import num_active, registration_of
 from decode_worker.colocated.service import ColocatedWorker
 from decode_worker.factory import (
@@ -44,6 +46,62 @@ from decode_worker.lending import Lending
 from decode_worker.service import DecodeWorker
 
 
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What separate and colocated workers start from, and the steps that are alike."""
+
+    config: DecodeWorkerConfig
+    scheduling: SchedulingConfig
+    engine: EngineConfig
+    served: ServedModel
+    process_spec: ProcessSpec
+
+    @property
+    def layout(self) -> BlockLayout:
+        """Return the layout of the worker's blocks."""
+        return self.served.block_layout(self.engine.block_size)
+
+    @property
+    def hidden_block_tokens(self) -> int | None:
+        """Return the tokens whose layer inputs a block holds; None: there are no hidden caches."""
+        return hidden_block_tokens(self.served, self.scheduling, self.engine.block_size)
+
+    @property
+    def shared_device(self) -> SharedDevice | None:
+        """Return what the worker observes on its device; None: it gives way to none."""
+        return shared_device_of(self.process_spec, self.engine)
+
+    def sizes(self, max_sequences: int) -> EngineSizes:
+        """Return the sizes of the worker's engine."""
+        return EngineSizes(
+            self.config.kv_cache_bytes,
+            max_sequences,
+            self.engine.block_size,
+            has_int8_swaps=self.config.has_int8_swaps,
+            hidden_block_tokens=self.hidden_block_tokens,
+            loads_quietly=self.process_spec.joins_others,
+            swap_space_bytes=swapped_bytes(self.config.swap_space_bytes, self.scheduling),
+            max_running=self.config.max_running_requests,
+            max_tokens=self.config.max_num_batched_tokens,
+        )
+
+    def share_weights(self) -> None:
+        """Share the weights that were loaded with the workers of the same node and model, if some stand by."""
+        if self.config.standby:
+            path = arena_path(self.process_spec.cluster_id, f"{self.process_spec.pool_name}-weights")
+            share_weights(path, self.process_spec.addresses.folder)
+
+    def memory(self, executor: Executor) -> DeviceMemory:
+        """Return the memory of the engine, for the logic."""
+        return memory_of(
+            self.config,
+            self.layout,
+            num_blocks=executor.num_blocks,
+            hidden_block_tokens=self.hidden_block_tokens,
+            has_shared_blocks=executor.has_shared_blocks,
+        )
+
+
 async def start_decode_worker(
     config: DecodeWorkerConfig,
     batching: BatchingConfig,
@@ -53,28 +111,13 @@ async def start_decode_worker(
     process_spec: ProcessSpec,
 ) -> DecodeWorker:
     """Start a decode worker."""
-    layout = served.block_layout(engine_config.block_size)
-    block_tokens = hidden_block_tokens(served, scheduling, engine_config.block_size)
-    sizes = EngineSizes(
-        config.kv_cache_bytes,
-        engine_places(config, scheduling),
-        engine_config.block_size,
-        has_int8_swaps=config.has_int8_swaps,
-        hidden_block_tokens=block_tokens,
-        swap_space_bytes=swapped_bytes(config.swap_space_bytes, scheduling),
-        max_running=config.max_running_requests,
-        max_tokens=config.max_num_batched_tokens,
-        loads_quietly=process_spec.joins_others,
-    ).configured(engine_config)
+    start = _Start(config, scheduling, engine_config, served, process_spec)
+    sizes = start.sizes(engine_places(config, scheduling)).configured(engine_config)
+    executor = ModelExecutor(served, sizes, process_spec.progress_path(), start.shared_device)
+    start.share_weights()
     pool_name = process_spec.pool_name
-
-    device = shared_device_of(process_spec, engine_config)
-    executor = ModelExecutor(served, sizes, process_spec.progress_path(), device)
-    calibrating_s = calibration_s(engine_config, scheduling, batching)
-    if config.standby:
-        share_weights(_weights_path(process_spec), process_spec.addresses.folder)
     registered = registration_of(
-        layout,
+        start.layout,
         executor.num_blocks,
         config.max_running_requests,
         pool_name,
@@ -83,22 +126,18 @@ async def start_decode_worker(
         max_adapters=served.lora.max_worker_adapters,
         num_active=num_active(config),
     )
+    calibrating_s = calibration_s(engine_config, scheduling, batching)
     make = partial(
         make_logic,
         registered=registered,
         config=config,
         batching=batching,
         scheduling=scheduling,
-        memory=memory_of(config, layout, num_blocks=executor.num_blocks, hidden_block_tokens=block_tokens),
+        memory=start.memory(executor),
         eos_token_ids=executor.eos_token_ids,
         measured=executor.measure_iterations(calibrating_s, config.max_num_batched_tokens),
     )
-    worker = DecodeWorker(
-        make=make,
-        executor=executor,
-        process_spec=process_spec,
-        transport=engine_config.kv_transport,
-    )
+    worker = DecodeWorker(make=make, executor=executor, process_spec=process_spec, transport=engine_config.kv_transport)
     await worker.start(router_at=process_spec.router_name, pool_at=pool_name)
     return worker
 
@@ -114,39 +153,19 @@ async def start_colocated_worker(
 ) -> ColocatedWorker:
     """Start a worker that computes prompts and tokens. `lending`: None: requests do not move between workers."""
     scheduling = with_yielding(scheduling, can_stop=can_stop(engine_config.device, served), decodes_here=True)
+    start = _Start(config, scheduling, engine_config, served, process_spec)
+    stages = far_stages(process_spec, served)
+    sizes = _colocated_sizes(start, lending)
+    executor = make_executor(served, sizes, process_spec.progress_path(), start.shared_device, stages)
+    start.share_weights()
     if served.encoder is not None:  # what a token's block holds depends on the tokens after it
         prefix_cache = PrefixCacheConfig(enabled=False)
     prefix_pool = process_spec.pool_name if prefix_cache.pool_bytes else None
     decode_pool = process_spec.pool_name if config.pool_bytes else None
-    layout = served.block_layout(engine_config.block_size)
-    transport = engine_config.kv_transport
-    block_tokens = hidden_block_tokens(served, scheduling, engine_config.block_size)
-    sizes = EngineSizes(
-        config.kv_cache_bytes,
-        max_held(config),
-        engine_config.block_size,
-        has_int8_swaps=config.has_int8_swaps,
-        hidden_block_tokens=block_tokens,
-        wants_shared_blocks=wants_shared_blocks(
-            scheduling, can_move=lending is not None, has_int8_swaps=config.has_int8_swaps
-        ),
-        swap_space_bytes=swapped_bytes(config.swap_space_bytes, scheduling),
-        max_running=config.max_running_requests,
-        max_tokens=config.max_num_batched_tokens,
-        loads_quietly=process_spec.joins_others,
-        lent_bytes=lending.buffer_bytes if lending is not None else 0,
-        stops_passes=bool(scheduling.yield_between_layers),
-    ).configured(engine_config)
-
-    device = shared_device_of(process_spec, engine_config)
-    stages = far_stages(process_spec, served)
-    executor = make_executor(served, sizes, process_spec.progress_path(), device, stages)
-    if config.standby:
-        share_weights(_weights_path(process_spec), process_spec.addresses.folder)
     make = partial(
         make_colocated_logic,
         registered=colocated_registration(
-            layout,
+            start.layout,
             executor.num_blocks,
             config,
             pool_name=process_spec.pool_name,
@@ -154,13 +173,7 @@ async def start_colocated_worker(
             node=process_spec.addresses.node,
             max_adapters=served.lora.max_worker_adapters,
         ),
-        memory=memory_of(
-            config,
-            layout,
-            num_blocks=executor.num_blocks,
-            hidden_block_tokens=block_tokens,
-            has_shared_blocks=executor.has_shared_blocks,
-        ),
+        memory=start.memory(executor),
         config=config,
         scheduling=scheduling,
         eos_token_ids=executor.eos_token_ids,
@@ -168,26 +181,35 @@ async def start_colocated_worker(
         prefix_cache=prefix_cache,
         prefix_pool=prefix_pool,
         decode_pool=decode_pool,
-        num_layers=num_stops(layout, engine_config.device),
-        has_states=layout.state_bytes > 0,
+        num_layers=num_stops(start.layout, engine_config.device),
+        has_states=start.layout.state_bytes > 0,
     )
-    memory = None
-    if lending is not None:
-        budget = BufferBudget(layout.blocks_in(lending.buffer_bytes), lending.peers, may_grow=True)
-        lanes = executor.lanes if lends_device_memory(engine_config) else None
-        memory = CandidateMemory(layout, budget, process_spec, transport=transport, lanes=lanes)
     worker = ColocatedWorker(
         make=make,
         executor=executor,
         process_spec=process_spec,
-        memory=memory,
+        memory=None if lending is None else _lent_memory(start, lending, executor),
         pool_at=prefix_pool or decode_pool,
-        transport=transport,
+        transport=engine_config.kv_transport,
     )
     await worker.start(router_at=process_spec.router_name, listen_at=process_spec.name if lending is not None else None)
     return worker
 
 
-def _weights_path(process_spec: ProcessSpec) -> Path:
-    """Return the file of the weights that the workers of its node and model share."""
-    return arena_path(process_spec.cluster_id, f"{process_spec.pool_name}-weights")
+def _colocated_sizes(start: _Start, lending: Lending | None) -> EngineSizes:
+    """Return the sizes of the engine of a worker that computes prompts as well."""
+    has_int8_swaps = start.config.has_int8_swaps
+    return replace(
+        start.sizes(max_held(start.config)),
+        wants_shared_blocks=wants_shared_blocks(
+            start.scheduling, can_move=lending is not None, has_int8_swaps=has_int8_swaps
+        ),
+        lent_bytes=0 if lending is None else lending.buffer_bytes,
+        stops_passes=bool(start.scheduling.yield_between_layers),
+    ).configured(start.engine)
+
+
+def _lent_memory(start: _Start, lending: Lending, executor: Executor) -> CandidateMemory:
+    """Return the buffers that an elastic worker lends to its peers."""
+    budget = BufferBudget(start.layout.blocks_in(lending.buffer_bytes), lending.peers, may_grow=True)
+    return make_candidate_memory(executor, budget, start.process_spec, start.engine)

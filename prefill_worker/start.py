@@ -7,9 +7,8 @@ from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.device_turns import shared_device_of
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, can_stop, num_stops
 from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.executor import make_candidate_memory
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
-from alignedserve.runtime.kv.candidate_memory import CandidateMemory
-from alignedserve.runtime.kv.transfers.transports import lends_device_memory
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.scheduling.factory import calibration_s, with_yielding
 from alignedserve.worker_core.registration import registration_of
@@ -32,25 +31,14 @@ async def start_prefill_worker(
     `decoders`: names of the decode workers of this node; `num_far_decoders`: how many others have, at first.
     """
     scheduling = with_yielding(scheduling, can_stop=can_stop(engine_config.device, served), decodes_here=False)
-    sizes = EngineSizes(
-        config.kv_cache_bytes,
-        config.max_running_requests,
-        engine_config.block_size,
-        loads_quietly=process_spec.joins_others,
-        lent_bytes=config.candidate_buffer_bytes,
-        is_decoding=False,
-        max_tokens=config.max_num_batched_tokens,
-        stops_passes=bool(scheduling.yield_between_layers),
-    ).configured(engine_config)
-    layout = served.block_layout(engine_config.block_size)
-    pool_name = process_spec.pool_name
+    layout, pool_name = served.block_layout(engine_config.block_size), process_spec.pool_name
     budget = BufferBudget(
         layout.blocks_in(config.candidate_buffer_bytes),
         decoders,
         num_others=num_far_decoders,
         may_grow=bool(process_spec.addresses.beyond_node()),
     )
-
+    sizes = _sizes(config, scheduling, engine_config, loads_quietly=process_spec.joins_others)
     device = shared_device_of(process_spec, engine_config)
     executor = ModelExecutor(served, sizes, process_spec.progress_path(), device)
     registered = registration_of(
@@ -73,18 +61,23 @@ async def start_prefill_worker(
         num_layers=num_stops(layout, engine_config.device),
         state_blocks=layout.state_blocks,
     )
-    worker = PrefillWorker(
-        make=make,
-        executor=executor,
-        memory=CandidateMemory(
-            layout,
-            budget,
-            process_spec,
-            transport=engine_config.kv_transport,
-            lanes=executor.lanes if lends_device_memory(engine_config) else None,
-        ),
-        pool_name=pool_name,
-        process_spec=process_spec,
-    )
+    memory = make_candidate_memory(executor, budget, process_spec, engine_config)
+    worker = PrefillWorker(make=make, executor=executor, memory=memory, pool_name=pool_name, process_spec=process_spec)
     await worker.start(listen_at=process_spec.name, router_at=process_spec.router_name, pool_at=pool_name)
     return worker
+
+
+def _sizes(
+    config: PrefillWorkerConfig, scheduling: SchedulingConfig, engine: EngineConfig, *, loads_quietly: bool
+) -> EngineSizes:
+    """Return the sizes of the worker's engine."""
+    return EngineSizes(
+        config.kv_cache_bytes,
+        config.max_running_requests,
+        engine.block_size,
+        loads_quietly=loads_quietly,
+        lent_bytes=config.candidate_buffer_bytes,
+        is_decoding=False,
+        max_tokens=config.max_num_batched_tokens,
+        stops_passes=bool(scheduling.yield_between_layers),
+    ).configured(engine)

@@ -1,22 +1,27 @@
-"""The executor of a worker: what performs its iterations, by the kind of its model."""
+"""Makes the executor of a worker, which performs its iterations, by the kind of its model, and the buffers it lends."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
+from alignedserve.config.sections import EngineConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.costmodel.linear import Sample
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.wire import Message
 from alignedserve.process.links import Identity
+from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.encoder.executor import EncoderExecutor
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.engine.model_loading import ConnectStages
 from alignedserve.runtime.kv.block_copier import BlockCopier
+from alignedserve.runtime.kv.buffer_budget import BufferBudget
+from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
+from alignedserve.runtime.kv.transfers.transports import lends_device_memory
 from alignedserve.runtime.model.served_model import ServedModel
 
 
@@ -65,3 +70,11 @@ def make_executor(
     if served.encoder is not None:
         return EncoderExecutor(served, sizes, progress_path, shared_device)
     return ModelExecutor(served, sizes, progress_path, shared_device, connect_stages)
+
+
+def make_candidate_memory(
+    executor: Executor, budget: BufferBudget, process_spec: ProcessSpec, config: EngineConfig
+) -> CandidateMemory:
+    """Return the buffers that a worker lends: in its device's memory if its transport moves blocks between those."""
+    lanes = executor.lanes if lends_device_memory(config) else None
+    return CandidateMemory(executor.layout, budget, process_spec, transport=config.kv_transport, lanes=lanes)
