@@ -2,20 +2,15 @@
 
 import contextlib
 import json
-import socket
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from alignedserve.cli.certify.cluster_words import cluster_words
 from alignedserve.cli.certify.options import CertifyOptions
-from alignedserve.cli.console import notes
-from alignedserve.cli.wiring import start_cluster
+from alignedserve.cli.own_cluster import on_free_port, own_cluster
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.config.model_settings import load_models
-
-READY_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +27,17 @@ def started_server(options: CertifyOptions, template: WorkerTemplate | None) -> 
 
     Raises an error of the tree, with nothing left running.
     """
-    with tempfile.TemporaryDirectory(prefix="certify-state-") as folder, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="certify-state-") as folder:
         settings = load_models(options.config, _overrides(options, folder), ())
-        began_s = time.monotonic()
-        with notes().status("starting a server"):
-            cluster = stack.enter_context(start_cluster(settings, template=template))
-            cluster.wait_ready(READY_TIMEOUT_S)
-        notes().print(f"server ready at {cluster.url} after {time.monotonic() - began_s:.1f} s", markup=False)
-        yield Started(cluster.url, cluster_words(cluster.config))
+        with own_cluster(settings, template, called="server") as cluster:
+            yield Started(cluster.url, cluster_words(cluster.config))
 
 
 def _overrides(options: CertifyOptions, folder: str) -> list[str]:
     """Return what the options stand for; an explicit --set comes later and wins."""
     overrides = [f"batches.folder={json.dumps(folder)}"]
     if options.config is None:
-        overrides.append(f"gateway.port={_free_port()}")
+        overrides.append(on_free_port())
     if options.topology is not None:
         overrides.append(f"topology={options.topology}")
     if options.num_workers != 1:
@@ -54,9 +45,3 @@ def _overrides(options: CertifyOptions, folder: str) -> list[str]:
         if options.topology == "disaggregated":
             overrides.append(f"prefill.count={options.num_workers}")
     return [*overrides, *options.overrides]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

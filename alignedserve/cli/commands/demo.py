@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -45,7 +44,6 @@ from alignedserve.workload.traces import shipped_trace
 # Requests per second that two cores hold easily under the default configuration (TTFT median 0.2 s). The
 # trace itself has 6.26.
 DEFAULT_RATE = 2.0
-READY_TIMEOUT_S = 120.0
 DRAIN_TIMEOUT_S = 20.0
 _DRAIN_POLL_S = 0.25
 _SETTLE_S = 1.0  # the gateway's numbers are reports of the other processes, a moment old
@@ -88,27 +86,15 @@ def _server(options: DemoOptions, template: WorkerTemplate | None) -> Iterator[t
         yield options.url, False
         return
     # Here and not above: it loads Ray, which --url does not need.
-    from alignedserve.cli.wiring import start_cluster
+    from alignedserve.cli.own_cluster import on_free_port, own_cluster
 
     overrides = [] if options.batching is None else [f"batching.policy={options.batching}"]
     overrides += options.overrides
     if options.config is None:
         # Beside a server that already has the usual port; an explicit --set comes later and wins.
-        overrides[:0] = [f"gateway.port={_free_port()}", "batches.enabled=false"]
-    settings = load_models(options.config, overrides, ())
-    began_s = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        with notes().status("starting a cluster"):
-            cluster = stack.enter_context(start_cluster(settings, template=template))
-            cluster.wait_ready(READY_TIMEOUT_S)
-        notes().print(f"cluster ready at {cluster.url} after {time.monotonic() - began_s:.1f} s", markup=False)
+        overrides[:0] = [on_free_port(), "batches.enabled=false"]
+    with own_cluster(load_models(options.config, overrides, ()), template) as cluster:
         yield cluster.url, cluster.config.chosen_topology.is_separate
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class _Demo:
