@@ -79,7 +79,7 @@ class ProcessGroupCollectives:
         """
         self.rank, self.size = rank, size
         self._is_nccl = device.type == "cuda"
-        make = _nccl_group if self._is_nccl else _gloo_group
+        make = _nccl_group if self._is_nccl else gloo_group
         try:
             store = _DISTRIBUTED.FileStore(str(meeting), size)
             store.set_timeout(timedelta(seconds=timeout_s))
@@ -120,12 +120,13 @@ class ProcessGroupCollectives:
         return parts
 
 
-def _gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def gloo_group(store: Any, rank: int, size: int, timeout: timedelta, *, host: str = _LOOPBACK) -> Any:
+    """Return a process group of gloo that is bound to this address of the host, and to no other."""
     gloo = _DISTRIBUTED.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
     options._threads = 1
-    options._devices = [gloo.create_device(hostname=_LOOPBACK, lazy_init=False)]
+    options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
     return gloo(store, rank, size, options)
 
 

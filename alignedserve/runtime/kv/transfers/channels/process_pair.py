@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from alignedserve.core.errors import PeerLost, ProtocolError
 from alignedserve.messages.blocks import RendezvousValue
+from alignedserve.runtime.device.collectives import gloo_group
 from alignedserve.runtime.kv.transfers.channels.block_channel import (
     CLIENT_RANK,
     NUM_PIECES,
@@ -137,23 +138,13 @@ def make_pair(control: ControlSocket, rank: int, *, block_bytes: int, timeout_s:
     """Set up a process group with the other end of this connection. Raises PeerLost."""
     store = ControlStore(control)
     try:
-        group = _gloo_group(store, rank, timeout_s, control.local_host)
+        group = gloo_group(store, rank, 2, timedelta(seconds=timeout_s), host=control.local_host)
         pair = ProcessPair(group, rank, block_bytes, timeout_s)
         _exchange_one(pair, rank)
     except (RuntimeError, MemoryError) as error:  # the latter from an invalid address
         raise PeerLost(f"no process group could be made: {_first_line(error)}") from error
     store.seal()
     return pair
-
-
-def _gloo_group(store: ControlStore, rank: int, timeout_s: float, host: str) -> Any:
-    gloo = _DISTRIBUTED.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    options._threads = 1  # for collectives, of which there are none
-    # Bound to the address of this connection and to no other.
-    options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
-    return gloo(store, rank, 2, options)
 
 
 def _exchange_one(pair: ProcessPair, rank: int) -> None:
