@@ -2,13 +2,12 @@
 
 import os
 import platform
-import shutil
-import subprocess
 import sys
 from importlib.metadata import version
 from typing import Any
 
 from alignedserve.runtime.device.cores import num_cores, processor_name
+from alignedserve.runtime.device.driver import driver_version
 from alignedserve.runtime.device.machine_gpus import described, version_of, visible_gpus
 
 
@@ -29,20 +28,9 @@ def describe_machine() -> dict[str, Any]:
 def _describe_gpus(torch: Any) -> dict[str, Any]:
     return {
         "gpus": described(visible_gpus()),
-        "driver": _driver_version(),
+        "driver": driver_version(),
         "cuda": torch.version.cuda,
         "triton": version_of("triton"),
         "flash_attn": version_of("flash-attn"),
         "flash_attn_4": version_of("flash-attn-4"),
     }
-
-
-def _driver_version() -> str | None:
-    """Return the version of NVIDIA's driver, where its tool is installed."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    asked = subprocess.run(  # noqa: S603  (a program of this machine, by its full path)
-        [tool, "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
-    )
-    return asked.stdout.strip().partition("\n")[0] or None
