@@ -2,7 +2,7 @@
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.profiling.shapes import SHAPES
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.model.built_in import BUILT_IN, model_path
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config

@@ -21,9 +21,9 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.profiling.model_loading import config_of, weights_of
 from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
 from alignedserve.runtime.engine.engine_options import EngineOptions
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.built_in import model_path
 from alignedserve.runtime.model.model_config import ModelConfig

@@ -19,9 +19,9 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.gpu_check.answers import VOCAB_SIZE, random_llama
 from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.engine_options import EngineOptions
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.weights.weight_files import load_weights

@@ -9,7 +9,7 @@ import torch
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.attention.backend import TORCH, TRITON
 from alignedserve.runtime.device import timing as device_timing
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from kernels import gpu_dispatch as gpu_choice
 from kernels.states.device_rows import state_kernels
 from tests.support.models.tiny_engines import TinyEngine, random_tokens, tiny_decoder

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten

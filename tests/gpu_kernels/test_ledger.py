@@ -10,7 +10,7 @@ import torch
 
 from alignedserve.core.block_layout import FP8
 from alignedserve.runtime.attention.backend import TRITON
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.model.weights.random_weights import random_weights
 from kernels import gpu_dispatch
 from tests.support.models.tiny_engines import TinyEngine, capture_nothing, random_tokens

@@ -30,7 +30,7 @@ from alignedserve.runtime.attention.prompt_choice import (
     TrialResult,
 )
 from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from tests.gpu_kernels.library_stand_ins import (
     PLAIN,
     flash_4,

@@ -8,8 +8,8 @@ import torch
 
 from alignedserve.core.ids import RequestId
 from alignedserve.runtime.attention.backend import TRITON
-from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import NewSequence
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.steps import late_states
 from tests.support.marks import slow
 from tests.support.models.ring_engines import RingEngine

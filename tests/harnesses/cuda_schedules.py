@@ -24,9 +24,9 @@ from typing_extensions import override
 
 from alignedserve.core.ids import RequestId
 from alignedserve.runtime.device.streams import CudaStreams, HostStreams
-from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import COMPUTE
 from alignedserve.runtime.engine.engine_sizes import LAYERS_AHEAD
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
 from alignedserve.runtime.engine.steps import cuda_graphs
 from alignedserve.runtime.engine.steps.pass_pace import PassPace

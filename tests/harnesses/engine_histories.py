@@ -18,9 +18,9 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.device.streams import DeviceStreams
-from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from alignedserve.runtime.device.streams import CudaStreams, DeviceStreams, HostStreams
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.steps.chunk_guess import ChunkGuess
 from alignedserve.runtime.engine.steps.next_step import NextStep
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch

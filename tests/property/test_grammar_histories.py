@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from tests.support.grammars import EOS, PERSON, byte_masks, regex_grammar, text_of
 from tests.support.marks import many, slow
 from tests.support.models.tiny_engines import TinyEngine, random_tokens, tiny_decoder

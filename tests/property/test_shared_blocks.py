@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from alignedserve.core.request import Request, SampledToken
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from tests.harnesses.shared_blocks import Counts, SharingWorker, generated_alone, request_of, run_history
 from tests.support.devices.checked_streams import CheckedStreams
 from tests.support.marks import many, slow

@@ -24,9 +24,9 @@ from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.device.verdicts import FAILURE, OK
 from alignedserve.runtime.device_check.drawn_weights import DrawnWeights
-from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder_parts import Activation, NormKind

@@ -17,9 +17,9 @@ from alignedserve.runtime.attention.ring_tables import RingTables
 from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable
 from alignedserve.runtime.device.device_work import in_inference_mode
 from alignedserve.runtime.device.streams import DeviceStreams, streams_of
-from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine_options import NO_OWN_BLOCKS, EngineAbilities, EngineOptions, OwnBlocks
-from alignedserve.runtime.engine.forward_batch import LastTokenContexts, LastTokenPlanner
+from alignedserve.runtime.engine.forward.decoder import Decoder
+from alignedserve.runtime.engine.forward.forward_batch import LastTokenContexts, LastTokenPlanner
 from alignedserve.runtime.engine.rank_mirror import RankMirror, wait_for_step
 from alignedserve.runtime.engine.sampling.sampler import Sampler
 from alignedserve.runtime.engine.steps.block_loans import BlockLoans

@@ -19,9 +19,9 @@ from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.self_checks import require_kinds
 from alignedserve.runtime.device.verdicts import cache_folder
-from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
 from alignedserve.runtime.engine.experts.expert_spec import ExpertSpec
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.ranks.rank_group import RankGroup, make_block_memory
 from alignedserve.runtime.engine.ranks.rank_spec import RankEngineSpec, load_shard, make_storage, whole_storage
 from alignedserve.runtime.engine.stages.local_stages import start_stages

@@ -14,11 +14,11 @@ from alignedserve.process.worker_threads import run_quietly
 from alignedserve.runtime.attention.registry import try_libraries
 from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
 from alignedserve.runtime.device.streams import DeviceStreams
-from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, engine_blocks
 from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.model_loading import (
     ConnectStages,
     LoadedModel,

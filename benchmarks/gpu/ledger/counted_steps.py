@@ -15,9 +15,9 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention import triton_backend
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.streams import HostStream
-from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.engine_options import EngineOptions
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights

@@ -23,9 +23,9 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.timing import synchronize
-from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.weights.random_weights import random_weights

@@ -13,9 +13,9 @@ from alignedserve.runtime.attention.backend import AUTO
 from alignedserve.runtime.device.collectives import Collectives, SharedMemoryCollectives
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.streams import Event, streams_of
-from alignedserve.runtime.engine.decoder import Decoder
-from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
 from alignedserve.runtime.engine.engine_options import EngineOptions
+from alignedserve.runtime.engine.forward.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder_ranks import DecoderRanks
 from alignedserve.runtime.engine.ranks.follower_copies import FrameCount
 from alignedserve.runtime.engine.ranks.follower_process import FollowerEngine
 from alignedserve.runtime.engine.ranks.rank_commands import Command

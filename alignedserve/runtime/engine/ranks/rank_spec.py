@@ -10,8 +10,8 @@ from alignedserve.runtime.attention.registry import try_libraries
 from alignedserve.runtime.device.collectives import Collectives, ProcessGroupCollectives, SharedMemoryCollectives
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_pages import map_file
-from alignedserve.runtime.engine.decoder import Decoder
-from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
+from alignedserve.runtime.engine.forward.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder_ranks import DecoderRanks
 from alignedserve.runtime.engine.ranks.part_spec import PartSpec
 from alignedserve.runtime.kv.block_storage import BlockStorage, Stripe
 from alignedserve.runtime.kv.shm_arena import ArenaPart

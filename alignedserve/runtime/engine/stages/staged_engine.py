@@ -22,9 +22,9 @@ from alignedserve.core.request import SampledToken
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
 from alignedserve.runtime.device.device_work import in_inference_mode
 from alignedserve.runtime.device.streams import DeviceStreams, Event, Stream
-from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import NO_OWN_BLOCKS, EngineOptions, OwnBlocks
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.stages.block_lender import BlockLender, Loan
 from alignedserve.runtime.engine.stages.group_choice import GroupChoice
 from alignedserve.runtime.engine.stages.stage_commands import PartSlice

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.device.arrays import FixedArrays
-from alignedserve.runtime.engine.decoder import Decoder
-from alignedserve.runtime.engine.forward_batch import ForwardBatch
+from alignedserve.runtime.engine.forward.decoder import Decoder
+from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.steps.planned_step import StepBatch
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.states.device_rows import DeviceStatePlan, DeviceStateRows

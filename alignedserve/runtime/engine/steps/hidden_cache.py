@@ -16,7 +16,7 @@ from alignedserve.core.block_layout import recomputed_blocks
 from alignedserve.runtime.attention.backend import AttentionPlanner, Contexts, StepAttention
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, tokens_of
 from alignedserve.runtime.device.arrays import Array
-from alignedserve.runtime.engine.hidden_pass import HiddenRows
+from alignedserve.runtime.engine.forward.hidden_pass import HiddenRows
 from alignedserve.runtime.engine.steps.slice_plan import SlicePlan
 from alignedserve.runtime.kv.block_storage import BlockStorage
 

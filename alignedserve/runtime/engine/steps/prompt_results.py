@@ -9,7 +9,7 @@ from torch import Tensor
 from alignedserve.core.request import TokenLogprob
 from alignedserve.runtime.attention.sequence_table import SequenceTable
 from alignedserve.runtime.device.arrays import to_device
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.sampling.sampler import logprob_entries
 from alignedserve.runtime.engine.steps.planned_step import StepBatch
 from alignedserve.runtime.engine.steps.step_output import PromptLogprobs

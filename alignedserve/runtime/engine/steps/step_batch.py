@@ -11,7 +11,7 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.runtime.attention.backend import AttentionPlanner, RunPlanner
 from alignedserve.runtime.attention.ring_tables import RingPlan, RingTables
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, are_same, tokens_of
-from alignedserve.runtime.engine.forward_batch import LastTokenPlanner
+from alignedserve.runtime.engine.forward.forward_batch import LastTokenPlanner
 from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts, HiddenPlan
 from alignedserve.runtime.engine.steps.planned_step import StepBatch
 from alignedserve.runtime.engine.steps.slice_plan import SlicePlan

@@ -13,7 +13,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, TokenLogprob, sampled_tokens
 from alignedserve.runtime.attention.sequence_table import IntArray
 from alignedserve.runtime.device.streams import Event, HostEvent
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.sampling.logits_processors import LogitsChanges
 from alignedserve.runtime.engine.sampling.sampler import Draw
 from alignedserve.runtime.engine.steps.block_loans import Loans

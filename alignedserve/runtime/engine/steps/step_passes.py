@@ -7,7 +7,7 @@ from torch import Tensor
 
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.streams import Stream
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.sampling.sampler import Sampler
 from alignedserve.runtime.engine.steps.cuda_graphs import DecodeGraphs
 from alignedserve.runtime.engine.steps.planned_step import StepBatch

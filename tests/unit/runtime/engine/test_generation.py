@@ -8,7 +8,7 @@ import torch
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from tests.support.models.tiny_engines import (
     MAX_CONTEXT_LEN,
     TinyEngine,

@@ -8,7 +8,7 @@ import pytest
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from tests.support.grammars import EOS, PERSON, byte_masks, encode, text_of
 from tests.support.models.tiny_engines import GREEDY, TinyEngine, capture_nothing, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.core.request import SamplingParams
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from tests.support.models.tiny_engines import BLOCK_SIZE, GREEDY, TinyEngine, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
 

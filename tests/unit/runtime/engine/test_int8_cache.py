@@ -10,7 +10,7 @@ from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.block_layout import INT8
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.attention.backend import AUTO, TORCH
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.model.served_model import resolve_model
 from kernels.cpu.native import supported_levels
 from tests.support.models.tiny_engines import LogitsProbe, TinyEngine, random_tokens, tiny_decoder

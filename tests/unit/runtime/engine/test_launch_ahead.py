@@ -16,7 +16,7 @@ from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.costmodel.iteration_points import Point
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
 from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.steps.chunk_guess import ChunkGuess
 from alignedserve.runtime.engine.steps.next_step import NextStep
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from kernels.cpu.native import supported_levels
 from kernels.gpu_dispatch import gpu_kernels_available
 from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from alignedserve.core.request import SampledToken, SamplingParams
-from alignedserve.runtime.engine import native_pass
-from alignedserve.runtime.engine.decoder import Decoder
-from alignedserve.runtime.engine.forward_batch import ForwardBatch
-from alignedserve.runtime.engine.native_pass import NativePass
+from alignedserve.runtime.engine.forward import native_pass
+from alignedserve.runtime.engine.forward.decoder import Decoder
+from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch
+from alignedserve.runtime.engine.forward.native_pass import NativePass
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.cpu.decode_pass import decode_pass_available
 from kernels.cpu.native import supported_levels

@@ -9,7 +9,7 @@ import pytest
 
 from alignedserve.core.ids import RequestId
 from alignedserve.runtime.attention.backend import AUTO, TORCH
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.kv.state_headers import UNFINISHED, tokens_behind_states
 from tests.support.models.ring_engines import MAX_TOKENS, RingEngine
 from tests.support.models.tiny_engines import BLOCK_SIZE, TinyEngine, random_tokens, tiny_decoder

@@ -7,8 +7,8 @@ import torch
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import NewSequence
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from tests.support.models.tiny_engines import BLOCK_SIZE, GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
 

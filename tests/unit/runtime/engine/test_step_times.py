@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from alignedserve.runtime.attention.backend import AUTO, TORCH
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.weights.random_weights import random_weights
 from kernels.cpu.native import supported_levels

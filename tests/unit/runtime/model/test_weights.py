@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from alignedserve.core.errors import ModelError, UnsafeWeights
 from alignedserve.profiling.shapes import SHAPES
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.weights.random_weights import random_weights
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource

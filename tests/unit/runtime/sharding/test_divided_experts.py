@@ -14,10 +14,10 @@ import torch
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.experts.expert_group import ElsewhereOfLayer, ExpertLink
 from alignedserve.runtime.engine.experts.expert_process import answer_requests
 from alignedserve.runtime.engine.experts.expert_spec import ExpertSpec, load_share
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.sharding.expert_shares import ExpertShare, check_expert_parallel
 from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alignedserve.core.errors import ModelError
 from alignedserve.gguf.file import GgufFile
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.source import GgufSource
 from alignedserve.runtime.model.weights import feed_forward_weights

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alignedserve.config.sections import EngineConfig, ModelSectionConfig
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.quantized.product_form import Computing

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ConfigError, UnsupportedModel
-from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.quantized.quantized_folder import FORMS, quantize_folder

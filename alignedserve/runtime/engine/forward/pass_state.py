@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.attention.backend import StepAttention
-from alignedserve.runtime.engine.forward_batch import ForwardBatch, LastTokenRows
-from alignedserve.runtime.engine.hidden_pass import HiddenPass, Rotation
-from alignedserve.runtime.engine.state_storage import StateStorage
+from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch, LastTokenRows
+from alignedserve.runtime.engine.forward.hidden_pass import HiddenPass, Rotation
+from alignedserve.runtime.engine.forward.state_storage import StateStorage
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder_parts import TemperatureConfig
 from kernels.adapters.device_lora import DeviceRows

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from alignedserve.runtime.attention.layer_kinds import StepOfKinds
 from alignedserve.runtime.attention.native_backend import PagedStep
-from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
-from alignedserve.runtime.engine.forward_batch import ForwardBatch
-from alignedserve.runtime.engine.hidden_pass import Rotation
+from alignedserve.runtime.engine.forward.decoder_ranks import DecoderRanks
+from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch
+from alignedserve.runtime.engine.forward.hidden_pass import Rotation
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.layer_geometry import read_places
 from alignedserve.runtime.model.model_config import ModelConfig

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.engine.pass_state import PassState
+from alignedserve.runtime.engine.forward.pass_state import PassState
 from alignedserve.runtime.model.layer_geometry import cache_source, cached_places
 from alignedserve.runtime.model.model_config import ModelConfig
 from kernels.rotary import HeadNorms, HeadPlacement, rotate_

@@ -13,7 +13,7 @@ from alignedserve.core.ids import BlockId
 from alignedserve.runtime.attention.backend import AttentionPlanner, StepAttention
 from alignedserve.runtime.attention.ring_tables import RingRows
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable
-from alignedserve.runtime.engine.hidden_pass import HiddenRows
+from alignedserve.runtime.engine.forward.hidden_pass import HiddenRows
 from alignedserve.runtime.vision.picture_rows import PictureRows
 from kernels.adapters.device_lora import DeviceRows
 from kernels.adapters.lora import AdapterRows
