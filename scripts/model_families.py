@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from alignedserve.core.json_fields import JsonFields
-from alignedserve.runtime.model.decoder_parts import HeadNormKind, NormKind
+from alignedserve.runtime.model.decoder.decoder_parts import HeadNormKind, NormKind
 from alignedserve.runtime.model.families import gemma, readers, states
 from alignedserve.runtime.model.families.form import FamilyForm
 from alignedserve.runtime.model.families.table import FAMILIES

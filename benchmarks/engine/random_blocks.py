@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
 from alignedserve.runtime.model.weights.packed_products import BLOCK_DTYPES, BlockRows
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights

@@ -19,7 +19,7 @@ import torch
 from alignedserve.profiling.model_loading import load_decoder
 from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.device.timing import synchronize
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec
 from benchmarks.engine.throughput import WorkloadRun, make_engine
 from benchmarks.engine.workloads import RequestGroup, parse_workload

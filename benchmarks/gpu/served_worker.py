@@ -33,7 +33,7 @@ from alignedserve.process.heap import settle_heap
 from alignedserve.process.links import Identity
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.device.cores import num_cores
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.scheduling.factory import resolve_policy

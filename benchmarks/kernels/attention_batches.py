@@ -17,7 +17,7 @@ from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from kernels.gpu_dispatch import gpu_kernels_available
 
 _NO_ROWS = np.zeros(0, np.int64)

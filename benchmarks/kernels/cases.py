@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.device.timing import synchronize
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from benchmarks.measuring.results import KernelRow
 from kernels.gpu_dispatch import can_launch, gpu_kernels_available
 from kernels.rotary import rotary_angles

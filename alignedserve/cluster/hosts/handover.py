@@ -29,8 +29,8 @@ from alignedserve.config.sections import ClusterConfig
 from alignedserve.config.unset_sizes import DefaultSize, from_mapping
 from alignedserve.core.errors import AlignedServeError, ProtocolError
 from alignedserve.process.tls import CertificateAuthority
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
-from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.served_model import ServedModel
 
 _VERSION = 1

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.quantized.scheme import MXFP4_GROUP, NVFP4_GROUP, CheckpointQuantization, QuantMethod
 from alignedserve.runtime.model.weights.packed_products import GroupedRows, Rows
 from alignedserve.runtime.model.weights.random_weights import RandomSource

@@ -29,11 +29,11 @@ from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.decoder_parts import Activation, NormKind
+from alignedserve.runtime.model.decoder.decoder_parts import Activation, NormKind
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.rope_config import RopeConfig
 from alignedserve.runtime.model.device_kinds import KINDS, RINGS
 from alignedserve.runtime.model.hf_config import parse_model_config
-from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.rope_config import RopeConfig
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from kernels.gpu_dispatch import launch_failures
 

@@ -12,7 +12,7 @@ from alignedserve.core.errors import AdapterError
 from alignedserve.runtime.lora.adapter_config import CONFIG_NAME, AdapterConfig, parse_adapter_config
 from alignedserve.runtime.lora.adapter_files import WEIGHTS_NAME, AdapterFiles
 from alignedserve.runtime.lora.adapter_modules import AdaptableModule, adaptable_modules
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 
 _PEFT_PREFIX = "base_model.model."
 _TENSOR_NAME = re.compile(r"(?P<module>[\w.]{1,300})\.lora_(?P<part>[AB])\.weight", re.ASCII)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weight_names import ParameterNames
 from kernels.addend_layout import LayerProduct, ProductShape, up_column
 

@@ -11,8 +11,8 @@ from alignedserve.core.errors import AdapterError
 from alignedserve.runtime.lora.adapter_check import check_adapter
 from alignedserve.runtime.lora.adapter_files import AdapterFiles
 from alignedserve.runtime.lora.adapter_modules import AdaptableModule, adaptable_modules, product_shapes
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from alignedserve.runtime.model.sharding.packed_regions import chosen_rows
 from alignedserve.runtime.model.sharding.regions import Region, shard_regions

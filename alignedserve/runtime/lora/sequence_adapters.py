@@ -15,7 +15,7 @@ from alignedserve.messages.workers import PrefillRequest, requests_of
 from alignedserve.runtime.lora.adapter_cache import AdapterCache
 from alignedserve.runtime.lora.adapter_folders import read_adapter
 from alignedserve.runtime.lora.adapter_weights import load_adapter
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from kernels.adapters.lora import AdapterMatrices

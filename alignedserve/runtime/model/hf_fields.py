@@ -5,7 +5,7 @@ from typing import TypedDict
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
-from alignedserve.runtime.model.decoder_parts import Activation
+from alignedserve.runtime.model.decoder.decoder_parts import Activation
 from alignedserve.runtime.model.rope_fields import MAX_CONTEXT
 
 MAX_WIDTH = 1 << 18

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from alignedserve.core.errors import ModelNotFound
 from alignedserve.gguf.file import SUFFIX, GgufFile, is_gguf
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.stored_weights import stored_weights
 from alignedserve.runtime.model.hf_config import read_any_config, read_model_config
-from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.quantized.stored_weights import quantized_weights
 from alignedserve.runtime.model.stored_weights import StoredWeights

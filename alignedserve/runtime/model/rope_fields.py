@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
-from alignedserve.runtime.model.rope_config import RopeConfig, RopeScaling
+from alignedserve.runtime.model.decoder.rope_config import RopeConfig, RopeScaling
 
 MAX_CONTEXT = 1 << 27
 _MAX_THETA = 1e12

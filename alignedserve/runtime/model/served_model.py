@@ -9,9 +9,9 @@ from alignedserve.core.errors import ConfigError, ModelError
 from alignedserve.core.request import LoraAdapter
 from alignedserve.gguf.file import GgufFile, gguf_stem, is_gguf
 from alignedserve.runtime.model.built_in import BUILT_IN, POCKET, model_path
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_served_config, weights_in_files
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.sampling_defaults import SamplingDefaults, sampling_defaults

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from alignedserve.runtime.model.decoder_parts import ExpertConfig
-from alignedserve.runtime.model.latent_config import LatentConfig
-from alignedserve.runtime.model.layer_extras import LayerExtras
-from alignedserve.runtime.model.layer_geometry import inner_size
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.decoder_parts import ExpertConfig
+from alignedserve.runtime.model.decoder.latent_config import LatentConfig
+from alignedserve.runtime.model.decoder.layer_extras import LayerExtras
+from alignedserve.runtime.model.decoder.layer_geometry import inner_size
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

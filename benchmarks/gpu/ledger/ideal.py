@@ -1,6 +1,6 @@
 """The least that a step can read: each matrix that it multiplies with once, keys and values of its contexts."""
 
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from benchmarks.gpu.ledger.forms import ModelForm, StepForm
 from benchmarks.gpu.ledger.kernel_bytes import met_share
 

@@ -14,7 +14,7 @@ import pytest
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.core.request import RequestClass
 from alignedserve.gateway.routes import request_bodies
-from alignedserve.runtime.model.decoder_parts import Activation
+from alignedserve.runtime.model.decoder.decoder_parts import Activation
 from alignedserve.runtime.model.encoder.encoder_config import (
     EmbeddingConfig,
     EncoderConfig,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.device.collectives import Collectives
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.weights.row_lookup import RowLookup
 from kernels.cpu.decode_pass import HighestLogits

@@ -10,7 +10,7 @@ from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch, Last
 from alignedserve.runtime.engine.forward.hidden_pass import HiddenPass, Rotation
 from alignedserve.runtime.engine.forward.state_storage import StateStorage
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.decoder_parts import TemperatureConfig
+from alignedserve.runtime.model.decoder.decoder_parts import TemperatureConfig
 from kernels.adapters.device_lora import DeviceRows
 from kernels.adapters.lora import AdapterRows, LayerAdapters
 from kernels.addend_layout import LayerProduct

@@ -8,8 +8,8 @@ from torch import Tensor
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.state_headers import UNFINISHED, states_of, tokens_behind_states
-from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.state_config import HEADER_BYTES, StateConfig, layers_in_block, state_bytes
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.state_config import HEADER_BYTES, StateConfig, layers_in_block, state_bytes
 from kernels.states.device_rows import DeviceStateRows
 from kernels.states.state_rows import StateRows
 

@@ -19,7 +19,7 @@ from alignedserve.core.errors import (
     UnsupportedModel,
 )
 from alignedserve.runtime.engine.ranks.rank_spec import Meeting, RankEngineSpec
-from alignedserve.runtime.model.state_config import DeltaConfig, ShortConvConfig, SpaceConfig, StateConfig
+from alignedserve.runtime.model.decoder.state_config import DeltaConfig, ShortConvConfig, SpaceConfig, StateConfig
 from kernels.cpu.rank_exchange import ExchangeBroken
 
 _LENGTH_BYTES = 8

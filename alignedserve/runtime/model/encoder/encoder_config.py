@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass
 
 from alignedserve.core.block_layout import DTYPE_BYTES, BlockLayout
-from alignedserve.runtime.model.decoder_parts import Activation
+from alignedserve.runtime.model.decoder.decoder_parts import Activation
 
 
 class EncoderFamily(enum.Enum):

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from alignedserve.core.errors import ModelError, UnsupportedModel
 from alignedserve.core.json_fields import JsonFields, read_json_list, read_json_object
-from alignedserve.runtime.model.decoder_parts import Activation
+from alignedserve.runtime.model.decoder.decoder_parts import Activation
 from alignedserve.runtime.model.encoder.encoder_config import (
     DenseConfig,
     EmbeddingConfig,

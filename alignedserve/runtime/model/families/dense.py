@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from alignedserve.runtime.model.decoder_parts import HeadNormKind, NormKind
+from alignedserve.runtime.model.decoder.decoder_parts import HeadNormKind, NormKind
 from alignedserve.runtime.model.families import names
 from alignedserve.runtime.model.families.form import FamilyForm, Flag, Named
 from alignedserve.runtime.model.families.gemma import gemma3n, gemma4, gemma4_experts

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from alignedserve.core.json_fields import JsonFields
-from alignedserve.runtime.model.decoder_parts import Activation, ExpertConfig, HeadNormKind, NormKind
+from alignedserve.runtime.model.decoder.decoder_parts import Activation, ExpertConfig, HeadNormKind, NormKind
+from alignedserve.runtime.model.decoder.latent_config import LatentConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.states import StateLayers
 from alignedserve.runtime.model.families.windows import NO_WINDOW, WindowRule
 from alignedserve.runtime.model.hf_fields import Sizes
-from alignedserve.runtime.model.latent_config import LatentConfig
-from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weight_names import ParameterNames
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
-from alignedserve.runtime.model.decoder_parts import ExpertConfig
+from alignedserve.runtime.model.decoder.decoder_parts import ExpertConfig
+from alignedserve.runtime.model.decoder.layer_extras import HeadSizes, LayerExtras
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.hf_fields import MAX_EXPERTS, MAX_HEADS, MAX_VOCABULARY, MAX_WIDTH
-from alignedserve.runtime.model.layer_extras import HeadSizes, LayerExtras
-from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.rope_fields import read_rope_pair
 
 _MAX_STREAMS = 16

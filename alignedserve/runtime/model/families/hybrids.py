@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from alignedserve.runtime.model.decoder_parts import HeadNormKind, NormKind
+from alignedserve.runtime.model.decoder.decoder_parts import HeadNormKind, NormKind
 from alignedserve.runtime.model.families import experts, names, states
 from alignedserve.runtime.model.families.dense import LLAMA
 from alignedserve.runtime.model.families.form import FamilyForm, Named

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from alignedserve.runtime.model.decoder_parts import Activation, HeadNormKind
+from alignedserve.runtime.model.decoder.decoder_parts import Activation, HeadNormKind
 from alignedserve.runtime.model.families import experts, names
 from alignedserve.runtime.model.families.dense import LLAMA, OLMO2, QWEN3
 from alignedserve.runtime.model.families.form import FamilyForm, Flag, Named

@@ -5,7 +5,11 @@ from dataclasses import replace
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
-from alignedserve.runtime.model.decoder_parts import Activation, HeadNormKind, NormKind, TemperatureConfig
+from alignedserve.runtime.model.decoder.decoder_parts import Activation, HeadNormKind, NormKind, TemperatureConfig
+from alignedserve.runtime.model.decoder.latent_config import LatentConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.product_multipliers import ProductMultipliers
+from alignedserve.runtime.model.decoder.rope_config import RopeConfig, RopeScaling
 from alignedserve.runtime.model.families.form import FamilyForm, holds
 from alignedserve.runtime.model.families.states import nemotron_layers
 from alignedserve.runtime.model.hf_fields import (
@@ -18,10 +22,6 @@ from alignedserve.runtime.model.hf_fields import (
     read_num_kv_heads,
     read_sizes,
 )
-from alignedserve.runtime.model.latent_config import LatentConfig
-from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.product_multipliers import ProductMultipliers
-from alignedserve.runtime.model.rope_config import RopeConfig, RopeScaling
 from alignedserve.runtime.model.rope_fields import (
     longest_context_len,
     read_rope,

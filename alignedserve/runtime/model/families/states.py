@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
+from alignedserve.runtime.model.decoder.state_config import DeltaConfig, ShortConvConfig, SpaceConfig, StateConfig
 from alignedserve.runtime.model.hf_fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Sizes
-from alignedserve.runtime.model.state_config import DeltaConfig, ShortConvConfig, SpaceConfig, StateConfig
 
 _MAX_KERNEL = 64
 _OLDER_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.gguf.file import GgufFile, GgufTensor
-from alignedserve.runtime.model.decoder_parts import HeadNormKind
+from alignedserve.runtime.model.decoder.decoder_parts import HeadNormKind
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.gguf.rope import FREQUENCY_FACTORS, LONG_DIVISORS, SHORT_DIVISORS
-from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weight_names import ParameterNames
 
 # The tensors of experts lie side by side in one of three dimensions: of `blk.0.ffn_up_exps.7`, that is number 7.

@@ -7,7 +7,7 @@ import numpy as np
 from alignedserve.core.errors import ModelError, UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
 from alignedserve.gguf.file import GgufFile
-from alignedserve.runtime.model.rope_config import RopeConfig, RopeScaling
+from alignedserve.runtime.model.decoder.rope_config import RopeConfig, RopeScaling
 from alignedserve.runtime.model.rope_fields import MAX_CONTEXT, yarn_angle_factor
 from kernels.weight_blocks.block_values import unpack_rows
 

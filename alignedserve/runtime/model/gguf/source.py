@@ -7,9 +7,9 @@ from alignedserve.core.errors import ModelError
 from alignedserve.gguf.file import GgufFile, GgufTensor
 from alignedserve.gguf.tensor_types import computed_as
 from alignedserve.runtime.device.devices import CUDA
-from alignedserve.runtime.model.decoder_parts import NormKind
+from alignedserve.runtime.model.decoder.decoder_parts import NormKind
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.gguf.names import find_tensor, tensor_names
-from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weights.packed_products import BLOCK_DTYPES, BlockRows, GroupedRows
 from alignedserve.runtime.model.weights.row_lookup import BlockLookup
 from kernels.cpu.block_quantized_linear import block_obstacle

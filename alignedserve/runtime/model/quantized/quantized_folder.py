@@ -12,9 +12,9 @@ from torch import Tensor
 
 from alignedserve.core.errors import ConfigError, UnsupportedModel
 from alignedserve.core.json_fields import read_json_object
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.hf_config import MAX_CONFIG_BYTES, read_model_config
-from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.quantized.layout import BLOCK, member_of_stack
 from alignedserve.runtime.model.quantized.rounding import to_blocks, to_int8, to_mxfp4
 from alignedserve.runtime.model.weight_index import INDEX_NAME, SINGLE_NAME

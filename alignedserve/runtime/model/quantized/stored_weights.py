@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.core.errors import ModelError
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.quantized.layout import StoredMatrix, has_weight, stored_matrix
 from alignedserve.runtime.model.quantized.product_form import GROUPS_OF_GPUS, Computing, ProductForm, form_bytes
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod

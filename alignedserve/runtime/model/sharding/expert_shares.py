@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 
 MAX_SHARES = 64
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 
 MAX_STAGES = 64
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.sharding.tensor_shard import Span, TensorShard
 from alignedserve.runtime.model.weight_names import ParameterNames, find_head, find_prefix
 

@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.sharding.packed_regions import packed_region, tensor_region
 from alignedserve.runtime.model.sharding.regions import Region, shard_regions
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.model.decoder_parts import HeadNormKind
+from alignedserve.runtime.model.decoder.decoder_parts import HeadNormKind
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.model_config import ModelConfig
 
 MAX_RANKS = 64
 # Inner widths are divided at multiples of one of these, so that blocks of packed weights stay whole.

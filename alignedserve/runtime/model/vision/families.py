@@ -11,7 +11,7 @@ from alignedserve.core.json_fields import JsonFields, read_json_object
 from alignedserve.pictures.form import BudgetForm, RowsForm, SquareForm
 from alignedserve.pictures.form_parts import Scaling
 from alignedserve.pictures.tiled_forms import CanvasForm, TiledForm
-from alignedserve.runtime.model.decoder_parts import Activation, NormKind
+from alignedserve.runtime.model.decoder.decoder_parts import Activation, NormKind
 from alignedserve.runtime.model.hf_fields import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, read_activation
 from alignedserve.runtime.model.vision import names
 from alignedserve.runtime.model.vision.mobile_config import SeeingConfig

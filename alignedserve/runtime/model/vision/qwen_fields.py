@@ -6,7 +6,7 @@ import msgspec
 
 from alignedserve.core.json_fields import JsonFields
 from alignedserve.pictures.form import CellsForm
-from alignedserve.runtime.model.decoder_parts import Activation, NormKind
+from alignedserve.runtime.model.decoder.decoder_parts import Activation, NormKind
 from alignedserve.runtime.model.hf_fields import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
 from alignedserve.runtime.model.vision import names
 from alignedserve.runtime.model.vision.tower_fields import (

@@ -9,7 +9,7 @@ from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.pictures.form import CellsForm, PictureForm
 from alignedserve.pictures.form_parts import CHANNELS, EncoderWork
 from alignedserve.pictures.tiled_forms import CanvasForm, TiledForm
-from alignedserve.runtime.model.decoder_parts import Activation, NormKind
+from alignedserve.runtime.model.decoder.decoder_parts import Activation, NormKind
 
 CACHE_BYTES = 128 << 20  # of a worker, for embeddings of pictures
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.pictures.form_parts import CHANNELS
-from alignedserve.runtime.model.decoder_parts import NormKind
+from alignedserve.runtime.model.decoder.decoder_parts import NormKind
 from alignedserve.runtime.model.vision.vision_config import PairOrder, PositionKind, VisionConfig
 from alignedserve.runtime.model.weights.head_order import pairs_of_rows_first
 from alignedserve.runtime.model.weights.product_reader import TensorSource

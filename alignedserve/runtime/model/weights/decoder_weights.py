@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.weights.row_lookup import RowLookup
 from kernels.feed_forward import ExpertsBeside, FeedForwardPart
 from kernels.layer_embeddings import LayerEmbeddings, LayerEnd

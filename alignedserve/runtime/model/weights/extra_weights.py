@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.layer_extras import LayerExtras
-from alignedserve.runtime.model.layer_geometry import inner_size
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.layer_extras import LayerExtras
+from alignedserve.runtime.model.decoder.layer_geometry import inner_size
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.weight_names import ParameterNames, own_products
 from alignedserve.runtime.model.weights.product_reader import ProductReader
 from kernels.activation import Gated

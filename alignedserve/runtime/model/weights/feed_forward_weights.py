@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.decoder_parts import ExpertConfig, Scoring
-from alignedserve.runtime.model.layer_geometry import inner_size
-from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.product_multipliers import ProductMultipliers
+from alignedserve.runtime.model.decoder.decoder_parts import ExpertConfig, Scoring
+from alignedserve.runtime.model.decoder.layer_geometry import inner_size
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.product_multipliers import ProductMultipliers
 from alignedserve.runtime.model.sharding.expert_shares import ExpertShare
 from alignedserve.runtime.model.weight_names import ParameterNames
 from alignedserve.runtime.model.weights.exact_tensors import exact_tensor

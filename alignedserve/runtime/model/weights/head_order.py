@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 
 
 def pairs_apart(rows: Tensor, config: ModelConfig) -> Tensor:

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from alignedserve.runtime.model.latent_config import LatentConfig
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.latent_config import LatentConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.weight_names import ParameterNames, query_modules
 from alignedserve.runtime.model.weights.head_order import rotated_first
 from alignedserve.runtime.model.weights.packed_products import Rows

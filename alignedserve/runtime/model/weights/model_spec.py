@@ -7,7 +7,7 @@ import msgspec
 import torch
 
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard, assemble_stage
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard

@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.state_config import DeltaConfig, ShortConvConfig, SpaceConfig, StateConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.state_config import DeltaConfig, ShortConvConfig, SpaceConfig, StateConfig
 from alignedserve.runtime.model.weight_names import ParameterNames
 from alignedserve.runtime.model.weights.exact_tensors import exact_tensor
 from alignedserve.runtime.model.weights.head_order import parts_of_key_heads

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 
 from alignedserve.gguf.file import GgufFile, is_gguf
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.gguf.source import GgufSource
-from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.quantized.source import QuantizedSource
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard, assemble_stage

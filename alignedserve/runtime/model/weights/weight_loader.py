@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.decoder_parts import HeadNormKind, NormKind
+from alignedserve.runtime.model.decoder.decoder_parts import HeadNormKind, NormKind
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from alignedserve.runtime.model.weight_names import ParameterNames, find_head, find_prefix, layer_prefixes
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights, round_on_the_way

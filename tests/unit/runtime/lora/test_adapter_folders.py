@@ -13,7 +13,7 @@ from alignedserve.core.errors import AdapterError
 from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.lora.adapter_folders import find_adapter, read_adapter
 from alignedserve.runtime.lora.adapter_weights import load_adapter
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
 from tests.support.models.lora_folders import write_adapter
 from tests.support.models.tiny_models import make_tiny_model

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from alignedserve.core.errors import ModelError, ModelNotFound, UnsupportedModel
+from alignedserve.runtime.model.decoder.rope_config import RopeScaling
 from alignedserve.runtime.model.hf_config import parse_model_config, read_model_config
-from alignedserve.runtime.model.rope_config import RopeScaling
 from tests.support.marks import each
 from tests.support.models.tiny_models import TINY_MODELS, make_tiny_model
 

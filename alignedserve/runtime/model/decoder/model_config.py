@@ -7,13 +7,19 @@ from dataclasses import dataclass, replace
 
 from alignedserve.core.block_layout import DTYPE_BYTES, BlockLayout, LayerHeads
 from alignedserve.costmodel.model_shapes import ModelShape
-from alignedserve.runtime.model.decoder_parts import Activation, ExpertConfig, HeadNormKind, NormKind, TemperatureConfig
-from alignedserve.runtime.model.latent_config import LatentConfig
-from alignedserve.runtime.model.layer_extras import HeadSizes, LayerExtras
-from alignedserve.runtime.model.product_multipliers import ProductMultipliers
+from alignedserve.runtime.model.decoder.decoder_parts import (
+    Activation,
+    ExpertConfig,
+    HeadNormKind,
+    NormKind,
+    TemperatureConfig,
+)
+from alignedserve.runtime.model.decoder.latent_config import LatentConfig
+from alignedserve.runtime.model.decoder.layer_extras import HeadSizes, LayerExtras
+from alignedserve.runtime.model.decoder.product_multipliers import ProductMultipliers
+from alignedserve.runtime.model.decoder.rope_config import RopeConfig, RopeScaling
+from alignedserve.runtime.model.decoder.state_config import HEADER_BYTES, StateConfig, state_bytes
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization
-from alignedserve.runtime.model.rope_config import RopeConfig, RopeScaling
-from alignedserve.runtime.model.state_config import HEADER_BYTES, StateConfig, state_bytes
 
 
 @dataclass(frozen=True, slots=True)

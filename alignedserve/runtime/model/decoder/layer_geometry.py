@@ -1,6 +1,6 @@
 """The sizes of single layers, which differ in some families."""
 
-from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 
 
 def inner_size(config: ModelConfig, layer: int) -> int:
