@@ -22,7 +22,7 @@ from alignedserve.process.connected_process import ConnectedProcess
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
 from alignedserve.runtime.device.collectives import Collectives
 from alignedserve.runtime.device.devices import CPU
-from alignedserve.runtime.device.shared_pages import map_file, take_pages
+from alignedserve.runtime.device.host_memory.shared_pages import map_file, take_pages
 from alignedserve.runtime.device.streams import Event
 from alignedserve.runtime.engine.ranks.frames import Start, encode, send_frame, wait_started
 from alignedserve.runtime.engine.ranks.group_copies import GroupCopies

@@ -9,7 +9,7 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.attention.registry import try_libraries
 from alignedserve.runtime.device.collectives import Collectives, ProcessGroupCollectives, SharedMemoryCollectives
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.device.shared_pages import map_file
+from alignedserve.runtime.device.host_memory.shared_pages import map_file
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.forward.decoder_ranks import DecoderRanks
 from alignedserve.runtime.engine.ranks.part_spec import PartSpec

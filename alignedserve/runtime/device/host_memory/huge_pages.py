@@ -4,7 +4,7 @@ import contextlib
 import errno
 import mmap
 
-from alignedserve.runtime.device.memory_maps import MADV_HUGEPAGE, MADV_POPULATE_WRITE
+from alignedserve.runtime.device.host_memory.memory_maps import MADV_HUGEPAGE, MADV_POPULATE_WRITE
 
 
 def huge_pages(size: int, *, populated_bytes: int) -> mmap.mmap:

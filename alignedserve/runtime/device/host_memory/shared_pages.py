@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from alignedserve.runtime.device.cores import num_cores
-from alignedserve.runtime.device.memory_maps import (
+from alignedserve.runtime.device.host_memory.memory_maps import (
     MADV_COLLAPSE,
     MADV_HUGEPAGE,
     MAP_FIXED,
