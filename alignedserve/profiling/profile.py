@@ -32,7 +32,7 @@ from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.staged_copies import StagedCopies
+from alignedserve.runtime.kv.copies.staged_copies import StagedCopies
 
 ByteArray = npt.NDArray[np.uint8]
 

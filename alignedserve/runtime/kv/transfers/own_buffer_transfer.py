@@ -4,7 +4,7 @@ from typing_extensions import override
 
 from alignedserve.runtime.kv.block_runs import BlockIds, Ints
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.direct_copies import PeerSide
+from alignedserve.runtime.kv.copies.direct_copies import PeerSide
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.local_transfer import LocalTransfer
 from kernels.cpu.block_copies import Digests

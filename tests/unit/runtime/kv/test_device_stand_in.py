@@ -6,8 +6,8 @@ import pytest
 
 from alignedserve.messages.caches import BlockCopy
 from alignedserve.runtime.device.streams import Stream
-from alignedserve.runtime.kv.copy_lanes import CopyLanes
-from alignedserve.runtime.kv.device_lender import LentRows
+from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
+from alignedserve.runtime.kv.lending.device_lender import LentRows
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.channels.open_channel import open_channel

@@ -17,7 +17,7 @@ from alignedserve.messages.iterations import (
     UnmapArena,
 )
 from alignedserve.runtime.kv.block_copier import BlockCopier
-from alignedserve.runtime.kv.candidate_memory import CandidateMemory
+from alignedserve.runtime.kv.lending.candidate_memory import CandidateMemory
 
 CopyCommand = LoadBlocks | OffloadBlocks | MapArena | UnmapArena | OpenBuffer | CloseBuffer
 CopyEvent = BlocksLoaded | BlocksOffloaded | BufferOpened

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from alignedserve.runtime.device.accelerator import Accelerator
-from alignedserve.runtime.kv.direct_copies import DirectCopies
+from alignedserve.runtime.kv.copies.direct_copies import DirectCopies
 
 T = TypeVar("T")
 
