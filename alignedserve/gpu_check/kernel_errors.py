@@ -143,8 +143,8 @@ def _attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _decode(device: torch.device, dtype: torch.dtype, *, is_float8: bool = False) -> float:
-    from kernels.gpu.decode_attention import TILE, decode_batch, paged_decode
-    from kernels.gpu.work_partition import partition
+    from kernels.gpu.attention.decode_attention import TILE, decode_batch, paged_decode
+    from kernels.gpu.attention.work_partition import partition
 
     there = _Contexts(device, dtype, is_float8=is_float8)
     queries = torch.randn(len(_LENGTHS), _KV_HEADS, _GROUP, _HEAD_DIM).to(dtype)
@@ -158,8 +158,8 @@ def _decode(device: torch.device, dtype: torch.dtype, *, is_float8: bool = False
 
 
 def _prefill(device: torch.device, dtype: torch.dtype, *, is_float8: bool = False) -> float:
+    from kernels.gpu.attention.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
     from kernels.gpu.launching import program_shared_bytes
-    from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
 
     there = _Contexts(device, dtype, is_float8=is_float8)
     queries = torch.randn(sum(_CHUNKS), _KV_HEADS, _GROUP, _HEAD_DIM).to(dtype)

@@ -97,7 +97,7 @@ def _naively_decoding(batch: AttentionBatch, planner: Any, queries: torch.Tensor
         for name in (
             "benchmarks.kernels.naive_decode",
             "kernels.gpu.blocks",
-            "kernels.gpu.decode_attention",
+            "kernels.gpu.attention.decode_attention",
         )
     )
     lengths = batch.table.num_computed[batch.rows] + 1

@@ -1,15 +1,15 @@
 """Decode attention with one program per context and key head, for comparison in benchmarks.
 
-The same kernel as `kernels.gpu.decode_attention` without work partitioning: the longest context of a batch determines
-its duration, as in the kernels that the papers measured.
+The same kernel as `kernels.gpu.attention.decode_attention` without work partitioning: the longest context of a batch
+determines its duration, as in the kernels that the papers measured.
 """
 
 import numpy as np
 import torch
 
+from kernels.gpu.attention.decode_attention import TILE, DecodeBatch, decode_batch
+from kernels.gpu.attention.work_partition import Int64Array, WorkPartition
 from kernels.gpu.blocks import BlockTables
-from kernels.gpu.decode_attention import TILE, DecodeBatch, decode_batch
-from kernels.gpu.work_partition import Int64Array, WorkPartition
 
 
 def naive_batch(

@@ -1,6 +1,6 @@
-// The plan of a step of decodes, which the host makes for every one of a GPU (kernels/gpu/work_partition.py,
-// block_entries.py, kernels/cpu/next_tokens.py). Plain forms stand there and give the same. The interpreter stays locked:
-// a call takes some microseconds.
+// The plan of a step of decodes, which the host makes for every one of a GPU (work_partition.py and
+// block_entries.py in kernels/gpu/attention, kernels/cpu/next_tokens.py). Plain forms stand there and give the same. The
+// interpreter stays locked: a call takes some microseconds.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>

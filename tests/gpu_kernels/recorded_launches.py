@@ -323,8 +323,8 @@ def _mask_tokens() -> None:
 
 def _try_all() -> None:
     """Launch what is tried before a kernel is used."""
-    for module in pkgutil.iter_modules(kernels.gpu.__path__):
-        found = importlib.import_module(f"kernels.gpu.{module.name}")
+    for module in pkgutil.walk_packages(kernels.gpu.__path__, "kernels.gpu."):
+        found = importlib.import_module(module.name)
         if hasattr(found, "trial_launch"):
             found.trial_launch(torch.device("cpu"), torch.bfloat16)
 

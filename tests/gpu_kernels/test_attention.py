@@ -15,11 +15,11 @@ from tests.support.marks import slow
 pytest.importorskip("triton")
 
 from kernels.attention import PLAIN_SCORES, ScoreForm
-from kernels.gpu import decode_attention, prefill_attention
-from kernels.gpu.decode_attention import TILE, decode_batch, paged_decode
+from kernels.gpu.attention import decode_attention, prefill_attention
+from kernels.gpu.attention.decode_attention import TILE, decode_batch, paged_decode
+from kernels.gpu.attention.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
+from kernels.gpu.attention.work_partition import partition, plain_partition
 from kernels.gpu.launching import converts_float8, program_shared_bytes
-from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
-from kernels.gpu.work_partition import partition, plain_partition
 
 pytestmark = pytest.mark.slow
 

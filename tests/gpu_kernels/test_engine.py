@@ -38,7 +38,7 @@ from tests.support.models.tiny_models import make_tiny_model
 pytest.importorskip("triton")
 
 from alignedserve.runtime.attention import triton_parts
-from kernels.gpu import decode_attention
+from kernels.gpu.attention import decode_attention
 
 pytestmark = pytest.mark.slow
 

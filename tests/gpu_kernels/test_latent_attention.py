@@ -11,10 +11,10 @@ from tests.support.marks import slow
 
 pytest.importorskip("triton")
 
-from kernels.gpu.decode_attention import decode_batch
-from kernels.gpu.latent_attention import LatentTiling, latent_decode, latent_prefill, tiling_of
-from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles
-from kernels.gpu.work_partition import partition
+from kernels.gpu.attention.decode_attention import decode_batch
+from kernels.gpu.attention.latent_attention import LatentTiling, latent_decode, latent_prefill, tiling_of
+from kernels.gpu.attention.prefill_attention import ChunkBatch, chunk_tiles
+from kernels.gpu.attention.work_partition import partition
 
 pytestmark = pytest.mark.slow
 

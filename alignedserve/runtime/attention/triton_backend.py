@@ -34,10 +34,11 @@ from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.layer_kind import CachedLayers
 from kernels.attention import PLAIN_SCORES, ScoreForm
-from kernels.gpu.block_entries import BlockArrays, TableArrays, block_arrays
+from kernels.gpu.attention.block_entries import BlockArrays, TableArrays, block_arrays
+from kernels.gpu.attention.decode_attention import decode_tiling
+from kernels.gpu.attention.latent_attention import LatentTiling, latent_tiling
+from kernels.gpu.attention.prefill_attention import tiling
 from kernels.gpu.blocks import BlockTables
-from kernels.gpu.decode_attention import decode_tiling
-from kernels.gpu.latent_attention import LatentTiling, latent_tiling
 from kernels.gpu.launching import (
     CompiledKernel,
     multiprocessor_of,
@@ -45,7 +46,6 @@ from kernels.gpu.launching import (
     program_shared_bytes,
     programs_at_once,
 )
-from kernels.gpu.prefill_attention import tiling
 from kernels.gpu_dispatch import can_launch, on_device
 
 logger = logging.getLogger(__name__)

@@ -9,12 +9,12 @@ from torch import Tensor
 from alignedserve.runtime.attention.library_steps import Chunks
 from alignedserve.runtime.attention.sequence_table import IntArray
 from alignedserve.runtime.device.arrays import Array
+from kernels.gpu.attention.decode_attention import DecodeBatch, decode_batch, paged_decode
+from kernels.gpu.attention.latent_attention import latent_decode, latent_prefill
+from kernels.gpu.attention.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill
+from kernels.gpu.attention.work_partition import WorkPartition, partition
 from kernels.gpu.blocks import BlockView
-from kernels.gpu.decode_attention import DecodeBatch, decode_batch, paged_decode
-from kernels.gpu.latent_attention import latent_decode, latent_prefill
 from kernels.gpu.launching import CompiledKernel
-from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill
-from kernels.gpu.work_partition import WorkPartition, partition
 
 if TYPE_CHECKING:
     from alignedserve.runtime.attention.triton_backend import GpuPlanner

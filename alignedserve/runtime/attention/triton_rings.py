@@ -19,9 +19,9 @@ from alignedserve.runtime.attention.triton_backend import GpuPlanner
 from alignedserve.runtime.attention.whole_runs import Runs
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.attention import PLAIN_SCORES, ScoreForm
-from kernels.gpu.block_entries import BlockArrays, block_arrays
+from kernels.gpu.attention.block_entries import BlockArrays, block_arrays
+from kernels.gpu.attention.work_partition import first_read
 from kernels.gpu.blocks import BlockTables
-from kernels.gpu.work_partition import first_read
 
 # Entries, of four bytes: arrays of blocks begin at addresses of 16, for which kernels are compiled.
 _ALIGNMENT = 4

@@ -16,9 +16,9 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from benchmarks.kernels.attention import DECODE, name_of
 from benchmarks.kernels.attention_batches import attention_batch, num_blocks_of
 from benchmarks.kernels.cases import TRITON, KernelCase, KernelSetup
+from kernels.gpu.attention.decode_attention import DecodeBatch, DecodeTiling, decode_batch, paged_decode
+from kernels.gpu.attention.work_partition import partition
 from kernels.gpu.blocks import BlockTables, BlockView
-from kernels.gpu.decode_attention import DecodeBatch, DecodeTiling, decode_batch, paged_decode
-from kernels.gpu.work_partition import partition
 
 _LAYERS, _BLOCK_SIZE = 2, 16
 _BATCHES, _TOY_BATCHES = (((64, 4096),), ((60, 256), (4, 16384))), (((3, 40),),)

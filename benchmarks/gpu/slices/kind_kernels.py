@@ -21,11 +21,11 @@ from benchmarks.kernels.attention_batches import attention_batch, num_blocks_of
 from benchmarks.kernels.cases import TRITON, KernelCase, KernelSetup
 from kernels.attention import ScoreForm
 from kernels.gpu import state_convolutions, state_scans
+from kernels.gpu.attention.decode_attention import decode_batch
+from kernels.gpu.attention.latent_attention import LatentTiling, latent_decode, latent_prefill
+from kernels.gpu.attention.prefill_attention import ChunkBatch, chunk_tiles
+from kernels.gpu.attention.work_partition import partition
 from kernels.gpu.blocks import BlockTables, BlockView
-from kernels.gpu.decode_attention import decode_batch
-from kernels.gpu.latent_attention import LatentTiling, latent_decode, latent_prefill
-from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles
-from kernels.gpu.work_partition import partition
 from kernels.states.device_rows import DeviceStatePlan, StateKernels
 from kernels.states.state_rows import NO_BLOCK, StateParts, StateRows
 

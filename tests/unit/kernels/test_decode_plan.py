@@ -5,8 +5,8 @@ import pytest
 
 from kernels.cpu.native import load_native
 from kernels.cpu.next_tokens import KnownTokens, next_tokens, plain_next_tokens
-from kernels.gpu.block_entries import TableArrays, block_arrays, plain_block_arrays
-from kernels.gpu.work_partition import partition, plain_partition
+from kernels.gpu.attention.block_entries import TableArrays, block_arrays, plain_block_arrays
+from kernels.gpu.attention.work_partition import partition, plain_partition
 from tests.support.marks import each
 
 TILE = 64

@@ -16,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.attention.decode_attention import DecodeBatch, merge_parts
+from kernels.gpu.attention.prefill_attention import ChunkBatch
+from kernels.gpu.attention.score_forms import LOG2_E
 from kernels.gpu.blocks import BlockView, cached_elements, cached_scales, widened
-from kernels.gpu.decode_attention import DecodeBatch, merge_parts
 from kernels.gpu.launching import (
     LARGE_SHARED_BYTES,
     CompiledKernel,
@@ -29,8 +31,6 @@ from kernels.gpu.launching import (
     program_shared_bytes,
     upcast,
 )
-from kernels.gpu.prefill_attention import ChunkBatch
-from kernels.gpu.score_forms import LOG2_E
 
 
 class LatentTiling(NamedTuple):

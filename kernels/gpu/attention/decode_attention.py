@@ -1,4 +1,4 @@
-"""Decode attention over paged blocks on a GPU, its work divided evenly over the batch (`kernels.gpu.work_partition`).
+"""Decode attention over paged blocks on a GPU, its work divided evenly over the batch (see `work_partition`).
 
 Two kernels. The first computes parts of contexts, one program per run of tiles and key head: all query heads of the key
 head at once, scores, softmax and sums in one pass. The second merges the parts of each context by their maxima and
@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention import PLAIN_SCORES, ScoreForm
+from kernels.gpu.attention.score_forms import LOG2_E, SCORE_UNIT, capped, first_read
 from kernels.gpu.blocks import BlockTables, BlockView, cached_elements, cached_scales, widened
 from kernels.gpu.launching import (
     LARGE_SHARED_BYTES,
@@ -24,7 +25,6 @@ from kernels.gpu.launching import (
     program_shared_bytes,
     upcast,
 )
-from kernels.gpu.score_forms import LOG2_E, SCORE_UNIT, capped, first_read
 
 TILE = 64  # tokens
 _TILE_OF_LARGE_HEADS = 16  # above 256 elements, of which more do not fit registers

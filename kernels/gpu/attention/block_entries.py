@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.cpu.native import load_native
-from kernels.gpu.work_partition import Int32Array, Int64Array
+from kernels.gpu.attention.work_partition import Int32Array, Int64Array
 
 _native: Any = load_native("place_contexts")
 

@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention import PLAIN_SCORES, ScoreForm
+from kernels.gpu.attention.score_forms import LOG2_E, SCORE_UNIT, capped, first_read
+from kernels.gpu.attention.work_partition import Int32Array, Int64Array
 from kernels.gpu.blocks import BlockTables, BlockView, cached_elements, cached_scales, widened
 from kernels.gpu.launching import (
     LARGE_SHARED_BYTES,
@@ -25,8 +27,6 @@ from kernels.gpu.launching import (
     program_shared_bytes,
     upcast,
 )
-from kernels.gpu.score_forms import LOG2_E, SCORE_UNIT, capped, first_read
-from kernels.gpu.work_partition import Int32Array, Int64Array
 
 
 class Tiling(NamedTuple):
