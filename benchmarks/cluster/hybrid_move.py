@@ -19,7 +19,7 @@ from alignedserve.config.sections import Topology
 from alignedserve.core.request import SamplingParams, Slo
 from alignedserve.runtime.model.hf_config import read_model_config
 from tests.harnesses.client_gateway import Answer
-from tests.support.clusters.in_process import RoomCluster, running, small_config
+from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 from tests.support.models.tiny_hybrids import DELTA, MAMBA2
 from tests.support.models.tiny_llama import TINY_LLAMA
 

@@ -17,7 +17,7 @@ from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.request import SamplingParams
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import RESULTS, write_result
-from tests.support.clusters.in_process import RoomCluster, running, small_config
+from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 from tests.support.devices.device_stand_in import Copy, Machine
 
 _NUM_FIRST, _NUM_LATER = 4, 8  # requests that run, and those that are prefetched meanwhile

@@ -16,7 +16,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.process.links import Identity
 from alignedserve.runtime.model.served_deployment import ServedDeployment
 from tests.gateway.support import EOS, write_tokenizer
-from tests.support.clusters.in_process import RoomCluster, running, small_config
+from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 from tests.support.models.tiny_llama import TINY_LLAMA
 
 

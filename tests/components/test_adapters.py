@@ -23,8 +23,8 @@ from alignedserve.core.request import LoraAdapter, SamplingParams, Slo
 from alignedserve.messages.gateways import RequestFailed
 from alignedserve.runtime.model.model_files import read_config
 from tests.harnesses.client_gateway import Answer
+from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 from tests.replay.recorded import replays
-from tests.support.clusters.in_process import RoomCluster, running, small_config
 from tests.support.models.lora_folders import write_adapter
 from tests.support.waiting import holds
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from alignedserve.config.sections import BatchingConfig, ClusterConfig, SchedulingConfig
 from alignedserve.core.request import SamplingParams, Slo
 from tests.components.work import check, prompts
-from tests.support.clusters.in_process import RoomCluster, running, small_config
+from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 from tests.support.waiting import holds
 
 pytestmark = pytest.mark.slow

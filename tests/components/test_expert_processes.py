@@ -11,8 +11,8 @@ from alignedserve.config.sections import Topology
 from alignedserve.core.request import SamplingParams
 from kernels.cpu.rank_exchange import ExchangeBroken
 from tests.components.work import check, prompts
+from tests.harnesses.clusters.in_process import running, small_config
 from tests.support.child_processes import children_running
-from tests.support.clusters.in_process import running, small_config
 from tests.support.models.tiny_llama import TINY_LLAMA
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ import pytest
 from alignedserve.core.request import SamplingParams
 from decode_worker import block_peers
 from decode_worker.service import DecodeWorker
-from tests.support.clusters.in_process import small_config
-from tests.support.clusters.two_nodes import FAR, start_two_nodes
+from tests.harnesses.clusters.in_process import small_config
+from tests.harnesses.clusters.two_nodes import FAR, start_two_nodes
 from tests.support.samples import POOL
 from tests.support.waiting import holds
 

@@ -13,7 +13,7 @@ from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.runtime.kv.shm_arena import Arena
 from tests.components.work import check, prompts
 from tests.harnesses.client_gateway import Answer
-from tests.support.clusters.in_process import RoomCluster, running, small_config
+from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 from tests.support.waiting import holds
 
 pytestmark = pytest.mark.slow

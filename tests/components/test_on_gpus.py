@@ -18,7 +18,7 @@ from alignedserve.config.sections import BatchingConfig, ClusterConfig, PrefixCa
 from alignedserve.core.request import SamplingParams, Slo
 from alignedserve.runtime.device import accelerator
 from tests.components.work import check, prompts, submitted
-from tests.support.clusters.in_process import running, small_config
+from tests.harnesses.clusters.in_process import running, small_config
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.fake_cuda.quick_kernels import quick_kernels
 from tests.support.fake_cuda.small_copies import small_copies

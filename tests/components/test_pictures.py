@@ -16,8 +16,8 @@ from alignedserve.messages.gateways import RequestFailed
 from alignedserve.replay.component_replay import recordings_in
 from alignedserve.runtime.model.vision.mobile_fields import ARCHITECTURES
 from tests.harnesses.client_gateway import Answer
+from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 from tests.replay.recorded import replays
-from tests.support.clusters.in_process import RoomCluster, running, small_config
 from tests.support.models.tiny_llama import TINY_LLAMA
 from tests.support.models.tiny_mobile import CONFIG as TINY_MOBILE
 from tests.support.models.tiny_vision import picture

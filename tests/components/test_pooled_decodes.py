@@ -20,7 +20,7 @@ from decode_worker.colocated.service import ColocatedWorker
 from kvpool.logic import PoolLogic
 from kvpool.service import KvPool
 from tests.components.work import check, growing_prompts
-from tests.support.clusters.in_process import RoomCluster, running, small_config
+from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 from tests.support.waiting import holds
 
 pytestmark = pytest.mark.slow

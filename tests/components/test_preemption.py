@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from alignedserve.config.sections import BatchingConfig, SchedulingConfig, Topology
 from alignedserve.core.request import SamplingParams
 from tests.components.work import growing_prompts
-from tests.support.clusters.in_process import running, small_config
+from tests.harnesses.clusters.in_process import running, small_config
 from tests.support.models.tiny_llama import TINY_LLAMA
 
 pytestmark = pytest.mark.slow

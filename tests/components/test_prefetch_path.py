@@ -20,7 +20,7 @@ from alignedserve.process.process_spec import POOL
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from tests.components.work import check, prompts, submitted
 from tests.harnesses.client_gateway import Answer
-from tests.support.clusters.in_process import running, small_config
+from tests.harnesses.clusters.in_process import running, small_config
 from tests.support.devices.device_stand_in import HOST, LINK, PCIE, Machine
 from tests.support.waiting import holds
 

@@ -19,8 +19,8 @@ from decode_worker.colocated.service import ColocatedWorker
 from kvpool.logic import PoolLogic
 from kvpool.service import KvPool
 from router.workers.prefix_index import PrefixIndex
-from tests.support.clusters.in_process import RoomCluster, running, small_config
-from tests.support.clusters.two_nodes import FAR, two_nodes
+from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
+from tests.harnesses.clusters.two_nodes import FAR, two_nodes
 from tests.support.waiting import holds
 
 pytestmark = pytest.mark.slow

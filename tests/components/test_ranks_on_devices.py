@@ -15,8 +15,8 @@ from alignedserve.runtime.engine import worker_engine
 from alignedserve.runtime.engine.ranks import rank_group
 from kernels.cpu.rank_exchange import has_rank_exchange
 from tests.components.work import check, prompts, submitted
-from tests.support.clusters.in_process import running, small_config
-from tests.support.clusters.two_nodes import FAR, start_two_nodes
+from tests.harnesses.clusters.in_process import running, small_config
+from tests.harnesses.clusters.two_nodes import FAR, start_two_nodes
 from tests.support.devices.device_stand_in import HOST, LINK, PCIE, Machine
 from tests.support.devices.rank_devices import RanksOnDevices, device_of, load_on_devices
 from tests.support.waiting import holds

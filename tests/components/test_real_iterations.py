@@ -12,7 +12,7 @@ from alignedserve.core.request import SamplingParams
 from decode_worker.colocated.service import ColocatedWorker
 from decode_worker.service import DecodeWorker
 from kernels.cpu.native import supported_levels
-from tests.support.clusters.in_process import RoomCluster, running, small_config
+from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 
 pytestmark = pytest.mark.slow
 

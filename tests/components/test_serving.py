@@ -9,7 +9,7 @@ from msgspec.structs import astuple, replace
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.request import FinishReason, SamplingParams
 from tests.components.work import prompts
-from tests.support.clusters.in_process import running, small_config
+from tests.harnesses.clusters.in_process import running, small_config
 
 
 @pytest.fixture(params=list(Topology))

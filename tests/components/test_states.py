@@ -22,7 +22,7 @@ from alignedserve.runtime.model.hf_config import read_model_config
 from tests.components.test_prefix_pool import ROOT, kept, loaded
 from tests.components.work import check, growing_prompts, prompts
 from tests.harnesses.client_gateway import Answer
-from tests.support.clusters.in_process import RoomCluster, running, small_config
+from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 from tests.support.models.tiny_hybrids import DELTA, MAMBA2
 from tests.support.models.tiny_llama import TINY_LLAMA
 from tests.support.waiting import holds

@@ -19,7 +19,7 @@ from alignedserve.keys.ring import CurrentKeys, KeyRing
 from alignedserve.messages.handshake import Role
 from alignedserve.runtime.model.served_deployment import ServedDeployment
 from tests.gateway.support import tokenizer, tokenizer_folder
-from tests.support.clusters.in_process import RoomCluster, running, small_config
+from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 from tests.support.waiting import holds
 
 pytestmark = pytest.mark.slow

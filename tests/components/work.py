@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from alignedserve.core.request import SamplingParams
 from alignedserve.messages.gateways import ClusterStatus
 from tests.harnesses.client_gateway import Answer
-from tests.support.clusters.in_process import RoomCluster
+from tests.harnesses.clusters.in_process import RoomCluster
 from tests.support.waiting import holds
 
 

@@ -26,8 +26,8 @@ from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.model.served_model import resolve_model
+from tests.harnesses.clusters.in_process import small_config
 from tests.harnesses.transfer import NUM_POOL_BLOCKS, changed
-from tests.support.clusters.in_process import small_config
 from tests.support.samples import POOL, blocks, request
 
 pytestmark = pytest.mark.slow

@@ -30,7 +30,7 @@ from alignedserve.messages.links import RouterInbound
 from alignedserve.messages.wire import Codec
 from alignedserve.process.link_manager import LinkManager
 from alignedserve.process.links import Identity
-from tests.support.clusters.cluster_backend import SECRET, STATUS, Recorder, cluster, failure_of, read
+from tests.harnesses.clusters.cluster_backend import SECRET, STATUS, Recorder, cluster, failure_of, read
 from tests.support.waiting import holds
 
 

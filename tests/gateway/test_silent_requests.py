@@ -11,7 +11,7 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.scheduling.policies.aligned_slo.policy import AlignedSloConfig
-from tests.support.clusters.cluster_backend import cluster, failure_of
+from tests.harnesses.clusters.cluster_backend import cluster, failure_of
 
 
 async def test_no_token_is_delivered_behind_a_gap(tmp_path: Path) -> None:

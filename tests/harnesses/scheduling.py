@@ -21,7 +21,7 @@ from alignedserve.scheduling.policy import (
 )
 from alignedserve.scheduling.shared_blocks import SharedBlocks
 from alignedserve.scheduling.table import RequestTable
-from tests.harnesses.shared_slots import SlotModel
+from tests.support.shared_slots import SlotModel
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from alignedserve.messages.gateways import PromptScored, TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes, RunIteration
 from alignedserve.worker_core.compute_meter import ComputeMeter
-from tests.support.clusters.cluster_shape import Shape
-from tests.support.clusters.logic_cluster import Logic, LogicCluster
+from tests.harnesses.clusters.cluster_shape import Shape
+from tests.harnesses.clusters.logic_cluster import Logic, LogicCluster
 from tests.support.marks import many
 
 SHAPES = (

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from alignedserve.config.sections import SchedulingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams, Slo
-from tests.harnesses.token_engine import right_answer
-from tests.support.clusters.cluster_shape import Shape
-from tests.support.clusters.logic_cluster import LogicCluster
+from tests.harnesses.clusters.cluster_shape import Shape
+from tests.harnesses.clusters.logic_cluster import LogicCluster
 from tests.support.marks import many
+from tests.support.token_engine import right_answer
 
 pytestmark = pytest.mark.slow
 

@@ -23,11 +23,11 @@ from kvpool.logic import PoolLogic
 from prefill_worker.logic import PrefillLogic
 from router.state import TrackedRequest, WorkerRecord
 from router.workers.prefix_index import PrefixIndex
-from tests.harnesses.token_engine import right_answer
+from tests.harnesses.clusters.cluster_shape import Shape
+from tests.harnesses.clusters.logic_cluster import LogicCluster
 from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, some_steps
-from tests.support.clusters.cluster_shape import Shape
-from tests.support.clusters.logic_cluster import LogicCluster
 from tests.support.marks import slow
+from tests.support.token_engine import right_answer
 
 pytestmark = pytest.mark.slow
 

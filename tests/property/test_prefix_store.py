@@ -26,7 +26,7 @@ from alignedserve.messages.prefixes import (
 )
 from kvpool.state import SetBlockGeneration
 from tests.harnesses.pool import PoolHarness, written
-from tests.harnesses.prefixes import Context, chain, part_of
+from tests.support.prefixes import Context, chain, part_of
 from tests.support.samples import ROUTER, epoch
 
 WORKERS = ("decode-0", "decode-1", "decode-2")

@@ -36,9 +36,9 @@ from decode_worker import factory as decode_factory
 from kvpool import factory as pool_factory
 from prefill_worker import factory as prefill_factory
 from router import factory as router_factory
-from tests.harnesses.token_engine import BLOCK_SIZE, EOS
-from tests.support.clusters.cluster_shape import Shape
-from tests.support.clusters.logic_cluster import POOL, LogicCluster
+from tests.harnesses.clusters.cluster_shape import Shape
+from tests.harnesses.clusters.logic_cluster import POOL, LogicCluster
+from tests.support.token_engine import BLOCK_SIZE, EOS
 
 PROMPT_TOKEN = 48_611  # as no other number of these runs
 STOP_TOKEN = 7

@@ -12,9 +12,9 @@ from alignedserve.core.request import SamplingParams, Slo
 from alignedserve.messages.recording import RecordReader
 from alignedserve.replay.component_replay import ComponentReplay, recordings_in
 from decode_worker.logic import DecodeLogic
+from tests.harnesses.clusters.in_process import running, small_config
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload, timed, workload_of
 from tests.replay.recorded import PROMPT_TOKEN, random_run, recorded_simulation, replays
-from tests.support.clusters.in_process import running, small_config
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,9 @@ from alignedserve.messages.redaction import KeepDecisions, KeepLengths, Redactor
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.prefix_cache.block_hashes import BlockHasher, packed_blocks
 from alignedserve.replay.component_replay import recordings_in
+from tests.harnesses.clusters.cluster_shape import Shape
 from tests.property.test_prefix_cache_histories import ROOTS, conversations
 from tests.replay.recorded import RecordedCluster, replays
-from tests.support.clusters.cluster_shape import Shape
 from tests.support.marks import each
 
 SECRET, EOS = b"s" * 32, 2

@@ -13,8 +13,8 @@ from alignedserve.workload.build import build_workload
 from alignedserve.workload.catalogue import Library
 from alignedserve.workload.requests import TextRun, Workload
 from decode_worker.colocated.logic import ColocatedLogic
-from tests.harnesses.ideal_cache import PromptBlocks, most_hits
 from tests.harnesses.simulation import BLOCK_BYTES, LAYOUT, MESSAGE_S, colocated, timed, workload_of
+from tests.support.ideal_cache import PromptBlocks, most_hits
 from tests.support.marks import each
 
 

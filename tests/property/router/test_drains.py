@@ -12,9 +12,9 @@ from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest
 from router.logic import RouterLogic
 from router.state import DrainRequested
+from tests.harnesses.clusters.cluster_shape import Shape
+from tests.harnesses.clusters.logic_cluster import LogicCluster
 from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, make_requests, some_steps
-from tests.support.clusters.cluster_shape import Shape
-from tests.support.clusters.logic_cluster import LogicCluster
 from tests.support.marks import each, many
 
 ROUTER = "router"

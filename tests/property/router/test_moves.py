@@ -19,9 +19,9 @@ from alignedserve.messages.workers import MoveRequest, RequestMoved
 from router.logic import RouterLogic
 from router.moves.leans import MAX_MOVES, REST_S, Leans, PlannedMove
 from router.state import TrackedRequest, WorkerRecord
+from tests.harnesses.clusters.cluster_shape import Shape
+from tests.harnesses.clusters.logic_cluster import LogicCluster
 from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, make_requests, some_steps
-from tests.support.clusters.cluster_shape import Shape
-from tests.support.clusters.logic_cluster import LogicCluster
 from tests.support.marks import many
 
 SHAPE = Shape(is_colocated=True, is_elastic=True, num_decode=3, worker_blocks=40, scheduling="aligned_slo")

@@ -22,9 +22,9 @@ from router.placement import Placement
 from router.policies.bypass import DirectHandoff, UrgentBypass
 from router.policies.prefill_order import LeastSlackOrder
 from router.state import WorkerRecord
+from tests.harnesses.clusters.cluster_shape import Shape
+from tests.harnesses.clusters.logic_cluster import Logic, LogicCluster
 from tests.property.test_every_request_ends_once import lose_processes, make_requests, some_steps
-from tests.support.clusters.cluster_shape import Shape
-from tests.support.clusters.logic_cluster import Logic, LogicCluster
 from tests.support.marks import many
 
 SHAPES = (

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.block_peers import LINK_IDLE_S
+from tests.harnesses.clusters.cluster_shape import Shape
+from tests.harnesses.clusters.logic_cluster import LogicCluster
 from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, make_requests, some_steps
-from tests.support.clusters.cluster_shape import Shape
-from tests.support.clusters.logic_cluster import LogicCluster
 from tests.support.marks import many
 
 # Three nodes with a pool each; at first one worker of each kind, on the first.

@@ -15,7 +15,7 @@ from alignedserve.cluster import preflight
 from alignedserve.config.sections import MIB, ClusterConfig, EngineConfig, ModelSectionConfig, Topology
 from alignedserve.core.errors import AddressInUse, ConfigError, ModelError, ModelNotFound, NotEnoughMemory
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
-from tests.support.clusters.in_process import small_config
+from tests.harnesses.clusters.in_process import small_config
 from tests.support.models.tiny_gguf import write_tiny_gguf
 from tests.support.models.tiny_llama import TINY_LLAMA
 

@@ -15,7 +15,7 @@ from alignedserve.costmodel.choice import make_cost_model
 from alignedserve.costmodel.iteration_points import Chunk, Point, feasible_points
 from alignedserve.profiling.points import CPU_SIZES, GPU_SIZES, PointSizes, fitted_points, held_out_points
 from alignedserve.profiling.profile import ProfileResult, ProfileSpec, run_profile, sizes_on
-from tests.harnesses.costs import decodes, prefill
+from tests.support.costs import decodes, prefill
 from tests.support.marks import each
 from tests.support.models.tiny_models import make_tiny_model
 

@@ -10,7 +10,7 @@ from alignedserve.costmodel.published.files import rows_of
 from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.costmodel.work import IterationWork
 from benchmarks.simulation.calibration import chunk_ratios, error_of, overheads
-from tests.harnesses.costs import decodes, prefill
+from tests.support.costs import decodes, prefill
 from tests.support.marks import each
 
 CALIBRATED = CALIBRATIONS["calibrated"]

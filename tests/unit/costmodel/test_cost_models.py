@@ -26,7 +26,7 @@ from alignedserve.costmodel.published.llama_layers import MeasuredLayersModel, c
 from alignedserve.costmodel.published.prompt_tables import table_samples
 from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.costmodel.work import IterationWork
-from tests.harnesses.costs import decodes, prefill, random_work
+from tests.support.costs import decodes, prefill, random_work
 from tests.support.marks import each
 
 TRUE = LinearCoefficients(0.010, 1e-4, 1e-8, 1e-4, 2e-4, 1e-6, 5e-7, 3e-6, 1e-5)

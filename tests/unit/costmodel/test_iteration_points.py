@@ -7,7 +7,7 @@ from alignedserve.costmodel.iteration_points import SWAPPED, Point, calibrate, c
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel, Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.online import learned_from
-from tests.harnesses.costs import decodes, prefill
+from tests.support.costs import decodes, prefill
 from tests.support.marks import each
 
 POINTS = calibration_points(max_requests=256, max_tokens=2048, has_hidden_cache=False)

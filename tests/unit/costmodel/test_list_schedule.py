@@ -17,7 +17,7 @@ from alignedserve.costmodel.list_schedule import (
 from alignedserve.costmodel.model import AttentionKernel
 from alignedserve.costmodel.model_shapes import model_shape
 from alignedserve.costmodel.work import IterationWork
-from tests.harnesses.costs import decodes
+from tests.support.costs import decodes
 from tests.support.marks import each
 
 SMALL = Accelerator(num_multiprocessors=4, num_heads=2, num_query_heads=4)

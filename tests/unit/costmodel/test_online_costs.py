@@ -14,7 +14,7 @@ from alignedserve.costmodel.linear import (
 from alignedserve.costmodel.online import GENERIC, OnlineIterationModel, learned_from
 from alignedserve.costmodel.work import IterationWork
 from kernels.cpu.iteration_costs import is_native
-from tests.harnesses.costs import decodes, prefill, random_work
+from tests.support.costs import decodes, prefill, random_work
 from tests.support.marks import each
 
 MACHINE = LinearIterationModel(LinearCoefficients(0.004, 3e-4, 1e-8, 1e-4, 2e-4, 3e-7, 0.0, 1e-5, 1e-5))

@@ -14,7 +14,7 @@ from alignedserve.costmodel.model_shapes import MODEL_SHAPES, ModelShape, model_
 from alignedserve.costmodel.published.llama_layers import collective_curve
 from alignedserve.costmodel.roofline import Efficiency, RooflineModel
 from alignedserve.profiling.shapes import OPT_125M
-from tests.harnesses.costs import decodes, prefill
+from tests.support.costs import decodes, prefill
 from tests.support.marks import each
 
 A100 = HARDWARE["a100-80g"]

@@ -34,8 +34,8 @@ from alignedserve.prefix_cache.block_hashes import BlockHasher, NamedBlock
 from alignedserve.prefix_cache.cached_blocks import CachedBlocks
 from decode_worker.colocated.pooled_prefixes import PrefixOffers
 from tests.harnesses.colocated import ColocatedHarness, runs
-from tests.harnesses.prefixes import BLOCK_SIZE, ROOT
 from tests.harnesses.scheduling import Step
+from tests.support.prefixes import BLOCK_SIZE, ROOT
 from tests.support.samples import R1, blocks, request
 
 POOL = "pool-0"

@@ -21,7 +21,7 @@ from alignedserve.messages.prefixes import (
 from kvpool.logic import PoolCommand
 from kvpool.state import SetBlockGeneration
 from tests.harnesses.pool import PoolHarness, freed, leased
-from tests.harnesses.prefixes import chain, part_of
+from tests.support.prefixes import chain, part_of
 from tests.support.samples import DECODE, PREFILL, R1, blocks
 
 ONE, OTHER = PREFILL, DECODE  # two workers

@@ -19,7 +19,7 @@ from alignedserve.replay.jitter import JitteryCosts, Ratio
 from alignedserve.replay.observed import ObservedIteration, ObservedRun
 from alignedserve.replay.simulated import requests_of, think_times_s, workload_of
 from router.state import LengthPredicted
-from tests.harnesses.costs import decodes, prefill
+from tests.support.costs import decodes, prefill
 
 
 def observed(arrivals_s: list[float], ends_s: list[float], request_class: RequestClass) -> ObservedRun:

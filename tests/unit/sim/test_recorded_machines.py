@@ -10,8 +10,8 @@ from alignedserve.messages.iterations import IterationCompleted
 from alignedserve.sim.config import SimConfig, Slowdowns
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import ClosedLoop, ClosedLoopRun
-from tests.harnesses.costs import decodes, prefill
 from tests.harnesses.simulation import LINKS, MESSAGE_S, colocated, timed, workload_of
+from tests.support.costs import decodes, prefill
 from tests.support.marks import each
 
 PREFILL_S = 0.010 + 0.001 * 40

@@ -20,7 +20,7 @@ from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.weights.random_weights import random_weights
 from alignedserve.scheduling.factory import calibration_s, make_scheduler
 from alignedserve.scheduling.policy import IterationLimits
-from tests.harnesses.costs import decodes, prefill
+from tests.support.costs import decodes, prefill
 from tests.support.models.tiny_engines import MAX_CONTEXT_LEN, TinyEngine
 from tests.support.models.tiny_llama import TINY_LLAMA
 

@@ -1,6 +1,6 @@
 """All logics joined by queues, without sockets, clocks or tensors: links deliver in order, but in any order among them.
 
-The engine is a stand-in: tests/harnesses/token_engine.py.
+The engine is a stand-in: tests/support/token_engine.py.
 """
 
 import random
@@ -61,10 +61,10 @@ from prefill_worker import factory as prefill_factory
 from prefill_worker.logic import PrefillLogic
 from router import factory as router_factory
 from router.logic import RouterLogic
+from tests.harnesses.clusters.cluster_shape import Shape
+from tests.harnesses.clusters.logic_client import Client, block_names_of
 from tests.harnesses.scheduling import EasyCosts
-from tests.harnesses.token_engine import BLOCK_SIZE, EOS, FakeArena, FakeEngine
-from tests.support.clusters.cluster_shape import Shape
-from tests.support.clusters.logic_client import Client, block_names_of
+from tests.support.token_engine import BLOCK_SIZE, EOS, FakeArena, FakeEngine
 
 GATEWAY, POOL = "gateway-0", "pool-0"
 

@@ -19,7 +19,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.prefixes import BLOCK_NAME_BYTES
 from alignedserve.prefix_cache.block_hashes import BlockHasher
 from alignedserve.process.addresses import ROUTER
-from tests.harnesses.token_engine import BLOCK_SIZE
+from tests.support.token_engine import BLOCK_SIZE
 
 
 def block_names_of(request: Request, generated: tuple[int, ...] = ()) -> bytes:

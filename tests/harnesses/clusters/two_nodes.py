@@ -10,7 +10,7 @@ from pathlib import Path
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.process.addresses import AddressBook
 from alignedserve.process.tls import CertificateAuthority
-from tests.support.clusters.in_process import RoomCluster
+from tests.harnesses.clusters.in_process import RoomCluster
 from tests.support.devices.device_stand_in import Machine
 
 FAR = "decode-9"
