@@ -30,7 +30,7 @@ _MAX_COUNTED_SHARED = 256  # nor one longer than this where tenants share it, wh
 
 
 class RouterNotes:
-    """An Observer (runtime.process.observer) of the router's logic."""
+    """An Observer (process.logic_driver) of the router's logic."""
 
     def __init__(self, records: RouterRecords) -> None:
         self._records = records

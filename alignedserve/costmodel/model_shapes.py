@@ -1,4 +1,4 @@
-"""Sizes of models, for cost models; `runtime.model_shape` makes one of any config.json."""
+"""Sizes of models, for cost models; `ModelConfig.shape` makes one of any config.json."""
 
 from dataclasses import dataclass, replace
 

@@ -27,7 +27,7 @@ def most_disturbed(sent: Sequence[SentRequest]) -> list[SentRequest]:
 
 
 def longest_pause_s(outcome: CompletionOutcome) -> float:
-    """Return the longest time between a request's start, its tokens and the next one."""
+    """Return the longest wait for a token: the first one since the request was sent, or the next one."""
     return max((after - before for before, after in pairwise((outcome.sent_s, *outcome.token_times_s))), default=0.0)
 
 

@@ -68,7 +68,7 @@ class _Followed:
 
 
 class WorkerNotes:
-    """An Observer (runtime.process.observer) of a worker's logic."""
+    """An Observer (process.logic_driver) of a worker's logic."""
 
     def __init__(
         self, waiting: Callable[[], Iterable[WaitingRequest]], phases: Phases, *, own_pool: str | None = None

@@ -204,7 +204,7 @@ class _Measuring:
         self._figures: dict[str, Any] = {"load": asdict(load), "policies": {}, "failures": [], "left_out": []}
 
     async def run(self, policies: Sequence[str]) -> dict[str, Any]:
-        """Run all phases of the first policy, the last one of each other."""
+        """Run all phases of the first policy, and the last phase of every other."""
         with tempfile.TemporaryDirectory(prefix="promise-") as name:
             folder = Path(name)
             write_model(SHAPES[self._load.shape], folder / "model")

@@ -34,7 +34,7 @@ _MACOS_PEER = struct.Struct("2Ih16I")  # version, user, number of groups, groups
 
 
 class AdminApi:
-    """Takes requests until it is closed."""
+    """Takes orders to a cluster from the processes of its user, until it is closed."""
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError where the folder holds no sockets."""

@@ -70,7 +70,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Viewed:
-    """All of them have answered since the last Announce, or are lost."""
+    """All gateways and the batch worker have answered since the last Announce, or are lost."""
 
     views: Mapping[str, View]  # by deployment
 

@@ -116,7 +116,7 @@ class Admission:
 
 
 def apart(nodes: Mapping[RayNode, Place], problems: Mapping[RayNode, Mapping[str, str]]) -> dict[RayNode, str]:
-    """Return why for each node that does not reach a node before it, or is not reached by one.
+    """Return which nodes do not reach a node before them, or are not reached by one, and why.
 
     `nodes`: the head first, which is never refused for another; nor is a node for one that is refused. `problems`: what
     `unreached` returned on each node, by node ids.

@@ -157,7 +157,7 @@ class Membership:
 
     @property
     def released(self) -> tuple[str, ...]:
-        """Nodes that were given back and are still there, also while they drain, in that order."""
+        """Nodes that were given back and are still there; those that drain come last."""
         return (*self._given_back, *(node_id for node_id, is_given_back in self._draining.items() if is_given_back))
 
     def refuse(self, node_id: str, problem: str) -> None:

@@ -12,7 +12,7 @@ _STOP_KEY = "stop"
 
 
 class ActorRecord(msgspec.Struct, frozen=True):
-    """One process."""
+    """One process of a node."""
 
     name: str
     device: str = ""  # of a worker, with its threads where it computes on the CPU

@@ -67,7 +67,7 @@ class OnDemandModels:
         self._models.setdefault(model.order.subject, model)
 
     def forget(self, name: str) -> None:
-        """Have a model no more, as it is removed for good."""
+        """Forget a model that is removed for good."""
         self._models.pop(name, None)
 
     def sleeping(self, standings: Sequence[Standing]) -> tuple[ServedDeployment, ...]:

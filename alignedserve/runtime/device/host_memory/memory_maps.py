@@ -25,7 +25,7 @@ _LIBC = _libc()
 def map_memory(
     at: int | None, size: int, protection: int, flags: int, file_descriptor: int = -1, offset: int = 0
 ) -> int:
-    """Map memory, see mmap(2) -> its address. Raises OSError."""
+    """Map memory as mmap(2) does, and return its address. Raises OSError."""
     address: int = _LIBC.mmap(at, size, protection, flags, file_descriptor, offset)
     if address == _FAILED:
         raise _last_error()

@@ -35,7 +35,7 @@ _BUSY_TRIES = 3
 
 
 def map_file(file_descriptor: int, size: int) -> Any:
-    """Map a file from its beginning, shared, where huge pages fit -> a buffer of so many bytes. Raises OSError.
+    """Map a file from its beginning, shared, where huge pages fit; return a buffer of so many bytes. Raises OSError.
 
     The file is unmapped when the buffer and all views of it are garbage-collected; until then the mapping keeps the
     file and its lock. The descriptor stays the caller's.
@@ -57,7 +57,7 @@ def map_file(file_descriptor: int, size: int) -> Any:
 
 
 def take_pages(file_descriptor: int, content: Any, size: int) -> int:
-    """Take the memory of a mapped file, by several threads -> bytes of it on huge pages.
+    """Take the memory of a mapped file, by several threads; return how many bytes of it are on huge pages.
 
     Raises OSError when there is not enough.
     """

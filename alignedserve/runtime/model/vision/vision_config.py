@@ -56,7 +56,7 @@ class VisionNames:
     standard: tuple[str, str] | None = None  # tensors of these names: what pooled patches lose, and are multiplied with
 
     def within(self, inside: str) -> "VisionNames":
-        """Return the names with this before those that are not of the connector."""
+        """Return these names for a tower that lies `inside` another module, which its connector does not."""
         return replace(
             self,
             patches=inside + self.patches,

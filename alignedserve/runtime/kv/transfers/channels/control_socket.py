@@ -1,6 +1,6 @@
 """The control socket of a block transfer: framing, mutual authentication by the cluster's secret, deadlines.
 
-Blocking, for the thread that moves the blocks. Frames are those of runtime.process.links (a 4-byte little-endian
+Blocking, for the thread that moves the blocks. Frames are those of process.links (a 4-byte little-endian
 length, a MessagePack message) with a smaller bound. Proofs are constructed alike but name the two sides differently, so
 that a proof made for one kind of connection is invalid on the other.
 """
