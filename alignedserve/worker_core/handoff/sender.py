@@ -157,7 +157,8 @@ class Sender(Generic[OutgoingT, CommandT]):
         entry.stage = HandoffStage.OFFERED
         num_cached, *described = self._contents(entry, now)
         copy = BlockCopy(command.generation, num_cached, event.runs)
-        written = BlocksWritten(command.lease_id, copy, entry.attempt, entry.request, *described)
+        # Fields that both have, in the same order, which no type checker follows.
+        written = BlocksWritten(command.lease_id, copy, entry.attempt, entry.request, *described)  # type: ignore[arg-type]
         return [Send(entry.target, written)]
 
     def lost(self, peer: str, now: float) -> list[CommandT]:
