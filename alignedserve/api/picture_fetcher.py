@@ -6,10 +6,12 @@ Whoever names a URL decides where this process connects to. So, before a byte is
 3. The host's addresses are looked up, and all of them must be public. The connection goes to one of these, so that a
    name that changes its addresses meanwhile changes nothing.
 A redirect is followed to the same host alone, from 1 on. Bytes, time and redirects of a fetch are bounded, and so are
-fetches at once. No message shows anything of a URL, or of what came from there.
+fetches at once, of which best effort has three quarters at most. No message shows anything of a URL, or of what came
+from there.
 """
 
 import asyncio
+import contextlib
 import ipaddress
 import re
 import socket
@@ -22,7 +24,8 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from typing_extensions import override
 from yarl import URL
 
-from alignedserve.api.errors import Overloaded, Unfetched
+from alignedserve.api.errors import Overloaded, ResourceUnavailable, Unfetched
+from alignedserve.api.task_class import is_best_effort
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 
@@ -32,7 +35,9 @@ _MAX_URL_LEN = 4096
 _HTTPS_PORT = 443
 _PART_BYTES = 64 << 10
 _MAX_AT_ONCE, _MAX_WAITING = 16, 64
+_MAX_BEST_EFFORT_AT_ONCE, _MAX_BEST_EFFORT_WAITING = 12, 48  # of these
 _RETRY_AFTER_S = 1.0
+_TOO_MANY = "Too many pictures wait to be fetched."
 _REDIRECTS = (301, 302, 303, 307, 308)
 _HEADERS = {
     "Accept": "image/png, image/jpeg, image/webp, image/gif",
@@ -72,21 +77,25 @@ class PictureFetcher:
         self._look_up = look_up or _look_up
         self._may_connect = may_connect or is_public
         self._trust = trust
-        self._free = asyncio.Semaphore(_MAX_AT_ONCE)
-        self._num_open = 0
+        self._free, self._num_open = asyncio.Semaphore(_MAX_AT_ONCE), 0
+        self._free_for_best_effort, self._num_of_best_effort = asyncio.Semaphore(_MAX_BEST_EFFORT_AT_ONCE), 0
 
     async def fetch(self, url: str, at: str, config: GatewayConfig) -> bytes:
         """Return what is at a URL; `at`: the field that names it.
 
         Raises InvalidRequest: it may not be fetched, is too large, or is not there; Unfetched: it could not be fetched
-        now; Overloaded.
+        now; Overloaded; of best effort ResourceUnavailable.
         """
-        target = _target_of(url, at, config)
+        target, is_last = _target_of(url, at, config), is_best_effort()
+        if is_last and self._num_of_best_effort >= _MAX_BEST_EFFORT_WAITING:
+            raise ResourceUnavailable(_TOO_MANY, retry_after_s=_RETRY_AFTER_S)
         if self._num_open >= _MAX_WAITING:
-            raise Overloaded("Too many pictures wait to be fetched.", retry_after_s=_RETRY_AFTER_S)
+            raise Overloaded(_TOO_MANY, retry_after_s=_RETRY_AFTER_S)
         self._num_open += 1
+        self._num_of_best_effort += is_last
+        own = self._free_for_best_effort if is_last else contextlib.nullcontext()
         try:
-            async with asyncio.timeout(config.picture_fetch_timeout_s), self._free:
+            async with asyncio.timeout(config.picture_fetch_timeout_s), own, self._free:
                 return await self._fetch(target, at, config)
         except TimeoutError as error:
             raise Unfetched(f"{at}: the host has not answered within {config.picture_fetch_timeout_s:g} s.") from error
@@ -94,6 +103,7 @@ class PictureFetcher:
             raise Unfetched(f"{at}: {_problem_of(error)}.") from error
         finally:
             self._num_open -= 1
+            self._num_of_best_effort -= is_last
 
     async def _fetch(self, target: _Target, at: str, config: GatewayConfig) -> bytes:
         async with self._session(at) as session:

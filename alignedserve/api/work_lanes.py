@@ -1,21 +1,27 @@
-"""Work on bodies and prompts that are not short, off the event loop: what streams wait for is never behind it."""
+"""Work on bodies and prompts that are not short, off the event loop: what streams wait for is never behind it.
+
+Work of requests that somebody waits for goes before that of best effort, which has a part of each lane's places.
+"""
 
 import asyncio
 import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from alignedserve.api.errors import Overloaded
+from alignedserve.api.errors import Overloaded, ResourceUnavailable
+from alignedserve.api.task_class import is_best_effort
+from alignedserve.process.turn_threads import TurnThreads
 
 SHORT_LEN = 2048  # characters or bytes; work on less takes the loop less than a millisecond
 LONG_LEN = 262_144
 _MAX_WAITING = 64  # of a lane, each with up to a whole body
+_MAX_BEST_EFFORT = 48  # of these
 _SWITCH_INTERVAL_S = 0.0005
 _RETRY_AFTER_S = 1.0
+_TOO_MANY = "Too many long requests wait to be read."
 
 _NODE_LEN = 16  # what an object, a list, a number costs, in characters of text
 
@@ -48,30 +54,37 @@ class WorkLanes:
 
 
 class Lane:
-    """A thread pool with a bounded queue."""
+    """Threads with bounded queues, one for each class."""
 
     def __init__(self, name: str, num_threads: int) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, f"work-{name}")
-        self._num_open = 0
+        self._threads = TurnThreads(num_threads, f"work-{name}")
+        self._num_open = {True: 0, False: 0}  # True: best effort
         self._lock = Lock()
 
     async def run(self, work: Callable[[], ResultT]) -> ResultT:
-        """Return the result of the work, done on a thread in its turn. Raises Overloaded."""
+        """Return the result of the work, done on a thread in its turn.
+
+        Raises Overloaded; of best effort ResourceUnavailable.
+        """
+        is_last = is_best_effort()
         with self._lock:
-            if self._num_open >= _MAX_WAITING:
-                raise Overloaded("Too many long requests wait to be read.", retry_after_s=_RETRY_AFTER_S)
-            self._num_open += 1
-        future = self._threads.submit(work)
-        future.add_done_callback(self._leave)  # not when the waiting ends: work of a client that left goes on
+            if is_last and self._num_open[is_last] >= _MAX_BEST_EFFORT:
+                raise ResourceUnavailable(_TOO_MANY, retry_after_s=_RETRY_AFTER_S)
+            if sum(self._num_open.values()) >= _MAX_WAITING:
+                raise Overloaded(_TOO_MANY, retry_after_s=_RETRY_AFTER_S)
+            self._num_open[is_last] += 1
+        future = self._threads.submit(work, is_real_time=not is_last)
+        # Not when the waiting ends: work of a client that left goes on.
+        future.add_done_callback(lambda _: self._leave(is_last))
         return await asyncio.wrap_future(future)
 
     def close(self, *, waits: bool = False) -> None:
         """See WorkLanes. `waits`: until its threads have ended."""
-        self._threads.shutdown(wait=waits, cancel_futures=True)
+        self._threads.close(waits=waits)
 
-    def _leave(self, _: object) -> None:
+    def _leave(self, is_last: bool) -> None:
         with self._lock:
-            self._num_open -= 1
+            self._num_open[is_last] -= 1
 
 
 def rough_length(value: Any) -> int:

@@ -24,6 +24,10 @@ _MAX_DEADLINE_MS = 7 * 24 * 3_600_000.0
 _MILLISECONDS = re.compile(r"\d{1,9}(\.\d{1,6})?", re.ASCII)
 
 
+_TIER_FIELD = b'"service_tier"'
+_NAMED_TIER = re.compile(_TIER_FIELD + rb'\s{0,9}:\s{0,9}"([a-z_]{1,20})"')
+
+
 class ServiceTier(NamedTuple):
     """Scheduling class and priority of a `service_tier`."""
 
@@ -174,6 +178,17 @@ def class_of(asked: object, key: KeyEntry) -> RequestClass:
     if getattr(asked, "background", False):
         return RequestClass.BEST_EFFORT
     return _allowed_tier(getattr(asked, "service_tier", "auto"), key).request_class
+
+
+def likely_class(raw: bytes, key: KeyEntry) -> RequestClass:
+    """Return the class that a body most likely has, by its bytes alone: for the order of what is done until it is read.
+
+    Who writes such bytes into a text changes only his own place, and only until then.
+    """
+    at = raw.find(_TIER_FIELD)
+    found = _NAMED_TIER.match(raw, at) if at >= 0 else None
+    name = key.tier_of(found[1].decode() if found is not None else "auto")
+    return SERVICE_TIERS[name].request_class if name is not None else RequestClass.REAL_TIME
 
 
 def trial_turn(fields: TermFields, arrival: Arrival) -> TrialTurn:

@@ -15,6 +15,7 @@ from alignedserve.api.openai.generation_request import Arrival, class_of
 from alignedserve.api.openai.prompt_encoding import Prompts
 from alignedserve.api.openai.response_format import MakeFormatter
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.task_class import note_class
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.routes.dependencies import (
     awake_model_of,
@@ -41,9 +42,10 @@ async def _generate(endpoint: Endpoint[Any], http: Request) -> Response:
     async def answer() -> Response:
         return await _answer(endpoint, http, asked, arrival, prompts)
 
-    name = usable_name(services.models, asked.model, arrival.key)
+    name, request_class = usable_name(services.models, asked.model, arrival.key), class_of(asked, arrival.key)
+    note_class(request_class)
     if services.models.is_asleep(name):
-        is_streamed, request_class = getattr(asked, "stream", False), class_of(asked, arrival.key)
+        is_streamed = getattr(asked, "stream", False)
         hold_connection(http, request_class)
         await hold_open(http)  # one that waits for the model takes a place as others do
         return AwaitedResponse(lambda: services.awake_model(name, request_class), answer, is_streamed=is_streamed)

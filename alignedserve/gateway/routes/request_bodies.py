@@ -10,9 +10,11 @@ from starlette.requests import ClientDisconnect, Request
 from alignedserve.api.endpoints import Endpoint, TokenEndpoint
 from alignedserve.api.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
 from alignedserve.api.models.usable_models import usable_cards
+from alignedserve.api.openai.generation_request import likely_class
 from alignedserve.api.openai.parsing import parse_json
 from alignedserve.api.openai.prompt_encoding import Prompts
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.task_class import note_class
 from alignedserve.api.work_lanes import LONG_LEN, SHORT_LEN
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
@@ -105,7 +107,7 @@ def _order(path: str, services: Services, key: KeyEntry) -> Order:
 
 
 async def receive(http: Request, services: Services) -> bytes:
-    """Return the body as JSON, decompressed. Raises InvalidRequest, Overloaded."""
+    """Return the body as JSON, decompressed, and note its likely class. Raises InvalidRequest, Overloaded."""
     config, encoding = services.config, http.headers.get("content-encoding", "")
     check_encoding(encoding)
     raw = await _read_raw(http, config)
@@ -113,6 +115,7 @@ async def receive(http: Request, services: Services) -> bytes:
         sent = raw
         raw = await services.lanes.run(SHORT_LEN + 1, lambda: decoded(sent, encoding, config.max_body_bytes))
     log_body(raw, http.headers, config)
+    note_class(likely_class(raw, key_of(http)))
     return raw
 
 

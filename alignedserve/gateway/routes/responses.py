@@ -10,11 +10,12 @@ from starlette.responses import Response
 
 from alignedserve.api.endpoints import INPUT_TOKENS, RESPONSES
 from alignedserve.api.openai.generation import Generation
-from alignedserve.api.openai.generation_request import GenerationRequest
+from alignedserve.api.openai.generation_request import GenerationRequest, class_of
 from alignedserve.api.responses.formatter import ResponsesFormatter, new_response
 from alignedserve.api.responses.parsing import parse_response
 from alignedserve.api.responses.request_builder import build_response_request, input_tokens_answer
 from alignedserve.api.responses.schemas import CreateResponseRequest, InputTokensRequest
+from alignedserve.api.task_class import note_class
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.gateway.files.views import list_view
@@ -51,6 +52,7 @@ async def create_response(http: Request) -> Response:
     await read_if_long(raw, RESPONSES.path, services, ignored, arrival.key)  # what is refused there is not read here
     asked = await parsed(raw, services, partial(parse_response, ignored=ignored))
     model = await awake_model_of(http, asked)
+    note_class(class_of(asked, arrival.key))
     api = ResponsesApi.of(services, arrival.tenant)
     turn = await api.begin(asked, ignored)
     request = await build_response_request(asked, turn.all_items, turn.response_id, arrival, model)

@@ -2,15 +2,21 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
-from alignedserve.api.errors import Overloaded
+from alignedserve.api.errors import Overloaded, ResourceUnavailable
+from alignedserve.api.openai.generation_request import likely_class
 from alignedserve.api.openai.parsing import check_cost
+from alignedserve.api.task_class import note_class
 from alignedserve.api.work_lanes import WorkLanes, rough_length
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.request import RequestClass
+from alignedserve.keys.entry import KeyEntry
 from tests.gateway.support import Gateway, error_of, gateway, tokenizer
 from tests.support.marks import each
 from tests.support.waiting import holds
@@ -19,7 +25,7 @@ MIB = 1 << 20
 LONG = "hello " * 500
 
 
-async def ask(served: Gateway, path: str, text: str) -> Any:
+async def ask(served: Gateway, path: str, text: str, **fields: Any) -> Any:
     bodies: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": text}]},
         "/v1/messages": {"messages": [{"role": "user", "content": text}], "max_tokens": 4},
@@ -28,7 +34,7 @@ async def ask(served: Gateway, path: str, text: str) -> Any:
         "/v1/embeddings": {"input": text},
         "/tokenize": {"prompt": text},
     }
-    return await served.client.post(path, json={"model": "tiny", **bodies[path]})
+    return await served.client.post(path, json={"model": "tiny", **bodies[path], **fields})
 
 
 PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/completions", "/v1/responses", "/v1/embeddings")
@@ -101,6 +107,66 @@ async def test_a_lane_with_too_much_waiting_refuses_more() -> None:
     assert all(await asyncio.gather(*waiting))
     assert await lanes.run(10_000, lambda: 1) == 1
     lanes.close()
+
+
+async def test_documents_fill_no_lane_and_chats_go_before_them() -> None:
+    lanes, goes_on, order = WorkLanes(), threading.Event(), list[str]()
+
+    async def run(request_class: RequestClass, work: Callable[[], Any]) -> Any:
+        note_class(request_class)
+        return await lanes.run(1_000_000, work)
+
+    def begin(request_class: RequestClass, work: Callable[[], Any]) -> "asyncio.Task[Any]":
+        return asyncio.create_task(run(request_class, work))
+
+    try:
+        running = begin(RequestClass.REAL_TIME, goes_on.wait)
+        documents = [begin(RequestClass.BEST_EFFORT, partial(order.append, "document")) for _ in range(48)]
+        await asyncio.sleep(0)
+        with pytest.raises(ResourceUnavailable):
+            await begin(RequestClass.BEST_EFFORT, goes_on.wait)
+        chat = begin(RequestClass.REAL_TIME, partial(order.append, "chat"))
+        await asyncio.sleep(0)
+    finally:
+        goes_on.set()
+    await asyncio.gather(running, chat, *documents)
+    assert order[0] == "chat"
+    lanes.close()
+
+
+@each(
+    ("body", "expected"),
+    [
+        (b'{"service_tier": "flex", "messages": []}', RequestClass.BEST_EFFORT),
+        (b'{"messages": [], "service_tier":"default"}', RequestClass.REAL_TIME),
+        (b'{"messages": [], "service_tier": 5}', RequestClass.REAL_TIME),
+        (b"[]", RequestClass.REAL_TIME),
+    ],
+)
+def test_the_class_of_a_body_that_is_not_read_yet(body: bytes, expected: RequestClass) -> None:
+    assert likely_class(body, KeyEntry("tests", "tests")) is expected
+    assert likely_class(b"{}", KeyEntry("tests", "tests", default_tier="flex")) is RequestClass.BEST_EFFORT
+
+
+@each("path", ["/v1/chat/completions", "/v1/messages", "/v1/completions", "/v1/responses", "/v1/embeddings"])
+async def test_a_documents_text_is_read_after_that_of_a_chat(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, order, encode = threading.Event(), list[str](), tokenizer().encode
+
+    def noted(text: str, **fields: Any) -> list[int]:
+        order.append("document" if "document" in text else "chat")
+        return encode("hello", **fields)
+
+    async with gateway() as served:
+        monkeypatch.setattr(tokenizer(), "encode", noted)
+        busy = [asyncio.create_task(served.services.lanes.run(10_000, goes_on.wait)) for _ in range(2)]
+        asked = [asyncio.create_task(ask(served, path, "document " + LONG, service_tier="flex"))]
+        await holds(lambda: served.services.lanes._middle._num_open[True] == 1)
+        asked.append(asyncio.create_task(ask(served, path, LONG)))
+        await holds(lambda: served.services.lanes._middle._num_open[False] == 3)
+        goes_on.set()
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200, 200]
+        await asyncio.gather(*busy)
+    assert order == ["chat", "document"]
 
 
 def test_lengths_of_what_is_parsed() -> None:

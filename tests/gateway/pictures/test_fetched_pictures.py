@@ -8,15 +8,18 @@ from typing import Any
 import orjson
 import pytest
 
+from alignedserve.api.errors import ResourceUnavailable
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.picture_fetcher import PictureFetcher, is_public
 from alignedserve.api.picture_reader import PictureReader
+from alignedserve.api.task_class import note_class
 from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.interfaces import LineFailed, LineRequest
 from alignedserve.batches.records import Endpoint
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError
+from alignedserve.core.request import RequestClass
 from alignedserve.gateway.long_bodies.messages import NotRead
 from alignedserve.gateway.long_bodies.process import BodyReading, LoadedModel
 from alignedserve.keys.entry import ANYONE
@@ -162,18 +165,39 @@ async def test_addresses_that_are_not_public_are_never_connected_to(seeing: Mode
     assert all(map(is_public, ("8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808")))
 
 
-async def test_fetches_at_once_are_bounded(server: PictureServer) -> None:
-    config = GatewayConfig(picture_hosts=(f"localhost:{server.port}",), picture_fetch_timeout_s=0.2)
-
+def fetcher_of(server: PictureServer) -> PictureFetcher:
     async def look_up(host: str, port: int) -> Sequence[str]:
         return ("127.0.0.1",)
 
-    fetcher = PictureFetcher(look_up=look_up, may_connect=lambda _: True, trust=server.trust)
+    return PictureFetcher(look_up=look_up, may_connect=lambda _: True, trust=server.trust)
+
+
+async def test_fetches_at_once_are_bounded(server: PictureServer) -> None:
+    config = GatewayConfig(picture_hosts=(f"localhost:{server.port}",), picture_fetch_timeout_s=0.2)
+    fetcher = fetcher_of(server)
     silent = (fetcher.fetch(server.url("/silent"), "url", config) for _ in range(70))
     failed = await asyncio.gather(*silent, return_exceptions=True)
     assert [type(error).__name__ for error in failed].count("Overloaded") == 70 - 64
     assert len(server.asked) < 40  # of the others some begin as the first ones give up
     assert await fetcher.fetch(server.url("/otter.png"), "url", config) == GOOD
+
+
+async def test_documents_leave_fetches_for_chats(server: PictureServer) -> None:
+    config, fetcher = GatewayConfig(picture_hosts=(f"localhost:{server.port}",)), fetcher_of(server)
+
+    async def fetch_last() -> bytes:
+        note_class(RequestClass.BEST_EFFORT)
+        return await fetcher.fetch(server.url("/silent"), "url", config)
+
+    documents = [asyncio.create_task(fetch_last()) for _ in range(48)]
+    await asyncio.sleep(0)
+    with pytest.raises(ResourceUnavailable):
+        await asyncio.create_task(fetch_last())
+    assert await fetcher.fetch(server.url("/otter.png"), "url", config) == GOOD
+    assert server.asked.count("/silent") <= 12
+    for one in documents:
+        one.cancel()
+    await asyncio.gather(*documents, return_exceptions=True)
 
 
 @each("host", ["127.0.0.1", "https://images.example", "images.example/", "*", "a.*.example", "10.1", "Images.example"])

@@ -1,0 +1,20 @@
+"""The class of the request that a task of the gateway serves, for what all requests share: lanes of threads, fetches.
+
+A task says so once it is known, or likely; until then somebody waits.
+"""
+
+from contextvars import ContextVar
+
+from alignedserve.core.request import RequestClass
+
+_class: ContextVar[RequestClass] = ContextVar("request_class", default=RequestClass.REAL_TIME)
+
+
+def note_class(request_class: RequestClass) -> None:
+    """Note of what class the request of this task is."""
+    _class.set(request_class)
+
+
+def is_best_effort() -> bool:
+    """Return whether nobody waits for what this task does."""
+    return _class.get() is RequestClass.BEST_EFFORT
