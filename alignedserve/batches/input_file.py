@@ -52,12 +52,16 @@ class InputFile:
         return Validated(num_lines, None, by_model)
 
     async def open(self) -> None:
-        """Open the file for reading single lines. Raises StorageDamaged."""
+        """Open the file for reading single lines. Raises StorageDamaged, also where it has lost lines, or gained some,
+        since it was validated: then those that are there can be read."""
         self._reader = await self._blobs.open(self._record.input_file_id)
+        if self._record.num_lines not in (0, len(self._validator.index)):
+            raise StorageDamaged("the input file has changed since it was validated")
 
     def line(self, line: int) -> ParsedLine:
-        """Read a line, counted from 0."""
-        assert self._reader is not None, "the input file is not open"
+        """Read a line, counted from 0. Raises StorageError."""
+        if self._reader is None:
+            raise StorageDamaged("the input file cannot be read")
         return parse_line(self._reader.read_at(*self._validator.index.span(line)))
 
     def custom_id(self, line: int) -> str:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -33,7 +33,7 @@ from alignedserve.batches.records import BatchRecord, BatchStatus, Eta, Progress
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.result_writer import ResultWriter
 from alignedserve.batches.schedule import may_start, open_time_left
-from alignedserve.core.errors import StorageError, StoreUnavailable
+from alignedserve.core.errors import StorageDamaged, StorageError, StoreUnavailable
 from alignedserve.keys.ring import KeyRing
 from alignedserve.usage.records import BATCH, SEVERAL_MODELS, UsageCounts, UsageSubject
 
@@ -221,8 +221,23 @@ class BatchRun:
                 self.progress = msgspec.structs.replace(self.progress, num_validated=num_lines)
                 self._is_dirty = True
 
+    async def _open_input(self) -> Sequence[int] | None:
+        """Open the input file; return the order of its lines. None: it is damaged, and no line is to run any more.
+
+        Raises StorageDamaged while lines would run: the batch waits for its file until it is cancelled or expires.
+        """
+        try:
+            await self._input_file.open()
+        except StorageDamaged:
+            if time.time() >= self.record.expires_s:
+                await self._advance(WindowExpired())
+            if not self.record.is_ending:
+                raise
+            return None
+        return self._input_file.order()
+
     async def _open_lines(self) -> LineExecutor:
-        await self._input_file.open()
+        order = await self._open_input()
         log, recovered = await self._open_log()
         if recovered.num_dropped:
             logger.error("%s: %d damaged records were dropped", self.record.batch_id, recovered.num_dropped)
@@ -231,7 +246,7 @@ class BatchRun:
             self.record,
             self._context,
             input_file=self._input_file,
-            tracker=LineTracker(*known, max_attempts=self._context.config.max_attempts, order=self._input_file.order()),
+            tracker=LineTracker(*known, max_attempts=self._context.config.max_attempts, order=order),
             writer=ResultWriter(log, recovered.totals),
         )
         self._is_dirty = True

@@ -1,20 +1,24 @@
 """Batches and files when what is stored cannot be read for a while, or the store's answer is lost."""
 
 import asyncio
+import os
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typing_extensions import override
 
-from alignedserve.batches import driver, line_tracker
+from alignedserve.batches import driver, line_tracker, run
 from alignedserve.batches.records import BatchRecord, BatchStatus, FileId, decode
 from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.messages.state import Change, SetValue
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually, slowly
 from tests.gateway.support import error_of
 from tests.support.batch_samples import chat_lines
+from tests.support.marks import each
 from tests.support.memory_records import MemoryRecords
 
 pytestmark = pytest.mark.slow
@@ -174,6 +178,38 @@ async def test_a_line_that_can_be_read_no_longer_fails_alone(tmp_path: Path, mon
         (failure,) = await served.results(done["error_file_id"])
     assert done["request_counts"] == {"total": 4, "completed": 3, "failed": 1}
     assert "unreadable line 4" in failure
+
+
+@each("is_cancelled", [True, False])
+async def test_a_batch_whose_file_has_lost_lines_waits_for_it_and_ends_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    monkeypatch.setattr(driver, "_RESTART_S", 0.02)
+    async with batch_gateway(tmp_path, slowly, max_in_flight=1) as served:
+        made = await served.submit(chat_lines(20))
+        await served.wait_for_lines(made["id"], 1)
+        await served.stop_driver()
+        file = tmp_path / "files" / made["input_file_id"]
+        os.truncate(file, file.stat().st_size // 2)
+        served.start_driver()
+
+        async def is_waiting() -> bool:
+            found = await served.batch(made["id"])
+            return "the input file has changed" in str(found["alignedserve"]["paused"])
+
+        await eventually(is_waiting)
+        if is_cancelled:
+            assert (await served.client.post(f"/v1/batches/{made['id']}/cancel")).status_code == 200
+        else:
+            file.unlink()
+            a_day_later = SimpleNamespace(time=lambda: time.time() + 86_400.0, monotonic=time.monotonic)
+            monkeypatch.setattr(run, "time", a_day_later)
+        done = await served.wait_for(made["id"])
+        kept, errors = [await served.results(done[name]) for name in ("output_file_id", "error_file_id")]
+    assert done["status"] == ("cancelled" if is_cancelled else "expired")
+    assert kept
+    assert len(kept) + len(errors) == 20
+    assert any("unreadable line 20" in line for line in errors)
 
 
 async def test_a_damaged_batch_stops_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
