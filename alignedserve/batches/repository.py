@@ -126,8 +126,15 @@ class BatchRepository:
         return await self._read_files(page.members)
 
     async def expiring_files(self, limit: int) -> list[FileRecord]:
-        """List files that have an expiry time, the earliest first."""
-        return await self._read_files(await self._first(EXPIRING, limit))
+        """List files that have an expiry time, the earliest first, without those whose record is damaged."""
+        file_ids = await self._first(EXPIRING, limit)
+        files: list[FileRecord] = []
+        for file_id, raw in zip(file_ids, await self._store.read([f"file/{one}" for one in file_ids]), strict=True):
+            try:
+                files += [] if raw is None else [decode(raw, FileRecord)]
+            except StorageDamaged as error:
+                self._log_once(f"{file_id} is left out: {error}")
+        return files
 
     async def unknown_files(self, file_ids: Sequence[FileId]) -> list[FileId]:
         """Return the files that have no record."""

@@ -17,7 +17,9 @@ from alignedserve.batches.responses import bounded_records
 from alignedserve.batches.responses.response_repository import ResponseRepository, StoredResponse
 from alignedserve.batches.results import result_files
 from alignedserve.batches.stores.disk_blobs import DiskBlobs
+from alignedserve.batches.stores.sqlite_records import DAMAGED
 from alignedserve.core.errors import StorageDamaged, StorageError
+from alignedserve.messages.state import SetValue
 from tests.support.batch_samples import BATCH, INPUT, OUTPUT, batch_record, file_record
 from tests.support.memory_records import MemoryRecords
 
@@ -61,6 +63,21 @@ async def test_contents_without_a_record_go_once_they_are_old(tmp_path: Path) ->
     make_old(tmp_path)
     await collect_garbage(stores, 10.0, batch_lifetime_s=DAY_S)
     assert names(tmp_path) == [INPUT]
+
+
+async def test_a_damaged_record_keeps_no_other_file_from_its_removal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = MemoryRecords()
+    stores = stores_in(tmp_path, records)
+    for file_id in (INPUT, OUTPUT):
+        await stores.repository.add_file(file_record(file_id=file_id, expires_s=5.0), fits=lambda _: True)
+        await keep_blob(stores, file_id)
+    await records.commit([SetValue(f"file/{INPUT}", DAMAGED)], unchanged={})
+    await collect_garbage(stores, 10.0, batch_lifetime_s=DAY_S)
+    await collect_garbage(stores, 70.0, batch_lifetime_s=DAY_S)
+    assert names(tmp_path) == [INPUT]
+    assert caplog.text.count(f"{INPUT} is left out: ") == 1
 
 
 async def test_a_clock_that_was_set_forward_makes_nothing_old(tmp_path: Path) -> None:
