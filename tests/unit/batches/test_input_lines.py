@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from alignedserve.batches import input_lines
 from alignedserve.batches.input_lines import (
     MAX_PROBLEMS,
     InputValidator,
@@ -35,6 +36,19 @@ def test_lines_whatever_the_chunks(chunk: int) -> None:
 
 def test_nothing_and_only_line_ends() -> None:
     assert split(b"") == split(b"\n\r\n\n") == []
+
+
+def test_blank_lines_are_passed_over_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may have 200 million: one by one they would hold up the driver, and all gateways' records, for minutes."""
+    made: list[RawLine] = []
+
+    def counted(*fields: Any) -> RawLine:
+        made.append(RawLine(*fields))
+        return made[-1]
+
+    monkeypatch.setattr(input_lines, "RawLine", counted)
+    lines = LineSplitter(1000).push(b"\r\n \t\n\n" * 10_000 + b"{}\n")
+    assert lines == made == [RawLine(30_001, 60_000, b"{}")]
 
 
 def test_a_line_past_the_limit_ends_the_reading() -> None:
