@@ -1,5 +1,6 @@
 """Message batches: each is a batch whose lines are messages, which the driver of batches runs."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -58,9 +59,9 @@ class MessageBatches:
         )
 
     async def results(self, snapshot: BatchSnapshot) -> AsyncIterator[bytes]:
-        """Return the lines of the results, after reading the first one.
+        """Return the results, one on each line, in pieces, after reading the first of these.
 
-        Raises NotFound before the batch is over. Raises StorageDamaged where they cannot be read, as later lines do.
+        Raises NotFound before the batch is over. Raises StorageDamaged where they cannot be read, as later pieces do.
         """
         if not snapshot.record.is_over:
             raise NotFound("The batch has not ended.", param="message_batch_id")
@@ -70,8 +71,8 @@ class MessageBatches:
     async def _result_lines(self, snapshot: BatchSnapshot) -> AsyncIterator[bytes]:
         for kind in ResultKind:
             chunks = self.files_api.stores.logs.chunks(snapshot.record.batch_id, kind, snapshot.progress.log_bytes)
-            async for line in _lines_of(chunks):
-                yield orjson.dumps(result_view(orjson.loads(line))) + b"\n"
+            async for lines in _whole_lines(chunks):
+                yield await asyncio.to_thread(_results_of, lines)  # some thousands of them
 
 
 class _Lines:
@@ -128,14 +129,20 @@ async def _joined(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byt
         yield line
 
 
-async def _lines_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _whole_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the chunks, cut after whole lines."""
     rest = b""
     async for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line
+        lines, _, rest = (rest + chunk).rpartition(b"\n")
+        if lines:
+            yield lines
     if rest:
         yield rest
+
+
+def _results_of(lines: bytes) -> bytes:
+    """Return the results of these lines of a result file, one on each line."""
+    return b"".join(orjson.dumps(result_view(orjson.loads(line))) + b"\n" for line in lines.split(b"\n"))
 
 
 def batch_view(snapshot: BatchSnapshot, results_url: str) -> dict[str, Any]:

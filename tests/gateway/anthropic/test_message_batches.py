@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import threading
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 from alignedserve.api.backend.scripted import Script
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import Request, RequestClass
+from alignedserve.gateway import message_batches
+from alignedserve.gateway.message_batches import result_view
 from tests.gateway.anthropic.messages_support import sdk_of
 from tests.gateway.batches.batch_support import batch_gateway, eventually
 from tests.gateway.support import EOS, saying, tokens_of
@@ -158,6 +161,26 @@ async def test_results_that_cannot_be_read_never_look_whole(tmp_path: Path) -> N
             start, *parts = await answered(served.app, path)
             assert start["status"] == status
             assert parts[-1].get("more_body", False) == (status == 200)  # an end would make it look whole
+
+
+async def test_results_are_made_beside_the_loop_and_sent_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 50 000 requests, made one by one on the loop, would hold up every stream of chat for seconds."""
+    made_by = set()
+
+    def noting(line: dict[str, Any]) -> dict[str, Any]:
+        made_by.add(threading.current_thread())
+        return result_view(line)
+
+    monkeypatch.setattr(message_batches, "result_view", noting)
+    async with batch_gateway(tmp_path, saying("the dog")) as served, sdk_of(served.app) as client:
+        requests = [asking(f"request-{number}") for number in range(20)]
+        batch = await ended(client, await client.messages.batches.create(requests=requests))
+        sent = await answered(served.app, f"/v1/messages/batches/{batch.id}/results")
+    bodies = [message["body"] for message in sent if message.get("body")]
+    assert [body.count(b"\n") for body in bodies] == [20]
+    assert threading.current_thread() not in made_by
 
 
 async def test_results_lie_behind_the_proxy_that_the_client_came_by(tmp_path: Path) -> None:
