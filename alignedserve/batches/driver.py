@@ -104,11 +104,12 @@ class BatchDriver:
     # --- batches
 
     async def _poll(self) -> None:
+        known = set(self._runs)  # one of these that ends meanwhile may be told as it was before: it is not begun again
         for snapshot in await self._stores.repository.active_batches():
             batch_id = snapshot.record.batch_id
             if batch_id in self._runs:
                 self._runs[batch_id].update(snapshot.record)
-            else:
+            elif batch_id not in known:
                 run = self._runs[batch_id] = BatchRun(snapshot, self._context)
                 self._is_order_stale = True
                 self._tasks[batch_id] = asyncio.create_task(self._run_batch(run), name=batch_id)

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from alignedserve.batches import driver, line_tracker, run
 from alignedserve.batches.records import BatchRecord, BatchStatus, FileId, decode
+from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.messages.state import Change, SetValue
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually, slowly
@@ -141,6 +142,37 @@ async def test_a_late_answer_of_the_store_cancels_no_batch(tmp_path: Path, monke
         served.start_driver()
         done = await served.wait_for(made["id"])
     assert (done["status"], done["request_counts"]["failed"]) == ("completed", 0)
+
+
+async def test_a_late_answer_of_the_store_begins_no_batch_again_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "_POLL_S", 0.02)
+    async with batch_gateway(tmp_path, slowly, max_in_flight=1) as served:
+        batch = await served.submit(chat_lines(5))
+        await served.wait_for_lines(batch["id"], 1)
+        read = served.stores.repository.active_batches
+        polls: list[list[BatchSnapshot]] = []
+        goes_on = asyncio.Event()
+
+        async def late() -> list[BatchSnapshot]:
+            found = await read()
+            polls.append(found)
+            if len(polls) == 1:
+                await goes_on.wait()
+            return found
+
+        async def has_polled_again() -> bool:
+            return len(polls) >= 4  # the deletion has looked, and the driver twice
+
+        monkeypatch.setattr(served.stores.repository, "active_batches", late)
+        done = await served.wait_for(batch["id"])
+        assert [one.record.status for one in polls[0]] == [BatchStatus.IN_PROGRESS]
+        assert (await served.client.delete(f"/v1/files/{batch['input_file_id']}")).status_code == 200
+        goes_on.set()
+        await eventually(has_polled_again)
+        assert (await served.batch(batch["id"]))["request_counts"] == done["request_counts"]
+        assert len(await served.results(done["output_file_id"])) == 5
 
 
 async def damage(served: BatchGateway, key: str) -> None:
