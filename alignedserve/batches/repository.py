@@ -38,6 +38,7 @@ from alignedserve.batches.records import (
 )
 from alignedserve.core.errors import StorageDamaged, StoreUnavailable
 from alignedserve.messages.state import AddToIndex, Change, DeleteValue, RemoveFromIndex, SetValue
+from alignedserve.usage.records import UsageCounts, UsageSubject
 from alignedserve.usage.store import UsageStore
 
 logger = logging.getLogger(__name__)
@@ -289,17 +290,24 @@ class BatchRepository:
         changes += [RemoveFromIndex(f"batches/{record.owner}", batch_id), RemoveFromIndex(OVER, batch_id)]
         await self._store.commit(changes, unchanged={})
 
-    # --- statistics
+    # --- statistics; damaged ones begin anew, and hold up no batch
+
+    async def count_usage(self, batch_id: BatchKey, subject: UsageSubject, totals: UsageCounts, now: float) -> None:
+        """Count for its key what a batch has used; see UsageStore. Where that is damaged it is left as it is."""
+        try:
+            await self.usage.count_batch(batch_id, subject, totals, now)
+        except StorageDamaged as error:
+            self._log_once(f"the usage of {batch_id} is not counted: {error}")
 
     async def throughputs(self, assumed_tokens_per_s: float) -> Throughputs:
         """Return the measured throughput of every model, and an assumption for models that have run no line yet."""
-        stored = await self._read_one(_THROUGHPUTS, StoredThroughputs)
+        stored = await self._read_statistics(_THROUGHPUTS, StoredThroughputs)
         assumed = ThroughputEstimate(tokens_per_s=assumed_tokens_per_s)
         return Throughputs(assumed, stored.by_model if stored is not None else {})
 
     async def totals(self) -> BatchTotals:
         """Return the totals of all batches."""
-        return await self._read_one(_TOTALS, BatchTotals) or BatchTotals()
+        return await self._read_statistics(_TOTALS, BatchTotals) or BatchTotals()
 
     async def save_statistics(self, throughputs: Throughputs, totals: BatchTotals) -> None:
         """Store both."""
@@ -314,6 +322,13 @@ class BatchRepository:
     async def _read_one(self, key: str, kind: type[RecordT]) -> RecordT | None:
         raw = (await self._store.read([key]))[0]
         return None if raw is None else decode(raw, kind)
+
+    async def _read_statistics(self, key: str, kind: type[RecordT]) -> RecordT | None:
+        try:
+            return await self._read_one(key, kind)
+        except StorageDamaged as error:
+            self._log_once(str(error))
+            return None
 
     async def _read_files(self, file_ids: Sequence[str]) -> list[FileRecord]:
         found = await self._store.read([f"file/{file_id}" for file_id in file_ids])

@@ -19,6 +19,10 @@ class MemoryRecords:
         self._lists: dict[str, dict[str, float]] = {}
         self.is_down = False
 
+    def keys_of(self, beginning: str) -> list[str]:
+        """Return the keys that begin so."""
+        return [key for key in self._values if key.startswith(beginning)]
+
     async def read(self, keys: Sequence[str]) -> list[bytes | None]:
         """See RecordStore."""
         self._check()

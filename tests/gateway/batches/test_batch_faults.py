@@ -197,6 +197,22 @@ async def test_damaged_progress_is_added_up_anew_from_the_log(tmp_path: Path) ->
         assert len(await served.results(done["output_file_id"])) == 3
 
 
+@each("kind", ["capacity/", "harvest", "usage/", "usage-of/"])
+async def test_damaged_statistics_hold_up_no_batch(tmp_path: Path, kind: str) -> None:
+    async with batch_gateway(tmp_path, slowly, max_in_flight=1) as served:
+        first = await served.submit(chat_lines(12))
+        await served.wait_for_lines(first["id"], 1)
+        await served.stop_driver()
+        damaged = served.records.keys_of(kind)
+        assert damaged
+        for key in damaged:
+            await damage(served, key)
+        served.start_driver()
+        second = await served.submit(chat_lines(1))
+        ended = [await served.wait_for(batch["id"]) for batch in (first, second)]
+    assert [one["request_counts"]["completed"] for one in ended] == [12, 1]
+
+
 async def test_a_line_that_can_be_read_no_longer_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_tracker, "_FIRST_PAUSE_S", 0.02)
     async with batch_gateway(tmp_path, slowly, max_in_flight=1) as served:
