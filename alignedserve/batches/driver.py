@@ -189,14 +189,14 @@ class BatchDriver:
         by_owner: dict[str, deque[tuple[BatchRun, ModelShares]]] = {}
         for run in self._ordered(now, wall_s):
             shares = run.model_shares()
-            if shares.keys().isdisjoint(self._paused_until_s):
+            if not shares.keys() <= self._paused_until_s.keys():
                 by_owner.setdefault(run.record.owner, deque()).append((run, shares))
 
         def start(owner: str) -> bool:
             runs = by_owner[owner]
             while runs:
                 run, shares = runs[0]
-                if slots.num_free(shares) > 0 and run.start_line(now, wall_s):
+                if slots.num_free(shares) > 0 and run.start_line(now, wall_s, self._paused_until_s.keys()):
                     slots.take(shares, 1)
                     return True
                 runs.popleft()

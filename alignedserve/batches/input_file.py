@@ -71,6 +71,13 @@ class InputFile:
         except (StorageError, ValueError, LookupError, TypeError):
             return f"unreadable line {line + 1}"
 
+    def model(self, line: int) -> str:
+        """Return the model that a line names; where the file is damaged since it was validated, none."""
+        try:
+            return str(self.line(line).body.get("model", ""))
+        except (StorageError, ValueError, LookupError, TypeError):
+            return ""
+
     def order(self) -> Sequence[int]:
         """Return the lines in the order in which they should run (input_lines.py)."""
         return self._validator.index.beginnings.order()

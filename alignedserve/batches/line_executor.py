@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from alignedserve.config.sections import BatchesConfig
 
 logger = logging.getLogger(__name__)
 
+_MAX_PARKED = 256  # lines at a time whose models are paused: each is read
 _SERVER_ERROR = "The server had an error while processing the request."
 
 
@@ -66,14 +67,26 @@ class LineExecutor:
         self._input_file = input_file
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    def start_line(self, now: float) -> bool:
-        """Start the next line; False: none is due."""
-        line = self.tracker.lease(now)
+    def start_line(self, now: float, paused: Collection[str] = ()) -> bool:
+        """Start the next line; False: none is due. `paused`: models whose lines wait, and hold up no others."""
+        line = self._lease(now, paused)
         if line is None:
             return False
         task = self._tasks[line] = asyncio.create_task(self._run_line(line))
         task.add_done_callback(lambda task: self._on_line_ended(line, task))
         return True
+
+    def model_of(self, line: int) -> str:
+        """Return the model that runs a line."""
+        return self._context.runner.model_of(self._record.model or self._input_file.model(line))
+
+    def _lease(self, now: float, paused: Collection[str]) -> int | None:
+        for _ in range(_MAX_PARKED):
+            line = self.tracker.lease(now, paused)
+            if line is None or not paused or (model := self.model_of(line)) not in paused:
+                return line
+            self.tracker.park(line, model)
+        return None
 
     async def write_results(self) -> list[ResultRecord]:
         """Write and return every pending record; lines with a terminal one are done. Raises StorageError."""

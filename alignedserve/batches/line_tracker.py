@@ -1,8 +1,9 @@
-"""State of every line of one batch: untouched, leased, waiting for a retry, or settled. A lease is no removal: a line
-that was leased and never settled is simply not done."""
+"""State of every line of one batch: untouched, leased, waiting for a retry or for its model, or settled. A lease is no
+removal: a line that was leased and never settled is simply not done."""
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
@@ -31,6 +32,7 @@ class LineTracker:
         self._next = 0
         self._leases: set[int] = set()
         self._retries: list[tuple[float, int]] = []  # heap of (due time, line)
+        self._parked: dict[str, deque[int]] = {}  # lines by their model, which was paused when their turn came
         self._num_attempts = dict(num_attempts or {})  # failed ones, by line
         self._max_attempts = max_attempts
 
@@ -49,10 +51,16 @@ class LineTracker:
         """Return True if every line has its record."""
         return self.num_left == 0
 
-    def lease(self, now: float) -> int | None:
-        """Lease the next line: a due retry, else the first untouched line in order; None: nothing is due."""
+    def lease(self, now: float, paused: Container[str] = ()) -> int | None:
+        """Lease the next line: a due retry, else one that waited for its model, else the first untouched line in order;
+        None: nothing is due. `paused`: models whose lines go on waiting."""
+        awake = next((model for model in self._parked if model not in paused), None)
         if self._retries and self._retries[0][0] <= now:
             line = heapq.heappop(self._retries)[1]
+        elif awake is not None:
+            line = self._parked[awake].popleft()
+            if not self._parked[awake]:
+                del self._parked[awake]
         else:
             if not self._has_untouched():
                 return None
@@ -64,6 +72,11 @@ class LineTracker:
         """Return a line that the cluster rejected; it is due again after the pause. This is no attempt."""
         self._leases.remove(line)
         heapq.heappush(self._retries, (now + pause_s, line))
+
+    def park(self, line: int, model: str) -> None:
+        """Return a line whose model is paused; it is due again when that is not."""
+        self._leases.remove(line)
+        self._parked.setdefault(model, deque()).append(line)
 
     def retry(self, line: int, now: float) -> bool:
         """Count a failed attempt. True: the line is due again after a pause that doubles each time; False: no attempt

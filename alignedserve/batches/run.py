@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -86,8 +86,8 @@ class BatchRun:
 
     def model_of_line(self, line: int) -> str:
         """Return the model that runs this line."""
-        name = self.record.model or str(self._input_file.line(line).body.get("model", ""))
-        return self._context.runner.model_of(name)
+        assert self._lines is not None, "lines before the log was opened"
+        return self._lines.model_of(line)
 
     def remaining_work(self, throughputs: Throughputs) -> RemainingWork:
         """Estimate the tokens of lines that have not ended."""
@@ -103,11 +103,11 @@ class BatchRun:
         expires_s = wall_s + open_time_left(self.record, wall_s)  # as if its hours that are left were one
         return ReadyBatch(position, expires_s, work_s, self.record.created_s)
 
-    def start_line(self, now: float, wall_s: float) -> bool:
-        """Start the next line; False: none is due now."""
+    def start_line(self, now: float, wall_s: float, paused: Collection[str]) -> bool:
+        """Start the next line; False: none is due now. `paused`: models that take no lines."""
         if self._lines is None or self.record.status is not BatchStatus.IN_PROGRESS:
             return False
-        return may_start(self.record, wall_s) and self._lines.start_line(now)
+        return may_start(self.record, wall_s) and self._lines.start_line(now, paused)
 
     @property
     def num_in_flight(self) -> int:

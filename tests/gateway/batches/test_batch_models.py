@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.api.backend.scripted import Script, ScriptedBackend
+from alignedserve.api.errors import Overloaded
 from alignedserve.api.models.model_card import ModelCard
+from alignedserve.core.request import Request
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.support import EOS, saying, tokenizer, tokenizer_folder
 from tests.support.batch_samples import chat_line
@@ -66,6 +68,22 @@ async def test_lines_of_a_model_that_is_removed_fail_with_its_error_and_those_th
         assert {one["response"]["status_code"] for one in errors} == {404}
         assert {one["response"]["body"]["error"]["code"] for one in errors} == {"model_not_found"}
         assert model.uses.num_open == 0
+
+
+async def test_lines_of_a_model_that_takes_none_hold_up_no_others(tmp_path: Path) -> None:
+    is_full = True
+
+    def script(request: Request) -> Script:
+        failure = Overloaded("full", retry_after_s=0.05) if is_full else None
+        return saying("good day")(request) if failure is None else Script((), failure=failure)
+
+    async with batch_gateway(tmp_path, max_in_flight=2) as served:
+        add_model(served, "other", script)
+        submitted = await served.submit(lines_of(*["other"] * 10, *["tiny"] * 10))
+        await served.wait_for_lines(submitted["id"], 10)
+        is_full = False
+        batch = await served.wait_for(submitted["id"])
+        assert batch["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
 
 
 async def test_a_model_that_is_not_loaded_yet_is_waited_for(tmp_path: Path) -> None:

@@ -80,6 +80,16 @@ def test_what_was_settled_before_a_crash_is_never_due(settled: Iterable[int]) ->
     assert [tracker.lease(0.0) for _ in range(4)] == untouched + [None] * (4 - len(untouched))
 
 
+def test_lines_of_a_paused_model_wait_for_it_and_hold_up_no_others() -> None:
+    tracker = LineTracker(4, max_attempts=2)
+    for line in (0, 1):
+        assert tracker.lease(0.0, {"a"}) == line
+        tracker.park(line, "a")
+    assert [tracker.lease(0.0, {"a"}) for _ in range(3)] == [2, 3, None]
+    assert (tracker.num_leased, tracker.num_left) == (2, 4)
+    assert [tracker.lease(0.0) for _ in range(3)] == [0, 1, None]
+
+
 class Failing:
     """A LineRunner that raises, and the listener of the executor."""
 
