@@ -38,7 +38,6 @@ from alignedserve.batches.records import (
 )
 from alignedserve.core.errors import StorageDamaged, StoreUnavailable
 from alignedserve.messages.state import AddToIndex, Change, DeleteValue, RemoveFromIndex, SetValue
-from alignedserve.usage.records import UsageCounts, UsageSubject
 from alignedserve.usage.store import UsageStore
 
 logger = logging.getLogger(__name__)
@@ -291,13 +290,6 @@ class BatchRepository:
         await self._store.commit(changes, unchanged={})
 
     # --- statistics; damaged ones begin anew, and hold up no batch
-
-    async def count_usage(self, batch_id: BatchKey, subject: UsageSubject, totals: UsageCounts, now: float) -> None:
-        """Count for its key what a batch has used; see UsageStore. Where that is damaged it is left as it is."""
-        try:
-            await self.usage.count_batch(batch_id, subject, totals, now)
-        except StorageDamaged as error:
-            self._log_once(f"the usage of {batch_id} is not counted: {error}")
 
     async def throughputs(self, assumed_tokens_per_s: float) -> Throughputs:
         """Return the measured throughput of every model, and an assumption for models that have run no line yet."""

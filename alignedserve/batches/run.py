@@ -188,7 +188,7 @@ class BatchRun:
         )
         if counts != self._counted:
             subject = UsageSubject(owner, model, BATCH)
-            await self._context.stores.repository.count_usage(self.record.batch_id, subject, counts, time.time())
+            await self._context.stores.repository.usage.count_batch(self.record.batch_id, subject, counts, time.time())
             self._counted = counts
 
     def close(self) -> None:

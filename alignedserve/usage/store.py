@@ -9,9 +9,13 @@ Indexes: `usage` (hours), `usage/<hour>` (the subjects' digests).
 A source is a process of a gateway, whose value is the number of its last commit, or a batch, whose value is its totals.
 A commit changes rows and source together. One whose end is not known is made again: if the source says that it was
 carried out, it is not added a second time.
+
+A damaged row begins anew, and what a damaged source had counted is not counted again: neither holds up what all others
+use.
 """
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -27,6 +31,8 @@ _KEPT_DAYS = 400
 _KEPT_S = _KEPT_DAYS * 86_400.0
 _MAX_HOURS, _MAX_SUBJECTS = 24 * (_KEPT_DAYS + 1), 100_000
 _SOURCE_KEPT_S = 60 * 86_400.0  # longer than a batch is kept
+
+logger = logging.getLogger(__name__)
 
 RecordT = TypeVar("RecordT", bound=msgspec.Struct)
 Deltas = Mapping[tuple[int, UsageSubject], UsageCounts]
@@ -74,7 +80,7 @@ class UsageStore:
             before = (await self._records.read([key]))[0]
             if before == after:
                 return
-            counted = UsageCounts() if before is None else _decoded(before, UsageCounts)
+            counted = UsageCounts() if before is None else _undamaged(before, UsageCounts, totals)
             deltas = {(hour_of(now), subject): totals.plus(counted, -1)}
             if await self._commit(key, before, after, deltas):
                 return
@@ -87,8 +93,9 @@ class UsageStore:
         rows = await self._records.read(keys)
         changes: list[Change] = [SetValue(key, after, _SOURCE_KEPT_S)]
         for row_key, raw, ((hour, subject), delta) in zip(keys, rows, deltas.items(), strict=True):
-            known = UsageCounts() if raw is None else _decoded(raw, UsageRow).counts
-            row = UsageRow(*subject, known.plus(delta))
+            anew = UsageRow(*subject, UsageCounts())
+            known = anew if raw is None else _undamaged(raw, UsageRow, anew)
+            row = UsageRow(*subject, known.counts.plus(delta))
             changes.append(SetValue(row_key, msgspec.json.encode(row), _KEPT_S))
             if raw is None:
                 changes.append(AddToIndex("usage", str(hour), float(hour)))
@@ -108,6 +115,14 @@ class UsageStore:
     async def _members(self, index: str, limit: int) -> tuple[str, ...]:
         page = await self._records.page(index, after=None, limit=limit, newest_first=True)
         return () if page is None else page.members
+
+
+def _undamaged(raw: bytes, kind: type[RecordT], otherwise: RecordT) -> RecordT:
+    try:
+        return _decoded(raw, kind)
+    except StorageDamaged as error:
+        logger.error("%s: it begins anew", error)
+        return otherwise
 
 
 def _decoded(raw: bytes, kind: type[RecordT]) -> RecordT:

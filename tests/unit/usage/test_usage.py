@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 from typing_extensions import override
 
+from alignedserve.batches.stores.sqlite_records import DAMAGED
 from alignedserve.core.errors import StoreUnavailable
-from alignedserve.messages.state import Change
+from alignedserve.messages.state import Change, SetValue
 from alignedserve.usage.ledger import OTHER, UsageLedger
 from alignedserve.usage.records import (
     BATCH,
@@ -97,6 +98,33 @@ async def test_a_batch_is_counted_once_across_drivers(seed: int) -> None:
     records.is_sure = True
     await UsageStore(records).count_batch("batch_1", batch, totals, now=1e6)
     assert await stored(records) == totals
+
+
+async def test_a_damaged_row_begins_anew_and_holds_up_no_others() -> None:
+    records, gateway = MemoryRecords(), UsageLedger()
+    gateway.is_kept = True
+
+    async def count_one_of_each() -> None:
+        for key in ("alice", "bob"):
+            gateway.add(CHAT._replace(key=key), ONE)
+        await gateway.write(UsageStore(records))
+
+    await count_one_of_each()
+    (row_of_alice,) = (key for key in records.keys_of("usage/") if key.endswith(row_id(CHAT)))
+    await records.commit([SetValue(row_of_alice, DAMAGED)], unchanged={})
+    await count_one_of_each()
+    assert await stored(records) == ONE.plus(ONE).plus(ONE)
+
+
+async def test_a_batch_whose_source_is_damaged_counts_nothing_twice() -> None:
+    records, batch, two = MemoryRecords(), CHAT._replace(request_class=BATCH), ONE.plus(ONE)
+    store = UsageStore(records)
+    await store.count_batch("batch_1", batch, ONE, now=1.0)
+    await records.commit([SetValue("usage-of/batch_1", DAMAGED)], unchanged={})
+    await store.count_batch("batch_1", batch, ONE, now=2.0)
+    assert await stored(records) == ONE
+    await store.count_batch("batch_1", batch, two, now=3.0)
+    assert await stored(records) == two
 
 
 def test_buckets_and_groups_add_up() -> None:
