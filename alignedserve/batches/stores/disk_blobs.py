@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from alignedserve.batches.interfaces import BlobReader, BlobWriter
@@ -52,23 +52,25 @@ class DiskBlobs:
     async def committed_before(self, age_s: float) -> list[FileId]:
         """See BlobStore."""
         with disk_errors("files"):
-            named = ((parsed_file_id(path.name), path) for path in self._older_than(age_s))
-            return sorted(file_id for file_id, _ in named if file_id is not None)
+            old = await asyncio.to_thread(self._older_than, age_s)
+        return sorted(file_id for name in old if (file_id := parsed_file_id(name)) is not None)
 
     async def remove_abandoned(self, age_s: float) -> int:
         """See BlobStore."""
         with disk_errors("abandoned uploads"):
-            old = [path for path in self._older_than(age_s) if path.name.endswith(_PARTIAL)]
-            for path in old:
-                path.unlink(missing_ok=True)
+            old = [name for name in await asyncio.to_thread(self._older_than, age_s) if name.endswith(_PARTIAL)]
+            for name in old:
+                (self._folder / name).unlink(missing_ok=True)
             return len(old)
 
-    def _older_than(self, age_s: float) -> Iterator[Path]:
-        before_s = time.time() - age_s
+    def _older_than(self, age_s: float) -> list[str]:
+        """Return the names of files that are at least this old. Blocks while it reads the folder: use a thread."""
+        before_s, old = time.time() - age_s, []
         for entry in os.scandir(self._folder):
             with contextlib.suppress(FileNotFoundError):  # removed by another process meanwhile
                 if entry.stat().st_mtime < before_s:
-                    yield Path(entry.path)
+                    old.append(entry.name)
+        return old
 
     def _path(self, file_id: FileId) -> Path:
         assert parsed_file_id(file_id) is not None, "a path from something that is no id"

@@ -2,7 +2,9 @@
 
 import os
 import resource
+import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -63,6 +65,20 @@ async def test_contents_without_a_record_go_once_they_are_old(tmp_path: Path) ->
     make_old(tmp_path)
     await collect_garbage(stores, 10.0, batch_lifetime_s=DAY_S)
     assert names(tmp_path) == [INPUT]
+
+
+async def test_a_folder_of_many_files_is_read_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's loop serves all gateways' records: 50 000 files would hold it up for two seconds a minute."""
+    scan, read_by = os.scandir, set()
+
+    def noting(folder: Path) -> Any:
+        read_by.add(threading.current_thread())
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", noting)
+    await collect_garbage(stores_in(tmp_path, MemoryRecords()), 10.0, batch_lifetime_s=DAY_S)
+    assert read_by
+    assert threading.current_thread() not in read_by
 
 
 async def test_a_damaged_record_keeps_no_other_file_from_its_removal(
