@@ -81,6 +81,8 @@ class FilesApi:
     totals: BatchTotalsReader = field(default_factory=BatchTotalsReader)
     # Of clients that create batches: one at a time here; those of other gateways are seen by `last_created`.
     _creating: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    # Of owners whose files are added or deleted: one change at a time here, as each changes the sum of what they store.
+    _changing: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     @property
     def repository(self) -> BatchRepository:
@@ -110,7 +112,9 @@ class FilesApi:
         )
         await upload.blob.commit()
         # If it is not known whether the store has the record, the content stays: garbage collection removes it if not.
-        if not await self.repository.add_file(record, fits=self._fits):
+        async with self._changing.setdefault(owner, asyncio.Lock()):
+            is_added = await self.repository.add_file(record, fits=self._fits)
+        if not is_added:
             await self.stores.blobs.remove(file_id)
             raise QuotaExceeded("This key has too many files; delete some.", retry_after_s=None)
         return record
@@ -166,13 +170,14 @@ class FilesApi:
 
     async def remove(self, owner: str, text: str) -> FileRecord:
         """Delete a file. Raises NotFound, or Conflict while a batch uses it."""
-        for _ in range(_MAX_CONFLICTS):
-            record = await self.file(owner, text)
-            for snapshot in await self.repository.active_batches():
-                if is_used_by(record, snapshot.record):
-                    raise Conflict(f"{snapshot.record.batch_id} is using this file.", param="id", code="file_in_use")
-            if await delete_file(self.stores, record):
-                return record
+        async with self._changing.setdefault(owner, asyncio.Lock()):
+            for _ in range(_MAX_CONFLICTS):
+                record = await self.file(owner, text)
+                for one in await self.repository.active_batches():
+                    if is_used_by(record, one.record):
+                        raise Conflict(f"{one.record.batch_id} is using this file.", param="id", code="file_in_use")
+                if await delete_file(self.stores, record):
+                    return record
         raise Conflict("The file is being changed; try again.", param="id")
 
     # --- batches

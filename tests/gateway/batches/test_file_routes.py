@@ -1,14 +1,17 @@
 """The file routes, over HTTP."""
 
-from collections.abc import MutableMapping
+import asyncio
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
 from tests.gateway.support import error_of
 from tests.support.batch_samples import chat_lines
+from tests.support.memory_records import MemoryRecords
 
 
 def left_on_disk(folder: Path) -> list[str]:
@@ -178,6 +181,27 @@ async def test_a_key_may_store_so_much(tmp_path: Path) -> None:
         await served.client.delete(f"/v1/files/{first['id']}")
         assert (await served.upload(b"x" * 600)).status_code == 200
     assert len(left_on_disk(tmp_path)) == 1
+
+
+class LaterRecords(MemoryRecords):
+    """Answers in a later turn of the loop, as every store does that is not in memory."""
+
+    @override
+    async def read(self, keys: Sequence[str]) -> list[bytes | None]:
+        """See RecordStore."""
+        found = await super().read(keys)
+        await asyncio.sleep(0)
+        return found
+
+
+async def test_many_files_of_one_key_are_added_and_deleted_at_once(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, is_driven=False, records=LaterRecords()) as served:
+        added = await asyncio.gather(*(served.upload(b"{}") for _ in range(30)))
+        assert {answer.status_code for answer in added} == {200}
+        file_ids = [answer.json()["id"] for answer in added]
+        deleted = await asyncio.gather(*(served.client.delete(f"/v1/files/{file_id}") for file_id in file_ids))
+        assert {answer.status_code for answer in deleted} == {200}
+    assert left_on_disk(tmp_path) == []
 
 
 async def test_a_file_that_a_batch_reads_stays(tmp_path: Path) -> None:
