@@ -120,6 +120,14 @@ async def test_a_download_reads_ahead_and_leaves_no_call(tmp_path: Path) -> None
         assert not client._waiting
 
 
+async def test_of_more_reads_than_the_server_takes_at_once_none_is_refused(tmp_path: Path) -> None:
+    async with state_hosts(tmp_path) as hosts:
+        records = RemoteRecords(hosts.client())
+        await records.commit([SetValue("a", b"1")], unchanged={})
+        found = await asyncio.gather(*(records.read(["a"]) for _ in range(state_server._MAX_CALLS + 50)))
+    assert all(values == [b"1"] for values in found)
+
+
 async def test_a_new_process_gets_no_answer_to_a_call_of_the_old_one(tmp_path: Path) -> None:
     class SlowRecords(MemoryRecords):
         may_answer = asyncio.Event()

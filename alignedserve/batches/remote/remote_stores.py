@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 from alignedserve.batches.interfaces import BlobWriter, Page
 from alignedserve.batches.records import BatchKey, FileId, ResultKind
-from alignedserve.batches.remote.state_client import StateClient
-from alignedserve.core.errors import StorageError
+from alignedserve.batches.remote.state_client import AnswerT, StateClient
+from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.messages.state import (
     MAX_CHUNK_BYTES,
     BeginUpload,
+    Call,
     Change,
     ChunkRead,
     CommitChanges,
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 _PART_BYTES = 256 * 1024  # of a content, in one call
 _PARTS_AHEAD = 3  # of a download, read while one is sent on
 _MAX_READS = 64  # of all downloads at a time: more calls are refused, and others need some too
+_MAX_RECORD_CALLS = 128  # at a time; the others wait for their turn, so that none is refused
+_TURN_S = 3.0  # for which they do: as long as for a server that is being restarted
 _CONTENT_S = 30.0  # for a call that waits for a disk
 
 
@@ -41,23 +44,35 @@ class RemoteRecords:
 
     def __init__(self, client: StateClient) -> None:
         self._client = client
+        self._turns = asyncio.Semaphore(_MAX_RECORD_CALLS)
 
     async def read(self, keys: Sequence[str]) -> list[bytes | None]:
         """See RecordStore."""
-        return list((await self._client.call(ReadValues(tuple(keys)), Values)).values) if keys else []
+        return list((await self._call(ReadValues(tuple(keys)), Values)).values) if keys else []
 
     async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
         """See RecordStore."""
         call = CommitChanges(tuple(changes), tuple(unchanged.items()))
-        return (await self._client.call(call, Done)).is_done
+        return (await self._call(call, Done)).is_done
 
     async def page(self, index: str, *, after: str | None, limit: int, newest_first: bool) -> Page | None:
         """See RecordStore."""
-        found = await self._client.call(ReadPage(index, after, limit, newest_first), PageRead)
+        found = await self._call(ReadPage(index, after, limit, newest_first), PageRead)
         return None if found.members is None else Page(found.members, found.has_more)
 
     async def close(self) -> None:
         """See RecordStore: the link belongs to the client's owner."""
+
+    async def _call(self, call: Call, kind: type[AnswerT]) -> AnswerT:
+        try:
+            async with asyncio.timeout(_TURN_S):
+                await self._turns.acquire()
+        except TimeoutError as error:
+            raise StoreUnavailable("Too many calls wait for the head, which keeps files and batches.") from error
+        try:
+            return await self._client.call(call, kind)
+        finally:
+            self._turns.release()
 
 
 class RemoteBlobs:
