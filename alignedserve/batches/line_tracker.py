@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
+_GOLDEN_RATIO = 0.6180339887498949  # multiples of it lie far apart, modulo 1
 
 
 class LineTracker:
@@ -80,11 +81,16 @@ class LineTracker:
 
     def retry(self, line: int, now: float) -> bool:
         """Count a failed attempt. True: the line is due again after a pause that doubles each time; False: no attempt
-        is left, and the line stays leased until its record is written."""
+        is left, and the line stays leased until its record is written.
+
+        Lines that failed together get pauses of different lengths, up to twice as long: one that breaks its worker
+        each time would otherwise take the same others along until no attempt is left to them.
+        """
         num_attempts = self._num_attempts[line] = self._num_attempts.get(line, 0) + 1
         if num_attempts >= self._max_attempts:
             return False
-        self.postpone(line, now, min(_FIRST_PAUSE_S * 2 ** (num_attempts - 1), _LONGEST_PAUSE_S))
+        spread = line * num_attempts * _GOLDEN_RATIO % 1.0
+        self.postpone(line, now, min(_FIRST_PAUSE_S * 2 ** (num_attempts - 1), _LONGEST_PAUSE_S) * (1.0 + spread))
         return True
 
     def settle(self, line: int) -> None:

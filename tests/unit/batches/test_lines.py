@@ -64,6 +64,23 @@ def test_what_breaks_is_tried_a_few_times_with_growing_pauses() -> None:
     assert tracker.is_done
 
 
+def test_a_line_that_breaks_its_worker_each_time_takes_no_others_along_until_they_fail() -> None:
+    tracker, breaking = LineTracker(8, max_attempts=8), 3
+    running: dict[int, float] = {}  # and when they end
+    failed = set()
+    for now in (tick / 10 for tick in range(2000)):
+        while (line := tracker.lease(now)) is not None:
+            running[line] = now + 1.0
+        if breaking in running:
+            failed |= {line for line in running if not tracker.retry(line, now)}
+            running.clear()
+        for line in [line for line, end_s in running.items() if end_s <= now]:
+            tracker.settle(line)
+            del running[line]
+    assert failed == {breaking}
+    assert tracker.num_settled == 7
+
+
 def test_not_being_taken_counts_no_try() -> None:
     tracker = LineTracker(1, max_attempts=2)
     for second in range(10):
