@@ -23,6 +23,7 @@ _CLUSTER_S = 5.0  # of workers' time, between looks at their totals
 _MAX_MODELS = 256  # whose estimates are kept; the longest unused one goes first
 _RETRY_S = 0.5
 _MAX_LENGTH_SAMPLES = 64  # lines of one write
+_MAX_ESTIMATES = 64  # of ends at a time: each looks at all other batches
 
 
 class LineLength(NamedTuple):
@@ -154,12 +155,12 @@ class BatchStatistics:
         self._meter.note_states(states)
 
     def estimate_etas(self, runs: Sequence[BatchRun], slots: LineSlots, now: float) -> None:
-        """Set the expected end of every batch. `slots`: of lines now."""
+        """Set the expected end of every batch; of very many, of those that have the oldest. `slots`: of lines now."""
         self._learn_rates(runs, slots)
         remaining = [run.remaining_work(self.throughputs) for run in runs]
-        for index, run in enumerate(runs):
+        for index in sorted(range(len(runs)), key=lambda place: _estimated_s(runs[place]))[:_MAX_ESTIMATES]:
             others = remaining[:index] + remaining[index + 1 :]
-            run.set_eta(estimate_eta(remaining[index], others, self.throughputs, now))
+            runs[index].set_eta(estimate_eta(remaining[index], others, self.throughputs, now))
 
     async def save(self, runs: Sequence[BatchRun], now: float, *, is_paused: bool) -> None:
         """Store throughput and totals if they have changed. Raises StoreUnavailable."""
@@ -188,3 +189,9 @@ class BatchStatistics:
             oldest_waiting_s=max(0.0, now - min(waiting_since, default=now)),
             is_paused=is_paused,
         )
+
+
+def _estimated_s(run: BatchRun) -> float:
+    """Return when the expected end of a batch was estimated; zero: it was not."""
+    eta = run.progress.eta
+    return 0.0 if eta is None else eta.estimated_s

@@ -17,10 +17,15 @@ from alignedserve.batches.input_lines import CommonBeginnings
 from alignedserve.batches.interfaces import LineRejected, LineRequest, LineResponse, ModelState
 from alignedserve.batches.line_executor import LineExecutor, RunContext
 from alignedserve.batches.line_scheduling import LineDurations
+from alignedserve.batches.line_slots import LineSlots
 from alignedserve.batches.line_tracker import LineTracker
 from alignedserve.batches.location import stores_in
 from alignedserve.batches.log.log_format import LineOutcome
+from alignedserve.batches.records import Progress
+from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.result_writer import ResultWriter
+from alignedserve.batches.run import BatchRun
+from alignedserve.batches.statistics import BatchStatistics
 from alignedserve.config.sections import BatchesConfig
 from tests.support.batch_samples import INPUT, batch_record, chat_line
 from tests.support.marks import each
@@ -168,6 +173,20 @@ async def test_a_rejected_line_is_no_attempt_and_the_driver_learns_of_it(tmp_pat
             False,
             0,
         )
+
+
+def test_very_many_batches_are_estimated_in_turn(tmp_path: Path) -> None:
+    """Each looks at all others: 1 000 at once would hold up the driver and all records for half a second."""
+    config, stores = BatchesConfig(), stores_in(tmp_path, MemoryRecords())
+    failing = Failing(LineRejected("", retry_after_s=1.0))
+    context = RunContext(stores, failing, config, ("tiny",), LineDurations(), failing)
+    runs = [BatchRun(BatchSnapshot(batch_record(), Progress()), context) for _ in range(150)]
+    statistics = BatchStatistics(stores.repository, config.assumed_tokens_per_s)
+    num_estimated = []
+    for now in (10.0, 10.5, 11.0):
+        statistics.estimate_etas(runs, LineSlots({}), now)
+        num_estimated.append(sum(run.progress.eta is not None for run in runs))
+    assert num_estimated == [64, 128, 150]
 
 
 def line(number: int, *texts: str) -> bytes:
