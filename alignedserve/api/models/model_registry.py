@@ -41,10 +41,9 @@ class ModelRegistry:
         self.is_complete = True  # False: there may be models of which this process has not been told yet
 
     def __contains__(self, name: object) -> bool:
-        """Return whether requests may name this model."""
-        return (
-            name in self._models or name in self._names or (isinstance(name, str) and self._adapted(name) is not None)
-        )
+        """Return whether requests may name this model, now or once it is served."""
+        known = (self._models, self._names, self._expected)
+        return any(name in names for names in known) or (isinstance(name, str) and self._adapted(name) is not None)
 
     @property
     def cards(self) -> tuple[ModelCard, ...]:

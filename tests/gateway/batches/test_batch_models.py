@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from alignedserve.api.backend.scripted import Script, ScriptedBackend
-from alignedserve.api.errors import Overloaded
+from alignedserve.api.errors import Overloaded, Unavailable
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.core.request import Request
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
@@ -98,3 +100,16 @@ async def test_a_model_that_is_not_loaded_yet_is_waited_for(tmp_path: Path) -> N
             "/v1/chat/completions", json={"model": "other", "messages": [{"role": "user", "content": "hello"}]}
         )
         assert refused.status_code == 503
+
+
+async def test_lines_of_a_model_that_is_about_to_be_served_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Unavailable, "retry_after_s", 0.02)
+    async with batch_gateway(tmp_path) as served:
+        served.services.models.replace_all(served.services.models.all, expected=["other"])
+        submitted = await served.submit(lines_of("tiny", "other"))
+        await served.wait_for_lines(submitted["id"], 1)
+        add_model(served, "other")
+        batch = await served.wait_for(submitted["id"])
+        assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
