@@ -229,9 +229,7 @@ class BatchRun:
         try:
             await self._input_file.open()
         except StorageDamaged:
-            if time.time() >= self.record.expires_s:
-                await self._advance(WindowExpired())
-            if not self.record.is_ending:
+            if not self.record.is_ending and not await self._expires():
                 raise
             return None
         return self._input_file.order()
@@ -265,10 +263,15 @@ class BatchRun:
     async def _run_lines(self, lines: LineExecutor) -> None:
         """Wait until every line has its record or the batch is to end early."""
         while not lines.tracker.is_done and self.record.status is BatchStatus.IN_PROGRESS:
-            if time.time() >= self.record.expires_s:
-                await self._advance(WindowExpired())
-                continue
-            await self._wait_for_change()
+            if not await self._expires():
+                await self._wait_for_change()
+
+    async def _expires(self) -> bool:
+        """Return True if the window is over; the batch is expiring from then on, unless it was cancelled."""
+        if time.time() >= self.record.expires_s:
+            await self._advance(WindowExpired())
+            return True
+        return False
 
     async def _end_lines(self, lines: LineExecutor) -> None:
         """Cancel running lines, keep existing results, and record the other lines as not run."""
