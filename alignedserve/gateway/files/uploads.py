@@ -98,6 +98,7 @@ class _Form:
                 "on_end": self._whole,
             },
         )
+        self._num_bytes_beside = 0  # of the body so far, without its file
         self._num_parts = 0
         self._name, self._value = b"", b""  # of the present header; the parser bounds its length
         self._disposition = b""
@@ -115,6 +116,9 @@ class _Form:
         content = b"".join(self._file_pieces)
         self._file_pieces.clear()
         if not content:
+            self._num_bytes_beside += len(chunk)
+            if self._num_bytes_beside > _ENVELOPE_BYTES:
+                raise BodyTooLarge(f"The body has more than {_ENVELOPE_BYTES} bytes beside its file.")
             return
         self.upload.num_bytes += len(content)
         if self.upload.num_bytes > self._max_file_bytes:

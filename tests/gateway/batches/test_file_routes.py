@@ -1,7 +1,7 @@
 """The file routes, over HTTP."""
 
 import asyncio
-from collections.abc import MutableMapping, Sequence
+from collections.abc import AsyncIterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,31 @@ async def test_the_largest_file_and_one_byte_more(tmp_path: Path) -> None:
         assert error_of(await served.upload(b"x" * 200_001), 413)["code"] == "body_too_large"
         assert error_of(await served.upload(b"x" * 900_000), 413)["code"] == "body_too_large"
     assert len(left_on_disk(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("place", ["before", "behind"])
+async def test_a_body_without_a_length_ends_soon_beside_its_file_too(tmp_path: Path, place: str) -> None:
+    num_sent = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal num_sent
+        form = (
+            b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+            b'--b\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n{}\r\n--b--\r\n'
+        )
+        if place == "behind":
+            yield form
+        for _ in range(100):
+            num_sent += 1
+            yield b"\r\n" * 16_384
+        yield form
+
+    async with batch_gateway(tmp_path, is_driven=False, max_file_bytes=1000) as served:
+        headers = {"content-type": "multipart/form-data; boundary=b"}
+        answer = await served.client.post("/v1/files", content=body(), headers=headers)
+        assert error_of(answer, 413)["code"] == "body_too_large"
+    assert num_sent < 10
+    assert left_on_disk(tmp_path) == []
 
 
 async def test_what_a_form_must_hold(tmp_path: Path) -> None:
