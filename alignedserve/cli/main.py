@@ -29,6 +29,7 @@ from alignedserve.cli.gpu_check.options import GpuCheckOptions
 from alignedserve.cli.keys.app import keys_app
 from alignedserve.cli.models.app import models_app
 from alignedserve.cli.options import JsonFlag, UrlOption, current_option, takes_options
+from alignedserve.cli.standard_streams import open_closed_streams, written_output
 from alignedserve.config.environment import limit_thread_spinning, log_format, set_log_format
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.core.own_packages import require_own_kernels
@@ -53,10 +54,12 @@ def main() -> None:
 
     2 usage, 75 Ray lost on this host, 130 Ctrl-C, 1 any other failure.
     """
+    open_closed_streams()
     limit_thread_spinning()
     try:
         require_own_kernels()
-        app(prog_name="alignedserve")
+        with written_output():
+            app(prog_name="alignedserve")
     except AlignedServeError as error:
         print_error(error)
         sys.exit(exit_code(error))

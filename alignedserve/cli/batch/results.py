@@ -1,7 +1,6 @@
 """Commands `alignedserve batch results` and `errors`: a batch's two result files, whole or as they grow."""
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from alignedserve.cli.batch.result_tail import NotWritten, ResultsChanged, Resul
 from alignedserve.cli.batch.session import checked_id, exit_code_of, run_with_client
 from alignedserve.cli.batch.watch import POLL_S
 from alignedserve.cli.console import printable, results
+from alignedserve.cli.standard_streams import discard_output
 from alignedserve.core.errors import ConfigError
 
 _SHARE = 10.0  # at most one part in this many of the time is spent downloading: the server reads its log each time
@@ -77,9 +77,10 @@ def _tail(output: Path | None) -> Iterator[ResultTail]:
     if output is None:
         try:
             yield ResultTail(sys.stdout.buffer)
-        except NotWritten:
-            # What could not be written must not be flushed again when Python exits.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except NotWritten as error:
+            discard_output()
+            if isinstance(error.__cause__, BrokenPipeError):  # nobody reads on: no more to say
+                raise error.__cause__ from None
             raise
         return
     tail, file = open_tail(output)

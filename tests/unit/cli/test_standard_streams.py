@@ -1,0 +1,49 @@
+import os
+import sys
+
+import pytest
+
+from alignedserve.cli.console import print_json, results
+from alignedserve.cli.standard_streams import open_closed_streams, written_output
+
+
+def test_a_full_disk_ends_a_command_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit, match="1"), written_output():
+            print("a table")
+    assert capsys.readouterr().err == "error: the output cannot be written: No space left on device\n"
+
+
+def test_a_reader_that_left_ends_a_command_silently(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit, match="1"), written_output():
+            print("a table")
+    assert capsys.readouterr().err == ""
+
+
+def test_other_errors_are_not_taken_for_output_that_cannot_be_written() -> None:
+    with pytest.raises(FileNotFoundError), written_output():
+        os.open("/no/such/file", os.O_RDONLY)
+    with pytest.raises(SystemExit, match="7"), written_output():
+        sys.exit(7)
+
+
+def test_a_command_that_was_started_without_streams_prints_into_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    open_closed_streams()
+    opened = [sys.stdin, sys.stdout, sys.stderr]
+    results().print("a table")
+    print_json({})
+    assert sys.stdin.read() == ""
+    assert all(os.get_inheritable(stream.fileno()) for stream in opened)
+    for stream in opened:
+        stream.close()
