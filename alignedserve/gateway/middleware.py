@@ -1,6 +1,5 @@
 """The outermost layers: HEAD as GET; and a request's id, its key, and errors turned into answers, here alone."""
 
-import logging
 import secrets
 import time
 from collections.abc import Mapping
@@ -10,19 +9,17 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from alignedserve.api.errors import INTERNAL_ERROR, ClientDisconnected, http_error_of, rejection_code
+from alignedserve.api.errors import ClientDisconnected, rejection_code
 from alignedserve.api.metrics.gateway_metrics import GatewayMetrics
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.timelines.trace_context import plain_request_id
 from alignedserve.gateway.access_log import Answered, log_access
 from alignedserve.gateway.api_keys import ApiKeys
+from alignedserve.gateway.failure_log import FailureLog
 from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.json_response import anthropic_error_response, error_response, is_anthropic
 from alignedserve.gateway.shown_limits import ShownLimits
 from alignedserve.process.logs.context import about_request
-
-logger = logging.getLogger(__name__)
-
 
 # What of a request's state leads back to its connection. In a cycle a request would stay until a garbage collection
 # comes by: of 50 chats a second a hundred thousand objects, at which the gateway stopped for half a second.
@@ -40,6 +37,7 @@ class GatewayMiddleware:
         self._api_keys = api_keys
         self._metrics = metrics
         self._intake = intake
+        self._failures = FailureLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; only cancellation propagates."""
@@ -67,7 +65,8 @@ class GatewayMiddleware:
             self._admit(scope)
             await self._app(scope, receive, sender.send)
         except Exception as error:  # noqa: BLE001  (the gateway's single handler)
-            self._log(sender.request_id, scope["path"], error)
+            self._metrics.count_rejected(rejection_code(error))
+            self._failures.note(sender.request_id, scope["path"], error)
             if not isinstance(error, ClientDisconnected):  # the server closes that connection
                 await sender.send_error(error, scope, receive)
 
@@ -77,18 +76,6 @@ class GatewayMiddleware:
         state["ticket"] = ticket = self._intake.admit(scope["method"])
         if ticket is not None:
             state["held_until_response"].callback(ticket.release)
-
-    def _log(self, request_id: str, path: str, error: Exception) -> None:
-        """Log one line per failed request, with a traceback only for internal errors."""
-        self._metrics.count_rejected(rejection_code(error))
-        row = http_error_of(error)
-        if row is INTERNAL_ERROR:
-            logger.error("request %s failed: %s", request_id, type(error).__name__, exc_info=error)
-        elif isinstance(error, ClientDisconnected):
-            logger.info("request %s aborted: %s", request_id, error)
-        else:
-            # As a literal: the words may come from a chat template, and must not forge a line.
-            logger.warning("request %s to %.80r failed with %d: %.300r", request_id, path, row.status, str(error))
 
 
 class _ResponseSender:
