@@ -91,18 +91,18 @@ class IssuerKeys:
         self._problem = ""  # that was told last
         self.version = 0  # another one with other keys: what earlier ones have verified is to be verified again
 
-    async def find(self, kid: str | None, algorithm: str) -> jwt.PyJWK | None:
-        """Return the key of this id, after another fetch if it is unknown and the last one is not of just now.
+    async def find(self, kid: str | None, algorithm: str) -> tuple[jwt.PyJWK, ...]:
+        """Return the keys of this id, after another fetch if it is unknown and the last one is not of just now.
 
         Raises Unavailable while it is not known which keys there are.
         """
-        key = self._known(kid, algorithm)
-        if key is None:
+        found = self._known(kid, algorithm)
+        if not found:
             await self.refresh(AGAIN_S)
-            key = self._known(kid, algorithm)
+            found = self._known(kid, algorithm)
         if self._keys is None:
             raise Unavailable("The keys of this token's issuer cannot be fetched now.")
-        return key
+        return found
 
     async def run(self) -> None:
         """Fetch the keys from time to time, until cancelled."""
@@ -123,8 +123,8 @@ class IssuerKeys:
         if self._fetching is not None:
             self._fetching.cancel()
 
-    def _known(self, kid: str | None, algorithm: str) -> jwt.PyJWK | None:
-        return None if self._keys is None else self._keys.find(kid, algorithm)
+    def _known(self, kid: str | None, algorithm: str) -> tuple[jwt.PyJWK, ...]:
+        return () if self._keys is None else self._keys.find(kid, algorithm)
 
     async def _refresh(self) -> None:
         try:

@@ -1,6 +1,6 @@
 """The public keys of an issuer (a JWK set, RFC 7517): which of them may verify what."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jwt
@@ -10,6 +10,7 @@ from alignedserve.core.errors import ConfigError
 
 MAX_KEY_SET_BYTES = 256 << 10
 _MAX_KEYS = 64
+_MAX_TRIED = 4  # keys for one token, as a check takes a quarter of a millisecond and anyone may present one
 # Kind and curve of the key that an algorithm needs.
 _KINDS: dict[str, tuple[str, str | None]] = {
     **dict.fromkeys(("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"), ("RSA", None)),
@@ -23,15 +24,14 @@ _KINDS: dict[str, tuple[str, str | None]] = {
 class KeySet:
     """Keys by their ids and the algorithm that each is for."""
 
-    def __init__(self, keys: Mapping[tuple[str | None, str], jwt.PyJWK]) -> None:
-        self._keys = dict(keys)
+    def __init__(self, keys: Iterable[tuple[str | None, str, jwt.PyJWK]]) -> None:
+        """`keys`: each with its id and its algorithm; several may have the same, or no id."""
+        self._keys = tuple(keys)
 
-    def find(self, kid: str | None, algorithm: str) -> jwt.PyJWK | None:
-        """Return the key of this id; without an id, the only one that the algorithm has. None: there is none."""
-        if kid is not None:
-            return self._keys.get((kid, algorithm))
-        fitting = [key for (_, name), key in self._keys.items() if name == algorithm]
-        return fitting[0] if len(fitting) == 1 else None
+    def find(self, kid: str | None, algorithm: str) -> tuple[jwt.PyJWK, ...]:
+        """Return the keys of this id; without an id, all that the algorithm has. None of more than a few."""
+        fitting = [key for own, name, key in self._keys if name == algorithm and kid in (own, None)]
+        return tuple(fitting) if len(fitting) <= _MAX_TRIED else ()
 
 
 class _Document(msgspec.Struct):
@@ -46,12 +46,12 @@ def parse_key_set(raw: bytes, algorithms: Sequence[str]) -> KeySet:
         raise ConfigError("it is no JWK set") from error
     if len(listed) > _MAX_KEYS:
         raise ConfigError(f"it has more than {_MAX_KEYS} keys")
-    keys: dict[tuple[str | None, str], jwt.PyJWK] = {}
+    keys: list[tuple[str | None, str, jwt.PyJWK]] = []
     for jwk in listed:
         for algorithm in algorithms:
             key = _key(jwk, algorithm)
             if key is not None:
-                keys.setdefault((jwk.get("kid"), algorithm), key)
+                keys.append((jwk.get("kid"), algorithm, key))
     if not keys:
         raise ConfigError(f"it has no public key for {', '.join(algorithms)}")
     return KeySet(keys)

@@ -22,6 +22,7 @@ MAX_REMEMBERED = 10_000
 _LONGEST_S = 86_400  # that a token is remembered
 _TYPES = ("jwt", "at+jwt", "application/at+jwt")  # others are for other uses
 _READING = jwt.PyJWT({"verify_signature": False})
+_SIGNATURES = jwt.PyJWS()
 _CLAIMS = ("iss", "aud", "exp")
 
 _REFUSALS: tuple[tuple[type[jwt.PyJWTError], str], ...] = (
@@ -92,10 +93,11 @@ class TokenVerifier:
         algorithm, kid = header.get("alg"), header.get("kid")
         if algorithm not in issuer.algorithms:
             raise _refused("is signed by an algorithm that is not allowed")
-        key = await keys.find(kid, algorithm)
-        if key is None:
+        fitting = await keys.find(kid, algorithm)
+        if not fitting:
             raise _refused("is signed with a key that its issuer does not publish")
         version = keys.version
+        key = next((one for one in fitting[:-1] if _is_signed(token, algorithm, one)), fitting[-1])
         claims = _checked(token, issuer, algorithm, key)
         until_s = min(int(claims["exp"]), int(now) + _LONGEST_S) + issuer.leeway_s
         return _Verified(_name_of(claims, issuer), until_s, keys, version)
@@ -112,6 +114,15 @@ def _read(token: str) -> tuple[dict[str, Any], Any]:
     if "crit" in header or not isinstance(kind, str) or kind.lower() not in _TYPES:
         raise _refused("is of a kind that is not served here")
     return header, read["payload"].get("iss")
+
+
+def _is_signed(token: str, algorithm: str, key: jwt.PyJWK) -> bool:
+    """Return whether this key has signed the token, whatever it claims."""
+    try:
+        _SIGNATURES.decode_complete(token, key, algorithms=[algorithm])
+    except (jwt.PyJWTError, ValueError, TypeError):
+        return False
+    return True
 
 
 def _checked(token: str, issuer: JwtIssuer, algorithm: str, key: jwt.PyJWK) -> dict[str, Any]:

@@ -194,10 +194,28 @@ def test_of_a_key_set_only_public_keys_for_signatures_count() -> None:
     ]
     keys = parse_key_set(json.dumps({"keys": [*useless, jwk("one")]}).encode(), ("RS256", "ES256"))
     found = [keys.find(kid, "RS256") for kid in ("private", "encrypts", "other", "broken", "secret", "unknown")]
-    assert found == [None] * 6
-    assert keys.find("one", "RS256") is keys.find(None, "RS256") is not None  # the only one needs no name
+    assert found == [()] * 6
+    assert keys.find("one", "RS256") == keys.find(None, "RS256") != ()  # the only one needs no name
     with pytest.raises(ConfigError, match="no public key for RS256"):
         parse_key_set(json.dumps({"keys": useless}).encode(), ("RS256",))
+
+
+@pytest.mark.parametrize("kid", [None, "same"])
+async def test_keys_that_no_id_tells_apart_are_tried(tmp_path: Path, kid: str | None) -> None:
+    keys = [jwk(name, kid=kid) for name in ("one", "two")]
+    path = tmp_path / "jwks.json"
+    path.write_text(json.dumps({"keys": keys}))
+    tokens = verifying(str(path))
+    for signer in ("one", "two"):
+        presented = token(signer, header={"kid": kid})
+        assert await tokens.key_name(presented) == "team-a"
+    with pytest.raises(Unauthorized, match="signature that is not its issuer's"):
+        await tokens.key_name(token("three", header={"kid": kid}))
+    with pytest.raises(Unauthorized, match="has expired"):
+        await tokens.key_name(token("one", header={"kid": kid}, exp=now(-100)))
+    path.write_text(json.dumps({"keys": keys * 3}))
+    with pytest.raises(Unauthorized, match="does not publish"):  # nobody makes a gateway try any number
+        await verifying(str(path)).key_name(token("one", header={"kid": kid}))
 
 
 # --- whose keys are asked for

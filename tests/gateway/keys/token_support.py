@@ -59,9 +59,10 @@ def claims(**fields: Any) -> dict[str, Any]:
 
 
 def token(kid: str = "one", algorithm: str = "RS256", header: dict[str, Any] | None = None, **fields: Any) -> str:
-    """A token signed with the key of this name."""
+    """A token signed with the key of this name. A field of its header that is None is left out."""
     key: PrivateKeyTypes = ec_key(kid) if kid.startswith("ec") else rsa_key(kid)
-    return jwt.encode(claims(**fields), key, algorithm, {"kid": kid} | (header or {}))  # type: ignore[arg-type]
+    fields_of_header = {name: value for name, value in ({"kid": kid} | (header or {})).items() if value is not None}
+    return jwt.encode(claims(**fields), key, algorithm, fields_of_header)  # type: ignore[arg-type]
 
 
 def confused_token(algorithm: str) -> str:
