@@ -108,6 +108,7 @@ class _GrowingTotals:
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
         self._gone: dict[str, float] = {}
+        self._num_restarts: dict[str, int] = {}
 
     def of(self, name: str, value: float) -> float:
         """Return the total, which never shrinks. Mutates."""
@@ -115,6 +116,13 @@ class _GrowingTotals:
         self._last[name] = value
         self._gone[name] = self._gone.get(name, 0.0) + max(shrunk_by, 0.0)
         return value + self._gone[name]
+
+    def restarts_of(self, worker: str, num_tokens: int) -> int:
+        """Return how often a worker has counted its tokens anew while its deployment stayed. Mutates."""
+        has_restarted = num_tokens < self._last.get(worker, 0)
+        self._last[worker] = num_tokens
+        self._num_restarts[worker] = self._num_restarts.get(worker, 0) + has_restarted
+        return self._num_restarts[worker]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +210,11 @@ def _reported(status: ClusterStatus, totals: _GrowingTotals) -> Iterator[Metric]
     for name, help_text, value in _COUNTERS:
         yield CounterMetricFamily(name, help_text, value=totals.of(name, value(status)))
     yield from worker_metrics(status)
+    help_text = "Starts of a worker after its first; the end of its model, which sleeps or is replaced, is none."
+    restarts = CounterMetricFamily("alignedserve_worker_restarts", help_text, labels=["worker"])
+    for worker in status.workers:
+        restarts.add_metric([worker.worker], totals.restarts_of(worker.worker, worker.num_tokens))
+    yield restarts
     if status.leans:
         leans = GaugeMetricFamily("alignedserve_worker_lean", "Share of its time for prompts.", labels=["worker"])
         for one in status.leans:

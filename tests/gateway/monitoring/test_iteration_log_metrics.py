@@ -85,3 +85,21 @@ def test_a_lost_worker_takes_nothing_from_what_was_counted() -> None:
         ]
         told.append(float(line.split()[-1]))
     assert told == [200.0, 200.0, 250.0, 250.0, 260.0]
+
+
+def test_restarts_of_workers_are_counted_and_waking_models_have_none() -> None:
+    metrics, told = GatewayMetrics(), []
+    for woken, tokens in (("2", (0, 9, 4, 12)), ("3", (3, 8, 0))):
+        for num_tokens in tokens:
+            status = msgspec.structs.replace(
+                IDLE_STATUS, workers=(WorkerStatus(f"worker-0.{woken}", num_tokens=num_tokens),)
+            )
+            metrics.add_model("docs", ScriptedBackend(saying("hello"), status), woken)
+            (line,) = [
+                line
+                for line in metrics.render().decode().splitlines()
+                if line.startswith("alignedserve_worker_restarts_total{")
+            ]
+            told.append(float(line.split()[-1]))
+        metrics.remove_deployment(woken)
+    assert told == [0, 0, 1, 1, 0, 0, 1]
