@@ -62,6 +62,8 @@ CASES = {
     "ray": RAY,
     "ray with everything": EVERYTHING | RAY | {"auth": EVERYTHING["auth"], "replicas": 1},
 }
+ALERTS = CHART.parents[1] / "prometheus/alerts.yml"
+RULE_FIELDS = {"alert", "expr", "for", "labels", "annotations"}  # of those that the operator takes
 DOOR = {name: EVERYTHING[name] for name in ("auth", "tls")}
 Manifest = dict[str, Any]
 
@@ -243,6 +245,18 @@ def test_alignedserve_reads_the_settings(chart: Any, tmp_path: Path, case: str) 
     config = load_config(tmp_path / "cluster.yaml")
     assert (config.gateway.scheme, config.gateway.drain_s, config.scheduling.interference) == ("https", 60.0, 1.1)
     assert config.gateway.keys_file == "/etc/alignedserve/keys/keys.yaml"
+
+
+def test_the_alerts_that_ship_are_rules_of_the_operator_where_they_are_wanted(chart: Any) -> None:
+    assert "PrometheusRule" not in rendered(chart, EVERYTHING)
+    wanted = SECRETS | {"prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}}}
+    rule = rendered(chart, wanted)["PrometheusRule"]
+    assert rule["apiVersion"] == "monitoring.coreos.com/v1"
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    assert rule["spec"] == yaml.safe_load(ALERTS.read_text())
+    for group in rule["spec"]["groups"]:
+        assert group.keys() == {"name", "rules"}
+        assert all({"alert", "expr"} <= one.keys() <= RULE_FIELDS for one in group["rules"])
 
 
 def test_gpus_are_asked_for_and_used(chart: Any) -> None:
