@@ -7,7 +7,7 @@ from alignedserve.cli.options import takes_options
 
 bench_app = typer.Typer(
     help="Measure a running server. Parts alone are measured in a checkout: `python -m benchmarks.engine`, `.kernels`, "
-    "`.transfer`, `.schedule`, `.predictor`.",
+    "`.transfer`, `.scheduling.schedule`, `.scheduling.predictor`.",
     no_args_is_help=True,
 )
 

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from alignedserve.cli.bench.app import bench_app
 from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.console import chat_command
 from alignedserve.cli.main import main
@@ -217,6 +219,15 @@ def test_serve_conveniences_are_overrides() -> None:
     config = load_config(None, options.all_overrides)
     assert (config.model.path, config.gateway.port, config.batching.policy) == ("1.0", 9001, "fcfs")
     assert ServeOptions().all_overrides == []
+
+
+def test_the_benchmarks_that_help_names_are_there() -> None:
+    words = str(bench_app.info.help)
+    first, *others = re.findall(r"`(?:python -m benchmarks)?(\.[.\w]+)`", words)
+    modules = [Path("benchmarks", *name.strip(".").split(".")) for name in (first, *others)]
+    root = Path(__file__).parents[3]
+    assert len(modules) == 5
+    assert [one for one in modules if not (root / one).is_dir() and not (root / one).with_suffix(".py").is_file()] == []
 
 
 def test_bench_serve_writes_its_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
