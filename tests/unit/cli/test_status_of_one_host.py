@@ -101,5 +101,5 @@ def test_the_log_of_a_process_here_is_shown_without_ray(
     one_host.logs(None, None, follow=False)
     assert capsys.readouterr().out == "decode-0\n"
     for name in ("nobody", "../admin"):
-        with pytest.raises(ResourceError, match="has not written a log yet"):
+        with pytest.raises(ResourceError, match="there are decode-0"):
             one_host.logs(None, name, follow=False)

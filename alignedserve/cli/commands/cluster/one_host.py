@@ -10,6 +10,7 @@ from alignedserve.cli.console import print_json, printable, results
 from alignedserve.cluster.deployments.client import find_cluster, show_status
 from alignedserve.cluster.deployments.orders import DeploymentReport, ProcessReport, StatusReport
 from alignedserve.config.sections import MIB
+from alignedserve.core.errors import ResourceError
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.logs.files import log_names, read_log
 
@@ -36,9 +37,12 @@ def logs(cluster: str | None, name: str | None, *, follow: bool) -> None:
     Raises ResourceError.
     """
     folder = find_cluster(cluster).parent
+    names = log_names(folder)
     if name is None:
-        results().print(", ".join(log_names(folder)), markup=False)
+        results().print(", ".join(names), markup=False)
         return
+    if name not in names:
+        raise ResourceError(f"there is no log of {name}; there are {', '.join(names)}")
     show_log(name, lambda offset: read_log(folder, name, offset), follow=follow)
 
 
