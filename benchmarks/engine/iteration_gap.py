@@ -169,9 +169,9 @@ async def _serve(folder: Path, peer: Any) -> tuple[list[tuple[float, float, int]
 
 
 def _stamp_forward_passes(executor: ModelExecutor) -> list[tuple[float, float, int]]:
-    """Note (begin, end, tokens) of every pass, from entering the decoder to having the logits."""
+    """Note (begin, end, tokens) of every pass, from entering the decoder to having the logits, or the highest alone."""
     model: Any = executor._engine.model
-    forward, logits, decode = model.forward, model.logits, model.decode
+    forward, logits, decode, decode_highest = model.forward, model.logits, model.decode, model.decode_highest
     stamps: list[tuple[float, float, int]] = []
 
     def stamped_forward(batch: Any, storage: Any) -> Any:
@@ -193,7 +193,15 @@ def _stamp_forward_passes(executor: ModelExecutor) -> list[tuple[float, float, i
             stamps.append((begin, time.perf_counter(), result.shape[0]))
         return result
 
-    model.forward, model.logits, model.decode = stamped_forward, stamped_logits, stamped_decode
+    def stamped_highest(batch: Any, storage: Any, allowed: Any = None) -> Any:
+        begin = time.perf_counter()
+        result = decode_highest(batch, storage, allowed)
+        if result is not None:  # else one of those above follows
+            stamps.append((begin, time.perf_counter(), len(result.token_ids)))
+        return result
+
+    model.forward, model.logits = stamped_forward, stamped_logits
+    model.decode, model.decode_highest = stamped_decode, stamped_highest
     return stamps
 
 

@@ -22,6 +22,7 @@ from alignedserve.messages.iterations import IterationCompleted, IterationTimes
 from alignedserve.runtime.attention.torch_plan import CALL_BYTES
 from alignedserve.worker_core.iteration_log import IterationLog
 from benchmarks.engine.iteration_gap import NUM_REQUESTS, serve_peer
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 from decode_worker.state import RunningRequest
 from kernels.attention import GatherBuffers, RunSelection, attend_decode
@@ -124,6 +125,7 @@ def attention_s(count: int, widths: tuple[int, ...]) -> list[float]:
 
 def main() -> None:
     """Measure, print, record, and fail where the log is dear or does not add up."""
+    parser_of(__doc__).parse_args()
     run = measure_run()
     costs = [
         {
