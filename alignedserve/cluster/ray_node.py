@@ -44,7 +44,10 @@ def address_here() -> str:
     running: frozenset[str] = services.find_gcs_addresses()  # type: ignore[no-untyped-call]
     found = sorted(address for address in running if not _is_loopback(address))
     if not found:
-        raise ResourceError("no Ray cluster runs on this host; start one with `ray up`, or set RAY_ADDRESS")
+        raise ResourceError(
+            "no Ray cluster runs on this host; start one with `ray up`, or set RAY_ADDRESS; "
+            "`alignedserve serve` needs none, and Ctrl-C ends it"
+        )
     noted: str | None = services.find_bootstrap_address(None)
     return noted if noted in found else found[0]
 
