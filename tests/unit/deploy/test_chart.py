@@ -187,6 +187,12 @@ def test_every_volume_that_is_mounted_is_there(chart: Any) -> None:
             assert {mount["name"] for mount in pod["spec"]["containers"][0]["volumeMounts"]} == there
 
 
+def test_the_page_of_draining_has_the_charts_time(chart: Any) -> None:
+    (pod,) = pods_of(rendered(chart, SECRETS))
+    page = (CHART.parents[2] / "docs/draining.md").read_text()
+    assert f"`terminationGracePeriodSeconds: {pod['spec']['terminationGracePeriodSeconds']}`" in page
+
+
 @pytest.mark.parametrize("base", [SECRETS, RAY], ids=["pods", "ray"])
 def test_a_pod_has_the_time_to_drain_and_end(chart: Any, base: Manifest) -> None:
     manifests = rendered(chart, base | {"drainSeconds": 300})

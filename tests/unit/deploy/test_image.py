@@ -94,6 +94,9 @@ def test_the_image_serves_as_a_user_without_rights_who_owns_its_folders() -> Non
 def test_what_runs_in_the_image_gets_the_time_that_a_drain_takes() -> None:
     assert int(SERVICE["stop_grace_period"].removesuffix("s")) > STOPS_WITHIN_S
     assert float(setting("TimeoutStopSec")[0]) > STOPS_WITHIN_S
+    page = (ROOT / "docs/draining.md").read_text()
+    assert f"TimeoutStopSec={setting('TimeoutStopSec')[0]}`" in page
+    assert f"--time {SERVICE['stop_grace_period'].removesuffix('s')}`" in page
 
 
 def test_compose_publishes_the_port_that_is_served_on_loopback_alone() -> None:
