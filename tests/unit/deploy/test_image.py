@@ -91,6 +91,11 @@ def test_the_image_serves_as_a_user_without_rights_who_owns_its_folders() -> Non
     assert f"-m 0700 -o {user}" in made
 
 
+def test_a_container_of_compose_has_no_rights() -> None:
+    assert SERVICE["cap_drop"] == ["ALL"]
+    assert SERVICE["security_opt"] == ["no-new-privileges:true"]
+
+
 def test_what_runs_in_the_image_gets_the_time_that_a_drain_takes() -> None:
     assert int(SERVICE["stop_grace_period"].removesuffix("s")) > STOPS_WITHIN_S
     assert float(setting("TimeoutStopSec")[0]) > STOPS_WITHIN_S

@@ -112,3 +112,13 @@ def test_requests_come_to_the_gateways_that_are_ready() -> None:
     for pod in PODS:
         assert container(pod)["readinessProbe"]["httpGet"] == {"path": "/ready", "port": port}
     assert PARTS["Service"]["spec"]["selector"] == {"ray.io/cluster": PARTS["RayCluster"]["metadata"]["name"]}
+
+
+def test_pods_have_no_rights_and_no_token_of_kubernetes() -> None:
+    """As its standard `restricted` asks, which a namespace may hold pods to."""
+    for pod in PODS:
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        rights = container(pod)["securityContext"]
+        assert rights == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
