@@ -31,6 +31,7 @@ _MAX_STRANGERS = 64  # beside them: connections that have yet to prove what they
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 _PAUSE_S = 0.1
 _UNKNOWN = ("", 0)
+_SAY_REFUSED_S = 60.0  # between two lines about strangers, whom nobody lets in
 
 
 class BlockServer:
@@ -57,6 +58,8 @@ class BlockServer:
         self._connections: dict[ControlSocket, tuple[str, int]] = {}  # with the peer's name and rank, once it has said
         self._strangers: dict[ControlSocket, None] = {}  # those in their handshake, the oldest first
         self._threads: set[threading.Thread] = set()
+        self._num_refused = 0  # strangers, since the last line about them
+        self._say_refused_s = 0.0  # when the next may be written
         self._is_closed = False
         self._context = identity.trusted().listener_context() if address.startswith("tls:") else None
         self._listener = listen_at(address)
@@ -124,12 +127,22 @@ class BlockServer:
             worst = max(hosts, key=lambda name: hosts[name])
             oldest = next((one for one in self._strangers if one.peer_host == worst), next(iter(self._strangers)))
             del self._strangers[oldest]
-        logger.warning("too many connections in their handshake: the oldest from %s is dropped", worst or "here")
+        self._say_refused(f"too many at a time: the oldest from {worst or 'here'} is dropped")
         oldest.disconnect()
 
+    def _say_refused(self, problem: str) -> None:
+        """Log why a stranger was refused, at most once a minute: whoever reaches the port may come again at once."""
+        now = time.monotonic()
+        with self._lock:
+            self._num_refused += 1
+            if now < self._say_refused_s:
+                return
+            num_refused, self._num_refused, self._say_refused_s = self._num_refused, 0, now + _SAY_REFUSED_S
+        count = f", {num_refused} since the last such line" if num_refused > 1 else ""
+        logger.warning("block server at %s: a handshake failed%s: %s", self.address, count, problem)
+
     def _serve(self, control: ControlSocket) -> None:
-        name = "unknown peer"
-        session = None
+        name = session = None
         try:
             self._buffer.begin_thread()
             if self._context is not None:
@@ -142,7 +155,9 @@ class BlockServer:
                 control.wait_readable()
                 session.handle(control.receive())
         except PeerError as error:
-            if not self._is_closed:
+            if not self._is_closed and name is None:
+                self._say_refused(str(error))
+            elif not self._is_closed:
                 logger.info("block transfer with %s ended: %s", name, error)
         finally:
             control.close()

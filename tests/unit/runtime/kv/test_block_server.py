@@ -1,5 +1,6 @@
-"""The server of blocks when its process has too many open files."""
+"""The server of blocks when its process has too many open files, and when strangers come."""
 
+import contextlib
 import logging
 import resource
 import socket
@@ -40,3 +41,22 @@ def test_connections_are_accepted_again_when_files_can_be_opened_again(
         assert second.recv(1)  # the first byte of the challenge
     server.close()
     arena.close(unlink=True)
+
+
+def test_strangers_write_one_line_however_often_they_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    arena = Arena.create(tmp_path / "arena", BlockLayout(16, 1, 1, 4, "float16"), 4)
+    identity = Identity(Role.KV_POOL, "pool-0", b"secret", 5.0)
+    server = BlockServer(ArenaBuffer(arena), f"unix:{tmp_path}/blocks.sock", identity=identity, transports=("tcp",))
+    for _ in range(20):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(5.0)
+            stranger.connect(f"{tmp_path}/blocks.sock")
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(4096):  # until it is refused
+                    pass
+    server.close()
+    arena.close(unlink=True)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "a handshake failed" in line
