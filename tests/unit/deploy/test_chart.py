@@ -19,7 +19,7 @@ from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections.gateway import GatewayConfig
-from tests.unit.deploy.test_kuberay import HEAD, closed
+from tests.unit.deploy.test_kuberay import CLUSTER, HEAD, closed
 
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk has wheels for Linux on x86 alone")
 
@@ -277,6 +277,7 @@ def test_gpus_are_asked_for_and_used(chart: Any) -> None:
 def test_a_cluster_by_the_operator_is_that_of_the_example(chart: Any) -> None:
     manifests = rendered(chart, RAY | {"ray": {"tokenSecret": {"name": "token"}, "workers": 4}})
     spec = manifests["RayCluster"]["spec"]
+    assert spec["upgradeStrategy"] == CLUSTER["upgradeStrategy"] == {"type": "Recreate"}  # else old pods stay
     workers = spec["workerGroupSpecs"][0]
     assert workers["rayStartParams"] == spec["headGroupSpec"]["rayStartParams"] == HEAD["rayStartParams"]
     head, worker = containers_of(manifests)
