@@ -125,3 +125,10 @@ def _anchors_of(page: Path) -> set[str]:
     """Return the anchors that GitHub gives to the headings of a page."""
     headings = _HEADING.findall(page.read_text())
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_proxy_of_the_page_takes_rules_of_http() -> None:
+    """HAProxy leaves them out with a warning where it only passes on bytes, as it does unless it is told."""
+    page = (ROOT / "docs/hardening.md").read_text()
+    (config,) = [block for block in page.split("```") if "http-request deny" in block]
+    assert config.strip().startswith("defaults\n    mode http\n")
