@@ -124,3 +124,11 @@ def test_only_ssh_and_the_gateways_are_open_to_the_outside() -> None:
     assert rule["IpRanges"] == [{"CidrIp": "YOUR_CLIENTS_RANGE"}]  # a word that AWS refuses until it is filled in
     text = (ROOT / "examples" / "gcp.yaml").read_text(encoding="utf-8")
     assert "--allow tcp:8000 \\\n#     --source-ranges YOUR_CLIENTS_RANGE" in text
+
+
+def test_no_head_starts_without_its_redis_where_the_storage_is_refused() -> None:
+    """`eval` of nothing succeeds: what a refused address prints."""
+    for path in (ROOT / "cluster.yaml", *(ROOT / "examples").glob("*.yaml"), ROOT / "docs/hosts.md"):
+        text = path.read_text()
+        asked = text.count("$(alignedserve ray-storage")
+        assert asked == text.count('storage="$(alignedserve ray-storage') == text.count('&& eval "$storage"') > 0
