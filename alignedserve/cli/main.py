@@ -278,8 +278,8 @@ def simulate(options: SimulateOptions) -> None:
 def plan(options: PlanOptions) -> None:
     """Find the workers, topology and policy that hold the objectives of a workload at the least cost.
 
-    Searches with the simulator; writes a report, and the configuration file that starts the plan. Exit code 1 when no
-    plan holds.
+    Searches with the simulator; writes a report, and the configuration file that starts the plan.
+    Exit code 1 when no plan holds.
     """
     from alignedserve.cli.commands.simulation.plan import plan as run
 
