@@ -82,6 +82,17 @@ def write_json(document: bytes, target: str) -> None:
         raise ConfigError(f"--json {target}: cannot be written: {error.strerror}") from error
 
 
+def require_writable(path: Path) -> None:
+    """Check that a file can be written; to be called before anything runs. Raises ConfigError."""
+    is_there = path.exists()
+    try:
+        path.open("ab").close()
+        if not is_there:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
+
+
 def printable(text: str) -> str:
     """Return the text without control characters, so that a model's answer cannot command the terminal."""
     if text.isprintable():

@@ -26,12 +26,12 @@ def bench_serve(options: LoadOptions) -> int:
     plan = make_plan(options)
     run, model = asyncio.run(_run(options, plan))
     report = summarise(run, plan.classes, num_clamped=(plan.num_clamped_prompts, plan.num_clamped_outputs))
+    if options.json_target != "-":
+        print_load_report(results(), report, title=f"{model} at {options.url}")
     if options.json_target is not None:
         write_json(
             to_json({"url": options.url, "model": model, "seed": options.seed, "report": report}), options.json_target
         )
-    if options.json_target != "-":
-        print_load_report(results(), report, title=f"{model} at {options.url}")
     if run.was_interrupted:
         return INTERRUPTED
     return 0 if report.total.num_completed else FAILURE

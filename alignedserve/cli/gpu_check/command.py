@@ -1,12 +1,13 @@
 """`alignedserve gpu-check`: whether a GPU computes rightly, how fast, and one file to send back."""
 
-from alignedserve.cli.console import results
+from alignedserve.cli.console import require_writable, results
 from alignedserve.cli.gpu_check.options import GpuCheckOptions
 from alignedserve.gpu_check.check import CheckSpec, run_check
 
 
 def gpu_check(options: GpuCheckOptions) -> int:
     """Run the command and return its exit code."""
+    require_writable(options.output)
     console = results()
     spec = CheckSpec(options.device, options.seconds, options.is_toy, options.output)
     return run_check(spec, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))

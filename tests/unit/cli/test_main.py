@@ -243,6 +243,18 @@ def test_bench_serve_writes_its_report(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert written["report"]["total"]["num_sent"] == 20 + documents["num_sent"]
 
 
+def test_bench_serve_prints_what_it_measured_where_its_file_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    load = "rate=200, prompt=5, output=3"
+    with running(FakeServer()) as server:
+        arguments = ["--url", server.url, "--synthetic", load, "--num-requests", "2", "--json", str(tmp_path)]
+        assert run_command(monkeypatch, "bench", "serve", *arguments) == 2
+    printed = capsys.readouterr()
+    assert "output tokens/s" in printed.out
+    assert "cannot be written: Is a directory" in printed.err
+
+
 def test_bench_serve_prints_json_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     trace = str(Path(__file__).parents[3] / "alignedserve/workload/shipped/azure_conv_slice.csv")
     arguments = ["--trace", trace, "--rate", "200", "--num-requests", "9", "--max-prompt", "50", "--json", "-"]

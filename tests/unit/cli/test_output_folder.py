@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.cli.commands.output_folder import command_line, make_folder, write_file
+from alignedserve.cli.console import require_writable
 from alignedserve.core.errors import ConfigError
 
 
@@ -15,6 +16,16 @@ def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
         write_file(tmp_path / "new" / "folder", b"")
     with pytest.raises(ConfigError, match=r"^--output \S+/plan\.yaml/more: cannot be made: Not a directory$"):
         make_folder(tmp_path / "new" / "folder" / "plan.yaml" / "more")
+
+
+def test_whether_a_file_can_be_written_is_known_before_and_leaves_none(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    for path in (kept, tmp_path / "new"):
+        require_writable(path)
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("kept", "kept")]
+    with pytest.raises(ConfigError, match=r"^--output \S+/kept/more: cannot be written: Not a directory$"):
+        require_writable(kept / "more")
 
 
 def test_the_command_can_be_typed_again(monkeypatch: pytest.MonkeyPatch) -> None:
