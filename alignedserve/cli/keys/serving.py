@@ -1,9 +1,18 @@
 """What `serve` and `up` do about the file of keys: they refuse to start with a bad one, and look at it on SIGHUP."""
 
 from alignedserve.cli.console import notes
+from alignedserve.config.environment import API_KEYS_VARIABLE, api_keys
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.keys.file import read_keys
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def warn_of_strangers(config: GatewayConfig) -> None:
+    """Say so where others than this host reach the gateways, and need no key. Raises ConfigError."""
+    if not api_keys() and not config.keys_file and config.host not in _LOOPBACK:
+        notes().print(f"warning: anyone who reaches the gateways may use them; set {API_KEYS_VARIABLE}", soft_wrap=True)
 
 
 def check_keys(config: GatewayConfig) -> None:

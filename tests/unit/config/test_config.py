@@ -232,6 +232,12 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, named: str) ->
 def test_api_keys_are_split_and_stripped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIGNEDSERVE_API_KEYS", " one ,,two, ")
     assert api_keys() == ("one", "two")
+    for nothing in (",", " ", "\n"):
+        monkeypatch.setenv("ALIGNEDSERVE_API_KEYS", nothing)
+        with pytest.raises(ConfigError, match="holds no key"):  # and lets nobody in
+            api_keys()
+    monkeypatch.setenv("ALIGNEDSERVE_API_KEYS", "")  # as compose.yaml says that there are none
+    assert api_keys() == ()
     monkeypatch.delenv("ALIGNEDSERVE_API_KEYS")
     assert api_keys() == ()
 

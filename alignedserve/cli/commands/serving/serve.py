@@ -19,7 +19,7 @@ from alignedserve.cli.commands.serving.node_losses import NodeLosses
 from alignedserve.cli.commands.serving.start_screen import StartScreen
 from alignedserve.cli.console import INTERRUPTED, chat_command, notes, results
 from alignedserve.cli.downloads import fetch_model
-from alignedserve.cli.keys.serving import check_keys, show_keys
+from alignedserve.cli.keys.serving import check_keys, show_keys, warn_of_strangers
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.draining.drain_watch import LastAnswers
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
@@ -68,6 +68,7 @@ def _serve(
     try:
         losses.pause()
         check_keys(settings.configs[0].gateway)
+        warn_of_strangers(settings.configs[0].gateway)
         settings = settings.with_local([fetch_model(config.model) for config in settings.configs])
         cluster = _start(settings, options.nodes, template, ending)
     except KeyboardInterrupt:

@@ -13,11 +13,11 @@ from rich.table import Table
 from alignedserve.cli.commands.cluster.hosts import recorded_drain_s
 from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.console import notes, results
-from alignedserve.cli.keys.serving import check_keys
+from alignedserve.cli.keys.serving import check_keys, warn_of_strangers
 from alignedserve.cluster.hosts.client import connected
 from alignedserve.cluster.hosts.record import ClusterRecord, read_record, recorded_driver
 from alignedserve.cluster.hosts.supervisor import driver_log, end_supervisor, start_supervisor
-from alignedserve.config.environment import API_KEYS_VARIABLE, api_keys, ray_address
+from alignedserve.config.environment import ray_address
 from alignedserve.config.model_settings import ModelSettings, load_models, name_of
 from alignedserve.core.errors import ResourceError
 from alignedserve.runtime.model.built_in import POCKET
@@ -26,7 +26,6 @@ from alignedserve.scheduling.topology import require_effect
 _READY_S = 900.0
 _POLL_S = 0.5
 _TAIL_LINES = 15
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _BOOTSTRAP_NAME = "ray_bootstrap_config.yaml"  # in the head's home
 
 
@@ -40,8 +39,7 @@ def up(options: ServeOptions) -> None:
         check_keys(config.gateway)
         require_effect(config)  # a mistake is reported here, not in a log
     config = settings.configs[0]
-    if config.gateway.host not in _LOOPBACK and not api_keys() and not config.gateway.keys_file:
-        notes().print(f"warning: anyone who reaches the gateways may use them; set {API_KEYS_VARIABLE}", soft_wrap=True)
+    warn_of_strangers(config.gateway)
     with connected():
         end_supervisor(drain_s=recorded_drain_s())
         former = recorded_driver()
