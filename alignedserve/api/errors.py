@@ -184,6 +184,7 @@ ERROR_TABLE: tuple[tuple[type[Exception], HttpError], ...] = (
 )
 INTERNAL_ERROR = HttpError(500, "server_error", "internal_error")
 _UNNAMED = "invalid_request"
+_DEFAULT_CODE = "invalid_value"  # of what a client asked, where the error does not say more
 # Every label that `rejection_code` returns.
 REJECTION_CODES = (*dict.fromkeys(row.code or _UNNAMED for _, row in ERROR_TABLE), INTERNAL_ERROR.code or _UNNAMED)
 _STORAGE_RETRY_S = 2.0
@@ -203,7 +204,7 @@ def error_json(message: str, kind: str, param: str | None = None, code: str | No
 def error_body(error: Exception) -> bytes:
     """Return OpenAI's error object for this error."""
     row = http_error_of(error)
-    code = getattr(error, "code", None) or row.code
+    code = getattr(error, "code", None) or row.code or _DEFAULT_CODE
     return error_json(error_message(error), row.kind, getattr(error, "param", None), code)
 
 
