@@ -73,6 +73,11 @@ class OutputBuilder:
             yield from self._open_text("message")
         yield from self._close("completed" if is_complete else "incomplete")
 
+    def break_off(self) -> None:
+        """Close the open item as it is, without events: the response has failed."""
+        for _ in self._close("incomplete"):
+            pass
+
     def _open_text(self, kind: str) -> Iterator[Event]:
         if self._open == kind:
             return
@@ -213,6 +218,7 @@ class ResponsesFormatter:
         """Return the event of a response that failed: it holds the items so far."""
         message = orjson.loads(error_body(error))["error"]["message"]
         failed = {"status": "failed", "error": {"code": "server_error", "message": message}}
+        self._output.break_off()
         self.response |= failed | {"output": self._output.items}
         return self._numbered([self._response_event("failed")])
 

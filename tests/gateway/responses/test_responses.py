@@ -118,6 +118,8 @@ async def test_a_failure_in_the_middle_ends_the_stream() -> None:
         events = events_of(await respond(served, stream=True))
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["error"] == {"code": "server_error", "message": "The cluster is silent."}
+    [item] = events[-1]["response"]["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "hello world")  # what there was of it
 
 
 async def test_a_failure_before_the_first_token_is_an_http_error() -> None:
