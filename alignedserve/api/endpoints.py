@@ -35,7 +35,7 @@ from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.conversation import checked_conversation
 from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
-from alignedserve.api.openai.parsing import parse, parse_chat, parse_completion, plain_messages
+from alignedserve.api.openai.parsing import parse, parse_chat, parse_completion, plain_messages, without_fields_of_chat
 from alignedserve.api.openai.prompt_encoding import (
     Prompts,
     chat_prompts,
@@ -181,7 +181,9 @@ async def _message_prompts(asked: MessagesRequest, services: PromptServices, ign
 
 MESSAGES = Endpoint(
     path="/v1/messages",
-    parse=lambda body, ignored: BodyParser(ignored).fields(MessagesRequest, body),
+    parse=lambda body, ignored: BodyParser(ignored).fields(
+        MessagesRequest, without_fields_of_chat(body, MessagesRequest)
+    ),
     prompts=_message_prompts,
     build=message_request.build_message_request,
     formatter=lambda asked, _: partial(MessageFormatter, asked=asked),

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from alignedserve.api.openai.conversation import checked_conversation
 from alignedserve.api.openai.schemas import unsupported_fields as unsupported
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields, unknown_fields
-from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, CompletionRequest
+from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, CompletionRequest, Hints
 from alignedserve.api.openai.schemas.tools import TOOL_CHOICE_FORMS
 from alignedserve.api.schema import Schema
 from alignedserve.config.sections import GatewayConfig
@@ -26,6 +26,12 @@ _UNION_FIELDS = {
 }
 _UNION_MEMBERS = frozenset({"str", "int", "float", "list", "bool"})
 _CHEAP_BYTES = 32_768  # parsed in less than 2 ms, whatever they are
+# Fields of a chat completion, and of other servers', that other APIs do not have. Defaults ask for nothing.
+_FIELDS_OF_CHAT: unsupported.NeutralValues = {
+    name: (field.get_default(call_default_factory=True),)
+    for name, field in ChatCompletionRequest.model_fields.items()
+    if name not in Hints.model_fields
+} | dict(unsupported.OTHER_SERVERS)
 
 
 def parse_json(raw: bytes, config: GatewayConfig) -> dict[str, Any]:
@@ -139,8 +145,17 @@ def without_neutral(fields: dict[str, Any], table: unsupported.NeutralValues, pa
 
 
 def _is_neutral(value: Any, neutral_values: tuple[Any, ...]) -> bool:
-    # 1 == True in Python, but not in JSON.
-    return any(value == neutral and type(value) is type(neutral) for neutral in neutral_values)
+    # 1 == True in Python, but not in JSON, where 1 is 1.0.
+    return any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in neutral_values)
+
+
+def without_fields_of_chat(body: dict[str, Any], schema: type[Schema]) -> dict[str, Any]:
+    """Return a body of another API, whose schema this is. Raises InvalidRequest for a field of chat completions in it.
+
+    Its client would not get what the field asks for, such as a limit of tokens or a constraint.
+    """
+    others = {name: neutral for name, neutral in _FIELDS_OF_CHAT.items() if name not in schema.model_fields}
+    return without_neutral(body, others)
 
 
 def _refuse_unsupported(path: str, known_value: str | None = None) -> NoReturn:

@@ -7,7 +7,7 @@ items have both names apart.
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from alignedserve.api.openai.parsing import SchemaT, parse
+from alignedserve.api.openai.parsing import SchemaT, parse, without_fields_of_chat
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.responses.schemas import (
     CreateResponseRequest,
@@ -33,7 +33,7 @@ _HOSTED_TOOLS = (
 
 def parse_response(body: dict[str, Any], ignored: IgnoredFields | None) -> CreateResponseRequest:
     """Check the body of a new response, except its items. Raises InvalidRequest naming the field."""
-    asked = _parse(CreateResponseRequest, body, ignored)
+    asked = _parse(CreateResponseRequest, without_fields_of_chat(body, CreateResponseRequest), ignored)
     if asked.stream_options is not None and not asked.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
     if asked.background and asked.store is False:

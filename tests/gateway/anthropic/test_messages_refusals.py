@@ -25,6 +25,11 @@ def user(*blocks: Any) -> dict[str, Any]:
         ("inference_geo", "eu"),
         ("mcp_servers", [{"type": "url", "url": "http://localhost", "name": "a"}]),
         ("speed", "fast"),
+        ("stop", "x"),
+        ("guided_regex", "a+"),
+        ("max_completion_tokens", 5),
+        ("presence_penalty", 1),
+        ("lora_path", "adapter"),
     ],
 )
 async def test_what_we_do_not_support_is_refused_by_name(field: str, value: Any) -> None:

@@ -161,6 +161,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"metadata": {str(number): "v" for number in range(17)}}, "metadata"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
+    ({"stop": ["x"]}, "stop"),
+    ({"n": 2}, "n"),
+    ({"max_tokens": 5}, "max_tokens"),
+    ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+    ({"regex": "a+"}, "regex"),
     ({"truncation": "some"}, "truncation"),
     ({"truncation": "auto", "input": "fox " * 300}, "input"),
     ({"text": {"verbosity": "chatty"}}, "text.verbosity"),
@@ -188,6 +193,12 @@ async def test_refused_fields_are_named(fields: dict[str, Any], param: str) -> N
         error = error_of(await respond(served, **fields), 400)
         assert error["param"] == param
         assert served.backend.submitted == []
+
+
+@each("fields", [{"n": 1}, {"stop": None}, {"logit_bias": {}}, {"ignore_eos": False}, {"length_penalty": 1}])
+async def test_fields_of_chat_that_ask_for_nothing_are_accepted(fields: dict[str, Any]) -> None:
+    async with gateway() as served:
+        response_of(await respond(served, **fields))
 
 
 async def test_an_unknown_model_and_an_unknown_item() -> None:
