@@ -33,6 +33,7 @@ from alignedserve.api.embeddings.schemas import EmbeddingRequest, RerankRequest,
 from alignedserve.api.errors import NeedsGateway
 from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.openai.chat_prompt import note_variables
 from alignedserve.api.openai.conversation import checked_conversation
 from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
 from alignedserve.api.openai.parsing import parse, parse_chat, parse_completion, plain_messages, without_fields_of_chat
@@ -99,11 +100,18 @@ def _short_chat(chat: ChatCompletionRequest) -> Body:
     return {"messages": [{"role": role, "content": _SHORT}]}
 
 
+async def _build_chat(
+    chat: ChatCompletionRequest, arrival: Arrival, services: ModelServices, prompts: Prompts | None
+) -> GenerationRequest:
+    note_variables(chat, services, arrival.ignored)
+    return await build_chat_request(chat, arrival, services, prompts)
+
+
 CHAT = Endpoint(
     path="/v1/chat/completions",
     parse=parse_chat,
     prompts=lambda chat, services, _: chat_prompts(chat, services),
-    build=build_chat_request,
+    build=_build_chat,
     formatter=lambda _, __: ChatFormatter,
     short=_short_chat,
 )

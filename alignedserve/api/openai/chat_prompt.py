@@ -139,6 +139,19 @@ def note_effort(
         ignored.add(name)
 
 
+def note_variables(fields: ConversationFields, model: PromptModel, ignored: IgnoredFields | None) -> None:
+    """Name the client's template variables that the template does not read among the ignored fields.
+
+    `ignored`: as `note_effort` takes it.
+    """
+    template = model.tokenizer.chat_template
+    known = template.variables if template is not None else ()
+    for path in [f"chat_template_kwargs.{name}" for name in fields.chat_template_kwargs if name not in known]:
+        if ignored is None:
+            raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
+        ignored.add(path)
+
+
 def _has_calls(messages: Sequence[ChatMessage]) -> bool:
     return any(message.tool_calls for message in messages)
 

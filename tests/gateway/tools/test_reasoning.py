@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.support import chunks_of, gateway
+from tests.gateway.support import chunks_of, error_of, gateway
 from tests.gateway.tool_support import (
     CALL,
     HERMES,
@@ -151,6 +151,16 @@ async def test_the_rest_of_a_thought_is_bounded_and_a_constraint_follows_it() ->
     assert accepts(model, grammar, ' it is</think>\n\n{"a": 1}')
     assert not accepts(model, grammar, " ".join(map(str, range(20))) + '</think>{"a": 1}')
     assert not accepts(model, grammar, '{"a": 1}')
+
+
+async def test_variables_that_the_template_does_not_read_are_named() -> None:
+    model, variables = model_with(THINKING), {"enable_thinking": False, "enable_thinkng": False}
+    async with gateway(saying(model, "hello"), model=model) as served:
+        response = await served.chat(chat_template_kwargs=variables)
+    assert response.headers["x-alignedserve-ignored-fields"] == "chat_template_kwargs.enable_thinkng"
+    async with gateway(saying(model, "hello"), model=model, strict=True) as served:
+        error = error_of(await served.chat(chat_template_kwargs=variables), 400)
+    assert error["param"] == "chat_template_kwargs.enable_thinkng"
 
 
 @each("fields", [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}])
