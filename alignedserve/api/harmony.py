@@ -165,7 +165,7 @@ class HarmonyParser:
 
 
 Message = Mapping[str, Any]
-_NEAREST_LEVELS = {"minimal": "low", "xhigh": "high"}
+_NEAREST_LEVELS = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
 def harmony_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -94,7 +94,7 @@ class ServeOptions:
         return [f"lora.adapters={json.dumps({name: path for name, _, path in pairs})}"] if pairs else []
 
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # by OpenAI's names
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # by OpenAI's names
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,3 +46,17 @@ def field_names(schemas: dict[str, Any], schema: dict[str, Any]) -> set[str]:
     for part in schema.get("allOf", []):
         names |= field_names(schemas, part)
     return names
+
+
+def described_values(schemas: dict[str, Any], schema: str, field: str) -> list[Any]:
+    """Return the values that a field of an object may have, of those that are listed."""
+    found: list[Any] = []
+    nodes = [schemas[schema]]
+    while nodes:
+        node = nodes.pop()
+        parts = [*node.get("allOf", []), *node.get("anyOf", []), *node.get("oneOf", [])]
+        parts += [schemas[node["$ref"].rpartition("/")[2]]] if "$ref" in node else []
+        parts += [node["properties"][field]] if field in node.get("properties", {}) else []
+        nodes += parts
+        found += node.get("enum", [])
+    return found

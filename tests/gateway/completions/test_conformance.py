@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.gateway.completions.api_description import ApiDescription, field_names, validator_of
+from tests.gateway.completions.api_description import ApiDescription, described_values, field_names, validator_of
 from tests.gateway.support import chunks_of, gateway, saying
 from tests.support.marks import each
 
@@ -82,3 +82,14 @@ async def test_every_described_field_is_known(schema: str) -> None:
             response = await ask(**odd)
             assert response.status_code == 400
             assert not response.json()["error"]["message"].endswith(f"argument: {name}.")
+
+
+@each("field", ["reasoning_effort", "verbosity", "service_tier", "prompt_cache_retention"])
+async def test_every_described_value_is_known(field: str) -> None:
+    """A value of OpenAI's is either served or refused by name, never called invalid."""
+    values = described_values(described().schemas, "CreateChatCompletionRequest", field)
+    assert len(values) > 1
+    async with gateway() as served:
+        for value in values:
+            response = await served.chat(**{field: value})
+            assert response.status_code == 200 or response.json()["error"]["code"] == "unsupported_parameter", value

@@ -116,5 +116,5 @@ def test_tools_have_descriptions() -> None:
 
 
 def test_levels_of_effort() -> None:
-    efforts = ["none", "minimal", "low", "medium", "high", "xhigh"]
-    assert [harmony_effort(effort) for effort in efforts] == [None, "low", "low", "medium", "high", "high"]
+    efforts = ["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+    assert [harmony_effort(effort) for effort in efforts] == [None, "low", "low", "medium", "high", "high", "high"]

@@ -29,7 +29,7 @@ TemplateVariables = Annotated[
     dict[Annotated[str, Field(pattern=r"^[a-zA-Z_][a-zA-Z0-9_]{0,63}$")], TemplateVariable],
     Field(max_length=MAX_TEMPLATE_VARIABLES),
 ]
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ServiceTierName = Literal["auto", "default", "priority", "fast", "flex"]
 
 

@@ -43,7 +43,7 @@ HELP = """/new          forget the conversation
 /set NAME N   sample otherwise: temperature, top_p, top_k, min_p, repetition_penalty; default: as before
               (without NAME: show what holds)
 /image FILE   show a picture beside your next message, to a model that sees
-/think LEVEL  how much to think: none, minimal, low, medium, high, xhigh, or default (the model's own)
+/think LEVEL  how much to think: none, minimal, low, medium, high, xhigh, max, or default (the model's own)
 /help         this list
 /quit         leave (so do Ctrl-D, and Ctrl-C at the prompt)
 Ctrl-C while an answer comes stops that answer."""
