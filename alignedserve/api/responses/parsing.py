@@ -65,6 +65,7 @@ class OfferedFunction(NamedTuple):
     chat_name: str
     names: dict[str, str]  # `name`, and `namespace` where it has one
     tool: FunctionTool
+    path: str  # where it stands in the body
 
 
 def parse_tools(given: Any, ignored: IgnoredFields | None, path: str = "tools") -> Any:
@@ -76,13 +77,13 @@ def parse_tools(given: Any, ignored: IgnoredFields | None, path: str = "tools") 
 
 def offered_functions(tools: Sequence[Tool]) -> Iterator[OfferedFunction]:
     """Yield all functions, those of namespaces too."""
-    for tool in tools:
+    for place, tool in enumerate(tools):
         if isinstance(tool, FunctionTool):
-            yield OfferedFunction(tool.name, {"name": tool.name}, tool)
+            yield OfferedFunction(tool.name, {"name": tool.name}, tool, f"tools[{place}]")
             continue
-        for inner in tool.tools:
+        for inner_place, inner in enumerate(tool.tools):
             names = {"name": inner.name, "namespace": tool.name}
-            yield OfferedFunction(chat_name(**names), names, inner)
+            yield OfferedFunction(chat_name(**names), names, inner, f"tools[{place}].tools[{inner_place}]")
 
 
 def chat_name(name: str, namespace: str | None = None) -> str:

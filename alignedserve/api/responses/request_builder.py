@@ -46,6 +46,7 @@ _NAMES = (
     (re.compile(r"\bverbosity\b"), "text.verbosity"),
     (re.compile(r"\b(tools\[\d+\]|tool_choice)\.function\b"), r"\1"),
 )
+_TOOL = re.compile(r"\btools\[(\d+)\]")
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -65,20 +66,20 @@ async def build_response_request(
             chat, arrival, services, response_id=response_id, effort_name="reasoning.effort"
         )
 
-    with _named_as_asked():
+    with _named_as_asked(asked):
         is_truncated = asked.truncation == "auto"
         return await (build_truncated(build, items) if is_truncated else build(items))
 
 
 async def response_prompts(asked: CreateResponseRequest, items: Sequence[Item], services: PromptServices) -> Prompts:
     """Return the one prompt of these items. Raises InvalidRequest."""
-    with _named_as_asked():
+    with _named_as_asked(asked):
         return await chat_prompts(await _translated(asked, items, services), services)
 
 
 async def input_tokens_answer(asked: PromptFields, items: Sequence[Item], services: PromptServices) -> bytes:
     """Return the answer that has the length of the prompt in tokens. Raises InvalidRequest."""
-    with _named_as_asked():
+    with _named_as_asked(asked):
         prompt = await encode_chat(await _translated(asked, items, services), services)
     return orjson.dumps({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
@@ -89,13 +90,19 @@ async def _translated(asked: PromptFields, items: Sequence[Item], services: Prom
 
 
 @contextmanager
-def _named_as_asked() -> Iterator[None]:
+def _named_as_asked(asked: PromptFields) -> Iterator[None]:
     """Name fields in errors of the chat completion as the client knows them."""
+
+    def named(text: str) -> str:
+        # A chat's tools are all functions, those of namespaces among them.
+        paths = dict(enumerate(one.path for one in offered_functions(asked.tools)))
+        return _TOOL.sub(lambda found: paths.get(int(found[1]), found[0]), name_as_asked(text))
+
     try:
         yield
     except InvalidRequest as error:
-        error.param = None if error.param is None else name_as_asked(error.param)
-        error.args = (name_as_asked(str(error)),)
+        error.param = None if error.param is None else named(error.param)
+        error.args = (named(str(error)),)
         raise
 
 

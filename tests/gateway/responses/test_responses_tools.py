@@ -128,6 +128,10 @@ async def test_thoughts_are_items_of_their_own(tmp_path: Path) -> None:
         response_of(await served.client.post("/v1/responses", json=body))
 
 
+def of_a_namespace(*tools: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "namespace", "name": "weather", "tools": list(tools)}
+
+
 async def test_errors_of_tools_and_formats_name_fields_of_this_api(tmp_path: Path) -> None:
     model = model_with(HERMES)
     schema = {"type": "json_schema", "name": "n", "schema": {"type": "nothing"}}
@@ -135,6 +139,11 @@ async def test_errors_of_tools_and_formats_name_fields_of_this_api(tmp_path: Pat
     cases: list[tuple[dict[str, Any], str]] = [
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
         ({"tools": [WEATHER | {"name": "no name"}]}, "tools[0].name"),
+        ({"tools": [of_a_namespace(WEATHER, WEATHER | {"name": "no name"})]}, "tools[0].tools[1].name"),
+        (
+            {"tools": [of_a_namespace(WEATHER, WEATHER | {"name": "rain"}), WEATHER | {"parameters": {"not": {}}}]},
+            "tools[1].parameters",
+        ),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": schema}}, "text.format.schema"),
