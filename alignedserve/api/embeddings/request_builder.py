@@ -7,6 +7,7 @@ from alignedserve.api.embeddings.schemas import EmbeddingRequest, PromptFields, 
 from alignedserve.api.embeddings.text_prompts import (
     DOCUMENT_PROMPTS,
     QUERY_PROMPTS,
+    check_not_empty,
     encode_pairs,
     encode_texts,
     first_prompt,
@@ -28,7 +29,8 @@ class PairSides(NamedTuple):
 
     first: list[str]
     second: list[str]
-    param: str  # the field that mistakes in them are told of
+    first_param: str  # the field that mistakes in the first ones are told of
+    param: str  # likewise in the second ones, and in pairs
     first_prompts: Sequence[str] = ()  # names of prompts for models that have such, the best first; none: the default
     second_prompts: Sequence[str] = ()
 
@@ -36,10 +38,10 @@ class PairSides(NamedTuple):
     def of(cls, asked: ScoreRequest | RerankRequest) -> "PairSides":
         """Return the texts of a body. Raises InvalidRequest unless they make pairs."""
         if isinstance(asked, RerankRequest):
-            return cls([asked.query], asked.documents, "documents", QUERY_PROMPTS, DOCUMENT_PROMPTS)
+            return cls([asked.query], asked.documents, "query", "documents", QUERY_PROMPTS, DOCUMENT_PROMPTS)
         if len(asked.text_1) not in (1, len(asked.text_2)):
             raise InvalidRequest("text_1 must be one text, or as many as text_2 has.", param="text_1")
-        return cls(asked.text_1, asked.text_2, "text_2")
+        return cls(asked.text_1, asked.text_2, "text_1", "text_2")
 
 
 async def build_embedding_request(
@@ -74,15 +76,19 @@ async def pair_prompts(asked: ScoreRequest | RerankRequest, services: PromptServ
     """
     sides, encoder, truncate_to = PairSides.of(asked), services.model.encoder, asked.truncate_prompt_tokens
     param = sides.param
+    check_not_empty(sides.first, sides.first_param)
     if encoder is not None and encoder.score is not None:
         return tuple(await encode_pairs(sides.first, sides.second, services, param=param, truncate_to=truncate_to))
     embedding, prompts = _embedding_of(services), list[Prompt]()
     if len(sides.first) + len(sides.second) > services.config.max_concurrent_requests:
         most = services.config.max_concurrent_requests
         raise InvalidRequest(f"{param} holds more than {most} texts.", param=param)
-    for texts, names in ((sides.first, sides.first_prompts), (sides.second, sides.second_prompts)):
+    for texts, of_side, names in (
+        (sides.first, sides.first_param, sides.first_prompts),
+        (sides.second, sides.param, sides.second_prompts),
+    ):
         prompt = first_prompt(embedding, names)
-        prompts += await encode_texts(texts, services, param=param, prompt=prompt, truncate_to=truncate_to)
+        prompts += await encode_texts(texts, services, param=of_side, prompt=prompt, truncate_to=truncate_to)
     return tuple(prompts)
 
 

@@ -39,7 +39,8 @@ def cosines(embeddings: Sequence[bytes], num_second: int) -> list[float]:
     """
     vectors = unit_vectors(embeddings)
     first, second = vectors[:-num_second], vectors[-num_second:]
-    found: list[float] = np.einsum("ij,ij->i", *np.broadcast_arrays(first, second)).tolist()
+    products = np.einsum("ij,ij->i", *np.broadcast_arrays(first, second))
+    found: list[float] = np.clip(products, -1.0, 1.0).tolist()  # rounding leads beyond a cosine
     return found
 
 

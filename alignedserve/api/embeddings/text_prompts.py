@@ -28,8 +28,7 @@ async def encode_texts(
 
     `truncate_to`: as `truncate_prompt_tokens`. Raises InvalidRequest, ContextTooLong naming `param`.
     """
-    if texts == "" or (isinstance(texts, list) and "" in texts):
-        raise InvalidRequest(f"{param} must not hold an empty text.", param=param)
+    check_not_empty(texts, param)
     is_text = isinstance(texts, str) or isinstance(texts[0], str)
     is_whole = truncate_to is None
     prompts = await encode_prompts(_prefixed(texts, prompt), services, param=param, is_bounded=is_whole)
@@ -49,10 +48,9 @@ async def encode_pairs(
 ) -> list[Prompt]:
     """Return the prompts of as many pairs as there are second texts; a single first one is paired with all.
 
-    Raises InvalidRequest, ContextTooLong naming `param`.
+    The first texts are not empty. Raises InvalidRequest, ContextTooLong naming `param`.
     """
-    if "" in first or "" in second:
-        raise InvalidRequest(f"{param} must not hold an empty text.", param=param)
+    check_not_empty(second, param)
     most = services.config.max_concurrent_requests
     if len(second) > most:
         raise InvalidRequest(f"{param} holds more than {most} texts.", param=param)
@@ -65,6 +63,12 @@ async def encode_pairs(
     encoded = await services.lanes.run(sum(len(one) + len(other) for one, other in pairs), encode)
     prompts = [Prompt(tuple(one.token_ids), text, one.second_at) for one, text in zip(encoded, second, strict=True)]
     return _checked(prompts, services, param)
+
+
+def check_not_empty(texts: PromptForms | Sequence[str], param: str) -> None:
+    """Raise InvalidRequest naming `param` for an empty text."""
+    if texts == "" or (not isinstance(texts, str) and "" in texts):
+        raise InvalidRequest(f"{param} must not hold an empty text.", param=param)
 
 
 def prompt_named(embedding: EmbeddingConfig | None, name: str | None) -> str:

@@ -8,6 +8,7 @@ import httpx
 import httpx2
 import pytest
 
+from alignedserve.api.embeddings.response_format import cosines
 from tests.gateway.support import Gateway, error_of, gateway, tokens_of
 from tests.support.marks import each
 
@@ -94,6 +95,26 @@ async def test_pairs_that_do_not_match_are_refused() -> None:
     async with gateway() as served:
         response = await post(served, "/v1/score", text_1=["a", "b"], text_2=["a", "b", "c"])
     assert error_of(response, 400)["param"] == "text_1"
+
+
+@each(
+    ("path", "texts", "param"),
+    [
+        ("/v1/score", {"text_1": ["a", ""], "text_2": ["a", "b"]}, "text_1"),
+        ("/v1/score", {"text_1": "a", "text_2": ["a", ""]}, "text_2"),
+        ("/v1/rerank", {"query": "", "documents": ["a"]}, "query"),
+        ("/v1/rerank", {"query": "a", "documents": [""]}, "documents"),
+        ("/v1/rerank", {"query": "fox " * 300, "documents": ["a"]}, "query"),
+    ],
+)
+async def test_the_side_that_is_wrong_is_named(path: str, texts: dict[str, Any], param: str) -> None:
+    async with gateway() as served:
+        assert error_of(await post(served, path, **texts), 400)["param"] == param
+
+
+def test_no_cosine_is_beyond_one() -> None:
+    vector = struct.pack("<4f", 0.3, 0.05, 0.1, 0.05)  # its product with itself is 1 + 1.2e-7 in float32
+    assert cosines([vector, vector], 1) == [1.0]
 
 
 async def test_a_ranking_begins_with_the_likest() -> None:
