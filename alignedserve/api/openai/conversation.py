@@ -29,10 +29,10 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
                 refuse(f"{path}.tool_call_id", "no call before it has this id")
             open_calls.discard(message.tool_call_id)
         elif open_calls:
-            refuse(f"{path}.role", "the calls before it have no results yet; 'tool' messages must follow them")
+            refuse(f"{path}.role", "the calls before it have no results yet, which must follow them at once")
         open_calls |= _call_ids(message, path)
     if open_calls:
-        refuse("messages", "the last calls have no results; 'tool' messages must follow them")
+        refuse("messages", "the last calls have no results, which must follow them")
 
 
 def refuse(path: str, problem: str) -> NoReturn:

@@ -176,10 +176,13 @@ def _later_messages(items: Sequence[Item]) -> list[Message]:
 
 
 def _assistant(messages: list[Message], kind: str) -> Message:
-    """Return the assistant message that an item of this type belongs to: the last one, unless its turn is over."""
+    """Return the assistant message that an item of this type belongs to: the last one, unless its turn is over.
+
+    A turn with calls is over when their results follow.
+    """
     last = messages[-1] if messages else {}
-    has_answer = last.get("content") is not None or "tool_calls" in last
-    if last.get("role") != "assistant" or (kind != "function_call" and has_answer):
+    is_over = last.get("content") is not None and "tool_calls" not in last
+    if last.get("role") != "assistant" or (kind != "function_call" and is_over):
         last = {"role": "assistant", "content": None}
         messages.append(last)
     return last
@@ -188,7 +191,8 @@ def _assistant(messages: list[Message], kind: str) -> Message:
 def _add_answer(message: Message, item: Item) -> None:
     match item["type"]:
         case "message":
-            message["content"] = text_of(item["content"])
+            before = [] if message["content"] is None else [message["content"]]
+            message["content"] = "\n".join([*before, text_of(item["content"])])
         case "reasoning":
             thought = text_of(item["content"] or item["summary"])
             if thought:

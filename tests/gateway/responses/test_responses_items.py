@@ -33,6 +33,15 @@ def test_a_turn_with_calls_is_one_assistant_message() -> None:
     assert found[3] == {"role": "assistant", "content": "", "reasoning_content": "so"}
 
 
+def test_calls_before_their_results_are_one_message_in_any_order() -> None:
+    said, output = {"role": "assistant", "content": "wait"}, {"type": "function_call_output", "output": "7"}
+    results = [output | {"call_id": "a"}, output | {"call_id": "b"}]
+    found = messages(thought("hm"), said, called("a"), said, thought("so"), called("b"), *results, said)
+    assert [message["role"] for message in found] == ["assistant", "tool", "tool", "assistant"]
+    assert (found[0]["reasoning_content"], found[0]["content"]) == ("hm\nso", "wait\nwait")
+    assert [call["id"] for call in found[0]["tool_calls"]] == ["a", "b"]
+
+
 def test_answers_that_follow_each_other_stay_apart() -> None:
     found = messages({"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}, thought("c"))
     assert [message["content"] for message in found] == ["a", "b", ""]
