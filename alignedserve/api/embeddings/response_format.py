@@ -88,7 +88,8 @@ class ScoreFormatter:
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         request = self._generation.request
         whole = {"id": request.response_id, "object": "list", "created": request.created, "model": request.model}
-        return orjson.dumps(whole | {"data": data, "usage": _usage(self._generation)})
+        whole |= {"data": data, "usage": _usage(self._generation)}
+        return orjson.dumps(whole | extension_of(self._generation))
 
 
 class RerankFormatter:
@@ -106,7 +107,7 @@ class RerankFormatter:
         results = [self._result(index, scores[index]) for index in ranking[: self._asked.top_n]]
         request = self._generation.request
         whole = {"id": request.response_id, "model": request.model, "results": results}
-        return orjson.dumps(whole | {"usage": _usage(self._generation)})
+        return orjson.dumps(whole | {"usage": _usage(self._generation)} | extension_of(self._generation))
 
     def _result(self, index: int, score: float) -> dict[str, Any]:
         result: dict[str, Any] = {"index": index, "relevance_score": score}

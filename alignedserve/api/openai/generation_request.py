@@ -92,8 +92,13 @@ class CallTerms(NamedTuple):
 
     @classmethod
     def of(cls, fields: TermFields, arrival: Arrival, services: ModelServices) -> "CallTerms":
-        """Return the terms of a call. Raises InvalidRequest for objectives that cannot be read, Forbidden."""
+        """Return the terms of a call. Raises InvalidRequest for objectives that cannot be read or be had, Forbidden."""
         tier, slo = _tier_of(fields.service_tier, arrival), parse_slo(arrival.headers)
+        if fields.service_tier == "flex" and (slo.ttft_s, slo.tpot_s) != (None, None):
+            raise InvalidRequest(
+                f"{TTFT_HEADER} and {TPOT_HEADER} are not supported with service_tier 'flex'; {DEADLINE_HEADER} is.",
+                param="service_tier",
+            )
         priority = _priority_of(fields.priority, tier, arrival.key)
         _check_objectives(slo, arrival.key)
         is_real_time = tier.request_class is RequestClass.REAL_TIME

@@ -11,15 +11,7 @@ from alignedserve.api.models.model_card import ChatModel
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.chat_grammar import answer_grammar, chat_grammar
 from alignedserve.api.openai.chat_prompt import chat_output_format, note_effort
-from alignedserve.api.openai.generation_request import (
-    DEADLINE_HEADER,
-    TPOT_HEADER,
-    TTFT_HEADER,
-    Arrival,
-    CallTerms,
-    GenerationRequest,
-    trial_turn,
-)
+from alignedserve.api.openai.generation_request import Arrival, CallTerms, GenerationRequest, trial_turn
 from alignedserve.api.openai.output_parser import OutputFormat, TextOptions
 from alignedserve.api.openai.prompt_encoding import Prompt, Prompts, chat_prompts, check_token_ids, completion_prompts
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, CompletionRequest, GenerationFields
@@ -137,11 +129,6 @@ def _build(
         prompts = [_truncated(prompt, fields.truncate_prompt_tokens, answer.max_tokens, services) for prompt in prompts]
     terms = CallTerms.of(fields, arrival, services)
     services.uses.keep_alive_s = _keep_alive_s(fields)
-    if fields.service_tier == "flex" and (terms.slo.ttft_s, terms.slo.tpot_s) != (None, None):
-        raise InvalidRequest(
-            f"{TTFT_HEADER} and {TPOT_HEADER} are not supported with service_tier 'flex'; {DEADLINE_HEADER} is.",
-            param="service_tier",
-        )
     return GenerationRequest(
         response_id=response_id or answer.id_prefix + arrival.request_id,
         arrival=arrival,

@@ -112,6 +112,23 @@ async def test_the_side_that_is_wrong_is_named(path: str, texts: dict[str, Any],
         assert error_of(await post(served, path, **texts), 400)["param"] == param
 
 
+@each(
+    ("path", "texts"),
+    [
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+    ],
+)
+async def test_objectives_are_reported_and_not_taken_at_best_effort(path: str, texts: dict[str, Any]) -> None:
+    headers, body = {"x-slo-ttft-ms": "500"}, {"model": "tiny", **texts}
+    async with gateway() as served:
+        answer = (await served.client.post(path, json=body, headers=headers)).json()
+        refusal = await served.client.post(path, json=body | {"service_tier": "flex"}, headers=headers)
+    assert answer["alignedserve"]["slo"]["ttft"]["target_ms"] == 500.0
+    assert error_of(refusal, 400)["param"] == "service_tier"
+
+
 def test_no_cosine_is_beyond_one() -> None:
     vector = struct.pack("<4f", 0.3, 0.05, 0.1, 0.05)  # its product with itself is 1 + 1.2e-7 in float32
     assert cosines([vector, vector], 1) == [1.0]
