@@ -17,7 +17,7 @@ from alignedserve.api.metrics.deployment_metrics import DeploymentCollector
 from alignedserve.api.metrics.token_gaps import EDGES_S, TokenGapsCollector
 from alignedserve.api.metrics.usage_metrics import UsageCollector
 from alignedserve.api.timelines.exporter import TraceExporter
-from alignedserve.core.request import Request, RequestClass, Slo
+from alignedserve.core.request import FinishReason, Request, RequestClass, Slo
 from alignedserve.usage.ledger import UsageLedger
 
 # The last edges are for documents, which may wait for an hour.
@@ -106,8 +106,9 @@ class ModelMetrics:
                 families.objectives.labels(model_name, tier, objective, outcome)
 
     def count_finished(self, reason: str) -> None:
-        """Count a request that ended: stop, length, abort or error."""
-        self._families.finished.labels(self._model_name, reason).inc()
+        """Count a request that ended: stop (after calls too, as vLLM counts), length, abort or error."""
+        label = FinishReason.STOP.value if reason == FinishReason.TOOL_CALLS.value else reason
+        self._families.finished.labels(self._model_name, label).inc()
 
     def observe_first_token(self, request: Request, ttft_s: float) -> None:
         """Measure the time to the first token of a choice."""
