@@ -134,6 +134,20 @@ async def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
 
 
 @each(
+    ("fields", "limit"),
+    [
+        ({"top_k": 1 << 31}, "less than 2147483648"),
+        ({"seed": 1 << 63}, "less than 9223372036854775808"),
+        ({"stop_token_ids": [5] * 65}, "at most 64 items"),
+        ({"logit_bias": {str(token): 1 for token in range(301)}}, "at most 300 items"),
+    ],
+)
+async def test_limits_are_told(fields: dict[str, Any], limit: str) -> None:
+    async with gateway() as served:
+        assert limit in error_of(await served.chat(**fields), 400)["message"]
+
+
+@each(
     ("fields", "param"),
     [
         ({"prompt": []}, "prompt"),

@@ -14,6 +14,7 @@ from alignedserve.api.openai.schemas.tools import (
     parse_tool_choice,
 )
 from alignedserve.api.schema import Metadata, Schema
+from alignedserve.core.request import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS
 
 MAX_STOP_STRING_LEN = 1024
 MAX_TEMPLATE_VARIABLES = 32
@@ -21,6 +22,9 @@ MAX_CACHE_SALT_LEN = 256
 MAX_BAD_WORDS = 256
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LEN)]
 TokenIdList = Annotated[list[int], FailFast()]
+StopTokenIds = Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS), FailFast()]
+AllowedTokenIds = Annotated[list[int], Field(max_length=MAX_ALLOWED_TOKEN_IDS), FailFast()]
+LogitBias = Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS_ENTRIES)]
 PromptForms = str | list[str] | list[int] | list[list[int]]
 PROMPT_FORMS = "must be a string, a list of strings, a list of token ids or a list of such lists, none empty"
 # Scalars: a template could not be kept from taking time over more.
@@ -77,22 +81,22 @@ class GenerationFields(ConstraintFields, Hints):
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1)
     stop: Annotated[list[StopString], FailFast()] = Field(default_factory=list)  # one string is sent as itself as well
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     temperature: float | None = None  # None: as the model's makers say, as of the next and of three below
     top_p: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = Field(default_factory=dict)
+    logit_bias: LogitBias = Field(default_factory=dict)
     max_tokens: int | None = Field(None, ge=0)
     service_tier: ServiceTierName = "auto"
     # Extensions, by the names that other open servers use.
-    top_k: int | None = Field(None, ge=-1)  # 0 and -1: no limit
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31)  # 0 and -1: no limit
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
-    stop_token_ids: TokenIdList = Field(default_factory=list)
-    allowed_token_ids: TokenIdList = Field(default_factory=list)  # no other token is chosen; empty: every token may be
+    stop_token_ids: StopTokenIds = Field(default_factory=list)
+    allowed_token_ids: AllowedTokenIds = Field(default_factory=list)  # no other is chosen; empty: every token may be
     bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS)] = Field(default_factory=list)
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     return_tokens_as_token_ids: bool = False  # tokens of log-probabilities read `token_id:N`
