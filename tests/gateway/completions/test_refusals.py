@@ -75,6 +75,12 @@ async def test_what_asks_for_nothing_is_accepted(field: str, value: Any) -> None
         assert (await served.chat(**{field: value})).status_code == 200
 
 
+@each(("field", "value"), [("best_of", 1), ("suffix", ""), ("suffix", None)])
+async def test_completions_accept_what_asks_for_nothing(field: str, value: Any) -> None:
+    async with gateway() as served:
+        assert (await served.complete(**{field: value})).status_code == 200
+
+
 @each(
     ("fields", "param"),
     [

@@ -55,7 +55,7 @@ CHAT: NeutralValues = {
 COMPLETION: NeutralValues = {
     **OTHER_SERVERS,
     "best_of": (1,),
-    "suffix": (),
+    "suffix": ("",),
 }
 MESSAGE: NeutralValues = {
     "audio": (),
