@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from alignedserve.api.anthropic.errors import error_view
 from alignedserve.api.errors import error_json
@@ -29,14 +30,8 @@ from alignedserve.gateway.routes import (
 from alignedserve.gateway.services import Services
 from alignedserve.gateway.shown_limits import LIMIT_HEADERS
 
-_MAX_ECHOED_PATH_LEN = 120
-_READABLE_HEADERS = ("x-request-id", "request-id", "x-alignedserve-ignored-fields", "retry-after", *LIMIT_HEADERS)
-
-
-def build_app(services: Services) -> FastAPI:
-    """Build the HTTP side over these services."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.state.services = services
+_ROUTERS = tuple(
+    module.router
     for module in (
         generate,
         responses,
@@ -49,8 +44,18 @@ def build_app(services: Services) -> FastAPI:
         health,
         live,
         usage,
-    ):
-        app.include_router(module.router)
+    )
+)
+_MAX_ECHOED_PATH_LEN = 120
+_READABLE_HEADERS = ("x-request-id", "request-id", "x-alignedserve-ignored-fields", "retry-after", *LIMIT_HEADERS)
+
+
+def build_app(services: Services) -> FastAPI:
+    """Build the HTTP side over these services."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.state.services = services
+    for router in _ROUTERS:
+        app.include_router(router)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_middleware(
         GatewayMiddleware,
@@ -89,4 +94,13 @@ async def _http_exception(http: Request, error: Exception) -> Response:
         body: Any = error_view(message, error.status_code, http.state.request_id)
     else:
         body = error_json(message, "invalid_request_error", code=code)
-    return JsonResponse(body, error.status_code, headers=error.headers)
+    headers = {"Allow": ", ".join(_methods_of(http))} if error.status_code == 405 else error.headers
+    return JsonResponse(body, error.status_code, headers=headers)
+
+
+def _methods_of(http: Request) -> list[str]:
+    """Return all methods that the request's path has; the routes of a path have one each."""
+    routes = [route for router in _ROUTERS for route in router.routes]
+    matching = [route for route in routes if route.matches(http.scope)[0] is not Match.NONE]
+    methods = {method for route in matching for method in getattr(route, "methods", None) or ()}
+    return sorted(methods | ({"HEAD"} if "GET" in methods else set()))

@@ -29,6 +29,21 @@ async def test_head_of_what_is_not_there_or_needs_a_key() -> None:
     assert statuses == [401, 404, 405]
 
 
+@each(
+    ("path", "allowed"),
+    [
+        ("/v1/chat/completions", "POST"),
+        ("/v1/models", "GET, HEAD"),
+        ("/v1/files", "GET, HEAD, POST"),
+        ("/v1/conversations/conv_1", "DELETE, GET, HEAD, POST"),
+    ],
+)
+async def test_other_methods_are_refused_with_those_there_are(path: str, allowed: str) -> None:
+    async with gateway() as served:
+        answer = await served.client.put(path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+
+
 async def preflight(served: Gateway, origin: str) -> tuple[int, str | None]:
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     answer = await served.client.options("/v1/chat/completions", headers={"origin": origin, **asked})
