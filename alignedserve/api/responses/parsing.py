@@ -15,6 +15,7 @@ from alignedserve.api.responses.schemas import (
     InputTokensRequest,
     NamespaceTool,
     Tool,
+    ToolChoice,
     known_fields,
 )
 from alignedserve.core.errors import InvalidRequest
@@ -52,6 +53,8 @@ def _parse(schema: type[SchemaT], body: dict[str, Any], ignored: IgnoredFields |
             _refuse(name)
     if body.get("conversation") is not None and body.get("previous_response_id") is not None:
         raise InvalidRequest("Give conversation or previous_response_id, not both.", param="conversation")
+    if isinstance(choice := body.get("tool_choice"), dict):
+        parse(ToolChoice, choice, ignored, parent="tool_choice.")
     return parse(schema, body | {"tools": parse_tools(body.get("tools"), ignored)}, ignored)
 
 

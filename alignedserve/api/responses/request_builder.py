@@ -222,7 +222,7 @@ def _tool_choice(choice: str | dict[str, Any]) -> Any:
     """Return a choice in chat's form, where what is chosen stands one level deeper."""
     if isinstance(choice, str):
         return choice
-    rest = {name: value for name, value in choice.items() if name != "type"}
+    rest = {name: choice[name] for name in ("name", "mode", "tools") if name in choice}
     match choice.get("type"):
         case "function":
             return {"type": "function", "function": rest}

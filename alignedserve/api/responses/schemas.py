@@ -80,6 +80,15 @@ class NamespaceTool(Schema):
 Tool = FunctionTool | NamespaceTool
 
 
+class ToolChoice(Schema):
+    """The members that a choice of tools may have, whatever its type; `request_builder` reads it."""
+
+    type: Any = None
+    name: Any = None
+    mode: Any = None
+    tools: Any = None
+
+
 class ConversationId(Schema):
     """The conversation that a response is part of."""
 

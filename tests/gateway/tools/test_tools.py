@@ -74,15 +74,6 @@ async def test_an_answer_without_a_call() -> None:
     assert choice["finish_reason"] == "stop"
 
 
-async def test_metrics_count_an_answer_with_calls_as_stopped() -> None:
-    model = model_with(HERMES)
-    async with gateway(saying(model, CALL), model=model) as served:
-        await served.chat(tools=[function()])
-        text = (await served.client.get("/metrics")).text
-    assert 'vllm:request_success_total{finished_reason="stop",model_name="tiny"} 1.0' in text
-    assert "tool_calls" not in text
-
-
 async def test_a_call_that_is_cut_off() -> None:
     model = model_with(HERMES)
     async with gateway(saying(model, CALL), model=model) as served:

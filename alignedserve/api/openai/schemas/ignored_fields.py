@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
+from alignedserve.api.openai.schemas.tools import ToolChoice
 from alignedserve.api.schema import Schema
 
 IGNORED_FIELDS_HEADER = b"x-alignedserve-ignored-fields"
@@ -42,6 +43,8 @@ def unknown_fields(body: Schema) -> Iterator[Location]:
     for name, value in body.__dict__.items():
         if isinstance(value, Schema):
             yield from ((name, *rest) for rest in unknown_fields(value))
+        elif isinstance(value, ToolChoice):
+            yield from ((name, *rest) for rest in value.unknown)
         # Lists are of one kind; token ids are not worth a look each.
         elif isinstance(value, Sequence) and value and isinstance(value[0], Schema):
             yield from _in_list(name, value)

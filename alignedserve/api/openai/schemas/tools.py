@@ -48,6 +48,7 @@ class ToolChoice(NamedTuple):
 
     mode: ToolMode = "auto"
     names: tuple[str, ...] | None = None  # None: any of the tools
+    unknown: tuple[tuple[str, ...], ...] = ()  # members of the choice that nobody knows
 
 
 FunctionList = Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS), FailFast()]
@@ -64,10 +65,11 @@ def parse_tool_choice(choice: Any) -> ToolChoice:
             "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools},
         }:
             if len(tools) <= MAX_TOOLS:
-                return ToolChoice(mode, tuple(_name(tool) for tool in tools))
+                unknown = _unknown_members(choice, allowed_tools=("mode", "tools"))
+                return ToolChoice(mode, tuple(_name(tool) for tool in tools), unknown)
             raise ValueError(TOOL_CHOICE_FORMS)
         case _:
-            return ToolChoice("required", (_name(choice),))
+            return ToolChoice("required", (_name(choice),), _unknown_members(choice, function=("name",)))
 
 
 def parse_function_call(choice: Any) -> ToolChoice:
@@ -85,6 +87,14 @@ def _name(choice: Any) -> str:
         case {"type": "function", "function": {"name": str(name)}}:
             return name
     raise ValueError(TOOL_CHOICE_FORMS)
+
+
+def _unknown_members(choice: dict[str, Any], **known: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Return the paths of the members of a choice, and of its one object, beside its type and those `known`."""
+    ((inner, names),) = known.items()
+    outside = [(name,) for name, value in choice.items() if name not in ("type", inner) and value is not None]
+    inside = [(inner, name) for name, value in choice[inner].items() if name not in names and value is not None]
+    return (*outside, *inside)
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
