@@ -87,7 +87,7 @@ def _check_fields(message: ChatMessage, path: str) -> None:
         refuse(f"{path}.content", f"messages of role '{message.role}' have no pictures")
     if message.role == "tool" and message.tool_call_id is None:
         raise _missing(f"{path}.tool_call_id")
-    if message.content is None and not message.tool_calls:
+    if message.content is None and not (message.tool_calls or message.thought):
         raise _missing(f"{path}.content")
 
 

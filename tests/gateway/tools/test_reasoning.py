@@ -153,6 +153,14 @@ async def test_the_rest_of_a_thought_is_bounded_and_a_constraint_follows_it() ->
     assert not accepts(model, grammar, '{"a": 1}')
 
 
+async def test_a_message_may_be_a_thought_alone() -> None:
+    model, cut = model_with(THINKING), {"role": "assistant", "content": None, "reasoning": "so it"}
+    async with gateway(saying(model, "hello"), model=model) as served:
+        assert (await served.chat(messages=[USER, cut, USER])).status_code == 200
+        [request] = served.backend.submitted
+    assert prompt_of(model, request).count("<|assistant|><|end|>") == 1  # an empty text: templates know no null
+
+
 async def test_variables_that_the_template_does_not_read_are_named() -> None:
     model, variables = model_with(THINKING), {"enable_thinking": False, "enable_thinkng": False}
     async with gateway(saying(model, "hello"), model=model) as served:
