@@ -31,6 +31,12 @@ JSON = {"content-type": "application/json"}
         ("regex", "a+"),
         ("use_beam_search", True),
         ("prompt_embeds", "AAAA"),
+        ("repeat_penalty", 1.1),
+        ("xtc_probability", 0.5),
+        ("max_new_tokens", 5),
+        ("truncation_side", "right"),
+        ("include_reasoning", False),
+        ("no_stop_trim", True),
     ],
 )
 async def test_what_we_do_not_support_is_refused_by_name(field: str, value: Any) -> None:
@@ -60,6 +66,9 @@ async def test_what_we_do_not_support_is_refused_by_name(field: str, value: Any)
         ("verbosity", "low"),
         ("use_beam_search", False),
         ("length_penalty", 1.0),
+        ("repeat_penalty", 1.0),
+        ("n_predict", -1),
+        ("include_reasoning", True),
         ("top_k", -1),
         ("audio", None),
         ("stop", None),
