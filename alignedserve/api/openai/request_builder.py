@@ -75,7 +75,7 @@ async def build_chat_request(
     room for them. `effort_name`: what the client calls `reasoning_effort`.
     """
     (prompt,) = prompts or await chat_prompts(chat, services)
-    if chat.top_logprobs is not None and not chat.logprobs:
+    if chat.top_logprobs and not chat.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
     max_tokens = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
     if chat.max_tokens is not None and max_tokens != chat.max_tokens:

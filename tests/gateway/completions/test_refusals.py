@@ -71,6 +71,7 @@ async def test_what_we_do_not_support_is_refused_by_name(field: str, value: Any)
         ("include_reasoning", True),
         ("top_k", -1),
         ("audio", None),
+        ("top_logprobs", 0),
         ("stop", None),
         ("max_tokens", None),
         ("temperature", None),
