@@ -135,7 +135,8 @@ def checked_conversation(fields: FieldsT) -> FieldsT:
     except InvalidRequest as error:
         if not fields.functions:
             raise
-        raise InvalidRequest(str(error), param=function_param(error.param or ""), code=error.code) from error
+        message, param = function_param(str(error)), function_param(error.param or "")
+        raise InvalidRequest(message, param=param, code=error.code) from error
     return shown
 
 
@@ -149,9 +150,11 @@ def _tools_of(fields: ConversationFields) -> dict[str, object]:
     if fields.functions and fields.tools:
         refuse("functions", "it cannot be combined with tools")
     if not fields.functions:
-        if choice.mode == "required":
+        if choice.mode == "required" or (choice.mode == "none" and fields.tools):
             refuse("function_call", "it needs functions")
         return {}
+    if fields.tool_choice != ToolChoice():
+        refuse("tool_choice", "it cannot be combined with functions, whose choice is function_call")
     tools = [Tool(type="function", function=function) for function in fields.functions]
     return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
 

@@ -71,6 +71,8 @@ async def test_answers_are_held_to_the_choice(choice: Any, allowed: list[str], f
         ({"functions": [WEATHER], "function_call": {"name": "other"}}, "function_call"),
         ({"functions": [WEATHER], "function_call": "required"}, "function_call"),
         ({"function_call": {"name": "get_weather"}}, "function_call"),
+        ({"tools": [function()], "function_call": "none"}, "function_call"),
+        ({"functions": [WEATHER], "tool_choice": "required"}, "tool_choice"),
         ({"messages": [USER, RESULT]}, "messages[1].role"),
         ({"messages": [USER, CALLED, USER]}, "messages[2].role"),
         ({"messages": [USER, CALLED, RESULT | {"name": "other"}]}, "messages[2].name"),
@@ -82,3 +84,10 @@ async def test_bad_functions_are_named(fields: dict[str, Any], param: str) -> No
     model = model_with(HERMES)
     async with gateway(saying(model, "hi"), model=model) as served:
         assert error_of(await served.chat(**fields), 400)["param"] == param
+
+
+async def test_members_of_a_choice_that_nobody_knows_are_named() -> None:
+    model, choice = model_with(HERMES), {"name": "get_weather", "other": 1}
+    async with gateway(saying(model, "hi"), model=model) as served:
+        response = await served.chat(functions=[WEATHER], function_call=choice)
+    assert response.headers["x-alignedserve-ignored-fields"] == "function_call.other"

@@ -78,7 +78,8 @@ def parse_function_call(choice: Any) -> ToolChoice:
         case "none" | "auto":
             return ToolChoice(choice)
         case {"name": str(name)}:
-            return ToolChoice("required", (name,))
+            unknown = tuple((member,) for member, value in choice.items() if member != "name" and value is not None)
+            return ToolChoice("required", (name,), unknown)
     raise ValueError("must be 'none', 'auto' or {name}")
 
 
