@@ -143,6 +143,7 @@ class _ItemParser:
                 del members["phase"]
                 return members | {"content": self._content(item, path)}
             case FunctionCallItem():
+                members["status"] = "incomplete" if item.status == "incomplete" else "completed"
                 return {name: value for name, value in members.items() if value is not None}
             case FunctionCallOutputItem():
                 del members["name"], members["namespace"]

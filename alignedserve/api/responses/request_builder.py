@@ -167,6 +167,9 @@ def _later_messages(items: Sequence[Item]) -> list[Message]:
             case "function_call_output":
                 output = text_of(item["output"])
                 messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
+            case "function_call" if item["status"] == "incomplete":
+                # The limit of tokens cut it short: it has no result, and its arguments may be none. The turn stays.
+                _assistant(messages, "function_call")
             case kind:
                 _add_answer(_assistant(messages, kind), item)
     for message in messages:

@@ -42,6 +42,14 @@ def test_calls_before_their_results_are_one_message_in_any_order() -> None:
     assert [call["id"] for call in found[0]["tool_calls"]] == ["a", "b"]
 
 
+def test_a_call_that_was_cut_short_is_left_out() -> None:
+    said, cut = {"role": "assistant", "content": "wait"}, called("a") | {"arguments": '{"cit', "status": "incomplete"}
+    asked = {"role": "user", "content": "go on"}
+    found = messages(said, cut, asked, cut, asked)
+    assert [message["content"] for message in found] == ["wait", "go on", "", "go on"]  # turns stay
+    assert not any("tool_calls" in message for message in found)
+
+
 def test_answers_that_follow_each_other_stay_apart() -> None:
     found = messages({"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}, thought("c"))
     assert [message["content"] for message in found] == ["a", "b", ""]
