@@ -1,10 +1,12 @@
 """Builds the requests that the cluster serves from a checked body, for routes and for lines of batches."""
 
+import asyncio
 import hashlib
 import re
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from alignedserve.api.models.model_card import ChatModel
@@ -15,6 +17,7 @@ from alignedserve.api.openai.generation_request import Arrival, CallTerms, Gener
 from alignedserve.api.openai.output_parser import OutputFormat, TextOptions
 from alignedserve.api.openai.prompt_encoding import Prompt, Prompts, chat_prompts, check_token_ids, completion_prompts
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, CompletionRequest, GenerationFields
+from alignedserve.api.work_lanes import rough_length
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.keep_alive import parse_keep_alive
@@ -92,7 +95,7 @@ async def build_chat_request(
         output_format=prepared.output_format,
         calls_functions=bool(chat.functions),
     )
-    return _build(chat, (prompt,), arrival, services, answer, response_id)
+    return await _build(chat, (prompt,), arrival, services, answer, response_id)
 
 
 async def build_completion_request(
@@ -113,10 +116,10 @@ async def build_completion_request(
         echoes=completion.echo,
         output_format=OutputFormat(is_continued=True),
     )
-    return _build(completion, prompts, arrival, services, answer)
+    return await _build(completion, prompts, arrival, services, answer)
 
 
-def _build(
+async def _build(
     fields: GenerationFields,
     prompts: Sequence[Prompt],
     arrival: Arrival,
@@ -133,7 +136,7 @@ def _build(
         response_id=response_id or answer.id_prefix + arrival.request_id,
         arrival=arrival,
         model=services.model.name,
-        requests=_requests(fields, prompts, services, terms, answer),
+        requests=await _requests(fields, prompts, services, terms, answer),
         prompts=tuple(prompts),
         stop_strings=tuple(fields.stop),
         service_tier=terms.tier.name,
@@ -183,24 +186,31 @@ def _check_limits(fields: GenerationFields, num_prompts: int, config: GatewayCon
         raise InvalidRequest("prompt_logprobs is not supported with stream.", param="prompt_logprobs")
 
 
-def _requests(
+async def _requests(
     fields: GenerationFields, prompts: Sequence[Prompt], services: ModelServices, terms: CallTerms, answer: _Answer
 ) -> tuple[Request, ...]:
     seed = fields.seed if fields.seed is not None else secrets.randbits(63)
+    max_context_len = services.model.max_context_len
+    limits = [_max_tokens(fields, len(prompt.token_ids), max_context_len, answer) for prompt in prompts]
+    # What lists name is read once for all prompts: of 256 bad words alone that takes milliseconds.
+    length = rough_length([fields.bad_words, fields.allowed_token_ids, fields.logit_bias])
+    shared = await services.lanes.run(length, partial(_sampling_params, fields, limits[0], services, answer))
     requests: list[Request] = []
-    for prompt in prompts:
-        sampling = _sampling_params(fields, len(prompt.token_ids), services, answer)
+    for prompt, max_tokens in zip(prompts, limits, strict=True):
         for choice in range(fields.n):
-            requests.append(terms.request(len(requests), prompt, replace(sampling, seed=_choice_seed(seed, choice))))
+            sampling = replace(shared, max_tokens=max_tokens, seed=_choice_seed(seed, choice))
+            requests.append(terms.request(len(requests), prompt, sampling))
+        if len(requests) < len(prompts) * fields.n:
+            await asyncio.sleep(0)  # streams continue between prompts
     return tuple(requests)
 
 
 def _sampling_params(
-    fields: GenerationFields, prompt_len: int, services: ModelServices, answer: _Answer
+    fields: GenerationFields, max_tokens: int, services: ModelServices, answer: _Answer
 ) -> SamplingParams:
     defaults = services.model.sampling
     return SamplingParams(
-        max_tokens=_max_tokens(fields, prompt_len, services.model.max_context_len, answer),
+        max_tokens=max_tokens,
         min_tokens=fields.min_tokens,
         temperature=_given(fields.temperature, defaults.temperature),
         top_p=_given(fields.top_p, defaults.top_p),

@@ -73,6 +73,25 @@ async def test_other_requests_are_answered_while_a_long_one_is_read(path: str, m
         assert (await reading).status_code == 200
 
 
+async def test_the_words_that_an_answer_must_not_hold_are_read_once_for_all_prompts_and_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = [f"{number} stop here and now" for number in range(200)]
+    readers: dict[str, list[threading.Thread]] = {}
+    encode = tokenizer().encode
+
+    def noted(text: str, **fields: Any) -> list[int]:
+        readers.setdefault(text, []).append(threading.current_thread())
+        return encode(text, **fields)
+
+    async with gateway() as served:
+        monkeypatch.setattr(tokenizer(), "encode", noted)
+        answer = await served.complete(prompt=["hello"] * 8, max_tokens=1, bad_words=words)
+    assert len(answer.json()["choices"]) == 8
+    assert all(len(readers[word]) == 1 and readers[word] != [threading.main_thread()] for word in words)
+    assert len({request.sampling.bad_words for request in served.backend.submitted}) == 1
+
+
 @each(
     "inner",
     ["[]," * 20_000, '{"a":1},' * 10_000, "1," * 1_100_000],
