@@ -23,7 +23,7 @@ _SWITCH_INTERVAL_S = 0.0005
 _RETRY_AFTER_S = 1.0
 _TOO_MANY = "Too many long requests wait to be read."
 
-_NODE_LEN = 16  # what an object, a list, a number costs, in characters of text
+NODE_LEN = 16  # what an object, a list, a number costs, in characters of text
 
 ResultT = TypeVar("ResultT")
 
@@ -38,14 +38,15 @@ class WorkLanes:
         self._middle = Lane("middle", num_threads=2)
         self._long = Lane("long", num_threads=1)
 
-    async def run(self, length: int, work: Callable[[], ResultT]) -> ResultT:
+    async def run(self, length: int, work: Callable[[], ResultT], *, is_bounded: bool = True) -> ResultT:
         """Return the result of work on this many characters or bytes; short work is done at once, on the loop.
 
-        Raises Overloaded, and what the work raises.
+        `is_bounded`: False: for what was computed already, which is not thrown away. Raises Overloaded if it is, and
+        what the work raises.
         """
         if length <= SHORT_LEN:
             return work()
-        return await (self._middle if length <= LONG_LEN else self._long).run(work)
+        return await (self._middle if length <= LONG_LEN else self._long).run(work, is_bounded=is_bounded)
 
     def close(self) -> None:
         """Let the threads end after the work that they do now. May be repeated."""
@@ -61,26 +62,30 @@ class Lane:
         self._num_open = {True: 0, False: 0}  # True: best effort
         self._lock = Lock()
 
-    async def run(self, work: Callable[[], ResultT]) -> ResultT:
+    async def run(self, work: Callable[[], ResultT], *, is_bounded: bool = True) -> ResultT:
         """Return the result of the work, done on a thread in its turn.
 
-        Raises Overloaded; of best effort ResourceUnavailable.
+        Raises Overloaded if it is bounded; of best effort ResourceUnavailable.
         """
         is_last = is_best_effort()
+        if is_bounded:
+            self._enter(is_last)
+        future = self._threads.submit(work, is_real_time=not is_last)
+        if is_bounded:  # not when the waiting ends: work of a client that left goes on
+            future.add_done_callback(lambda _: self._leave(is_last))
+        return await asyncio.wrap_future(future)
+
+    def close(self, *, waits: bool = False) -> None:
+        """See WorkLanes. `waits`: until its threads have ended."""
+        self._threads.close(waits=waits)
+
+    def _enter(self, is_last: bool) -> None:
         with self._lock:
             if is_last and self._num_open[is_last] >= _MAX_BEST_EFFORT:
                 raise ResourceUnavailable(_TOO_MANY, retry_after_s=_RETRY_AFTER_S)
             if sum(self._num_open.values()) >= _MAX_WAITING:
                 raise Overloaded(_TOO_MANY, retry_after_s=_RETRY_AFTER_S)
             self._num_open[is_last] += 1
-        future = self._threads.submit(work, is_real_time=not is_last)
-        # Not when the waiting ends: work of a client that left goes on.
-        future.add_done_callback(lambda _: self._leave(is_last))
-        return await asyncio.wrap_future(future)
-
-    def close(self, *, waits: bool = False) -> None:
-        """See WorkLanes. `waits`: until its threads have ended."""
-        self._threads.close(waits=waits)
 
     def _leave(self, is_last: bool) -> None:
         with self._lock:
@@ -95,7 +100,7 @@ def rough_length(value: Any) -> int:
         if isinstance(item, str):
             length += len(item)
             continue
-        length += _NODE_LEN
+        length += NODE_LEN
         if isinstance(item, BaseModel):
             rest += vars(item).values()
         elif isinstance(item, Mapping):

@@ -12,6 +12,7 @@ from alignedserve.api.embeddings.schemas import RerankRequest
 from alignedserve.api.errors import GenerationFailed
 from alignedserve.api.openai.choice_decoder import ChoiceDelta
 from alignedserve.api.openai.generation import Generation
+from alignedserve.api.openai.logprobs import encoded
 from alignedserve.api.openai.response_format import extension_of
 
 Vectors = npt.NDArray[np.float32]
@@ -49,7 +50,7 @@ def computed_scores(embeddings: Sequence[bytes]) -> list[float]:
     return [float(np.frombuffer(embedding, "<f4")[0]) for embedding in embeddings]
 
 
-def encoded(vector: Vectors, encoding_format: str) -> Any:
+def encoded_vector(vector: Vectors, encoding_format: str) -> Any:
     """Return one vector as a list of numbers, or as base64 of its float32 bytes."""
     return base64.b64encode(vector.astype("<f4").tobytes()).decode() if encoding_format == "base64" else vector.tolist()
 
@@ -66,10 +67,10 @@ class EmbeddingFormatter:
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
         """Return the whole response; see BodyFormatter."""
         vectors = unit_vectors(self._generation.embeddings, self._dimensions)
-        data = [
-            {"object": "embedding", "index": index, "embedding": encoded(vector, self._encoding_format)}
+        data = encoded(
+            {"object": "embedding", "index": index, "embedding": encoded_vector(vector, self._encoding_format)}
             for index, vector in enumerate(vectors)
-        ]
+        )
         model, usage = self._generation.request.model, _usage(self._generation)
         body = {"object": "list", "data": data, "model": model, "usage": usage}
         return orjson.dumps(body | extension_of(self._generation))

@@ -14,10 +14,12 @@ from alignedserve.api.openai.choice_decoder import ChoiceDecoder, ChoiceDelta
 from alignedserve.api.openai.generation_request import GenerationRequest
 from alignedserve.api.timelines.timeline import CallFacts, Timeline
 from alignedserve.api.timelines.trace_context import REQUEST_ID_HEADER, plain_request_id
+from alignedserve.api.work_lanes import NODE_LEN
 from alignedserve.core.request import FinishReason, Request, RequestClass
 from alignedserve.messages.request_notes import Cause
 from alignedserve.usage.records import BEST_EFFORT, REAL_TIME, UsageCounts, UsageSubject
 
+_CHOICE_LEN = 128  # what a choice takes to write beside its tokens, as characters that are read
 _CLASSES = {RequestClass.REAL_TIME: REAL_TIME, RequestClass.BEST_EFFORT: BEST_EFFORT}
 
 
@@ -179,6 +181,20 @@ class Generation:
         """Embedding of each choice's prompt, float32, once every choice has ended; empty where not asked for."""
         return [choice.stream.embedding for choice in self._choices]
 
+    async def written(self, write: Callable[[], bytes]) -> bytes:
+        """Return what this writes of the whole answer: beside the loop where that takes long, and never refused."""
+        return await self._services.lanes.run(self._written_len, write, is_bounded=False)
+
+    @property
+    def _written_len(self) -> int:
+        """Return about how long writing the whole answer takes, as characters that are read."""
+        request, sampling = self.request, self.request.requests[0].sampling
+        per_token = 1 + _scores_len(sampling.num_logprobs)
+        per_prompt_token = _scores_len(sampling.num_prompt_logprobs) + (request.echoes or request.has_token_ids)
+        num_prompt = sum(choice.prompt_len for choice in request.requests)
+        length = self.num_generated_tokens * per_token + num_prompt * per_prompt_token
+        return length + _CHOICE_LEN * len(self._choices) + sum(map(len, self.embeddings))
+
     def slo_report(self) -> dict[str, Any] | None:
         """Return whether the SLO held, for the slowest choice; None when the client named none."""
         slo = self.request.slo
@@ -291,6 +307,11 @@ class _Choice:
         gap_s = 0.0 if self._first_s is None else (now - self._first_s) / self._num_tokens
         ttft_s = None if self._first_s is None else self._first_s - arrival_s
         self._metrics.count_left(self.request, ttft_s, gap_s, now - arrival_s)
+
+
+def _scores_len(num_top: int | None) -> int:
+    """Return what the log-probabilities of a token and of the likeliest ones take to write; None: there are none."""
+    return 0 if num_top is None else NODE_LEN * (1 + num_top)
 
 
 def _nobody() -> None:

@@ -1,7 +1,9 @@
 """Log-probabilities in OpenAI's two shapes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
+
+import orjson
 
 from alignedserve.api.openai.choice_decoder import OffsetLogprob
 from alignedserve.api.openai.prompt_encoding import Prompt
@@ -36,7 +38,7 @@ _LOWEST = -9999.0
 
 def chat_logprobs(logprobs: Sequence[OffsetLogprob], names: TokenNames) -> dict[str, Any]:
     """Return `logprobs` of a chat choice or chunk."""
-    return {"content": [_chat_entry(one.logprob, names) for one in logprobs], "refusal": None}
+    return {"content": encoded(_chat_entry(one.logprob, names) for one in logprobs), "refusal": None}
 
 
 def completion_logprobs(
@@ -46,7 +48,7 @@ def completion_logprobs(
     return {
         "tokens": [names.token_text(one.logprob.token_id) for one in logprobs],
         "token_logprobs": [_finite(one.logprob.logprob) for one in logprobs],
-        "top_logprobs": [_top_by_text(one.logprob, names) for one in logprobs],
+        "top_logprobs": encoded(_top_by_text(one.logprob, names) for one in logprobs),
         "text_offset": [first_offset + one.text_offset for one in logprobs],
     }
 
@@ -58,16 +60,24 @@ def echoed_logprobs(
     return {
         "tokens": [names.token_text(token_id) for token_id in prompt.token_ids],
         "token_logprobs": [None, *(_finite(one.logprob) for one in logprobs)],
-        "top_logprobs": [None, *(_top_by_text(one, names) for one in logprobs)],
+        "top_logprobs": [None, *encoded(_top_by_text(one, names) for one in logprobs)],
         "text_offset": _prompt_offsets(prompt, tokenizer),
     }
 
 
 def prompt_logprobs(
     logprobs: Sequence[TokenLogprob], num_top: int, tokenizer: Tokenizer
-) -> list[dict[str, dict[str, Any]] | None]:
+) -> list[orjson.Fragment | None]:
     """Return vLLM's `prompt_logprobs`: of each prompt token, by its id, its own and those of the likeliest."""
-    return [None, *(_by_id(one, num_top, tokenizer) for one in logprobs)]
+    return [None, *encoded(_by_id(one, num_top, tokenizer) for one in logprobs)]
+
+
+def encoded(entries: Iterable[Any]) -> list[orjson.Fragment]:
+    """Return entries as they stand in a body: no more than one at a time is held as objects.
+
+    Else a collection of garbage looks at millions of them, and encoding them at once lets no other thread run.
+    """
+    return [orjson.Fragment(orjson.dumps(entry)) for entry in entries]
 
 
 def concatenate(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:

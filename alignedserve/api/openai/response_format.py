@@ -19,6 +19,7 @@ from alignedserve.api.openai.logprobs import (
     completion_logprobs,
     concatenate,
     echoed_logprobs,
+    encoded,
     prompt_logprobs,
 )
 from alignedserve.api.openai.prompt_encoding import Prompt
@@ -61,10 +62,17 @@ async def collect_body(generation: Generation, make_formatter: MakeBodyFormatter
     """Generate and return the body of a whole response. Raises GenerationError."""
     formatter = make_formatter(generation)
     choices: list[list[ChoiceDelta]] = [[] for _ in generation.request.requests]
+
+    def write() -> bytes:
+        body = formatter.body(choices)
+        for deltas in choices:  # of many log-probabilities to free them takes long as well
+            deltas.clear()
+        return body
+
     async with generation, aclosing(generation.deltas()) as deltas:
         async for index, delta in deltas:
             choices[index].append(delta)
-        return formatter.body(choices)
+        return await generation.written(write)
 
 
 def extension_of(generation: Generation) -> dict[str, Any]:
@@ -124,7 +132,7 @@ class ResponseFormatter(ABC):
 
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
         """Return the whole response."""
-        whole_choices = [self._whole_choice(index, deltas) for index, deltas in enumerate(choices)]
+        whole_choices = encoded(self._whole_choice(index, deltas) for index, deltas in enumerate(choices))
         whole = self._envelope(self.kind, whole_choices) | {"usage": self._generation.usage()}
         return orjson.dumps(whole | self._whole_extension(choices))
 
@@ -153,7 +161,7 @@ class ResponseFormatter(ABC):
         num_per_prompt = len(self._request.requests) // len(self._request.prompts)
         return self._request.prompts[index // num_per_prompt]
 
-    def _envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _envelope(self, kind: str, choices: Sequence[dict[str, Any] | orjson.Fragment]) -> dict[str, Any]:
         return {
             "id": self._request.response_id,
             "object": kind,

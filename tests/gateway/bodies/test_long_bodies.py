@@ -121,6 +121,7 @@ async def test_a_lane_with_too_much_waiting_refuses_more() -> None:
             await lanes.run(10_000, goes_on.wait)
         assert await lanes.run(10_000_000, lambda: "the long lane is another") == "the long lane is another"
         assert await lanes.run(10, lambda: "short work waits for none") == "short work waits for none"
+        waiting.append(asyncio.create_task(lanes.run(10_000, goes_on.wait, is_bounded=False)))  # of an answer
     finally:
         goes_on.set()
     assert all(await asyncio.gather(*waiting))
