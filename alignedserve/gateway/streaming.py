@@ -235,20 +235,21 @@ class GenerationWriter:
         unwritten = self._unwritten
         if unwritten is None or unwritten.done():
             return
-        events, has_new = b"", False
+        parts: list[bytes] = []
         try:
             for index, delta in self._generation.read_new():
-                events += self._formatter.events(index, delta)
-                has_new = True
+                parts.append(self._formatter.events(index, delta))
         except Exception as error:  # noqa: BLE001  (the task raises it)
+            events = b"".join(parts)
             if not events or self._sender.write_events(events):
                 unwritten.set_exception(error)
             else:
                 self._failure = error
                 unwritten.set_result(events)
             return
+        events = b"".join(parts)
         is_written = self._sender.has_started and (not events or self._sender.write_events(events))
-        if self._generation.is_complete or (has_new and not is_written):
+        if self._generation.is_complete or (parts and not is_written):
             unwritten.set_result(b"" if is_written else events)
 
 

@@ -5,7 +5,6 @@ cost as much as all that is done for the token.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 
 
@@ -13,16 +12,19 @@ class NextTurn:
     """The functions that are due, of one loop."""
 
     def __init__(self) -> None:
-        self._due: deque[Callable[[], None]] = deque()
+        self._due: dict[Callable[[], None], None] = {}
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call this in the next turn, as often as it was asked for."""
+        """Call this in the next turn, once, in the order in which functions were first asked for.
+
+        A stream of a thousand choices is asked for by each of them, and looks at all.
+        """
         if not self._due:
             asyncio.get_running_loop().call_soon(self._call_all)
-        self._due.append(function)
+        self._due[function] = None
 
     def _call_all(self) -> None:
         """Call what is due now; what is asked for meanwhile is due in the turn after."""
-        due, self._due = self._due, deque()
-        while due:
-            due.popleft()()
+        due, self._due = self._due, {}
+        for function in due:
+            function()

@@ -30,6 +30,10 @@ class Generation:
         self.request = request
         self.tokenizer = services.tokenizer
         self.has_started = False  # every choice was submitted
+        self.num_generated_tokens = 0  # of all choices
+        self.num_reasoning_tokens = 0  # of all choices' thoughts, and of the marks around them
+        self.num_cached_tokens = 0  # of prompts, from the prefix cache: of each those that none of its choices computed
+        self._num_prompt_tokens = request.num_prompt_tokens
         self._services = services
         self._ready = asyncio.Event()
         self._reader: Callable[[], None] = self._ready.set
@@ -143,7 +147,7 @@ class Generation:
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""
-        num_prompt, num_generated = self.request.num_prompt_tokens, self.num_generated_tokens
+        num_prompt, num_generated = self._num_prompt_tokens, self.num_generated_tokens
         usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
@@ -153,23 +157,6 @@ class Generation:
         if self.request.output_format.reasoning is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
         return usage
-
-    @property
-    def num_generated_tokens(self) -> int:
-        """Tokens of all choices."""
-        return sum(choice.decoder.num_tokens for choice in self._choices)
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Tokens of all choices' thoughts, and of the marks around them."""
-        return sum(choice.decoder.num_reasoning_tokens for choice in self._choices)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens from the prefix cache: for each prompt, the tokens that none of its choices computed."""
-        num_per_prompt = len(self.request.requests) // len(self.request.prompts)
-        cached = [choice.stream.num_cached_tokens for choice in self._choices]
-        return sum(min(cached[first : first + num_per_prompt]) for first in range(0, len(cached), num_per_prompt))
 
     @property
     def compute_us(self) -> int:
@@ -211,7 +198,13 @@ class Generation:
         return {"slo": report} if report else None
 
     def _decode(self, choice: "_Choice", new: GeneratedTokens) -> ChoiceDelta:
-        delta = choice.decoder.decode(new)
+        decoder = choice.decoder
+        num_tokens, num_reasoning_tokens = decoder.num_tokens, decoder.num_reasoning_tokens
+        delta = decoder.decode(new)
+        self.num_generated_tokens += decoder.num_tokens - num_tokens
+        self.num_reasoning_tokens += decoder.num_reasoning_tokens - num_reasoning_tokens
+        if choice.num_cached_tokens != choice.stream.num_cached_tokens:
+            self._count_cached(choice)
         now = time.monotonic()
         if choice.measure(len(new.token_ids), now) and self._timeline is not None:
             self._timeline.first_token(choice.index, now, choice.stream.num_cached_tokens)
@@ -220,6 +213,15 @@ class Generation:
             choice.has_ended = new.finish_reason is not None
             self._finish(choice, delta.finish_reason.value, now)
         return delta
+
+    def _count_cached(self, choice: "_Choice") -> None:
+        """Count what the prefix cache had of a choice's prompt, which comes with its first tokens."""
+        num_per_prompt = len(self.request.requests) // len(self.request.prompts)
+        first = choice.index - choice.index % num_per_prompt
+        of_prompt = self._choices[first : first + num_per_prompt]
+        num_before = min(one.num_cached_tokens for one in of_prompt)
+        choice.num_cached_tokens = choice.stream.num_cached_tokens
+        self.num_cached_tokens += min(one.num_cached_tokens for one in of_prompt) - num_before
 
     def _finish(self, choice: "_Choice", reason: str, now: float) -> None:
         choice.count_finished(reason)
@@ -242,6 +244,7 @@ class _Choice:
         self.request = request
         self.stream = stream
         self.has_ended = False  # as far as the cluster knows
+        self.num_cached_tokens = 0  # of its prompt, as far as the generation counts them
         self.decoder = ChoiceDecoder(
             services.tokenizer,
             request,
