@@ -50,6 +50,8 @@ class Generation:
         self._timeline = self._services.timelines.begin(call_facts(self.request, self._services), self.request.requests)
         try:
             for index, request in enumerate(self.request.requests):
+                if index:
+                    await asyncio.sleep(0)  # streams continue between choices
                 await self._services.name_blocks(request)
                 stream = _submit(request, self._services)
                 stream.call_when_ready(self._call_reader)

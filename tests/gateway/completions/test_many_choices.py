@@ -6,6 +6,7 @@ from typing import Any
 
 from alignedserve.api.backend.next_turn import NextTurn
 from alignedserve.api.backend.scripted import Script
+from alignedserve.core.request import Request
 from tests.gateway.support import chunks_of, gateway
 
 NUM_TOKENS = 8
@@ -41,6 +42,26 @@ async def test_a_stream_of_which_many_choices_have_tokens_looks_once_in_a_turn()
     readers.call(one)
     await asyncio.sleep(0)
     assert looks == ["one", "other", "one"]
+
+
+async def test_others_have_their_turns_while_many_choices_are_submitted() -> None:
+    num_turns, seen = 0, list[int]()
+
+    async def take_turns() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0)
+            num_turns += 1
+
+    def script(_: Request) -> Script:
+        seen.append(num_turns)
+        return Script((70,))
+
+    async with gateway(script) as served:
+        other = asyncio.create_task(take_turns())
+        assert (await served.complete(prompt=["hi"] * 20, max_tokens=1)).status_code == 200
+        other.cancel()
+    assert len(set(seen)) == 20
 
 
 async def test_the_usage_so_far_costs_as_much_with_many_choices_as_with_few() -> None:
