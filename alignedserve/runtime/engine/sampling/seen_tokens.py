@@ -5,6 +5,7 @@ before: a few bytes for each sequence, where all that it has seen may be megabyt
 last tokens are on the host counts those where they lie, for itself alone; so a step that is dropped changes nothing.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -34,24 +35,26 @@ class TokenCounts:
 
     def __init__(self, token_ids: Sequence[int], prompt_len: int) -> None:
         """`token_ids`: prompt and answer so far."""
-        self._place_of: dict[int, int] = {}
-        self._token_ids = np.zeros(_FIRST_WIDTH, np.int64)
-        self._counts = np.zeros(_FIRST_WIDTH, np.int32)
-        self._changed: dict[int, None] = {}  # places, since they were last taken
-        for position, token_id in enumerate(token_ids):
-            self.record(token_id, is_generated=position >= prompt_len)
+        # In a few calls: token by token a long prompt would hold up the step that it joins for tens of milliseconds.
+        self._place_of = {token_id: place for place, token_id in enumerate(dict.fromkeys(token_ids))}
+        width = max(len(self._place_of), _FIRST_WIDTH)
+        self._token_ids, self._counts = np.zeros(width, np.int64), np.zeros(width, np.int32)
+        self._token_ids[: len(self)] = list(self._place_of)
+        for token_id, count in Counter(token_ids[prompt_len:]).items():
+            self._counts[self._place_of[token_id]] = count
+        self._changed = dict.fromkeys(range(len(self)))  # places, since they were last taken
 
     def __len__(self) -> int:
         return len(self._place_of)
 
-    def record(self, token_id: int, *, is_generated: bool = True) -> None:
-        """Count one more token."""
+    def record(self, token_id: int) -> None:
+        """Count one more generated token."""
         place = self._place_of.setdefault(token_id, len(self._place_of))
         if place == len(self._token_ids):
             self._token_ids = np.concatenate([self._token_ids, np.zeros_like(self._token_ids)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         self._token_ids[place] = token_id
-        self._counts[place] += is_generated
+        self._counts[place] += 1
         self._changed[place] = None
 
     @property

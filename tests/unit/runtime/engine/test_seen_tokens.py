@@ -1,6 +1,7 @@
 """Penalties counted on a device: what the host's counts give, for a few bytes a step."""
 
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from alignedserve.runtime.attention.sequence_table import NewSequence
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.engine.sampling import logits_processors
 from alignedserve.runtime.engine.sampling.logits_processors import LogitsProcessor
+from alignedserve.runtime.engine.sampling.seen_tokens import TokenCounts
 
 VOCABULARY = 12
 KINDS = (
@@ -117,3 +119,24 @@ def test_the_tokens_of_a_long_sequence_are_brought_to_a_device_once(monkeypatch:
         made.record(np.array([0]), np.array([7]))
     assert sent[0] > 8 * length
     assert max(sent[1:]) < 100
+
+
+def test_a_long_prompt_joins_a_step_in_a_few_calls() -> None:
+    prompt, answer = tuple(range(3, 20_003)), (7, 5, 7)
+    num_calls = 0
+
+    def note(_: object, event: str, __: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(note)
+    try:
+        joined = TokenCounts(prompt + answer, len(prompt))
+    finally:
+        sys.setprofile(None)
+    assert num_calls < 100
+    grown = TokenCounts(prompt, len(prompt))
+    for token_id in answer:
+        grown.record(token_id)
+    for ours, theirs in zip((*joined.all, *joined.take_changed()), (*grown.all, *grown.take_changed()), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
