@@ -14,7 +14,7 @@ from torch import Tensor
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
 from alignedserve.runtime.device.arrays import Array, to_device
 from alignedserve.runtime.engine.sampling.seen_tokens import SeenPlan, SeenRows
-from kernels.sampling import Penalties, count_last, penalise_
+from kernels.sampling import Penalties, count_last, mask_tokens_, penalise_
 
 _NOTHING = np.empty(0, np.int64)
 
@@ -87,7 +87,7 @@ class LogitsProcessor:
         self._penalties = np.tile(np.array([1.0, 0.0, 0.0], np.float32), (max_sequences, 1))
         self._seen = SeenRows(on_device=on_device)
         self._biases: dict[int, tuple[IntArray, npt.NDArray[np.float32]]] = {}
-        self._allowed: dict[int, IntArray] = {}
+        self._allowed: dict[int, npt.NDArray[np.int32]] = {}  # a bit for each token of the vocabulary
         self._bad_words: dict[int, BadWords] = {}
         self._stops: dict[int, IntArray] = {}
 
@@ -106,7 +106,7 @@ class LogitsProcessor:
             token_ids, biases = np.array([entry[0] for entry in known], np.int64), [entry[1] for entry in known]
             self._biases[row] = token_ids, np.array(biases, np.float32)
         if params.allowed_token_ids:
-            self._allowed[row] = self._in_vocabulary(params.allowed_token_ids)
+            self._allowed[row] = self._bits(params.allowed_token_ids)
         if params.bad_words:
             self._bad_words[row] = BadWords(params.bad_words, sequence.token_ids[sequence.prompt_len :])
         if params.min_tokens and not params.grammar:  # else its masks say when it may stop
@@ -153,13 +153,13 @@ class LogitsProcessor:
             return None
         own = rows.tolist()
         biased = [(at, *self._biases[row]) for at, row in enumerate(own) if row in self._biases]
-        allowed = [(at, self._allowed[row]) for at, row in enumerate(own) if row in self._allowed]
+        allowed_at = [at for at, row in enumerate(own) if row in self._allowed]
         arrays: list[Array] = [
             np.ascontiguousarray(self._penalties[rows].T),
             *_joined([part[:2] for part in biased]),
             np.concatenate([np.empty(0, np.float32), *(part[2] for part in biased)]),
-            np.array([at for at, _ in allowed], np.int64),
-            *_joined(allowed),
+            np.array(allowed_at, np.int64),
+            np.array([self._allowed[own[at]] for at in allowed_at], np.int32),
             *_joined(self._forbidden(rows, num_tokens)),
         ]
         return LogitsChanges(arrays, self._seen.plan(own))
@@ -175,18 +175,25 @@ class LogitsProcessor:
     def _in_vocabulary(self, token_ids: Sequence[int]) -> IntArray:
         return np.array([token_id for token_id in token_ids if 0 <= token_id < self._vocab_size], np.int64)
 
+    def _bits(self, token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+        """Return a bit for each token of the vocabulary, as `mask_tokens_` takes them: 1 for these.
+
+        Thousands of allowed tokens are no more work at each step than a few.
+        """
+        is_among = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
+        is_among[self._in_vocabulary(token_ids)] = True
+        return np.packbits(is_among, bitorder="little").view("<i4")
+
     def is_early(self, rows: IntArray, num_tokens: IntArray) -> npt.NDArray[np.bool_]:
         """Return which of these rows must not stop yet."""
         is_early: npt.NDArray[np.bool_] = num_tokens < self._min_lens[rows]
         return is_early
 
 
-def _mask_(logits: Tensor, rows: Tensor, at: Tensor, allowed: Tensor, forbidden_at: Tensor, forbidden: Tensor) -> None:
-    """Leave only allowed tokens (row `at`, token id) to these rows, and take forbidden ones from theirs."""
+def _mask_(logits: Tensor, rows: Tensor, allowed: Tensor, forbidden_at: Tensor, forbidden: Tensor) -> None:
+    """Leave only allowed tokens, as bits, to these rows, and take forbidden ones (row `forbidden_at`) from theirs."""
     if len(rows):
-        kept = logits[at, allowed]
-        logits[rows] = -float("inf")
-        logits[at, allowed] = kept
+        mask_tokens_(logits, rows, allowed)
     if len(forbidden):
         logits[forbidden_at, forbidden] = -float("inf")
 

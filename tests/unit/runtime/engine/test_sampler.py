@@ -10,6 +10,8 @@ from torch import Tensor
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.sequence_table import NewSequence
+from alignedserve.runtime.device.arrays import Array, to_device
+from alignedserve.runtime.engine.sampling import logits_processors
 from alignedserve.runtime.engine.sampling.sampler import Choice, Sampler, logprob_entries
 from kernels.sampling import Filters, Penalties, SeenTokens, greedy, penalise_, sample, uniforms
 from tests.support.kernel_reference import kept_tokens, penalised
@@ -191,6 +193,20 @@ def test_only_allowed_tokens_are_chosen() -> None:
     assert choose(allowed, logits).token_ids.tolist() == [order[2]]
     drawn = {int(choose(replace(allowed, temperature=2.0, seed=seed), logits).token_ids[0]) for seed in range(40)}
     assert drawn == {order[2], order[4]}
+
+
+def test_thousands_of_allowed_tokens_cost_a_step_no_more_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes: list[int] = []
+
+    def noted(arrays: list[Array], device: torch.device) -> list[Tensor]:
+        num_bytes.append(sum(array.nbytes for array in arrays))
+        return to_device(arrays, device)
+
+    monkeypatch.setattr(logits_processors, "to_device", noted)
+    logits = random_logits(1, vocabulary=50_000)
+    for num_allowed in (3, 49_000):
+        choose(SamplingParams(temperature=0.0, allowed_token_ids=tuple(range(num_allowed))), logits)
+    assert num_bytes[0] == num_bytes[1] < 10_000
 
 
 def test_bad_words_are_never_completed_however_far_an_answer_was_when_it_resumed() -> None:
