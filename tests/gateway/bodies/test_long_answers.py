@@ -8,6 +8,7 @@ import pytest
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.api.embeddings.response_format import EmbeddingFormatter
+from alignedserve.api.metrics.gateway_metrics import CollectedMetrics
 from alignedserve.api.openai.response_format import ChatFormatter, CompletionFormatter
 from tests.gateway.support import gateway
 from tests.support.waiting import holds
@@ -28,16 +29,27 @@ HELLO = [{"role": "user", "content": "hello"}]
 async def test_streams_go_on_while_a_long_answer_is_written(
     formatter: type[Any], path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    goes_on, has_begun, body = threading.Event(), threading.Event(), formatter.body
+    await streams_go_on_while(formatter, "body", "POST", path, {"model": "tiny", **fields}, monkeypatch)
+
+
+async def test_streams_go_on_while_metrics_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    await streams_go_on_while(CollectedMetrics, "render", "GET", "/metrics", None, monkeypatch)
+
+
+async def streams_go_on_while(
+    writer: type[Any], name: str, method: str, path: str, asked: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let this writer wait over the answer to what is asked, until a stream has had its end."""
+    goes_on, has_begun, write = threading.Event(), threading.Event(), getattr(writer, name)
 
     def waiting(*arguments: Any) -> Any:
         has_begun.set()
         assert goes_on.wait(5), "nothing else was answered"
-        return body(*arguments)
+        return write(*arguments)
 
-    monkeypatch.setattr(formatter, "body", waiting)
+    monkeypatch.setattr(writer, name, waiting)
     async with gateway(lambda _: Script((70,) * 20)) as served:
-        writing = asyncio.create_task(served.client.post(path, json={"model": "tiny", **fields}))
+        writing = asyncio.create_task(served.client.request(method, path, json=asked))
         await holds(has_begun.is_set)
         assert (await served.chat(stream=True)).text.endswith("data: [DONE]\n\n")
         goes_on.set()
