@@ -36,9 +36,12 @@ class MarkerFinder:
         return held
 
 
-def overlap_len(text: str, marker: str) -> int:
-    """Return the length of the longest end of `text` that begins `marker` without being all of it."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+def overlap_len(text: str, marker: str, at_most: int | None = None) -> int:
+    """Return the length of the longest end of `text` that begins `marker` without being all of it.
+
+    `at_most`: which it is known not to exceed; None: nothing is known.
+    """
+    for length in range(min(len(marker) - 1, len(text) if at_most is None else at_most), 0, -1):
         if text.endswith(marker[:length]):
             return length
     return 0
@@ -50,6 +53,7 @@ class StopStringFinder:
     def __init__(self, stops: Sequence[str], *, is_shown: bool = False) -> None:
         """`is_shown`: the text ends behind the stop string, not before it."""
         self._stops = tuple(stops)
+        self._overlaps = [0] * len(self._stops)  # of what is held with each
         self._is_shown = is_shown
         self._held = ""
         self.found: str | None = None  # the stop string that ended the text
@@ -63,12 +67,15 @@ class StopStringFinder:
             end, start, self.found = min(ends)
             self._held = ""
             return text[: end if self._is_shown else start]
-        num_held = max((overlap_len(text, stop) for stop in self._stops), default=0)
-        cut = len(text) - num_held
+        # An overlap grows by the piece at most: else all that is held for one would be compared with each of the others.
+        known = zip(self._stops, self._overlaps, strict=True)
+        self._overlaps = [overlap_len(text, stop, overlap + len(piece)) for stop, overlap in known]
+        cut = len(text) - max(self._overlaps, default=0)
         self._held = text[cut:]
         return text[:cut]
 
     def flush(self) -> str:
         """Return the held text: at the end of the text it is no stop string."""
         held, self._held = self._held, ""
+        self._overlaps = [0] * len(self._stops)
         return held

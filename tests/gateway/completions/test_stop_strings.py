@@ -1,6 +1,7 @@
 """Stop strings against a reference that looks at every prefix of the whole text, and in deltas of several tokens."""
 
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -49,6 +50,25 @@ def test_where_pieces_are_cut_makes_no_difference() -> None:
             assert shown.startswith(got)  # never more than may be shown
         got += "" if finder.found is not None else finder.flush()
         assert (got, finder.found) == (shown, found), (text, stops)
+
+
+def test_what_is_held_for_one_stop_string_is_not_compared_with_every_other_at_each_token() -> None:
+    finder, num_comparisons = (
+        StopStringFinder([" the" * 250 + "!", *["x" * 1000 + str(place) for place in range(15)]]),
+        0,
+    )
+
+    def note(_: object, event: str, called: Any) -> None:
+        nonlocal num_comparisons
+        num_comparisons += event == "c_call" and called.__name__ == "endswith"
+
+    sys.setprofile(note)
+    try:
+        shown = "".join(finder.push(" the") for _ in range(250))
+    finally:
+        sys.setprofile(None)
+    assert num_comparisons <= 250 * 16 * len(" the")
+    assert shown + finder.flush() == " the" * 250
 
 
 def num_tokens_until(stop: str) -> int:
