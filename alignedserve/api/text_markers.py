@@ -67,7 +67,7 @@ class StopStringFinder:
             end, start, self.found = min(ends)
             self._held = ""
             return text[: end if self._is_shown else start]
-        # An overlap grows by the piece at most: else all that is held for one would be compared with each of the others.
+        # An overlap grows by the piece at most: else all that is held for one would be compared with every other.
         known = zip(self._stops, self._overlaps, strict=True)
         self._overlaps = [overlap_len(text, stop, overlap + len(piece)) for stop, overlap in known]
         cut = len(text) - max(self._overlaps, default=0)

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from alignedserve.api.backend.interface import GeneratedTokens, RequestStream
 from alignedserve.api.errors import ClientDisconnected, Overloaded
@@ -18,6 +18,8 @@ from alignedserve.api.work_lanes import NODE_LEN
 from alignedserve.core.request import FinishReason, Request, RequestClass
 from alignedserve.messages.request_notes import Cause
 from alignedserve.usage.records import BEST_EFFORT, REAL_TIME, UsageCounts, UsageSubject
+
+WrittenT = TypeVar("WrittenT")
 
 _CHOICE_LEN = 128  # what a choice takes to write beside its tokens, as characters that are read
 _CLASSES = {RequestClass.REAL_TIME: REAL_TIME, RequestClass.BEST_EFFORT: BEST_EFFORT}
@@ -170,7 +172,7 @@ class Generation:
         """Embedding of each choice's prompt, float32, once every choice has ended; empty where not asked for."""
         return [choice.stream.embedding for choice in self._choices]
 
-    async def written(self, write: Callable[[], bytes]) -> bytes:
+    async def written(self, write: Callable[[], WrittenT]) -> WrittenT:
         """Return what this writes of the whole answer: beside the loop where that takes long, and never refused."""
         return await self._services.lanes.run(self._written_len, write, is_bounded=False)
 

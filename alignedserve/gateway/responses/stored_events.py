@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 
 import orjson
 from starlette.responses import Response
@@ -55,9 +56,15 @@ class ResponseEvents(EventStreamResponse):
     @override
     async def _closing_events(self, formatter: Formatter) -> bytes:
         assert isinstance(formatter, ResponsesFormatter), "a formatter of another API"
-        events = formatter.closing_events()
-        await self._keep(orjson.dumps(formatter.response))
+        # They hold the whole answer, four times.
+        events, response = await self._generation.written(partial(_closing, formatter))
+        await self._keep(response)
         return events
+
+
+def _closing(formatter: ResponsesFormatter) -> tuple[bytes, bytes]:
+    """Return the last events, and the response that is kept."""
+    return formatter.closing_events(), orjson.dumps(formatter.response)
 
 
 @dataclass(slots=True)

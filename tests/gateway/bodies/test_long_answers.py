@@ -10,6 +10,7 @@ from alignedserve.api.backend.scripted import Script
 from alignedserve.api.embeddings.response_format import EmbeddingFormatter
 from alignedserve.api.metrics.gateway_metrics import CollectedMetrics
 from alignedserve.api.openai.response_format import ChatFormatter, CompletionFormatter
+from alignedserve.api.responses.formatter import ResponsesFormatter
 from tests.gateway.support import gateway
 from tests.support.waiting import holds
 
@@ -32,6 +33,14 @@ async def test_streams_go_on_while_a_long_answer_is_written(
     await streams_go_on_while(formatter, "body", "POST", path, {"model": "tiny", **fields}, monkeypatch)
 
 
+async def test_streams_go_on_while_the_last_events_of_a_response_hold_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
+    asked = {"model": "tiny", "input": "hello", "stream": True, **shown}
+    await streams_go_on_while(ResponsesFormatter, "closing_events", "POST", "/v1/responses", asked, monkeypatch)
+
+
 async def test_streams_go_on_while_metrics_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     await streams_go_on_while(CollectedMetrics, "render", "GET", "/metrics", None, monkeypatch)
 
@@ -41,10 +50,11 @@ async def streams_go_on_while(
 ) -> None:
     """Let this writer wait over the answer to what is asked, until a stream has had its end."""
     goes_on, has_begun, write = threading.Event(), threading.Event(), getattr(writer, name)
+    are_others_answered: list[bool] = []
 
     def waiting(*arguments: Any) -> Any:
         has_begun.set()
-        assert goes_on.wait(5), "nothing else was answered"
+        are_others_answered.append(goes_on.wait(5))
         return write(*arguments)
 
     monkeypatch.setattr(writer, name, waiting)
@@ -54,3 +64,4 @@ async def streams_go_on_while(
         assert (await served.chat(stream=True)).text.endswith("data: [DONE]\n\n")
         goes_on.set()
         assert (await writing).status_code == 200
+    assert are_others_answered == [True]
