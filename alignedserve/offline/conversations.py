@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any, TypedDict
 
@@ -16,6 +16,7 @@ from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.parsing import check_shape
 from alignedserve.api.openai.request_builder import PreparedChat, prepare_chat
 from alignedserve.api.tools.deltas import whole_tool_calls
+from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import Request
 from alignedserve.offline.request_output import RequestOutput
@@ -104,6 +105,7 @@ class _Model:
     model: ModelCard
     tokenizer: Tokenizer
     grammars: "_GrammarCheck"
+    lanes: WorkLanes = field(default_factory=WorkLanes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,5 +131,9 @@ class ChatModel(PromptModel, Protocol):
     """A model that answers conversations."""
 
     @property
+    def lanes(self) -> WorkLanes:
+        """Return where long grammars are written."""
+
+    @property
     def grammars(self) -> GrammarCheck:
         """Return what checks grammars."""

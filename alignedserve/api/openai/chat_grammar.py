@@ -1,21 +1,19 @@
 """The grammar of a chat's answer: a thought, and then content that matches a constraint, free text, or tool calls."""
 
-import asyncio
 from functools import partial
 from typing import Any
-
-import orjson
 
 from alignedserve.api.harmony import CALL, HarmonyGrammar
 from alignedserve.api.models.model_card import ChatModel
 from alignedserve.api.openai.output_parser import OutputFormat
-from alignedserve.api.openai.schemas.constraints import Constraint, ConstraintFields, constraint_of
+from alignedserve.api.openai.schemas.constraints import ConstraintFields, constraint_of
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest
 from alignedserve.api.openai.schemas.tools import Tool
 from alignedserve.api.reasoning import thought_rules, thought_symbols
 from alignedserve.api.tools.call_grammar import CallableTool, Literal, call_rules, lead_rules
 from alignedserve.api.tools.formats import ParameterCall, ToolFormat
 from alignedserve.api.tools.parameters import check_parameters, text_parameters
+from alignedserve.api.work_lanes import rough_length
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import MAX_GRAMMAR_LEN
 from alignedserve.runtime.grammar.constraints import part_of
@@ -28,7 +26,6 @@ _TEXT = "TEXT: /(?s:.*)/"
 
 # Keywords by which a schema says itself which other properties there may be.
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
-_LONG_CONSTRAINT_BYTES = 4096
 
 
 async def chat_grammar(
@@ -43,12 +40,7 @@ async def chat_grammar(
         return ""
     if part is not None and form.tools is None and form.reasoning is None:
         return serialize_alone(part)
-    as_literal = partial(_literal, model)
-    if form.is_harmony:
-        skeleton = _harmony_rules(chat, form, as_literal, model, has_part=part is not None)
-    else:
-        skeleton = _skeleton(chat, form, part, as_literal)
-    grammar = serialize(skeleton, {"content": part} if part is not None else {})
+    grammar = await model.lanes.run(rough_length(chat.tools), partial(_written, chat, form, model, part))
     if len(grammar) > MAX_GRAMMAR_LEN:
         raise InvalidRequest("The tools are too large.", param="tools")
     try:
@@ -57,6 +49,16 @@ async def chat_grammar(
         param = "tools" if form.tools is not None else "thinking_token_budget"
         raise InvalidRequest(f"Invalid value for {param}: {error}.", param=param, code=error.code) from error
     return grammar
+
+
+def _written(chat: ChatCompletionRequest, form: OutputFormat, model: ChatModel, part: GrammarPart | None) -> str:
+    """Return the grammar of an answer that is more than a constraint. Raises InvalidRequest."""
+    as_literal = partial(_literal, model)
+    if form.is_harmony:
+        skeleton = _harmony_rules(chat, form, as_literal, model, has_part=part is not None)
+    else:
+        skeleton = _skeleton(chat, form, part, as_literal)
+    return serialize(skeleton, {"content": part} if part is not None else {})
 
 
 def _skeleton(chat: ChatCompletionRequest, form: OutputFormat, part: GrammarPart | None, as_literal: Literal) -> str:
@@ -164,7 +166,9 @@ async def answer_part(fields: ConstraintFields, model: ChatModel, turn: TrialTur
     if constraint is None:
         return None
     try:
-        part = await _read(constraint)
+        outputs = constraint.outputs
+        texts = [outputs.json, outputs.regex, outputs.grammar, outputs.choice, outputs.structural_tag]
+        part = await model.lanes.run(rough_length(texts), partial(part_of, outputs))
         grammar = serialize_alone(part)
         if len(grammar) > MAX_GRAMMAR_LEN:
             raise InvalidRequest("it is too long")
@@ -178,12 +182,3 @@ async def answer_grammar(fields: ConstraintFields, model: ChatModel, turn: Trial
     """Return the grammar of an answer that is the constraint alone; empty: anything. Raises InvalidRequest."""
     part = await answer_part(fields, model, turn)
     return "" if part is None else serialize_alone(part)
-
-
-async def _read(constraint: Constraint) -> GrammarPart:
-    """Read the constraint; in a thread if it is long, so that streams continue meanwhile."""
-    outputs = constraint.outputs
-    texts = (outputs.json, outputs.regex, outputs.grammar, outputs.choice, outputs.structural_tag)
-    if len(orjson.dumps(texts)) <= _LONG_CONSTRAINT_BYTES:
-        return part_of(outputs)
-    return await asyncio.to_thread(part_of, outputs)

@@ -3,12 +3,14 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
 from alignedserve.api.errors import Overloaded, ResourceUnavailable
+from alignedserve.api.openai import chat_grammar
 from alignedserve.api.openai.generation_request import likely_class
 from alignedserve.api.openai.parsing import check_cost
 from alignedserve.api.task_class import note_class
@@ -17,7 +19,9 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import RequestClass
 from alignedserve.keys.entry import KeyEntry
+from alignedserve.runtime.grammar import lark
 from tests.gateway.support import Gateway, error_of, gateway, tokenizer
+from tests.gateway.tool_support import HERMES, function, model_with
 from tests.support.marks import each
 from tests.support.waiting import holds
 
@@ -90,6 +94,33 @@ async def test_the_words_that_an_answer_must_not_hold_are_read_once_for_all_prom
     assert len(answer.json()["choices"]) == 8
     assert all(len(readers[word]) == 1 and readers[word] != [threading.main_thread()] for word in words)
     assert len({request.sampling.bad_words for request in served.backend.submitted}) == 1
+
+
+async def test_a_long_constraint_is_read_while_disks_hang() -> None:
+    goes_on = threading.Event()
+    writes = [asyncio.create_task(asyncio.to_thread(goes_on.wait)) for _ in range(40)]  # as of uploads
+    try:
+        async with gateway() as served:
+            chosen = {"choice": [f"{number} {'x' * 20}" for number in range(300)]}
+            async with asyncio.timeout(20):
+                assert (await served.chat(structured_outputs=chosen)).status_code == 200
+    finally:
+        goes_on.set()
+        await asyncio.gather(*writes)
+
+
+async def test_streams_go_on_while_the_grammar_of_long_tools_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    writers, serialize = list[threading.Thread](), lark.serialize
+
+    def noted(*arguments: Any) -> str:
+        writers.append(threading.current_thread())
+        return serialize(*arguments)
+
+    monkeypatch.setattr(chat_grammar, "serialize", noted)
+    async with gateway(model=replace(model_with(HERMES), max_context_len=20_000)) as served:
+        answer = await served.chat(tools=[function(f"call{number}", at={"type": "string"}) for number in range(60)])
+    assert answer.status_code == 200
+    assert writers != [threading.main_thread()]
 
 
 @each(
