@@ -15,6 +15,7 @@ from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.timelines.trace_context import plain_request_id
 from alignedserve.gateway.access_log import Answered, log_access
 from alignedserve.gateway.api_keys import ApiKeys
+from alignedserve.gateway.connections.paced_starts import PacedStarts
 from alignedserve.gateway.failure_log import FailureLog
 from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.json_response import anthropic_error_response, error_response, is_anthropic
@@ -38,6 +39,7 @@ class GatewayMiddleware:
         self._metrics = metrics
         self._intake = intake
         self._failures = FailureLog()
+        self._starts = PacedStarts()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; only cancellation propagates."""
@@ -45,6 +47,8 @@ class GatewayMiddleware:
             return
         state = scope.setdefault("state", {})
         began_s = time.monotonic()
+        if scope["method"] == "POST":  # others, such as probes of health, take little
+            await self._starts.turn(_presented_key(scope) or _address(scope))
         state["shown_limits"] = ShownLimits()
         state["request_id"] = request_id = secrets.token_hex(16)
         client_id = _client_request_id(scope)
@@ -142,6 +146,10 @@ def _presented_key(scope: Scope) -> str | None:
     """Return the key after `Authorization: Bearer`, as OpenAI's clients send it, or of `x-api-key`, as Anthropic's."""
     scheme, _, key = (_header(scope, b"authorization") or "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else _header(scope, b"x-api-key")
+
+
+def _address(scope: Scope) -> str:
+    return str(scope["client"][0]) if scope.get("client") else ""
 
 
 def _header(scope: Scope, wanted: bytes) -> str | None:
