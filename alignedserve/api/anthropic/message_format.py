@@ -81,12 +81,16 @@ class ContentBlocks:
 def collect_blocks(events: Iterable[Event]) -> list[dict[str, Any]]:
     """Return the whole blocks that these events describe."""
     blocks: list[dict[str, Any]] = []
+    added: list[dict[str, list[str]]] = []  # to the members of each block: joined once, as a long text has many pieces
     for event in events:
         if event["type"] == "content_block_start":
             blocks.append(event["content_block"])
+            added.append({})
         elif event["type"] == "content_block_delta":
             name = _EXTENDED[event["delta"]["type"]]
-            blocks[-1][name] = blocks[-1].get(name, "") + event["delta"][name]
+            added[-1].setdefault(name, [blocks[-1].get(name, "")]).append(event["delta"][name])
+    for block, members in zip(blocks, added, strict=True):
+        block.update({name: "".join(pieces) for name, pieces in members.items()})
     return [_with_input(block) for block in blocks]
 
 

@@ -77,3 +77,22 @@ def test_a_call_without_complete_arguments_has_no_input(arguments: str) -> None:
 
 def test_an_answer_of_nothing() -> None:
     assert events(ChoiceDelta("")) == []
+
+
+def test_a_long_text_is_not_copied_for_each_of_its_pieces() -> None:
+    num_copied = 0
+
+    class Piece(str):
+        __slots__ = ()
+
+        def __radd__(self, before: str) -> str:
+            nonlocal num_copied
+            num_copied += len(before)
+            return str.__add__(before, self)
+
+    (start, *_, stop) = events(ChoiceDelta("a"))
+    delta = {"type": "content_block_delta", "index": 0}
+    pieces = [delta | {"delta": {"type": "text_delta", "text": Piece("word ")}} for _ in range(200)]
+    (block,) = collect_blocks([start, *pieces, stop])
+    assert block == {"type": "text", "text": "word " * 200}
+    assert num_copied <= len(block["text"])
