@@ -25,7 +25,8 @@ async def test_streams_have_turns_while_many_requests_begin() -> None:
     requests[20].cancel()
     await asyncio.gather(*requests, return_exceptions=True)
     stream.cancel()
-    assert [number for number, _ in begun] == [number for number in range(50) if number != 20]
+    assert sorted(number for number, _ in begun) == [number for number in range(50) if number != 20]
+    assert [number for number, _ in begun[:8]] == [0, 1, 2, 3, 4, 49, 5, 48]  # what came last waits for few
     assert max(Counter(turn for _, turn in begun).values()) <= 4
 
 
