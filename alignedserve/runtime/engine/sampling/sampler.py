@@ -267,8 +267,21 @@ def logprob_entries(logits: Tensor, token_ids: Tensor, counts: list[int]) -> lis
     # As many for every batch: which of several tokens that are as likely comes last depends on how many are asked for.
     num_top = MAX_LOGPROBS if any(counts) else 0
     chosen, values, ids = (tensor.tolist() for tensor in top_logprobs(logits, token_ids, num_top))
-    ranks = ((logits > logits.gather(1, token_ids[:, None])).sum(-1) + 1).tolist()
+    num_likelier = _counts(logits > logits.gather(1, token_ids[:, None]))
     return [
-        TokenLogprob(token_id, chosen[row], tuple(zip(ids[row][:count], values[row][:count], strict=True)), ranks[row])
+        TokenLogprob(
+            token_id,
+            chosen[row],
+            tuple(zip(ids[row][:count], values[row][:count], strict=True)),
+            num_likelier[row] + 1,
+        )
         for row, (token_id, count) in enumerate(zip(token_ids.tolist(), counts, strict=True))
     ]
+
+
+def _counts(is_counted: Tensor) -> list[int]:
+    """Return how many of each row's values are true. On CPUs by numpy, which takes a tenth of torch's time."""
+    if is_counted.is_cpu:
+        return [int(np.count_nonzero(row)) for row in is_counted.numpy()]
+    counts: list[int] = is_counted.sum(-1).tolist()
+    return counts
