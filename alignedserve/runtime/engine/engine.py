@@ -335,13 +335,15 @@ class Engine:
         if self._next.launches and self._sampler.wants_logprobs(rows):
             logits = logits.clone()  # the next step may write its own there before these are looked at
         launch.forwarded = time.perf_counter()
+        if step.wants_prompt_logprobs:
+            logits = logits.clone()  # another pass may run meanwhile, and write its own there
+            launch.prompt_logprobs = self._prompts.logprobs(step, hidden)
         if len(rows):
             masks = launch.await_masks()
             last = last_tokens(inputs, len(rows))
             draw = self._sampler.start(rows, launch.num_tokens, logits, masks, launch.changes, last)
             launch.draw = self._chosen.choose(draw, launch.first_place)
             launch.embeddings = self._prompts.embeddings(step, hidden)
-        launch.prompt_logprobs = self._prompts.logprobs(step, hidden)
 
     def _takes_highest(self, launch: StepLaunch) -> bool:
         """Return whether the step's sequences take their highest logits, and the pass may find these alone."""

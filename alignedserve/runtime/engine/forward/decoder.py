@@ -90,6 +90,14 @@ class Decoder:
         if self._native_pass is not None:
             self._native_pass.between_layers = between_layers
 
+    def give_way(self) -> None:
+        """Let another pass begin and end behind the layers of this one, as between them, which changes nothing of it."""
+        if self._between_layers is None:
+            return
+        told = (self.attention_s, self.chunk_attention_s, self.products_s, self.had_head)
+        self._between_layers()
+        self.attention_s, self.chunk_attention_s, self.products_s, self.had_head = told
+
     @property
     def has_native_head(self) -> bool:
         """Return whether the native pass, if it takes a batch, computes the logits as well."""

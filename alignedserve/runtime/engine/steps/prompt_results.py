@@ -55,6 +55,7 @@ class PromptResults:
             start = len(entries)
             stop = start + len(logits)
             entries += logprob_entries(logits.float(), targets[start:stop], [num_top] * len(logits))
+            self._model.give_way()  # a chunk takes as long here as in the layers
         return PromptLogprobs(sequence.request_id, first, tuple(entries))
 
     def _logits(self, step: StepBatch, index: int, hidden: Tensor) -> Iterator[Tensor]:

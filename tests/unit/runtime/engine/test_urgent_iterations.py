@@ -2,22 +2,26 @@
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typing_extensions import override
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.core.request import RequestClass, SamplingParams
+from alignedserve.core.request import RequestClass, SamplingParams, TokenLogprob
 from alignedserve.messages.iterations import Addition, IterationCompleted, RunIteration
 from alignedserve.process.worker_threads import WorkerThreads
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.device.streams import HostEvent, HostStream
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.engine.sampling.sampler import logprob_entries
+from alignedserve.runtime.engine.steps import prompt_results
 from alignedserve.runtime.engine.steps.pass_pace import PassPace
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
 from alignedserve.runtime.model.served_model import resolve_model
@@ -110,10 +114,11 @@ def prompt(
     *,
     is_urgent: bool = False,
     request_class: RequestClass = RequestClass.REAL_TIME,
+    num_prompt_logprobs: int | None = None,
 ) -> RunIteration:
     """Return the iteration that computes a whole prompt."""
     tokens = tuple(random.Random(name).randrange(1, 60) for _ in range(num_tokens))
-    sampling = SamplingParams(temperature=0.0, max_tokens=4, num_logprobs=2)
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, num_logprobs=2, num_prompt_logprobs=num_prompt_logprobs)
     made = replace(request(name, request_class=request_class), prompt_token_ids=tokens, sampling=sampling)
     block_ids = tuple(BlockId(first_block + index) for index in range(-(-num_tokens // 16)))
     addition = Addition(made, (), block_ids, 0)
@@ -126,6 +131,33 @@ async def test_the_tokens_are_the_same_bit_for_bit(executor: ModelExecutor) -> N
 
 async def test_a_pass_that_is_launched_on_a_gpu_stops_as_well(on_a_gpu: ModelExecutor) -> None:
     await look_at_a_chat_within_a_document(on_a_gpu)
+
+
+async def test_what_is_told_of_a_prompts_tokens_stands_still_as_well(
+    executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, entries, num_sliced = asyncio.get_running_loop(), logprob_entries, 0
+    document, chat = prompt("document", LONG, 0, num_prompt_logprobs=3), prompt("chat", SHORT, 40, is_urgent=True)
+    expected = [executor.run_iteration(replace_urgent(one)) for one in (document, chat)]
+    executor.run_iteration(RunIteration((RequestId("document"), RequestId("chat")), (), (), ()))
+    done: asyncio.Queue[IterationCompleted] = asyncio.Queue()
+
+    def sliced(*logits: Any) -> list[TokenLogprob]:
+        """Let the chat come behind all layers."""
+        nonlocal num_sliced
+        num_sliced += 1
+        if num_sliced == 1:
+            loop.call_soon_threadsafe(executor.start_iteration, chat, done.put_nowait)
+            while not executor._urgent._waiting:
+                time.sleep(0.001)
+        return entries(*logits)
+
+    monkeypatch.setattr(prompt_results, "logprob_entries", sliced)
+    executor.start_iteration(document, done.put_nowait)
+    short, long = await done.get(), await done.get()
+    assert (short.is_urgent, num_sliced) == (True, -(-LONG // 64))
+    assert [long.sampled, short.sampled] == [one.sampled for one in expected]
+    assert long.prompt_scores == expected[0].prompt_scores
 
 
 async def look_at_a_chat_within_a_document(executor: ModelExecutor) -> None:
