@@ -6,8 +6,8 @@ Whoever names a URL decides where this process connects to. So, before a byte is
 3. The host's addresses are looked up, and all of them must be public. The connection goes to one of these, so that a
    name that changes its addresses meanwhile changes nothing.
 A redirect is followed to the same host alone, from 1 on. Bytes, time and redirects of a fetch are bounded, and so are
-fetches at once, of which best effort has three quarters at most. No message shows anything of a URL, or of what came
-from there.
+fetches at once, of which best effort has three quarters at most; it waits in a queue of its own. No message shows
+anything of a URL, or of what came from there.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _MAX_URL_LEN = 4096
 _HTTPS_PORT = 443
 _PART_BYTES = 64 << 10
 _MAX_AT_ONCE, _MAX_WAITING = 16, 64
-_MAX_BEST_EFFORT_AT_ONCE, _MAX_BEST_EFFORT_WAITING = 12, 48  # of these
+_MAX_BEST_EFFORT_AT_ONCE, _MAX_BEST_EFFORT_WAITING = 12, 48  # of the former, and beside the latter
 _RETRY_AFTER_S = 1.0
 _TOO_MANY = "Too many pictures wait to be fetched."
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -77,8 +77,8 @@ class PictureFetcher:
         self._look_up = look_up or _look_up
         self._may_connect = may_connect or is_public
         self._trust = trust
-        self._free, self._num_open = asyncio.Semaphore(_MAX_AT_ONCE), 0
-        self._free_for_best_effort, self._num_of_best_effort = asyncio.Semaphore(_MAX_BEST_EFFORT_AT_ONCE), 0
+        self._free, self._free_for_best_effort = map(asyncio.Semaphore, (_MAX_AT_ONCE, _MAX_BEST_EFFORT_AT_ONCE))
+        self._num_open = {True: 0, False: 0}  # True: of best effort
 
     async def fetch(self, url: str, at: str, config: GatewayConfig) -> bytes:
         """Return what is at a URL; `at`: the field that names it.
@@ -87,12 +87,9 @@ class PictureFetcher:
         now; Overloaded; of best effort ResourceUnavailable.
         """
         target, is_last = _target_of(url, at, config), is_best_effort()
-        if is_last and self._num_of_best_effort >= _MAX_BEST_EFFORT_WAITING:
-            raise ResourceUnavailable(_TOO_MANY, retry_after_s=_RETRY_AFTER_S)
-        if self._num_open >= _MAX_WAITING:
-            raise Overloaded(_TOO_MANY, retry_after_s=_RETRY_AFTER_S)
-        self._num_open += 1
-        self._num_of_best_effort += is_last
+        if self._num_open[is_last] >= (_MAX_BEST_EFFORT_WAITING if is_last else _MAX_WAITING):
+            raise (ResourceUnavailable if is_last else Overloaded)(_TOO_MANY, retry_after_s=_RETRY_AFTER_S)
+        self._num_open[is_last] += 1
         own = self._free_for_best_effort if is_last else contextlib.nullcontext()
         try:
             async with asyncio.timeout(config.picture_fetch_timeout_s), own, self._free:
@@ -102,8 +99,7 @@ class PictureFetcher:
         except aiohttp.ClientError as error:
             raise Unfetched(f"{at}: {_problem_of(error)}.") from error
         finally:
-            self._num_open -= 1
-            self._num_of_best_effort -= is_last
+            self._num_open[is_last] -= 1
 
     async def _fetch(self, target: _Target, at: str, config: GatewayConfig) -> bytes:
         async with self._session(at) as session:

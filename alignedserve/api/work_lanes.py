@@ -1,6 +1,6 @@
 """Work on bodies and prompts that are not short, off the event loop: what streams wait for is never behind it.
 
-Work of requests that somebody waits for goes before that of best effort, which has a part of each lane's places.
+Work of requests that somebody waits for goes before that of best effort, which has places of its own in each lane.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from alignedserve.process.turn_threads import TurnThreads
 
 SHORT_LEN = 2048  # characters or bytes; work on less takes the loop less than a millisecond
 LONG_LEN = 262_144
-_MAX_WAITING = 64  # of a lane, each with up to a whole body
-_MAX_BEST_EFFORT = 48  # of these
+_MAX_WAITING = 64  # of real-time requests in a lane, each with up to a whole body
+_MAX_BEST_EFFORT = 48  # of best effort, beside these
 _SWITCH_INTERVAL_S = 0.0005
 _RETRY_AFTER_S = 1.0
 _TOO_MANY = "Too many long requests wait to be read."
@@ -81,10 +81,8 @@ class Lane:
 
     def _enter(self, is_last: bool) -> None:
         with self._lock:
-            if is_last and self._num_open[is_last] >= _MAX_BEST_EFFORT:
-                raise ResourceUnavailable(_TOO_MANY, retry_after_s=_RETRY_AFTER_S)
-            if sum(self._num_open.values()) >= _MAX_WAITING:
-                raise Overloaded(_TOO_MANY, retry_after_s=_RETRY_AFTER_S)
+            if self._num_open[is_last] >= (_MAX_BEST_EFFORT if is_last else _MAX_WAITING):
+                raise (ResourceUnavailable if is_last else Overloaded)(_TOO_MANY, retry_after_s=_RETRY_AFTER_S)
             self._num_open[is_last] += 1
 
     def _leave(self, is_last: bool) -> None:

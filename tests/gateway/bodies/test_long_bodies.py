@@ -176,12 +176,12 @@ async def test_documents_fill_no_lane_and_chats_go_before_them() -> None:
         await asyncio.sleep(0)
         with pytest.raises(ResourceUnavailable):
             await begin(RequestClass.BEST_EFFORT, goes_on.wait)
-        chat = begin(RequestClass.REAL_TIME, partial(order.append, "chat"))
+        chats = [begin(RequestClass.REAL_TIME, partial(order.append, "chat")) for _ in range(63)]
         await asyncio.sleep(0)
     finally:
         goes_on.set()
-    await asyncio.gather(running, chat, *documents)
-    assert order[0] == "chat"
+    await asyncio.gather(running, *chats, *documents)
+    assert order[:9] == ["chat"] * 9
     lanes.close()
 
 
