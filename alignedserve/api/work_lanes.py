@@ -29,7 +29,7 @@ ResultT = TypeVar("ResultT")
 
 
 class WorkLanes:
-    """Two lanes of threads, so that nothing waits behind what is much longer than itself.
+    """Two lanes of threads, so that nothing waits behind what is much longer than itself, and one beside them.
 
     Work that holds the interpreter's lock for long must come in pieces: the loop waits for each of them.
     """
@@ -37,6 +37,7 @@ class WorkLanes:
     def __init__(self) -> None:
         self._middle = Lane("middle", num_threads=2)
         self._long = Lane("long", num_threads=1)
+        self._reports = Lane("reports", num_threads=1)
 
     async def run(self, length: int, work: Callable[[], ResultT], *, is_bounded: bool = True) -> ResultT:
         """Return the result of work on this many characters or bytes; short work is done at once, on the loop.
@@ -48,10 +49,14 @@ class WorkLanes:
             return work()
         return await (self._middle if length <= LONG_LEN else self._long).run(work, is_bounded=is_bounded)
 
+    async def report(self, work: Callable[[], ResultT]) -> ResultT:
+        """Return the result of work that waits for no request's, such as the text of metrics: scrapes give up soon."""
+        return await self._reports.run(work, is_bounded=False)
+
     def close(self) -> None:
         """Let the threads end after the work that they do now. May be repeated."""
-        self._middle.close()
-        self._long.close()
+        for lane in (self._middle, self._long, self._reports):
+            lane.close()
 
 
 class Lane:

@@ -243,11 +243,6 @@ class CollectedMetrics(Collector):
         """Yield the metrics."""
         yield from self._metrics
 
-    @property
-    def num_samples(self) -> int:
-        """Return how many values there are."""
-        return sum(len(metric.samples) for metric in self._metrics)
-
     def render(self) -> bytes:
         """Return the text that Prometheus scrapes."""
         return generate_latest(self)

@@ -45,6 +45,20 @@ async def test_streams_go_on_while_metrics_are_written(monkeypatch: pytest.Monke
     await streams_go_on_while(CollectedMetrics, "render", "GET", "/metrics", None, monkeypatch)
 
 
+async def test_metrics_do_not_wait_for_long_bodies() -> None:
+    goes_on = threading.Event()
+    async with gateway() as served:
+        lanes = served.services.lanes
+        bodies = [asyncio.create_task(lanes.run(length, goes_on.wait)) for length in (10_000, 10_000, 1_000_000)]
+        await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(20):
+                assert (await served.client.get("/metrics")).status_code == 200
+        finally:
+            goes_on.set()
+            await asyncio.gather(*bodies)
+
+
 async def streams_go_on_while(
     writer: type[Any], name: str, method: str, path: str, asked: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,7 +68,7 @@ async def streams_go_on_while(
 
     def waiting(*arguments: Any) -> Any:
         has_begun.set()
-        are_others_answered.append(goes_on.wait(5))
+        are_others_answered.append(goes_on.wait(20))
         return write(*arguments)
 
     monkeypatch.setattr(writer, name, waiting)
