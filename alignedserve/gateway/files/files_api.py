@@ -1,6 +1,5 @@
 """The Files and Batches API on behalf of one owner (an API key); files and batches of others do not exist for it."""
 
-import asyncio
 import contextlib
 import hashlib
 import secrets
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import msgspec
 import orjson
@@ -51,6 +49,7 @@ from alignedserve.gateway.files.schemas import (
     schedule_asked,
     window_s,
 )
+from alignedserve.gateway.files.turns import Turns
 from alignedserve.gateway.files.uploads import Upload
 from alignedserve.keys.entry import FLEX, KeyEntry, Limit
 from alignedserve.keys.ring import CurrentKeys
@@ -80,9 +79,9 @@ class FilesApi:
     keys: CurrentKeys = field(default_factory=CurrentKeys)  # whose limits hold
     totals: BatchTotalsReader = field(default_factory=BatchTotalsReader)
     # Of clients that create batches: one at a time here; those of other gateways are seen by `last_created`.
-    _creating: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    _creating: Turns = field(default_factory=Turns)
     # Of owners whose files are added or deleted: one change at a time here, as each changes the sum of what they store.
-    _changing: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    _changing: Turns = field(default_factory=Turns)
 
     @property
     def repository(self) -> BatchRepository:
@@ -112,7 +111,7 @@ class FilesApi:
         )
         await upload.blob.commit()
         # If it is not known whether the store has the record, the content stays: garbage collection removes it if not.
-        async with self._changing.setdefault(owner, asyncio.Lock()):
+        async with self._changing.turn(owner):
             is_added = await self.repository.add_file(record, fits=self._fits)
         if not is_added:
             await self.stores.blobs.remove(file_id)
@@ -170,7 +169,7 @@ class FilesApi:
 
     async def remove(self, owner: str, text: str) -> FileRecord:
         """Delete a file. Raises NotFound, or Conflict while a batch uses it."""
-        async with self._changing.setdefault(owner, asyncio.Lock()):
+        async with self._changing.turn(owner):
             for _ in range(_MAX_CONFLICTS):
                 record = await self.file(owner, text)
                 for one in await self.repository.active_batches():
@@ -189,7 +188,7 @@ class FilesApi:
         client = _batches_key(self.keys, owner, asked)
         fingerprint = _fingerprint(asked)
         key = None if idempotency_key is None else idempotency_key_of(owner, idempotency_key)
-        async with self._creating.setdefault(client_of(owner), asyncio.Lock()):
+        async with self._creating.turn(client_of(owner)):
             for _ in range(_MAX_CONFLICTS):
                 made = None if key is None else await self.repository.batch_with_key(key)
                 if made is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
+from alignedserve.gateway.files import turns
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
 from tests.gateway.support import error_of
 from tests.support.batch_samples import chat_lines
@@ -227,6 +228,37 @@ async def test_many_files_of_one_key_are_added_and_deleted_at_once(tmp_path: Pat
         deleted = await asyncio.gather(*(served.client.delete(f"/v1/files/{file_id}") for file_id in file_ids))
         assert {answer.status_code for answer in deleted} == {200}
     assert left_on_disk(tmp_path) == []
+
+
+class AwayRecords(MemoryRecords):
+    """Does not answer while it is down, as a store whose host is away: a call fails when its patience is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_failed = 0
+
+    @override
+    async def read(self, keys: Sequence[str]) -> list[bytes | None]:
+        """See RecordStore."""
+        await asyncio.sleep(0)
+        self.num_failed += self.is_down
+        return await super().read(keys)
+
+
+async def test_deletions_of_one_key_fail_together_where_the_store_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, each after seconds, the last of fifty would fail after minutes."""
+    monkeypatch.setattr(turns, "_LONG_S", 0.0)
+    records = AwayRecords()
+    async with batch_gateway(tmp_path, is_driven=False, records=records) as served:
+        file_ids = [(await served.upload(b"{}")).json()["id"] for _ in range(30)]
+        records.is_down = True
+        delete = [served.client.delete(f"/v1/files/{file_id}") for file_id in file_ids]
+        assert {answer.status_code for answer in await asyncio.gather(*delete)} == {503}
+        assert records.num_failed == 1
+        records.is_down = False
+        assert (await served.client.delete(f"/v1/files/{file_ids[0]}")).status_code == 200
 
 
 async def test_a_file_that_a_batch_reads_stays(tmp_path: Path) -> None:
