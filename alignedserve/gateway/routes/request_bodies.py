@@ -112,6 +112,7 @@ async def receive(http: Request, services: Services) -> bytes:
     check_encoding(encoding)
     raw = await _read_raw(http, config)
     if encoding:
+        note_class(likely_class(b"", key_of(http)))  # by its key alone
         sent = raw
         raw = await services.lanes.run(SHORT_LEN + 1, lambda: decoded(sent, encoding, config.max_body_bytes))
     log_body(raw, http.headers, config)

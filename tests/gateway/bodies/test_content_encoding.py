@@ -1,8 +1,14 @@
 """Compressed bodies."""
 
+import asyncio
 import gzip
 import json
+import threading
 
+import msgspec
+
+from alignedserve.keys.file import KeyRow, ring_of
+from alignedserve.keys.ring import digest_of
 from tests.gateway.support import error_of, gateway
 from tests.support.marks import each
 
@@ -41,6 +47,23 @@ async def test_a_bomb_is_refused() -> None:
     async with gateway() as served:
         answer = await served.client.post("/v1/completions", content=bomb, headers=JSON | {"content-encoding": "gzip"})
         assert error_of(answer, 413)["code"] == "body_too_large"
+
+
+async def test_those_of_a_key_for_documents_wait_in_the_queue_of_documents() -> None:
+    goes_on = threading.Event()
+    row = {"name": "batch", "secrets": [{"sha256": digest_of("documents").hex()}], "tiers": ["flex"]}
+    headers = JSON | {"content-encoding": "gzip", "authorization": "Bearer documents"}
+    async with gateway() as served:
+        served.services.keys.ring = ring_of((), [msgspec.convert(row, KeyRow)])
+        chats = [asyncio.create_task(served.services.lanes.run(10_000, goes_on.wait)) for _ in range(64)]
+        await asyncio.sleep(0)
+        post = served.client.post("/v1/completions", content=gzip.compress(BODY), headers=headers)
+        document = asyncio.create_task(post)
+        for _ in range(20):  # until it waits
+            await asyncio.sleep(0)
+        goes_on.set()
+        assert (await document).status_code == 200
+        assert all(await asyncio.gather(*chats))
 
 
 async def test_files_are_sent_plain() -> None:
