@@ -22,7 +22,8 @@ from alignedserve.config.sections import BatchesConfig
 
 logger = logging.getLogger(__name__)
 
-_MAX_PARKED = 256  # lines at a time whose models are paused: each is read
+_MAX_PARKED_BYTES = 1 << 20  # of lines at a time whose models are paused: each is read
+_LINE_BYTES = 4096  # what that costs beside the bytes of a line
 _SERVER_ERROR = "The server had an error while processing the request."
 
 
@@ -81,11 +82,13 @@ class LineExecutor:
         return self._context.runner.model_of(self._record.model or self._input_file.model(line))
 
     def _lease(self, now: float, paused: Collection[str]) -> int | None:
-        for _ in range(_MAX_PARKED):
+        num_bytes = 0
+        while num_bytes < _MAX_PARKED_BYTES:
             line = self.tracker.lease(now, paused)
             if line is None or not paused or (model := self.model_of(line)) not in paused:
                 return line
             self.tracker.park(line, model)
+            num_bytes += _LINE_BYTES + self._input_file.line_bytes(line)
         return None
 
     async def write_results(self) -> list[ResultRecord]:

@@ -27,7 +27,7 @@ from alignedserve.batches.result_writer import ResultWriter
 from alignedserve.batches.run import BatchRun
 from alignedserve.batches.statistics import BatchStatistics
 from alignedserve.config.sections import BatchesConfig
-from tests.support.batch_samples import INPUT, batch_record, chat_line
+from tests.support.batch_samples import INPUT, batch_record, chat_line, chat_lines
 from tests.support.marks import each
 from tests.support.memory_records import MemoryRecords
 
@@ -137,25 +137,49 @@ class Failing:
 
 
 @asynccontextmanager
-async def executing(folder: Path, failing: Failing) -> AsyncIterator[LineExecutor]:
-    """Start the one line of a batch and wait until it has ended."""
+async def lines_of(folder: Path, failing: Failing, num_lines: int, content: bytes) -> AsyncIterator[LineExecutor]:
     config, stores = BatchesConfig(), stores_in(folder, MemoryRecords())
     blob = await stores.blobs.begin(INPUT)
-    await blob.write(chat_line())
+    await blob.write(content)
     await blob.commit()
-    record = batch_record(num_lines=1, expires_s=1e12)
+    record = batch_record(num_lines=num_lines, expires_s=1e12)
     input_file = InputFile(record, stores.blobs, config, ("tiny",))
-    assert [count async for count in input_file.scan()] == [0]
+    async for _ in input_file.scan():
+        pass
     await input_file.open()
-    log, recovered = stores.logs.open(record.batch_id, 1)
+    log, recovered = stores.logs.open(record.batch_id, num_lines)
     context = RunContext(stores, failing, config, ("tiny",), LineDurations(), failing)
-    tracker, writer = LineTracker(1, max_attempts=2), ResultWriter(log, recovered.totals)
-    executor = LineExecutor(record, context, input_file=input_file, tracker=tracker, writer=writer)
-    assert executor.start_line(0.0)
-    await failing.ended.wait()
-    yield executor
+    tracker, writer = LineTracker(num_lines, max_attempts=2), ResultWriter(log, recovered.totals)
+    yield LineExecutor(record, context, input_file=input_file, tracker=tracker, writer=writer)
     writer.close()
     input_file.close()
+
+
+@asynccontextmanager
+async def executing(folder: Path, failing: Failing) -> AsyncIterator[LineExecutor]:
+    """Start the one line of a batch and wait until it has ended."""
+    async with lines_of(folder, failing, 1, chat_line()) as executor:
+        assert executor.start_line(0.0)
+        await failing.ended.wait()
+        yield executor
+
+
+async def test_few_long_lines_of_a_paused_model_are_read_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is read and parsed on the driver's loop, which serves all gateways' records."""
+    num_read, read = 0, InputFile.model
+
+    def noting(input_file: InputFile, line: int) -> str:
+        nonlocal num_read
+        num_read += 1
+        return read(input_file, line)
+
+    monkeypatch.setattr(InputFile, "model", noting)
+    content = chat_lines(10, messages=[{"content": "x" * 300_000}])
+    async with lines_of(tmp_path, Failing(ValueError()), 10, content) as executor:
+        assert not executor.start_line(0.0, {"tiny"})
+    assert num_read == 4
 
 
 async def test_an_internal_error_is_a_failed_attempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
