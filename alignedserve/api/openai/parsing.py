@@ -26,9 +26,14 @@ _UNION_FIELDS = {
 }
 _UNION_MEMBERS = frozenset({"str", "int", "float", "list", "bool"})
 _CHEAP_BYTES = 32_768  # parsed in less than 2 ms, whatever they are
-# Fields of a chat completion, and of other servers', that other APIs do not have. Defaults ask for nothing.
+# Fields of a chat completion, and of other servers', that other APIs do not have. Defaults ask for nothing, and these.
+_ASK_FOR_NOTHING: unsupported.NeutralValues = {
+    "response_format": ({"type": "text"},),
+    "stream_options": ({}, {"include_usage": True}, {"include_usage": False}),  # streams of other APIs have it anyway
+    "top_logprobs": (0,),
+}
 _FIELDS_OF_CHAT: unsupported.NeutralValues = {
-    name: (field.get_default(call_default_factory=True),)
+    name: (field.get_default(call_default_factory=True), *_ASK_FOR_NOTHING.get(name, ()))
     for name, field in ChatCompletionRequest.model_fields.items()
     if name not in Hints.model_fields
 } | dict(unsupported.OTHER_SERVERS)

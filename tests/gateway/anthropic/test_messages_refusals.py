@@ -39,6 +39,15 @@ async def test_what_we_do_not_support_is_refused_by_name(field: str, value: Any)
 
 
 @each(
+    "fields",
+    [{"response_format": {"type": "text"}}, {"stream_options": {"include_usage": True}}, {"top_logprobs": 0}],
+)
+async def test_fields_of_chat_that_ask_for_nothing_are_accepted(fields: dict[str, Any]) -> None:
+    async with gateway() as served:
+        message_of(await ask(served, **fields))
+
+
+@each(
     ("fields", "path"),
     [
         ({"max_tokens": 0}, "max_tokens"),

@@ -68,6 +68,7 @@ async def test_what_we_do_not_support_is_refused_by_name(field: str, value: Any)
         ("length_penalty", 1.0),
         ("repeat_penalty", 1.0),
         ("n_predict", -1),
+        ("top_n_sigma", 0),
         ("include_reasoning", True),
         ("top_k", -1),
         ("audio", None),

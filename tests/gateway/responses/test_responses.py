@@ -195,7 +195,17 @@ async def test_refused_fields_are_named(fields: dict[str, Any], param: str) -> N
         assert served.backend.submitted == []
 
 
-@each("fields", [{"n": 1}, {"stop": None}, {"logit_bias": {}}, {"ignore_eos": False}, {"length_penalty": 1}])
+@each(
+    "fields",
+    [
+        {"n": 1},
+        {"stop": None},
+        {"logit_bias": {}},
+        {"ignore_eos": False},
+        {"length_penalty": 1},
+        {"response_format": {"type": "text"}},
+    ],
+)
 async def test_fields_of_chat_that_ask_for_nothing_are_accepted(fields: dict[str, Any]) -> None:
     async with gateway() as served:
         response_of(await respond(served, **fields))

@@ -40,7 +40,7 @@ OTHER_SERVERS: NeutralValues = {
     "mirostat": (0,),
     "repeat_penalty": (1,),
     "tfs_z": (1,),
-    "top_n_sigma": (-1,),
+    "top_n_sigma": (-1, 0),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "watermarking": (False,),
