@@ -110,7 +110,7 @@ async def test_a_download_reads_ahead_and_leaves_no_call(tmp_path: Path) -> None
             assert b"".join([part async for part in blobs.chunks(FILE, start)]) == content[start:]
         async with aclosing(cast(AsyncGenerator[bytes, None], blobs.chunks(FILE))) as parts:
             assert await anext(parts) == content[: remote_stores._PART_BYTES]
-            await holds(lambda: blobs._reads._value == remote_stores._MAX_READS)  # those ahead have come
+            await holds(lambda: blobs._downloads._free._value == remote_stores._MAX_DOWNLOADS)  # those ahead have come
         assert not client._waiting
         reading = blobs.chunks(FILE)
         await anext(reading)
@@ -120,11 +120,15 @@ async def test_a_download_reads_ahead_and_leaves_no_call(tmp_path: Path) -> None
         assert not client._waiting
 
 
-async def test_of_more_reads_than_the_server_takes_at_once_none_is_refused(tmp_path: Path) -> None:
+async def test_of_more_calls_than_the_server_takes_at_once_none_is_refused(tmp_path: Path) -> None:
     async with state_hosts(tmp_path) as hosts:
-        records = RemoteRecords(hosts.client())
+        client = hosts.client()
+        records, blobs = RemoteRecords(client), RemoteBlobs(client)
         await records.commit([SetValue("a", b"1")], unchanged={})
+        begin = [blobs.begin(FileId(f"file-{number:024x}")) for number in range(state_server._MAX_CALLS - 50)]
+        begun = asyncio.gather(*begin)
         found = await asyncio.gather(*(records.read(["a"]) for _ in range(state_server._MAX_CALLS + 50)))
+        await begun
     assert all(values == [b"1"] for values in found)
 
 

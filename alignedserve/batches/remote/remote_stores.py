@@ -33,59 +33,69 @@ logger = logging.getLogger(__name__)
 
 _PART_BYTES = 256 * 1024  # of a content, in one call
 _PARTS_AHEAD = 3  # of a download, read while one is sent on
-_MAX_READS = 64  # of all downloads at a time: more calls are refused, and others need some too
-_MAX_RECORD_CALLS = 128  # at a time; the others wait for their turn, so that none is refused
-_TURN_S = 3.0  # for which they do: as long as for a server that is being restarted
-_CONTENT_S = 30.0  # for a call that waits for a disk
+# Calls at a time, by what they are about. The server takes 256 of a gateway, and keys and others need some too.
+_MAX_OF_RECORDS, _MAX_DOWNLOADS, _MAX_UPLOADS, _MAX_OF_RESULTS = 128, 64, 32, 16
+_RECORDS_S, _RECORDS_TURN_S = 5.0, 3.0  # for a call, and for its turn: as long as for a server that is being restarted
+_CONTENT_S = 30.0  # for a call that waits for a disk, and for its turn
+
+
+class _Turns:
+    """Calls about one thing, some at a time: the others wait for their turn, so that the server refuses none."""
+
+    def __init__(self, client: StateClient, most: int, timeout_s: float, turn_s: float) -> None:
+        self._client = client
+        self._free = asyncio.Semaphore(most)
+        self._timeout_s = timeout_s
+        self._turn_s = turn_s
+
+    async def call(self, call: Call, kind: type[AnswerT]) -> AnswerT:
+        """Return the answer to a call. Raises like the client, and StoreUnavailable where its turn does not come."""
+        try:
+            async with asyncio.timeout(self._turn_s):
+                await self._free.acquire()
+        except TimeoutError as error:
+            raise StoreUnavailable("Too many calls wait for the head, which keeps files and batches.") from error
+        try:
+            return await self._client.call(call, kind, self._timeout_s)
+        finally:
+            self._free.release()
 
 
 class RemoteRecords:
     """Implements RecordStore."""
 
     def __init__(self, client: StateClient) -> None:
-        self._client = client
-        self._turns = asyncio.Semaphore(_MAX_RECORD_CALLS)
+        self._turns = _Turns(client, _MAX_OF_RECORDS, _RECORDS_S, _RECORDS_TURN_S)
 
     async def read(self, keys: Sequence[str]) -> list[bytes | None]:
         """See RecordStore."""
-        return list((await self._call(ReadValues(tuple(keys)), Values)).values) if keys else []
+        return list((await self._turns.call(ReadValues(tuple(keys)), Values)).values) if keys else []
 
     async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
         """See RecordStore."""
         call = CommitChanges(tuple(changes), tuple(unchanged.items()))
-        return (await self._call(call, Done)).is_done
+        return (await self._turns.call(call, Done)).is_done
 
     async def page(self, index: str, *, after: str | None, limit: int, newest_first: bool) -> Page | None:
         """See RecordStore."""
-        found = await self._call(ReadPage(index, after, limit, newest_first), PageRead)
+        found = await self._turns.call(ReadPage(index, after, limit, newest_first), PageRead)
         return None if found.members is None else Page(found.members, found.has_more)
 
     async def close(self) -> None:
         """See RecordStore: the link belongs to the client's owner."""
-
-    async def _call(self, call: Call, kind: type[AnswerT]) -> AnswerT:
-        try:
-            async with asyncio.timeout(_TURN_S):
-                await self._turns.acquire()
-        except TimeoutError as error:
-            raise StoreUnavailable("Too many calls wait for the head, which keeps files and batches.") from error
-        try:
-            return await self._client.call(call, kind)
-        finally:
-            self._turns.release()
 
 
 class RemoteBlobs:
     """Implements ContentStore."""
 
     def __init__(self, client: StateClient) -> None:
-        self._client = client
-        self._reads = asyncio.Semaphore(_MAX_READS)
+        self._downloads = _Turns(client, _MAX_DOWNLOADS, _CONTENT_S, _CONTENT_S)
+        self._uploads = _Turns(client, _MAX_UPLOADS, _CONTENT_S, _CONTENT_S)
 
     async def begin(self, file_id: FileId) -> BlobWriter:
         """See ContentStore."""
-        await self._client.call(BeginUpload(file_id), Done, _CONTENT_S)
-        return _RemoteWriter(self._client, file_id)
+        await self._uploads.call(BeginUpload(file_id), Done)
+        return _RemoteWriter(self._uploads, file_id)
 
     async def chunks(self, file_id: FileId, start: int = 0) -> AsyncIterator[bytes]:
         """See ContentStore."""
@@ -107,19 +117,18 @@ class RemoteBlobs:
         return asyncio.create_task(self._read(file_id, offset))
 
     async def _read(self, file_id: FileId, offset: int) -> bytes:
-        async with self._reads:
-            return (await self._client.call(ReadContent(file_id, offset, _PART_BYTES), ChunkRead, _CONTENT_S)).chunk
+        return (await self._downloads.call(ReadContent(file_id, offset, _PART_BYTES), ChunkRead)).chunk
 
     async def remove(self, file_id: FileId) -> None:
         """See ContentStore."""
-        await self._client.call(RemoveContent(file_id), Done, _CONTENT_S)
+        await self._uploads.call(RemoveContent(file_id), Done)
 
 
 class RemoteLogs:
     """Implements ResultLogs."""
 
     def __init__(self, client: StateClient) -> None:
-        self._client = client
+        self._turns = _Turns(client, _MAX_OF_RESULTS, _CONTENT_S, _CONTENT_S)
 
     async def chunks(
         self, batch_id: BatchKey, kind: ResultKind, log_bytes: int, start: int = 0
@@ -128,7 +137,7 @@ class RemoteLogs:
         offset, is_output = start, kind is ResultKind.OUTPUT
         while True:
             call = ReadResults(batch_id, is_output, log_bytes, offset)
-            chunk = (await self._client.call(call, ChunkRead, _CONTENT_S)).chunk
+            chunk = (await self._turns.call(call, ChunkRead)).chunk
             if not chunk:
                 return
             yield chunk
@@ -136,12 +145,12 @@ class RemoteLogs:
 
     async def remove(self, batch_id: BatchKey) -> None:
         """See ResultLogs."""
-        await self._client.call(RemoveResults(batch_id), Done, _CONTENT_S)
+        await self._turns.call(RemoveResults(batch_id), Done)
 
 
 class _RemoteWriter:
-    def __init__(self, client: StateClient, file_id: FileId) -> None:
-        self._client = client
+    def __init__(self, turns: _Turns, file_id: FileId) -> None:
+        self._turns = turns
         self._file_id = file_id
         self._pending = bytearray()
         self._is_over = False
@@ -155,7 +164,7 @@ class _RemoteWriter:
     async def commit(self) -> None:
         """See BlobWriter."""
         await self._flush()
-        await self._client.call(FinishUpload(self._file_id, is_committed=True), Done, _CONTENT_S)
+        await self._turns.call(FinishUpload(self._file_id, is_committed=True), Done)
         self._is_over = True
 
     async def discard(self) -> None:
@@ -164,14 +173,14 @@ class _RemoteWriter:
             return
         self._is_over = True
         try:
-            await self._client.call(FinishUpload(self._file_id, is_committed=False), Done, _CONTENT_S)
+            await self._turns.call(FinishUpload(self._file_id, is_committed=False), Done)
         except StorageError as error:  # the server drops it with the link
             logger.info("%s is not dropped at once: %s", self._file_id, error)
 
     async def _flush(self) -> None:
         while self._pending:
             part = bytes(self._pending[:MAX_CHUNK_BYTES])
-            await self._client.call(WriteUpload(self._file_id, part), Done, _CONTENT_S)
+            await self._turns.call(WriteUpload(self._file_id, part), Done)
             del self._pending[: len(part)]
 
 
