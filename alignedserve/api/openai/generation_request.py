@@ -22,10 +22,9 @@ TTFT_HEADER, TPOT_HEADER, DEADLINE_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms", "x
 _MAX_SLO_MS = 3_600_000.0
 _MAX_DEADLINE_MS = 7 * 24 * 3_600_000.0
 _MILLISECONDS = re.compile(r"\d{1,9}(\.\d{1,6})?", re.ASCII)
-
-
-_TIER_FIELD = b'"service_tier"'
+_TIER_FIELD, _BACKGROUND_FIELD = b'"service_tier"', b'"background"'
 _NAMED_TIER = re.compile(_TIER_FIELD + rb'\s{0,9}:\s{0,9}"([a-z_]{1,20})"')
+_IN_BACKGROUND = re.compile(_BACKGROUND_FIELD + rb"\s{0,9}:\s{0,9}true")
 
 
 class ServiceTier(NamedTuple):
@@ -190,10 +189,16 @@ def likely_class(raw: bytes, key: KeyEntry) -> RequestClass:
 
     Who writes such bytes into a text changes only his own place, and only until then.
     """
-    at = raw.find(_TIER_FIELD)
-    found = _NAMED_TIER.match(raw, at) if at >= 0 else None
+    if _first(raw, _BACKGROUND_FIELD, _IN_BACKGROUND) is not None:
+        return RequestClass.BEST_EFFORT
+    found = _first(raw, _TIER_FIELD, _NAMED_TIER)
     name = key.tier_of(found[1].decode() if found is not None else "auto")
     return SERVICE_TIERS[name].request_class if name is not None else RequestClass.REAL_TIME
+
+
+def _first(raw: bytes, name: bytes, field: re.Pattern[bytes]) -> re.Match[bytes] | None:
+    at = raw.find(name)
+    return field.match(raw, at) if at >= 0 else None
 
 
 def trial_turn(fields: TermFields, arrival: Arrival) -> TrialTurn:

@@ -191,6 +191,8 @@ async def test_documents_fill_no_lane_and_chats_go_before_them() -> None:
         (b'{"service_tier": "flex", "messages": []}', RequestClass.BEST_EFFORT),
         (b'{"messages": [], "service_tier":"default"}', RequestClass.REAL_TIME),
         (b'{"messages": [], "service_tier": 5}', RequestClass.REAL_TIME),
+        (b'{"input": [], "background": true}', RequestClass.BEST_EFFORT),
+        (b'{"input": [], "background": false}', RequestClass.REAL_TIME),
         (b"[]", RequestClass.REAL_TIME),
     ],
 )
