@@ -63,10 +63,13 @@ class ModelRegistry:
         self._names |= dict.fromkeys(model.card.aliases, model.card.name)
 
     def replace_all(self, models: Sequence[RegisteredModel], expected: Collection[str] = ()) -> None:
-        """Let requests name these models and no others. `expected`: names of others that will be served."""
-        self._models, self._names = {}, {}
-        for model in models:
-            self.add(model)
+        """Let requests name these models and no others. `expected`: names of others that will be served.
+
+        Threads that read bodies look here meanwhile: they find a model that stays at every moment.
+        """
+        self._expected |= frozenset(expected)
+        self._names = {alias: model.card.name for model in models for alias in model.card.aliases}
+        self._models = {model.card.name: model for model in models}
         self._expected = frozenset(expected)
 
     def missing(self) -> str | None:
