@@ -42,8 +42,8 @@ class WorkLanes:
     async def run(self, length: int, work: Callable[[], ResultT], *, is_bounded: bool = True) -> ResultT:
         """Return the result of work on this many characters or bytes; short work is done at once, on the loop.
 
-        `is_bounded`: False: for what was computed already, which is not thrown away. Raises Overloaded if it is, and
-        what the work raises.
+        `is_bounded`: False: for what was computed already, or a part of what is sent, which is not thrown away. Raises
+        Overloaded if it is, and what the work raises.
         """
         if length <= SHORT_LEN:
             return work()

@@ -17,11 +17,13 @@ from alignedserve.api.models.usable_models import check_usable
 from alignedserve.api.openai.parsing import parse, parse_json
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.schema import Schema
+from alignedserve.api.task_class import note_class
 from alignedserve.batches.owners import client_of
 from alignedserve.batches.records import BatchStatus, Endpoint, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.request import RequestClass
 from alignedserve.gateway.files.files_api import FilesApi, input_line, submit_lines
 from alignedserve.gateway.services import Services
 from alignedserve.keys.entry import KeyEntry
@@ -52,6 +54,7 @@ class MessageBatches:
         `ignored`: gets the fields that are ignored; None: they are refused. Raises InvalidRequest naming the field,
         QuotaExceeded, StorageFull.
         """
+        note_class(RequestClass.BEST_EFFORT)
         key = services.keys.ring.owned_by(client_of(self.owner))
         lines = _Lines(services, key, self.files_api.config, ignored)
         return await submit_lines(
@@ -86,7 +89,8 @@ class _Lines:
     async def pieces(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the lines as their requests arrive. Raises InvalidRequest for what makes the whole batch fail."""
         async for chunk in body:
-            if lines := await self._services.lanes.run(len(chunk), partial(self._push, chunk)):
+            push = partial(self._push, chunk)
+            if lines := await self._services.lanes.run(len(chunk), push, is_bounded=False):
                 yield lines
         self._splitter.finish()
         if not self._custom_ids:

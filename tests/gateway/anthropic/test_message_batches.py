@@ -11,6 +11,7 @@ import orjson
 import pytest
 
 from alignedserve.api.backend.scripted import Script
+from alignedserve.api.task_class import note_class
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import Request, RequestClass
 from alignedserve.gateway import message_batches
@@ -161,6 +162,26 @@ async def test_results_that_cannot_be_read_never_look_whole(tmp_path: Path) -> N
             start, *parts = await answered(served.app, path)
             assert start["status"] == status
             assert parts[-1].get("more_body", False) == (status == 200)  # an end would make it look whole
+
+
+async def test_a_batch_is_read_although_much_else_waits_and_not_refused_in_its_middle(tmp_path: Path) -> None:
+    goes_on = threading.Event()
+    async with batch_gateway(tmp_path, is_driven=False) as served, sdk_of(served.app) as client:
+
+        async def wait(request_class: RequestClass) -> bool:
+            note_class(request_class)
+            return await served.services.lanes.run(10_000, goes_on.wait)
+
+        classes = [RequestClass.REAL_TIME] * 64 + [RequestClass.BEST_EFFORT] * 48
+        others = [asyncio.create_task(wait(request_class)) for request_class in classes]
+        await asyncio.sleep(0)
+        requests = [asking(f"request-{number}") for number in range(20)]
+        create = asyncio.create_task(client.messages.batches.create(requests=requests))
+        for _ in range(200):  # until it waits
+            await asyncio.sleep(0)
+        goes_on.set()
+        assert (await create).processing_status == "in_progress"
+        assert all(await asyncio.gather(*others))
 
 
 async def test_results_are_made_beside_the_loop_and_sent_together(
