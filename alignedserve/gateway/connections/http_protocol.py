@@ -141,9 +141,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= _MAX_PIPELINED:
             self.transport.close()
             return
+        super().on_headers_complete()  # raises where it cannot read the target: then there is no cycle to answer in
         self._is_in_body = True
         self._num_body_bytes = self._num_overhead_bytes = self._num_checked_bytes = 0
-        super().on_headers_complete()
         if self.scope["method"] != "HEAD":
             self.scope["state"]["streamed_body"] = StreamedBody(self.cycle)
         self._set_timer(self.loop.call_later(_BODY_CHECK_S, self._check_rate))
