@@ -9,6 +9,7 @@ altogether is found out by a probe, which it refuses.
 import asyncio
 from typing import Any
 
+import httptools
 from typing_extensions import override
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -21,6 +22,7 @@ _PROBE_S = 0.25
 _MAX_PROBE_S = 4.0
 _MAX_PIPELINED = 64
 _MAX_OVERHEAD = 16  # bytes around each one of a body: chunks of one byte have 5
+_FRAMING = (b"content-length", b"transfer-encoding")  # headers that say where a body ends
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # may come at any time before an answer, which it is not
 
 
@@ -92,7 +94,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._place is None or self.transport.is_closing():
             return
         before, was_in_body = self._num_body_bytes, self._is_in_body
-        super().data_received(data)
+        self._parse(data)
         if self.transport.is_closing():
             return
         if self._is_in_head:
@@ -113,11 +115,36 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._probe(_PROBE_S)
         return True
 
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            while data and not self.transport.is_closing():
+                data = self._parse_to_upgrade(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _parse_to_upgrade(self, data: bytes) -> bytes:
+        """Parse to behind the next head that asks for another protocol, at which the parser stops; return what is left.
+
+        A body that it announces is left behind a head of our own: it is not another request.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            head = b"POST / HTTP/1.1\r\n%b\r\n" % self._framing() if self._is_in_body else b""
+            return head + data[upgrade.args[0] :]
+        return b""
+
+    def _framing(self) -> bytes:
+        return b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] in _FRAMING)
+
     # --- callbacks of the parser
 
     @override
     def on_message_begin(self) -> None:
         """See HttpToolsProtocol."""
+        if self._is_in_body:  # of our own head
+            return
         super().on_message_begin()
         self.scope["state"]["connection"] = self._place  # for whoever reads of which class the request is
         self._is_in_head, self._num_head_bytes = True, 0
@@ -133,6 +160,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     @override
     def on_headers_complete(self) -> None:
         """See HttpToolsProtocol."""
+        if self._is_in_body:  # of our own head
+            return
         self._set_timer(None)
         self._is_in_head = False
         self._num_head_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -158,6 +187,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     @override
     def on_message_complete(self) -> None:
         """See HttpToolsProtocol."""
+        if self.parser.should_upgrade() and self._framing():  # its body is yet to be read
+            return
         self._is_in_body = False
         self._set_timer(None)
         if not self.transport.is_closing():
