@@ -1,18 +1,20 @@
 """Work on bodies and prompts that are not short, off the event loop: what streams wait for is never behind it.
 
 Work of requests that somebody waits for goes before that of best effort, which has places of its own in each lane.
+Clients have turns; where a lane is full, the latest work of whoever has most there gives its place to one who has less.
 """
 
 import asyncio
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from threading import Lock
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from alignedserve.api.errors import Overloaded, ResourceUnavailable
-from alignedserve.api.task_class import is_best_effort
+from alignedserve.api.task_class import client_of_task, is_best_effort
 from alignedserve.process.turn_threads import TurnThreads
 
 SHORT_LEN = 2048  # characters or bytes; work on less takes the loop less than a millisecond
@@ -64,7 +66,8 @@ class Lane:
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._threads = TurnThreads(num_threads, f"work-{name}")
-        self._num_open = {True: 0, False: 0}  # True: best effort
+        self._open: dict[bool, dict[str, list[Future[Any]]]] = {True: {}, False: {}}  # of best effort or not, by client
+        self._num_open = {True: 0, False: 0}
         self._lock = Lock()
 
     async def run(self, work: Callable[[], ResultT], *, is_bounded: bool = True) -> ResultT:
@@ -72,27 +75,61 @@ class Lane:
 
         Raises Overloaded if it is bounded; of best effort ResourceUnavailable.
         """
-        is_last = is_best_effort()
+        is_last, client = is_best_effort(), client_of_task()
         if is_bounded:
-            self._enter(is_last)
-        future = self._threads.submit(work, is_real_time=not is_last)
+            self._enter(is_last, client)
+        future = self._threads.submit(work, is_real_time=not is_last, client=client)
         if is_bounded:  # not when the waiting ends: work of a client that left goes on
-            future.add_done_callback(lambda _: self._leave(is_last))
-        return await asyncio.wrap_future(future)
+            self._keep(future, is_last, client)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise _too_many(is_last) from None  # its place was given to another client, or the lane was closed
 
     def close(self, *, waits: bool = False) -> None:
         """See WorkLanes. `waits`: until its threads have ended."""
         self._threads.close(waits=waits)
 
-    def _enter(self, is_last: bool) -> None:
+    def _enter(self, is_last: bool, client: str) -> None:
+        while not self._has_entered(is_last):
+            latest = self._latest_of_most(is_last, client)
+            if latest is None or not latest.cancel():
+                raise _too_many(is_last)
+
+    def _has_entered(self, is_last: bool) -> bool:
         with self._lock:
             if self._num_open[is_last] >= (_MAX_BEST_EFFORT if is_last else _MAX_WAITING):
-                raise (ResourceUnavailable if is_last else Overloaded)(_TOO_MANY, retry_after_s=_RETRY_AFTER_S)
+                return False
             self._num_open[is_last] += 1
+            return True
 
-    def _leave(self, is_last: bool) -> None:
+    def _latest_of_most(self, is_last: bool, client: str) -> "Future[Any] | None":
+        """Return the latest work of the client that has most, if this one has less even with one more."""
+        with self._lock:
+            by_client = self._open[is_last]
+            most = max(by_client.values(), key=len, default=[])
+            return most[-1] if len(by_client.get(client, ())) + 1 < len(most) else None
+
+    def _keep(self, future: "Future[Any]", is_last: bool, client: str) -> None:
+        with self._lock:
+            self._open[is_last].setdefault(client, []).append(future)
+        future.add_done_callback(lambda _: self._leave(future, is_last, client))
+
+    def _leave(self, future: "Future[Any]", is_last: bool, client: str) -> None:
         with self._lock:
             self._num_open[is_last] -= 1
+            own = self._open[is_last][client]
+            own.remove(future)
+            if not own:
+                del self._open[is_last][client]
+
+
+def _too_many(is_last: bool) -> Exception:
+    kind = ResourceUnavailable if is_last else Overloaded
+    return kind(_TOO_MANY, retry_after_s=_RETRY_AFTER_S)
 
 
 def rough_length(value: Any) -> int:

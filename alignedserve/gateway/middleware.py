@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from alignedserve.api.errors import ClientDisconnected, rejection_code
 from alignedserve.api.metrics.gateway_metrics import GatewayMetrics
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.task_class import note_client
 from alignedserve.api.timelines.trace_context import plain_request_id
 from alignedserve.gateway.access_log import Answered, log_access
 from alignedserve.gateway.api_keys import ApiKeys
@@ -20,6 +21,7 @@ from alignedserve.gateway.failure_log import FailureLog
 from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.json_response import anthropic_error_response, error_response, is_anthropic
 from alignedserve.gateway.shown_limits import ShownLimits
+from alignedserve.keys.entry import ANYONE
 from alignedserve.process.logs.context import about_request
 
 # What of a request's state leads back to its connection. In a cycle a request would stay until a garbage collection
@@ -65,7 +67,9 @@ class GatewayMiddleware:
 
     async def _serve(self, scope: Scope, receive: Receive, sender: "_ResponseSender") -> None:
         try:
-            scope["state"]["key"] = await self._api_keys.authenticate(scope["path"], _presented_key(scope))
+            key = await self._api_keys.authenticate(scope["path"], _presented_key(scope))
+            scope["state"]["key"] = key
+            note_client(_address(scope) if key is ANYONE else key.owner)
             self._admit(scope)
             await self._app(scope, receive, sender.send)
         except Exception as error:  # noqa: BLE001  (the gateway's single handler)

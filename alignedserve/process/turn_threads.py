@@ -1,8 +1,9 @@
-"""Threads on which work of real-time requests goes before that of best effort."""
+"""Threads on which work of real-time requests goes before that of best effort; clients of a class have turns."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +15,40 @@ ResultT = TypeVar("ResultT")
 class _Work(NamedTuple):
     do: Callable[[], Any]
     done: "Future[Any]"
+    client: str
+
+
+class _Queue:
+    """The work of one class that waits. Clients have turns one after the other; of one the first comes first."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[_Work]] = {}  # by client, the one whose turn is next first
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def __iter__(self) -> Iterator[_Work]:
+        return chain.from_iterable(self._waiting.values())
+
+    def append(self, work: _Work) -> None:
+        self._waiting.setdefault(work.client, deque()).append(work)
+
+    def take(self) -> _Work:
+        client = next(iter(self._waiting))
+        own = self._waiting.pop(client)
+        work = own.popleft()
+        if own:
+            self._waiting[client] = own
+        return work
+
+    def remove(self, work: _Work) -> None:
+        own = self._waiting[work.client]
+        own.remove(work)
+        if not own:
+            del self._waiting[work.client]
+
+    def clear(self) -> None:
+        self._waiting.clear()
 
 
 class TurnThreads:
@@ -21,16 +56,16 @@ class TurnThreads:
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, name)
-        self._waiting: dict[bool, deque[_Work]] = {True: deque(), False: deque()}  # True: real-time
+        self._waiting = {True: _Queue(), False: _Queue()}  # True: real-time
         self._num_in_a_row = 0  # real-time ones that went before best effort that waited
         self._lock = Lock()
 
-    def submit(self, do: Callable[[], ResultT], *, is_real_time: bool = True) -> "Future[ResultT]":
-        """Let work wait for its turn, and return what comes of it. Raises RuntimeError after `close`."""
+    def submit(self, do: Callable[[], ResultT], *, is_real_time: bool = True, client: str = "") -> "Future[ResultT]":
+        """Let a client's work wait for its turn, and return what comes of it. Raises RuntimeError after `close`."""
         done: Future[ResultT] = Future()
         with self._lock:
             self._threads.submit(self._work_next)
-            self._waiting[is_real_time].append(_Work(do, done))
+            self._waiting[is_real_time].append(_Work(do, done, client))
         return done
 
     def hasten(self, done: "Future[Any]") -> None:
@@ -71,6 +106,6 @@ class TurnThreads:
             real_time, best_effort = self._waiting[True], self._waiting[False]
             if real_time and not (best_effort and self._num_in_a_row >= _REAL_TIME_TURNS):
                 self._num_in_a_row += bool(best_effort)
-                return real_time.popleft()
+                return real_time.take()
             self._num_in_a_row = 0
-            return best_effort.popleft() if best_effort else None
+            return best_effort.take() if best_effort else None

@@ -25,9 +25,9 @@ class Thread:
         self.threads.submit(hold)
         has_begun.wait(20)
 
-    def work(self, name: str, *, is_real_time: bool) -> "Future[None]":
+    def work(self, name: str, *, is_real_time: bool, client: str = "") -> "Future[None]":
         note: Callable[[], None] = lambda: self.done.append(name)  # noqa: E731
-        return self.threads.submit(note, is_real_time=is_real_time)
+        return self.threads.submit(note, is_real_time=is_real_time, client=client)
 
     def go_on(self) -> list[str]:
         self._may_go_on.set()
@@ -52,6 +52,14 @@ def test_best_effort_has_a_twentieth_of_the_turns() -> None:
         thread.work(f"chat {number}", is_real_time=True)
     thread.work("document", is_real_time=False)
     assert thread.go_on().index("document") == 19
+
+
+def test_clients_of_a_class_have_turns_one_after_the_other() -> None:
+    thread = Thread()
+    for is_real_time in (False, True):
+        for name in ("a1", "a2", "a3", "b1", "b2", "c1"):
+            thread.work(name, is_real_time=is_real_time, client=name[0])
+    assert thread.go_on() == ["a1", "b1", "c1", "a2", "b2", "a3"] * 2
 
 
 def test_an_error_is_for_who_waits_and_work_that_waits_is_cancelled_at_the_end() -> None:
