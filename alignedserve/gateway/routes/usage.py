@@ -3,11 +3,13 @@
 import time
 from typing import Any
 
+import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.api.errors import NotFound
+from alignedserve.api.work_lanes import NODE_LEN
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.routes.dependencies import key_of, rate_limited_services
@@ -38,8 +40,14 @@ async def get_usage(http: Request) -> Response:
     store = services.files_api.repository.usage
     await services.usage.write(store)
     rows = await store.rows(start_s, stop_s)
-    found = grouped(rows, bucket_s=bucket_s, by=_groups(http), key=None if entry.may_see_usage else entry.name)
-    return JsonResponse(_page(found, start_s, stop_s, bucket_s, has_more=stop_s < end_s))
+    by, key = _groups(http), None if entry.may_see_usage else entry.name
+
+    def written() -> bytes:
+        found = grouped(rows, bucket_s=bucket_s, by=by, key=key)
+        return orjson.dumps(_page(found, start_s, stop_s, bucket_s, has_more=stop_s < end_s))
+
+    num_items = sum(map(len, rows.values())) + (stop_s - start_s) // bucket_s  # of all keys there may be a million
+    return JsonResponse(await services.lanes.run(NODE_LEN * num_items, written, is_bounded=False))
 
 
 def _time_of(http: Request, name: str, default: int | None) -> int:
@@ -63,12 +71,15 @@ def _groups(http: Request) -> list[str]:
 
 def _page(found: list[UsageResult], start_s: int, stop_s: int, bucket_s: int, *, has_more: bool) -> dict[str, Any]:
     """Build the page. Buckets in which nothing was used have no results."""
+    results: dict[int, list[dict[str, Any]]] = {}
+    for result in found:
+        results.setdefault(result.start_s, []).append(_result(result))
     buckets = [
         {
             "object": "bucket",
             "start_time": at_s,
             "end_time": at_s + bucket_s,
-            "results": [_result(result) for result in found if result.start_s == at_s],
+            "results": results.get(at_s, []),
         }
         for at_s in range(start_s, stop_s, bucket_s)
     ]

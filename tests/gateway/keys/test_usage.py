@@ -2,17 +2,22 @@
 
 import asyncio
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request
+from alignedserve.gateway.routes import usage
+from alignedserve.usage.records import UsageResult, grouped
 from tests.gateway.batches.batch_server import listening
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.support import EOS, chunks_of, error_of, tokens_of
+from tests.support.waiting import holds
 
 HELD = 200  # max_tokens of the answer whose second half is held back
 
@@ -42,6 +47,24 @@ async def test_usage_is_the_sum_of_the_answers(tmp_path: Path) -> None:
     assert lines["output_tokens"] == batch["usage"]["output_tokens"]
     assert (chat["key"], chat["model"]) == ("anyone", "tiny")
     assert 'alignedserve_key_requests_total{class="real_time",key="anyone",model_name="tiny"} 3.0' in metrics
+
+
+async def test_streams_go_on_while_a_long_page_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, has_begun = threading.Event(), threading.Event()
+
+    def waiting(*arguments: Any, **named: Any) -> list[UsageResult]:
+        has_begun.set()
+        assert goes_on.wait(5), "nothing else was answered"
+        return grouped(*arguments, **named)
+
+    monkeypatch.setattr(usage, "grouped", waiting)
+    async with batch_gateway(tmp_path) as served:
+        page = asyncio.create_task(usage_of(served, start_time=0, limit=744))
+        await holds(has_begun.is_set)
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+        assert (await served.client.post("/v1/chat/completions", json=body)).text.endswith("data: [DONE]\n\n")
+        goes_on.set()
+        assert await page == []
 
 
 async def test_usage_is_exact_over_all_that_goes_on_at_once(tmp_path: Path) -> None:
