@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import uvicorn
 from typing_extensions import override
@@ -24,6 +24,7 @@ from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory,
 from alignedserve.gateway.app import build_app
 from alignedserve.gateway.connections.http_protocol import BoundedHttpProtocol
 from alignedserve.gateway.connections.limits import ConnectionLimits, file_shortage
+from alignedserve.gateway.connections.tls_listener import TlsListener
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.head_keys import HeadKeys
 from alignedserve.gateway.request_quotas import RequestQuotas
@@ -284,7 +285,7 @@ class HttpServer:
                 timeout_graceful_shutdown=1,
             ),
             self._certificate.context if self._certificate is not None else None,
-            handshake_timeout_s=config.header_timeout_s,
+            ConnectionLimits.of(config),
         )
         self._serving: asyncio.Task[None] | None = None
 
@@ -340,21 +341,23 @@ def _protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
 class _Uvicorn(uvicorn.Server):
     """Uvicorn without signal handlers: signals belong to the process's owner. Its handshakes of TLS have bounds."""
 
-    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None, *, handshake_timeout_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None, handshakes: ConnectionLimits) -> None:
         super().__init__(config)
-        self._tls = tls
-        self._bounds = {"ssl_handshake_timeout": handshake_timeout_s, "ssl_shutdown_timeout": _END_OF_TLS_S}
+        self.servers = []
+        self._tls, self._handshakes = tls, handshakes
+        self._bounds = {"ssl_handshake_timeout": handshakes.header_timeout_s, "ssl_shutdown_timeout": _END_OF_TLS_S}
 
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections on these sockets, which uvicorn's own does without a word on how long TLS may take."""
         await self.lifespan.startup()
-        bounds: dict[str, Any] = self._bounds if self._tls is not None else {}
-        loop, backlog = asyncio.get_running_loop(), self.config.backlog
-        self.servers = [
-            await loop.create_server(self._connection, sock=listener, backlog=backlog, ssl=self._tls, **bounds)
-            for listener in sockets or ()
-        ]
+        loop, backlog, tls = asyncio.get_running_loop(), self.config.backlog, self._tls
+        for listener in sockets or ():
+            if tls is None:
+                self.servers.append(await loop.create_server(self._connection, sock=listener, backlog=backlog))
+            else:
+                own = TlsListener(listener, tls, self._connection, self._handshakes, **self._bounds)
+                self.servers.append(cast(asyncio.Server, own))
         self.started = True
 
     def _connection(self) -> asyncio.Protocol:
