@@ -47,6 +47,7 @@ def keys_file(folder: Path, *rows: KeyRow) -> Path:
         ("keys: [{name: a, priorities: [5, 1]}]", "key a: priorities"),
         ("keys: [{name: a, priorities: [0, 5000]}]", "key a: priorities"),
         ("keys: [{name: '../a'}]", "key number 1: name: must be up to 64 letters"),
+        ('keys: [{name: "a\\n"}]', "key number 1: name: must be up to 64 letters"),  # would begin a line of a log
         ("keys: [3]", "key number 1"),
         ("keys: [{name: a, secrets: [{sha256: SECRET}]}]", "key a: secrets"),
         (f"keys: [{{name: a, secrets: [{{sha256: {DIGEST}, expires: 2027-01-01}}]}}]", "key a: secrets"),
