@@ -91,7 +91,7 @@ class Decoder:
             self._native_pass.between_layers = between_layers
 
     def give_way(self) -> None:
-        """Let another pass begin and end behind the layers of this one, as between them, which changes nothing of it."""
+        """Let another pass begin and end behind the layers of this one, as between them: it changes nothing here."""
         if self._between_layers is None:
             return
         told = (self.attention_s, self.chunk_attention_s, self.products_s, self.had_head)
