@@ -140,7 +140,7 @@ class AdapterCache:
         with self._lock:
             self._loaded.setdefault(adapter.digest, _Loaded(matrices))
             used = self._used(adapter, is_real_time)
-            self._evict(self._max_adapters)
+            self._evict(self._max_adapters, self._max_bytes)
         return used
 
     def release(self, adapter: LoraAdapter, *, is_real_time: bool) -> None:
@@ -149,7 +149,7 @@ class AdapterCache:
             use = self._loaded[adapter.digest].use(is_real_time=is_real_time)
             use.num_users -= 1
             assert use.num_users >= 0, "an adapter released more often than acquired"
-            self._evict(self._max_adapters)
+            self._evict(self._max_adapters, self._max_bytes)
             served = self._serve_waiting()
         _complete(served)
 
@@ -249,12 +249,12 @@ class AdapterCache:
         return loading is not None or self._has_room(is_real_time, now)
 
     def _has_room(self, is_real_time: bool, now: float) -> bool:
-        max_left = self._max_adapters - 1 - len(self._loading)
-        self._evict(max_left)
+        max_left, max_bytes = self._max_adapters - 1 - len(self._loading), self._max_bytes - 1
+        self._evict(max_left, max_bytes)
         if is_real_time and len(self._holding(now, is_real_time=False)) > 1:
-            self._evict(max_left, for_real_time=True)
+            self._evict(max_left, max_bytes, for_real_time=True)
         has_place = len(self._loaded) + len(self._loading) < self._max_adapters
-        return has_place and (self.num_bytes < self._max_bytes or not self._loaded)
+        return has_place and (self.num_bytes <= max_bytes or not self._loaded)
 
     def _join_loading(self, adapter: LoraAdapter, is_real_time: bool, done: "Future[None]") -> None:
         """Load an adapter, unless that is under way; a request waits for it."""
@@ -265,7 +265,7 @@ class AdapterCache:
         loading.classes.add(is_real_time)
         loading.done.add_done_callback(partial(_pass_on, done))
 
-    def _evict(self, max_left: int, *, for_real_time: bool = False) -> None:
+    def _evict(self, max_left: int, max_bytes: int, *, for_real_time: bool = False) -> None:
         """Let adapters that nobody holds leave until their number and their bytes are within the limits.
 
         `for_real_time`: also those that best effort wants, but does not use.
@@ -277,7 +277,7 @@ class AdapterCache:
             if not (own.is_used or own.real_time.holds(now) if for_real_time else own.is_held(now))
         ]
         for _, digest in sorted(idle, key=lambda one: one[0]):
-            if len(self._loaded) <= max(max_left, 0) and self.num_bytes <= self._max_bytes:
+            if len(self._loaded) <= max(max_left, 0) and self.num_bytes <= max_bytes:
                 return
             del self._loaded[digest]
 
@@ -296,7 +296,7 @@ class AdapterCache:
                     self._loaded.setdefault(adapter.digest, _Loaded(matrices))
                     for is_real_time in sorted(loading.classes):
                         self._want(adapter.digest, is_real_time, self._clock())
-                    self._evict(self._max_adapters)
+                    self._evict(self._max_adapters, self._max_bytes)
                 served = self._serve_waiting()
             loading.done.set_result(None)
             _complete(served)

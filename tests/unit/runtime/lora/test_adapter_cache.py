@@ -13,7 +13,7 @@ from alignedserve.runtime.lora.adapter_cache import AdapterCache
 from kernels.adapters.lora import AdapterMatrices
 from kernels.addend_layout import ProductShape
 
-BYTES = AdapterMatrices([ProductShape(4, 4)], 1, torch.float32, torch.device("cpu")).num_bytes
+BYTES = 64  # of each adapter
 
 
 def adapter(number: int) -> LoraAdapter:
@@ -23,16 +23,18 @@ def adapter(number: int) -> LoraAdapter:
 class Cache:
     """A cache, the time of its clock, and what it loaded."""
 
-    def __init__(self, max_adapters: int) -> None:
+    def __init__(self, max_adapters: int, max_bytes: int = 1 << 20) -> None:
         self.now = 0.0
         self.loads: list[int] = []
         self.before_load: Callable[[int], None] = lambda _: None
-        self.of = AdapterCache(self._load, max_adapters=max_adapters, max_bytes=1 << 20, clock=lambda: self.now)
+        self.of = AdapterCache(self._load, max_adapters=max_adapters, max_bytes=max_bytes, clock=lambda: self.now)
 
     def _load(self, asked: LoraAdapter) -> AdapterMatrices:
         self.before_load(int(asked.name))
         self.loads.append(int(asked.name))
-        return AdapterMatrices([ProductShape(4, 4)], 1, torch.float32, torch.device("cpu"))
+        matrices = AdapterMatrices([ProductShape(4, 4)], 1, torch.float32, torch.device("cpu"))
+        matrices.num_bytes = BYTES
+        return matrices
 
     def chat(self, number: int) -> "Future[None] | None":
         return self.of.prepare(adapter(number), is_real_time=True)
@@ -135,6 +137,15 @@ def test_a_request_from_another_worker_waits_for_its_adapter_but_not_for_room(sm
     assert small.of.prepare_at_once(adapter(2), is_real_time=True) is None
     small.of.acquire(adapter(2), is_real_time=True)
     assert small.of.num_bytes == 2 * BYTES
+
+
+def test_adapters_that_fill_the_memory_exactly_leave_for_others() -> None:
+    cache = Cache(16, 3 * BYTES)
+    for number in (1, 2, 3, 4, 1):
+        cache.serve(number)
+    assert cache.loads == [1, 2, 3, 4, 1]
+    assert cache.of.num_bytes == 3 * BYTES
+    cache.of.close()
 
 
 # --- classes
