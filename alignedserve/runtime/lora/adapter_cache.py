@@ -94,6 +94,7 @@ class AdapterCache:
         self._clock = clock
         self._loaded: OrderedDict[bytes, _Loaded] = OrderedDict()  # the most recently used last
         self._loading: dict[bytes, _Loading] = {}
+        self._largest_bytes: int | None = None  # of one; None: none has been loaded yet
         self._waiting: dict[bool, deque[_Waiting]] = {True: deque(), False: deque()}  # real-time ones first
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "adapters")
@@ -138,7 +139,7 @@ class AdapterCache:
                 return self._used(adapter, is_real_time)
         matrices = self._load(adapter)
         with self._lock:
-            self._loaded.setdefault(adapter.digest, _Loaded(matrices))
+            self._came(adapter, matrices)
             used = self._used(adapter, is_real_time)
             self._evict(self._max_adapters, self._max_bytes)
         return used
@@ -200,12 +201,14 @@ class AdapterCache:
     def _may_hold_more(self, now: float, *, is_real_time: bool) -> bool:
         """Return whether a class may hold one more adapter beside those that it holds, or that are loaded for it."""
         held = self._holding(now, is_real_time=is_real_time)
-        count = len(held) + sum(is_real_time in loading.classes for loading in self._loading.values())
+        num_loading = sum(is_real_time in loading.classes for loading in self._loading.values())
+        count = len(held) + num_loading
         if is_real_time:
             keeps_one = bool(self._waiting[False]) and not self._holding(now, is_real_time=False)
             return count < max(self._max_adapters - keeps_one, 1)
-        has_bytes = sum(own.matrices.num_bytes for own in held) < _MOST_OF_BEST_EFFORT * self._max_bytes
-        return count < max(int(_MOST_OF_BEST_EFFORT * self._max_adapters), 1) and (has_bytes or not held)
+        num_bytes = sum(own.matrices.num_bytes for own in held) + num_loading * (self._largest_bytes or 0)
+        has_bytes = num_bytes < _MOST_OF_BEST_EFFORT * self._max_bytes or not count
+        return has_bytes and count < max(int(_MOST_OF_BEST_EFFORT * self._max_adapters), 1)
 
     def _serve_waiting(self) -> "list[Future[None]]":
         """Start to load adapters for waiting requests, by class and arrival; return requests that need not wait."""
@@ -249,12 +252,22 @@ class AdapterCache:
         return loading is not None or self._has_room(is_real_time, now)
 
     def _has_room(self, is_real_time: bool, now: float) -> bool:
-        max_left, max_bytes = self._max_adapters - 1 - len(self._loading), self._max_bytes - 1
+        num_loading = len(self._loading)
+        if num_loading and self._largest_bytes is None:  # nobody knows yet what they take
+            return False
+        max_left = self._max_adapters - 1 - num_loading
+        max_bytes = self._max_bytes - 1 - num_loading * (self._largest_bytes or 0)
+        if num_loading and max_bytes < 0:
+            return False
         self._evict(max_left, max_bytes)
         if is_real_time and len(self._holding(now, is_real_time=False)) > 1:
             self._evict(max_left, max_bytes, for_real_time=True)
-        has_place = len(self._loaded) + len(self._loading) < self._max_adapters
-        return has_place and (self.num_bytes <= max_bytes or not self._loaded)
+        has_place = len(self._loaded) <= max_left
+        return has_place and (self.num_bytes <= max_bytes or not (self._loaded or num_loading))
+
+    def _came(self, adapter: LoraAdapter, matrices: AdapterMatrices) -> None:
+        self._loaded.setdefault(adapter.digest, _Loaded(matrices))
+        self._largest_bytes = max(self._largest_bytes or 0, matrices.num_bytes)
 
     def _join_loading(self, adapter: LoraAdapter, is_real_time: bool, done: "Future[None]") -> None:
         """Load an adapter, unless that is under way; a request waits for it."""
@@ -293,7 +306,7 @@ class AdapterCache:
             with self._lock:
                 loading = self._loading.pop(adapter.digest)
                 if matrices is not None:
-                    self._loaded.setdefault(adapter.digest, _Loaded(matrices))
+                    self._came(adapter, matrices)
                     for is_real_time in sorted(loading.classes):
                         self._want(adapter.digest, is_real_time, self._clock())
                     self._evict(self._max_adapters, self._max_bytes)

@@ -162,6 +162,19 @@ def test_documents_of_many_adapters_leave_a_place_for_chats(cache: Cache) -> Non
     assert cache.chat(1) is None  # what documents use is there for chats, too, however long others wait
 
 
+def test_what_is_being_loaded_counts_among_the_bytes() -> None:
+    cache = Cache(16, 4 * BYTES)
+    documents = [cache.document(number) for number in range(1, 9)]
+    for waiting in documents[:3]:
+        assert waiting is not None
+        waiting.result(10)
+    assert all(map(is_held_back, documents[3:]))
+    cache.serve(9)  # a quarter is left for chats
+    assert cache.loads == [1, 2, 3, 9]
+    assert cache.of.num_bytes <= 4 * BYTES
+    cache.of.close()
+
+
 def test_an_adapter_that_chats_left_behind_counts_once_a_document_takes_it(cache: Cache) -> None:
     for number in (1, 2, 3, 4):
         cache.serve(number)
