@@ -22,9 +22,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 
 from alignedserve.core.errors import AdapterError
+from alignedserve.core.ids import RequestId
 from alignedserve.core.request import LoraAdapter
 from kernels.adapters.lora import AdapterMatrices
 
@@ -38,10 +38,12 @@ class _Use:
     """How requests of one class hold an adapter."""
 
     num_users: int = 0  # sequences in the engine
-    wanted_until_s: float = float("-inf")  # by requests that have not entered it
+    wanted_until_s: dict[RequestId, float] = field(default_factory=dict)  # by requests that have not entered it
 
     def holds(self, now: float) -> bool:
-        return self.num_users > 0 or now < self.wanted_until_s
+        for request_id in [one for one, until_s in self.wanted_until_s.items() if until_s <= now]:
+            del self.wanted_until_s[request_id]
+        return self.num_users > 0 or bool(self.wanted_until_s)
 
 
 @dataclass(slots=True)
@@ -62,18 +64,24 @@ class _Loaded:
         return self.best_effort.holds(now) or self.real_time.holds(now)
 
 
-@dataclass(frozen=True, slots=True)
-class _Loading:
-    classes: set[bool]  # that wait for it; True: real-time requests do
-    done: "Future[None]" = field(default_factory=Future)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wish:
+    """A request that waits for its adapter."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
+    request_id: RequestId
     adapter: LoraAdapter
     is_real_time: bool
     since_s: float
     done: "Future[None]" = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    wishes: list[_Wish] = field(default_factory=list)
+    done: "Future[None]" = field(default_factory=Future)
+
+    def is_for(self, *, is_real_time: bool) -> bool:
+        return any(wish.is_real_time is is_real_time for wish in self.wishes)
 
 
 class AdapterCache:
@@ -95,7 +103,7 @@ class AdapterCache:
         self._loaded: OrderedDict[bytes, _Loaded] = OrderedDict()  # the most recently used last
         self._loading: dict[bytes, _Loading] = {}
         self._largest_bytes: int | None = None  # of one; None: none has been loaded yet
-        self._waiting: dict[bool, deque[_Waiting]] = {True: deque(), False: deque()}  # real-time ones first
+        self._waiting: dict[bool, deque[_Wish]] = {True: deque(), False: deque()}  # real-time ones first
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._timer: threading.Timer | None = None
@@ -106,29 +114,31 @@ class AdapterCache:
         """Return the bytes of their matrices."""
         return sum(own.matrices.num_bytes for own in self._loaded.values())
 
-    def prepare(self, adapter: LoraAdapter, *, is_real_time: bool) -> "Future[None] | None":
+    def prepare(self, adapter: LoraAdapter, request_id: RequestId, *, is_real_time: bool) -> "Future[None] | None":
         """Begin to load an adapter; return what its request waits for, if anything. It never fails: `acquire` does."""
         with self._lock:
-            now = self._clock()
-            if not self._must_queue(now, is_real_time=is_real_time) and self._is_ready(adapter, is_real_time, now):
+            wish = _Wish(request_id, adapter, is_real_time, self._clock())
+            if not self._must_queue(wish.since_s, is_real_time=is_real_time) and self._is_ready(wish, wish.since_s):
+                self._want(wish)
                 return None
-            waiting = _Waiting(adapter, is_real_time, now)
-            self._waiting[is_real_time].append(waiting)
+            self._waiting[is_real_time].append(wish)
             served = self._serve_waiting()
         _complete(served)
-        return waiting.done
+        return wish.done
 
-    def prepare_at_once(self, adapter: LoraAdapter, *, is_real_time: bool) -> "Future[None] | None":
+    def prepare_at_once(
+        self, adapter: LoraAdapter, request_id: RequestId, *, is_real_time: bool
+    ) -> "Future[None] | None":
         """Begin to load an adapter as `prepare` does, but whatever the bounds: its request has begun elsewhere."""
         with self._lock:
+            wish = _Wish(request_id, adapter, is_real_time, self._clock())
             if adapter.digest in self._loaded:
-                self._want(adapter.digest, is_real_time, self._clock())
+                self._want(wish)
                 return None
-            done: Future[None] = Future()
-            self._join_loading(adapter, is_real_time, done)
-        return done
+            self._join_loading(wish)
+        return wish.done
 
-    def acquire(self, adapter: LoraAdapter, *, is_real_time: bool) -> AdapterMatrices:
+    def acquire(self, adapter: LoraAdapter, request_id: RequestId, *, is_real_time: bool) -> AdapterMatrices:
         """Return the matrices, which stay in memory until `release`. Raises AdapterError."""
         with self._lock:
             loading = self._loading.get(adapter.digest)
@@ -136,11 +146,11 @@ class AdapterCache:
             loading.done.result()
         with self._lock:
             if adapter.digest in self._loaded:
-                return self._used(adapter, is_real_time)
+                return self._used(adapter, request_id, is_real_time)
         matrices = self._load(adapter)
         with self._lock:
             self._came(adapter, matrices)
-            used = self._used(adapter, is_real_time)
+            used = self._used(adapter, request_id, is_real_time)
             self._evict(self._max_adapters, self._max_bytes)
         return used
 
@@ -170,27 +180,25 @@ class AdapterCache:
             return True
         return bool(own) and now - own[0].since_s > PATIENCE_S
 
-    def _is_ready(self, adapter: LoraAdapter, is_real_time: bool, now: float) -> bool:
-        """Return whether a request can have this adapter now, which it then wants."""
-        own = self._loaded.get(adapter.digest)
-        is_ready = own is not None and (
-            own.use(is_real_time=is_real_time).holds(now) or self._may_hold_more(now, is_real_time=is_real_time)
+    def _is_ready(self, wish: _Wish, now: float) -> bool:
+        """Return whether a request can have its adapter now."""
+        own = self._loaded.get(wish.adapter.digest)
+        return own is not None and (
+            own.use(is_real_time=wish.is_real_time).holds(now)
+            or self._may_hold_more(now, is_real_time=wish.is_real_time)
         )
-        if is_ready:
-            self._want(adapter.digest, is_real_time, now)
-        return is_ready
 
-    def _want(self, digest: bytes, is_real_time: bool, now: float) -> None:
-        own = self._loaded[digest]
-        own.use(is_real_time=is_real_time).wanted_until_s = now + _WANTED_S
-        own.is_real_time = is_real_time
-        self._loaded.move_to_end(digest)
+    def _want(self, wish: _Wish) -> None:
+        own = self._loaded[wish.adapter.digest]
+        own.use(is_real_time=wish.is_real_time).wanted_until_s[wish.request_id] = self._clock() + _WANTED_S
+        own.is_real_time = wish.is_real_time
+        self._loaded.move_to_end(wish.adapter.digest)
 
-    def _used(self, adapter: LoraAdapter, is_real_time: bool) -> AdapterMatrices:
+    def _used(self, adapter: LoraAdapter, request_id: RequestId, is_real_time: bool) -> AdapterMatrices:
         own = self._loaded[adapter.digest]
         use = own.use(is_real_time=is_real_time)
         use.num_users += 1
-        use.wanted_until_s = float("-inf")
+        use.wanted_until_s.pop(request_id, None)
         own.is_real_time = is_real_time
         self._loaded.move_to_end(adapter.digest)
         return own.matrices
@@ -201,7 +209,7 @@ class AdapterCache:
     def _may_hold_more(self, now: float, *, is_real_time: bool) -> bool:
         """Return whether a class may hold one more adapter beside those that it holds, or that are loaded for it."""
         held = self._holding(now, is_real_time=is_real_time)
-        num_loading = sum(is_real_time in loading.classes for loading in self._loading.values())
+        num_loading = sum(loading.is_for(is_real_time=is_real_time) for loading in self._loading.values())
         count = len(held) + num_loading
         if is_real_time:
             keeps_one = bool(self._waiting[False]) and not self._holding(now, is_real_time=False)
@@ -210,9 +218,9 @@ class AdapterCache:
         has_bytes = num_bytes < _MOST_OF_BEST_EFFORT * self._max_bytes or not count
         return has_bytes and count < max(int(_MOST_OF_BEST_EFFORT * self._max_adapters), 1)
 
-    def _serve_waiting(self) -> "list[Future[None]]":
+    def _serve_waiting(self) -> list[_Wish]:
         """Start to load adapters for waiting requests, by class and arrival; return requests that need not wait."""
-        served: list[Future[None]] = []
+        served: list[_Wish] = []
         now = self._clock()
         if self._is_closed:
             return served
@@ -220,16 +228,20 @@ class AdapterCache:
             while waiting:
                 if not is_real_time and self._waiting[True] and self._holding(now, is_real_time=False):
                     break
-                adapter = waiting[0].adapter
-                is_ready = self._is_ready(adapter, is_real_time, now)
-                if not is_ready and not self._may_load(adapter, is_real_time, now):
+                first = waiting[0]
+                is_ready = self._is_ready(first, now)
+                if not is_ready and not self._may_load(first, now):
                     break
-                for one in [one for one in waiting if one.adapter.digest == adapter.digest]:
-                    waiting.remove(one)
+                same = [wish for wish in waiting if wish.adapter.digest == first.adapter.digest]
+                others = [wish for wish in waiting if wish.adapter.digest != first.adapter.digest]
+                waiting.clear()
+                waiting.extend(others)
+                for wish in same:
                     if is_ready:
-                        served.append(one.done)
+                        self._want(wish)
                     else:
-                        self._join_loading(adapter, is_real_time, one.done)
+                        self._join_loading(wish)
+                served += same if is_ready else ()
         if any(self._waiting.values()) and self._timer is None:  # what is only wanted may be so no longer
             self._timer = threading.Timer(PATIENCE_S, self._look_again)
             self._timer.daemon = True
@@ -242,14 +254,14 @@ class AdapterCache:
             served = self._serve_waiting()
         _complete(served)
 
-    def _may_load(self, adapter: LoraAdapter, is_real_time: bool, now: float) -> bool:
+    def _may_load(self, wish: _Wish, now: float) -> bool:
         """Return whether an adapter may be loaded for a request, or is being loaded and may be kept for it."""
-        loading = self._loading.get(adapter.digest)
-        if loading is not None and is_real_time in loading.classes:
+        loading = self._loading.get(wish.adapter.digest)
+        if loading is not None and loading.is_for(is_real_time=wish.is_real_time):
             return True
-        if adapter.digest in self._loaded or not self._may_hold_more(now, is_real_time=is_real_time):
+        if wish.adapter.digest in self._loaded or not self._may_hold_more(now, is_real_time=wish.is_real_time):
             return False
-        return loading is not None or self._has_room(is_real_time, now)
+        return loading is not None or self._has_room(wish.is_real_time, now)
 
     def _has_room(self, is_real_time: bool, now: float) -> bool:
         num_loading = len(self._loading)
@@ -269,14 +281,13 @@ class AdapterCache:
         self._loaded.setdefault(adapter.digest, _Loaded(matrices))
         self._largest_bytes = max(self._largest_bytes or 0, matrices.num_bytes)
 
-    def _join_loading(self, adapter: LoraAdapter, is_real_time: bool, done: "Future[None]") -> None:
+    def _join_loading(self, wish: _Wish) -> None:
         """Load an adapter, unless that is under way; a request waits for it."""
-        loading = self._loading.get(adapter.digest)
+        loading = self._loading.get(wish.adapter.digest)
         if loading is None:
-            loading = self._loading[adapter.digest] = _Loading(set())
-            self._thread.submit(self._load_in_thread, adapter)
-        loading.classes.add(is_real_time)
-        loading.done.add_done_callback(partial(_pass_on, done))
+            loading = self._loading[wish.adapter.digest] = _Loading()
+            self._thread.submit(self._load_in_thread, wish.adapter)
+        loading.wishes.append(wish)
 
     def _evict(self, max_left: int, max_bytes: int, *, for_real_time: bool = False) -> None:
         """Let adapters that nobody holds leave until their number and their bytes are within the limits.
@@ -307,19 +318,15 @@ class AdapterCache:
                 loading = self._loading.pop(adapter.digest)
                 if matrices is not None:
                     self._came(adapter, matrices)
-                    for is_real_time in sorted(loading.classes):
-                        self._want(adapter.digest, is_real_time, self._clock())
+                    for wish in sorted(loading.wishes, key=lambda one: one.is_real_time):
+                        self._want(wish)
                     self._evict(self._max_adapters, self._max_bytes)
                 served = self._serve_waiting()
             loading.done.set_result(None)
-            _complete(served)
+            _complete([*loading.wishes, *served])
 
 
-def _pass_on(done: "Future[None]", _: "Future[None]") -> None:
-    done.set_result(None)
-
-
-def _complete(futures: "list[Future[None]]") -> None:
+def _complete(wishes: list[_Wish]) -> None:
     """Call back outside of the lock."""
-    for future in futures:
-        future.set_result(None)
+    for wish in wishes:
+        wish.done.set_result(None)

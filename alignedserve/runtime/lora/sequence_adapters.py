@@ -45,7 +45,7 @@ class SequenceAdapters:
         """
         prepare = self.cache.prepare if isinstance(message, PrefillRequest) else self.cache.prepare_at_once
         prepared = [
-            prepare(request.adapter, is_real_time=request.is_real_time)
+            prepare(request.adapter, request.request_id, is_real_time=request.is_real_time)
             for request in requests_of(message)
             if request.adapter is not None
         ]
@@ -66,7 +66,7 @@ class SequenceAdapters:
 
         Ranks and stages that follow the first are not told the class: what waits, and for what, is decided there.
         """
-        matrices = self.cache.acquire(adapter, is_real_time=is_real_time)
+        matrices = self.cache.acquire(adapter, request_id, is_real_time=is_real_time)
         self._used[request_id] = adapter, is_real_time
         return matrices
 

@@ -54,9 +54,10 @@ class CountingEngine(ModelExecutor):
         self, prompt: list[int], sampling: SamplingParams, adapter: LoraAdapter | None, pictures: tuple[Picture, ...]
     ) -> list[int]:
         """Return the tokens of a request that no other one runs beside."""
-        matrices = None if adapter is None else self._adapters.cache.acquire(adapter, is_real_time=True)
+        alone = RequestId("alone")
+        matrices = None if adapter is None else self._adapters.cache.acquire(adapter, alone, is_real_time=True)
         ends = frozenset[int]() if sampling.ignore_eos and not sampling.grammar else self.eos_token_ids
-        request = Request(RequestId("alone"), tuple(prompt), sampling, "", 0.0, pictures=pictures)
+        request = Request(alone, tuple(prompt), sampling, "", 0.0, pictures=pictures)
         shown = self._pictures.add(request, 0)
         places = rope_places(len(prompt), pictures) if self._has_axes else None
         runs, engine = whole_runs(pictures), self._engine

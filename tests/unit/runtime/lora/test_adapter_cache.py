@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from alignedserve.core.errors import AdapterError
+from alignedserve.core.ids import RequestId
 from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.lora.adapter_cache import AdapterCache
 from kernels.adapters.lora import AdapterMatrices
@@ -18,6 +19,10 @@ BYTES = 64  # of each adapter
 
 def adapter(number: int) -> LoraAdapter:
     return LoraAdapter(str(number), "/nowhere", bytes([number]) * 16)
+
+
+def request_id(number: int) -> RequestId:
+    return RequestId(f"of {number}")
 
 
 class Cache:
@@ -37,17 +42,17 @@ class Cache:
         return matrices
 
     def chat(self, number: int) -> "Future[None] | None":
-        return self.of.prepare(adapter(number), is_real_time=True)
+        return self.of.prepare(adapter(number), request_id(number), is_real_time=True)
 
     def document(self, number: int) -> "Future[None] | None":
-        return self.of.prepare(adapter(number), is_real_time=False)
+        return self.of.prepare(adapter(number), request_id(number), is_real_time=False)
 
     def begin(self, number: int, *, is_real_time: bool) -> None:
         """Let a request enter the engine, which has waited for its adapter."""
-        waiting = self.of.prepare(adapter(number), is_real_time=is_real_time)
+        waiting = self.of.prepare(adapter(number), request_id(number), is_real_time=is_real_time)
         if waiting is not None:
             waiting.result(10)
-        self.of.acquire(adapter(number), is_real_time=is_real_time)
+        self.of.acquire(adapter(number), request_id(number), is_real_time=is_real_time)
 
     def end(self, number: int, *, is_real_time: bool) -> None:
         self.of.release(adapter(number), is_real_time=is_real_time)
@@ -98,7 +103,7 @@ def test_the_least_recently_used_adapter_leaves_but_none_that_is_used(cache: Cac
 
 def test_a_sequence_gets_an_adapter_that_has_left_and_a_failure_is_told(small: Cache) -> None:
     for number in (1, 2):
-        small.of.acquire(adapter(number), is_real_time=True)
+        small.of.acquire(adapter(number), request_id(number), is_real_time=True)
     assert small.of.num_bytes == 2 * BYTES
     small.end(1, is_real_time=True)
     assert small.of.num_bytes == BYTES
@@ -112,7 +117,7 @@ def test_a_sequence_gets_an_adapter_that_has_left_and_a_failure_is_told(small: C
     assert waiting is not None
     waiting.result(10)
     with pytest.raises(AdapterError, match="it is gone"):
-        small.of.acquire(adapter(3), is_real_time=True)
+        small.of.acquire(adapter(3), request_id(3), is_real_time=True)
 
 
 def test_nobody_waits_while_an_adapter_is_loaded_but_its_own_requests(cache: Cache) -> None:
@@ -130,12 +135,12 @@ def test_nobody_waits_while_an_adapter_is_loaded_but_its_own_requests(cache: Cac
 
 
 def test_a_request_from_another_worker_waits_for_its_adapter_but_not_for_room(small: Cache) -> None:
-    small.of.acquire(adapter(1), is_real_time=True)
-    waiting = small.of.prepare_at_once(adapter(2), is_real_time=True)
+    small.of.acquire(adapter(1), request_id(1), is_real_time=True)
+    waiting = small.of.prepare_at_once(adapter(2), request_id(2), is_real_time=True)
     assert waiting is not None
     waiting.result(10)
-    assert small.of.prepare_at_once(adapter(2), is_real_time=True) is None
-    small.of.acquire(adapter(2), is_real_time=True)
+    assert small.of.prepare_at_once(adapter(2), request_id(2), is_real_time=True) is None
+    small.of.acquire(adapter(2), request_id(2), is_real_time=True)
     assert small.of.num_bytes == 2 * BYTES
 
 
@@ -193,7 +198,7 @@ def test_a_chat_takes_the_place_of_a_document_that_has_not_begun(cache: Cache) -
         assert cache.document(number) is None
     cache.serve(5)
     assert cache.loads == [1, 2, 3, 4, 5]
-    cache.of.acquire(adapter(4), is_real_time=False)
+    cache.of.acquire(adapter(4), request_id(4), is_real_time=False)
     assert cache.loads == [1, 2, 3, 4, 5]  # the other one left
 
 
@@ -214,7 +219,7 @@ def test_of_several_places_chats_leave_one_to_documents_that_have_none(cache: Ca
     assert document is not None
     document.result(10)
     assert all(map(is_held_back, chats))
-    cache.of.acquire(adapter(7), is_real_time=False)
+    cache.of.acquire(adapter(7), request_id(7), is_real_time=False)
     assert is_held_back(cache.document(7))  # further ones wait behind the chats
     cache.end(2, is_real_time=True)
     assert chats[0] is not None
@@ -238,9 +243,22 @@ def test_an_adapter_stays_for_a_request_that_has_not_begun_but_not_for_ever(cach
         waiting.result(10)
     last = cache.document(4)
     assert is_held_back(last)  # else it would take what another needs in its next iteration
-    cache.of.acquire(adapter(2), is_real_time=False)
+    cache.of.acquire(adapter(2), request_id(2), is_real_time=False)
     assert cache.loads == [1, 2, 3]
     cache.now += 31.0  # 1 and 3 were aborted meanwhile
     assert last is not None
     last.result(10)
     assert cache.loads == [1, 2, 3, 4]
+
+
+def test_an_adapter_stays_for_each_request_that_has_not_begun(small: Cache) -> None:
+    small.begin(1, is_real_time=True)
+    assert small.of.prepare(adapter(1), RequestId("another"), is_real_time=True) is None
+    small.end(1, is_real_time=True)
+    other = small.chat(2)
+    assert is_held_back(other)
+    small.of.acquire(adapter(1), RequestId("another"), is_real_time=True)
+    assert small.loads == [1]  # else an iteration would wait for it
+    small.end(1, is_real_time=True)
+    assert other is not None
+    other.result(10)
