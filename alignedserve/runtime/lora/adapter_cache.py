@@ -7,7 +7,8 @@
    holds none.
 3. Where adapters or bytes would be too many, those leave that nobody holds: those that best effort used last before
    the others, the least recently used first. If all are held, the request waits until one is not; a real-time request
-   takes the place of one that best effort holds but does not use yet, unless that is all it holds.
+   takes the place of one that best effort holds but does not use yet, unless that is all it holds. Those that
+   real-time requests wait for are loaded first.
 4. While one has waited for longer than PATIENCE_S, requests of its class for adapters that are there wait behind it, so
    that the sequences that use them come to an end; its own adapter serves all that wait for it then. Best effort
    waits behind every real-time request that waits, unless it holds no adapter at all.
@@ -20,12 +21,14 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 from alignedserve.core.errors import AdapterError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import LoraAdapter
+from alignedserve.process.turn_threads import TurnThreads
 from kernels.adapters.lora import AdapterMatrices
 
 PATIENCE_S = 1.0
@@ -77,6 +80,7 @@ class _Wish:
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
+    work: "Future[None]"
     wishes: list[_Wish] = field(default_factory=list)
     done: "Future[None]" = field(default_factory=Future)
 
@@ -105,7 +109,7 @@ class AdapterCache:
         self._largest_bytes: int | None = None  # of one; None: none has been loaded yet
         self._waiting: dict[bool, deque[_Wish]] = {True: deque(), False: deque()}  # real-time ones first
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, "adapters")
+        self._thread = TurnThreads(1, "adapters")
         self._timer: threading.Timer | None = None
         self._is_closed = False
 
@@ -142,6 +146,8 @@ class AdapterCache:
         """Return the matrices, which stay in memory until `release`. Raises AdapterError."""
         with self._lock:
             loading = self._loading.get(adapter.digest)
+            if loading is not None:
+                self._thread.hasten(loading.work)
         if loading is not None:
             loading.done.result()
         with self._lock:
@@ -170,7 +176,7 @@ class AdapterCache:
             self._is_closed = True
             if self._timer is not None:
                 self._timer.cancel()
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.close()
 
     # --- under the lock
 
@@ -285,8 +291,10 @@ class AdapterCache:
         """Load an adapter, unless that is under way; a request waits for it."""
         loading = self._loading.get(wish.adapter.digest)
         if loading is None:
-            loading = self._loading[wish.adapter.digest] = _Loading()
-            self._thread.submit(self._load_in_thread, wish.adapter)
+            work = self._thread.submit(partial(self._load_in_thread, wish.adapter), is_real_time=wish.is_real_time)
+            loading = self._loading[wish.adapter.digest] = _Loading(work)
+        elif wish.is_real_time:
+            self._thread.hasten(loading.work)
         loading.wishes.append(wish)
 
     def _evict(self, max_left: int, max_bytes: int, *, for_real_time: bool = False) -> None:

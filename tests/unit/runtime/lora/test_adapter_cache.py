@@ -202,6 +202,22 @@ def test_a_chat_takes_the_place_of_a_document_that_has_not_begun(cache: Cache) -
     assert cache.loads == [1, 2, 3, 4, 5]  # the other one left
 
 
+def test_what_chats_wait_for_is_loaded_before_what_documents_wait_for() -> None:
+    cache = Cache(16)
+    cache.serve(1)
+    may_go_on = threading.Event()
+    cache.before_load = lambda _: (None, may_go_on.wait(20))[0]
+    documents = [cache.document(number) for number in (2, 3, 4, 5)]
+    chats = cache.chat(6), cache.chat(4)
+    may_go_on.set()
+    for waiting in (*documents, *chats):
+        assert waiting is not None
+        waiting.result(10)
+    assert sorted(cache.loads) == [1, 2, 3, 4, 5, 6]
+    assert max(cache.loads.index(6), cache.loads.index(4)) <= 3  # behind what had begun
+    cache.of.close()
+
+
 def test_chats_that_wait_go_before_documents(small: Cache) -> None:
     small.begin(1, is_real_time=True)
     document, chat = small.document(2), small.chat(3)
