@@ -49,11 +49,16 @@ class _Held(NamedTuple):
     def is_ready(self) -> bool:
         return all(one.done() for one in self.prepared)
 
+    @property
+    def is_cancelled(self) -> bool:
+        return any(one.cancelled() for one in self.prepared)
+
 
 class HeldMessages:
     """Delivers messages, at once or once they are prepared. Used on one event loop.
 
-    Messages about one request stay in order, and so do batches that one pool grants; all others pass.
+    Messages about one request stay in order, and so do batches that one pool grants; all others pass. A message is
+    dropped if what it waits for is cancelled: its request has ended, as the message behind it says.
     """
 
     def __init__(self, prepare: Prepare, deliver: Callable[[str, Message], None]) -> None:
@@ -92,6 +97,8 @@ class HeldMessages:
         waiting, self._held = self._held, []
         subjects: set[str] = set()
         for held in waiting:
+            if held.is_cancelled:
+                continue
             if held.is_ready and not held.subjects & subjects:
                 self._deliver(held.peer, held.message)
             else:

@@ -2,9 +2,9 @@
 
 1. A request for an adapter that is not there waits, with others for the same; the loop and the iterations go on.
 2. An adapter is held by the class (real-time or best effort) of the sequences that use it, and of the requests that it
-   was made ready for, until they enter the engine or `_WANTED_S` have passed. Best effort holds three quarters of the
-   places and bytes at most (of one place, all), real-time requests all, but for one place where best effort waits that
-   holds none.
+   was made ready for, until they enter the engine, end, or `_WANTED_S` have passed. Best effort holds three quarters of
+   the places and bytes at most (of one place, all), real-time requests all, but for one place where best effort waits
+   that holds none.
 3. Where adapters or bytes would be too many, those leave that nobody holds: those that best effort used last before
    the others, the least recently used first. If all are held, the request waits until one is not; a real-time request
    takes the place of one that best effort holds but does not use yet, unless that is all it holds. Those that
@@ -36,17 +36,34 @@ _WANTED_S = 30.0
 _MOST_OF_BEST_EFFORT = 0.75  # of the places and of the bytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wish:
+    """A request that waits for its adapter, or for its turn to use it."""
+
+    request_id: RequestId
+    adapter: LoraAdapter
+    is_real_time: bool
+    attempt: int | None  # None: it has begun elsewhere, and is not withdrawn
+    since_s: float
+    done: "Future[None]" = field(default_factory=Future)
+
+    def is_of(self, request_id: RequestId, attempt: int | None) -> bool:
+        """Return whether it is of one of the attempts of a request until this one; None: until any."""
+        is_until = attempt is None or (self.attempt is not None and self.attempt <= attempt)
+        return self.request_id == request_id and self.attempt is not None and is_until
+
+
 @dataclass(slots=True)
 class _Use:
     """How requests of one class hold an adapter."""
 
     num_users: int = 0  # sequences in the engine
-    wanted_until_s: dict[RequestId, float] = field(default_factory=dict)  # by requests that have not entered it
+    wishes: dict[RequestId, tuple[_Wish, float]] = field(default_factory=dict)  # before they enter it; until when
 
     def holds(self, now: float) -> bool:
-        for request_id in [one for one, until_s in self.wanted_until_s.items() if until_s <= now]:
-            del self.wanted_until_s[request_id]
-        return self.num_users > 0 or bool(self.wanted_until_s)
+        for request_id in [request_id for request_id, (_, until_s) in self.wishes.items() if until_s <= now]:
+            del self.wishes[request_id]
+        return self.num_users > 0 or bool(self.wishes)
 
 
 @dataclass(slots=True)
@@ -63,19 +80,13 @@ class _Loaded:
     def use(self, *, is_real_time: bool) -> _Use:
         return self.real_time if is_real_time else self.best_effort
 
+    def withdraw(self, request_id: RequestId, attempt: int | None) -> None:
+        for use in (self.best_effort, self.real_time):
+            if request_id in use.wishes and use.wishes[request_id][0].is_of(request_id, attempt):
+                del use.wishes[request_id]
+
     def is_held(self, now: float) -> bool:
         return self.best_effort.holds(now) or self.real_time.holds(now)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Wish:
-    """A request that waits for its adapter."""
-
-    request_id: RequestId
-    adapter: LoraAdapter
-    is_real_time: bool
-    since_s: float
-    done: "Future[None]" = field(default_factory=Future)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +129,15 @@ class AdapterCache:
         """Return the bytes of their matrices."""
         return sum(own.matrices.num_bytes for own in self._loaded.values())
 
-    def prepare(self, adapter: LoraAdapter, request_id: RequestId, *, is_real_time: bool) -> "Future[None] | None":
-        """Begin to load an adapter; return what its request waits for, if anything. It never fails: `acquire` does."""
+    def prepare(
+        self, adapter: LoraAdapter, request_id: RequestId, *, is_real_time: bool, attempt: int = 0
+    ) -> "Future[None] | None":
+        """Begin to load an adapter; return what its request waits for, if anything. It never fails: `acquire` does.
+
+        What it waits for is cancelled by `withdraw`.
+        """
         with self._lock:
-            wish = _Wish(request_id, adapter, is_real_time, self._clock())
+            wish = _Wish(request_id, adapter, is_real_time, attempt, self._clock())
             if not self._must_queue(wish.since_s, is_real_time=is_real_time) and self._is_ready(wish, wish.since_s):
                 self._want(wish)
                 return None
@@ -135,12 +151,29 @@ class AdapterCache:
     ) -> "Future[None] | None":
         """Begin to load an adapter as `prepare` does, but whatever the bounds: its request has begun elsewhere."""
         with self._lock:
-            wish = _Wish(request_id, adapter, is_real_time, self._clock())
+            wish = _Wish(request_id, adapter, is_real_time, None, self._clock())
             if adapter.digest in self._loaded:
                 self._want(wish)
                 return None
             self._join_loading(wish)
         return wish.done
+
+    def withdraw(self, request_id: RequestId, attempt: int | None) -> None:
+        """Forget what a request waits for that has ended; with an attempt, only of that one and earlier ones."""
+        with self._lock:
+            ended: list[_Wish] = []
+            for wishes in (*self._waiting.values(), *(loading.wishes for loading in self._loading.values())):
+                own = [wish for wish in wishes if wish.is_of(request_id, attempt)]
+                for wish in own:
+                    wishes.remove(wish)
+                ended += own
+            for loaded in self._loaded.values():
+                loaded.withdraw(request_id, attempt)
+            self._evict(self._max_adapters, self._max_bytes)
+            served = self._serve_waiting()
+        for wish in ended:
+            wish.done.cancel()
+        _complete(served)
 
     def acquire(self, adapter: LoraAdapter, request_id: RequestId, *, is_real_time: bool) -> AdapterMatrices:
         """Return the matrices, which stay in memory until `release`. Raises AdapterError."""
@@ -196,7 +229,7 @@ class AdapterCache:
 
     def _want(self, wish: _Wish) -> None:
         own = self._loaded[wish.adapter.digest]
-        own.use(is_real_time=wish.is_real_time).wanted_until_s[wish.request_id] = self._clock() + _WANTED_S
+        own.use(is_real_time=wish.is_real_time).wishes[wish.request_id] = wish, self._clock() + _WANTED_S
         own.is_real_time = wish.is_real_time
         self._loaded.move_to_end(wish.adapter.digest)
 
@@ -204,7 +237,7 @@ class AdapterCache:
         own = self._loaded[adapter.digest]
         use = own.use(is_real_time=is_real_time)
         use.num_users += 1
-        use.wanted_until_s.pop(request_id, None)
+        use.wishes.pop(request_id, None)
         own.is_real_time = is_real_time
         self._loaded.move_to_end(adapter.digest)
         return own.matrices

@@ -10,6 +10,7 @@ from alignedserve.config.sections import LoraConfig
 from alignedserve.core.errors import AdapterError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import LoraAdapter, Request
+from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest, requests_of
 from alignedserve.runtime.lora.adapter_cache import AdapterCache
@@ -42,8 +43,14 @@ class SequenceAdapters:
         """Begin to load the adapters of the requests that a message brings; return what they wait for.
 
         A new request waits for room among the adapters as well; one from another worker only until its own is loaded.
+        What a new one waits for is cancelled by the message that aborts it.
         """
-        prepare = self.cache.prepare if isinstance(message, PrefillRequest) else self.cache.prepare_at_once
+        if isinstance(message, AbortRequest):
+            self.cache.withdraw(message.request_id, message.attempt)
+            return ()
+        prepare = self.cache.prepare_at_once
+        if isinstance(message, PrefillRequest):
+            prepare = partial(self.cache.prepare, attempt=message.attempt)
         prepared = [
             prepare(request.adapter, request.request_id, is_real_time=request.is_real_time)
             for request in requests_of(message)

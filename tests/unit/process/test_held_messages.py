@@ -98,3 +98,15 @@ async def test_messages_of_a_lost_peer_are_dropped() -> None:
     harness.held.take("router", arriving("slow"))  # of the router that came back
     await harness.finish("slow")
     assert harness.delivered == [("router", arriving("slow"))]
+
+
+async def test_a_message_whose_request_has_ended_is_dropped() -> None:
+    harness = Harness()
+    harness.prepared["slow"] = Future()
+    abort = AbortRequest(RequestId("slow"))
+    harness.held.take("router", arriving("slow"))
+    harness.prepared["slow"].cancel()
+    harness.held.take("router", abort)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert harness.delivered == [("router", abort)]

@@ -7,12 +7,18 @@ from concurrent.futures import Future
 import pytest
 import torch
 
+from alignedserve.config.sections import LoraConfig
 from alignedserve.core.errors import AdapterError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import LoraAdapter
+from alignedserve.messages.gateways import AbortRequest
+from alignedserve.messages.workers import PrefillRequest
+from alignedserve.runtime.device_check.self_check import MODEL
 from alignedserve.runtime.lora.adapter_cache import AdapterCache
+from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 from kernels.adapters.lora import AdapterMatrices
 from kernels.addend_layout import ProductShape
+from tests.support.samples import request
 
 BYTES = 64  # of each adapter
 
@@ -278,3 +284,46 @@ def test_an_adapter_stays_for_each_request_that_has_not_begun(small: Cache) -> N
     small.end(1, is_real_time=True)
     assert other is not None
     other.result(10)
+
+
+def test_an_adapter_is_neither_loaded_nor_kept_for_a_request_that_was_aborted(small: Cache) -> None:
+    small.begin(1, is_real_time=True)
+    document, chat, last = small.document(2), small.chat(3), small.document(4)
+    small.of.withdraw(request_id(2), 0)
+    small.of.withdraw(request_id(3), None)
+    assert document is not None
+    assert chat is not None
+    assert (document.cancelled(), chat.cancelled()) == (True, True)
+    small.end(1, is_real_time=True)
+    assert last is not None
+    last.result(10)
+    assert small.loads == [1, 4]
+    other = small.document(5)
+    small.of.withdraw(request_id(4), 0)  # it has not begun, though its adapter is there
+    assert other is not None
+    other.result(10)
+    assert small.loads == [1, 4, 5]
+
+
+def test_a_message_that_aborts_withdraws_what_its_request_waits_for(small: Cache) -> None:
+    adapters = SequenceAdapters(LoraConfig(), MODEL, torch.float32, torch.device("cpu"))
+    adapters.close()
+    adapters.cache = small.of
+    small.begin(1, is_real_time=False)
+    waiting = request("r2", adapter=adapter(2))
+    (prepared,) = adapters.prepare(PrefillRequest(waiting, 4))
+    assert adapters.prepare(AbortRequest(waiting.request_id, 3)) == ()
+    assert not prepared.done()
+    assert adapters.prepare(AbortRequest(waiting.request_id, 4)) == ()
+    assert prepared.cancelled()
+
+
+def test_an_abort_is_for_attempts_until_its_own_and_for_none_that_began_elsewhere(small: Cache) -> None:
+    small.begin(1, is_real_time=True)
+    again = small.of.prepare(adapter(2), request_id(2), is_real_time=True, attempt=3)
+    small.of.withdraw(request_id(2), 2)
+    assert is_held_back(again)
+    moved = small.of.prepare_at_once(adapter(3), request_id(3), is_real_time=True)
+    small.of.withdraw(request_id(3), None)
+    assert moved is not None
+    moved.result(10)
