@@ -11,7 +11,9 @@
    real-time requests wait for are loaded first.
 4. While one has waited for longer than PATIENCE_S, requests of its class for adapters that are there wait behind it, so
    that the sequences that use them come to an end; its own adapter serves all that wait for it then. Best effort
-   waits behind every real-time request that waits, unless it holds no adapter at all.
+   waits behind every real-time request that waits, unless it holds no adapter at all. Once it has waited without any
+   for longer than `_LAST_PATIENCE_S`, real-time requests for the adapter that they used least recently wait, so that it
+   leaves, even if it is the only one.
 5. A request that comes from another worker waits until its adapter is loaded, whatever the bounds.
 6. A sequence that enters the engine uses its adapter until it leaves. One whose adapter has left meanwhile (it was
    preempted, or waited for long) has it loaded on the spot, whatever the bounds.
@@ -33,6 +35,7 @@ from kernels.adapters.lora import AdapterMatrices
 
 PATIENCE_S = 1.0
 _WANTED_S = 30.0
+_LAST_PATIENCE_S = 20.0
 _MOST_OF_BEST_EFFORT = 0.75  # of the places and of the bytes
 
 
@@ -217,15 +220,27 @@ class AdapterCache:
         own, before = self._waiting[is_real_time], self._waiting[True]
         if not is_real_time and before and self._holding(now, is_real_time=False):
             return True
-        return bool(own) and now - own[0].since_s > PATIENCE_S
+        return bool(own) and now - own[0].since_s > PATIENCE_S and not self._has_to_end(own[0], now)
+
+    def _has_to_end(self, wish: _Wish, now: float) -> bool:
+        """Return whether it is the adapter that real-time requests give up, so that best effort has one at last."""
+        if not wish.is_real_time or not self._lacks_one_too_long(now):
+            return False
+        held = (digest for digest, own in self._loaded.items() if own.real_time.holds(now))
+        return next(held, None) == wish.adapter.digest
+
+    def _lacks_one_too_long(self, now: float) -> bool:
+        waiting = self._waiting[False]
+        is_overdue = bool(waiting) and now - waiting[0].since_s > _LAST_PATIENCE_S
+        return is_overdue and not self._holding(now, is_real_time=False)
 
     def _is_ready(self, wish: _Wish, now: float) -> bool:
         """Return whether a request can have its adapter now."""
         own = self._loaded.get(wish.adapter.digest)
-        return own is not None and (
-            own.use(is_real_time=wish.is_real_time).holds(now)
-            or self._may_hold_more(now, is_real_time=wish.is_real_time)
-        )
+        if own is None or self._has_to_end(wish, now):
+            return False
+        is_held = own.use(is_real_time=wish.is_real_time).holds(now)
+        return is_held or self._may_hold_more(now, is_real_time=wish.is_real_time)
 
     def _want(self, wish: _Wish) -> None:
         own = self._loaded[wish.adapter.digest]
@@ -252,7 +267,7 @@ class AdapterCache:
         count = len(held) + num_loading
         if is_real_time:
             keeps_one = bool(self._waiting[False]) and not self._holding(now, is_real_time=False)
-            return count < max(self._max_adapters - keeps_one, 1)
+            return count < max(self._max_adapters - keeps_one, not self._lacks_one_too_long(now))
         num_bytes = sum(own.matrices.num_bytes for own in held) + num_loading * (self._largest_bytes or 0)
         has_bytes = num_bytes < _MOST_OF_BEST_EFFORT * self._max_bytes or not count
         return has_bytes and count < max(int(_MOST_OF_BEST_EFFORT * self._max_adapters), 1)

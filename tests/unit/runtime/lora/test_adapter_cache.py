@@ -248,6 +248,42 @@ def test_of_several_places_chats_leave_one_to_documents_that_have_none(cache: Ca
     chats[0].result(10)
 
 
+@pytest.mark.parametrize("max_adapters", [1, 4])
+def test_documents_have_an_adapter_at_last_though_chats_never_cease_to_use_all(max_adapters: int) -> None:
+    cache = Cache(max_adapters)
+    for number in range(max_adapters):
+        cache.begin(number, is_real_time=True)
+    document = cache.document(9)
+    assert document is not None
+    for turn in range(120):
+        cache.now += 0.25
+        number = turn % max_adapters
+        chat = cache.chat(number)
+        cache.end(number, is_real_time=True)
+        if chat is not None:
+            break
+        cache.of.acquire(adapter(number), request_id(number), is_real_time=True)
+    document.result(10)
+    assert 20.0 < cache.now < 21.0
+    assert is_held_back(chat)
+    cache.of.acquire(adapter(9), request_id(9), is_real_time=False)
+    cache.end(9, is_real_time=False)
+    assert chat is not None
+    chat.result(10)
+    cache.of.close()
+
+
+def test_while_chats_give_up_an_adapter_those_with_others_go_on(cache: Cache) -> None:
+    for number in (1, 2, 3, 4):
+        cache.begin(number, is_real_time=True)
+    cache.document(9)
+    cache.now += 21.0
+    waiting = cache.chat(1)
+    cache.now += 5.0
+    assert is_held_back(waiting)
+    assert cache.chat(2) is None
+
+
 def test_an_adapter_is_loaded_once_for_all_that_wait_for_it(small: Cache) -> None:
     small.begin(1, is_real_time=False)
     waiting = [small.document(number) for number in (2, 3, 2)]
