@@ -4,7 +4,7 @@ import logging
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -17,6 +17,7 @@ import orjson
 
 from alignedserve.core.errors import ModelError
 from alignedserve.process.child_process import ChildProcess
+from alignedserve.process.turn_threads import TurnThreads
 from alignedserve.runtime.grammar.compiler import GrammarError, unsupported_model
 from alignedserve.runtime.grammar.json_schema import FLEXIBLE_WHITESPACE
 from alignedserve.runtime.grammar.trial_process import Setup
@@ -45,7 +46,8 @@ class Trial:
 
 
 class TrialLane:
-    """A process, and the trials that wait for it: those of real-time requests, then those of best effort.
+    """A process, and the trials that wait for it: those of real-time requests before those of best effort, which have a
+    share of the turns (TurnThreads).
 
     Of each class the first of each tenant goes in turn, so that a tenant waits for one trial of every other at most,
     however many they have.
@@ -55,7 +57,7 @@ class TrialLane:
         """`attempt`: tries a grammar in the process, on the lane's thread; what it raises is the trial's error."""
         self.process = ChildProcess("alignedserve.runtime.grammar.trial_process", _MAX_WALL_S)
         self._attempt = attempt
-        self._thread = ThreadPoolExecutor(1, "trials")
+        self._thread = TurnThreads(1, "trials")
         # By class and tenant, the tenant whose turn is next first.
         self._waiting: dict[bool, OrderedDict[str, deque[Trial]]] = {True: OrderedDict(), False: OrderedDict()}
         self._lock = Lock()
@@ -67,21 +69,21 @@ class TrialLane:
                 return
             trial.turns.add(turn)
             self._waiting[turn.is_real_time].setdefault(turn.tenant, deque()).append(trial)
-            self._thread.submit(self._try_next)
+            self._thread.submit(partial(self._try_next, turn.is_real_time), is_real_time=turn.is_real_time)
 
     def close(self) -> None:
         """End the process at once; trials that wait are cancelled."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close(waits=False)
         self.process.kill()
-        self._thread.shutdown()
+        self._thread.close()
         self.process.end()
         for by_tenant in self._waiting.values():
             for trial in chain.from_iterable(by_tenant.values()):
                 trial.result.cancel()
 
-    def _try_next(self) -> None:
+    def _try_next(self, is_real_time: bool) -> None:
         with self._lock:
-            by_tenant = self._waiting[True] or self._waiting[False]
+            by_tenant = self._waiting[is_real_time]
             tenant, trials = next(iter(by_tenant.items()))
             trial = trials.popleft()
             if trials:

@@ -4,17 +4,19 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import orjson
 import pytest
 
 from alignedserve.core.errors import UnsupportedModel
+from alignedserve.process.child_process import ChildProcess
 from alignedserve.runtime.grammar.compiler import GrammarError, compile_now
 from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of
 from alignedserve.runtime.grammar.lark import serialize_alone
 from alignedserve.runtime.grammar.trial_turn import TrialTurn
-from alignedserve.runtime.grammar.trials import GrammarTrials, is_plain
+from alignedserve.runtime.grammar.trials import GrammarTrials, Trial, TrialLane, is_plain
 from alignedserve.runtime.grammar.vocabulary import TokenTable, token_table
 from alignedserve.text.tokenizer import Tokenizer
 from tests.support.grammars import PERSON, json_grammar, regex_grammar
@@ -160,3 +162,24 @@ def test_tenants_take_turns_and_documents_those_after_chats(
     assert sum(one.done() for one in slow) <= 2
     trials.close()
     assert all(one.done() for one in slow)
+
+
+def test_a_document_is_tried_at_last_though_chats_never_cease() -> None:
+    tried: list[str] = []
+    may_go_on = Event()
+
+    def attempt(grammar: str, _: ChildProcess) -> None:
+        may_go_on.wait(20)
+        tried.append(grammar)
+
+    lane = TrialLane(attempt)
+    for number in range(40):
+        lane.add(Trial(f"chat {number}"), TrialTurn("chats"))
+    document, last = Trial("document"), Trial("last")
+    lane.add(document, TrialTurn("documents", is_real_time=False))
+    lane.add(last, TrialTurn("chats"))
+    may_go_on.set()
+    for trial in (document, last):
+        trial.result.result(timeout=20)
+    lane.close()
+    assert 10 < tried.index("document") < 25
