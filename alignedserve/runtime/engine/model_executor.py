@@ -125,6 +125,7 @@ class ModelExecutor:
             parts.decoder.stop_for(self._between_layers)
         self._sizes, self._max_context_len = sizes, served.max_context_len
         self._described = described(served, sizes)
+        self._num_in_flight = 0  # iterations
 
     @property
     def lanes(self) -> CopyLanes | None:
@@ -166,10 +167,18 @@ class ModelExecutor:
 
     def start_iteration(self, command: RunIteration, on_completed: Callable[[IterationCompleted], None]) -> None:
         """Perform one iteration on the compute thread; an urgent one within that in flight, if it still is."""
+        self._num_in_flight += 1
+        self._adapters.rest(has_ended=False)
+
+        def complete(completed: IterationCompleted) -> None:
+            self._num_in_flight -= 1
+            on_completed(completed)  # which may start the next one
+            self._adapters.rest(has_ended=not self._num_in_flight)
+
         if not command.is_urgent:
-            self._threads.submit(_THREAD, lambda: self.run_iteration(command), on_completed)
+            self._threads.submit(_THREAD, lambda: self.run_iteration(command), complete)
             return
-        self._urgent.add(self._threads, lambda: self._run_urgent(command), on_completed)
+        self._urgent.add(self._threads, lambda: self._run_urgent(command), complete)
         self._threads.submit(_THREAD, self._urgent.perform_left, lambda _: None)
 
     def close(self) -> None:

@@ -17,6 +17,8 @@
 5. A request that comes from another worker waits until its adapter is loaded, whatever the bounds.
 6. A sequence that enters the engine uses its adapter until it leaves. One whose adapter has left meanwhile (it was
    preempted, or waited for long) has it loaded on the spot, whatever the bounds.
+7. Sequences that have ended leave the engine with the next iteration. Where none follows and all adapters are used, the
+   first request that waits has its own, whatever the bounds: its iteration lets the others leave.
 """
 
 import threading
@@ -24,82 +26,19 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 
 from alignedserve.core.errors import AdapterError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import LoraAdapter
 from alignedserve.process.turn_threads import TurnThreads
+from alignedserve.runtime.lora.adapter_uses import Loaded, Loading, Wish
 from kernels.adapters.lora import AdapterMatrices
 
 PATIENCE_S = 1.0
 _WANTED_S = 30.0
 _LAST_PATIENCE_S = 20.0
 _MOST_OF_BEST_EFFORT = 0.75  # of the places and of the bytes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Wish:
-    """A request that waits for its adapter, or for its turn to use it."""
-
-    request_id: RequestId
-    adapter: LoraAdapter
-    is_real_time: bool
-    attempt: int | None  # None: it has begun elsewhere, and is not withdrawn
-    since_s: float
-    done: "Future[None]" = field(default_factory=Future)
-
-    def is_of(self, request_id: RequestId, attempt: int | None) -> bool:
-        """Return whether it is of one of the attempts of a request until this one; None: until any."""
-        is_until = attempt is None or (self.attempt is not None and self.attempt <= attempt)
-        return self.request_id == request_id and self.attempt is not None and is_until
-
-
-@dataclass(slots=True)
-class _Use:
-    """How requests of one class hold an adapter."""
-
-    num_users: int = 0  # sequences in the engine
-    wishes: dict[RequestId, tuple[_Wish, float]] = field(default_factory=dict)  # before they enter it; until when
-
-    def holds(self, now: float) -> bool:
-        for request_id in [request_id for request_id, (_, until_s) in self.wishes.items() if until_s <= now]:
-            del self.wishes[request_id]
-        return self.num_users > 0 or bool(self.wishes)
-
-
-@dataclass(slots=True)
-class _Loaded:
-    matrices: AdapterMatrices
-    best_effort: _Use = field(default_factory=_Use)
-    real_time: _Use = field(default_factory=_Use)
-    is_real_time: bool = False  # the latest that held it
-
-    @property
-    def is_used(self) -> bool:
-        return self.best_effort.num_users > 0 or self.real_time.num_users > 0
-
-    def use(self, *, is_real_time: bool) -> _Use:
-        return self.real_time if is_real_time else self.best_effort
-
-    def withdraw(self, request_id: RequestId, attempt: int | None) -> None:
-        for use in (self.best_effort, self.real_time):
-            if request_id in use.wishes and use.wishes[request_id][0].is_of(request_id, attempt):
-                del use.wishes[request_id]
-
-    def is_held(self, now: float) -> bool:
-        return self.best_effort.holds(now) or self.real_time.holds(now)
-
-
-@dataclass(frozen=True, slots=True)
-class _Loading:
-    work: "Future[None]"
-    wishes: list[_Wish] = field(default_factory=list)
-    done: "Future[None]" = field(default_factory=Future)
-
-    def is_for(self, *, is_real_time: bool) -> bool:
-        return any(wish.is_real_time is is_real_time for wish in self.wishes)
 
 
 class AdapterCache:
@@ -118,14 +57,15 @@ class AdapterCache:
         self._max_adapters = max_adapters
         self._max_bytes = max_bytes
         self._clock = clock
-        self._loaded: OrderedDict[bytes, _Loaded] = OrderedDict()  # the most recently used last
-        self._loading: dict[bytes, _Loading] = {}
+        self._loaded: OrderedDict[bytes, Loaded] = OrderedDict()  # the most recently used last
+        self._loading: dict[bytes, Loading] = {}
         self._largest_bytes: int | None = None  # of one; None: none has been loaded yet
-        self._waiting: dict[bool, deque[_Wish]] = {True: deque(), False: deque()}  # real-time ones first
+        self._waiting: dict[bool, deque[Wish]] = {True: deque(), False: deque()}  # real-time ones first
         self._lock = threading.Lock()
         self._thread = TurnThreads(1, "adapters")
         self._timer: threading.Timer | None = None
         self._is_closed = False
+        self._rests = False
 
     @property
     def num_bytes(self) -> int:
@@ -140,7 +80,7 @@ class AdapterCache:
         What it waits for is cancelled by `withdraw`.
         """
         with self._lock:
-            wish = _Wish(request_id, adapter, is_real_time, attempt, self._clock())
+            wish = Wish(request_id, adapter, is_real_time, attempt, self._clock())
             if not self._must_queue(wish.since_s, is_real_time=is_real_time) and self._is_ready(wish, wish.since_s):
                 self._want(wish)
                 return None
@@ -154,7 +94,7 @@ class AdapterCache:
     ) -> "Future[None] | None":
         """Begin to load an adapter as `prepare` does, but whatever the bounds: its request has begun elsewhere."""
         with self._lock:
-            wish = _Wish(request_id, adapter, is_real_time, None, self._clock())
+            wish = Wish(request_id, adapter, is_real_time, None, self._clock())
             if adapter.digest in self._loaded:
                 self._want(wish)
                 return None
@@ -164,7 +104,7 @@ class AdapterCache:
     def withdraw(self, request_id: RequestId, attempt: int | None) -> None:
         """Forget what a request waits for that has ended; with an attempt, only of that one and earlier ones."""
         with self._lock:
-            ended: list[_Wish] = []
+            ended: list[Wish] = []
             for wishes in (*self._waiting.values(), *(loading.wishes for loading in self._loading.values())):
                 own = [wish for wish in wishes if wish.is_of(request_id, attempt)]
                 for wish in own:
@@ -206,6 +146,15 @@ class AdapterCache:
             served = self._serve_waiting()
         _complete(served)
 
+    def rest(self, *, has_ended: bool) -> None:
+        """Note that no iteration is to be computed (`has_ended`), or that one is again."""
+        if has_ended == self._rests:
+            return
+        with self._lock:
+            self._rests = has_ended
+            served = self._serve_waiting()
+        _complete(served)
+
     def close(self) -> None:
         """End the threads."""
         with self._lock:
@@ -222,7 +171,7 @@ class AdapterCache:
             return True
         return bool(own) and now - own[0].since_s > PATIENCE_S and not self._has_to_end(own[0], now)
 
-    def _has_to_end(self, wish: _Wish, now: float) -> bool:
+    def _has_to_end(self, wish: Wish, now: float) -> bool:
         """Return whether it is the adapter that real-time requests give up, so that best effort has one at last."""
         if not wish.is_real_time or not self._lacks_one_too_long(now):
             return False
@@ -234,7 +183,7 @@ class AdapterCache:
         is_overdue = bool(waiting) and now - waiting[0].since_s > _LAST_PATIENCE_S
         return is_overdue and not self._holding(now, is_real_time=False)
 
-    def _is_ready(self, wish: _Wish, now: float) -> bool:
+    def _is_ready(self, wish: Wish, now: float) -> bool:
         """Return whether a request can have its adapter now."""
         own = self._loaded.get(wish.adapter.digest)
         if own is None or self._has_to_end(wish, now):
@@ -242,7 +191,7 @@ class AdapterCache:
         is_held = own.use(is_real_time=wish.is_real_time).holds(now)
         return is_held or self._may_hold_more(now, is_real_time=wish.is_real_time)
 
-    def _want(self, wish: _Wish) -> None:
+    def _want(self, wish: Wish) -> None:
         own = self._loaded[wish.adapter.digest]
         own.use(is_real_time=wish.is_real_time).wishes[wish.request_id] = wish, self._clock() + _WANTED_S
         own.is_real_time = wish.is_real_time
@@ -257,7 +206,7 @@ class AdapterCache:
         self._loaded.move_to_end(adapter.digest)
         return own.matrices
 
-    def _holding(self, now: float, *, is_real_time: bool) -> list[_Loaded]:
+    def _holding(self, now: float, *, is_real_time: bool) -> list[Loaded]:
         return [own for own in self._loaded.values() if own.use(is_real_time=is_real_time).holds(now)]
 
     def _may_hold_more(self, now: float, *, is_real_time: bool) -> bool:
@@ -272,9 +221,9 @@ class AdapterCache:
         has_bytes = num_bytes < _MOST_OF_BEST_EFFORT * self._max_bytes or not count
         return has_bytes and count < max(int(_MOST_OF_BEST_EFFORT * self._max_adapters), 1)
 
-    def _serve_waiting(self) -> list[_Wish]:
+    def _serve_waiting(self) -> list[Wish]:
         """Start to load adapters for waiting requests, by class and arrival; return requests that need not wait."""
-        served: list[_Wish] = []
+        served: list[Wish] = []
         now = self._clock()
         if self._is_closed:
             return served
@@ -283,8 +232,9 @@ class AdapterCache:
                 if not is_real_time and self._waiting[True] and self._holding(now, is_real_time=False):
                     break
                 first = waiting[0]
-                is_ready = self._is_ready(first, now)
-                if not is_ready and not self._may_load(first, now):
+                is_first = self._waits_for_none(now)
+                is_ready = self._is_ready(first, now) or (is_first and first.adapter.digest in self._loaded)
+                if not (is_ready or is_first or self._may_load(first, now)):
                     break
                 same = [wish for wish in waiting if wish.adapter.digest == first.adapter.digest]
                 others = [wish for wish in waiting if wish.adapter.digest != first.adapter.digest]
@@ -302,13 +252,18 @@ class AdapterCache:
             self._timer.start()
         return served
 
+    def _waits_for_none(self, now: float) -> bool:
+        """Return whether nothing will be computed, and no adapter given back, unless another request begins."""
+        uses = (use for own in self._loaded.values() for use in (own.best_effort, own.real_time))
+        return self._rests and not self._loading and not any(use.is_wanted(now) for use in uses)
+
     def _look_again(self) -> None:
         with self._lock:
             self._timer = None
             served = self._serve_waiting()
         _complete(served)
 
-    def _may_load(self, wish: _Wish, now: float) -> bool:
+    def _may_load(self, wish: Wish, now: float) -> bool:
         """Return whether an adapter may be loaded for a request, or is being loaded and may be kept for it."""
         loading = self._loading.get(wish.adapter.digest)
         if loading is not None and loading.is_for(is_real_time=wish.is_real_time):
@@ -332,15 +287,15 @@ class AdapterCache:
         return has_place and (self.num_bytes <= max_bytes or not (self._loaded or num_loading))
 
     def _came(self, adapter: LoraAdapter, matrices: AdapterMatrices) -> None:
-        self._loaded.setdefault(adapter.digest, _Loaded(matrices))
+        self._loaded.setdefault(adapter.digest, Loaded(matrices))
         self._largest_bytes = max(self._largest_bytes or 0, matrices.num_bytes)
 
-    def _join_loading(self, wish: _Wish) -> None:
+    def _join_loading(self, wish: Wish) -> None:
         """Load an adapter, unless that is under way; a request waits for it."""
         loading = self._loading.get(wish.adapter.digest)
         if loading is None:
             work = self._thread.submit(partial(self._load_in_thread, wish.adapter), is_real_time=wish.is_real_time)
-            loading = self._loading[wish.adapter.digest] = _Loading(work)
+            loading = self._loading[wish.adapter.digest] = Loading(work)
         elif wish.is_real_time:
             self._thread.hasten(loading.work)
         loading.wishes.append(wish)
@@ -382,7 +337,7 @@ class AdapterCache:
             _complete([*loading.wishes, *served])
 
 
-def _complete(wishes: list[_Wish]) -> None:
+def _complete(wishes: list[Wish]) -> None:
     """Call back outside of the lock."""
     for wish in wishes:
         wish.done.set_result(None)

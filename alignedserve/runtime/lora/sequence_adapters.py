@@ -85,6 +85,10 @@ class SequenceAdapters:
             adapter, is_real_time = used
             self.cache.release(adapter, is_real_time=is_real_time)
 
+    def rest(self, *, has_ended: bool) -> None:
+        """Note that no iteration is to be computed (`has_ended`), or that one is again."""
+        self.cache.rest(has_ended=has_ended)
+
     def close(self) -> None:
         """End the thread that loads."""
         self.cache.close()

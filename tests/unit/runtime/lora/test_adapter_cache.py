@@ -341,6 +341,29 @@ def test_an_adapter_is_neither_loaded_nor_kept_for_a_request_that_was_aborted(sm
     assert small.loads == [1, 4, 5]
 
 
+@pytest.mark.parametrize("is_real_time", [True, False])
+def test_a_worker_that_computes_nothing_waits_for_no_adapter_of_sequences_that_have_ended(
+    cache: Cache, *, is_real_time: bool
+) -> None:
+    """They leave the engine with the next iteration, which is that of a request that waits."""
+    numbers = (1, 2, 3, 4) if is_real_time else (1, 2, 3)
+    for number in numbers:
+        cache.begin(number, is_real_time=is_real_time)
+    first, second = (cache.of.prepare(adapter(one), request_id(one), is_real_time=is_real_time) for one in (5, 6))
+    assert is_held_back(first)
+    cache.of.rest(has_ended=True)
+    assert first is not None
+    first.result(10)
+    assert is_held_back(second)  # until the first has begun
+    cache.of.rest(has_ended=False)
+    cache.of.acquire(adapter(5), request_id(5), is_real_time=is_real_time)
+    for number in numbers:
+        cache.end(number, is_real_time=is_real_time)
+    assert second is not None
+    second.result(10)
+    assert cache.of.num_bytes <= 4 * BYTES
+
+
 def test_a_message_that_aborts_withdraws_what_its_request_waits_for(small: Cache) -> None:
     adapters = SequenceAdapters(LoraConfig(), MODEL, torch.float32, torch.device("cpu"))
     adapters.close()
