@@ -2,13 +2,12 @@
 
 import logging
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from itertools import chain
 from threading import Lock
 from typing import Any
 
@@ -58,18 +57,14 @@ class TrialLane:
         self.process = ChildProcess("alignedserve.runtime.grammar.trial_process", _MAX_WALL_S)
         self._attempt = attempt
         self._thread = TurnThreads(1, "trials")
-        # By class and tenant, the tenant whose turn is next first.
-        self._waiting: dict[bool, OrderedDict[str, deque[Trial]]] = {True: OrderedDict(), False: OrderedDict()}
-        self._lock = Lock()
 
     def add(self, trial: Trial, turn: TrialTurn) -> None:
         """Let a trial wait for this turn, too: whichever comes first, it is tried once."""
-        with self._lock:
-            if turn in trial.turns:
-                return
-            trial.turns.add(turn)
-            self._waiting[turn.is_real_time].setdefault(turn.tenant, deque()).append(trial)
-            self._thread.submit(partial(self._try_next, turn.is_real_time), is_real_time=turn.is_real_time)
+        if turn in trial.turns:
+            return
+        trial.turns.add(turn)
+        tried = self._thread.submit(partial(self._try, trial), is_real_time=turn.is_real_time, client=turn.tenant)
+        tried.add_done_callback(lambda ended: ended.cancelled() and trial.result.cancel())
 
     def close(self) -> None:
         """End the process at once; trials that wait are cancelled."""
@@ -77,19 +72,8 @@ class TrialLane:
         self.process.kill()
         self._thread.close()
         self.process.end()
-        for by_tenant in self._waiting.values():
-            for trial in chain.from_iterable(by_tenant.values()):
-                trial.result.cancel()
 
-    def _try_next(self, is_real_time: bool) -> None:
-        with self._lock:
-            by_tenant = self._waiting[is_real_time]
-            tenant, trials = next(iter(by_tenant.items()))
-            trial = trials.popleft()
-            if trials:
-                by_tenant.move_to_end(tenant)
-            else:
-                del by_tenant[tenant]
+    def _try(self, trial: Trial) -> None:
         if trial.result.done() or not trial.result.set_running_or_notify_cancel():
             return
         try:
