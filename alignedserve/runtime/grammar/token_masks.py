@@ -26,9 +26,11 @@ IntArray = npt.NDArray[np.int64]
 class AnswerMatcher:
     """Follows one answer. Tokens are noted at once and matched when the state is needed, on the thread of masks."""
 
-    def __init__(self, compiled: "Future[LLMatcher]", token_ids: Sequence[int]) -> None:
-        """`token_ids`: the answer so far; a resumed one has the state of one that was never interrupted."""
+    def __init__(self, compiled: "Future[LLMatcher]", token_ids: Sequence[int], *, counts_tokens: bool = False) -> None:
+        """`token_ids`: the answer so far; a resumed one has the state of one that was never interrupted.
+        `counts_tokens`: the grammar bounds the tokens of its rules."""
         self._compiled = compiled
+        self._counts_tokens = counts_tokens
         self._matcher: LLMatcher | None = None
         self._unmatched = list(token_ids)
         self._forced: list[int] = []  # matched already, though the answer does not have them yet
@@ -71,9 +73,18 @@ class AnswerMatcher:
             self._matcher = self._compiled.result().deep_copy()
         unmatched, self._unmatched = self._unmatched, []
         if unmatched:
-            self._matcher.consume_tokens(unmatched)
+            self._match(self._matcher, unmatched)
             self._num_matched += len(unmatched)
         return self._matcher
+
+    def _match(self, matcher: LLMatcher, token_ids: list[int]) -> None:
+        if not self._counts_tokens:
+            matcher.consume_tokens(token_ids)
+            return
+        for token_id in token_ids:
+            # The forced bytes that a mask finds count for the token before it: without them a bound is met elsewhere.
+            matcher.compute_ff_tokens()
+            matcher.consume_token(token_id)
 
     def foresee(self, ends: Collection[int]) -> None:
         """Match the tokens that the grammar forces next, up to one of `ends`; raises GrammarError as `current` does.
@@ -181,7 +192,8 @@ class TokenMasks:
         """Add a row whose sequence has a grammar, and what it has generated so far."""
         ends = self._eos_token_ids if sampling.ignore_eos else ()
         early_ends = (*self._eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ends
-        matcher = AnswerMatcher(self._compiler.compile(sampling.grammar), generated_token_ids)
+        compiled = self._compiler.compile(sampling.grammar)
+        matcher = AnswerMatcher(compiled, generated_token_ids, counts_tokens="max_tokens" in sampling.grammar)
         has_jumps = self._jumps_ahead and _may_jump(sampling)
         all_ends = frozenset((*self._eos_token_ids, *sampling.stop_token_ids))
         unwanted = self._last_resorts(ends), self._last_resorts(early_ends)

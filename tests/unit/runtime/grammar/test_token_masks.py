@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.grammar.blanks import MAX_BLANKS, BlankRun, BlankTokens, with_free_blanks
@@ -40,6 +41,17 @@ def test_an_end_that_is_not_wanted_comes_where_nothing_else_may_follow() -> None
         assert allowed(masks, 5, is_early=is_early) == set(encode("a"))
         masks.record(np.array([5]), np.array(encode("a")))
         assert allowed(masks, 5, is_early=is_early) == {EOS}
+
+
+def test_a_resumed_answer_has_used_up_as_much_of_a_bound_on_tokens() -> None:
+    """What a token forces counts with it, whether a mask has found that or not."""
+    words = 'start: words "!"\nwords[max_tokens=4]: /(hello|e)*/'
+    sampling = SamplingParams(grammar=LLMatcher.grammar_from_lark(words))
+    masks, answer = added(sampling), ""
+    for letter in "ehello!":
+        assert allowed(added(sampling, answer), 5) == allowed(masks, 5), answer
+        masks.record(np.array([5]), np.array(encode(letter)))
+        answer += letter
 
 
 @pytest.mark.parametrize(
