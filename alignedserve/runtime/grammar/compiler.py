@@ -64,6 +64,14 @@ class GrammarCompiler:
             self._forget_oldest()
         return compiled
 
+    def compile_anew(self, grammar: str, spoilt: "Future[LLMatcher]") -> "Future[LLMatcher]":
+        """Return a matcher to copy in the place of one whose copies are of no use any more."""
+        with self._lock:
+            if self._compiled.get(grammar) is spoilt:
+                del self._compiled[grammar]
+                self._num_characters -= len(grammar)
+        return self.compile(grammar)
+
     def check(self, grammar: str) -> None:
         """Wait until a grammar is compiled. Raises InvalidRequest if it cannot be."""
         try:
@@ -116,6 +124,11 @@ def failure_of(matcher: LLMatcher) -> str:
     error = matcher.get_error()
     named = (reason for phrase, reason in _REFUSALS.items() if phrase in error)
     return _FAILURES.get(str(matcher.stop_reason())) or next(named, "the grammar cannot be followed")
+
+
+def is_spoilt(matcher: LLMatcher) -> bool:
+    """Return whether a matcher failed by what it shares with all copies of one: another's panic left it locked."""
+    return matcher.is_error() and "PoisonError" in matcher.get_error()
 
 
 _FAILURES = {

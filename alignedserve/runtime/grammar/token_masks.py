@@ -15,7 +15,7 @@ from llguidance import LLExecutor, LLMatcher
 
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.grammar.blanks import BlankRun, has_free_blanks
-from alignedserve.runtime.grammar.compiler import GrammarCompiler, GrammarError, failure_of
+from alignedserve.runtime.grammar.compiler import GrammarCompiler, GrammarError, failure_of, is_spoilt
 
 # Of one call of `foresee`: each takes some 50 microseconds to tokenise.
 _MAX_FORCED = 32
@@ -29,9 +29,10 @@ class AnswerMatcher:
     def __init__(self, compiled: "Future[LLMatcher]", token_ids: Sequence[int], *, counts_tokens: bool = False) -> None:
         """`token_ids`: the answer so far; a resumed one has the state of one that was never interrupted.
         `counts_tokens`: the grammar bounds the tokens of its rules."""
-        self._compiled = compiled
+        self.compiled = compiled
         self._counts_tokens = counts_tokens
         self._matcher: LLMatcher | None = None
+        self._token_ids = list(token_ids)
         self._unmatched = list(token_ids)
         self._forced: list[int] = []  # matched already, though the answer does not have them yet
         self._num_matched = 0
@@ -39,7 +40,7 @@ class AnswerMatcher:
     @property
     def is_compiled(self) -> bool:
         """Return whether `current` would not wait."""
-        return self._matcher is not None or self._compiled.done()
+        return self._matcher is not None or self.compiled.done()
 
     @property
     def forced(self) -> Sequence[int]:
@@ -58,11 +59,17 @@ class AnswerMatcher:
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Note the next tokens of the answer."""
+        self._token_ids += token_ids
         num_forced = min(len(token_ids), len(self._forced))
         assert list(token_ids[:num_forced]) == self._forced[:num_forced], "another token than the forced one"
         del self._forced[:num_forced]
         if len(token_ids) > num_forced:
             self._unmatched += token_ids[num_forced:]
+
+    def restart(self, compiled: "Future[LLMatcher]") -> None:
+        """Match the whole answer again, by a copy of this matcher."""
+        self.compiled, self._matcher = compiled, None
+        self._unmatched, self._forced, self._num_matched = list(self._token_ids), [], 0
 
     def current(self) -> LLMatcher:
         """Return the matcher, after the answer and its forced tokens; it is in error where these do not match.
@@ -70,7 +77,7 @@ class AnswerMatcher:
         Waits until it is compiled. Raises GrammarError if it cannot be.
         """
         if self._matcher is None:
-            self._matcher = self._compiled.result().deep_copy()
+            self._matcher = self.compiled.result().deep_copy()
         unmatched, self._unmatched = self._unmatched, []
         if unmatched:
             self._match(self._matcher, unmatched)
@@ -138,6 +145,7 @@ class _Constrained:
     """One row with a grammar."""
 
     row: int
+    grammar: str
     matcher: AnswerMatcher
     ends: frozenset[int]  # tokens that may end the answer
     has_jumps: bool  # forced tokens are taken several at once
@@ -198,7 +206,7 @@ class TokenMasks:
         all_ends = frozenset((*self._eos_token_ids, *sampling.stop_token_ids))
         unwanted = self._last_resorts(ends), self._last_resorts(early_ends)
         blanks = None if has_free_blanks(sampling.grammar) else BlankRun(generated_token_ids)
-        self._rows[row] = _Constrained(row, matcher, all_ends, has_jumps, *unwanted, blanks)
+        self._rows[row] = _Constrained(row, sampling.grammar, matcher, all_ends, has_jumps, *unwanted, blanks)
 
     def remove(self, row: int) -> None:
         """Remove the row, if it has a grammar."""
@@ -311,11 +319,17 @@ class TokenMasks:
     def _fill(self, own: list[_Constrained]) -> None:
         """Write the bits of all rows that lack them, all at once; those whose grammars fail have the reason noted."""
         self._make_room(own)
+        lacking = [one for one in own if not one.has_mask and one.failure is None]
+        while lacking:
+            lacking = self._write_bits(lacking)
+            for spoilt in lacking:
+                spoilt.matcher.restart(self._compiler.compile_anew(spoilt.grammar, spoilt.matcher.compiled))
+
+    def _write_bits(self, lacking: list[_Constrained]) -> list[_Constrained]:
+        """Write the bits of rows; return those that another answer has spoilt the matchers of."""
         matchers: list[tuple[LLMatcher, int]] = []
         masked: list[_Constrained] = []
-        for one in own:
-            if one.has_mask or one.failure is not None:
-                continue
+        for one in lacking:
             try:
                 matchers.append((one.matcher.current(), one.row))
                 masked.append(one)
@@ -324,10 +338,15 @@ class TokenMasks:
         if matchers:
             bits = self._bits
             self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
+        spoilt: list[_Constrained] = []
         for one, (matcher, _) in zip(masked, matchers, strict=True):
+            if is_spoilt(matcher):
+                spoilt.append(one)
+                continue
             one.masked_at = one.matcher.place
             if matcher.is_error():
                 one.failure = failure_of(matcher)
+        return spoilt
 
     def _make_room(self, own: list[_Constrained]) -> None:
         """Have bits for these rows; what others have stays."""

@@ -68,6 +68,20 @@ def test_a_grammar_that_fails_allows_nothing_and_says_why(grammar: str, generate
     assert masks.failure(6) is None
 
 
+def test_an_answer_that_the_library_panics_at_fails_alone() -> None:
+    panics = 'start: a b\na[max_tokens=1]: /(true12|a)*/\nb: "true" /[0-9]{3}/ "!"'
+    sampling = SamplingParams(grammar=LLMatcher.grammar_from_lark(panics))
+    masks = added(sampling)
+    masks.add(6, sampling, ())
+    at_first = allowed(masks, 6)
+    (true,) = (token for token in at_first if text_of([token]) == "true")
+    masks.record(np.array([5, 6]), np.array([true, *encode("a")]))
+    assert allowed(masks, 6) == set(encode("t"))
+    masks.add(7, sampling, ())
+    assert allowed(masks, 7) == at_first
+    assert [bool(masks.failure(row)) for row in (5, 6, 7)] == [True, False, False]
+
+
 def _blanks(tokens: set[int]) -> set[str]:
     return {text for text in map(text_of, ([token] for token in tokens if token != EOS)) if text.isspace()}
 
