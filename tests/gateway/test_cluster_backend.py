@@ -14,6 +14,7 @@ from alignedserve.api.errors import (
     Unservable,
 )
 from alignedserve.core.ids import RequestId
+from alignedserve.core.picture import DIGEST_BYTES, Picture
 from alignedserve.core.request import FinishReason, RequestClass, TokenLogprob
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
@@ -28,6 +29,7 @@ from alignedserve.messages.gateways import (
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import RouterInbound
 from alignedserve.messages.wire import Codec
+from alignedserve.process import links
 from alignedserve.process.link_manager import LinkManager
 from alignedserve.process.links import Identity
 from tests.harnesses.clusters.cluster_backend import SECRET, STATUS, Recorder, cluster, failure_of, read
@@ -233,7 +235,7 @@ async def test_a_router_that_is_back_is_told_of_no_more_at_once_than_a_link_take
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With more than 256 MiB the link ended before a byte was written, each time anew."""
-    monkeypatch.setattr(cluster_backend, "_MOST_TOKENS_AT_ONCE", 10)
+    monkeypatch.setitem(cluster_backend._MOST_BYTES_AT_ONCE, RequestClass.BEST_EFFORT, 160)
     monkeypatch.setattr(cluster_backend, "_MAX_CHECK_PAUSE_S", 0.05)
     async with cluster(tmp_path) as harness:
         for number in range(4):
@@ -245,6 +247,30 @@ async def test_a_router_that_is_back_is_told_of_no_more_at_once_than_a_link_take
         sent = [one.request.request_id for one in found if isinstance(one, ResumeRequest)]
         assert sent[0] == "chat"
         assert {*sent} == {"chat", "flex0", "flex1", "flex2", "flex3"}
+
+
+@pytest.mark.parametrize("request_class", list(RequestClass))
+@pytest.mark.parametrize("is_router_lost", [True, False])
+async def test_requests_with_pictures_are_resumed_a_few_at_a_time(
+    is_router_lost: bool, request_class: RequestClass, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once they are more than a link takes, which ended it, each time anew."""
+    monkeypatch.setattr(links, "_MAX_BACKLOG_BYTES", 100_000)
+    monkeypatch.setattr(cluster_backend, "_MOST_BYTES_AT_ONCE", dict.fromkeys(RequestClass, 50_000))
+    monkeypatch.setattr(cluster_backend, "_MAX_CHECK_PAUSE_S", 0.02)
+    names = [f"r{number}" for number in range(12)]
+    async with cluster(tmp_path) as harness:
+        for number, name in enumerate(names):
+            picture = Picture(bytes(20_000), bytes(DIGEST_BYTES), ((0, 2),))
+            harness.submit(name=name, request_class=request_class, pictures=(picture,))
+            await harness.received.wait_for(SubmitRequest, 1 + number)
+        if is_router_lost:
+            harness.router.disconnect("gateway-0")
+        else:
+            for name in names:
+                harness.send_from_router(RequestInterrupted(RequestId(name)))
+        found = await harness.received.wait_for(ResumeRequest, len(names))
+    assert sorted(one.request.request_id for one in found if isinstance(one, ResumeRequest)) == sorted(names)
 
 
 async def test_before_the_first_router_requests_are_told_to_come_back(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from alignedserve.api.errors import (
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import Request
+from alignedserve.core.request import Request, RequestClass
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,
@@ -57,7 +57,9 @@ logger = logging.getLogger(__name__)
 _MAX_CHECK_PAUSE_S = 0.5
 _MOST_RESENT = 64  # best-effort requests in one look, of which there are two a second: the others come next
 _LATENESS = 1.1  # of a deadline: a best-effort request that is late is not given up at once
-_MOST_TOKENS_AT_ONCE = 1 << 20  # of best effort, after a loss: to encode them takes about a tenth of a second
+# Of requests that are sent again between two looks: a link takes twice that of chats, and streams are held up a tenth
+# of a second by that of best effort.
+_MOST_BYTES_AT_ONCE = {RequestClass.REAL_TIME: 1 << 27, RequestClass.BEST_EFFORT: 1 << 24}
 _PAUSED = 10.0  # times `token_timeout_s` for which an answer may be silent while other requests are served
 _ROUTER_RETURNS_S = 60.0  # after its loss, for which requests without a token wait for the next one
 _HEAD_RETURNS_S = 10.0  # the same of new ones among several hosts: others' gateways answer if this one is cut off
@@ -83,6 +85,7 @@ class ClusterBackend:
         self._router: str | None = None  # its name while linked
         self._status: ClusterStatus | None = None
         self._num_answers: Counter[str] = Counter()
+        self._num_resent_bytes: Counter[RequestClass] = Counter()  # since the last look
         self._latest_attempt = 0  # as a router last reported
         self._served_s = -math.inf  # when a worker last told of something computed
         self._router_lost_s = -math.inf  # when, while there is none; without one from the beginning: long ago
@@ -180,19 +183,21 @@ class ClusterBackend:
     # --- inside
 
     def _send_all(self, router: str, entries: Iterable[OpenRequest]) -> None:
-        """Send requests to the router: chats at once, of best effort as much as holds up no stream and breaks no link.
+        """Send requests to the router, chats first."""
+        for entry in sorted(entries, key=lambda entry: entry.is_best_effort):
+            self._send(router, entry)
+
+    def _send(self, router: str, entry: OpenRequest) -> None:
+        """Send a request to the router, as much at once as holds up no stream and breaks no link.
 
         The others follow a few at a time (_watch_deadlines).
         """
-        num_left = _MOST_TOKENS_AT_ONCE
-        for entry in sorted(entries, key=lambda entry: entry.is_best_effort):
-            num_left -= entry.request.prompt_len + entry.num_tokens
-            if num_left >= 0 or not entry.is_best_effort:
-                self._send(router, entry)
-            else:
-                entry.is_to_be_sent = True
-
-    def _send(self, router: str, entry: OpenRequest) -> None:
+        kind = entry.request.request_class
+        num_before, num_bytes = self._num_resent_bytes[kind], entry.num_bytes
+        if num_before and num_before + num_bytes > _MOST_BYTES_AT_ONCE[kind]:
+            entry.is_to_be_sent = True
+            return
+        self._num_resent_bytes[kind] += num_bytes
         if entry.is_sent:
             self._links.send(router, self._resumption(entry))
         else:
@@ -240,7 +245,10 @@ class ClusterBackend:
 
     def _resume(self, router: Peer, request_id: RequestId) -> None:
         entry = self._open.get(request_id)
-        self._links.send(router.name, AbortRequest(request_id) if entry is None else self._resumption(entry))
+        if entry is None:
+            self._links.send(router.name, AbortRequest(request_id))
+        else:
+            self._send(router.name, entry)
 
     def _resumption(self, entry: OpenRequest) -> ResumeRequest:
         if self._links.timelines is not None:
@@ -293,6 +301,7 @@ class ClusterBackend:
         while True:
             await asyncio.sleep(pause_s)
             now, num_left = loop.time(), _MOST_RESENT
+            self._num_resent_bytes.clear()
             for request_id, entry in tuple(self._open.items()):
                 may_be_sent = self._router is not None and (num_left > 0 or not entry.is_best_effort)
                 if may_be_sent and entry.is_resend_due(now):

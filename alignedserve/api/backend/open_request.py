@@ -8,6 +8,7 @@ from alignedserve.messages.gateways import PromptScored, TokenDelta
 # for ever, whichever message was lost.
 _RESEND_AFTER_S = 10.0
 _MOST_RESEND_AFTER_S = 160.0  # of best effort, where the time doubles: thousands may wait for an hour
+_TOKEN_BYTES = 16  # that are copied while a token is encoded
 
 
 class OpenRequest:
@@ -37,6 +38,13 @@ class OpenRequest:
     def num_tokens(self) -> int:
         """Tokens delivered to the stream."""
         return len(self._token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes to be sent again, as bytes that are copied."""
+        request, sampling = self.request, self.request.sampling
+        num_token_ids = request.prompt_len + self.num_tokens + len(sampling.allowed_token_ids)
+        return _TOKEN_BYTES * num_token_ids + len(sampling.grammar) + sum(len(one.content) for one in request.pictures)
 
     @property
     def is_complete(self) -> bool:
