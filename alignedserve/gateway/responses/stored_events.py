@@ -17,8 +17,10 @@ from alignedserve.api.openai.response_format import Formatter, MakeFormatter
 from alignedserve.api.responses.formatter import ResponsesFormatter, encoded_event
 from alignedserve.batches.responses.event_log import EventLog
 from alignedserve.batches.responses.response_repository import StoredResponse
+from alignedserve.core.errors import StoreUnavailable
 from alignedserve.gateway.intake import release_early
 from alignedserve.gateway.responses.responses_api import ResponsesApi
+from alignedserve.gateway.responses.store_loss import StoreLoss
 from alignedserve.gateway.streaming import (
     BodyResponse,
     EventSender,
@@ -82,15 +84,26 @@ class StoredEvents:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield events as they come, until the response is over; and b"" once they are known to be there.
 
-        Raises NotFound once the response is deleted, or events that the client lacks are not kept any more.
+        Raises NotFound once the response is deleted, or events that the client lacks are not kept any more. A store
+        that is lost once they have begun is waited for.
         """
+        loss, has_begun = StoreLoss(), False
         while True:
-            # In this order: what was written before the response was over is read after that was seen.
-            record = await self.api.retrieve(self.response_id)
-            async for event in self._written():
-                yield event
+            try:
+                # In this order: what was written before the response was over is read after that was seen.
+                record = await self.api.retrieve(self.response_id)
+                async for event in self._written():
+                    has_begun = True
+                    yield event
+            except StoreUnavailable as error:
+                if not has_begun:
+                    raise
+                await loss.wait(error)
+                continue
+            loss.is_over()
             if self._has_gap and record.batch_id is None:
                 raise _not_kept()
+            has_begun = True
             yield b""
             if record.batch_id is None:
                 break

@@ -14,8 +14,11 @@ from starlette.types import Message
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import ClientDisconnected, Unservable
+from alignedserve.batches.responses.event_log import EventChunk
 from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.errors import StoreUnavailable
 from alignedserve.gateway import streaming
+from alignedserve.gateway.responses import store_loss, stored_events
 from alignedserve.gateway.responses.stored_events import StoredEvents, StoredEventsResponse
 from tests.gateway.batches.batch_server import listening
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
@@ -107,6 +110,27 @@ async def test_a_new_driver_repeats_no_event(tmp_path: Path) -> None:
     assert LONG.startswith(text_in(events))
     assert 0 < len(text_in(events)) < len(LONG)
     assert text_of(events[-1]["response"]) == LONG
+
+
+async def test_a_stream_outlasts_a_store_that_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_loss, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(stored_events, "_POLL_S", 0.0)
+    running, over = SimpleNamespace(batch_id="b"), SimpleNamespace(batch_id=None, response=b'{"status":"completed"}')
+    found: list[Any] = [running, StoreUnavailable("away"), StoreUnavailable("away"), running, over]
+
+    async def retrieve(_: str) -> Any:
+        one = found.pop(0)
+        if isinstance(one, Exception):
+            raise one
+        return one
+
+    async def read(_: str, number: int) -> list[EventChunk]:
+        return [EventChunk(0, b'event: x\ndata: {"sequence_number":0}\n\n')] if number == 0 else []
+
+    stored = StoredEvents(cast(Any, SimpleNamespace(retrieve=retrieve)), cast(Any, SimpleNamespace(read=read)), "resp")
+    events = [event async for event in stored.events() if event]
+    assert len(events) == 2  # each once
+    assert b"response.completed" in events[-1]
 
 
 async def has_stored(served: BatchGateway) -> bool:

@@ -1,16 +1,23 @@
 """Stored responses: continued, referred to, listed, deleted; owned by their key and bounded."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+from typing_extensions import override
 
 from alignedserve.api.backend.scripted import ScriptedBackend
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.errors import StoreUnavailable
+from alignedserve.gateway.responses import store_loss
+from alignedserve.messages.state import Change
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.responses.responses_support import events_of, response_of, text_of
 from tests.gateway.support import EOS, error_of, saying, tokenizer, tokenizer_folder
+from tests.support.memory_records import MemoryRecords
 
 MINE, THEIRS = {"authorization": "Bearer mine"}, {"authorization": "Bearer theirs"}
 
@@ -149,7 +156,35 @@ async def test_the_oldest_responses_make_room(tmp_path: Path) -> None:
     assert 2 <= sum(found) <= 7
 
 
-async def test_a_store_that_is_down_fails_what_needs_it(tmp_path: Path) -> None:
+class Losing(MemoryRecords):
+    """Records that are away for some commits."""
+
+    num_lost = 0
+
+    @override
+    async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
+        if self.num_lost:
+            self.num_lost -= 1
+            raise StoreUnavailable("away")
+        return await super().commit(changes, unchanged=unchanged)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_a_response_whose_store_is_away_at_its_end_is_stored_when_that_is_back(
+    is_streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_loss, "_PAUSE_S", 0.0)
+    records = Losing()
+    async with batch_gateway(tmp_path, is_driven=False, records=records) as served:
+        records.num_lost = 3
+        answer = await respond(served, stream=is_streamed)
+        response = events_of(answer)[-1]["response"] if is_streamed else response_of(answer)
+        assert (response["status"], text_of(response)) == ("completed", "hello world")
+        assert (await get(served, response["id"])).json() == response
+
+
+async def test_a_store_that_is_down_fails_what_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_loss, "_RETURNS_S", 0.0)
     async with batch_gateway(tmp_path, is_driven=False) as served:
         name = response_of(await respond(served))["id"]
         served.records.is_down = True
