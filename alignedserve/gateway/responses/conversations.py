@@ -77,7 +77,7 @@ class Conversations:
         return await self._change(text, partial(_without_item, item_id=item_id))
 
     async def append(self, conversation_id: str, items: Sequence[Item]) -> None:
-        """Add the items of a response, unless the conversation was deleted meanwhile.
+        """Add the items of a response, unless the conversation was deleted meanwhile. May be repeated.
 
         Raises InvalidRequest where other responses have left no room.
         """
@@ -186,6 +186,9 @@ def _extended(record: StoredConversation, items: Sequence[Item]) -> StoredConver
 
 def _with_response(record: StoredConversation, items: Sequence[Item]) -> StoredConversation:
     """Return the conversation with a response's items at its end. Raises InvalidRequest where there is no room."""
+    added = {item["id"] for item in items}
+    if any(item["id"] in added for item in conversation_items(record)):  # their ids are new in every response
+        return record
     after = _joined(record, items)
     if items and len(bytes(after.items)) > _MAX_BYTES_AFTER:
         message = "Other responses have been added to this conversation meanwhile; there is no room for this one."

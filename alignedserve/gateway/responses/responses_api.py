@@ -30,7 +30,7 @@ from alignedserve.batches.records import BatchKey
 from alignedserve.batches.responses.conversation_repository import StoredConversation
 from alignedserve.batches.responses.event_log import EventLimits, EventLog
 from alignedserve.batches.responses.response_repository import StoredResponse, fits
-from alignedserve.core.errors import InvalidRequest, StoreUnavailable
+from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.responses.background import BackgroundJobs, cancelled, too_large, without_room
 from alignedserve.gateway.responses.conversations import (
     Conversations,
@@ -38,7 +38,7 @@ from alignedserve.gateway.responses.conversations import (
     check_unlocked,
     conversation_items,
 )
-from alignedserve.gateway.responses.store_loss import StoreLoss
+from alignedserve.gateway.responses.store_loss import outlast
 from alignedserve.gateway.services import Services
 
 
@@ -107,9 +107,9 @@ class ResponsesApi:
         if turn.conversation_id is None or self.conversations is None:
             return
         if batch_id is None:
-            output = orjson.loads(response)["output"]
+            items = [*turn.items, *orjson.loads(response)["output"]]
             try:
-                await self.conversations.append(turn.conversation_id, [*turn.items, *output])
+                await outlast(partial(self.conversations.append, turn.conversation_id, items))
             except InvalidRequest:
                 if stored is not None:
                     await self._stored("store").repository.remove(stored)
@@ -136,13 +136,8 @@ class ResponsesApi:
             batch_id=batch_id,
             conversation_id=turn.conversation_id,
         )
-        loss = StoreLoss()  # the answer is all there
-        while True:
-            try:
-                await state.add(record)
-                return record
-            except StoreUnavailable as error:
-                await loss.wait(error)
+        await outlast(partial(state.add, record))  # the answer is all there
+        return record
 
     async def submit(self, asked: CreateResponseRequest, turn: Turn, response: dict[str, Any]) -> dict[str, Any]:
         """Let a response be generated in the background; return it as it is now."""

@@ -1,8 +1,12 @@
 """Outlasts the loss of a store: the process that keeps it is started again within seconds."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from alignedserve.core.errors import StoreUnavailable
+
+ResultT = TypeVar("ResultT")
 
 _RETURNS_S = 60.0  # as a router's next one
 _PAUSE_S = 0.2
@@ -25,3 +29,13 @@ class StoreLoss:
         if now - self._since_s >= _RETURNS_S:
             raise error
         await asyncio.sleep(_PAUSE_S)
+
+
+async def outlast(call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    """Return what a call returns that may be repeated, once the store is there. Raises StoreUnavailable after long."""
+    loss = StoreLoss()
+    while True:
+        try:
+            return await call()
+        except StoreUnavailable as error:
+            await loss.wait(error)

@@ -157,16 +157,17 @@ async def test_the_oldest_responses_make_room(tmp_path: Path) -> None:
 
 
 class Losing(MemoryRecords):
-    """Records that are away for some commits."""
+    """Records that are away for some commits, each of which is made all the same."""
 
     num_lost = 0
 
     @override
     async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
+        is_made = await super().commit(changes, unchanged=unchanged)
         if self.num_lost:
             self.num_lost -= 1
             raise StoreUnavailable("away")
-        return await super().commit(changes, unchanged=unchanged)
+        return is_made
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
@@ -181,6 +182,19 @@ async def test_a_response_whose_store_is_away_at_its_end_is_stored_when_that_is_
         response = events_of(answer)[-1]["response"] if is_streamed else response_of(answer)
         assert (response["status"], text_of(response)) == ("completed", "hello world")
         assert (await get(served, response["id"])).json() == response
+
+
+async def test_a_turn_whose_store_is_away_at_its_end_is_once_in_its_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_loss, "_PAUSE_S", 0.0)
+    records = Losing()
+    async with batch_gateway(tmp_path, is_driven=False, records=records) as served:
+        path = f"/v1/conversations/{(await served.client.post('/v1/conversations', json={})).json()['id']}"
+        records.num_lost = 2
+        response_of(await respond(served, conversation=path.rpartition("/")[2], store=False))
+        items = (await served.client.get(f"{path}/items")).json()["data"]
+        assert sorted(item["role"] for item in items) == ["assistant", "user"]
 
 
 async def test_a_store_that_is_down_fails_what_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
