@@ -154,9 +154,9 @@ class LLM:
         )
         # Of one model, for one user.
         self._root = prefix_root(b"", tenant="", salt="", form=b"") if prefix_cache else b""
-        self._is_broken = False  # an iteration was begun whose end the logic does not know
+        self._is_broken = False  # a call broke off: the logic may keep its requests, or know no end of its iteration
         self._texts = TextReader(self._tokenizer, served.max_context_len, served.encoder, self._root)
-        self._perform(self._logic.on_event(PeerConnected(Role.ROUTER, _ROUTER), 0.0), {})
+        self._perform([PeerConnected(Role.ROUTER, _ROUTER)], {})
 
     def generate(
         self,
@@ -246,12 +246,10 @@ class LLM:
     def _generate(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Return the outputs of the requests, whose text is still to be decoded. Raises ModelError."""
         if self._is_broken:
-            raise ModelError("an earlier call ended within an iteration; make another LLM")
+            raise ModelError("an earlier call broke off; make another LLM")
         outputs = {request.request_id: RequestOutput() for request in requests}
-        commands: list[ColocatedCommand] = []
-        for number, request in enumerate(requests):
-            commands += self._logic.on_event(Received(_ROUTER, PrefillRequest(request, number)), 0.0)
-        reasons = self._perform(commands, outputs)
+        asked = [Received(_ROUTER, PrefillRequest(request, number)) for number, request in enumerate(requests)]
+        reasons = self._perform(asked, outputs)
         if reasons:
             raise ModelError(f"{len(reasons)} of {len(requests)} prompts failed: {reasons[0]}")
         return list(outputs.values())
@@ -284,11 +282,17 @@ class LLM:
             root = prefix_root(b"", tenant="", salt="", form=adapter.digest)
         return Request(request_id, tuple(prompt), wanted, "", 0.0, prefix_root=root, adapter=adapter)
 
-    def _perform(self, commands: Sequence[ColocatedCommand], outputs: dict[RequestId, RequestOutput]) -> list[str]:
-        """Perform commands until none is left; return why requests have failed. Other messages to the router are
-        dropped. Ctrl-C aborts all requests after the iteration in hand."""
-        pending, reasons, asked = list(commands), [], list(outputs)
+    def _perform(
+        self, events: Sequence[PeerConnected | Received], outputs: dict[RequestId, RequestOutput]
+    ) -> list[str]:
+        """Perform what follows from `events` until nothing is left; return why requests have failed. Other messages to
+        the router are dropped. Ctrl-C aborts all requests after the iteration in hand."""
+        pending: list[ColocatedCommand] = []
+        reasons, asked = [], list(outputs)
         with HeldInterrupt() as interrupt:
+            self._is_broken = True
+            for event in events:
+                pending += self._logic.on_event(event, 0.0)
             while pending:
                 if interrupt.came and asked:
                     for request_id in asked:
@@ -296,14 +300,13 @@ class LLM:
                     asked = []
                 command = pending.pop(0)
                 if isinstance(command, RunIteration):
-                    self._is_broken = True
                     completed: IterationCompleted = self._executor.run_iteration(command)
                     pending += self._logic.on_event(completed, 0.0)
-                    self._is_broken = False
                 elif isinstance(command, SendTo):
                     _collect(command.message, outputs)
                 elif isinstance(command, Send) and isinstance(command.message, AttemptFailed):
                     reasons.append(command.message.reason)
+            self._is_broken = False
         return reasons
 
 

@@ -117,6 +117,26 @@ def test_ctrl_c_ends_a_call_and_the_next_one_answers_as_before(llm: LLM, monkeyp
     assert [one.text for one in llm.chat(questions)] == [one.text for one in before]
 
 
+@pytest.mark.usefixtures("interrupts")
+def test_ctrl_c_while_prompts_are_taken_leaves_nothing_to_the_next_call(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    (before,) = llm.generate(["spell otter"], sampling)
+    take = llm._logic.on_event
+
+    def interrupted(event: Any, now: float) -> Any:
+        monkeypatch.undo()
+        taken = take(event, now)
+        signal.raise_signal(signal.SIGINT)
+        return taken
+
+    monkeypatch.setattr(llm._logic, "on_event", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["who are you?", "count from 3 to 9"], sampling)
+    assert llm.generate(["spell otter"], sampling)[0].token_ids == before.token_ids
+
+
 def test_a_call_that_ended_within_an_iteration_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = LLM("pocket", memory_bytes=16 * 2**20)
     with monkeypatch.context() as patched:
