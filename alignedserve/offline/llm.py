@@ -7,7 +7,9 @@ The logic and the engine are those of a colocated worker behind the gateway; onl
 """
 
 import logging
+import os
 import secrets
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Unpack
@@ -60,6 +62,7 @@ _ROUTER = "caller"
 class LLM:
     """A model ready to generate. `memory_bytes` bounds the KV cache; requests beyond it wait.
 
+    Threads may share it: their calls are computed one after the other. Processes forked from its own may not.
     Raises ModelError, ConfigError or NotEnoughMemory when made.
     """
 
@@ -154,6 +157,7 @@ class LLM:
         )
         # Of one model, for one user.
         self._root = prefix_root(b"", tenant="", salt="", form=b"") if prefix_cache else b""
+        self._turn, self._pid = threading.Lock(), os.getpid()
         self._is_broken = False  # a call broke off: the logic may keep its requests, or know no end of its iteration
         self._texts = TextReader(self._tokenizer, served.max_context_len, served.encoder, self._root)
         self._perform([PeerConnected(Role.ROUTER, _ROUTER)], {})
@@ -245,11 +249,14 @@ class LLM:
 
     def _generate(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Return the outputs of the requests, whose text is still to be decoded. Raises ModelError."""
-        if self._is_broken:
-            raise ModelError("an earlier call broke off; make another LLM")
+        if os.getpid() != self._pid:  # the engine's threads were not forked
+            raise ModelError("this LLM is of the process that this one was forked from; spawn processes instead")
         outputs = {request.request_id: RequestOutput() for request in requests}
         asked = [Received(_ROUTER, PrefillRequest(request, number)) for number, request in enumerate(requests)]
-        reasons = self._perform(asked, outputs)
+        with self._turn:
+            if self._is_broken:
+                raise ModelError("an earlier call broke off; make another LLM")
+            reasons = self._perform(asked, outputs)
         if reasons:
             raise ModelError(f"{len(reasons)} of {len(requests)} prompts failed: {reasons[0]}")
         return list(outputs.values())

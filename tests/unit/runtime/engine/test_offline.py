@@ -1,10 +1,12 @@
 """The engine in this process, by its public names."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,19 @@ def test_a_call_that_ended_within_an_iteration_is_the_last(monkeypatch: pytest.M
     with pytest.raises(ModelError, match="make another"):
         broken.chat(["who are you?"])
     broken.close()
+
+
+def test_threads_share_a_model(llm: LLM) -> None:
+    words = ["otter", "tree", "lamp"] * 2
+    alone = [llm.chat(f"spell {word}")[0].text for word in words]
+    with ThreadPoolExecutor(len(words)) as threads:
+        assert [one[0].text for one in threads.map(llm.chat, [f"spell {word}" for word in words])] == alone
+
+
+def test_a_forked_process_is_told_that_the_model_is_not_its_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: -1)  # as in a fork, where a call would wait for ever
+    with pytest.raises(ModelError, match="spawn"):
+        llm.chat("spell otter")
 
 
 def test_a_prompt_longer_than_the_context_is_refused(llm: LLM) -> None:
