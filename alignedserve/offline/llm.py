@@ -38,6 +38,7 @@ from alignedserve.offline.conversations import ChatOptions, Conversation, Conver
 from alignedserve.offline.interrupts import HeldInterrupt
 from alignedserve.offline.lora_request import ANY_FOLDER, LoRARequests, adapters_of
 from alignedserve.offline.request_output import RequestOutput
+from alignedserve.offline.sampling import Samplings, samplings_of
 from alignedserve.offline.text_reader import EmbedOptions, TextReader, prompt_token_ids
 from alignedserve.prefix_cache.block_hashes import prefix_root
 from alignedserve.runtime.device.cores import has_native_bfloat16
@@ -165,7 +166,7 @@ class LLM:
     def generate(
         self,
         prompts: Sequence[str | Sequence[int]],
-        sampling: SamplingParams | None = None,
+        sampling: Samplings = None,
         *,
         structured_outputs: StructuredOutputs | None = None,
         lora_request: LoRARequests = None,
@@ -173,10 +174,10 @@ class LLM:
         """Continue every prompt, a text or its token ids, and return one output per prompt, in order.
 
         Token ids are taken as they are: no begin token comes before them. Without `sampling`: greedily, for as long as
-        context and `memory_bytes` allow. `structured_outputs`: what every output must match. `lora_request`: an adapter
-        for all prompts, or one for each. Raises AdapterError, ContextTooLong, InvalidRequest for a prompt that is none,
-        one that needs more cache than there is or a constraint that is not supported, ModelError where the model cannot
-        answer one.
+        context and `memory_bytes` allow. `structured_outputs`: what every output must match. `sampling` and
+        `lora_request` are for all prompts, or a list with one for each. Raises AdapterError, ContextTooLong,
+        InvalidRequest for a prompt that is none, one that needs more cache than there is or a constraint that is not
+        supported, ModelError where the model cannot answer one.
         """
         encoded = [prompt_token_ids(prompt, self._tokenizer) for prompt in prompts]
         return self._run(encoded, sampling, structured_outputs, lora_request)
@@ -184,7 +185,7 @@ class LLM:
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
-        sampling: SamplingParams | None = None,
+        sampling: Samplings = None,
         *,
         structured_outputs: StructuredOutputs | None = None,
         lora_request: LoRARequests = None,
@@ -198,10 +199,11 @@ class LLM:
         """
         conversations = conversations_of(messages)
         chats = self._conversations.prepare(conversations, structured_outputs, options)
+        samplings = samplings_of(sampling, len(chats))
         adapters = adapters_of(lora_request, len(chats), self._served)
         requests = [
-            self._request(chat.prompt, sampling, chat.grammar, adapter)
-            for chat, adapter in zip(chats, adapters, strict=True)
+            self._request(chat.prompt, one, chat.grammar, adapter)
+            for chat, one, adapter in zip(chats, samplings, adapters, strict=True)
         ]
         outputs = self._generate(requests)
         for chat, request, output in zip(chats, requests, outputs, strict=True):
@@ -231,18 +233,19 @@ class LLM:
     def _run(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams | None,
+        sampling: Samplings,
         structured_outputs: StructuredOutputs | None = None,
         lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
+        samplings = samplings_of(sampling, len(prompts))
         adapters = adapters_of(lora_request, len(prompts), self._served)
         grammar = serialize_alone(part_of(structured_outputs)) if structured_outputs is not None else ""
-        asked = zip(prompts, adapters, strict=True)
-        outputs = self._generate([self._request(prompt, sampling, grammar, adapter) for prompt, adapter in asked])
-        stops = sampling.stop_token_ids if sampling is not None else ()
-        for output, prompt in zip(outputs, prompts, strict=True):
-            stream, shown = self._tokenizer.stream(before=prompt), output.token_ids
-            if output.finish_reason is FinishReason.STOP and shown[-1] in stops:
+        asked = zip(prompts, samplings, adapters, strict=True)
+        requests = [self._request(prompt, one, grammar, adapter) for prompt, one, adapter in asked]
+        outputs = self._generate(requests)
+        for output, request in zip(outputs, requests, strict=True):
+            stream, shown = self._tokenizer.stream(before=request.prompt_token_ids), output.token_ids
+            if output.finish_reason is FinishReason.STOP and shown[-1] in request.sampling.stop_token_ids:
                 shown = shown[:-1]
             output.text = stream.push(shown) + stream.end()
         return outputs

@@ -97,6 +97,27 @@ def test_demands_that_contradict_each_other_are_named(llm: LLM) -> None:
         llm.generate(["spell otter"], sampling)
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(bad_words=["otter"]),
+        SamplingParams(stop_token_ids="abc"),
+        SamplingParams(num_logprobs=1.5),
+        {"max_tokens": 3},
+        [SamplingParams()] * 2,
+    ],
+)
+def test_sampling_of_other_types_is_refused_and_the_next_call_answers(llm: LLM, sampling: Any) -> None:
+    with pytest.raises(InvalidRequest, match="sampling"):
+        llm.generate(["spell otter"], sampling)
+    assert llm.generate(["spell otter"], SamplingParams(max_tokens=1, ignore_eos=True))[0].token_ids
+
+
+def test_prompts_may_be_sampled_each_in_its_own_way(llm: LLM) -> None:
+    samplings = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (2, 5)]
+    assert [len(one.token_ids) for one in llm.generate(["spell otter"] * 2, samplings)] == [2, 5]
+
+
 @pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_ends_a_call_and_the_next_one_answers_as_before(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     questions = ["count from 3 to 9", "who are you?"]
