@@ -39,7 +39,7 @@ from alignedserve.offline.interrupts import HeldInterrupt
 from alignedserve.offline.lora_request import ANY_FOLDER, LoRARequests, adapters_of
 from alignedserve.offline.request_output import RequestOutput
 from alignedserve.offline.sampling import Samplings, samplings_of
-from alignedserve.offline.text_reader import EmbedOptions, TextReader, prompt_token_ids
+from alignedserve.offline.text_reader import EmbedOptions, TextReader, listed, prompt_token_ids
 from alignedserve.prefix_cache.block_hashes import prefix_root
 from alignedserve.runtime.device.cores import has_native_bfloat16
 from alignedserve.runtime.device.devices import check_ranks, worker_devices
@@ -165,7 +165,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: str | Sequence[str | Sequence[int]],
         sampling: Samplings = None,
         *,
         structured_outputs: StructuredOutputs | None = None,
@@ -173,13 +173,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue every prompt, a text or its token ids, and return one output per prompt, in order.
 
-        Token ids are taken as they are: no begin token comes before them. Without `sampling`: greedily, for as long as
-        context and `memory_bytes` allow. `structured_outputs`: what every output must match. `sampling` and
-        `lora_request` are for all prompts, or a list with one for each. Raises AdapterError, ContextTooLong,
-        InvalidRequest for a prompt that is none, one that needs more cache than there is or a constraint that is not
-        supported, ModelError where the model cannot answer one.
+        One text may stand for a list of it. Token ids are taken as they are: no begin token comes before them. Without
+        `sampling`: greedily, for as long as context and `memory_bytes` allow. `structured_outputs`: what every output
+        must match. `sampling` and `lora_request` are for all prompts, or a list with one for each. Raises AdapterError,
+        ContextTooLong, InvalidRequest for a prompt that is none, one that needs more cache than there is or a
+        constraint that is not supported, ModelError where the model cannot answer one.
         """
-        encoded = [prompt_token_ids(prompt, self._tokenizer) for prompt in prompts]
+        encoded = [prompt_token_ids(prompt, self._tokenizer) for prompt in listed(prompts)]
         return self._run(encoded, sampling, structured_outputs, lora_request)
 
     def chat(
@@ -210,21 +210,21 @@ class LLM:
             self._conversations.read(output, request, chat.output_format)
         return outputs
 
-    def embed(self, texts: Sequence[str], **options: Unpack[EmbedOptions]) -> Vectors:
-        """Return a vector of length 1 for every text, float32 [texts, width].
+    def embed(self, texts: str | Sequence[str], **options: Unpack[EmbedOptions]) -> Vectors:
+        """Return a vector of length 1 for every text, or for the one, float32 [texts, width].
 
         Raises ContextTooLong, InvalidRequest.
         """
-        return self._texts.embed(texts, options, self._generate)
+        return self._texts.embed(listed(texts), options, self._generate)
 
     def score(
-        self, text_1: Sequence[str], text_2: Sequence[str], *, truncate_prompt_tokens: int | None = None
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, truncate_prompt_tokens: int | None = None
     ) -> list[float]:
         """Return the score of each pair: a cross-encoder's, or the cosine of the texts' vectors.
 
         `text_1`: one text for all of `text_2`, or as many. Raises ContextTooLong, InvalidRequest.
         """
-        return self._texts.score(text_1, text_2, truncate_prompt_tokens, self._generate)
+        return self._texts.score(listed(text_1), listed(text_2), truncate_prompt_tokens, self._generate)
 
     def close(self) -> None:
         """End the engine's threads."""

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict, TypeVar
 
 from alignedserve.api.embeddings.request_builder import check_dimensions
 from alignedserve.api.embeddings.response_format import Vectors, computed_scores, cosines, unit_vectors
@@ -17,6 +17,7 @@ from alignedserve.text.tokenizer import EncodedPair, Tokenizer
 
 _EMBEDDING = SamplingParams(max_tokens=0, wants_embedding=True)
 
+Prompt = TypeVar("Prompt")
 Compute = Callable[[Sequence[Request]], list[RequestOutput]]
 
 
@@ -26,6 +27,11 @@ class EmbedOptions(TypedDict, total=False):
     prompt_name: str | None
     dimensions: int | None
     truncate_prompt_tokens: int | None
+
+
+def listed(prompts: str | Sequence[Prompt]) -> Sequence[str | Prompt]:
+    """Return one text as a list of one, not as its letters, and several prompts as they are."""
+    return [prompts] if isinstance(prompts, str) else prompts
 
 
 def prompt_token_ids(prompt: str | Sequence[int], tokenizer: Tokenizer) -> list[int]:

@@ -238,6 +238,14 @@ def test_a_constraint_that_is_not_supported(llm: LLM, given: dict[str, Any]) -> 
         llm.generate(["a"], structured_outputs=StructuredOutputs(**given))
 
 
+def test_one_text_is_one_prompt(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    (output,), (expected,) = llm.generate("spell otter", sampling), llm.generate(["spell otter"], sampling)
+    assert output.token_ids == expected.token_ids
+    assert llm.embed("otter").shape == llm.embed(["otter"]).shape
+    assert llm.score("otter", ["a", "b", "c", "d", "e"]) == llm.score(["otter"], ["a", "b", "c", "d", "e"])
+
+
 def test_prompts_may_be_token_ids(llm: LLM) -> None:
     text = "spell otter"
     token_ids = Tokenizer.load(pocket_folder()).encode(text)
