@@ -67,8 +67,8 @@ def interrupts() -> Iterator[None]:
 
 def test_equal_prompts_have_answers_of_their_own_unless_a_seed_is_given(llm: LLM) -> None:
     free, seeded = (SamplingParams(max_tokens=24, ignore_eos=True, seed=seed) for seed in (None, 7))
-    assert len({tuple(one.token_ids) for one in llm.generate(["tell me"] * 4, free)}) == 4
-    assert len({tuple(one.token_ids) for one in llm.generate(["tell me"] * 2, seeded)}) == 1
+    assert len({tuple(one.token_ids) for one in llm.generate(["spell otter"] * 4, free)}) == 4
+    assert len({tuple(one.token_ids) for one in llm.generate(["spell otter"] * 2, seeded)}) == 1
 
 
 def test_log_probabilities_come_where_they_are_asked_for(llm: LLM) -> None:
