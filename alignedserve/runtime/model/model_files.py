@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from alignedserve.core.errors import ModelNotFound
+from alignedserve.core.errors import ModelError, ModelNotFound
 from alignedserve.gguf.file import SUFFIX, GgufFile, is_gguf
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
@@ -34,6 +34,9 @@ def read_served_config(path: Path) -> ModelConfig | EncoderConfig:
 def _require_folder(path: Path) -> None:
     if path.is_file():
         raise ModelNotFound(f"{path} is a file; a model is a folder or a {SUFFIX} file.")
+    for file in path.iterdir() if path.is_dir() else ():
+        if file.is_fifo():  # opening it might wait for ever, and with it all orders to the cluster
+            raise ModelError(f"{file} is a named pipe; a model has regular files.")
 
 
 def weights_in_files(

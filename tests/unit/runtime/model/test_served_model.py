@@ -1,6 +1,7 @@
 """The served model, resolved from its folder and its section of the configuration."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,14 @@ def test_the_pocket_model_ships_with_the_package() -> None:
     assert (pocket.name, pocket.folder, pocket.dtype) == (POCKET, pocket_folder(), "float32")
     assert pocket.max_context_len == pocket.config.max_position_embeddings
     assert resolve_model(ModelSectionConfig(served_model_name="mine")).name == "mine"
+
+
+@pytest.mark.timeout(5)
+def test_a_named_pipe_is_refused_and_not_waited_for(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(ModelError, match=r"config\.json is a named pipe"):
+        served(folder)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_embedding(tmp_path: Path) -> None:
