@@ -32,6 +32,16 @@ class CallForm(NamedTuple):
 
 
 _CALL_FORMS = (CallForm(False, False), CallForm(True, False), CallForm(False, True), CallForm(True, True))
+# What filters and operators of a template raise for values of other kinds or sizes.
+_UNRENDERABLE = (
+    AttributeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
 _PROBE_TIME = datetime(2000, 1, 1)
 _PROBE_CALL = {
     "id": "probe1234",
@@ -109,7 +119,7 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"The model's chat template refused the messages: {str(error)[:200]}", param="messages"
             ) from error
-        except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        except _UNRENDERABLE as error:
             raise InvalidRequest(
                 f"The model's chat template cannot render these messages ({type(error).__name__}).", param="messages"
             ) from error

@@ -53,6 +53,13 @@ def test_the_form_in_which_calls_are_shown(source: str, form: CallForm | None) -
     assert ChatTemplate(source, {}).call_form == form
 
 
+@pytest.mark.parametrize("source", ["{{ messages[0].content|dictsort }}", "{{ 'x' * 10**14 }}", "{{ 1 // 0 }}"])
+def test_what_a_template_cannot_render_is_the_fault_of_the_messages(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="cannot render these messages") as refusal:
+        ChatTemplate(source, {}).render(ChatPrompt(MESSAGES[:1]), now=NOW)
+    assert refusal.value.param == "messages"
+
+
 def test_calls_that_a_template_does_not_show_are_refused() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
     with pytest.raises(InvalidRequest, match="does not show tool calls"):
