@@ -34,9 +34,14 @@ def read_served_config(path: Path) -> ModelConfig | EncoderConfig:
 def _require_folder(path: Path) -> None:
     if path.is_file():
         raise ModelNotFound(f"{path} is a file; a model is a folder or a {SUFFIX} file.")
-    for file in path.iterdir() if path.is_dir() else ():
-        if file.is_fifo():  # opening it might wait for ever, and with it all orders to the cluster
-            raise ModelError(f"{file} is a named pipe; a model has regular files.")
+    if not path.is_dir():
+        return
+    try:
+        pipe = next((file for file in path.iterdir() if file.is_fifo()), None)
+    except OSError as error:
+        raise ModelNotFound(f"{path} cannot be read: {error.strerror}.") from error
+    if pipe is not None:  # opening it might wait for ever, and with it all orders to the cluster
+        raise ModelError(f"{pipe} is a named pipe; a model has regular files.")
 
 
 def weights_in_files(
