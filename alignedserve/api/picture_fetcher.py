@@ -6,8 +6,8 @@ Whoever names a URL decides where this process connects to. So, before a byte is
 3. The host's addresses are looked up, and all of them must be public. The connection goes to one of these, so that a
    name that changes its addresses meanwhile changes nothing.
 A redirect is followed to the same host alone, from 1 on. Bytes, time and redirects of a fetch are bounded, and so are
-fetches at once, of which best effort has three quarters at most; it waits in a queue of its own. No message shows
-anything of a URL, or of what came from there.
+fetches at once, of which best effort has three quarters at most, and so has one client of each class; best effort waits
+in a queue of its own. No message shows anything of a URL, or of what came from there.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import ipaddress
 import re
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 import aiohttp
@@ -25,7 +25,7 @@ from typing_extensions import override
 from yarl import URL
 
 from alignedserve.api.errors import Overloaded, ResourceUnavailable, Unfetched
-from alignedserve.api.task_class import is_best_effort
+from alignedserve.api.task_class import client_of_task, is_best_effort
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 
@@ -35,7 +35,7 @@ _MAX_URL_LEN = 4096
 _HTTPS_PORT = 443
 _PART_BYTES = 64 << 10
 _MAX_AT_ONCE, _MAX_WAITING = 16, 64
-_MAX_BEST_EFFORT_AT_ONCE, _MAX_BEST_EFFORT_WAITING = 12, 48  # of the former, and beside the latter
+_MAX_SHARE_AT_ONCE, _MAX_SHARE_WAITING = 12, 48  # of best effort, whose waiting ones count apart, and of one client
 _RETRY_AFTER_S = 1.0
 _TOO_MANY = "Too many pictures wait to be fetched."
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -62,6 +62,13 @@ class _Target(NamedTuple):
         return URL(f"https://{self.host}:{self.port}{self.path}", encoded=True)
 
 
+class _Share:
+    """The fetches of best effort, or those of one client in one class."""
+
+    def __init__(self) -> None:
+        self.free, self.num_open = asyncio.Semaphore(_MAX_SHARE_AT_ONCE), 0
+
+
 class PictureFetcher:
     """Fetches for one process. Use it from one event loop."""
 
@@ -77,8 +84,9 @@ class PictureFetcher:
         self._look_up = look_up or _look_up
         self._may_connect = may_connect or is_public
         self._trust = trust
-        self._free, self._free_for_best_effort = map(asyncio.Semaphore, (_MAX_AT_ONCE, _MAX_BEST_EFFORT_AT_ONCE))
-        self._num_open = {True: 0, False: 0}  # True: of best effort
+        self._free, self._num_open = asyncio.Semaphore(_MAX_AT_ONCE), 0  # of real-time requests
+        self._best_effort = _Share()
+        self._clients: dict[tuple[str, bool], _Share] = {}  # that have some; True: of best effort
 
     async def fetch(self, url: str, at: str, config: GatewayConfig) -> bytes:
         """Return what is at a URL; `at`: the field that names it.
@@ -86,20 +94,43 @@ class PictureFetcher:
         Raises InvalidRequest: it may not be fetched, is too large, or is not there; Unfetched: it could not be fetched
         now; Overloaded; of best effort ResourceUnavailable.
         """
-        target, is_last = _target_of(url, at, config), is_best_effort()
-        if self._num_open[is_last] >= (_MAX_BEST_EFFORT_WAITING if is_last else _MAX_WAITING):
-            raise (ResourceUnavailable if is_last else Overloaded)(_TOO_MANY, retry_after_s=_RETRY_AFTER_S)
-        self._num_open[is_last] += 1
-        own = self._free_for_best_effort if is_last else contextlib.nullcontext()
+        target = _target_of(url, at, config)
         try:
-            async with asyncio.timeout(config.picture_fetch_timeout_s), own, self._free:
+            async with asyncio.timeout(config.picture_fetch_timeout_s), self._place():
                 return await self._fetch(target, at, config)
         except TimeoutError as error:
             raise Unfetched(f"{at}: the host has not answered within {config.picture_fetch_timeout_s:g} s.") from error
         except aiohttp.ClientError as error:
             raise Unfetched(f"{at}: {_problem_of(error)}.") from error
+
+    @contextlib.asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """Wait for a place, and hold it. Raises Overloaded; of best effort ResourceUnavailable."""
+        is_last, client = is_best_effort(), client_of_task()
+        shares = [self._best_effort] if is_last else []
+        if client:  # else it is nobody in particular
+            shares.append(self._clients.get((client, is_last)) or _Share())
+        if any(one.num_open >= _MAX_SHARE_WAITING for one in shares) or (
+            not is_last and self._num_open >= _MAX_WAITING
+        ):
+            raise (ResourceUnavailable if is_last else Overloaded)(_TOO_MANY, retry_after_s=_RETRY_AFTER_S)
+        self._num_open += not is_last
+        for one in shares:
+            one.num_open += 1
+        if client:
+            self._clients[client, is_last] = shares[-1]
+        try:
+            async with contextlib.AsyncExitStack() as held:
+                for one in shares:
+                    await held.enter_async_context(one.free)
+                await held.enter_async_context(self._free)
+                yield
         finally:
-            self._num_open[is_last] -= 1
+            self._num_open -= not is_last
+            for one in shares:
+                one.num_open -= 1
+            if client and not shares[-1].num_open:
+                del self._clients[client, is_last]
 
     async def _fetch(self, target: _Target, at: str, config: GatewayConfig) -> bytes:
         async with self._session(at) as session:

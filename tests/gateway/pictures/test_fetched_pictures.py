@@ -8,11 +8,11 @@ from typing import Any
 import orjson
 import pytest
 
-from alignedserve.api.errors import ResourceUnavailable
+from alignedserve.api.errors import Overloaded, ResourceUnavailable
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.picture_fetcher import PictureFetcher, is_public
 from alignedserve.api.picture_reader import PictureReader
-from alignedserve.api.task_class import note_class
+from alignedserve.api.task_class import note_class, note_client
 from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.interfaces import LineFailed, LineRequest
@@ -199,6 +199,27 @@ async def test_documents_leave_fetches_for_chats(server: PictureServer) -> None:
     for one in documents:
         one.cancel()
     await asyncio.gather(*documents, return_exceptions=True)
+
+
+async def test_a_client_leaves_fetches_for_others(server: PictureServer) -> None:
+    config, fetcher = GatewayConfig(picture_hosts=(f"localhost:{server.port}",)), fetcher_of(server)
+
+    async def fetch(path: str, client: str) -> bytes:
+        note_client(client)
+        return await fetcher.fetch(server.url(path), "url", config)
+
+    waiting = [asyncio.create_task(fetch("/silent", "many")) for _ in range(48)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await asyncio.create_task(fetch("/silent", "many"))
+    assert await asyncio.create_task(fetch("/otter.png", "one")) == GOOD
+    note_class(RequestClass.BEST_EFFORT)
+    assert await asyncio.create_task(fetch("/otter.png", "many")) == GOOD  # the other class has places of its own
+    assert server.asked.count("/silent") <= 12
+    for one in waiting:
+        one.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert (fetcher._num_open, fetcher._clients) == (0, {})
 
 
 @each("host", ["127.0.0.1", "https://images.example", "images.example/", "*", "a.*.example", "10.1", "Images.example"])
