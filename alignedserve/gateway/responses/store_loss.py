@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from alignedserve.core.errors import StoreUnavailable
+from alignedserve.core.errors import StoreFull, StoreUnavailable
 
 ResultT = TypeVar("ResultT")
 
@@ -13,7 +13,10 @@ _PAUSE_S = 0.2
 
 
 class StoreLoss:
-    """A store that may be away. Calls that may be repeated are, until it has been away for too long."""
+    """A store that may be away. Calls that may be repeated are, until it has been away for too long.
+
+    One whose disk is full is there, and says so to the client: nobody knows when that ends.
+    """
 
     def __init__(self) -> None:
         self._since_s: float | None = None  # None: it is there
@@ -23,7 +26,9 @@ class StoreLoss:
         self._since_s = None
 
     async def wait(self, error: StoreUnavailable) -> None:
-        """Pause before the next attempt. Raises the error of the last one after too many."""
+        """Pause before the next attempt. Raises the error of the last one after too many, and that of a full disk."""
+        if isinstance(error, StoreFull):
+            raise error
         now = asyncio.get_running_loop().time()
         self._since_s = now if self._since_s is None else self._since_s
         if now - self._since_s >= _RETURNS_S:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from alignedserve.api.backend.scripted import ScriptedBackend
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.config.sections import GatewayConfig
-from alignedserve.core.errors import StoreUnavailable
+from alignedserve.core.errors import StoreFull, StoreUnavailable
 from alignedserve.gateway.responses import store_loss
 from alignedserve.messages.state import Change
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
@@ -157,16 +157,21 @@ async def test_the_oldest_responses_make_room(tmp_path: Path) -> None:
 
 
 class Losing(MemoryRecords):
-    """Records that are away for some commits, each of which is made all the same."""
+    """Records that fail for some commits, each of which is made all the same."""
 
     num_lost = 0
+
+    def __init__(self, error: StoreUnavailable | None = None) -> None:
+        """`error`: None: they are away."""
+        super().__init__()
+        self.error = error or StoreUnavailable("away")
 
     @override
     async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
         is_made = await super().commit(changes, unchanged=unchanged)
         if self.num_lost:
             self.num_lost -= 1
-            raise StoreUnavailable("away")
+            raise self.error
         return is_made
 
 
@@ -182,6 +187,14 @@ async def test_a_response_whose_store_is_away_at_its_end_is_stored_when_that_is_
         response = events_of(answer)[-1]["response"] if is_streamed else response_of(answer)
         assert (response["status"], text_of(response)) == ("completed", "hello world")
         assert (await get(served, response["id"])).json() == response
+
+
+async def test_a_full_disk_is_told_at_once(tmp_path: Path) -> None:
+    records = Losing(StoreFull("no space left on the disk"))
+    async with batch_gateway(tmp_path, is_driven=False, records=records) as served:
+        records.num_lost = 1
+        assert error_of(await respond(served), 503)["code"] == "storage_full"
+        assert records.num_lost == 0
 
 
 async def test_a_turn_whose_store_is_away_at_its_end_is_once_in_its_conversation(
