@@ -67,7 +67,6 @@ class Lane:
     def __init__(self, name: str, num_threads: int) -> None:
         self._threads = TurnThreads(num_threads, f"work-{name}")
         self._open: dict[bool, dict[str, list[Future[Any]]]] = {True: {}, False: {}}  # of best effort or not, by client
-        self._num_open = {True: 0, False: 0}
         self._lock = Lock()
 
     async def run(self, work: Callable[[], ResultT], *, is_bounded: bool = True) -> ResultT:
@@ -77,10 +76,9 @@ class Lane:
         """
         is_last, client = is_best_effort(), client_of_task()
         if is_bounded:
-            self._enter(is_last, client)
-        future = self._threads.submit(work, is_real_time=not is_last, client=client)
-        if is_bounded:  # not when the waiting ends: work of a client that left goes on
-            self._keep(future, is_last, client)
+            future = self._submitted(work, is_last, client)
+        else:
+            future = self._threads.submit(work, is_real_time=not is_last, client=client)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -93,34 +91,29 @@ class Lane:
         """See WorkLanes. `waits`: until its threads have ended."""
         self._threads.close(waits=waits)
 
-    def _enter(self, is_last: bool, client: str) -> None:
-        while not self._has_entered(is_last):
-            latest = self._latest_of_most(is_last, client)
+    def num_open(self, *, is_best_effort: bool) -> int:
+        """Return how much bounded work of a class waits or is in hand."""
+        return sum(map(len, self._open[is_best_effort].values()))
+
+    def _submitted(self, work: Callable[[], ResultT], is_last: bool, client: str) -> "Future[ResultT]":
+        """Submit work that takes a place, which another client may have to give up. Raises Overloaded."""
+        by_client = self._open[is_last]
+        while True:
+            with self._lock:
+                if self.num_open(is_best_effort=is_last) < (_MAX_BEST_EFFORT if is_last else _MAX_WAITING):
+                    future = self._threads.submit(work, is_real_time=not is_last, client=client)
+                    by_client.setdefault(client, []).append(future)
+                    break
+                most = max(by_client.values(), key=len)
+                latest = most[-1] if len(by_client.get(client, ())) + 1 < len(most) else None
             if latest is None or not latest.cancel():
                 raise _too_many(is_last)
-
-    def _has_entered(self, is_last: bool) -> bool:
-        with self._lock:
-            if self._num_open[is_last] >= (_MAX_BEST_EFFORT if is_last else _MAX_WAITING):
-                return False
-            self._num_open[is_last] += 1
-            return True
-
-    def _latest_of_most(self, is_last: bool, client: str) -> "Future[Any] | None":
-        """Return the latest work of the client that has most, if this one has less even with one more."""
-        with self._lock:
-            by_client = self._open[is_last]
-            most = max(by_client.values(), key=len, default=[])
-            return most[-1] if len(by_client.get(client, ())) + 1 < len(most) else None
-
-    def _keep(self, future: "Future[Any]", is_last: bool, client: str) -> None:
-        with self._lock:
-            self._open[is_last].setdefault(client, []).append(future)
+        # Not when the waiting ends: work of a client that left goes on.
         future.add_done_callback(lambda _: self._leave(future, is_last, client))
+        return future
 
     def _leave(self, future: "Future[Any]", is_last: bool, client: str) -> None:
         with self._lock:
-            self._num_open[is_last] -= 1
             own = self._open[is_last][client]
             own.remove(future)
             if not own:

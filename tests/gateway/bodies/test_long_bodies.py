@@ -213,9 +213,9 @@ async def test_a_documents_text_is_read_after_that_of_a_chat(path: str, monkeypa
         monkeypatch.setattr(tokenizer(), "encode", noted)
         busy = [asyncio.create_task(served.services.lanes.run(10_000, goes_on.wait)) for _ in range(2)]
         asked = [asyncio.create_task(ask(served, path, "document " + LONG, service_tier="flex"))]
-        await holds(lambda: served.services.lanes._middle._num_open[True] == 1)
+        await holds(lambda: served.services.lanes._middle.num_open(is_best_effort=True) == 1)
         asked.append(asyncio.create_task(ask(served, path, LONG)))
-        await holds(lambda: served.services.lanes._middle._num_open[False] == 3)
+        await holds(lambda: served.services.lanes._middle.num_open(is_best_effort=False) == 3)
         goes_on.set()
         assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200, 200]
         await asyncio.gather(*busy)

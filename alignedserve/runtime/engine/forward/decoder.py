@@ -54,14 +54,11 @@ class Decoder:
         self._extra_heads = None if config.extras is None else ExtraHeads(config, self.dtype, self.device)
         self._first_shared = config.num_layers - (0 if config.extras is None else config.extras.num_shared)
         self._states: StateStorage | None = None  # of the latest storage
-        self._between_layers: Callable[[], object] | None = None
-        # Seconds that the latest pass spent in attention, of decoding sequences and of chunks; 0 where work is only
-        # queued (a GPU).
-        self.attention_s = 0.0
-        self.chunk_attention_s = 0.0
+        self._between_layers: Callable[[], object] = lambda: None
+        # Seconds of the latest pass in attention, of decodes and of chunks; 0 where work is only queued (a GPU).
+        self.attention_s = self.chunk_attention_s = 0.0
         # The same of its products where all layers were computed in one call, else 0; and whether the head was in it.
-        self.products_s = 0.0
-        self.had_head = False
+        self.products_s, self.had_head = 0.0, False
         rope_of_layer = [config.rope_of(layer) for layer in range(config.num_layers)]
         ropes = [rope for rope in dict.fromkeys(rope_of_layer) if rope is not None]
         self._ropes = [(inverse_frequencies(rope).to(self.device), rope.angle_factor) for rope in ropes]
@@ -92,8 +89,6 @@ class Decoder:
 
     def give_way(self) -> None:
         """Let another pass begin and end behind the layers of this one, as between them: it changes nothing here."""
-        if self._between_layers is None:
-            return
         told = (self.attention_s, self.chunk_attention_s, self.products_s, self.had_head)
         self._between_layers()
         self.attention_s, self.chunk_attention_s, self.products_s, self.had_head = told
@@ -147,8 +142,7 @@ class Decoder:
             hidden, pending = self._run_layer(hidden, pending, layer, weights, run)
             if batch.pictures is not None and run.last is None:  # it is behind the first layers that something is added
                 batch.pictures.add_behind(layer, hidden)
-            if self._between_layers is not None:
-                self._between_layers()
+            self._between_layers()
         run.end()
         if self.device.type == "cpu":
             self.attention_s, self.chunk_attention_s = run.attention_s, run.chunk_attention_s
@@ -186,9 +180,8 @@ class Decoder:
         return highest if self._ranks is None else self._ranks.gather_highest(highest)
 
     def _note(self, times: PassTimes, *, has_head: bool) -> None:
-        self.attention_s, self.products_s = times.attention_s, times.products_s + times.head_s
-        self.had_head = has_head
-        self.chunk_attention_s = 0.0
+        self.attention_s, self.chunk_attention_s = times.attention_s, 0.0
+        self.products_s, self.had_head = times.products_s + times.head_s, has_head
 
     @torch.inference_mode()
     def outputs(self, hidden: Tensor) -> Tensor:
