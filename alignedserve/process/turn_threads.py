@@ -1,11 +1,11 @@
 """Threads on which work of real-time requests goes before that of best effort; clients of a class have turns."""
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
+
+from alignedserve.process.client_turns import ClientTurns
 
 _REAL_TIME_TURNS = 19  # in a row while best effort waits: it has a twentieth of them, as of the router's prompts
 
@@ -18,45 +18,12 @@ class _Work(NamedTuple):
     client: str
 
 
-class _Queue:
-    """The work of one class that waits. Clients have turns one after the other; of one the first comes first."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, deque[_Work]] = {}  # by client, the one whose turn is next first
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
-    def __iter__(self) -> Iterator[_Work]:
-        return chain.from_iterable(self._waiting.values())
-
-    def append(self, work: _Work) -> None:
-        self._waiting.setdefault(work.client, deque()).append(work)
-
-    def take(self) -> _Work:
-        client = next(iter(self._waiting))
-        own = self._waiting.pop(client)
-        work = own.popleft()
-        if own:
-            self._waiting[client] = own
-        return work
-
-    def remove(self, work: _Work) -> None:
-        own = self._waiting[work.client]
-        own.remove(work)
-        if not own:
-            del self._waiting[work.client]
-
-    def clear(self) -> None:
-        self._waiting.clear()
-
-
 class TurnThreads:
     """A thread pool with a queue for each class. May be used from any thread."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, name)
-        self._waiting = {True: _Queue(), False: _Queue()}  # True: real-time
+        self._waiting: dict[bool, ClientTurns[_Work]] = {True: ClientTurns(), False: ClientTurns()}  # True: real-time
         self._num_in_a_row = 0  # real-time ones that went before best effort that waited
         self._lock = Lock()
 
@@ -65,7 +32,7 @@ class TurnThreads:
         done: Future[ResultT] = Future()
         with self._lock:
             self._threads.submit(self._work_next)
-            self._waiting[is_real_time].append(_Work(do, done, client))
+            self._waiting[is_real_time].append(client, _Work(do, done, client))
         return done
 
     def hasten(self, done: "Future[Any]") -> None:
@@ -73,8 +40,8 @@ class TurnThreads:
         with self._lock:
             for work in self._waiting[False]:
                 if work.done is done:
-                    self._waiting[False].remove(work)
-                    self._waiting[True].append(work)
+                    self._waiting[False].remove(work.client, work)
+                    self._waiting[True].append(work.client, work)
                     return
 
     def close(self, *, waits: bool = True) -> None:
