@@ -293,17 +293,18 @@ async def test_a_gateway_that_does_not_answer_is_given_up_until_there_is_somethi
 
 
 async def test_a_mistaken_dial_leaves_the_true_link_alone(
-    here: AddressBook, there: AddressBook, directory: SharedDirectory, caplog: pytest.LogCaptureFixture
+    here: AddressBook,
+    there: AddressBook,
+    directory: SharedDirectory,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pool, heard = manager("pool-0", here)
-    await pool.listen("pool-0")
-    dialler, linked = manager("decode-0", there)
-    dialler.dial("pool-0")
-    await linked.wait_for(("linked", "pool-0"))
-    directory.entries["router"] = directory.entries["pool-0"]  # the router's former port
-    dialler.dial("router")
-    await holds(lambda: caplog.text.count("router was dialled and pool-0 answered") > 1)
-    assert linked.events == [("linked", "pool-0")]
-    assert heard.events == [("linked", "decode-0")]
-    await dialler.close()
-    await pool.close()
+    monkeypatch.setattr(link_manager, "_SAY_REFUSED_S", 0.0)
+    async with pair("pool-0", here, there) as (_, heard, dialler, linked):
+        dialler.dial("pool-0")
+        await linked.wait_for(("linked", "pool-0"))
+        directory.entries["router"] = directory.entries["pool-0"]  # the router's former port
+        dialler.dial("router")
+        await holds(lambda: caplog.text.count("router was dialled and pool-0 answered") > 1)
+        assert linked.events == [("linked", "pool-0")]
+        assert heard.events == [("linked", "decode-0")]

@@ -21,6 +21,7 @@ class Encoder:
     """Passes of fifty steps; those of `slow` wait before the first for what may go on."""
 
     def __init__(self) -> None:
+        self.has_begun = threading.Event()  # the first step of `slow`
         self.may_go_on = threading.Event()
         self.done: list[str] = []
 
@@ -31,6 +32,7 @@ class Encoder:
 
     def _steps(self, name: str) -> Generator[None, None, Tensor]:
         if name == "slow":
+            self.has_begun.set()
             self.may_go_on.wait(timeout=10)
         for _ in range(50):
             yield
@@ -47,6 +49,7 @@ def test_a_picture_that_somebody_waits_for_overtakes() -> None:
     encoder = Encoder()
     queue = EncodingQueue(encoder.passes, encoder.take_turn, lambda: True)
     documents = [queue.add(name.encode(), of(name), is_real_time=False) for name in ("slow", "other", "same", "bad")]
+    assert encoder.has_begun.wait(timeout=10)  # from here on the thread chooses nothing until `slow` goes on
     chat = queue.add(b"chat", of("chat"), is_real_time=True)
     assert queue.add(b"same", of("same"), is_real_time=True) is documents[2]  # somebody waits for it by now
     encoder.may_go_on.set()
