@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from alignedserve.core.errors import ModelNotFound, UnsupportedModel
 
 MAX_TOKENIZER_BYTES = 128 * 1024 * 1024
@@ -64,17 +62,6 @@ def read_template(path: Path) -> str:
     return template
 
 
-class _AddedToken(msgspec.Struct):
-    id: int
-    content: str
-
-
-class _Definition(msgspec.Struct):
-    """The fields of a `tokenizer.json` that are read here."""
-
-    added_tokens: list[_AddedToken] = []
-
-
 def end_token_id(folder: Path) -> int | None:
     """Return the id of the token that the folder's tokenizer names as the end of a text; None: it names none.
 
@@ -83,11 +70,15 @@ def end_token_id(folder: Path) -> int | None:
     content = special_tokens_of(read_config(folder / "tokenizer_config.json")).get("eos_token")
     if content is None or not (folder / "tokenizer.json").exists():
         return None
+    import msgspec  # here, as a machine where kernels are measured may have PyTorch and little else
+
     try:
-        added = msgspec.json.decode(read_definition(folder), type=_Definition).added_tokens
+        fields = msgspec.json.decode(read_definition(folder), type=dict[str, msgspec.Raw])
+        added = msgspec.json.decode(fields.get("added_tokens", b"[]"), type=list[dict[str, Any]])
     except msgspec.DecodeError:
         return None  # which the tokenizer is refused for
-    return next((token.id for token in added if token.content == content), None)
+    found = next((token.get("id") for token in added if token.get("content") == content), None)
+    return found if isinstance(found, int) else None
 
 
 def _read_text(path: Path, limit: int) -> str | None:

@@ -32,5 +32,5 @@ def test_a_cluster_starts_from_the_file_of_its_plan(tmp_path: Path) -> None:
         assert len(cluster.actors("ColocatedWorker")) == 1
         cluster.wait_idle()
         code, out, err = cluster.stop()
-        assert "1 router, 1 elastic worker" in out
         assert (code, cluster.leftovers()) == (0, []), err
+        assert "1 router, 1 elastic worker" in out

@@ -157,7 +157,7 @@ def test_what_a_rank_cannot_load_is_told_by_name(folder: Path) -> None:
     spec = spec_of(folder)
     broken = replace(spec.model.config, vocab_size=100)
     with pytest.raises(ModelError, match="has shape"):
-        Started(msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, config=broken)))
+        Started(msgspec.structs.replace(spec, model=replace(spec.model, config=broken)))
 
 
 def test_adapters_are_divided_too(tmp_path: Path) -> None:

@@ -68,9 +68,9 @@ def _serve(
     try:
         losses.pause()
         check_keys(settings.configs[0].gateway)
-        warn_of_strangers(settings.configs[0].gateway)
         settings = settings.with_local([fetch_model(config.model) for config in settings.configs])
         cluster = _start(settings, options.nodes, template, ending)
+        warn_of_strangers(settings.configs[0].gateway)  # a start that is refused says why, and nothing else
     except KeyboardInterrupt:
         notes().print("Interrupted before it was up; nothing is left running.")
         raise typer.Exit(INTERRUPTED) from None

@@ -1,9 +1,9 @@
 """Says which weights a process computes with, those of files or drawn ones, and makes them."""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import torch
 
 from alignedserve.runtime.device.dtypes import torch_dtype
@@ -17,7 +17,8 @@ from alignedserve.runtime.model.weights.random_weights import random_weights
 from alignedserve.runtime.model.weights.weight_files import load_weights
 
 
-class ModelSpec(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
     """The weights of the whole model."""
 
     config: ModelConfig  # for the context that is served
