@@ -42,6 +42,7 @@ from alignedserve.runtime.kv.transfers.transports import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.encoder.encoder_weights import EncoderWeights, load_encoder_weights
 from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.model.weight_fingerprint import unchanged_weights
 
 logger = logging.getLogger(__name__)
 
@@ -203,6 +204,7 @@ def _load_weights(
     progress = LoadingProgress(progress_path, config.weight_bytes(served.dtype), config.num_layers)
     folder = None if served.has_random_weights else served.folder
     dtype = torch_dtype(served.dtype)
-    weights = load_encoder_weights(folder, config, dtype, device, served.quantization, observer=progress)
+    with unchanged_weights(served.folder, served.weights):
+        weights = load_encoder_weights(folder, config, dtype, device, served.quantization, observer=progress)
     progress.finish()
     return weights

@@ -49,6 +49,7 @@ from alignedserve.runtime.kv.transfers.transports import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.vision.vision_config import CACHE_BYTES
+from alignedserve.runtime.model.weight_fingerprint import unchanged_weights
 from alignedserve.runtime.vision.encoding_queue import Turn
 from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
 from alignedserve.runtime.vision.rope_places import rope_places
@@ -97,7 +98,8 @@ class ModelExecutor:
         )
         shard = share_of_first(served)
         self._adapters = SequenceAdapters(served.lora, served.decoder, torch_dtype(served.dtype), device, shard)
-        parts = load_parts(served, sizes, blocks, progress_path, connect_stages)
+        with unchanged_weights(served.folder, served.weights):
+            parts = load_parts(served, sizes, blocks, progress_path, connect_stages)
         self._storage, self._ranks, self._experts = parts.whole_storage, parts.ranks, parts.experts
         self._moves_all = self._storage.layout == self.layout
         streams = streams_of(device)

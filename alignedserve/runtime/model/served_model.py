@@ -22,6 +22,7 @@ from alignedserve.runtime.model.stored_weights import StoredWeights
 from alignedserve.runtime.model.vision.families import read_vision
 from alignedserve.runtime.model.vision.mobile_config import SeeingConfig
 from alignedserve.runtime.model.vision.vision_config import CACHE_BYTES
+from alignedserve.runtime.model.weight_fingerprint import fingerprint_of
 from alignedserve.runtime.model.window_cache import WHOLE, has_rings
 from alignedserve.text.tokenizer import Tokenizer
 from alignedserve.text.tokenizer_files import read_template
@@ -58,6 +59,7 @@ class ServedModel:
     vision: SeeingConfig | None = None  # by which it sees pictures; None: it does not
     states_apart: bool = False  # large recurrent states have blocks of their own, not a part of each block of tokens
     has_rings: bool = False  # layers with a window keep no more than it
+    weights: str = ""  # the fingerprint of those that every worker is to load; empty: it is not checked
 
     @property
     def encoder(self) -> EncoderConfig | None:
@@ -189,6 +191,7 @@ def resolve_model(
             device=device,
             num_processes=engine.num_processes,
         ),
+        weights="" if section.random_weights else fingerprint_of(folder),
     )
 
 
