@@ -208,12 +208,14 @@ class _Deployment:
     def state(self) -> DeploymentState:
         """Return how it stands here."""
         uses = self._model.uses if self._model is not None else Uses()
+        is_hopeless = self._model.readiness_probe.is_hopeless if self._model is not None else self._error is not None
         return DeploymentState(
             self._deployed.deployment_id,
             self.registered().missing(),
             uses.num_open,
             idle_s=None if uses.last_used_s is None else max(time.monotonic() - uses.last_used_s, 0.0),
             keep_alive_s=uses.keep_alive_s,
+            is_hopeless=is_hopeless,
         )
 
     def stop(self, reason: str) -> None:

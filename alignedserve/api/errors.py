@@ -145,6 +145,11 @@ class TimedOut(GenerationError):
 class GenerationFailed(GenerationError):
     """An internal error; the log of the process that noticed it has the details."""
 
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        """`reason`: as that process gave it, for who runs the cluster; clients are not told."""
+        super().__init__(message)
+        self.reason = reason
+
 
 @dataclass(frozen=True, slots=True)
 class HttpError:

@@ -11,7 +11,15 @@ from alignedserve.api.backend.scripted import IDLE_STATUS
 from alignedserve.config.sections import ModelSectionConfig, PrefixCacheConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason
-from alignedserve.messages.gateways import AbortRequest, ResumeRequest, SubmitRequest, TokenDelta, TokensEmitted
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import (
+    AbortRequest,
+    RequestFailed,
+    ResumeRequest,
+    SubmitRequest,
+    TokenDelta,
+    TokensEmitted,
+)
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import RouterInbound
 from alignedserve.messages.wire import Codec, Message
@@ -60,6 +68,7 @@ class EchoingDeployment:
         self.aborted: list[RequestId] = []
         self.token_delay_s = token_delay_s
         self.is_ready = True  # False: it has no workers
+        self.fault = ""  # for which every request fails inside it; empty: none does
         self._name = router
         self._running: dict[RequestId, asyncio.Task[None]] = {}
 
@@ -85,6 +94,9 @@ class EchoingDeployment:
 
     def on_message(self, peer: Peer, message: Message) -> None:
         match message:
+            case SubmitRequest() if self.fault:
+                failed = RequestFailed(message.request.request_id, FailureKind.INTERNAL, self.fault)
+                self.router.send(peer.name, failed)
             case SubmitRequest() | ResumeRequest():
                 request_id = message.request.request_id
                 if request_id not in self._running:

@@ -340,4 +340,4 @@ def _error_of(message: RequestFailed) -> GenerationError:
         case FailureKind.UNSERVABLE:
             return Unservable(message.reason)
         case FailureKind.INTERNAL:
-            return GenerationFailed("The request failed inside the cluster.")
+            return GenerationFailed("The request failed inside the cluster.", reason=message.reason)

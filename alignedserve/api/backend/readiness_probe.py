@@ -5,13 +5,28 @@ import secrets
 import time
 
 from alignedserve.api.backend.interface import CompletionBackend
-from alignedserve.api.errors import GenerationError
+from alignedserve.api.errors import GenerationError, GenerationFailed, Unservable
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
+from alignedserve.messages.gateways import ClusterStatus
 
 _PAUSE_S = 0.5
 _MISSING_PAUSE_S = 0.05  # while something is not there yet: a start waits for it
 _TIMEOUT_S = 30.0
+_MOST_FAILURES = 3  # in a row, of a kind that waiting does not mend
+
+
+def missing_peer(status: ClusterStatus | None) -> str | None:
+    """Return what no request can be served without, by a router's last report; None: all of it is there."""
+    if status is None:
+        return "the router is not connected"
+    if status.num_decode_workers == 0:
+        return "no worker that decodes is registered"
+    if status.num_prefill_workers == 0:
+        return "no worker for prompts is registered"
+    if status.num_poolless_workers == status.num_prefill_workers:
+        return "no KV pool is registered to which workers for prompts could give what they compute"
+    return None
 
 
 class ReadinessProbe:
@@ -22,10 +37,16 @@ class ReadinessProbe:
         self._token_id = token_id
         self._reply_to = reply_to
         self._problem: str | None = "no canary token has come through yet"
+        self._num_failures = 0  # in a row, of the model itself
 
     def missing(self) -> str | None:
         """Return the reason why the system is not ready; None when it is."""
         return self._missing_peer() or self._problem
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Return whether the model itself fails at every try, as one does that computes no numbers."""
+        return self._num_failures >= _MOST_FAILURES
 
     async def run(self, pause_s: float = _PAUSE_S) -> None:
         """Generate a token whenever the system is not known to be ready."""
@@ -33,23 +54,15 @@ class ReadinessProbe:
             if self._missing_peer() is not None:
                 self._problem = "no canary token has come through since the cluster changed"
             elif self._problem is not None:
-                self._problem = await self._probe()
+                self._problem, has_failed = await self._probe()
+                self._num_failures = self._num_failures + 1 if has_failed else 0
             await asyncio.sleep(pause_s if self._missing_peer() is None else min(pause_s, _MISSING_PAUSE_S))
 
     def _missing_peer(self) -> str | None:
-        """Return what no request can be served without; None: all of it is there."""
-        status = self._backend.status()
-        if status is None:
-            return "the router is not connected"
-        if status.num_decode_workers == 0:
-            return "no worker that decodes is registered"
-        if status.num_prefill_workers == 0:
-            return "no worker for prompts is registered"
-        if status.num_poolless_workers == status.num_prefill_workers:
-            return "no KV pool is registered to which workers for prompts could give what they compute"
-        return None
+        return missing_peer(self._backend.status())
 
-    async def _probe(self) -> str | None:
+    async def _probe(self) -> tuple[str | None, bool]:
+        """Return why no token came, if none did, and whether the model itself has failed."""
         request = Request(
             request_id=RequestId(f"canary-{secrets.token_hex(8)}"),
             prompt_token_ids=(self._token_id,),
@@ -62,11 +75,12 @@ class ReadinessProbe:
             async with asyncio.timeout(_TIMEOUT_S):
                 stream = self._backend.submit(request)
                 async for _ in stream:
-                    return None
+                    return None, False
         except TimeoutError:
-            return "the canary token did not come in time"
+            return "the canary token did not come in time", False
         except GenerationError as error:
-            return f"the canary token failed: {error}"
+            reason = error.reason if isinstance(error, GenerationFailed) else ""
+            return f"the canary token failed: {reason or error}", isinstance(error, GenerationFailed | Unservable)
         finally:
             self._backend.abort(request.request_id)
-        return "the canary token did not come"
+        return "the canary token did not come", False

@@ -66,6 +66,7 @@ class View:
     keep_alive_s: float | None = None  # that this one asked for
     waited_s: float | None = None  # how long a real-time request has waited for it to be loaded; None: none waits
     documents_waited_s: float | None = None  # the same of best effort, lines of batches apart
+    is_hopeless: bool = False  # what is missing does not come by waiting
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,7 +220,7 @@ class DeploymentsLogic:
             view = views[deployment_id]
             self._deployments[deployment_id].num_open = view.num_open
             if phase is Phase.PROVING:
-                commands += self._on_proof(deployment_id, view.missing, now)
+                commands += self._on_proof(deployment_id, view, now)
             elif phase is Phase.DRAINING:
                 commands += self._on_drained(deployment_id, view.num_open, now)
         return commands
@@ -233,12 +233,14 @@ class DeploymentsLogic:
         old.phase = Phase.ENDING
         return [Announce(), End(deployment_id)]
 
-    def _on_proof(self, deployment_id: str, missing: str | None, now: float) -> list[Command]:
+    def _on_proof(self, deployment_id: str, view: View, now: float) -> list[Command]:
         new = self._deployments[deployment_id]
-        if missing is not None:
+        if view.missing is not None:
+            if view.is_hopeless:
+                return self._give_up(deployment_id, f"no token can come through it: {view.missing}")
             if now - new.since_s < PROVING_S:
                 return []
-            return self._give_up(deployment_id, f"no token has come through it for {PROVING_S:.0f} s: {missing}")
+            return self._give_up(deployment_id, f"no token has come through it for {PROVING_S:.0f} s: {view.missing}")
         order_id, self._current = new.order_id, None
         assert order_id is not None, "a proof that nothing waits for"
         new.phase, new.since_s, new.order_id = Phase.SERVING, now, None

@@ -43,3 +43,4 @@ class DeploymentState:
     keep_alive_s: float | None = None  # that its last request asked for; None: it did not
     waited_s: float | None = None  # how long a real-time request has waited for it here; None: none waits
     documents_waited_s: float | None = None  # the same of best effort
+    is_hopeless: bool = False  # what is missing does not come by waiting

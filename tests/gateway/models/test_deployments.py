@@ -178,6 +178,17 @@ async def test_a_replacement_under_load_fails_no_request(tmp_path: Path, unused_
         assert f'vllm:request_success_total{{finished_reason="stop",model_name="a"}} {len(answers)}.0' in text
 
 
+async def test_a_model_that_computes_no_numbers_is_hopeless_and_says_why(tmp_path: Path, unused_tcp_port: int) -> None:
+    a, b = deployed("a"), deployed("b", "2", phase=PREPARING)
+    async with door(tmp_path, unused_tcp_port, a) as opened:
+        opened.clusters["2"].fault = "the model gave no usable logits"
+        await holds(lambda: opened.serve(a, b)["2"].is_hopeless)
+        assert opened.serve(a, b)["2"].missing == "the canary token failed: the model gave no usable logits"
+        opened.clusters["2"].fault = ""
+        await holds(lambda: opened.serve(a, b)["2"].missing is None)
+        assert not opened.serve(a, b)["2"].is_hopeless
+
+
 async def test_a_model_is_removed_while_a_request_runs(tmp_path: Path, unused_tcp_port: int) -> None:
     a, b = deployed("a"), deployed("b", "2")
     async with door(tmp_path, unused_tcp_port, a, b, token_delay_s=0.05) as opened:
@@ -241,6 +252,7 @@ async def test_a_model_that_will_come_is_503_and_one_that_does_not_load_says_why
         folder.mkdir()
         broken = deployed("c", "3", folder=folder)
         await holds(lambda: "cannot be loaded" in str(opened.serve(a, broken)["3"].missing))
+        assert opened.serve(a, broken)["3"].is_hopeless
         message = error_of(await opened.client.get("/ready"), 503)["message"]
         assert message.startswith("Not ready: model c: its tokenizer cannot be loaded")
         assert error_of(await opened.complete("c"), 503)["code"] == "unavailable"

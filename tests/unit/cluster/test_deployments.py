@@ -112,6 +112,15 @@ def test_a_replacement_without_a_token_is_given_up_in_time(driver: Driver) -> No
     assert driver.phases()[""] is Phase.SERVING
 
 
+def test_a_model_that_cannot_answer_is_given_up_at_once(driver: Driver) -> None:
+    driver.proving(REPLACE, "a")
+    nan = View("the canary token failed: the model gave no usable logits", 0, is_hopeless=True)
+    problem = f"no token can come through it: {nan.missing}"
+    expected = [Conclude("o", problem, is_refused=True), Announce(), End("2")]
+    assert driver.on(Viewed({"": READY, "2": nan})) == expected
+    assert driver.phases()[""] is Phase.SERVING
+
+
 def test_a_model_is_removed_when_its_requests_have_ended() -> None:
     driver = Driver("a", "b")
     assert driver.order(REMOVE) == [Announce()]

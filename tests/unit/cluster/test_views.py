@@ -18,3 +18,10 @@ def test_all_must_have_had_a_token() -> None:
 def test_one_that_is_lost_holds_up_no_order_for_ever_and_ends_no_deployment() -> None:
     idle = DeploymentState("", None, 0)
     assert combined([""], [(idle,), None]) == {"": View(NOT_UP, 1)}
+
+
+def test_what_waiting_does_not_mend_is_named_first() -> None:
+    unready = DeploymentState("2", "no token yet", 1)
+    hopeless = DeploymentState("2", "its tokenizer cannot be loaded", 0, is_hopeless=True)
+    view = View("its tokenizer cannot be loaded", 1, is_hopeless=True)
+    assert combined(["2"], [(unready,), (hopeless,), ()]) == {"2": view}

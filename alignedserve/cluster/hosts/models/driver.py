@@ -93,7 +93,8 @@ def combined(deployment_ids: Iterable[str], answers: Sequence[_Heard]) -> dict[s
 
 def _view(deployment_id: str, answers: Sequence[_Heard]) -> View:
     states = [state for answer in answers for state in answer or () if state.deployment_id == deployment_id]
-    missing = next((state.missing for state in states if state.missing is not None), None)
+    hopeless = [state for state in states if state.is_hopeless]
+    missing = next((state.missing for state in (*hopeless, *states) if state.missing is not None), None)
     if missing is None and len(states) < max(len(answers), 1):
         missing = "a gateway or the batch worker is not up"
     num_unknown = sum(answer is None for answer in answers)  # each may hold a request
@@ -108,6 +109,7 @@ def _view(deployment_id: str, answers: Sequence[_Heard]) -> View:
         keep_alive_s=last.keep_alive_s if last is not None else None,
         waited_s=_longest(state.waited_s for state in states),
         documents_waited_s=_longest(state.documents_waited_s for state in states),
+        is_hopeless=bool(hopeless),
     )
 
 
