@@ -89,7 +89,7 @@ class Deployments:
             if one is None:
                 runs_lines = self._waiting_lines is not None
                 one = _Deployment(deployed, self._services, self._connection, self._register, reads_late=runs_lines)
-            one.phase = deployed.phase
+            one.phase, one.backend.is_failing = deployed.phase, deployed.is_failing
             self._deployments[deployment_id] = one
         self._register()
         return tuple(map(self._state, self._order))
@@ -190,8 +190,9 @@ class _Deployment:
         self._probing: asyncio.Task[None] | None = None
 
     def is_of(self, deployed: ServedDeployment) -> bool:
-        """Return whether this is that deployment, in whichever phase."""
-        return replace(deployed, phase=self._deployed.phase) == self._deployed
+        """Return whether this is that deployment, in whichever phase, and whether or not its workers fail."""
+        known = self._deployed
+        return replace(deployed, phase=known.phase, is_failing=known.is_failing) == known
 
     async def loaded(self) -> None:
         """Wait for the tokenizer. Raises ModelError."""

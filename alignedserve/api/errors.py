@@ -116,7 +116,9 @@ class ResourceUnavailable(Overloaded):
 class Unavailable(GenerationError):
     """No router, or a worker was lost."""
 
-    retry_after_s = 1.0
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Unfetched(GenerationError):

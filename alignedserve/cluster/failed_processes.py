@@ -20,6 +20,7 @@ class FailedProcesses:
         self._start_again = start_again
         self._restarts = Restarts()
         self.problems: Mapping[str, str] = {}  # by process, since the last look
+        self.failing: frozenset[str] = frozenset()  # those of them that have failed to start again and again
 
     def look(self) -> bool:
         """Start those again whose pause is over; return whether other processes fail, or for other reasons."""
@@ -30,6 +31,7 @@ class FailedProcesses:
             except (RayError, ValueError):  # the next pause is longer
                 logger.warning("%s cannot be started yet", name, exc_info=True)
         former, self.problems = self.problems, self._restarts.problems
+        self.failing = self._restarts.failing
         for name, problem in self.problems.items():
             if problem != former.get(name):
                 logger.error("%s does not serve: %s", name, problem)

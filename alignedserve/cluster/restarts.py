@@ -31,9 +31,11 @@ class Health:
     problem: str = ""  # for which it does not start, in one line
 
 
+STARTS_AGAIN = "its process has ended and starts again"
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 160.0
 SETTLED_S = 60.0
+_FEW_FAILURES = 1  # failed starts, after which the next one may well succeed
 _MAX_DOUBLINGS = 16  # more than the longest pause has; no power of thousands of failed starts
 
 
@@ -57,6 +59,12 @@ class Restarts:
     def problems(self) -> Mapping[str, str]:
         """Processes that do not serve, and why."""
         return {name: _said(one) for name, one in self._troubles.items() if one.up_s is None}
+
+    @property
+    def failing(self) -> frozenset[str]:
+        """Processes that do not serve and have failed to start again and again."""
+        found = self._troubles.items()
+        return frozenset(name for name, one in found if one.up_s is None and one.num_failed > _FEW_FAILURES)
 
     def look(self, healths: Mapping[str, Health], now: float) -> list[str]:
         """Return the processes that are to be started again now; each counts as starting from then on.
@@ -105,7 +113,7 @@ class Restarts:
 
 def _said(trouble: _Trouble) -> str:
     if not trouble.num_failed:
-        return "its process has ended and starts again"
+        return STARTS_AGAIN
     times = "1 failed start" if trouble.num_failed == 1 else f"{trouble.num_failed} failed starts"
     if trouble.due_s is None:
         return f"starts again after {times}: {trouble.problem}"

@@ -14,6 +14,7 @@ from alignedserve.core.request import FinishReason
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,
+    ClusterStatus,
     RequestFailed,
     ResumeRequest,
     SubmitRequest,
@@ -85,8 +86,13 @@ class EchoingDeployment:
     def become_ready(self) -> None:
         """Report a worker from now on."""
         self.is_ready = True
+        self.report(IDLE_STATUS)
+
+    def report(self, status: ClusterStatus) -> None:
+        """Report this to all gateways."""
         for peer in self.router.peers():
-            self.on_linked(peer)
+            if peer.role is Role.GATEWAY:
+                self.router.send(peer.name, status)
 
     def on_linked(self, peer: Peer) -> None:
         if peer.role is Role.GATEWAY and self.is_ready:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from alignedserve.api.backend import cluster as cluster_backend
 from alignedserve.api.backend import open_request
@@ -10,8 +11,11 @@ from alignedserve.api.errors import (
     GenerationFailed,
     Overloaded,
     ResourceUnavailable,
+    TimedOut,
     Unavailable,
     Unservable,
+    error_headers,
+    http_error_of,
 )
 from alignedserve.core.ids import RequestId
 from alignedserve.core.picture import DIGEST_BYTES, Picture
@@ -291,6 +295,37 @@ async def test_a_router_that_does_not_come_back(tmp_path: Path, monkeypatch: pyt
             harness.submit(name="later")
         harness.emit(1, 12, end=True, name="streaming")
         assert (await read(streaming))[0] == [12]
+
+
+async def test_chat_is_refused_at_once_while_no_worker_starts_and_documents_wait(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as harness:
+        chat = harness.submit(name="chat")
+        document = harness.submit(name="flex", request_class=RequestClass.BEST_EFFORT)
+        harness.backend.is_failing = True
+        harness.submit(name="served")  # one worker fails, the other serves
+        lost = replace(STATUS, num_decode_workers=0)
+        harness.send_from_router(lost)
+        failure = await failure_of(chat)
+        assert (http_error_of(failure).status, error_headers(failure)) == (503, {"Retry-After": "10"})
+        await harness.received.wait_for(AbortRequest, 2)
+        with pytest.raises(Unavailable, match="No worker of this model serves"):
+            harness.submit(name="later")
+        harness.submit(name="flex2", request_class=RequestClass.BEST_EFFORT)
+        harness.send_from_router(STATUS)
+        await holds(lambda: harness.backend.status() == STATUS)
+        answered = harness.submit(name="back")  # even before the driver says that it serves again
+        for name, stream in (("back", answered), ("flex", document)):
+            harness.emit(0, 11, end=True, name=name)
+            assert (await read(stream))[0] == [11]
+
+
+async def test_chat_that_comes_long_after_the_last_worker_was_lost_is_refused_at_once(tmp_path: Path) -> None:
+    async with cluster(tmp_path, first_token_timeout_s=0.2) as harness:
+        harness.send_from_router(replace(STATUS, num_prefill_workers=0))
+        await holds(lambda: harness.backend.status() != STATUS)
+        assert isinstance(await failure_of(harness.submit(name="first")), TimedOut)  # the worker might have come back
+        with pytest.raises(Unavailable):
+            harness.submit(name="later")
 
 
 async def test_stopping_ends_what_is_open(tmp_path: Path) -> None:

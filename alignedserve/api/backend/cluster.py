@@ -19,6 +19,7 @@ from itertools import repeat
 from alignedserve.api.backend.connection import ClusterConnection
 from alignedserve.api.backend.interface import RequestStream
 from alignedserve.api.backend.open_request import OpenRequest
+from alignedserve.api.backend.readiness_probe import missing_peer
 from alignedserve.api.errors import (
     GenerationError,
     GenerationFailed,
@@ -64,6 +65,8 @@ _PAUSED = 10.0  # times `token_timeout_s` for which an answer may be silent whil
 _ROUTER_RETURNS_S = 60.0  # after its loss, for which requests without a token wait for the next one
 _HEAD_RETURNS_S = 10.0  # the same of new ones among several hosts: others' gateways answer if this one is cut off
 _NO_ROUTER = "The router is not connected."
+_NO_WORKER = "No worker of this model serves at present; they are started again."
+_WORKER_RETRY_S = 10.0
 
 
 class ClusterBackend:
@@ -87,6 +90,8 @@ class ClusterBackend:
         self._num_answers: Counter[str] = Counter()
         self._num_resent_bytes: Counter[RequestClass] = Counter()  # since the last look
         self._latest_attempt = 0  # as a router last reported
+        self.is_failing = False  # as the cluster's driver says, see ServedDeployment
+        self._unserved_s: float | None = None  # since when the router has lacked workers; None: it does not
         self._served_s = -math.inf  # when a worker last told of something computed
         self._router_lost_s = -math.inf  # when, while there is none; without one from the beginning: long ago
         self._deadline_task: asyncio.Task[None] | None = None
@@ -108,14 +113,15 @@ class ClusterBackend:
     # --- CompletionBackend
 
     def submit(self, request: Request) -> RequestStream:
-        """Send the request to the router; after a loss to the next one. Raises Unavailable if none is to come."""
+        """Send the request to the router; after a loss to the next one. Raises Unavailable if none is to come, or for
+        chat no worker."""
         now = asyncio.get_running_loop().time()
         stream = RequestStream(request)
         entry = OpenRequest(request, stream, now)
+        if (error := self._hopeless(entry, now)) is not None:
+            raise error
         if self._router is not None:
             self._submit(self._router, entry)
-        elif not self._is_router_expected(entry, now):
-            raise Unavailable(_NO_ROUTER)
         self._open[request.request_id] = entry
         return stream
 
@@ -161,7 +167,7 @@ class ClusterBackend:
             case RequestInterrupted():
                 self._resume(peer, message.request_id)
             case ClusterStatus():
-                self._status = message
+                self._note_status(message)
                 self._latest_attempt = max(self._latest_attempt, message.latest_attempt)
 
     def on_lost(self, peer: Peer) -> None:
@@ -206,6 +212,23 @@ class ClusterBackend:
     def _submit(self, router: str, entry: OpenRequest) -> None:
         self._links.send(router, SubmitRequest(entry.request, self._block_names(entry.request)))
         entry.is_sent = True
+
+    def _note_status(self, status: ClusterStatus) -> None:
+        self._status = status
+        if missing_peer(status) is None:
+            self._unserved_s = None
+        elif self._unserved_s is None:
+            self._unserved_s = asyncio.get_running_loop().time()
+
+    def _hopeless(self, entry: OpenRequest, now: float) -> Unavailable | None:
+        """Return the error of a request without a token that would wait in vain; None: it may have one in time."""
+        if self._router is None:
+            return None if self._is_router_expected(entry, now) else Unavailable(_NO_ROUTER)
+        if entry.is_best_effort or self._unserved_s is None:
+            return None
+        # Those that came when the workers were lost have been given up by then, and so would a new one be.
+        is_late = not entry.is_sent and now - self._unserved_s > self._config.first_token_timeout_s
+        return Unavailable(_NO_WORKER, retry_after_s=_WORKER_RETRY_S) if self.is_failing or is_late else None
 
     def _is_router_expected(self, entry: OpenRequest, now: float) -> bool:
         """Return whether this request still waits for the next router, while there is none."""
@@ -312,8 +335,9 @@ class ClusterBackend:
                     self.abort(request_id)
                     self._log_silence(entry, now)
                     entry.stream.fail(TimedOut(f"No token came for {limit_s:g} s."))
-                elif self._router is None and not entry.num_tokens and not self._is_router_expected(entry, now):
-                    self._fail(request_id, Unavailable(_NO_ROUTER))
+                elif not entry.num_tokens and (error := self._hopeless(entry, now)) is not None:
+                    self.abort(request_id)
+                    entry.stream.fail(error)
 
     def _log_silence(self, entry: OpenRequest, now: float) -> None:
         """Log what tells one cause of a silence from another: waiting behind others, or nothing computed at all."""

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import msgspec
+from rich.markup import escape
 from rich.table import Table
 
 from alignedserve.cli.console import notes, print_json, printable, results
@@ -36,9 +37,8 @@ def status(cluster: str | None, *, json_output: bool) -> None:
 
 
 def _state(one: DeploymentReport) -> str:
-    if one.problem:
-        return printable(f"{one.phase}: {one.problem}")
-    return one.phase if one.leaves_in_s is None else f"{one.phase}, leaves in {one.leaves_in_s:.0f} s"
+    state = escape(printable(one.state))
+    return state if one.leaves_in_s is None else f"{state}, leaves in {one.leaves_in_s:.0f} s"
 
 
 def add(model: str, name: str | None, settings: tuple[str, ...], cluster: str | None) -> None:

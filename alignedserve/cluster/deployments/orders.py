@@ -114,6 +114,29 @@ class DeploymentReport(msgspec.Struct, frozen=True):
     topology: str = ""
     problem: str = ""  # why a model that sleeps cannot be loaded at present
     leaves_in_s: float | None = None  # until a model on demand leaves, if nobody asks for it
+    failing: Mapping[str, str] = {}  # those of its processes that do not serve, and why
+
+    @property
+    def state(self) -> str:
+        """Return its phase, or what is wrong with it, in words."""
+        if self.problem:
+            return f"{self.phase}: {self.problem}"
+        if self.phase != "serving":
+            return self.phase
+        if not self.workers:
+            return "not serving: it has no workers"
+        if not self.failing:
+            return self.phase
+        state = "not serving" if self._lacks_a_kind else "degraded"
+        num_workers, num_failing = len(self.workers), sum(name in self.failing for name in self.workers)
+        name, why = next(iter(self.failing.items()))
+        return f"{state}: {num_workers - num_failing} of {num_workers} workers serve; {name}: {why}"
+
+    @property
+    def _lacks_a_kind(self) -> bool:
+        """Return whether all its processes of a kind fail, such as all workers for prompts."""
+        kinds = {_kind_of(name) for name in (*self.workers, *self.processes)}
+        return kinds != {_kind_of(name) for name in (*self.workers, *self.processes) if name not in self.failing}
 
 
 class Remark(msgspec.Struct, frozen=True, tag=True):
@@ -169,6 +192,11 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True):
 
 
 Answer = Remark | Done | Refused | Models | StatusReport
+
+
+def _kind_of(process: str) -> str:
+    """Return what a process is, by its name: worker-0.2 is a worker."""
+    return process.partition(".")[0].partition("-")[0]
 
 
 class OrderChannel(Protocol):

@@ -37,7 +37,7 @@ from alignedserve.cluster.hosts.models.site import HostedDeployments
 from alignedserve.cluster.hosts.plan import ClusterPlan
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.ray_polls import answer_or_none, has_ended, have_all_ended
-from alignedserve.cluster.restarts import Health, ProcessState
+from alignedserve.cluster.restarts import STARTS_AGAIN, Health, ProcessState
 from alignedserve.cluster.running_cluster import RunningCluster
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.config.model_settings import ModelSettings
@@ -169,7 +169,7 @@ class ServingCluster(RunningCluster):
 
     def _obey(self, order_id: str, order: AdminRequest) -> None:
         if isinstance(order, ShowModels):
-            self._answer(order_id, Models(self.url, tuple(self._models.reports())))
+            self._answer(order_id, Models(self.url, self._reports()))
         elif isinstance(order, ShowStatus):
             actors, (gateway, *_) = self.actors(), self._node.share.gateways
             self._questions[order_id] = StatusQuestion(actors, actors[gateway[0]], time.monotonic())
@@ -190,11 +190,17 @@ class ServingCluster(RunningCluster):
         """
         before, now = self._models.phases, time.monotonic()
         self._models.look()
+        self._models.note_failing(self._failed.failing, self.healths())
         self._restarts.look(drained)
         for order_id in [one for one, question in self._questions.items() if question.is_over(now)]:
             question = self._questions.pop(order_id)
-            self._answer(order_id, question.report(self.url, self.healths(), tuple(self._models.reports())))
+            self._answer(order_id, question.report(self.url, self.healths(), self._reports()))
         return self._models.phases != before
+
+    def _reports(self) -> tuple[DeploymentReport, ...]:
+        """Return how each deployment stands."""
+        ended = {name: STARTS_AGAIN for name, one in self.healths().items() if one.state is ProcessState.ENDED}
+        return tuple(self._models.reports({**ended, **self._failed.problems}))
 
     def _watched_healths(self) -> dict[str, Health]:
         """Return the healths of all processes; a process that Ray is starting again counts as starting."""

@@ -28,6 +28,7 @@ class ServedDeployment:
     router: str = ROUTER  # its router's name
     phase: DeploymentPhase = DeploymentPhase.SERVING
     problem: str = ""  # of one that sleeps: why it cannot be loaded at present
+    is_failing: bool = False  # those of its workers that do not serve have failed to start again and again
 
 
 @dataclass(frozen=True, slots=True)

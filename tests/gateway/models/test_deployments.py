@@ -15,6 +15,7 @@ from alignedserve.api import deployments as gateway_deployments
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.config.sections import GatewayConfig, PrefixCacheConfig
 from alignedserve.gateway.server import GatewayServer
+from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, DeploymentState, ServedDeployment
 from tests.gateway.deployment_support import EchoingDeployment, deployed, gateway_links
 from tests.gateway.support import error_of, tokenizer, tokens_of, write_tokenizer
@@ -187,6 +188,22 @@ async def test_a_model_that_computes_no_numbers_is_hopeless_and_says_why(tmp_pat
         opened.clusters["2"].fault = ""
         await holds(lambda: opened.serve(a, b)["2"].missing is None)
         assert not opened.serve(a, b)["2"].is_hopeless
+
+
+async def test_a_model_whose_workers_do_not_start_is_503_until_one_does(tmp_path: Path, unused_tcp_port: int) -> None:
+    a = deployed("a")
+    async with door(tmp_path, unused_tcp_port, a) as opened:
+        await opened.serve_until_ready(a)
+        opened.serve(replace(a, is_failing=True))
+        assert (await opened.complete("a")).status_code == 200  # a worker serves all the same
+        opened.clusters[""].report(ClusterStatus())
+        await holds(lambda: opened.serve(replace(a, is_failing=True))[""].missing is not None)
+        refused = await opened.complete("a")
+        assert "No worker of this model" in error_of(refused, 503)["message"]
+        assert refused.headers["retry-after"] == "10"
+        opened.clusters[""].become_ready()
+        await opened.serve_until_ready(a)
+        assert await opened.stream("a") == TEXT
 
 
 async def test_a_model_is_removed_while_a_request_runs(tmp_path: Path, unused_tcp_port: int) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.markup import escape
 
 from alignedserve.cli.commands.cluster import one_host
+from alignedserve.cli.models import serving
 from alignedserve.cluster.deployments.admin_api import AdminApi
 from alignedserve.cluster.deployments.client import has_cluster
 from alignedserve.cluster.deployments.orders import DeploymentReport, ProcessReport, ShowStatus, StatusReport
@@ -64,6 +66,36 @@ def test_models_load_and_memory(door: AdminApi, capsys: pytest.CaptureFixture[st
     assert "chat (/a), serving. Load: 3 queued, 0 in prefill, 5 decoding; 1 elastic workers" in said
     assert "500 MiB" in said
     assert "Memory of the host: 3072 of 4096 MiB taken" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({}, "serving"),
+        ({"phase": "draining", "failing": {"worker-0": "no room"}}, "draining"),
+        ({"phase": "asleep", "problem": "no room"}, "asleep: no room"),
+        ({"workers": (), "processes": ("router",)}, "not serving: it has no workers"),
+        ({"failing": {"worker-1": "[no] room"}}, "degraded: 1 of 2 workers serve; worker-1: [no] room"),
+        (
+            {"failing": {"worker-0": "no room", "worker-1": "no room"}},
+            "not serving: 0 of 2 workers serve; worker-0: no room",
+        ),
+        ({"failing": {"router": "it ended"}}, "not serving: 2 of 2 workers serve; router: it ended"),
+        (
+            {"workers": ("prefill-0", "decode-0"), "failing": {"prefill-0": "no room"}},
+            "not serving: 1 of 2 workers serve; prefill-0: no room",
+        ),
+    ],
+)
+def test_a_model_that_does_not_serve_does_not_seem_to(
+    door: AdminApi, capsys: pytest.CaptureFixture[str], changes: dict[str, object], state: str
+) -> None:
+    workers = ("worker-0", "worker-1")
+    model = DeploymentReport("", "chat", "/a", "serving", 2, workers, ("router", *workers))
+    changed = msgspec.structs.replace(model, **changes)
+    shown(door, msgspec.structs.replace(REPORT, deployments=(changed,)), json_output=False)
+    assert f"chat (/a), {state}. Load: " in capsys.readouterr().out
+    assert serving._state(changed) == escape(state)
 
 
 def test_as_json(door: AdminApi, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,18 @@ def test_each_failed_start_doubles_the_pause() -> None:
     assert (FIRST_PAUSE_S, LONGEST_PAUSE_S) == (5.0, 160.0)
 
 
+def test_a_process_is_failing_from_its_second_failed_start_until_it_is_up() -> None:
+    restarts = Restarts()
+    (first,) = failures(restarts, 0.0, 1)
+    assert restarts.failing == set()
+    restarts.look({"decode-1": FAILED}, first)
+    assert restarts.failing == {"decode-1"}
+    restarts.look({"decode-1": STARTING}, first + 10.0)
+    assert restarts.failing == {"decode-1"}
+    restarts.look({"decode-1": UP}, first + 11.0)
+    assert restarts.failing == set()
+
+
 def test_thousands_of_failed_starts_keep_the_longest_pause() -> None:
     restarts, now = Restarts(), 0.0
     for _ in range(3000):

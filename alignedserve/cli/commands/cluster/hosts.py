@@ -254,7 +254,7 @@ def _nodes_table(record: ClusterRecord, lost: set[str]) -> Table:
 def _models_table(record: ClusterRecord) -> Table:
     table = Table("model", "state", "workers")
     for one in record.models:
-        table.add_row(printable(one.name), one.phase, ", ".join(one.workers))
+        table.add_row(printable(one.name), escape(printable(one.state)), ", ".join(one.workers))
     return table
 
 
@@ -276,6 +276,7 @@ def _as_document(
             {
                 "name": one.name,
                 "state": one.phase,
+                "failing": dict(one.failing),
                 "path": one.path,
                 "workers": list(one.workers),
                 "load": {name: getattr(loads[one.deployment_id], name) for name in counts}

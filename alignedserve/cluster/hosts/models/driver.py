@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any
 
 from ray.exceptions import RayError
@@ -40,6 +41,7 @@ from alignedserve.cluster.deployments.orders import (
 from alignedserve.cluster.hosts.models.on_demand import OnDemandModels
 from alignedserve.cluster.hosts.models.site import Described, Ending, HostedDeployments
 from alignedserve.cluster.ray_polls import Starting, answer_or_none, have_all_ended
+from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.core.errors import AlignedServeError, NotEnoughMemory
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, DeploymentState, ServedDeployment
 
@@ -146,6 +148,7 @@ class DeploymentsDriver:
         self._ends: dict[str, Ending] = {}
         self._on_demand = on_demand
         self._announced: tuple[ServedDeployment, ...] = ()
+        self._failing: frozenset[str] = frozenset()  # deployments of which no missing worker starts
         self.logic = logic
 
     @property
@@ -157,7 +160,9 @@ class DeploymentsDriver:
     def announced(self) -> tuple[ServedDeployment, ...]:
         """Return what gateways are told."""
         there = (
-            self._site.announced(one.deployment_id, _ANNOUNCED[one.phase])
+            self._site.announced(
+                one.deployment_id, _ANNOUNCED[one.phase], is_failing=one.deployment_id in self._failing
+            )
             for one in self.logic.standings
             if one.phase in _ANNOUNCED
         )
@@ -183,14 +188,34 @@ class DeploymentsDriver:
         views = self._views.look(is_changing=True)
         return views is not None and all(view.missing is None for view in views.values())
 
-    def reports(self) -> Iterator[DeploymentReport]:
-        """Yield how each deployment stands."""
+    def reports(self, problems: Mapping[str, str] = MappingProxyType({})) -> Iterator[DeploymentReport]:
+        """Yield how each deployment stands. `problems`: of processes that do not serve."""
         for one in self.logic.standings:
             found = self._site.described(one.deployment_id) or Described("")
             about = (one.deployment_id, one.name, found.path, one.phase.value, one.num_open)
             leaves_in_s = self._on_demand.leaves_in_s(one.name) if one.phase is Phase.SERVING else None
-            yield DeploymentReport(*about, found.workers, found.processes, found.topology, leaves_in_s=leaves_in_s)
+            failing = {name: problems[name] for name in found.processes if name in problems}
+            processes = (found.workers, found.processes, found.topology)
+            yield DeploymentReport(*about, *processes, leaves_in_s=leaves_in_s, failing=failing)
         yield from self._on_demand.reports(self.logic.standings)
+
+    def note_failing(self, failing: Collection[str], healths: Mapping[str, Health]) -> None:
+        """Tell gateways of which deployments no worker is to be waited for. `failing`: processes that do not start."""
+        found = frozenset(
+            one.deployment_id
+            for one in self.logic.standings
+            if one.phase in (Phase.SERVING, Phase.DRAINING) and self._are_failing(one.deployment_id, failing, healths)
+        )
+        if found != self._failing:
+            self._failing = found
+            self.announce()
+
+    def _are_failing(self, deployment_id: str, failing: Collection[str], healths: Mapping[str, Health]) -> bool:
+        described = self._site.described(deployment_id)
+        if described is None:
+            return False
+        missing = [name for name in described.workers if healths.get(name, Health()).state is not ProcessState.UP]
+        return not described.workers or (bool(missing) and all(name in failing for name in missing))
 
     def order(self, order_id: str, order: ModelOrder) -> None:
         """Take an order, which is answered as it is carried out."""

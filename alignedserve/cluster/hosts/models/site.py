@@ -160,7 +160,7 @@ class HostedDeployments:
         """Unload from a replacement what was unloaded since it was planned; return the adapters that it lacks."""
         return self._preparing.settings.settle_adapters(replaced, deployment_id)
 
-    def announced(self, deployment_id: str, phase: DeploymentPhase) -> ServedDeployment:
+    def announced(self, deployment_id: str, phase: DeploymentPhase, *, is_failing: bool) -> ServedDeployment:
         """Return what gateways are told of a deployment, which is the same on every node."""
         plan = self._joining.models[deployment_id].plan
         config = next(iter(plan.choices.values())).config
@@ -171,6 +171,7 @@ class HostedDeployments:
             deployment_id=deployment_id,
             router=deployed_name(ROUTER, deployment_id),
             phase=phase,
+            is_failing=is_failing,
         )
 
     def on_demand(self, deployment_id: str) -> ModelOnDemand | None:

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from alignedserve.cluster import failed_processes
 from alignedserve.cluster.deployments.division import holding_of
 from alignedserve.cluster.deployments.events import LeftDeployment, Ordered, Phase, View, Viewed
 from alignedserve.cluster.deployments.logic import DeploymentsLogic
@@ -22,7 +24,7 @@ from alignedserve.cluster.deployments.orders import (
     RemoveModel,
     ShowModels,
 )
-from alignedserve.cluster.hosts import ray_directory
+from alignedserve.cluster.hosts import ray_directory, succession
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
 from alignedserve.cluster.hosts.joining import Joining, needed_first
 from alignedserve.cluster.hosts.members import HostedModel, Member
@@ -40,6 +42,7 @@ from alignedserve.cluster.hosts.operations.orders import StoredOrders, give_orde
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity, NodeShare
+from alignedserve.cluster.restarts import FIRST_PAUSE_S, Health, ProcessState
 from alignedserve.config.sections import MIB
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import NotEnoughMemory, PeerLost
@@ -183,6 +186,37 @@ def test_what_a_driver_answers_to_orders_about_models(answered: Callable[[AdminR
     shown = answered(ShowModels())
     assert isinstance(shown, Models)
     assert [(one.name, one.phase) for one in shown.deployments] == [("pocket", "serving")]
+
+
+def test_workers_that_do_not_start_are_told_to_users_and_gateways(
+    cluster: ClusterOnHosts, answered: Callable[[AdminRequest], Answer | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def state() -> str:
+        shown = answered(ShowModels())
+        assert isinstance(shown, Models)
+        (pocket,) = shown.deployments
+        return pocket.state
+
+    assert state() == "serving"
+    names = [name for member in cluster._members.values() for name in member.prepared.share.workers]
+    healths = dict.fromkeys(names, Health(ProcessState.UP))
+    monkeypatch.setattr(cluster, "healths", lambda: healths)
+    monkeypatch.setattr(succession, "answers_so_far", lambda calls: {})
+    monkeypatch.setattr(cluster._failed, "_start_again", lambda name: None)
+    clock = [0.0]
+    monkeypatch.setattr(failed_processes, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    healths[names[0]] = Health(ProcessState.FAILED, "no room for its cache")
+    assert state().startswith(f"degraded: {len(names) - 1} of {len(names)} workers serve; {names[0]}: 1 failed start")
+    healths.update(dict.fromkeys(names, healths[names[0]]))
+    assert state().startswith(f"not serving: 0 of {len(names)} workers serve; {names[0]}: 1 failed start")
+    assert not cluster._models.announced[0].is_failing  # the next start may succeed
+    clock[0] = FIRST_PAUSE_S
+    assert "starts again" in state()
+    assert "2 failed starts" in state()
+    assert cluster._models.announced[0].is_failing
+    healths.update(dict.fromkeys(names, Health(ProcessState.UP)))
+    assert state() == "serving"
+    assert not cluster._models.announced[0].is_failing
 
 
 @pytest.mark.usefixtures("announced")
