@@ -13,6 +13,7 @@ from pathlib import Path
 
 from alignedserve.core.errors import ModelError
 from alignedserve.gguf.file import is_gguf, part_names
+from alignedserve.runtime.model.model_files import check_weight_files
 from alignedserve.runtime.model.weight_index import listed_shards
 
 _NUM_SAMPLES = 1024  # of all files together, evenly spaced: a layer of a hundred has some
@@ -47,6 +48,7 @@ def unchanged_weights(path: Path, fingerprint: str) -> Iterator[None]:
 
 def _require_same(path: Path, fingerprint: str) -> None:
     if fingerprint and fingerprint_of(path) != fingerprint:
+        check_weight_files(path)  # what is missing or cut off is named
         raise ModelError(
             f"{path}: these are not the weights with which the model began to be served; put those back, or serve "
             "the new ones in their place with `alignedserve models replace`."

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from alignedserve.config.sections import ModelSectionConfig
-from alignedserve.core.errors import ModelError
+from alignedserve.core.errors import ModelError, ModelNotFound
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.executor import make_executor
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
@@ -75,9 +75,12 @@ def test_one_layer_of_many_is_noticed(tmp_path: Path) -> None:
     assert fingerprint_of(tmp_path) not in ("", before)
 
 
-def test_weights_that_are_gone_are_others(tmp_path: Path) -> None:
+def test_weights_that_are_gone_or_cut_off_are_named(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "a.gguf")
     served = served_at(path)
+    path.write_bytes(path.read_bytes()[:-4096])
+    with pytest.raises(ModelError, match=r"a\.gguf.*truncated"):
+        start(served)
     path.unlink()
-    with pytest.raises(ModelError, match=OTHERS):
+    with pytest.raises(ModelNotFound, match=r"a\.gguf"):
         start(served)
