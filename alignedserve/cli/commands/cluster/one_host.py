@@ -53,7 +53,7 @@ def _counts(load: ClusterStatus) -> dict[str, object]:
 
 def _model_line(one: DeploymentReport, report: StatusReport) -> str:
     load = load_line(report.loads.get(one.deployment_id), one.topology)
-    return f"{printable(one.name)} ({printable(one.path)}), {printable(one.state)}. {load}"
+    return f"{printable(one.name)} ({printable(one.path)}), {printable(one.state).rstrip('.')}. {load}"
 
 
 def _process_table(report: StatusReport) -> Table:
