@@ -73,6 +73,11 @@ def row_id(subject: UsageSubject) -> str:
     return hashlib.blake2b(msgspec.json.encode(subject), digest_size=16).hexdigest()
 
 
+def key_id(key: str) -> str:
+    """Return a key's name in the store."""
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+
 def merged(
     deltas: Iterable[tuple[int, UsageSubject, UsageCounts]],
 ) -> dict[tuple[int, UsageSubject], UsageCounts]:

@@ -4,7 +4,9 @@
 |---|---|
 | `usage/<hour>/<subject's digest>` | UsageRow |
 | `usage-of/<source>` | what of a source is in the rows |
-Indexes: `usage` (hours), `usage/<hour>` (the subjects' digests).
+| `usage-listed` | the first hour of which every row is in the list of its key: older checkouts had no such lists |
+Indexes: `usage` (hours), `usage/<hour>` (the subjects' digests), `usage-by/<key's digest>` (hours and digests of its
+own rows).
 
 A source is a process of a gateway, whose value is the number of its last commit, or a batch, whose value is its totals.
 A commit changes rows and source together. One whose end is not known is made again: if the source says that it was
@@ -16,14 +18,14 @@ use.
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
 
 from alignedserve.core.errors import StorageDamaged, StoreUnavailable
 from alignedserve.messages.state import AddToIndex, Change, SetValue
-from alignedserve.usage.records import UsageCounts, UsageRow, UsageSubject, hour_of, row_id
+from alignedserve.usage.records import HOUR_S, UsageCounts, UsageRow, UsageSubject, hour_of, key_id, row_id
 
 _MAX_CONFLICTS = 100
 _MAX_ROWS_AT_ONCE = 1000  # of a commit
@@ -31,6 +33,8 @@ _KEPT_DAYS = 400
 _KEPT_S = _KEPT_DAYS * 86_400.0
 _MAX_HOURS, _MAX_SUBJECTS = 24 * (_KEPT_DAYS + 1), 100_000
 _SOURCE_KEPT_S = 60 * 86_400.0  # longer than a batch is kept
+_LISTED = "usage-listed"
+_PAGE_LEN = 1000  # of a key's list
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,10 @@ class _Page(Protocol):
     @property
     def members(self) -> tuple[str, ...]:
         """Names in order."""
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are more behind them."""
 
 
 class UsageRecords(Protocol):
@@ -62,6 +70,7 @@ class UsageStore:
 
     def __init__(self, records: UsageRecords) -> None:
         self._records = records
+        self._first_listed: int | None = None  # as the store has it, once it is known
 
     async def add(self, source: str, number: int, deltas: Deltas) -> None:
         """Add what a process has counted, unless its commit of this number was carried out. One call at a time."""
@@ -89,6 +98,7 @@ class UsageStore:
 
     async def _commit(self, key: str, before: bytes | None, after: bytes, deltas: Deltas) -> bool:
         assert len(deltas) <= _MAX_ROWS_AT_ONCE, "more rows than one commit may have"
+        await self._first_listed_hour()
         keys = [f"usage/{hour}/{row_id(subject)}" for hour, subject in deltas]
         rows = await self._records.read(keys)
         changes: list[Change] = [SetValue(key, after, _SOURCE_KEPT_S)]
@@ -100,21 +110,74 @@ class UsageStore:
             if raw is None:
                 changes.append(AddToIndex("usage", str(hour), float(hour)))
                 changes.append(AddToIndex(f"usage/{hour}", row_id(subject), 0.0))
+                changes.append(AddToIndex(_list_of(subject.key), f"{hour}/{row_id(subject)}", float(hour)))
         return await self._records.commit(changes, unchanged={key: before, **dict(zip(keys, rows, strict=True))})
 
     async def rows(self, start_s: int, end_s: int) -> dict[int, list[UsageRow]]:
         """Return the rows of the hours that begin from `start_s` to before `end_s`, by hour."""
+        return {hour: await self._rows_of(hour) for hour in await self._hours(start_s, end_s)}
+
+    async def rows_of_key(self, key: str, start_s: int, end_s: int) -> dict[int, list[UsageRow]]:
+        """Return one key's rows of these hours. Those of others are read only of hours that older checkouts wrote."""
+        first_listed = await self._first_listed_hour()
+        found: dict[int, list[UsageRow]] = {}
+        for hour in await self._hours(start_s, min(end_s, first_listed)):
+            found[hour] = [row for row in await self._rows_of(hour) if row.key == key]
+        async for names in self._listed(key, max(start_s, first_listed), end_s):
+            for name, row in zip(names, await self._read_rows(names), strict=True):
+                if row is not None:
+                    found.setdefault(_hour_in(name), []).append(row)
+        return found
+
+    async def _listed(self, key: str, start_s: int, end_s: int) -> AsyncIterator[list[str]]:
+        """Yield the names of a key's rows of these hours, some at a time: nothing is read behind its first hour."""
+        after: str | None = None
+        while True:
+            page = await self._records.page(_list_of(key), after=after, limit=_PAGE_LEN, newest_first=True)
+            if page is None or not page.members:
+                return
+            yield [name for name in page.members if start_s <= _hour_in(name) < end_s]
+            after = page.members[-1]
+            if not page.has_more or _hour_in(after) < start_s:
+                return
+
+    async def _first_listed_hour(self) -> int:
+        """Return from which hour on every row is in its key's list: from the one after all that the store had before
+        it had lists."""
+        while self._first_listed is None:
+            raw = (await self._records.read([_LISTED]))[0]
+            if raw is not None and raw.isdigit():
+                self._first_listed = int(raw)
+            else:  # or it is damaged
+                newest = await self._members("usage", 1)
+                hour = int(newest[0]) + HOUR_S if newest else 0
+                await self._records.commit([SetValue(_LISTED, str(hour).encode())], unchanged={_LISTED: raw})
+        return self._first_listed
+
+    async def _hours(self, start_s: int, end_s: int) -> list[int]:
         hours = [int(hour) for hour in await self._members("usage", _MAX_HOURS)]
-        return {hour: await self._rows_of(hour) for hour in sorted(hours) if start_s <= hour < end_s}
+        return sorted(hour for hour in hours if start_s <= hour < end_s)
 
     async def _rows_of(self, hour: int) -> list[UsageRow]:
         members = await self._members(f"usage/{hour}", _MAX_SUBJECTS)
-        found = await self._records.read([f"usage/{hour}/{member}" for member in members])
-        return [_decoded(raw, UsageRow) for raw in found if raw is not None]
+        found = await self._read_rows([f"{hour}/{member}" for member in members])
+        return [row for row in found if row is not None]
+
+    async def _read_rows(self, names: Sequence[str]) -> list[UsageRow | None]:
+        found = await self._records.read([f"usage/{name}" for name in names])
+        return [None if raw is None else _decoded(raw, UsageRow) for raw in found]
 
     async def _members(self, index: str, limit: int) -> tuple[str, ...]:
         page = await self._records.page(index, after=None, limit=limit, newest_first=True)
         return () if page is None else page.members
+
+
+def _list_of(key: str) -> str:
+    return f"usage-by/{key_id(key)}"
+
+
+def _hour_in(name: str) -> int:
+    return int(name.partition("/")[0])
 
 
 def _undamaged(raw: bytes, kind: type[RecordT], otherwise: RecordT) -> RecordT:

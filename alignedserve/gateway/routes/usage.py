@@ -39,8 +39,8 @@ async def get_usage(http: Request) -> Response:
     stop_s = min(end_s, start_s + limit * bucket_s)
     store = services.files_api.repository.usage
     await services.usage.write(store)
-    rows = await store.rows(start_s, stop_s)
     by, key = _groups(http), None if entry.may_see_usage else entry.name
+    rows = await (store.rows(start_s, stop_s) if key is None else store.rows_of_key(key, start_s, stop_s))
 
     def written() -> bytes:
         found = grouped(rows, bucket_s=bucket_s, by=by, key=key)

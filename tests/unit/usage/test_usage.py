@@ -4,12 +4,14 @@ import contextlib
 import random
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import pytest
 from typing_extensions import override
 
+from alignedserve.batches.interfaces import Page
 from alignedserve.batches.stores.sqlite_records import DAMAGED
 from alignedserve.core.errors import StoreUnavailable
-from alignedserve.messages.state import Change, SetValue
+from alignedserve.messages.state import AddToIndex, Change, SetValue
 from alignedserve.usage.ledger import OTHER, UsageLedger
 from alignedserve.usage.records import (
     BATCH,
@@ -47,6 +49,23 @@ class UnsureRecords(MemoryRecords):
         if chance < 0.6:
             raise StoreUnavailable("carried out, but nobody knows")
         return done
+
+
+class CountingRecords(MemoryRecords):
+    """A store that counts the values that are read and the names that are listed."""
+
+    num_read = 0
+
+    @override
+    async def read(self, keys: Sequence[str]) -> list[bytes | None]:
+        self.num_read += len(keys)
+        return await super().read(keys)
+
+    @override
+    async def page(self, index: str, *, after: str | None, limit: int, newest_first: bool) -> Page | None:
+        page = await super().page(index, after=after, limit=limit, newest_first=newest_first)
+        self.num_read += 0 if page is None else len(page.members)
+        return page
 
 
 async def stored(records: MemoryRecords) -> UsageCounts:
@@ -125,6 +144,50 @@ async def test_a_batch_whose_source_is_damaged_counts_nothing_twice() -> None:
     assert await stored(records) == ONE
     await store.count_batch("batch_1", batch, two, now=3.0)
     assert await stored(records) == two
+
+
+async def test_what_one_key_asks_reads_no_rows_of_all_others() -> None:
+    records = CountingRecords()
+    for hour in range(0, 48 * HOUR_S, HOUR_S):
+        deltas = {(hour, CHAT._replace(key=f"key-{number}")): ONE for number in range(100)}
+        deltas |= {(hour, CHAT): ONE, (hour, CHAT._replace(request_class=BATCH)): ONE}
+        await UsageStore(records).add(f"gateway-{hour}", 1, deltas)
+    records.num_read = 0
+    rows = await UsageStore(records).rows_of_key("alice", DAY_S, DAY_S + 12 * HOUR_S)
+    assert sorted(rows) == list(range(DAY_S, DAY_S + 12 * HOUR_S, HOUR_S))
+    assert {(row.key, row.request_class) for of_hour in rows.values() for row in of_hour} == {
+        ("alice", REAL_TIME),
+        ("alice", BATCH),
+    }
+    assert sum(map(len, rows.values())) == 24
+    assert records.num_read < 200  # of 4 900 rows
+
+
+async def test_a_key_of_many_rows_has_each_once_and_those_of_its_hours_alone() -> None:
+    records, models = MemoryRecords(), [f"model-{number}" for number in range(900)]
+    for hour in range(0, 5 * HOUR_S, HOUR_S):
+        deltas = {(hour, CHAT._replace(model=model)): ONE for model in models}
+        await UsageStore(records).add(f"gateway-{hour}", 1, deltas)
+    rows = await UsageStore(records).rows_of_key("alice", HOUR_S, 4 * HOUR_S)
+    assert {hour: sorted(row.model for row in of_hour) for hour, of_hour in rows.items()} == {
+        hour: sorted(models) for hour in (HOUR_S, 2 * HOUR_S, 3 * HOUR_S)
+    }
+
+
+async def test_a_key_still_sees_what_an_older_checkout_has_stored() -> None:
+    records, older = MemoryRecords(), {(HOUR_S, CHAT): ONE, (HOUR_S, CHAT._replace(key="bob")): ONE}
+    for (hour, subject), counts in older.items():  # without a list of each key
+        row = msgspec.json.encode(UsageRow(*subject, counts))
+        changes = [SetValue(f"usage/{hour}/{row_id(subject)}", row), AddToIndex("usage", str(hour), float(hour))]
+        await records.commit([*changes, AddToIndex(f"usage/{hour}", row_id(subject), 0.0)], unchanged={})
+    store = UsageStore(records)
+    for number, hour in enumerate((HOUR_S, HOUR_S, 2 * HOUR_S)):
+        await store.add("gateway", number, {(hour, CHAT): ONE})
+    rows = await store.rows_of_key("alice", 0, DAY_S)
+    assert {hour: [row.counts.requests for row in of_hour] for hour, of_hour in rows.items()} == {
+        HOUR_S: [3],
+        2 * HOUR_S: [1],
+    }
 
 
 def test_buckets_and_groups_add_up() -> None:
