@@ -178,8 +178,10 @@ async def test_a_key_still_sees_what_an_older_checkout_has_stored() -> None:
     records, older = MemoryRecords(), {(HOUR_S, CHAT): ONE, (HOUR_S, CHAT._replace(key="bob")): ONE}
     for (hour, subject), counts in older.items():  # without a list of each key
         row = msgspec.json.encode(UsageRow(*subject, counts))
-        changes = [SetValue(f"usage/{hour}/{row_id(subject)}", row), AddToIndex("usage", str(hour), float(hour))]
-        await records.commit([*changes, AddToIndex(f"usage/{hour}", row_id(subject), 0.0)], unchanged={})
+        changes: list[Change] = [SetValue(f"usage/{hour}/{row_id(subject)}", row)]
+        changes.append(AddToIndex("usage", str(hour), float(hour)))
+        changes.append(AddToIndex(f"usage/{hour}", row_id(subject), 0.0))
+        await records.commit(changes, unchanged={})
     store = UsageStore(records)
     for number, hour in enumerate((HOUR_S, HOUR_S, 2 * HOUR_S)):
         await store.add("gateway", number, {(hour, CHAT): ONE})
