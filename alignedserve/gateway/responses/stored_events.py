@@ -71,12 +71,16 @@ def _closing(formatter: ResponsesFormatter) -> tuple[bytes, bytes]:
 
 @dataclass(slots=True)
 class StoredEvents:
-    """The events of one response. `last` is the number of the one that was read last."""
+    """The events of one response. `last` is the number of the one that was read last.
+
+    `is_new`: it was submitted just now, and a client that is told that the store is away would submit it again.
+    """
 
     api: ResponsesApi
     log: EventLog
     response_id: str
     starting_after: int = -1
+    is_new: bool = False
     last: int = field(default=-1, init=False)
     _num_chunks: int = field(default=0, init=False)
     _has_gap: bool = field(default=False, init=False)  # chunks before the next one are not kept
@@ -85,9 +89,9 @@ class StoredEvents:
         """Yield events as they come, until the response is over; and b"" once they are known to be there.
 
         Raises NotFound once the response is deleted, or events that the client lacks are not kept any more. A store
-        that is lost once they have begun is waited for.
+        that is lost once they have begun, or of a new response, is waited for.
         """
-        loss, has_begun = StoreLoss(), False
+        loss, has_begun = StoreLoss(), self.is_new
         while True:
             try:
                 # In this order: what was written before the response was over is read after that was seen.

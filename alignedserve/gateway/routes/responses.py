@@ -61,7 +61,7 @@ async def create_response(http: Request) -> Response:
             hold_connection(http, RequestClass.BEST_EFFORT)
         queued = await _submit(api, asked, turn, request)
         if asked.stream:
-            return StoredEventsResponse(StoredEvents(api, api.event_log, turn.response_id))
+            return StoredEventsResponse(StoredEvents(api, api.event_log, turn.response_id, is_new=True))
         return JsonResponse(queued)
     hold_connection(http, request.requests[0].request_class)
     generation = Generation(request, model)

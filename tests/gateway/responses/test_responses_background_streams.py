@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ from typing import Any, cast
 import httpx
 import pytest
 from starlette.types import Message
+from typing_extensions import override
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import ClientDisconnected, Unservable
@@ -20,11 +21,13 @@ from alignedserve.core.errors import StoreUnavailable
 from alignedserve.gateway import streaming
 from alignedserve.gateway.responses import store_loss, stored_events
 from alignedserve.gateway.responses.stored_events import StoredEvents, StoredEventsResponse
+from alignedserve.messages.state import Change
 from tests.gateway.batches.batch_server import listening
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
 from tests.gateway.responses.responses_support import events_of, text_of
 from tests.gateway.responses.test_responses_background import begin, reached
 from tests.gateway.support import error_of, saying
+from tests.support.memory_records import MemoryRecords
 
 pytestmark = pytest.mark.slow
 
@@ -131,6 +134,36 @@ async def test_a_stream_outlasts_a_store_that_comes_back(monkeypatch: pytest.Mon
     events = [event async for event in stored.events() if event]
     assert len(events) == 2  # each once
     assert b"response.completed" in events[-1]
+
+
+class Leaving(MemoryRecords):
+    """Records that are away for some reads of a response once it has been kept."""
+
+    num_away = 0
+
+    @override
+    async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
+        if not self.keys_of("response/") and any(getattr(one, "index", "") == "responses/anyone" for one in changes):
+            self.num_away = 3
+        return await super().commit(changes, unchanged=unchanged)
+
+    @override
+    async def read(self, keys: Sequence[str]) -> list[bytes | None]:
+        if self.num_away and keys[0].startswith("response/"):
+            self.num_away -= 1
+            raise StoreUnavailable("away")
+        return await super().read(keys)
+
+
+async def test_a_stream_whose_store_leaves_once_it_is_submitted_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_loss, "_PAUSE_S", 0.0)
+    records = Leaving()
+    async with batch_gateway(tmp_path, records=records) as served:
+        events = events_of(await stream(served))
+    assert records.num_away == 0
+    assert text_in(events) == text_of(events[-1]["response"]) == "hello world"
 
 
 async def has_stored(served: BatchGateway) -> bool:
