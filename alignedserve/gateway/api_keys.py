@@ -29,6 +29,15 @@ class ApiKeys:
         self._tokens = tokens
         self._clock = clock
 
+    def known(self, presented_key: str | None) -> KeyEntry | None:
+        """Return the entry of a key that takes a look-up by its digest alone: of a secret, or of a token that was
+        verified before. None: it is neither."""
+        entry = self._keys.ring.find(presented_key, self._clock())
+        if entry is None and self._tokens is not None and presented_key is not None:
+            name = self._tokens.remembered(presented_key)
+            return None if name is None else self._keys.ring.named(name)
+        return entry
+
     async def authenticate(self, path: str, presented_key: str | None) -> KeyEntry:
         """Return the entry of the client's key. Raises Unauthorized; only PUBLIC_PATHS need no key.
 
@@ -36,7 +45,7 @@ class ApiKeys:
         """
         if path in PUBLIC_PATHS:
             return ANYONE
-        entry = self._keys.ring.find(presented_key, self._clock())
+        entry = self.known(presented_key)
         if entry is not None:
             return entry
         if self._tokens is not None and presented_key is not None and presented_key.count(".") == _DOTS:

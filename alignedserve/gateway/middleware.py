@@ -21,12 +21,15 @@ from alignedserve.gateway.failure_log import FailureLog
 from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.json_response import anthropic_error_response, error_response, is_anthropic
 from alignedserve.gateway.shown_limits import ShownLimits
-from alignedserve.keys.entry import ANYONE
+from alignedserve.keys.entry import ANYONE, KeyEntry
 from alignedserve.process.logs.context import about_request
 
 # What of a request's state leads back to its connection. In a cycle a request would stay until a garbage collection
 # comes by: of 50 chats a second a hundred thousand objects, at which the gateway stopped for half a second.
 _LEADS_BACK = ("streamed_body", "failure_events")
+
+# All who bring no key that is known have the turns of one client: keys are easily made up.
+_UNKNOWN = ""
 
 
 class GatewayMiddleware:
@@ -50,7 +53,8 @@ class GatewayMiddleware:
         state = scope.setdefault("state", {})
         began_s = time.monotonic()
         if scope["method"] == "POST":  # others, such as probes of health, take little
-            await self._starts.turn(_presented_key(scope) or _address(scope))
+            key = self._api_keys.known(_presented_key(scope))
+            await self._starts.turn(_UNKNOWN if key is None else _client_of(key, scope))
         state["shown_limits"] = ShownLimits()
         state["request_id"] = request_id = secrets.token_hex(16)
         client_id = _client_request_id(scope)
@@ -69,7 +73,7 @@ class GatewayMiddleware:
         try:
             key = await self._api_keys.authenticate(scope["path"], _presented_key(scope))
             scope["state"]["key"] = key
-            note_client(_address(scope) if key is ANYONE else key.owner)
+            note_client(_client_of(key, scope))
             self._admit(scope)
             await self._app(scope, receive, sender.send)
         except Exception as error:  # noqa: BLE001  (the gateway's single handler)
@@ -150,6 +154,11 @@ def _presented_key(scope: Scope) -> str | None:
     """Return the key after `Authorization: Bearer`, as OpenAI's clients send it, or of `x-api-key`, as Anthropic's."""
     scheme, _, key = (_header(scope, b"authorization") or "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else _header(scope, b"x-api-key")
+
+
+def _client_of(key: KeyEntry, scope: Scope) -> str:
+    """Return who takes turns with others: the owner of a key, or an address where no keys are set."""
+    return _address(scope) if key is ANYONE else key.owner
 
 
 def _address(scope: Scope) -> str:

@@ -40,6 +40,10 @@ class _Verified(NamedTuple):
     keys: IssuerKeys
     version: int
 
+    def holds(self, now: float) -> bool:
+        """Return whether it has not expired, by the keys of now."""
+        return now < self.until_s and self.version == self.keys.version
+
 
 class TokenVerifier:
     """Finds the name of the key that a token stands for."""
@@ -69,14 +73,19 @@ class TokenVerifier:
         for _, keys in self._issuers.values():
             keys.stop()
 
+    def remembered(self, token: str) -> str | None:
+        """Return the name of the key that a token stands for which was verified before, and still holds."""
+        found = self._verified.get(_digest_of(token))
+        return found.name if found is not None and found.holds(self._clock()) else None
+
     async def key_name(self, token: str) -> str:
         """Return the name of the key that the token stands for. Raises Unauthorized, or Unavailable while its issuer's
         keys are unknown."""
         if len(token) > MAX_TOKEN_LEN:
             raise _refused("is too long")
-        digest, now = hashlib.sha256(token.encode()).digest(), self._clock()
+        digest, now = _digest_of(token), self._clock()
         found = self._verified.get(digest)
-        if found is not None and now < found.until_s and found.version == found.keys.version:
+        if found is not None and found.holds(now):
             return found.name
         self._verified.pop(digest, None)
         found = await self._verify(token, now)
@@ -101,6 +110,10 @@ class TokenVerifier:
         claims = _checked(token, issuer, algorithm, key)
         until_s = min(int(claims["exp"]), int(now) + _LONGEST_S) + issuer.leeway_s
         return _Verified(_name_of(claims, issuer), until_s, keys, version)
+
+
+def _digest_of(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
 
 
 def _read(token: str) -> tuple[dict[str, Any], Any]:
