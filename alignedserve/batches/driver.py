@@ -80,6 +80,7 @@ class BatchDriver:
         self._ordered_s = 0.0
         self._is_order_stale = True  # a batch was added, removed or changed
         self._paused_until_s: dict[str, float] = {}  # by model that rejected a line: start none before
+        self._answered_at_rejection: dict[str, int] = {}  # lines that a model had answered when it last rejected one
         self._is_blocked = False  # results cannot be written: start no lines
 
     async def run(self) -> None:
@@ -172,8 +173,13 @@ class BatchDriver:
         self._start_lines()
 
     def on_rejection(self, model: str, retry_after_s: float) -> None:
-        """See RunListener."""
-        self._paused_until_s[model] = time.monotonic() + retry_after_s
+        """See RunListener. Where the model has answered a line since it last rejected one, this one waits alone: there
+        may never be a place for it, while there are some for others."""
+        num_answered = self._context.num_answered[model]
+        if num_answered > self._answered_at_rejection.get(model, 0):
+            self._answered_at_rejection[model] = num_answered
+        else:
+            self._paused_until_s[model] = time.monotonic() + retry_after_s
 
     async def _start_due_lines(self) -> None:
         """Start lines that waited for time to pass: a retry's pause, a cluster that rejected lines."""

@@ -4,8 +4,10 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Collection, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Protocol
 
 from alignedserve.batches import results
@@ -34,12 +36,12 @@ class RunListener(Protocol):
         """Note that a line has ended, results are pending, or lines can be started."""
 
     def on_rejection(self, model: str, retry_after_s: float) -> None:
-        """Note that this model accepts no line for this long."""
+        """Note that this model has rejected a line, and is to be asked again after this long."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """Stores, line runner and limits of all runs, and the driver that listens to them."""
+    """Stores, line runner and limits of all runs, what they tell each other, and the driver that listens to them."""
 
     stores: DriverStores
     runner: LineRunner
@@ -47,6 +49,7 @@ class RunContext:
     models: Container[str]  # served here
     line_durations: LineDurations
     listener: RunListener
+    num_answered: Counter[str] = field(default_factory=Counter)  # lines, by the model that ran them
 
 
 class LineExecutor:
@@ -122,12 +125,13 @@ class LineExecutor:
         try:
             response = await self._context.runner.run(request)
         except LineRejected as rejection:
-            self.tracker.postpone(line, time.monotonic(), rejection.retry_after_s)
+            self.tracker.reject(line, time.monotonic(), rejection.retry_after_s)
             self._context.listener.on_rejection(model, rejection.retry_after_s)
         except LineFailed as failure:
             self._retry_or_fail(line, str(failure))
         else:
             self._context.line_durations.add(model, time.monotonic() - started_s)
+            self._context.num_answered[model] += response.status_code == HTTPStatus.OK  # others may be of our own
             self.writer.add(results.response_record(batch_id, line, custom_id, request_id, response))
 
     def _on_line_ended(self, line: int, task: asyncio.Task[None]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
+_MAX_DOUBLINGS = 3  # of the pause of a line that is rejected each time
 _GOLDEN_RATIO = 0.6180339887498949  # multiples of it lie far apart, modulo 1
 
 
@@ -35,6 +36,7 @@ class LineTracker:
         self._retries: list[tuple[float, int]] = []  # heap of (due time, line)
         self._parked: dict[str, deque[int]] = {}  # lines by their model, which was paused when their turn came
         self._num_attempts = dict(num_attempts or {})  # failed ones, by line
+        self._num_rejections: dict[int, int] = {}  # by line
         self._max_attempts = max_attempts
 
     @property
@@ -69,8 +71,15 @@ class LineTracker:
         self._leases.add(line)
         return line
 
+    def reject(self, line: int, now: float, pause_s: float) -> None:
+        """Return a line that the cluster rejected. This is no attempt. The pause doubles each time, up to eightfold: a
+        line that is never taken does not come before all others whenever its model may be asked again."""
+        doublings = self._num_rejections.get(line, 0)
+        self._num_rejections[line] = min(doublings + 1, _MAX_DOUBLINGS)
+        self.postpone(line, now, pause_s * 2**doublings)
+
     def postpone(self, line: int, now: float, pause_s: float) -> None:
-        """Return a line that the cluster rejected; it is due again after the pause. This is no attempt."""
+        """Return a line that did not end; it is due again after the pause. This is no attempt."""
         self._leases.remove(line)
         heapq.heappush(self._retries, (now + pause_s, line))
 
@@ -99,6 +108,7 @@ class LineTracker:
         self._mark(line)
         self._leases.discard(line)
         self._num_attempts.pop(line, None)
+        self._num_rejections.pop(line, None)
 
     def unsettled(self) -> Iterator[int]:
         """Iterate over the lines without a record, in order."""

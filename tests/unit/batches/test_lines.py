@@ -86,6 +86,17 @@ def test_a_line_that_breaks_its_worker_each_time_takes_no_others_along_until_the
     assert tracker.num_settled == 7
 
 
+def test_what_is_rejected_each_time_is_tried_less_and_less_often() -> None:
+    tracker, now, pauses = LineTracker(1, max_attempts=2), 0.0, []
+    for _ in range(6):
+        assert tracker.lease(now) == 0
+        tracker.reject(0, now, 1.0)
+        pauses.append(next(pause_s for pause_s in (1.0, 2.0, 4.0, 8.0) if tracker.lease(now + pause_s) == 0))
+        tracker.postpone(0, now, pauses[-1])
+        now += pauses[-1]
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+
+
 def test_not_being_taken_counts_no_try() -> None:
     tracker = LineTracker(1, max_attempts=2)
     for second in range(10):
