@@ -17,9 +17,11 @@ import psutil
 import uvloop
 
 from alignedserve.core.errors import AlignedServeError
+from alignedserve.messages.handshake import Role
 from alignedserve.process.heap import settle_heap
 from alignedserve.process.loading_progress import read_progress
 from alignedserve.process.logs.files import LogFileHandler
+from alignedserve.process.logs.queued import QueuedLogHandler
 from alignedserve.process.process_spec import ProcessSpec
 
 logger = logging.getLogger(__name__)
@@ -84,6 +86,8 @@ class ActorHost:
         service, self._service = self._service, None
         if service is not None:
             asyncio.run_coroutine_threadsafe(service.close(), self._loop).result(_STOP_TIMEOUT_S)
+            for handler in logging.getLogger().handlers:
+                handler.flush()
 
     def call(self, answer: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Run a coroutine of the service on its loop, from any thread. Raises what it raises, or TimeoutError."""
@@ -115,5 +119,7 @@ def _result(built: "Future[HostedService]", process_spec: ProcessSpec) -> Hosted
 def _log_to_file(process_spec: ProcessSpec) -> None:
     folder = process_spec.log_folder
     folder.mkdir(parents=True, exist_ok=True)
-    handler = LogFileHandler(folder / f"{process_spec.name}.log", process_spec.log_format)
+    # A gateway's loop serves all streams, and logs what strangers send: it never waits for the disk.
+    make = QueuedLogHandler if process_spec.role is Role.GATEWAY else LogFileHandler
+    handler = make(folder / f"{process_spec.name}.log", process_spec.log_format)
     logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)

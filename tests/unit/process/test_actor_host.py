@@ -1,5 +1,6 @@
 """A service in its own process: known errors are kept for its creator, any other error ends the process."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -166,3 +167,37 @@ def test_a_peer_that_goes_away_while_we_write_is_no_reason_to_end(tmp_path: Path
     """
     over = run(tmp_path, script)
     assert (over.returncode, over.stdout) == (0, "closed\n"), over.stderr
+
+
+def test_a_gateway_whose_log_nobody_reads_goes_on(tmp_path: Path) -> None:
+    script = """
+    import dataclasses, logging
+    async def build():
+        for _ in range(20_000):
+            logging.warning("a hundred characters" * 5)
+        return Nothing()
+    host = ActorHost(dataclasses.replace(spec, role=Role.GATEWAY, name="gateway-0"), build)
+    host.stop()
+    """
+    log = tmp_path / "logs" / "gateway-0.log"
+    log.parent.mkdir()
+    os.mkfifo(log)
+    unread = os.open(log, os.O_RDWR)
+    over = run(tmp_path, script)
+    os.close(unread)
+    assert (over.returncode, over.stdout) == (0, "closed\n"), over.stderr
+
+
+def test_what_a_gateway_has_logged_is_written_when_it_ends(tmp_path: Path) -> None:
+    script = """
+    import dataclasses, logging
+    async def build():
+        for number in range(5000):
+            logging.warning("line %d", number)
+        return Nothing()
+    ActorHost(dataclasses.replace(spec, role=Role.GATEWAY, name="gateway-0"), build)
+    """
+    over = run(tmp_path, script)
+    assert over.returncode == 0, over.stderr
+    lines = (tmp_path / "logs" / "gateway-0.log").read_text().splitlines()
+    assert [line.rpartition(" ")[2] for line in lines] == [str(number) for number in range(5000)]
