@@ -16,6 +16,7 @@ from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import BatchLocation, DriverStores, open_driver_stores
 from alignedserve.batches.owners import client_of
 from alignedserve.batches.remote.state_server import SharedLimits, StateServer
+from alignedserve.batches.stores.namespace_claim import claim_on, folder_id
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.keys.ring import CurrentKeys
 from alignedserve.keys.shared import SharedKeys
@@ -71,6 +72,7 @@ class BatchService:
         source = None if config.keys_path is None else KeysFile(config.keys_path)
         self._keys_watch = KeysWatch(self._keys, api_keys, source, self._shared_keys)
         self._watching: asyncio.Task[None] | None = None
+        self._claiming: asyncio.Task[None] | None = None
         self._observing = observing
         self._services: ApiServices | None = None
         self._is_restarted = is_restarted
@@ -86,6 +88,7 @@ class BatchService:
         await self._keys_watch.look()
         self._watching = start_background(self._keys_watch.run(), "the watch of keys")
         self._stores = open_driver_stores(self._location)
+        self._claim_namespace(self._stores)
         await self._start_state_server(self._stores)
         services = ApiServices.of(
             self._config, reply_to=self._links.own_address, observing=self._observing, keys=self._keys
@@ -108,6 +111,12 @@ class BatchService:
         )
         self._driver_task = start_background(_drive(driver, deployments), "the driver of batches")
         logger.info("%s drives the batches of %s", self._links.identity.name, self._location.folder)
+
+    def _claim_namespace(self, stores: DriverStores) -> None:
+        folder = self._location.folder
+        if self._location.redis is not None and folder is not None:
+            claim = claim_on(stores.records, folder_id(folder), self._location.config.namespace)
+            self._claiming = start_background(claim, "the claim of the namespace")
 
     async def _start_state_server(self, stores: DriverStores) -> None:
         if self._state is None:
@@ -144,8 +153,9 @@ class BatchService:
 
     async def close(self) -> None:
         """Stop; the next driver resumes the lines that run. May be repeated."""
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in (self._watching, self._claiming):
+            if task is not None:
+                task.cancel()
         server, self._state_server = self._state_server, None
         if server is not None:
             await server.close()

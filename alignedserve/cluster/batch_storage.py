@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from alignedserve.batches.location import RECORDS, BatchLocation
+from alignedserve.batches.stores.namespace_claim import folder_id
 from alignedserve.batches.stores.object_location import ObjectStoreLocation
 from alignedserve.batches.stores.redis_location import RedisLocation
 from alignedserve.cluster.records_file import has_contents, prepare_records
@@ -60,6 +61,7 @@ def open_batch_storage(config: ClusterConfig, *, is_adopted: bool = False) -> Ba
                 f"{folder} has files and results whose records are in {RECORDS}, and not in the Redis of "
                 f"{REDIS_URL_VARIABLE}: they would be removed; set batches.folder to another folder"
             )
+        _check_namespace(named, config.batches.namespace, folder)
         return BatchStorage(location, None)
     lock = StateLock(folder)
     try:
@@ -88,6 +90,21 @@ def _named_redis() -> RedisLocation | None:
     if problem is not None:
         raise ResourceError(f"the Redis of {REDIS_URL_VARIABLE} cannot be used: {problem}")
     return location
+
+
+def _check_namespace(location: RedisLocation, namespace: str, folder: Path) -> None:
+    """Raise ResourceError where a cluster that keeps its batches elsewhere runs in this namespace."""
+    from alignedserve.batches.stores.redis_records import is_claimed_by_other
+
+    try:
+        own = folder_id(folder)
+    except OSError as error:
+        raise ResourceError(f"{folder} cannot be read or written: {error.strerror}") from error
+    if is_claimed_by_other(location, namespace, own):
+        raise ResourceError(
+            f"a cluster with another folder than {folder} runs under batches.namespace={namespace} in the Redis of "
+            f"{REDIS_URL_VARIABLE}, and each would fail the batches of the other; set batches.namespace to another name"
+        )
 
 
 def _object_store(config: BatchesConfig) -> ObjectStoreLocation | None:

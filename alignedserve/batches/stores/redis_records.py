@@ -4,6 +4,7 @@ Values come back as bytes only, no script is ever sent, and keys are generated h
 """
 
 import ssl
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import TimeoutError as TimeoutExpired
 
 from alignedserve.batches.interfaces import Page
+from alignedserve.batches.stores.namespace_claim import CLAIM, WATCH_S, is_of_other
 from alignedserve.batches.stores.redis_location import RedisLocation
 from alignedserve.core.errors import StoreUnavailable
 from alignedserve.messages.state import AddToIndex, Change, DeleteValue, RemoveFromIndex, SetValue
@@ -23,6 +25,7 @@ from alignedserve.messages.state import AddToIndex, Change, DeleteValue, RemoveF
 # One immediate retry: a connection from before the server's restart is lost, a new one may work. Further retries are
 # up to the caller; a server that is silent (stopped, or its disk hangs) is asked once.
 _RETRY = Retry(NoBackoff(), 1, supported_errors=(ConnectionLost,))
+_LOOK_S = 0.2
 
 
 class RedisRecords:
@@ -114,3 +117,21 @@ def check_redis(location: RedisLocation) -> str | None:
     finally:
         client.close()
     return None
+
+
+def is_claimed_by_other(location: RedisLocation, namespace: str, own: str) -> bool:
+    """Return whether a cluster with another state folder runs in this namespace. It is watched for seconds where one
+    was there lately. False where the Redis does not answer."""
+    client: Any = blocking_redis.Redis.from_url(location.url, **location.options())
+    key = f"{namespace}:{CLAIM}"
+    try:
+        first = found = client.get(key)
+        ends_s = time.monotonic() + WATCH_S
+        while is_of_other(found, own) and found == first and time.monotonic() < ends_s:
+            time.sleep(_LOOK_S)
+            found = client.get(key)
+        return found != first and is_of_other(found, own)
+    except RedisError:
+        return False
+    finally:
+        client.close()
