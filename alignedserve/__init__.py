@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
 
         return LoRARequest
     if name == "SamplingParams":
-        from alignedserve.core.request import SamplingParams
+        from alignedserve.offline.sampling import SamplingParams
 
         return SamplingParams
     if name == "StructuredOutputs":

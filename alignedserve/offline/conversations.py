@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any, TypedDict
 
-from alignedserve.api.backend.interface import GeneratedTokens
 from alignedserve.api.endpoints import CHAT
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.openai.chat_prompt import chat_prompt, note_effort
@@ -15,11 +14,9 @@ from alignedserve.api.openai.choice_decoder import ChoiceDecoder
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.parsing import check_shape
 from alignedserve.api.openai.request_builder import PreparedChat, prepare_chat
-from alignedserve.api.tools.deltas import whole_tool_calls
 from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import Request
-from alignedserve.offline.request_output import RequestOutput
 from alignedserve.runtime.grammar.constraints import StructuredOutputs
 from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
 from alignedserve.text.tokenizer import Tokenizer
@@ -45,7 +42,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 class ConversationReader:
-    """Turns conversations into prompts, and tokens into answers."""
+    """Turns conversations into prompts, and makes what turns tokens into answers."""
 
     def __init__(self, card: ModelCard, tokenizer: Tokenizer, check_grammar: Callable[[str], None]) -> None:
         """Make a reader. `check_grammar` raises InvalidRequest for a grammar that cannot be followed."""
@@ -70,14 +67,13 @@ class ConversationReader:
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, self._prepare_all(bodies)).result()
 
-    def read(self, output: RequestOutput, request: Request, output_format: OutputFormat) -> None:
-        """Divide a finished output's tokens into text, reasoning and tool calls."""
+    def decoder(self, request: Request, output_format: OutputFormat, stops: Sequence[str]) -> ChoiceDecoder:
+        """Return what divides a request's tokens into text, reasoning and tool calls."""
         model = self._model
         eos_token_ids = model.model.eos_token_ids
-        decoder = ChoiceDecoder(model.tokenizer, request, eos_token_ids=eos_token_ids, output_format=output_format)
-        delta = decoder.decode(GeneratedTokens(tuple(output.token_ids), finish_reason=output.finish_reason))
-        output.text, output.reasoning = delta.text, delta.reasoning
-        output.tool_calls, output.finish_reason = whole_tool_calls(delta.tool_calls), delta.finish_reason
+        return ChoiceDecoder(
+            model.tokenizer, request, stops=stops, eos_token_ids=eos_token_ids, output_format=output_format
+        )
 
     async def _prepare_all(self, bodies: Sequence[dict[str, Any]]) -> list[PreparedChat]:
         now = datetime.now().astimezone()

@@ -12,12 +12,15 @@ import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Unpack
 
 from msgspec import structs
 
 from alignedserve.api.embeddings.response_format import Vectors
 from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.openai.output_parser import OutputFormat
+from alignedserve.api.openai.request_builder import PreparedChat, choice_seed
 from alignedserve.config.sections import (
     DecodeWorkerConfig,
     EngineConfig,
@@ -27,18 +30,19 @@ from alignedserve.config.sections import (
 )
 from alignedserve.core.errors import ContextTooLong, InvalidRequest, ModelError
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import FinishReason, LoraAdapter, Request, SamplingParams
+from alignedserve.core.request import LoraAdapter, Request
 from alignedserve.messages.events import PeerConnected, Received, Send, SendTo
-from alignedserve.messages.gateways import AbortRequest, PromptScored, TokensEmitted
+from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
-from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import AttemptFailed, PrefillRequest, WorkerRegistered
+from alignedserve.offline.answers import Answer, collect
 from alignedserve.offline.conversations import ChatOptions, Conversation, ConversationReader, conversations_of
 from alignedserve.offline.interrupts import HeldInterrupt
 from alignedserve.offline.lora_request import ANY_FOLDER, LoRARequests, adapters_of
+from alignedserve.offline.progress import ProgressLine
 from alignedserve.offline.request_output import RequestOutput
-from alignedserve.offline.sampling import Samplings, samplings_of
+from alignedserve.offline.sampling import SamplingParams, Samplings, samplings_of
 from alignedserve.offline.text_reader import EmbedOptions, TextReader, listed, prompt_token_ids
 from alignedserve.prefix_cache.block_hashes import prefix_root
 from alignedserve.runtime.device.cores import has_native_bfloat16
@@ -58,6 +62,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_TOKENS = 2048
 _ROUTER = "caller"
+_CONTINUED = OutputFormat(is_continued=True)  # a prompt's text goes on
 
 
 class LLM:
@@ -170,17 +175,19 @@ class LLM:
         *,
         structured_outputs: StructuredOutputs | None = None,
         lora_request: LoRARequests = None,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Continue every prompt, a text or its token ids, and return one output per prompt, in order.
 
         One text may stand for a list of it. Token ids are taken as they are: no begin token comes before them. Without
         `sampling`: greedily, for as long as context and `memory_bytes` allow. `structured_outputs`: what every output
-        must match. `sampling` and `lora_request` are for all prompts, or a list with one for each. Raises AdapterError,
-        ContextTooLong, InvalidRequest for a prompt that is none, one that needs more cache than there is or a
-        constraint that is not supported, ModelError where the model cannot answer one.
+        must match. `sampling` and `lora_request` are for all prompts, or a list with one for each. `use_tqdm`: show how
+        far this is on a terminal. Raises AdapterError, ContextTooLong, InvalidRequest for a prompt that is none, one
+        that needs more cache than there is or a constraint that is not supported, ModelError where the model cannot
+        answer one.
         """
         encoded = [prompt_token_ids(prompt, self._tokenizer) for prompt in listed(prompts)]
-        return self._run(encoded, sampling, structured_outputs, lora_request)
+        return self._run(encoded, sampling, structured_outputs, lora_request, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -189,6 +196,7 @@ class LLM:
         *,
         structured_outputs: StructuredOutputs | None = None,
         lora_request: LoRARequests = None,
+        use_tqdm: bool = True,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer one conversation or several, and return one output for each, in order.
@@ -197,34 +205,30 @@ class LLM:
         are those of the gateway: thoughts and calls of tools stand apart from the text, calls are decoded under their
         schemas, and `output.message` is what to append before the next turn. Raises like `generate`.
         """
-        conversations = conversations_of(messages)
-        chats = self._conversations.prepare(conversations, structured_outputs, options)
-        samplings = samplings_of(sampling, len(chats))
-        adapters = adapters_of(lora_request, len(chats), self._served)
-        requests = [
-            self._request(chat.prompt, one, chat.grammar, adapter)
-            for chat, one, adapter in zip(chats, samplings, adapters, strict=True)
-        ]
-        outputs = self._generate(requests)
-        for chat, request, output in zip(chats, requests, outputs, strict=True):
-            self._conversations.read(output, request, chat.output_format)
-        return outputs
+        chats = self._conversations.prepare(conversations_of(messages), structured_outputs, options)
+        return self._answer(chats, sampling, lora_request, use_tqdm=use_tqdm)
 
-    def embed(self, texts: str | Sequence[str], **options: Unpack[EmbedOptions]) -> Vectors:
+    def embed(self, texts: str | Sequence[str], *, use_tqdm: bool = True, **options: Unpack[EmbedOptions]) -> Vectors:
         """Return a vector of length 1 for every text, or for the one, float32 [texts, width].
 
         Raises ContextTooLong, InvalidRequest.
         """
-        return self._texts.embed(listed(texts), options, self._generate)
+        return self._texts.embed(listed(texts), options, partial(self._generate, use_tqdm=use_tqdm))
 
     def score(
-        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, truncate_prompt_tokens: int | None = None
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
     ) -> list[float]:
         """Return the score of each pair: a cross-encoder's, or the cosine of the texts' vectors.
 
         `text_1`: one text for all of `text_2`, or as many. Raises ContextTooLong, InvalidRequest.
         """
-        return self._texts.score(listed(text_1), listed(text_2), truncate_prompt_tokens, self._generate)
+        compute = partial(self._generate, use_tqdm=use_tqdm)
+        return self._texts.score(listed(text_1), listed(text_2), truncate_prompt_tokens, compute)
 
     def close(self) -> None:
         """End the engine's threads."""
@@ -236,33 +240,59 @@ class LLM:
         sampling: Samplings,
         structured_outputs: StructuredOutputs | None = None,
         lora_request: LoRARequests = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        grammar = serialize_alone(part_of(structured_outputs)) if structured_outputs is not None else ""
+        asked = [PreparedChat(tuple(prompt), _CONTINUED, grammar) for prompt in prompts]
+        return self._answer(asked, sampling, lora_request, use_tqdm=use_tqdm)
+
+    def _answer(
+        self, prompts: Sequence[PreparedChat], sampling: Samplings, lora_request: LoRARequests, *, use_tqdm: bool
     ) -> list[RequestOutput]:
         samplings = samplings_of(sampling, len(prompts))
         adapters = adapters_of(lora_request, len(prompts), self._served)
-        grammar = serialize_alone(part_of(structured_outputs)) if structured_outputs is not None else ""
         asked = zip(prompts, samplings, adapters, strict=True)
-        requests = [self._request(prompt, one, grammar, adapter) for prompt, one, adapter in asked]
-        outputs = self._generate(requests)
-        for output, request in zip(outputs, requests, strict=True):
-            stream, shown = self._tokenizer.stream(before=request.prompt_token_ids), output.token_ids
-            if output.finish_reason is FinishReason.STOP and shown[-1] in request.sampling.stop_token_ids:
-                shown = shown[:-1]
-            output.text = stream.push(shown) + stream.end()
-        return outputs
+        of_prompts = [self._answers(prompt, one, adapter) for prompt, one, adapter in asked]
+        self._compute([answer for answers in of_prompts for answer in answers], use_tqdm=use_tqdm)
+        for first, *others in of_prompts:
+            first.output.others = [other.output for other in others]
+        return [answers[0].output for answers in of_prompts]
 
-    def _generate(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """Return the outputs of the requests, whose text is still to be decoded. Raises ModelError."""
+    def _answers(
+        self, prompt: PreparedChat, sampling: SamplingParams | None, adapter: LoraAdapter | None
+    ) -> list[Answer]:
+        """Return the answers to compute to one prompt, each with a seed of its own."""
+        stops, count = (sampling.stop_strings, sampling.n) if sampling is not None else ((), 1)
+        seed = secrets.randbits(63) if sampling is None or sampling.seed is None else sampling.seed
+        shared = self._request(prompt.prompt, sampling, prompt.grammar, adapter)
+        answers = []
+        for choice in range(count):
+            sampled = replace(shared.sampling, seed=choice_seed(seed, choice))
+            request = replace(shared, request_id=RequestId(secrets.token_hex(8)), sampling=sampled)
+            make_decoder = partial(self._conversations.decoder, request, prompt.output_format, stops)
+            answers.append(Answer(request, make_decoder, has_stops=bool(stops)))
+        return answers
+
+    def _generate(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
+        """Return the outputs of the requests, without text. Raises ModelError."""
+        answers = [Answer(request) for request in requests]
+        self._compute(answers, use_tqdm=use_tqdm)
+        return [answer.output for answer in answers]
+
+    def _compute(self, answers: Sequence[Answer], *, use_tqdm: bool) -> None:
+        """Compute the answers. Raises ModelError."""
         if os.getpid() != self._pid:  # the engine's threads were not forked
             raise ModelError("this LLM is of the process that this one was forked from; spawn processes instead")
-        outputs = {request.request_id: RequestOutput() for request in requests}
-        asked = [Received(_ROUTER, PrefillRequest(request, number)) for number, request in enumerate(requests)]
+        by_id = {answer.request.request_id: answer for answer in answers}
+        asked = [Received(_ROUTER, PrefillRequest(answer.request, number)) for number, answer in enumerate(answers)]
         with self._turn:
             if self._is_broken:
                 raise ModelError("an earlier call broke off; make another LLM")
-            reasons = self._perform(asked, outputs)
+            with ProgressLine(len(answers), is_shown=use_tqdm) as progress:
+                reasons = self._perform(asked, by_id, progress)
         if reasons:
-            raise ModelError(f"{len(reasons)} of {len(requests)} prompts failed: {reasons[0]}")
-        return list(outputs.values())
+            raise ModelError(f"{len(reasons)} of {len(answers)} prompts failed: {reasons[0]}")
 
     def _request(
         self, prompt: Sequence[int], sampling: SamplingParams | None, grammar: str, adapter: LoraAdapter | None
@@ -274,13 +304,12 @@ class LLM:
             raise ContextTooLong(f"the prompt has {len(prompt)} tokens, the model's context {self._max_context_len}")
         layout, num_blocks = self._executor.layout, self._executor.num_blocks
         cached = (num_blocks - layout.state_blocks) * layout.block_size - len(prompt)
-        wanted = sampling or SamplingParams(max_tokens=max(cached, 1), temperature=0.0)
+        wanted = (sampling or SamplingParams(max_tokens=max(cached, 1), temperature=0.0)).for_worker()
         if grammar and wanted.grammar:
             raise InvalidRequest("sampling has a grammar, and the options ask for another", param="grammar")
         wanted = replace(
             wanted,
             max_tokens=min(wanted.max_tokens, max_tokens),
-            seed=secrets.randbits(63) if wanted.seed is None else wanted.seed,
             grammar=grammar or wanted.grammar,
         )
         if layout.blocks_for(len(prompt) + wanted.max_tokens) > num_blocks:
@@ -293,40 +322,34 @@ class LLM:
         return Request(request_id, tuple(prompt), wanted, "", 0.0, prefix_root=root, adapter=adapter)
 
     def _perform(
-        self, events: Sequence[PeerConnected | Received], outputs: dict[RequestId, RequestOutput]
+        self,
+        events: Sequence[PeerConnected | Received],
+        answers: dict[RequestId, Answer],
+        progress: ProgressLine | None = None,
     ) -> list[str]:
         """Perform what follows from `events` until nothing is left; return why requests have failed. Other messages to
         the router are dropped. Ctrl-C aborts all requests after the iteration in hand."""
         pending: list[ColocatedCommand] = []
-        reasons, asked = [], list(outputs)
+        reasons, asked = [], list(answers)
         with HeldInterrupt() as interrupt:
             self._is_broken = True
             for event in events:
                 pending += self._logic.on_event(event, 0.0)
             while pending:
                 if interrupt.came and asked:
-                    for request_id in asked:
-                        pending += self._logic.on_event(Received(_ROUTER, AbortRequest(request_id)), 0.0)
+                    pending += self._abort(asked)
                     asked = []
                 command = pending.pop(0)
                 if isinstance(command, RunIteration):
                     completed: IterationCompleted = self._executor.run_iteration(command)
                     pending += self._logic.on_event(completed, 0.0)
                 elif isinstance(command, SendTo):
-                    _collect(command.message, outputs)
+                    pending += self._abort(collect(command.message, answers, progress))
                 elif isinstance(command, Send) and isinstance(command.message, AttemptFailed):
                     reasons.append(command.message.reason)
             self._is_broken = False
         return reasons
 
-
-def _collect(message: Message, outputs: dict[RequestId, RequestOutput]) -> None:
-    if isinstance(message, PromptScored):
-        outputs[message.request_id].prompt_logprobs += message.entries
-    for delta in message.deltas if isinstance(message, TokensEmitted) else ():
-        output = outputs[delta.request_id]
-        output.token_ids += delta.token_ids
-        output.logprobs += delta.logprobs
-        output.finish_reason = delta.finish_reason or output.finish_reason
-        output.num_cached_tokens += delta.num_cached_tokens
-        output.embedding = delta.embedding
+    def _abort(self, request_ids: Sequence[RequestId]) -> list[ColocatedCommand]:
+        events = [Received(_ROUTER, AbortRequest(request_id)) for request_id in request_ids]
+        return [command for event in events for command in self._logic.on_event(event, 0.0)]

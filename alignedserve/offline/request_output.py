@@ -19,6 +19,12 @@ class RequestOutput:
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of `token_ids`, where `num_logprobs` asks for them
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt from its second token on, as well
     embedding: bytes = b""  # of the prompt, float32, where that was asked for instead of an answer
+    others: list["RequestOutput"] = field(default_factory=list)  # the further answers that `n` asks for
+
+    @property
+    def outputs(self) -> list["RequestOutput"]:
+        """Return all answers to the prompt, this one first."""
+        return [self, *self.others]
 
     @property
     def message(self) -> dict[str, Any]:

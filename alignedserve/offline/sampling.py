@@ -1,32 +1,66 @@
 """How prompts of the Python API are sampled: checked like what comes by a link, before anything is computed."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from typing import Any
 
 import msgspec
+from typing_extensions import override
 
+from alignedserve.core import request
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.core.request import SamplingParams
 
-Samplings = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each; None: greedily
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(request.SamplingParams):
+    """Parameters of sampling, with what the HTTP APIs have beside them and workers need not know.
+
+    Raises InvalidRequest naming the field.
+    """
+
+    n: int = 1  # answers to each prompt; the first has `seed`, each other one that is derived from it
+    stop: str | tuple[str, ...] = ()  # the first of these ends the text, which does not hold it
+
+    @override
+    def __post_init__(self) -> None:
+        request.SamplingParams.__post_init__(self)
+        if self.n < 1:
+            raise InvalidRequest("n must be at least 1", param="n")
+        if not all(self.stop_strings):
+            raise InvalidRequest("stop must not be empty, nor hold an empty string", param="stop")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Return the stop strings, where one may be given as itself."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def for_worker(self) -> request.SamplingParams:
+        """Return the part that workers know."""
+        return request.SamplingParams(**_values(self, request.SamplingParams))
+
+
+Samplings = request.SamplingParams | Sequence[request.SamplingParams] | None  # for all, or one for each; None: greedily
 
 
 def samplings_of(asked: Samplings, count: int) -> list[SamplingParams | None]:
     """Return how each of `count` prompts is sampled, in the fields' own types. Raises InvalidRequest."""
     if asked is None:
         return [None] * count
-    if isinstance(asked, SamplingParams):
+    if isinstance(asked, request.SamplingParams):
         return [_in_own_types(asked)] * count
-    if not isinstance(asked, Sequence) or not all(isinstance(one, SamplingParams) for one in asked):
+    if not isinstance(asked, Sequence) or not all(isinstance(one, request.SamplingParams) for one in asked):
         raise InvalidRequest("sampling must be SamplingParams, or a list of them", param="sampling")
     if len(asked) != count:
         raise InvalidRequest("sampling must be one, or one for each prompt", param="sampling")
     return list(map(_in_own_types, asked))
 
 
-def _in_own_types(sampling: SamplingParams) -> SamplingParams:
-    given = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+def _in_own_types(sampling: request.SamplingParams) -> SamplingParams:
     try:
-        return msgspec.convert(given, SamplingParams)
+        return msgspec.convert(_values(sampling, type(sampling)), SamplingParams)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"sampling: {error}", param="sampling") from None
+
+
+def _values(sampling: request.SamplingParams, of: type[request.SamplingParams]) -> dict[str, Any]:
+    return {field.name: getattr(sampling, field.name) for field in fields(of)}

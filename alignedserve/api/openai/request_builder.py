@@ -198,7 +198,7 @@ async def _requests(
     requests: list[Request] = []
     for prompt, max_tokens in zip(prompts, limits, strict=True):
         for choice in range(fields.n):
-            sampling = replace(shared, max_tokens=max_tokens, seed=_choice_seed(seed, choice))
+            sampling = replace(shared, max_tokens=max_tokens, seed=choice_seed(seed, choice))
             requests.append(terms.request(len(requests), prompt, sampling))
         if len(requests) < len(prompts) * fields.n:
             await asyncio.sleep(0)  # streams continue between prompts
@@ -266,7 +266,7 @@ def _logit_bias(fields: GenerationFields, services: ModelServices) -> tuple[tupl
     return tuple(zip(token_ids, fields.logit_bias.values(), strict=True))
 
 
-def _choice_seed(seed: int, choice: int) -> int:
+def choice_seed(seed: int, choice: int) -> int:
     """Return the client's own seed for the first choice and one derived from it for each other."""
     if choice == 0:
         return seed
