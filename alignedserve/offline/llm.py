@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Unpack
+from typing import Self, Unpack
 
 from msgspec import structs
 
@@ -69,6 +69,7 @@ class LLM:
     """A model ready to generate. `memory_bytes` bounds the KV cache; requests beyond it wait.
 
     Threads may share it: their calls are computed one after the other. Processes forked from its own may not.
+    `with LLM(...) as llm` closes it.
     Raises ModelError, ConfigError or NotEnoughMemory when made.
     """
 
@@ -164,9 +165,16 @@ class LLM:
         # Of one model, for one user.
         self._root = prefix_root(b"", tenant="", salt="", form=b"") if prefix_cache else b""
         self._turn, self._pid = threading.Lock(), os.getpid()
+        self._is_closed = False
         self._is_broken = False  # a call broke off: the logic may keep its requests, or know no end of its iteration
         self._texts = TextReader(self._tokenizer, served.max_context_len, served.encoder, self._root)
         self._perform([PeerConnected(Role.ROUTER, _ROUTER)], {})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def generate(
         self,
@@ -231,8 +239,10 @@ class LLM:
         return self._texts.score(listed(text_1), listed(text_2), truncate_prompt_tokens, compute)
 
     def close(self) -> None:
-        """End the engine's threads."""
-        self._executor.close()
+        """End the engine's threads and processes; `with LLM(...) as llm` does it at its end. No call may follow."""
+        with self._turn:
+            self._is_closed = True
+            self._executor.close()
 
     def _run(
         self,
@@ -287,6 +297,8 @@ class LLM:
         by_id = {answer.request.request_id: answer for answer in answers}
         asked = [Received(_ROUTER, PrefillRequest(answer.request, number)) for number, answer in enumerate(answers)]
         with self._turn:
+            if self._is_closed:
+                raise ModelError("this LLM is closed; make another")
             if self._is_broken:
                 raise ModelError("an earlier call broke off; make another LLM")
             with ProgressLine(len(answers), is_shown=use_tqdm) as progress:

@@ -1,4 +1,4 @@
-"""What `LLM` makes of stop strings, several answers and progress, by its public names."""
+"""What `LLM` makes of stop strings, several answers, progress and `with`, by its public names."""
 
 import io
 import sys
@@ -10,7 +10,7 @@ import pytest
 from typing_extensions import override
 
 from alignedserve import LLM, SamplingParams
-from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.errors import InvalidRequest, ModelError
 from alignedserve.core.request import FinishReason
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -27,9 +27,8 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    made = LLM("pocket", memory_bytes=16 * 2**20)
-    yield made
-    made.close()
+    with LLM("pocket", memory_bytes=16 * 2**20) as made:
+        yield made
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
@@ -107,3 +106,11 @@ def test_what_is_no_terminal_is_left_alone(llm: LLM, capfd: pytest.CaptureFixtur
     llm.generate([PROMPT] * 2, GREEDY)
     llm.embed("otter")
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_end_of_with_closes_a_model() -> None:
+    with LLM("pocket", memory_bytes=16 * 2**20) as closed:
+        assert closed.generate(PROMPT, GREEDY)
+    with pytest.raises(ModelError, match="closed"):
+        closed.generate(PROMPT, GREEDY)
+    closed.close()  # once more changes nothing
