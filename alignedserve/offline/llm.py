@@ -38,6 +38,7 @@ from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.workers import AttemptFailed, PrefillRequest, WorkerRegistered
 from alignedserve.offline.answers import Answer, collect
 from alignedserve.offline.conversations import ChatOptions, Conversation, ConversationReader, conversations_of
+from alignedserve.offline.forks import let_forks_compute
 from alignedserve.offline.interrupts import HeldInterrupt
 from alignedserve.offline.lora_request import ANY_FOLDER, LoRARequests, adapters_of
 from alignedserve.offline.progress import ProgressLine
@@ -64,12 +65,14 @@ _MAX_TOKENS = 2048
 _ROUTER = "caller"
 _CONTINUED = OutputFormat(is_continued=True)  # a prompt's text goes on
 
+let_forks_compute()  # before this process computes, whether with a model or by itself
+
 
 class LLM:
     """A model ready to generate. `memory_bytes` bounds the KV cache; requests beyond it wait.
 
-    Threads may share it: their calls are computed one after the other. Processes forked from its own may not.
-    `with LLM(...) as llm` closes it.
+    Threads may share it: their calls are computed one after the other. Processes forked from its own may not; on CPUs
+    they may make another. `with LLM(...) as llm` closes it.
     Raises ModelError, ConfigError or NotEnoughMemory when made.
     """
 

@@ -1,6 +1,8 @@
-"""What `LLM` makes of stop strings, several answers, progress and `with`, by its public names."""
+"""What `LLM` makes of stop strings, several answers, progress, `with` and forks, by its public names."""
 
 import io
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -114,3 +116,22 @@ def test_the_end_of_with_closes_a_model() -> None:
     with pytest.raises(ModelError, match="closed"):
         closed.generate(PROMPT, GREEDY)
     closed.close()  # once more changes nothing
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of newer Pythons: it has other threads
+def test_a_forked_process_has_a_model_of_its_own(llm: LLM) -> None:
+    (expected,) = llm.chat("spell otter")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)  # where it waits for ever
+        try:
+            with LLM("pocket", memory_bytes=16 * 2**20) as own:
+                os.write(writer, own.chat("spell otter")[0].text.encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        assert answer.read() == expected.text
+    os.waitpid(child, 0)
