@@ -5,6 +5,7 @@ audit` asks for. Without that file, or where it is of other pins, it says so and
 network. Ends with 1 where a pin has a vulnerability that scripts/audit_accepted.txt does not name with a reason.
 """
 
+import argparse
 import json
 import re
 import sys
@@ -70,8 +71,11 @@ def findings(known: dict[str, Any], pins: dict[str, str], accepted: set[str]) ->
 
 def main() -> int:
     """Audit; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fetch", action="store_true", help="ask OSV, and keep what it knows")
+    is_fetched = parser.parse_args().fetch
     pins = pins_of(PINS.read_text())
-    if "--fetch" in sys.argv[1:]:
+    if is_fetched:
         try:
             known = fetched(pins)
         except (OSError, ValueError, KeyError) as error:

@@ -9,6 +9,7 @@ import sys
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit("AlignedServe needs Python 3.11 or newer; choose one with: make PYTHON=/path/to/python3 ...")
 
+import argparse
 import os
 import re
 import shutil
@@ -291,10 +292,13 @@ def wait_for(jobs: list[Job], screen: Screen, beside: Job | None = None) -> None
 
 def main() -> int:
     """Install what the command line says; return the exit code."""
-    venv, *extras = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("venv", help="folder of the environment")
+    parser.add_argument("extras", nargs="*", metavar="extra", help="such as dev")
+    options = parser.parse_args()
     screen = Screen(time.monotonic())
     try:
-        install(ROOT / venv, extras, screen)
+        install(ROOT / options.venv, options.extras, screen)
     except Failed as failure:
         screen.end(f"The installation failed; {failure}")
         return 1

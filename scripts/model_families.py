@@ -9,6 +9,7 @@ from alignedserve.runtime.model.families import gemma, readers, states
 from alignedserve.runtime.model.families.form import FamilyForm
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.hf_fields import Sizes
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.page_tables import put_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -99,5 +100,11 @@ def with_table(page: str) -> str:
     return put_table(page, "families", table())
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write it."""
+    parser_of(__doc__).parse_args()
     PAGE.write_text(with_table(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()

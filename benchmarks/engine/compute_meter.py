@@ -20,6 +20,7 @@ from alignedserve.messages.links import GatewayInbound
 from alignedserve.messages.wire import Codec
 from alignedserve.worker_core.compute_meter import ComputeMeter
 from benchmarks.engine.iteration_gap import NUM_REQUESTS, serve_peer
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 
 NUM_ITERATIONS = 5_000
@@ -84,6 +85,7 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 def main() -> None:
     """Measure, print, record, and fail where it is dear."""
+    parser_of(__doc__).parse_args()
     _, iteration_log = serve_peer(PROMPT_LEN)
     iteration_s = statistics.median(one.wall_s for one in iteration_log.records() if one.batch_size == NUM_REQUESTS)
     rows = []

@@ -30,6 +30,7 @@ from benchmarks.gpu.ledger.forms import (
 from benchmarks.gpu.ledger.ideal import ideal_bytes, memory_bytes
 from benchmarks.gpu.ledger.kernel_bytes import TO_GPU, TO_HOST
 from benchmarks.gpu.ledger.ledger import Ledger, LedgerStep, read
+from benchmarks.measuring.arguments import parser_of
 
 LAUNCH_S = 1.5e-6  # from a kernel to the next of a graph: an estimate, NVIDIA tells none for such kernels
 HOST_LAUNCH_S = 10e-6  # of the host, for a kernel outside of graphs: an estimate, Triton's launcher is in Python
@@ -182,6 +183,7 @@ def _size(step: StepForm) -> str:
 
 def main() -> None:
     """Print the tables."""
+    parser_of(__doc__).parse_args()
     ledger = read()
     for table in TABLES.values():
         print(table(ledger))

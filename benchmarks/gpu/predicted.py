@@ -25,6 +25,7 @@ from benchmarks.gpu.estimates import GPUS, step_seconds
 from benchmarks.gpu.ledger import ledger
 from benchmarks.gpu.ledger.forms import DENSE, LONG, PROMPT
 from benchmarks.gpu.timed_iterations import KINDS, TimedIteration, figures_of, timed_iterations
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recording import RESULTS, read_figures, write_result
 
@@ -151,6 +152,7 @@ def profile_document(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Predict, write all three, and print the table."""
+    parser_of(__doc__).parse_args()
     figures = predicted(FOLDER)
     write_result(NAME, figures)
     PROFILE.write_text(json.dumps(profile_document(FOLDER), indent=2) + "\n")

@@ -31,6 +31,7 @@ from alignedserve.sim.simulation import BEGIN_S, Simulation
 from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload, WorkloadDescription
 from benchmarks.gpu.predicted import SERVED_SHAPE, fitted_profile
 from benchmarks.gpu.timed_iterations import figures_of
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recording import RESULTS, read_figures, write_result
 
@@ -314,6 +315,7 @@ def with_table(page: str) -> str:
 
 def main() -> None:
     """Simulate, write the record and the table, and print it."""
+    parser_of(__doc__).parse_args()
     runs = live_runs(RESULTS / "gpu")
     figures = {name: live_figures(run) for name, run in zip(LIVE, runs, strict=True)}
     figures |= {source: simulate(runs[0], source) for source in SOURCES}

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.gpu.part_list import PART_LIST
 from benchmarks.gpu.targets import outcomes
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recording import RESULTS
 
@@ -18,6 +19,7 @@ PAGES = (_DOCS / "gpu.md", _DOCS / "decisions" / "0073-lists-of-copies.md")
 
 def main() -> None:
     """Write them."""
+    parser_of(__doc__).parse_args()
     for page in PAGES:
         page.write_text(with_seen(page.read_text(), recorded(RESULTS / "gpu")))
 

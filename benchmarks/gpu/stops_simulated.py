@@ -10,6 +10,7 @@ the table of docs/gpu.md.
 from typing import Any
 
 from benchmarks.gpu.promise_simulated import BETWEEN, BOTH, CHAT, FITTED, PAGE, live_runs, simulate
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recording import RESULTS, read_figures, write_result
 
@@ -18,6 +19,7 @@ NAME, TABLE = "gpu/stops_simulated", "stops, simulated"
 
 def main() -> None:
     """Simulate, print each run, and write the record and the table."""
+    parser_of(__doc__).parse_args()
     runs = []
     for number, live in enumerate(live_runs(RESULTS / "gpu"), 1):
         for source in (FITTED, BETWEEN):

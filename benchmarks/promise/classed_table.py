@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import read_figures
 
 PAGE = Path(__file__).parents[2] / "docs/policies/field.md"
@@ -41,5 +42,11 @@ def with_tables(text: str) -> str:
     return _PLACE.sub(lambda place: f"<!-- table: {place[1]} -->\n\n{table(place[1])}\n", text)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write them."""
+    parser_of(__doc__).parse_args()
     PAGE.write_text(with_tables(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recorded_loads import FITTED, JUDGED, LOADS
 from benchmarks.measuring.recording import read_figures
@@ -70,6 +71,7 @@ def _shown(ratio: float | None, is_within: bool) -> str:
 
 def main() -> None:
     """Write the table anew; say whether it has changed."""
+    parser_of(__doc__).parse_args()
     before = PAGE.read_text()
     after = with_table(before)
     if after != before:

@@ -6,8 +6,8 @@ then greedy decoding gives exactly this answer; so no decoding is needed to know
     PYTHONPATH=. python scripts/pocket/evaluation.py alignedserve/pocket/model 400
 """
 
+import argparse
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,7 +64,11 @@ def _num_right(model: PocketModel, rows: list[Row]) -> int:
 
 def main() -> None:
     """Print the exact match of a model folder, given with the number of tasks per skill."""
-    folder, num_tasks = Path(sys.argv[1]), int(sys.argv[2])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("num_tasks", type=int, help="per skill")
+    options = parser.parse_args()
+    folder, num_tasks = options.folder, options.num_tasks
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = PocketModel(PocketShape(tokenizer.get_vocab_size()))
     model.load_state_dict(load_file(folder / "model.safetensors"))

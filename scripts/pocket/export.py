@@ -3,8 +3,8 @@
 python scripts/pocket/export.py RUN_FOLDER/weights.safetensors alignedserve/pocket/model
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -58,4 +58,8 @@ def export(weights: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    export(Path(sys.argv[1]), Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("weights", type=Path)
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    export(options.weights, options.folder)

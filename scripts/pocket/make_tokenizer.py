@@ -6,9 +6,9 @@ A pre-token is either one token or its single bytes. So any text survives a roun
 word outside the list comes letter by letter, which makes spelling and reversing it a matter of copying.
 """
 
+import argparse
 import json
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,7 +81,9 @@ def make_tokenizer() -> Tokenizer:
 
 def main() -> None:
     """Write tokenizer.json and tokenizer_config.json into the folder given."""
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer().save(str(folder / "tokenizer.json"))
     settings = {

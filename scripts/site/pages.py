@@ -5,9 +5,9 @@ files that are no pages, such as sources, become their paths; and the folders th
 The settings are those of mkdocs.yml, which Zensical reads.
 """
 
+import argparse
 import re
 import shutil
-import sys
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
 
@@ -85,4 +85,6 @@ def page_at(path: str) -> str | None:
 
 
 if __name__ == "__main__":
-    write_site(Path(sys.argv[1]).resolve())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="to write into")
+    write_site(parser.parse_args().folder.resolve())

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.runtime.model.built_in import pocket_folder
+from benchmarks.measuring.arguments import parser_of
 from tests.clients.environments import node_environment, python_environment
 from tests.clients.running import run_node_script, run_python_script
 from tests.clients.transcripts import page
@@ -46,6 +47,7 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    parser_of(__doc__).parse_args()
     try:
         with tempfile.TemporaryDirectory() as name:
             write(Path(name))
