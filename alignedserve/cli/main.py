@@ -125,7 +125,10 @@ for name, command in CLUSTER_COMMANDS.items():
 def pull(
     model: Annotated[
         str,
-        typer.Argument(metavar="ORG/NAME[:QUANTISATION][@REVISION]", help="Model on the hub (HF_ENDPOINT, HF_TOKEN)."),
+        typer.Argument(
+            metavar="ORG/NAME[:QUANTISATION][@REVISION]",
+            help="Model on the hub (HF_ENDPOINT, HF_TOKEN), or a short name such as qwen3.",
+        ),
     ],
 ) -> None:
     """Download a model from a Hugging Face hub and print its folder; goes on where an earlier pull ended."""

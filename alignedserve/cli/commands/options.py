@@ -32,8 +32,8 @@ class ServeOptions:
         tuple[str, ...],
         typer.Argument(
             metavar="[NAME=]MODEL",
-            help="Model folder, GGUF file, ORG/NAME[:QUANTISATION][@REVISION] on a Hugging Face hub, smollm2, or "
-            "pocket for the model that ships with AlignedServe; several share this machine.",
+            help="Model folder, GGUF file, ORG/NAME[:QUANTISATION]\\[@REVISION] on a Hugging Face hub, a short name "
+            "such as smollm2 or qwen3, or pocket for the model that comes with AlignedServe; several share machines.",
         ),
     ] = ()
     config: ConfigOption = None

@@ -19,7 +19,7 @@ _PathArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Model, as `
 _NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The name by which clients call it.")]
 _WithinOption = Annotated[
     float | None,
-    typer.Option("--within", metavar="SECONDS", min=0.0, help="After which requests of the old model fail."),
+    typer.Option("--within", metavar="SECONDS", min=0.0, help="After which requests that are still open fail."),
 ]
 _SettingsOption = Annotated[
     list[str] | None,
