@@ -16,7 +16,7 @@ from alignedserve.gguf.file import is_gguf, part_names
 from alignedserve.runtime.model.model_files import check_weight_files
 from alignedserve.runtime.model.weight_index import listed_shards
 
-_NUM_SAMPLES = 1024  # of all files together, evenly spaced: a layer of a hundred has some
+_NUM_SAMPLES = 256  # of all files together, evenly spaced: a layer of a hundred has some; each is a read over a network
 _SAMPLE_BYTES = 4096
 _HEADER_BYTES = 1 << 16  # read of each file, beside the samples
 
