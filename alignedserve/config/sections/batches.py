@@ -11,13 +11,13 @@ class BatchesConfig(Section, frozen=True):
     """Files and batches of best-effort lines. Their records are in the folder unless ALIGNEDSERVE_REDIS_URL names a
     Redis."""
 
-    enabled: bool = True
+    enabled: bool = True  # false: no files, batches, stored responses or usage, and no state server
     # State that outlives restarts, on the head; when unset one per port, under the user's state folder.
     # s3://BUCKET/PREFIX: contents of files are there, and all else in that folder.
     folder: str | None = None
     s3_endpoint: str | None = None  # of a bucket that is not Amazon's, http(s)://HOST:PORT
     namespace: str = "alignedserve"  # what keys in a shared Redis begin with
-    max_file_bytes: int = 200_000_000
+    max_file_bytes: int = 200_000_000  # of one input file
     max_files_bytes: int = 10_000_000_000  # of all input files of one key
     max_files: int = 1000  # of one key
     max_lines: int = 50_000  # of one batch

@@ -21,8 +21,8 @@ NO_BODIES, REDACTED_BODIES, FULL_BODIES = REQUEST_LOGS = ("none", "redacted", "f
 class GatewayConfig(Section, frozen=True):
     """HTTP gateway."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str = "127.0.0.1"  # to listen on; node, on several hosts: the address of each gateway's own
+    port: int = 8000  # to listen on
     count: int = 1  # gateways; the n-th of a host listens on port + n; when unset one on each node
     shared_port: bool = False  # all gateways of a host listen on `port`; one that is lost costs its connections alone
     # Both or neither, in PEM, on every host with a gateway: HTTPS alone, and read again when they change.
@@ -34,20 +34,20 @@ class GatewayConfig(Section, frozen=True):
     max_header_bytes: int = 65_536  # of one request
     header_timeout_s: float = 10.0  # from the first byte of a request, or of the connection, to the last of its headers
     min_body_bytes_per_s: int = 256  # over 10 s, while a body is awaited
-    max_body_bytes: int = 4 * MIB
-    max_json_depth: int = 32
+    max_body_bytes: int = 4 * MIB  # of one body, unpacked; uploaded files have limits of their own (batches)
+    max_json_depth: int = 32  # of one body
     max_json_containers: int = 4096  # objects and lists in one body: messages, parts, tools and what is in them
     max_json_values: int = 1_000_000  # in one body, such as token ids
     max_choices: int = 16  # the largest n
-    max_stop_strings: int = 16
+    max_stop_strings: int = 16  # of one request
     max_pictures: int = 8  # of one request
     max_picture_bytes: int = 8 * MIB  # of each; max_body_bytes bounds all of a request, as base64
     max_picture_pixels: int = 1 << 25  # of each
     picture_hosts: tuple[str, ...] = ()  # of which URLs are fetched, as images.example, *.example:8443
     picture_fetch_timeout_s: float = 5.0  # of one URL, redirects and waiting included
     max_picture_redirects: int = 3  # to the same host; none are followed to others
-    max_concurrent_requests: int = 1024  # real-time ones; best effort takes none of their places
-    max_best_effort_requests: int = 8192
+    max_concurrent_requests: int = 1024  # of one gateway, real-time ones; best effort takes none of their places
+    max_best_effort_requests: int = 8192  # of one gateway
     access_log: bool = False  # a line for every answer: who asked for what, how it ended, how long it took
     request_log: str = "none"  # a line for every body: none, redacted (texts by their lengths), or full
     max_request_log_bytes: int = 4096  # of a body that is logged in full; a longer one is by its beginning
