@@ -25,6 +25,8 @@ JSON = {"content-type": "application/json"}
         ("modalities", ["text", "audio"]),
         ("moderation", {"model": "m"}),
         ("web_search_options", {}),
+        ("best_of", 2),
+        ("suffix", "end"),
         ("service_tier", "scale"),
         ("lora_path", "adapter"),
         ("vllm_xargs", {"a": 1}),
@@ -86,7 +88,7 @@ async def test_what_asks_for_nothing_is_accepted(field: str, value: Any) -> None
         assert (await served.chat(**{field: value})).status_code == 200
 
 
-@each(("field", "value"), [("best_of", 1), ("suffix", ""), ("suffix", None)])
+@each(("field", "value"), [("best_of", 1), ("suffix", ""), ("suffix", None), ("modalities", ["text"])])
 async def test_completions_accept_what_asks_for_nothing(field: str, value: Any) -> None:
     async with gateway() as served:
         assert (await served.complete(**{field: value})).status_code == 200
@@ -175,6 +177,8 @@ async def test_limits_are_told(fields: dict[str, Any], limit: str) -> None:
         ({"prompt": [-1]}, "prompt"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "end"}, "suffix"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"web_search_options": {}}, "web_search_options"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
     ],

@@ -61,20 +61,17 @@ OTHER_SERVERS: NeutralValues = {
     "truncation_side": ("left",),
     "vllm_xargs": ({},),
 }
-CHAT: NeutralValues = {
-    **OTHER_SERVERS,
-    "add_special_tokens": (False,),
+# Of OpenAI's API, on both endpoints, whichever of them has it there.
+_OPENAI: NeutralValues = {
     "audio": (),
-    "echo": (False,),
+    "best_of": (1,),
     "modalities": (["text"],),
     "moderation": (),
+    "suffix": ("",),
     "web_search_options": (),
 }
-COMPLETION: NeutralValues = {
-    **OTHER_SERVERS,
-    "best_of": (1,),
-    "suffix": ("",),
-}
+CHAT: NeutralValues = {**OTHER_SERVERS, **_OPENAI, "add_special_tokens": (False,), "echo": (False,)}
+COMPLETION: NeutralValues = {**OTHER_SERVERS, **_OPENAI}
 MESSAGE: NeutralValues = {
     "audio": (),
     "refusal": (),
