@@ -4,7 +4,8 @@
 |---|---|
 | `usage/<hour>/<subject's digest>` | UsageRow |
 | `usage-of/<source>` | what of a source is in the rows |
-| `usage-listed` | the first hour of which every row is in the list of its key: older checkouts had no such lists |
+| `usage-listed` | the first hour of which every row is in the list of its key: older versions have no such lists |
+| `usage-listed-to` | the newest hour in which rows were put there: from then on an older version may have counted |
 Indexes: `usage` (hours), `usage/<hour>` (the subjects' digests), `usage-by/<key's digest>` (hours and digests of its
 own rows).
 
@@ -33,12 +34,13 @@ _KEPT_DAYS = 400
 _KEPT_S = _KEPT_DAYS * 86_400.0
 _MAX_HOURS, _MAX_SUBJECTS = 24 * (_KEPT_DAYS + 1), 100_000
 _SOURCE_KEPT_S = 60 * 86_400.0  # longer than a batch is kept
-_LISTED = "usage-listed"
+_LISTED, _LISTED_TO = "usage-listed", "usage-listed-to"
 _PAGE_LEN = 1000  # of a key's list
 
 logger = logging.getLogger(__name__)
 
 RecordT = TypeVar("RecordT", bound=msgspec.Struct)
+OtherT = TypeVar("OtherT")
 Deltas = Mapping[tuple[int, UsageSubject], UsageCounts]
 
 
@@ -71,6 +73,7 @@ class UsageStore:
     def __init__(self, records: UsageRecords) -> None:
         self._records = records
         self._first_listed: int | None = None  # as the store has it, once it is known
+        self._counts_to: int | None = None  # the newest hour of what it has added
 
     async def add(self, source: str, number: int, deltas: Deltas) -> None:
         """Add what a process has counted, unless its commit of this number was carried out. One call at a time."""
@@ -98,10 +101,15 @@ class UsageStore:
 
     async def _commit(self, key: str, before: bytes | None, after: bytes, deltas: Deltas) -> bool:
         assert len(deltas) <= _MAX_ROWS_AT_ONCE, "more rows than one commit may have"
-        await self._first_listed_hour()
+        first_listed = await self._first_listed_hour()
+        if self._counts_to is None:
+            await self._list_from(await self._listed_to(first_listed))  # in that hour itself, too
         keys = [f"usage/{hour}/{row_id(subject)}" for hour, subject in deltas]
         rows = await self._records.read(keys)
         changes: list[Change] = [SetValue(key, after, _SOURCE_KEPT_S)]
+        newest = max(hour for hour, _ in deltas)
+        if self._counts_to is None or newest > self._counts_to:
+            changes.append(SetValue(_LISTED_TO, str(newest).encode()))
         for row_key, raw, ((hour, subject), delta) in zip(keys, rows, deltas.items(), strict=True):
             anew = UsageRow(*subject, UsageCounts())
             known = anew if raw is None else _undamaged(raw, UsageRow, anew)
@@ -110,8 +118,11 @@ class UsageStore:
             if raw is None:
                 changes.append(AddToIndex("usage", str(hour), float(hour)))
                 changes.append(AddToIndex(f"usage/{hour}", row_id(subject), 0.0))
-                changes.append(AddToIndex(_list_of(subject.key), f"{hour}/{row_id(subject)}", float(hour)))
-        return await self._records.commit(changes, unchanged={key: before, **dict(zip(keys, rows, strict=True))})
+                changes.append(_listing(hour, subject))
+        is_done = await self._records.commit(changes, unchanged={key: before, **dict(zip(keys, rows, strict=True))})
+        if is_done:
+            self._counts_to = max(self._counts_to or 0, newest)
+        return is_done
 
     async def rows(self, start_s: int, end_s: int) -> dict[int, list[UsageRow]]:
         """Return the rows of the hours that begin from `start_s` to before `end_s`, by hour."""
@@ -147,12 +158,34 @@ class UsageStore:
         while self._first_listed is None:
             raw = (await self._records.read([_LISTED]))[0]
             if raw is not None and raw.isdigit():
+                await self._list_from(await self._listed_to(int(raw)) + HOUR_S)
                 self._first_listed = int(raw)
             else:  # or it is damaged
-                newest = await self._members("usage", 1)
-                hour = int(newest[0]) + HOUR_S if newest else 0
-                await self._records.commit([SetValue(_LISTED, str(hour).encode())], unchanged={_LISTED: raw})
+                end_s = await self._end_s()
+                await self._records.commit([SetValue(_LISTED, str(end_s).encode())], unchanged={_LISTED: raw})
         return self._first_listed
+
+    async def _listed_to(self, first_listed: int) -> int:
+        """Return the newest hour in which a version with lists has counted."""
+        raw = (await self._records.read([_LISTED_TO]))[0]
+        return int(raw) if raw is not None and raw.isdigit() else first_listed - HOUR_S
+
+    async def _list_from(self, start_s: int) -> None:
+        """Put the rows from this hour on into the lists of their keys: an older version may have counted them."""
+        end_s = await self._end_s()
+        for hour in await self._hours(start_s, end_s) if start_s < end_s else ():
+            names = await self._members(f"usage/{hour}", _MAX_SUBJECTS)
+            for first in range(0, len(names), _MAX_ROWS_AT_ONCE):
+                some = names[first : first + _MAX_ROWS_AT_ONCE]
+                raws = await self._records.read([f"usage/{hour}/{name}" for name in some])
+                rows = [_undamaged(raw, UsageRow, None) for raw in raws if raw is not None]
+                listings = [_listing(hour, row.subject) for row in rows if row is not None]
+                await self._records.commit(listings, unchanged={})
+
+    async def _end_s(self) -> int:
+        """Return the end of the newest hour of which there are rows; zero: there are none."""
+        newest = await self._members("usage", 1)
+        return int(newest[0]) + HOUR_S if newest else 0
 
     async def _hours(self, start_s: int, end_s: int) -> list[int]:
         hours = [int(hour) for hour in await self._members("usage", _MAX_HOURS)]
@@ -172,6 +205,11 @@ class UsageStore:
         return () if page is None else page.members
 
 
+def _listing(hour: int, subject: UsageSubject) -> Change:
+    """Return the change that puts a row into the list of its key."""
+    return AddToIndex(_list_of(subject.key), f"{hour}/{row_id(subject)}", float(hour))
+
+
 def _list_of(key: str) -> str:
     return f"usage-by/{key_id(key)}"
 
@@ -180,7 +218,7 @@ def _hour_in(name: str) -> int:
     return int(name.partition("/")[0])
 
 
-def _undamaged(raw: bytes, kind: type[RecordT], otherwise: RecordT) -> RecordT:
+def _undamaged(raw: bytes, kind: type[RecordT], otherwise: OtherT) -> RecordT | OtherT:
     try:
         return _decoded(raw, kind)
     except StorageDamaged as error:
