@@ -19,12 +19,14 @@ import orjson
 
 from alignedserve.batches.log.log_format import (
     READABLE,
+    VERSION,
     LineOutcome,
     LogTotals,
     ResultRecord,
     decode_record,
     encode_record,
     head_record,
+    version_of,
 )
 from alignedserve.batches.records import BatchKey, ResultKind, parsed_batch_key
 from alignedserve.batches.stores.disk import disk_errors
@@ -117,6 +119,7 @@ class RecoveredLog:
     num_attempts: Counter[int] = field(default_factory=Counter)  # failed ones, by line
     totals: LogTotals = field(default_factory=LogTotals)
     num_dropped: int = 0  # records that did not verify
+    version: int = VERSION  # of its last head
 
 
 class DiskLogs:
@@ -215,7 +218,8 @@ def _open(path: Path, batch_id: BatchKey, num_lines: int) -> tuple[DiskLog, Reco
         os.ftruncate(file_descriptor, end)
         os.lseek(file_descriptor, end, os.SEEK_SET)
         log = DiskLog(file_descriptor, end)
-        if end == 0:
+        if end == 0 or recovered.version != VERSION:
+            # Behind an older version's records as well: it would take ours for damaged, and drop them.
             log.append([head_record(batch_id, num_lines)])
             sync_folder(path.parent)
     except BaseException:
@@ -248,7 +252,9 @@ def _recover(path: Path, batch_id: BatchKey, num_lines: int) -> tuple[RecoveredL
                 num_bad += 1
                 continue
             recovered.num_dropped, num_bad, end = recovered.num_dropped + num_bad, 0, offset
-            if record.outcome is LineOutcome.RETRY:
+            if record.outcome is LineOutcome.HEAD:
+                recovered.version = version_of(record)
+            elif record.outcome is LineOutcome.RETRY:
                 recovered.num_attempts[record.line] += 1
             elif record.outcome.is_terminal:
                 is_settled[record.line] = 1
@@ -261,8 +267,7 @@ def _belongs(record: ResultRecord, batch_id: BatchKey, is_settled: bytearray) ->
     """Return True for the head, and for a record of a line that is not done. Raises StorageDamaged for another
     batch's log."""
     if record.outcome is LineOutcome.HEAD:
-        content = orjson.loads(record.payload)
-        if content["batch_id"] != batch_id or content["version"] not in READABLE:
+        if orjson.loads(record.payload)["batch_id"] != batch_id or version_of(record) not in READABLE:
             raise StorageDamaged(f"the result log of {batch_id} is of another batch or version")
         return True
     return 0 <= record.line < len(is_settled) and not is_settled[record.line]

@@ -4,8 +4,9 @@
 
 Where some input tokens came from the prefix cache, the field is `<input tokens>/<cached>`; where it is known how long
 workers computed for the line, that of the output is `<output tokens>/<microseconds>` (from version 2 on).
-The first record is the head, which names the batch. A log is only ever appended to; a partial record at its end, left
-by a writer that died, does not verify and is cut off. The log alone decides which lines are done.
+The first record is the head, which names the batch and the version; another comes before what a newer version adds to
+an older one's log. A log is only ever appended to; a partial record at its end, left by a writer that died, does not
+verify and is cut off. The log alone decides which lines are done.
 """
 
 import enum
@@ -98,6 +99,11 @@ def head_record(batch_id: BatchKey, num_lines: int) -> ResultRecord:
     """Build the first record of a batch's log."""
     payload = orjson.dumps({"version": VERSION, "batch_id": batch_id, "num_lines": num_lines})
     return ResultRecord(_HEAD_LINE, LineOutcome.HEAD, payload)
+
+
+def version_of(head: ResultRecord) -> int:
+    """Return the version of what follows a head."""
+    return int(orjson.loads(head.payload)["version"])
 
 
 class LogTotals:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from alignedserve.batches.log import disk_log
 from alignedserve.batches.log.disk_log import DiskLogs
 from alignedserve.batches.log.log_format import LineOutcome, LogTotals, ResultRecord, decode_record, encode_record
 from alignedserve.batches.records import BatchKey, ResultKind, Usage
@@ -143,6 +144,32 @@ def test_a_log_of_another_batch_is_refused(tmp_path: Path) -> None:
     os.rename(path, path.with_name(f"{other}.log"))
     with pytest.raises(StorageDamaged):
         logs(tmp_path).open(other, 3)
+
+
+def test_an_older_version_refuses_a_log_that_this_one_has_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, [RECORDS[0]])
+    first, rest = path.read_bytes().split(b"\n", 1)
+    head = decode_record(first + b"\n")
+    assert head is not None
+    older = head._replace(payload=head.payload.replace(b'"version":2', b'"version":1'))
+    path.write_bytes(encode_record(older) + rest)
+    for record in RECORDS[1:]:
+        log, recovered = logs(tmp_path).open(BATCH, 3)
+        assert recovered.num_dropped == 0
+        log.append([record])
+        log.close()
+    log, recovered = logs(tmp_path).open(BATCH, 3)
+    log.close()
+    assert (recovered.settled, recovered.num_dropped) == ([2, 0, 1], 0)
+    assert b"".join(logs(tmp_path).lines(BATCH, ResultKind.OUTPUT, 1 << 30)) == RECORDS[0].payload + b"\n"
+    whole = path.read_bytes()
+    monkeypatch.setattr(disk_log, "READABLE", (1,))
+    with pytest.raises(StorageDamaged, match="version"):
+        logs(tmp_path).open(BATCH, 3)
+    assert path.read_bytes() == whole  # or it would run lines again whose results are there
+    assert whole.count(b" h ") == 2
 
 
 def test_readers_get_one_side_up_to_what_is_durable(tmp_path: Path) -> None:
