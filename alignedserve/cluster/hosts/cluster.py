@@ -44,7 +44,7 @@ from alignedserve.cluster.hosts.node_questions import AdapterExchange, LoadingOf
 from alignedserve.cluster.hosts.nodes.agent import end_actors
 from alignedserve.cluster.hosts.nodes.placement_group import release
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes
-from alignedserve.cluster.hosts.nodes.report import own_versions
+from alignedserve.cluster.hosts.nodes.versions import own_versions
 from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
 from alignedserve.cluster.hosts.operations.orders import StoredOrders
 from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors, WorkerScaling

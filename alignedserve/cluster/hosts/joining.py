@@ -36,7 +36,8 @@ from alignedserve.cluster.hosts.models.planning import (
 )
 from alignedserve.cluster.hosts.nodes.placement_group import NodeGroup, release
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.nodes.report import NodeReport, own_versions
+from alignedserve.cluster.hosts.nodes.report import NodeReport
+from alignedserve.cluster.hosts.nodes.versions import own_versions
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodePart, NodeResources, node_config, plan_joining
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeShare

@@ -78,6 +78,7 @@ class _Identity(msgspec.Struct, frozen=True):
 
     cluster_id: str
     driver: str = ""
+    drain_s: float = 0.0
 
 
 def write_record(record: ClusterRecord) -> None:
@@ -109,6 +110,15 @@ def recorded_driver() -> tuple[str, str] | None:
     """Return that id with its driver's: the next driver may go on with the same cluster. Raises as `recorded_id`."""
     found = _identity()
     return (found.cluster_id, found.driver) if found is not None else None
+
+
+def recorded_drain_s() -> float:
+    """Return the time that the running cluster, also one of another version, gives to what is open when it is to end.
+
+    Raises PeerLost when Ray's head does not answer.
+    """
+    found = _identity()
+    return found.drain_s if found is not None else 0.0
 
 
 def _identity() -> _Identity | None:

@@ -22,7 +22,7 @@ from alignedserve.cluster.hosts.handover import ClusterState, decode, encode
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.nodes.agent import KeptState
-from alignedserve.cluster.hosts.nodes.report import own_versions
+from alignedserve.cluster.hosts.nodes.versions import own_versions
 from alignedserve.cluster.hosts.orphans import SILENT_S, kept_by
 from alignedserve.cluster.hosts.ray_storage import HEAD_RETURNS_S
 from alignedserve.cluster.hosts.record import ClusterRecord

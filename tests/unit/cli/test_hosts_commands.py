@@ -21,8 +21,17 @@ from alignedserve.cli.commands.serving import serve as serving
 from alignedserve.cli.commands.serving.up import driver_command, urls_of
 from alignedserve.cli.main import main
 from alignedserve.cli.wiring import start_cluster
+from alignedserve.cluster.deployments.orders import DeploymentReport
 from alignedserve.cluster.hosts import ray_directory
-from alignedserve.cluster.hosts.record import ActorRecord, ClusterRecord, NodeRecord, read_record, recorded_id
+from alignedserve.cluster.hosts.nodes.versions import own_versions
+from alignedserve.cluster.hosts.record import (
+    ActorRecord,
+    ClusterRecord,
+    NodeRecord,
+    read_record,
+    recorded_drain_s,
+    recorded_id,
+)
 from alignedserve.cluster.hosts.supervisor import Ending, end_supervisor, start_supervisor
 from alignedserve.cluster.ray_node import address_here
 from alignedserve.cluster.running_cluster import AskedToStop
@@ -120,6 +129,7 @@ def stop(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> str:
     monkeypatch.setattr(hosts, "ask_to_stop", lambda cluster_id, at_once: cluster.asked.append(cluster_id))
     monkeypatch.setattr(hosts, "recorded_id", cluster.recorded_id)
     monkeypatch.setattr(hosts, "read_record", cluster.read_record)
+    monkeypatch.setattr(hosts, "recorded_drain_s", lambda: 0.0)
     monkeypatch.setattr(hosts, "running_cluster", cluster.record)
     monkeypatch.setattr(hosts, "has_driver", lambda record: cluster.has_driver)
     monkeypatch.setattr(hosts, "end_supervisor_of_head", cluster.end_supervisor)
@@ -230,6 +240,44 @@ def test_a_record_of_another_version_still_names_its_cluster(monkeypatch: pytest
     assert recorded_id() == "c-1"
     with pytest.raises(ProtocolError, match="of another version"):
         read_record()
+
+
+@each(
+    ("found", "drain_s"),
+    [(b'{"cluster_id":"c-1","version":7,"drain_s":60.0}', 60.0), (b'{"cluster_id":"c-1"}', 0.0), (None, 0.0)],
+)
+def test_answers_of_another_version_are_finished_too(
+    monkeypatch: pytest.MonkeyPatch, found: bytes | None, drain_s: float
+) -> None:
+    monkeypatch.setattr(ray_directory, "get", lambda key: found)
+    assert recorded_drain_s() == drain_s
+
+
+@each(("version", "is_whole", "asked"), [("AlignedServe 0.0.9", True, []), (own_versions(), False, ["gateway-0"])])
+def test_the_status_of_another_version_is_told_without_what_only_that_one_reads(
+    monkeypatch: pytest.MonkeyPatch, version: str, is_whole: bool, asked: list[str]
+) -> None:
+    node = NodeRecord("node-0", "id", "10.0.0.1", "host0", actors=(ActorRecord("gateway-0"),))
+    model = DeploymentReport("m", "pocket", "pocket", "serving", num_open=None)
+    record = ClusterRecord("c", version, "pocket", "elastic", 0.0, is_ready=True, nodes=(node,), models=(model,))
+    calls: list[str] = []
+
+    def call(name: str, method: str) -> dict[str, object]:
+        calls.append(name)
+        return {}
+
+    monkeypatch.setattr(hosts, "connected", contextlib.nullcontext)
+    monkeypatch.setattr(hosts, "running_cluster", lambda: record)
+    monkeypatch.setattr(hosts, "lost_nodes", lambda record: set())
+    monkeypatch.setattr(hosts, "call_actor", call)
+    console = Console(width=200)
+    monkeypatch.setattr(hosts, "results", lambda: console)
+    with console.capture() as captured:
+        assert hosts.status(json_output=False) is is_whole
+    said = captured.get()
+    assert calls == asked
+    assert version in said
+    assert ("This command is of another version" in said) == ("Load:" not in said) == is_whole
 
 
 @pytest.mark.parametrize(("found", "known"), [(None, None), (b"no record", None), (b"[]", None)])

@@ -26,12 +26,21 @@ from alignedserve.cluster.hosts.client import (
     node_of,
     running_cluster,
 )
+from alignedserve.cluster.hosts.nodes.versions import own_versions
 from alignedserve.cluster.hosts.operations.drain_rules import node_called
 from alignedserve.cluster.hosts.operations.orders import give_order
 from alignedserve.cluster.hosts.operations.resizing import parse_counts
 from alignedserve.cluster.hosts.orphans import end_cluster, has_driver
 from alignedserve.cluster.hosts.ray_storage import RayStorage, ray_storage, waiting_for_head
-from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, NodeRecord, ask_to_stop, read_record, recorded_id
+from alignedserve.cluster.hosts.record import (
+    DRAINED,
+    ClusterRecord,
+    NodeRecord,
+    ask_to_stop,
+    read_record,
+    recorded_drain_s,
+    recorded_id,
+)
 from alignedserve.cluster.hosts.supervisor import Ending
 from alignedserve.config.environment import redis_authority_path, redis_url
 from alignedserve.core.errors import PeerLost, ProtocolError, ResourceError
@@ -52,7 +61,8 @@ def status(json_output: bool) -> bool:
     with connected():
         record = running_cluster()
         lost = lost_nodes(record)
-        loads = _loads(record)
+        is_own = record.version == own_versions()
+        loads = _loads(record) if is_own else {}  # which only the same version can read
         words = _last_words(record)
     if json_output:
         print_json(_as_document(record, lost, loads, words))
@@ -62,12 +72,14 @@ def status(json_output: bool) -> bool:
             results().print(_models_table(record))
         for name, lines in words.items():
             results().print(f"The end of `alignedserve logs {name}`:", *lines, sep="\n  ", markup=False)
-        for one in _served(record):
+        for one in _served(record) if is_own else ():
             name = f"{one.name}: " if len(record.models) > 1 else ""
             line = f"{name}{load_line(loads.get(one.deployment_id), one.topology)}"
             results().print(printable(line), markup=False)
         results().print(record.version)
-    return not lost and not words and all(one.deployment_id in loads for one in _served(record))
+        if not is_own:
+            results().print(f"This command is of another version, and cannot tell the load: {own_versions()}")
+    return not lost and not words and (not is_own or all(one.deployment_id in loads for one in _served(record)))
 
 
 def logs(actor: str | None, *, follow: bool) -> None:
@@ -113,15 +125,6 @@ def _ask_driver_to_stop(*, at_once: bool) -> bool:
         if now - heard_s > _SILENT_S or now - began_s > patience_s:
             return False
     return True
-
-
-def recorded_drain_s() -> float:
-    """Return the time that the running cluster, if there is one, gives to what is open when it is to end."""
-    try:
-        record = read_record()
-    except ProtocolError:  # of another version
-        return 0.0
-    return record.drain_s if record is not None else 0.0
 
 
 def _is_looked_after() -> bool:

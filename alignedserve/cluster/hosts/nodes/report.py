@@ -1,24 +1,22 @@
 """Reports a node before it is used: its resources, its software and its copies of the models."""
 
 import hashlib
-import platform
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from alignedserve.cluster import preflight
+from alignedserve.cluster.hosts.nodes.versions import own_versions
 from alignedserve.cluster.machine import this_machine
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import AlignedServeError, ResourceError
-from alignedserve.messages.wire import PROTOCOL_VERSION
 from alignedserve.runtime.device.devices import gpu_names
 from alignedserve.runtime.device_check.choice import choose_device
 from alignedserve.runtime.model.served_model import ServedModel
@@ -70,11 +68,6 @@ class NodeReport:
     problem: AlignedServeError | None = None  # for which it cannot be used
     unix_s: float | None = None  # its clock when it reported
     device_remark: str = ""  # why engine.device=auto does not take its GPUs, if it has some
-
-
-def own_versions() -> str:
-    """Return the versions in which all nodes of a cluster must agree."""
-    return f"AlignedServe {version('alignedserve')} (protocol {PROTOCOL_VERSION}), Python {platform.python_version()}"
 
 
 def model_digest(path: Path) -> str | None:

@@ -16,8 +16,9 @@ import pytest
 from alignedserve.cluster.hosts import supervisor
 from alignedserve.cluster.hosts.admission import differences
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, require_head, wait_for_nodes
-from alignedserve.cluster.hosts.nodes.report import NodeReport, model_digest, own_versions
+from alignedserve.cluster.hosts.nodes.report import NodeReport, model_digest
 from alignedserve.cluster.hosts.nodes.sweeper import sweep
+from alignedserve.cluster.hosts.nodes.versions import own_versions
 from alignedserve.cluster.hosts.plan import NODE_ADDRESS, NodeResources, plan_cluster, plan_joining
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity

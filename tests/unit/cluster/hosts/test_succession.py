@@ -20,7 +20,7 @@ from alignedserve.cluster.hosts.handover import ClusterState, decode, encode
 from alignedserve.cluster.hosts.members import DrainedNode, HostedModel
 from alignedserve.cluster.hosts.nodes.agent import KeptState
 from alignedserve.cluster.hosts.nodes.placement_group import WorkerShare
-from alignedserve.cluster.hosts.nodes.report import own_versions
+from alignedserve.cluster.hosts.nodes.versions import own_versions
 from alignedserve.cluster.hosts.record import ClusterRecord
 from alignedserve.cluster.hosts.succession import Succession, digest_of, left_by_former
 from alignedserve.cluster.memory_planner import Machine
