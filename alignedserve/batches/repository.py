@@ -164,6 +164,9 @@ class BatchRepository:
         record = snapshot.record
         created_key = _created_key(client_of(record.owner))
         file_key = f"file/{source.file_id}"
+        file_raw = (await self._store.read([file_key]))[0]
+        if file_raw is None or decode(file_raw, FileRecord) != source:
+            return False
         used = msgspec.structs.replace(source, num_uses=source.num_uses + 1)
         changes: list[Change] = [
             SetValue(f"batch/{record.batch_id}", encode(record)),
@@ -174,7 +177,7 @@ class BatchRepository:
             SetValue(created_key, record.batch_id.encode(), _CREATED_LIFETIME_S),
         ]
         unchanged: dict[str, bytes | None] = {
-            file_key: encode(source),
+            file_key: file_raw,  # another version may have written it, with more in it
             f"batch/{record.batch_id}": None,
             created_key: last_created,
         }
