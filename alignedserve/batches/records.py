@@ -14,6 +14,9 @@ BatchKey = NewType("BatchKey", str)  # "batch_...", as clients see it; BatchId n
 _FILE_ID = re.compile(r"file-[0-9a-f]{24}", re.ASCII)
 _BATCH_KEY = re.compile(r"batch_[0-9a-f]{24}", re.ASCII)
 NUM_ID_BYTES = 12
+# Of all that a store of records keeps: a program refuses records of a newer version. To be raised with whatever an
+# older one must not pass over, such as a new member that says when lines may start.
+RECORDS_VERSION = 1
 
 
 class Endpoint(enum.Enum):

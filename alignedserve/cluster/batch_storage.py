@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from alignedserve.batches.location import RECORDS, BatchLocation
+from alignedserve.batches.records import RECORDS_VERSION
 from alignedserve.batches.stores.namespace_claim import folder_id
 from alignedserve.batches.stores.object_location import ObjectStoreLocation
 from alignedserve.batches.stores.redis_location import RedisLocation
@@ -93,9 +94,15 @@ def _named_redis() -> RedisLocation | None:
 
 
 def _check_namespace(location: RedisLocation, namespace: str, folder: Path) -> None:
-    """Raise ResourceError where a cluster that keeps its batches elsewhere runs in this namespace."""
-    from alignedserve.batches.stores.redis_records import is_claimed_by_other
+    """Raise ResourceError where a cluster that keeps its batches elsewhere runs in this namespace, or its records are
+    of a newer version."""
+    from alignedserve.batches.stores.redis_records import is_claimed_by_other, newer_version
 
+    if (version := newer_version(location, namespace)) is not None:
+        raise ResourceError(
+            f"the records under batches.namespace={namespace} in the Redis of {REDIS_URL_VARIABLE} are of a newer "
+            f"version of AlignedServe (format {version}; this one knows {RECORDS_VERSION}); they were left as they are"
+        )
     try:
         own = folder_id(folder)
     except OSError as error:

@@ -15,6 +15,7 @@ from alignedserve.cluster.batch_storage import open_batch_storage
 from alignedserve.config.environment import REDIS_URL_VARIABLE
 from alignedserve.config.sections import BatchesConfig, ClusterConfig
 from alignedserve.core.errors import ResourceError
+from alignedserve.messages.state import SetValue
 from tests.support.memory_records import MemoryRecords
 from tests.support.servers.valkey import ValkeyServer
 
@@ -87,3 +88,23 @@ async def test_two_that_started_together_are_told(
     for claim in claims:
         claim.cancel()
     assert 1 <= caplog.text.count("a cluster with another folder uses batches.namespace=shared too") <= 2
+
+
+async def test_records_of_a_newer_version_are_refused_by_name_and_left_as_they_are(
+    redis: ValkeyServer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "one"
+    folder.mkdir(mode=0o700)
+    records = RedisRecords(redis.location, namespace="alignedserve")
+    assert await records.commit([SetValue("version", b"9")], unchanged={})
+    with pytest.raises(
+        ResourceError, match=r"batches\.namespace=alignedserve .* newer version .*\(format 9; .* knows 1"
+    ):
+        await start(folder)
+    assert await records.read(["version"]) == [b"9"]
+    await start(folder, namespace="two")
+    await start(folder, namespace="two")
+    two = RedisRecords(redis.location, namespace="two")
+    assert await two.read(["version"]) == [b"1"]
+    await records.close()
+    await two.close()

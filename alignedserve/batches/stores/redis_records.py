@@ -17,6 +17,7 @@ from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import TimeoutError as TimeoutExpired
 
 from alignedserve.batches.interfaces import Page
+from alignedserve.batches.records import RECORDS_VERSION
 from alignedserve.batches.stores.namespace_claim import CLAIM, WATCH_S, is_of_other
 from alignedserve.batches.stores.redis_location import RedisLocation
 from alignedserve.core.errors import StoreUnavailable
@@ -26,6 +27,7 @@ from alignedserve.messages.state import AddToIndex, Change, DeleteValue, RemoveF
 # up to the caller; a server that is silent (stopped, or its disk hangs) is asked once.
 _RETRY = Retry(NoBackoff(), 1, supported_errors=(ConnectionLost,))
 _LOOK_S = 0.2
+_VERSION = "version"  # the key of RECORDS_VERSION
 
 
 class RedisRecords:
@@ -114,6 +116,27 @@ def check_redis(location: RedisLocation) -> str | None:
         while cause is not None and not isinstance(cause, ssl.SSLError):
             cause = cause.__cause__ or cause.__context__
         return None if cause is None else f"no TLS connection: {str(cause)[:150]}"
+    finally:
+        client.close()
+    return None
+
+
+def newer_version(location: RedisLocation, namespace: str) -> int | None:
+    """Return the version of this namespace's records if it is newer than ours, else mark them as of ours.
+
+    None, too, where the Redis does not answer.
+    """
+    client: Any = blocking_redis.Redis.from_url(location.url, **location.options())
+    key = f"{namespace}:{_VERSION}"
+    try:
+        found = client.get(key)
+        version = int(found) if found is not None and found.isdigit() else 0
+        if version > RECORDS_VERSION:
+            return version
+        if version < RECORDS_VERSION:
+            client.set(key, RECORDS_VERSION)
+    except RedisError:
+        return None
     finally:
         client.close()
     return None

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from alignedserve.batches.records import RECORDS_VERSION
 from alignedserve.core.errors import ResourceError, StorageDamaged
 from alignedserve.disk.durable import sync_folder
 
-VERSION = 1  # of the tables below; in the file's header, which is written before the first record
 _APPLICATION = 0x414C5344  # "ALSD": that the file is ours
 _MAGIC = b"SQLite format 3\x00"
-_HEADER_BYTES = 100
+_HEADER_BYTES = 100  # with the version, and written before the first record
 _TABLES = f"""
 CREATE TABLE records (key TEXT PRIMARY KEY, value BLOB NOT NULL, checksum INTEGER NOT NULL, until_s REAL);
 CREATE INDEX records_by_end ON records (until_s) WHERE until_s IS NOT NULL;
@@ -20,7 +20,7 @@ CREATE TABLE members (list TEXT, member TEXT, score REAL NOT NULL, PRIMARY KEY (
 CREATE INDEX members_in_order ON members (list, score, member);
 CREATE TABLE clock (name INTEGER PRIMARY KEY CHECK (name = 0), store_s REAL NOT NULL, wall_s REAL NOT NULL);
 PRAGMA application_id = {_APPLICATION};
-PRAGMA user_version = {VERSION};
+PRAGMA user_version = {RECORDS_VERSION};
 """
 _SETTINGS: tuple[str, ...] = (
     # One process has the file: no shared memory beside it, and what a stopped process holds is never half taken over.
@@ -97,9 +97,9 @@ def check_header(path: Path) -> None:
     if int.from_bytes(header[68:72], "big") != _APPLICATION:
         raise StorageDamaged(f"{path} is an SQLite database of another program")
     version = int.from_bytes(header[60:64], "big")
-    if version > VERSION:
+    if version > RECORDS_VERSION:
         raise StorageDamaged(
-            f"{path} is of a newer version of AlignedServe (format {version}; this one knows {VERSION}); "
+            f"{path} is of a newer version of AlignedServe (format {version}; this one knows {RECORDS_VERSION}); "
             "it was left as it is"
         )
 

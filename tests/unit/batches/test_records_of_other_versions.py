@@ -1,8 +1,7 @@
 """Records that another version has stored: an upgrade reads them all, and so does a step back.
 
 `STORED` is as a version wrote it that people have. A new version adds members with defaults, and changes no line here.
-What an older one must not pass over, as when lines may start, needs a new VERSION in stores/sqlite_file.py: older ones
-then refuse the file of records by name.
+What an older one must not pass over, as when lines may start, needs another RECORDS_VERSION, at which it refuses them.
 """
 
 import pytest
