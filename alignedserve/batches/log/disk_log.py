@@ -264,11 +264,13 @@ def _recover(path: Path, batch_id: BatchKey, num_lines: int) -> tuple[RecoveredL
 
 
 def _belongs(record: ResultRecord, batch_id: BatchKey, is_settled: bytearray) -> bool:
-    """Return True for the head, and for a record of a line that is not done. Raises StorageDamaged for another
-    batch's log."""
+    """Return True for the head, and for a record of a line that is not done. Raises StorageDamaged for the
+    log of another batch or version."""
     if record.outcome is LineOutcome.HEAD:
-        if orjson.loads(record.payload)["batch_id"] != batch_id or version_of(record) not in READABLE:
-            raise StorageDamaged(f"the result log of {batch_id} is of another batch or version")
+        if orjson.loads(record.payload)["batch_id"] != batch_id:
+            raise StorageDamaged(f"the result log of {batch_id} is of another batch")
+        if version_of(record) not in READABLE:
+            raise StorageDamaged(f"the result log of {batch_id} is of another version of AlignedServe")
         return True
     return 0 <= record.line < len(is_settled) and not is_settled[record.line]
 

@@ -166,7 +166,7 @@ def test_an_older_version_refuses_a_log_that_this_one_has_continued(
     assert b"".join(logs(tmp_path).lines(BATCH, ResultKind.OUTPUT, 1 << 30)) == RECORDS[0].payload + b"\n"
     whole = path.read_bytes()
     monkeypatch.setattr(disk_log, "READABLE", (1,))
-    with pytest.raises(StorageDamaged, match="version"):
+    with pytest.raises(StorageDamaged, match="is of another version of AlignedServe"):
         logs(tmp_path).open(BATCH, 3)
     assert path.read_bytes() == whole  # or it would run lines again whose results are there
     assert whole.count(b" h ") == 2
