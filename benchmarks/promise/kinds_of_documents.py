@@ -54,13 +54,14 @@ def _words(count: int) -> str:
     return " ".join(random.choice(_WORDS) for _ in range(count))
 
 
-def _chat(number: int, **more: Any) -> Document:
+def chat(number: int, **more: Any) -> Document:
+    """Return a chat of 60 words and 200 tokens."""
     messages = [{"role": "user", "content": f"{number} {_words(60)}"}]
     return Document("chat/completions", {"messages": messages, "max_tokens": 200, "ignore_eos": True, **more})
 
 
 def _constrained(number: int, **more: Any) -> Document:
-    document = _chat(number, **more)
+    document = chat(number, **more)
     del document.body["ignore_eos"]
     return document
 
@@ -89,23 +90,23 @@ def _tools(number: int) -> Document:
 
 
 KINDS: Mapping[str, Callable[[int], Document]] = {
-    "plain": _chat,
-    "long prompts": lambda number: _completion(f"{number} {_words(800)}", 100),
+    "plain": chat,
+    "long prompts": lambda number: _completion(f"{number} {_words(700)}", 100),
     "long answers": lambda number: _completion(f"{number} {_words(10)}", 1900),
     "schemas": _schema,
     "expressions": _expression,
     "tools": _tools,
-    "16 choices": lambda number: _chat(number, n=16),
-    "20 log-probabilities": lambda number: _chat(number, logprobs=True, top_logprobs=20),
+    "16 choices": lambda number: chat(number, n=16),
+    "20 log-probabilities": lambda number: chat(number, logprobs=True, top_logprobs=20),
     "of the prompt": lambda number: _completion(f"{number} {_words(800)}", 5, echo=True, logprobs=5),
-    "stop strings": lambda number: _chat(number, stop=["zzzq", "qqqz", "xxxy", "wvut"]),
-    "biases and penalties": lambda number: _chat(
+    "stop strings": lambda number: chat(number, stop=["zzzq", "qqqz", "xxxy", "wvut"]),
+    "biases and penalties": lambda number: chat(
         number, logit_bias={str(token): -1 for token in range(300)}, frequency_penalty=1.5, presence_penalty=1.0
     ),
     "200 prompts at once": lambda number: _completion([f"{number} {_words(20)}" for _ in range(200)], 20),
     "embeddings of 100": lambda number: Document("embeddings", {"input": [f"{number} {_words(100)}"] * 100}),
     "responses": lambda number: Document("responses", {"input": f"{number} {_words(60)}", "max_output_tokens": 200}),
-    "adapters": lambda number: _chat(number, model=f"adapter{number % NUM_ADAPTERS}"),
+    "adapters": lambda number: chat(number, model=f"adapter{number % NUM_ADAPTERS}"),
 }
 
 
@@ -117,7 +118,7 @@ class Seen(NamedTuple):
     tpot_s: float
 
 
-async def _stream(session: aiohttp.ClientSession, document: Document, objectives: Mapping[str, str]) -> Seen:
+async def stream(session: aiohttp.ClientSession, document: Document, objectives: Mapping[str, str]) -> Seen:
     """Return what a client sees of a stream. Raises RuntimeError if it is refused, or has no token."""
     began, times, parser = time.perf_counter(), list[float](), SseParser()
     body = {"model": MODEL, "stream": True} | document.body
@@ -133,7 +134,7 @@ async def _stream(session: aiohttp.ClientSession, document: Document, objectives
     return Seen(times[0] - began, max(gaps, default=0.0), (times[-1] - times[0]) / (CHAT_LEN - 1))
 
 
-async def _answer(session: aiohttp.ClientSession, document: Document) -> int:
+async def answer(session: aiohttp.ClientSession, document: Document) -> int:
     """Return the tokens of a document's whole answer, or of what it embeds. Raises RuntimeError if it is refused."""
     body = {"model": MODEL, "service_tier": "flex"} | document.body
     async with session.post(f"/v1/{document.path}", json=body) as response:
@@ -154,7 +155,7 @@ class Documents:
     async def keep(self) -> None:
         """Send one after another; to be cancelled. Raises RuntimeError if one is refused."""
         while True:
-            num_tokens = await _answer(self._session, self._kind(next(self._numbers)))
+            num_tokens = await answer(self._session, self._kind(next(self._numbers)))
             self.num_tokens += num_tokens
             self.num_ended += 1
 
@@ -168,13 +169,13 @@ async def measure(
     """
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector, timeout=timeout) as session:
-        documents = Documents(session, kind or _chat)
+        documents = Documents(session, kind or chat)
         kept = [asyncio.create_task(documents.keep()) for _ in range(OUTSTANDING if kind is not None else 0)]
         await asyncio.sleep(_WARM_UP_S if kept else 0.0)
         began, before, chats = time.perf_counter(), (documents.num_ended, documents.num_tokens), list[Any]()
         for number in range(int(duration_s * CHATS_PER_S)):
             await asyncio.sleep(max(began + number / CHATS_PER_S - time.perf_counter(), 0.0))
-            chats.append(asyncio.create_task(_stream(session, _chat(number, max_tokens=CHAT_LEN), objectives)))
+            chats.append(asyncio.create_task(stream(session, chat(number, max_tokens=CHAT_LEN), objectives)))
         seen = await asyncio.gather(*chats)
         seconds = time.perf_counter() - began
         failed = [one for one in kept if one.done()]
