@@ -25,6 +25,8 @@ PARSER_LIMITS = LLParserLimits(
 logger = logging.getLogger(__name__)
 
 MAX_KEPT = 512
+# Of those that answers have followed and nobody waits for: what they have visited of a pattern stays, some megabytes.
+MAX_FOLLOWED = 64
 MAX_KEPT_CHARACTERS = 16 * 1024 * 1024  # of the grammars; compiled they take some times as much
 
 
@@ -43,6 +45,7 @@ class GrammarCompiler:
         self._vocabulary: LLTokenizer | GrammarError | None = None
         self.blank_tokens: BlankTokens | None = None  # None: nothing has been compiled yet
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._followed: OrderedDict[str, None] = OrderedDict()  # by answers that have ended, and not asked for since
         self._num_characters = 0
         self._lock = Lock()
 
@@ -52,6 +55,7 @@ class GrammarCompiler:
         `is_real_time`: somebody waits for it, so that it goes before those of best effort.
         """
         with self._lock:
+            self._followed.pop(grammar, None)
             compiled = self._compiled.get(grammar)
             if compiled is not None:
                 self._compiled.move_to_end(grammar)
@@ -66,11 +70,26 @@ class GrammarCompiler:
 
     def compile_anew(self, grammar: str, spoilt: "Future[LLMatcher]") -> "Future[LLMatcher]":
         """Return a matcher to copy in the place of one whose copies are of no use any more."""
-        with self._lock:
-            if self._compiled.get(grammar) is spoilt:
-                del self._compiled[grammar]
-                self._num_characters -= len(grammar)
+        self._forget_one(grammar, spoilt)
         return self.compile(grammar)
+
+    def compile_alone(self, grammar: str, outgrown: "Future[LLMatcher]") -> "Future[LLMatcher]":
+        """Return a matcher for one answer, in the place of one of which all its copies have visited too much together.
+
+        Nobody else gets it: who asks for this grammar next gets yet another.
+        """
+        self._forget_one(grammar, outgrown)
+        return self._thread.submit(partial(self._compile, grammar), is_real_time=True)
+
+    def release(self, grammar: str) -> None:
+        """Note that an answer with this grammar has ended."""
+        with self._lock:
+            self._followed[grammar] = None
+            self._followed.move_to_end(grammar)
+            while len(self._followed) > MAX_FOLLOWED:
+                oldest, _ = self._followed.popitem(last=False)
+                if self._compiled.pop(oldest, None) is not None:
+                    self._num_characters -= len(oldest)
 
     def check(self, grammar: str) -> None:
         """Wait until a grammar is compiled. Raises InvalidRequest if it cannot be."""
@@ -97,6 +116,12 @@ class GrammarCompiler:
             return unsupported_model(error)
         self.blank_tokens = BlankTokens([vocabulary.decode_bytes([one]) for one in range(vocabulary.vocab_size)])
         return vocabulary
+
+    def _forget_one(self, grammar: str, compiled: "Future[LLMatcher]") -> None:
+        with self._lock:
+            if self._compiled.get(grammar) is compiled:
+                del self._compiled[grammar]
+                self._num_characters -= len(grammar)
 
     def _forget_oldest(self) -> None:
         while len(self._compiled) > MAX_KEPT or self._num_characters > MAX_KEPT_CHARACTERS:
@@ -126,20 +151,27 @@ def failure_of(matcher: LLMatcher) -> str:
     return _FAILURES.get(str(matcher.stop_reason())) or next(named, "the grammar cannot be followed")
 
 
+def is_outgrown(matcher: LLMatcher) -> bool:
+    """Return whether a matcher failed as all copies of one together have visited as much of a pattern as it takes."""
+    return matcher.is_error() and "too many states" in matcher.get_error()
+
+
 def is_spoilt(matcher: LLMatcher) -> bool:
     """Return whether a matcher failed by what it shares with all copies of one: another's panic left it locked."""
     return matcher.is_error() and "PoisonError" in matcher.get_error()
 
 
+_TOO_MANY_STATES = "the grammar is too complex: a pattern of it has too many states"
 _FAILURES = {
     "ParserTooComplex": "the grammar is too complex: too many alternatives at once",
-    "LexerTooComplex": "the grammar is too complex: a pattern of it has too many states",
+    "LexerTooComplex": _TOO_MANY_STATES,
 }
 # Phrases of llguidance's messages, the particular before the general.
 _REFUSALS = {
     "oneOf constraints": "the JSON Schema keyword 'oneOf' is supported only where its options exclude each other",
     "are not disjoint": "the JSON Schema keyword 'patternProperties' is supported only where no name matches two",
     "min/maxProperties": "the JSON Schema keywords 'minProperties' and 'maxProperties' need all others in 'required'",
+    "too many states": _TOO_MANY_STATES,
     "stack level": "the JSON schema is nested too deep, or refers to itself in too many ways",
     "'multipleOf'": "the JSON Schema keyword 'multipleOf' has too many digits",
     "circular references": "the JSON Schema keyword '$ref' leads to itself beside other keywords",

@@ -2,7 +2,8 @@
 
 # Measured: 12 MB for 50 000 tokens, 28 MB for 150 000 in a process of its own.
 _TOKEN_BYTES = 256
-# Of 512 schemas of 2 KB, as many as are kept: 77 MB.
+# Of 512 schemas of 2 KB, as many as are kept: 77 MB. Of 64 that answers have followed: 0.02 MB each for plain ones, 5
+# with strings of up to 2 000 characters, at most 35.
 _KEPT_GRAMMARS_BYTES = 80 << 20
 
 

@@ -15,7 +15,7 @@ from llguidance import LLExecutor, LLMatcher
 
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.grammar.blanks import BlankRun, has_free_blanks
-from alignedserve.runtime.grammar.compiler import GrammarCompiler, GrammarError, failure_of, is_spoilt
+from alignedserve.runtime.grammar.compiler import GrammarCompiler, GrammarError, failure_of, is_outgrown, is_spoilt
 
 # Of one call of `foresee`: each takes some 50 microseconds to tokenise.
 _MAX_FORCED = 32
@@ -154,6 +154,7 @@ class _Constrained:
     blanks: BlankRun | None  # None: it may have any number in a row
     masked_at: int = -1  # the matcher's place that the row's bits are of
     failure: str | None = None
+    is_alone: bool = False  # its matcher is of no other answer
 
     @property
     def has_mask(self) -> bool:
@@ -210,7 +211,9 @@ class TokenMasks:
 
     def remove(self, row: int) -> None:
         """Remove the row, if it has a grammar."""
-        self._rows.pop(row, None)
+        constrained = self._rows.pop(row, None)
+        if constrained is not None:
+            self._compiler.release(constrained.grammar)
         if not self._rows:
             self._resorts.clear()
 
@@ -322,11 +325,13 @@ class TokenMasks:
         lacking = [one for one in own if not one.has_mask and one.failure is None]
         while lacking:
             lacking = self._write_bits(lacking)
-            for spoilt in lacking:
-                spoilt.matcher.restart(self._compiler.compile_anew(spoilt.grammar, spoilt.matcher.compiled))
+            for one in lacking:
+                one.is_alone |= is_outgrown(one.matcher.current())
+                compile_again = self._compiler.compile_alone if one.is_alone else self._compiler.compile_anew
+                one.matcher.restart(compile_again(one.grammar, one.matcher.compiled))
 
     def _write_bits(self, lacking: list[_Constrained]) -> list[_Constrained]:
-        """Write the bits of rows; return those that another answer has spoilt the matchers of."""
+        """Write the bits of rows; return those whose matchers failed by what other answers did with them."""
         matchers: list[tuple[LLMatcher, int]] = []
         masked: list[_Constrained] = []
         for one in lacking:
@@ -338,15 +343,15 @@ class TokenMasks:
         if matchers:
             bits = self._bits
             self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
-        spoilt: list[_Constrained] = []
+        failed_by_others: list[_Constrained] = []
         for one, (matcher, _) in zip(masked, matchers, strict=True):
-            if is_spoilt(matcher):
-                spoilt.append(one)
+            if is_spoilt(matcher) or (is_outgrown(matcher) and not one.is_alone):
+                failed_by_others.append(one)
                 continue
             one.masked_at = one.matcher.place
             if matcher.is_error():
                 one.failure = failure_of(matcher)
-        return spoilt
+        return failed_by_others
 
     def _make_room(self, own: list[_Constrained]) -> None:
         """Have bits for these rows; what others have stays."""

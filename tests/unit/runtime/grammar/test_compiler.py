@@ -50,6 +50,20 @@ def test_those_used_last_are_kept(name: str, limit: int, monkeypatch: pytest.Mon
     compiler.close()
 
 
+def test_of_those_that_answers_have_followed_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_FOLLOWED", 1)
+    compiler = GrammarCompiler(byte_vocabulary)
+    grammars = [regex_grammar(letter) for letter in "abcd"]
+    compiled = [compiler.compile(grammar) for grammar in grammars]
+    for grammar in grammars[:3]:
+        compiler.release(grammar)
+    assert compiler.compile(grammars[2]) is compiled[2]  # asked for again
+    compiler.release(grammars[1])
+    again = [compiler.compile(grammar) for grammar in grammars]
+    assert [one is two for one, two in zip(compiled, again, strict=True)] == [False, False, True, True]
+    compiler.close()
+
+
 @pytest.mark.parametrize(
     "grammar",
     ["secret", '{"grammars": [{"secret": 1}]}', regex_grammar("(secret"), LLMatcher.grammar_from_lark("start: secret")],

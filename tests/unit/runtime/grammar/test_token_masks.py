@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
 from alignedserve.core.request import SamplingParams
+from alignedserve.runtime.grammar import compiler
 from alignedserve.runtime.grammar.blanks import MAX_BLANKS, BlankRun, BlankTokens, with_free_blanks
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from tests.support.grammars import EOS, byte_masks, encode, regex_grammar, text_of
@@ -80,6 +81,20 @@ def test_an_answer_that_the_library_panics_at_fails_alone() -> None:
     masks.add(7, sampling, ())
     assert allowed(masks, 7) == at_first
     assert [bool(masks.failure(row)) for row in (5, 6, 7)] == [True, False, False]
+
+
+def test_answers_that_visit_more_of_a_pattern_than_one_matcher_takes_all_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "PARSER_LIMITS", LLParserLimits(max_lexer_states=400))
+    masks = byte_masks()
+    sampling = SamplingParams(grammar=regex_grammar("|".join(f"{letter}{{1,900}}" for letter in "abcdef")))
+    for row, letter in enumerate("abcdef"):
+        masks.add(row, sampling, tuple(encode(letter * 150)))
+        assert encode(letter)[0] in allowed(masks, row)
+        assert masks.failure(row) is None
+    masks.add(6, sampling, tuple(encode("a" * 800)))
+    assert not allowed(masks, 6)
+    assert masks.failure(6) == "the grammar is too complex: a pattern of it has too many states"
+    masks.close()
 
 
 def _blanks(tokens: set[int]) -> set[str]:
