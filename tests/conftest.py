@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,3 +73,11 @@ def _torch_as_at_the_start() -> None:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
         sys.modules["torch"].default_generator.manual_seed(0)
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C as at a terminal: what runs in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -55,14 +54,6 @@ def test_the_same_prompt_again_computes_one_token(llm: LLM) -> None:
         first, again = (llm._run([(5, *tokens[:num_tokens])], sampling)[0] for _ in range(2))
         assert first.token_ids == again.token_ids
         assert again.num_cached_tokens == min(16 * ((num_tokens + 1) // 16), num_tokens)
-
-
-@pytest.fixture
-def interrupts() -> Iterator[None]:
-    """Ctrl-C as at a terminal: what runs in the background ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def test_equal_prompts_have_answers_of_their_own_unless_a_seed_is_given(llm: LLM) -> None:
