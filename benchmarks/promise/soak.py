@@ -7,6 +7,9 @@ A server of the pocket model, with chats at 2.5 a second and 32 outstanding docu
 (`kinds_of_documents`). A tenth of both is given up by its client in the middle. Beside them responses are stored, go
 on and are deleted, and batches of fifty lines are submitted, read and deleted. Every half minute the memory that each
 process has for itself is looked up: after the first third, in which caches fill, it is to stay.
+
+Run it alone: beside other work on two cores chats are late. Grammars, and courses of requests, which are kept for an
+hour, fill their room for longer than the first third of half an hour.
 """
 
 import asyncio
