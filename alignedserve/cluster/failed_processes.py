@@ -20,7 +20,11 @@ class FailedProcesses:
         self._start_again = start_again
         self._restarts = Restarts()
         self.problems: Mapping[str, str] = {}  # by process, since the last look
-        self.failing: frozenset[str] = frozenset()  # those of them that have failed to start again and again
+
+    @property
+    def failing(self) -> frozenset[str]:
+        """Processes that do not serve and have failed to start again and again."""
+        return self._restarts.failing
 
     def look(self) -> bool:
         """Start those again whose pause is over; return whether other processes fail, or for other reasons."""
@@ -31,7 +35,6 @@ class FailedProcesses:
             except (RayError, ValueError):  # the next pause is longer
                 logger.warning("%s cannot be started yet", name, exc_info=True)
         former, self.problems = self.problems, self._restarts.problems
-        self.failing = self._restarts.failing
         for name, problem in self.problems.items():
             if problem != former.get(name):
                 logger.error("%s does not serve: %s", name, problem)

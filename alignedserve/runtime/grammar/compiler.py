@@ -88,8 +88,7 @@ class GrammarCompiler:
             self._followed.move_to_end(grammar)
             while len(self._followed) > MAX_FOLLOWED:
                 oldest, _ = self._followed.popitem(last=False)
-                if self._compiled.pop(oldest, None) is not None:
-                    self._num_characters -= len(oldest)
+                self._drop(oldest)
 
     def check(self, grammar: str) -> None:
         """Wait until a grammar is compiled. Raises InvalidRequest if it cannot be."""
@@ -120,13 +119,15 @@ class GrammarCompiler:
     def _forget_one(self, grammar: str, compiled: "Future[LLMatcher]") -> None:
         with self._lock:
             if self._compiled.get(grammar) is compiled:
-                del self._compiled[grammar]
-                self._num_characters -= len(grammar)
+                self._drop(grammar)
 
     def _forget_oldest(self) -> None:
         while len(self._compiled) > MAX_KEPT or self._num_characters > MAX_KEPT_CHARACTERS:
-            oldest, _ = self._compiled.popitem(last=False)
-            self._num_characters -= len(oldest)
+            self._drop(next(iter(self._compiled)))
+
+    def _drop(self, grammar: str) -> None:
+        if self._compiled.pop(grammar, None) is not None:
+            self._num_characters -= len(grammar)
 
 
 def compile_now(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
