@@ -6,6 +6,7 @@ Values come back as bytes only, no script is ever sent, and keys are generated h
 import ssl
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import redis as blocking_redis
@@ -106,9 +107,9 @@ class RedisRecords:
 
 def check_redis(location: RedisLocation) -> str | None:
     """Return why no process will be able to use this Redis; None: it answers, or may when it is started."""
-    client: Any = blocking_redis.Redis.from_url(location.url, **location.options())
     try:
-        client.ping()
+        with _blocking(location) as client:
+            client.ping()
     except (AuthenticationError, ResponseError) as error:
         return f"it refuses the user or password ({str(error)[:100]})"
     except (RedisError, OSError) as error:
@@ -116,8 +117,6 @@ def check_redis(location: RedisLocation) -> str | None:
         while cause is not None and not isinstance(cause, ssl.SSLError):
             cause = cause.__cause__ or cause.__context__
         return None if cause is None else f"no TLS connection: {str(cause)[:150]}"
-    finally:
-        client.close()
     return None
 
 
@@ -126,35 +125,31 @@ def newer_version(location: RedisLocation, namespace: str) -> int | None:
 
     None, too, where the Redis does not answer.
     """
-    client: Any = blocking_redis.Redis.from_url(location.url, **location.options())
     key = f"{namespace}:{_VERSION}"
-    try:
+    with suppress(RedisError), _blocking(location) as client:
         found = client.get(key)
         version = int(found) if found is not None and found.isdigit() else 0
         if version > RECORDS_VERSION:
             return version
         if version < RECORDS_VERSION:
             client.set(key, RECORDS_VERSION)
-    except RedisError:
-        return None
-    finally:
-        client.close()
     return None
 
 
 def is_claimed_by_other(location: RedisLocation, namespace: str, own: str) -> bool:
     """Return whether a cluster with another state folder runs in this namespace. It is watched for seconds where one
     was there lately. False where the Redis does not answer."""
-    client: Any = blocking_redis.Redis.from_url(location.url, **location.options())
     key = f"{namespace}:{CLAIM}"
-    try:
+    with suppress(RedisError), _blocking(location) as client:
         first = found = client.get(key)
         ends_s = time.monotonic() + WATCH_S
         while is_of_other(found, own) and found == first and time.monotonic() < ends_s:
             time.sleep(_LOOK_S)
             found = client.get(key)
         return found != first and is_of_other(found, own)
-    except RedisError:
-        return False
-    finally:
-        client.close()
+    return False
+
+
+def _blocking(location: RedisLocation) -> Any:
+    """Return a client for one check at a start; as a context it is closed."""
+    return blocking_redis.Redis.from_url(location.url, **location.options())
