@@ -11,6 +11,7 @@ from alignedserve.gateway import storage_metrics
 from alignedserve.gateway.files import batch_totals
 from alignedserve.gateway.storage_metrics import Disks
 from tests.gateway.batches.batch_support import batch_gateway
+from tests.support.waiting import holds
 
 
 async def test_size_and_space_of_each_place_are_told(tmp_path: Path) -> None:
@@ -39,6 +40,7 @@ async def test_a_file_system_that_hangs_holds_up_one_thread_and_no_scrape(
     monkeypatch.setattr(storage_metrics, "_PATIENCE_S", 0.01)
     disks = Disks({"state": tmp_path})
     assert [await disks.metrics() for _ in range(3)] == [b"", b"", b""]
+    await holds(lambda: bool(calls))  # a thread starts when it can
     assert len(calls) == 1
     released.set()
     monkeypatch.setattr(storage_metrics, "_PATIENCE_S", 60.0)
