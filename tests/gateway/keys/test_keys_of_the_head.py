@@ -103,7 +103,6 @@ async def test_a_host_may_have_a_file_of_its_own(tmp_path: Path, unused_tcp_port
 async def test_while_the_head_is_away_the_keys_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(state_client, "_LINK_S", 0.2)
     async with state_hosts(tmp_path) as hosts:
         keys = CurrentKeys()
         watch = KeysWatch(keys, (), HeadKeys(hosts.client()))
@@ -112,6 +111,7 @@ async def test_while_the_head_is_away_the_keys_stay(
         hosts.keys.take([key("a")])
         assert await watch.look()
         assert not await watch.look()
+        monkeypatch.setattr(state_client, "_LINK_S", 0.2)  # it is not to come back meanwhile
         await hosts.stop()
         for _ in range(2):
             assert not await watch.look()

@@ -315,10 +315,10 @@ async def test_a_bad_answer_changes_nothing(
     spoil: Callable[[Published], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(issuer_keys, "_TIMEOUT_S", 0.2)
     async with published(key_set("one")) as server:
         tokens = verifying(server.url, clock)
         await tokens.key_name(token())
+        monkeypatch.setattr(issuer_keys, "_TIMEOUT_S", 0.2)  # of the bad answer, not of the good one before it
         spoil(server)
         clock.now += AGAIN_S
         with pytest.raises(Unauthorized, match="does not publish"):
