@@ -9,6 +9,7 @@ import pytest
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
+from alignedserve.core.request import Request, RequestClass
 from alignedserve.gateway import streaming
 from tests.gateway.support import error_of, gateway, saying, tokens_of
 from tests.support.marks import each
@@ -296,22 +297,31 @@ async def test_faults_of_ours_show_nothing(caplog: pytest.LogCaptureFixture) -> 
 
 
 async def test_too_many_requests_at_once_is_our_capacity() -> None:
-    async with gateway(saying("the", first_token_delay_s=0.4), max_concurrent_requests=2) as served:
+    goes_on = asyncio.Event()
+    async with gateway(saying("the", held_until=goes_on), max_concurrent_requests=2) as served:
         first = asyncio.create_task(served.chat(n=2))
         await holds(lambda: served.services.limiter.num_open == 2)
         response = await served.chat()
         assert error_of(response, 503)["code"] == "overloaded"
         assert response.headers["retry-after"] == "1"
+        goes_on.set()
         assert (await first).status_code == 200
         assert error_of(await served.chat(n=3), 400)["param"] == "prompt"
+        goes_on.clear()
         one = asyncio.create_task(served.chat())
         await holds(lambda: served.services.limiter.num_open == 1)
         assert error_of(await served.chat(n=2), 503)["code"] == "overloaded"
+        goes_on.set()
         assert (await one).status_code == 200
 
 
 async def test_documents_that_wait_take_no_place_of_chat() -> None:
-    script = saying("the", first_token_delay_s=0.4)
+    goes_on = asyncio.Event()
+
+    def script(request: Request) -> Script:
+        is_held = request.request_class is RequestClass.BEST_EFFORT
+        return saying("the", held_until=goes_on if is_held else None)(request)
+
     async with gateway(script, max_concurrent_requests=1, max_best_effort_requests=2) as served:
         waiting = [asyncio.create_task(served.chat(service_tier="flex")) for _ in range(2)]
         await holds(lambda: served.services.limiter.num_open == 2)
@@ -319,6 +329,7 @@ async def test_documents_that_wait_take_no_place_of_chat() -> None:
         assert error_of(response, 429)["code"] == "resource_unavailable"
         assert response.headers["retry-after"] == "30"
         assert (await served.chat()).status_code == 200
+        goes_on.set()
         assert [(await one).status_code for one in waiting] == [200, 200]
 
 

@@ -102,12 +102,14 @@ async def test_a_response_reads_a_conversation_and_adds_to_it(tmp_path: Path, st
 
 
 async def test_a_response_in_the_background_adds_its_items_once_it_is_over(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, saying("hello world", first_token_delay_s=0.3)) as served:
+    goes_on = asyncio.Event()
+    async with batch_gateway(tmp_path, saying("hello world", held_until=goes_on)) as served:
         name = await create(served, "one")
         queued = await begin(served, input="two", conversation=name)
         locked = error_of(await respond(served, name, "three"), 409)
         assert locked["code"] == "conversation_locked"
         assert await texts_of(served, name) == ["one"]
+        goes_on.set()
         await reached(served, queued["id"], "completed")
         assert await texts_of(served, name) == ["one", "two", "hello world"]
         assert (await respond(served, name, "three")).status_code == 200

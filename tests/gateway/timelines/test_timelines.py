@@ -107,10 +107,12 @@ async def test_asking_for_ten_thousand_unknown_ids_keeps_nothing() -> None:
 
 @each("path", ["/v1/requests/mine", "/v1/alignedserve/requests/mine"])
 async def test_an_open_call_of_which_no_router_tells_stands_nowhere_that_is_known(path: str) -> None:
-    async with gateway(saying("the", first_token_delay_s=0.3)) as served:
+    goes_on = asyncio.Event()
+    async with gateway(saying("the", held_until=goes_on)) as served:
         waiting = asyncio.create_task(served.chat(headers={"x-request-id": "mine"}))
-        await holds(lambda: served.services.limiter.num_open == 1)
+        await holds(lambda: bool(served.backend.submitted))
         told = (await served.client.get(path)).json()
+        goes_on.set()
         await waiting
         ended = (await served.client.get(path)).json()
     standing = told["choices"][0]["standing"]
@@ -151,7 +153,6 @@ def test_a_standing_in_words(standing: Standing, text: str) -> None:
 
 
 async def test_every_router_is_asked_and_a_late_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standings, "_ANSWER_S", 0.05)
     questions, asked = StandingQuestions(), list[AskStandings]()
 
     def ask_two(message: Message) -> int:
@@ -162,6 +163,7 @@ async def test_every_router_is_asked_and_a_late_answer_is_not_waited_for(monkeyp
         return 2
 
     assert await questions.ask((QUEUED.request_id,), ask_two) == {QUEUED.request_id: QUEUED}
+    monkeypatch.setattr(standings, "_ANSWER_S", 0.05)
     assert await questions.ask((QUEUED.request_id,), lambda _: 1) == {}
     questions.told(StandingsTold(asked[0].number, (QUEUED,)))
     assert questions._open == {}
