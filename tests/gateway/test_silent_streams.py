@@ -1,7 +1,6 @@
 """What each API says of requests that wait: comments in silent streams, and refusals in its own form."""
 
 import asyncio
-import time
 from typing import Any
 
 import httpx
@@ -9,7 +8,9 @@ import pytest
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import Overloaded, ResourceUnavailable
+from alignedserve.core.request import Request, RequestClass
 from alignedserve.gateway import streaming
+from alignedserve.gateway.streaming import EventSender
 from tests.gateway.support import Gateway, error_of, gateway, saying
 from tests.support.marks import each
 from tests.support.waiting import holds
@@ -30,9 +31,21 @@ async def post(served: Gateway, asked: Asked, **fields: Any) -> httpx.Response:
     return await served.client.post(path, json={"model": "tiny", **body, **fields})
 
 
-def quick_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_comments(monkeypatch: pytest.MonkeyPatch, count: int, after_s: float) -> asyncio.Event:
+    """Let comments come after a short silence; return what is set once there were so many."""
     monkeypatch.setattr(streaming, "_CHECK_PAUSE_S", 0.02)
-    monkeypatch.setattr(streaming, "_COMMENT_AFTER_S", 0.05)
+    monkeypatch.setattr(streaming, "_COMMENT_AFTER_S", after_s)
+    have_come, num_left, send = asyncio.Event(), count, EventSender.send_events
+
+    async def send_and_count(sender: EventSender, events: bytes) -> None:
+        nonlocal num_left
+        await send(sender, events)
+        num_left -= events.decode() == COMMENT
+        if num_left == 0:
+            have_come.set()
+
+    monkeypatch.setattr(EventSender, "send_events", send_and_count)
+    return have_come
 
 
 def events_of(response: httpx.Response) -> list[str]:
@@ -51,31 +64,45 @@ async def test_thousands_of_streams_that_came_together_are_not_looked_at_togethe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(streaming, "_CHECK_PAUSE_S", 0.4)
-    started_s, looked_s = time.monotonic(), list[float]()
+    pauses_s, wait, num_looks = list[float](), asyncio.wait, 0
+
+    def noting(*arguments: Any, timeout: float, **named: Any) -> Any:
+        pauses_s.append(timeout)
+        return wait(*arguments, timeout=timeout, **named)
 
     async def receive() -> Any:
         await asyncio.Event().wait()
 
     async def check() -> None:
-        looked_s.append(time.monotonic() - started_s)
+        nonlocal num_looks
+        num_looks += 1
 
+    monkeypatch.setattr(asyncio, "wait", noting)
     work = [streaming.while_connected(receive, asyncio.Event().wait(), check) for _ in range(64)]
     streams = [asyncio.create_task(one) for one in work]
-    await holds(lambda: len(looked_s) == 64)  # each once, within one pause
+    await holds(lambda: num_looks >= 64)
     for stream in streams:
         stream.cancel()
-    quarters = {int(4 * seconds / 0.4) for seconds in looked_s}
-    assert quarters >= {0, 1, 2, 3}
+    # By the first pause of each, not by the clock: after a moment without the processor many looks come together.
+    quarters = {int(4 * seconds / 0.4) for seconds in pauses_s[:64]}
+    assert quarters == {0, 1, 2, 3}
 
 
 @APIS
 @each("tier", ["auto", "flex"])
 async def test_a_stream_that_waits_gets_comments(monkeypatch: pytest.MonkeyPatch, asked: Asked, tier: str) -> None:
-    quick_comments(monkeypatch)
-    async with gateway(saying("the quick", first_token_delay_s=0.25)) as served:
-        response = await post(served, asked, stream=True, service_tier=tier)
     async with gateway(saying("the quick")) as served:
         quick = await post(served, asked, stream=True, service_tier=tier)
+        with monkeypatch.context() as patch:
+            have_come, play = quick_comments(patch, 2, after_s=0.05), served.backend._play
+
+            async def play_after_them(*arguments: Any) -> None:
+                await have_come.wait()
+                await play(*arguments)
+
+            patch.setattr(served.backend, "_play", play_after_them)
+            async with asyncio.timeout(20):
+                response = await post(served, asked, stream=True, service_tier=tier)
     assert response.status_code == 200
     assert response.text.startswith(COMMENT * 2)
     assert events_of(quick) == [event for event in events_of(response) if event != ": waiting"]
@@ -83,9 +110,10 @@ async def test_a_stream_that_waits_gets_comments(monkeypatch: pytest.MonkeyPatch
 
 @APIS
 async def test_a_stream_that_pauses_gets_comments(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> None:
-    quick_comments(monkeypatch)
-    async with gateway(saying("the quick", token_delay_s=0.2)) as served:
-        events = events_of(await post(served, asked, stream=True))
+    with monkeypatch.context() as patch:
+        has_come = quick_comments(patch, 1, after_s=0.2)
+        async with gateway(saying("the quick", held_until=has_come)) as served, asyncio.timeout(20):
+            events = events_of(await post(served, asked, stream=True))
     assert events[0] != ": waiting"
     assert events[-1] != ": waiting"
     assert ": waiting" in events
@@ -121,11 +149,18 @@ async def test_a_full_queue_is_told_in_anthropics_form(kind: type[Overloaded]) -
 
 @APIS
 async def test_flex_that_finds_no_place_is_refused_and_chat_is_not(asked: Asked) -> None:
-    async with gateway(saying("the", first_token_delay_s=0.3), max_best_effort_requests=1) as served:
+    goes_on = asyncio.Event()
+
+    def script(request: Request) -> Script:
+        is_held = request.request_class is RequestClass.BEST_EFFORT
+        return saying("the", held_until=goes_on if is_held else None)(request)
+
+    async with gateway(script, max_best_effort_requests=1) as served:
         waiting = asyncio.create_task(post(served, asked, service_tier="flex"))
         await holds(lambda: served.services.limiter.num_open == 1)
         refused = await post(served, asked, service_tier="flex")
         assert refused.status_code == (529 if asked is MESSAGE else 429)
         assert refused.headers["retry-after"] == "30"
         assert (await post(served, asked)).status_code == 200
+        goes_on.set()
         assert (await waiting).status_code == 200
