@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -17,9 +18,10 @@ from typing_extensions import override
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request
-from alignedserve.gateway import services, work_process
+from alignedserve.gateway import services
 from alignedserve.gateway.routes import request_bodies
 from alignedserve.gateway.work_process import WorkProcess
+from alignedserve.process.child_process import ChildProcess
 from tests.gateway.support import EOS, Gateway, error_of, gateway
 from tests.gateway.tool_support import HERMES, USER, called, function, model_with, result
 from tests.support.waiting import holds, wait_until
@@ -235,13 +237,20 @@ async def test_only_long_bodies_start_the_process(find_process: Find) -> None:
     assert not process.is_running()
 
 
-async def test_a_lost_process_is_started_anew(find_process: Find) -> None:
+async def test_a_lost_process_is_started_anew(find_process: Find, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answer_of = threading.Event(), ChildProcess.answer
+
+    def noting(child: ChildProcess, *frames: bytes) -> bytes | None:
+        asked.set()
+        return answer_of(child, *frames)
+
     async with gateway() as served:
         assert (await _tokenize(served, LONG_TEXT)).status_code == 200
         first = found(find_process)
         first.suspend()
+        monkeypatch.setattr(ChildProcess, "answer", noting)
         reading = asyncio.create_task(_tokenize(served, LONG_TEXT))
-        await asyncio.sleep(0.1)
+        await holds(asked.is_set)  # from then on nobody looks whether it runs
         first.kill()
         answer = await reading
         assert error_of(answer, 503)["code"] == "overloaded"
@@ -249,17 +258,18 @@ async def test_a_lost_process_is_started_anew(find_process: Find) -> None:
         assert (await _tokenize(served, LONG_TEXT)).status_code == 200
         idle = found(find_process)
         idle.kill()
-        await holds(lambda: idle.status() == psutil.STATUS_ZOMBIE and idle.num_threads() <= 1)
-        await asyncio.sleep(0.2)  # until it can be waited for
+        can_be_waited_for = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        await holds(lambda: os.waitid(os.P_PID, idle.pid, can_be_waited_for) is not None)
         assert (await _tokenize(served, LONG_TEXT)).status_code == 200
 
 
 async def test_a_process_that_hangs_is_ended(find_process: Find, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_process, "_MAX_WALL_S", 2.0)
     async with gateway() as served:
         assert (await _tokenize(served, LONG_TEXT)).status_code == 200
         found(find_process).suspend()
-        answer, health = await asyncio.gather(_tokenize(served, LONG_TEXT), served.client.get("/health"))
+        with monkeypatch.context() as patch:  # a new one imports much before it answers
+            patch.setattr(served.services.work_process._process, "_max_wall_s", 0.5)
+            answer, health = await asyncio.gather(_tokenize(served, LONG_TEXT), served.client.get("/health"))
         assert health.status_code == 200
         error_of(answer, 503)
         assert (await _tokenize(served, LONG_TEXT)).status_code == 200
