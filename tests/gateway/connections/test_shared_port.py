@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -51,9 +50,8 @@ async def gateways(port: int, count: int = NUM_GATEWAYS, max_files: int = 1024) 
 
 
 @pytest.mark.slow
-async def test_a_killed_gateway_costs_its_own_connections_alone() -> None:
-    port = unused_port()
-    url = f"http://127.0.0.1:{port}"
+async def test_a_killed_gateway_costs_its_own_connections_alone(unused_tcp_port: int) -> None:
+    url = f"http://127.0.0.1:{unused_tcp_port}"
     num_first = 0
     all_have_begun = asyncio.Event()
 
@@ -76,7 +74,7 @@ async def test_a_killed_gateway_costs_its_own_connections_alone() -> None:
             pass
         return num_events
 
-    async with gateways(port) as processes:
+    async with gateways(unused_tcp_port) as processes:
         streams = [asyncio.create_task(stream()) for _ in range(NUM_STREAMS)]
         await all_have_begun.wait()
         whole = [asyncio.create_task(ask(url)) for _ in range(NUM_STREAMS)]
@@ -89,8 +87,8 @@ async def test_a_killed_gateway_costs_its_own_connections_alone() -> None:
 
 
 @pytest.mark.slow
-async def test_a_gateway_without_file_descriptors_refuses_connections_until_others_end() -> None:
-    port = unused_port()
+async def test_a_gateway_without_file_descriptors_refuses_connections_until_others_end(unused_tcp_port: int) -> None:
+    port = unused_tcp_port
     async with gateways(port, count=1, max_files=120):
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
         refused = await asyncio.wait_for(held[-1][0].read(), 60)
@@ -102,11 +100,6 @@ async def test_a_gateway_without_file_descriptors_refuses_connections_until_othe
             while status != 200:
                 with contextlib.suppress(httpx.HTTPError):
                     status = (await client.get(f"http://127.0.0.1:{port}/health")).status_code
-
-
-def unused_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        return int(unused.getsockname()[1])
 
 
 async def ask(url: str) -> int:
