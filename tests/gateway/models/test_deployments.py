@@ -159,6 +159,7 @@ async def test_a_replacement_under_load_fails_no_request(tmp_path: Path, unused_
         assert opened.clusters["2"].submitted == []  # the old one goes on until the driver says so
         opened.clusters["2"].become_ready()
         await opened.serve_until_ready(old, new)
+        await holds(lambda: opened.serve(old, new)[""].num_open > 0)  # all clients may be between two answers
         states = opened.serve(replace(new, phase=SERVING), replace(old, phase=DRAINING))
         assert states[""].num_open > 0
         num_old = len(opened.clusters[""].submitted)

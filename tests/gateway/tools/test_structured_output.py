@@ -92,7 +92,7 @@ async def test_choices_patterns_and_grammars(fields: dict[str, Any], expected: t
 @each("fields", [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}])
 async def test_any_object(fields: dict[str, Any]) -> None:
     async with gateway() as served:
-        await served.chat(**fields)
+        await served.chat(**fields, seed=1)
         (request,) = served.backend.submitted
     assert isinstance(json.loads("".join(_text(following(request)))), dict)
 
@@ -105,8 +105,8 @@ async def test_no_constraint_is_no_grammar() -> None:
 
 async def test_white_space_is_bounded_and_may_be_forbidden() -> None:
     async with gateway(following) as served:
-        compact = await answer(served, structured_outputs={"json": SCHEMA, "disable_any_whitespace": True})
-        spaced = await answer(served, guided_json=SCHEMA, guided_whitespace_pattern="~")
+        compact = await answer(served, structured_outputs={"json": SCHEMA, "disable_any_whitespace": True}, seed=1)
+        spaced = await answer(served, guided_json=SCHEMA, guided_whitespace_pattern="~", seed=1)
     assert compact == json.dumps(json.loads(compact), ensure_ascii=False, separators=(",", ":"))
     assert is_valid(SCHEMA, spaced.replace("~", ""))
 
@@ -120,6 +120,7 @@ async def test_it_composes_with_choices_streams_log_probabilities_and_stops() ->
             "stop": "\u2603",
             "presence_penalty": 1.0,
             "max_tokens": 200,
+            "seed": 1,
         }
         chunks = chunks_of(await served.chat(response_format=JSON_SCHEMA, **fields))
     texts = ["", "", ""]
