@@ -134,11 +134,14 @@ async def test_open_loop_is_not_delayed_by_slow_answers() -> None:
 
 
 async def test_one_failure_does_not_touch_the_others() -> None:
-    def respond(body: dict[str, Any]) -> Script:
-        return Script(cut_after=1) if len(server.requests) == 2 else Script()
+    plan = _evenly(4, 0.01)
+    second = CallMaker(model=MODEL, endpoint=CompletionApi.CHAT, seed=0).call(plan.open_requests[1], plan.classes[0])
+
+    def respond(body: dict[str, Any]) -> Script:  # each comes by a connection of its own, in whatever order
+        return Script(cut_after=1) if body["messages"] == second.body["messages"] else Script()
 
     async with FakeServer(respond=respond) as server:
-        run = await _run(server, _evenly(4, 0.01))
+        run = await _run(server, plan)
     assert [sent.outcome.failure is None for sent in run.sent] == [True, False, True, True]
 
 
