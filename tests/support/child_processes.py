@@ -1,4 +1,6 @@
-"""Finds the processes that a process has started."""
+"""Finds the processes that a process has started, and tells those that have ended."""
+
+from contextlib import suppress
 
 import psutil
 
@@ -7,3 +9,10 @@ def children_running(module: str, process: psutil.Process | None = None) -> list
     """Return the children that run a module, by the last part of its name; of this process unless one is given."""
     children = (process or psutil.Process()).children()
     return [child for child in children if any(part.endswith(module) for part in child.cmdline())]
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Return whether a process runs no more; its parent may have yet to wait for it, or do so at this moment."""
+    with suppress(psutil.NoSuchProcess):
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    return True

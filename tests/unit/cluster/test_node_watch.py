@@ -11,6 +11,7 @@ import pytest
 from alignedserve.cluster.local_ray import node_watch
 from alignedserve.cluster.local_ray.node_processes import NodeProcesses, kill_all
 from alignedserve.cluster.local_ray.node_watch import NodeWatch
+from tests.support.child_processes import has_ended
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +68,7 @@ def test_what_the_node_process_has_started_is_known_after_its_end(ray: Ray) -> N
     (child,) = watch.children
     assert child.is_running()
     kill_all(watch.children)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert has_ended(child)
 
 
 def test_processes_end_with_all_that_they_have_started_also_stopped_ones(ray: Ray) -> None:
@@ -77,7 +78,7 @@ def test_processes_end_with_all_that_they_have_started_also_stopped_ones(ray: Ra
     child.suspend()
     kill_all([parent])
     ray.raylet.wait()
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert has_ended(child)
 
 
 def test_a_silent_head_is_given_up_by_looks_in_a_row_alone(ray: Ray) -> None:

@@ -30,6 +30,7 @@ from alignedserve.process.loading_progress import LoadingProgress, Progress, rea
 from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.scheduling.factory import resolve_policy
+from tests.support.child_processes import has_ended
 
 pytestmark = pytest.mark.slow
 
@@ -259,7 +260,7 @@ def test_the_sweeper_kills_what_outlives_its_raylet_and_nothing_else(tmp_path: P
         raylet.kill()
         raylet.wait()
         assert agent.status() != psutil.STATUS_ZOMBIE
-        wait_until(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE)
+        wait_until(lambda: has_ended(agent))
         assert stranger.poll() is None
         stranger.kill()
     wait_until(lambda: not (tmp_path / f"raylet-{raylet.pid}.lock").exists())
