@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
+from alignedserve.api.backend.scripted import Script
 from alignedserve.batches import driver, line_tracker, run
 from alignedserve.batches.records import BatchRecord, BatchStatus, FileId, decode
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.core.errors import StorageError, StoreUnavailable
+from alignedserve.core.request import Request
 from alignedserve.messages.state import Change, SetValue
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually, slowly
-from tests.gateway.support import error_of
+from tests.gateway.support import error_of, saying
 from tests.support.batch_samples import chat_lines
 from tests.support.marks import each
 from tests.support.memory_records import MemoryRecords
@@ -148,7 +150,13 @@ async def test_a_late_answer_of_the_store_begins_no_batch_again_that_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "_POLL_S", 0.02)
-    async with batch_gateway(tmp_path, slowly, max_in_flight=1) as served:
+    has_polled = asyncio.Event()
+
+    def script(request: Request) -> Script:
+        is_first = len(served.backend.submitted) == 1
+        return saying("hello", held_until=None if is_first else has_polled)(request)
+
+    async with batch_gateway(tmp_path, script, max_in_flight=1) as served:
         batch = await served.submit(chat_lines(5))
         await served.wait_for_lines(batch["id"], 1)
         read = served.stores.repository.active_batches
@@ -158,6 +166,7 @@ async def test_a_late_answer_of_the_store_begins_no_batch_again_that_has_ended(
         async def late() -> list[BatchSnapshot]:
             found = await read()
             polls.append(found)
+            has_polled.set()
             if len(polls) == 1:
                 await goes_on.wait()
             return found
@@ -215,13 +224,15 @@ async def test_damaged_statistics_hold_up_no_batch(tmp_path: Path, kind: str) ->
 
 async def test_a_line_that_can_be_read_no_longer_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_tracker, "_FIRST_PAUSE_S", 0.02)
-    async with batch_gateway(tmp_path, slowly, max_in_flight=1) as served:
+    is_damaged = asyncio.Event()  # before the first line has ended, and the others are read
+    async with batch_gateway(tmp_path, saying("hello", held_until=is_damaged), max_in_flight=1) as served:
         made = await served.submit(chat_lines(4))
         await served.wait_for(made["id"], "in_progress")
         file = tmp_path / "files" / made["input_file_id"]
         content = file.read_bytes()
         place = content.rindex(b'"messages"')
         file.write_bytes(content[:place] + b"\0\0\0" + content[place + 3 :])
+        is_damaged.set()
         done = await served.wait_for(made["id"])
         (failure,) = await served.results(done["error_file_id"])
     assert done["request_counts"] == {"total": 4, "completed": 3, "failed": 1}
