@@ -5,10 +5,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from alignedserve.batches.records import BatchTotals
+from alignedserve.gateway import storage_metrics
 from alignedserve.gateway.storage_metrics import Disks, batch_metrics
 from tests.gateway.monitoring.live_samples import BUSY_STATUS
 from tests.gateway.support import gateway
@@ -25,6 +27,12 @@ EXPRESSIONS = {
 _METRIC = re.compile(r"(?:vllm:|alignedserve_)\w+(?:\{([^}]*)\})?")
 _LABEL = re.compile(r'(\w+)\s*=~?\s*"')
 _ONLY_WITH_TRACES = "alignedserve_trace_spans_total"
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scrape that is read whole waits for a thread for as long as that takes."""
+    monkeypatch.setattr(storage_metrics, "_PATIENCE_S", 60.0)
 
 
 async def served_labels(folder: Path) -> dict[str, set[str]]:
