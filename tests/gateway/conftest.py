@@ -48,10 +48,8 @@ def _lasting_trials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def unused_tcp_port_factory() -> Iterator[Callable[[], int]]:
-    """Ports for servers of the test, kept from everybody else: one that was let go could be any connection's at once.
-
-    A socket that is bound and does not listen leaves its port to a server that may reuse addresses, as ours do.
-    """
+    """Yield what finds ports for servers of the test, and holds them: any connection might have one that was let go."""
+    # A socket that is bound and does not listen leaves its port to a server that may reuse addresses, as ours do.
     with ExitStack() as held:
 
         def port() -> int:
@@ -65,5 +63,5 @@ def unused_tcp_port_factory() -> Iterator[Callable[[], int]]:
 
 @pytest.fixture
 def unused_tcp_port(unused_tcp_port_factory: Callable[[], int]) -> int:
-    """One of them."""
+    """Return one of them."""
     return unused_tcp_port_factory()

@@ -31,7 +31,7 @@ _ONLY_WITH_TRACES = "alignedserve_trace_spans_total"
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scrape that is read whole waits for a thread for as long as that takes."""
+    """Wait for the thread that measures a file system for as long as it takes."""
     monkeypatch.setattr(storage_metrics, "_PATIENCE_S", 60.0)
 
 
