@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from alignedserve.api.backend import cluster as cluster_backend
 from alignedserve.api.errors import TimedOut
 from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.scheduling.policies.aligned_slo.policy import AlignedSloConfig
@@ -26,19 +27,24 @@ async def test_no_token_is_delivered_behind_a_gap(tmp_path: Path) -> None:
 
 
 async def test_an_answer_that_pauses_while_others_are_served_is_not_cut(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with cluster(tmp_path, token_timeout_s=0.4) as harness:
+    monkeypatch.setattr(cluster_backend, "_MAX_CHECK_PAUSE_S", 0.01)
+    async with cluster(tmp_path, token_timeout_s=20.0) as harness:
         stream = harness.submit()
         harness.emit(0, 11)
         assert (await anext(stream)).token_ids == (11,)
+        entry = harness.backend._open[RequestId("r")]
         other = harness.submit(name="other", max_tokens=100)
-        for index in range(60):  # longer than that, while another has the memory
+        entry.last_heard_s -= 30.0  # while another has the memory
+        for index in range(10):
             await asyncio.sleep(0.01)
             harness.emit(index, 12, name="other")
             assert (await anext(other)).token_ids == (12,)
         harness.emit(1, 12)
         assert (await anext(stream)).token_ids == (12,)
+        entry.last_heard_s -= 30.0
+        harness.backend._served_s -= 30.0
         assert isinstance(await failure_of(stream), TimedOut)  # with nobody served it is not to come
     assert "request r, real_time, is given up" in caplog.text
     assert "after 2 tokens, the last from decode-0" in caplog.text
