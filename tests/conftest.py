@@ -5,13 +5,14 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from alignedserve.config.environment import limit_thread_spinning
+from tests.support.ports import free_port
 
 # Compiled files are kept, as by `make test`: the processes that tests start would compile every module anew.
 sys.dont_write_bytecode = False
@@ -73,6 +74,18 @@ def _torch_as_at_the_start() -> None:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
         sys.modules["torch"].default_generator.manual_seed(0)
+
+
+@pytest.fixture
+def unused_tcp_port() -> int:
+    """In place of pytest-asyncio's, whose port others may take before the test does."""
+    return free_port()
+
+
+@pytest.fixture(scope="session")
+def unused_tcp_port_factory() -> Callable[[], int]:
+    """Likewise, for tests that need several."""
+    return free_port
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from tests.clients.environments import open_webui_environment
-from tests.cluster.serving import Serving, free_port
+from tests.cluster.serving import Serving
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(1200)]
 

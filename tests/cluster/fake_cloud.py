@@ -18,7 +18,7 @@ import psutil
 from ray.util import get_node_ip_address
 
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
-from tests.cluster.serving import free_port
+from tests.support.ports import free_port
 
 _HEAD_ID = f"{0:056x}".replace("0", "f", 51)  # the node of the head, as the provider knows it
 _UP_S = 120.0

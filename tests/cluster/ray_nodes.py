@@ -17,8 +17,9 @@ import psutil
 
 from alignedserve.cluster.hosts.ray_storage import ray_storage, waiting_for_head
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
-from tests.cluster.serving import COMMAND, free_port
+from tests.cluster.serving import COMMAND
 from tests.cluster.warm_command import WarmCommand
+from tests.support.ports import free_port
 
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 _START_S = 180.0

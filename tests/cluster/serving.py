@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import psutil
 
 from alignedserve.runtime.model.built_in import pocket_folder
+from tests.support.ports import free_port
 
 COMMAND = Path(sys.executable).parent / "alignedserve"
 MODEL = "model"  # the name under which it is served
@@ -32,13 +32,6 @@ _SHARED_MEMORY = Path("/dev/shm")
 # again; in bfloat16, the default on some processors, it need not be.
 FLOAT32 = ("--set", "model.dtype=float32")
 EXACT = ("--set", "model.random_weights=true", *FLOAT32)
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def write_random_model(folder: Path) -> Path:

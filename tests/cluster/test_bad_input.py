@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.serving import COMMAND, free_port
+from tests.cluster.serving import COMMAND
 from tests.cluster.warm_command import WarmCommand
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 

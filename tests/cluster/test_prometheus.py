@@ -13,8 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.serving import Serving, free_port, serving
+from tests.cluster.serving import Serving, serving
 from tests.gateway.monitoring.test_monitoring_files import DEPLOY, PANELS, RULES
+from tests.support.ports import free_port
 
 pytestmark = [
     pytest.mark.slow,

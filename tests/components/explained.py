@@ -11,13 +11,14 @@ import httpx
 
 from alignedserve.api.backend.connection import ClusterLinks
 from alignedserve.config.sections import GatewayConfig, Observing
-from alignedserve.gateway.server import GatewayServer, bind
+from alignedserve.gateway.server import GatewayServer
 from alignedserve.messages.handshake import Role
 from alignedserve.process.links import Identity
 from alignedserve.runtime.model.served_deployment import ServedDeployment
 from tests.gateway.support import EOS, write_tokenizer
 from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 from tests.support.models.tiny_llama import TINY_LLAMA
+from tests.support.ports import free_port
 
 
 @dataclass
@@ -69,15 +70,10 @@ def _gateway(rooms: RoomCluster, name: str, observing: Observing | None, api_key
     return GatewayServer(
         links=links,
         deployments=[deployment],
-        config=GatewayConfig(port=_free_port()),
+        config=GatewayConfig(port=free_port()),
         api_keys=api_keys,
         observing=observing,
     )
-
-
-def _free_port() -> int:
-    with bind("127.0.0.1", 0) as listener:
-        return int(listener.getsockname()[1])
 
 
 async def _await_ready(client: httpx.AsyncClient) -> None:

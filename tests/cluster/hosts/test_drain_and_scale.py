@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from tests.cluster.ray_nodes import RayNodes
-from tests.cluster.serving import EXACT, free_port
+from tests.cluster.serving import EXACT
 from tests.cluster.streams import Stream, make_client, stream_all, stream_one
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 

@@ -13,8 +13,9 @@ import pytest
 
 from tests.cluster.batch_jobs import check_end, submit
 from tests.cluster.ray_nodes import RayNodes
-from tests.cluster.serving import EXACT, free_port
+from tests.cluster.serving import EXACT
 from tests.cluster.streams import Stream, all_started, check_whole, stream_all, streams_through
+from tests.support.ports import free_port
 from tests.support.servers.valkey import SERVER
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]

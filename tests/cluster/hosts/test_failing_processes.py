@@ -21,8 +21,9 @@ import pytest
 from alignedserve.runtime.model.built_in import pocket_folder
 from tests.cluster.batch_jobs import check_end, submit
 from tests.cluster.ray_nodes import RayNodes
-from tests.cluster.serving import FLOAT32, free_port
+from tests.cluster.serving import FLOAT32
 from tests.cluster.streams import Stream, all_started, check_whole, make_client, stream_all, stream_one, streams_through
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 

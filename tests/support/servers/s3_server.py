@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 
 from alignedserve.batches.stores.object_location import ObjectStoreLocation
+from tests.support.ports import free_port
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "mine", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 URL = "s3://files-of-tests/cluster"
@@ -60,10 +60,7 @@ class S3Server:
 
 @contextlib.contextmanager
 def s3_server(*, is_closed: bool = False) -> Iterator[S3Server]:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = int(found.getsockname()[1])
-    server = S3Server(port, is_closed=is_closed)
+    server = S3Server(free_port(), is_closed=is_closed)
     server.start()
     try:
         yield server
