@@ -137,8 +137,8 @@ async def test_a_server_that_is_killed_in_the_middle_of_an_upload(monkeypatch: p
 async def test_a_server_that_is_slow_is_waited_for(bucket: S3Server) -> None:
     store = ObjectBlobs(bucket.location)
     bucket.suspend()
-    threading.Timer(1.0, bucket.go_on).start()
     began_s = time.monotonic()
+    threading.Timer(1.0, bucket.go_on).start()
     await put(store, FILE, CONTENT)
     assert time.monotonic() - began_s > 0.9
     assert await read(store, FILE) == CONTENT

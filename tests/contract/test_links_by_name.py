@@ -164,6 +164,7 @@ async def test_a_directory_that_hangs_is_asked_once(
     for _ in range(3):
         with pytest.raises(PeerLost, match="router has not published an address"):
             await resolver.resolve("router")
+    await holds(lambda: directory.num_asked > 0)  # its thread may have to wait for a core
     assert directory.num_asked == 1
     directory.entries["router"] = Publication("node-0", "tcp:127.0.0.1:7").encode()
     directory.may_answer.set()
@@ -261,6 +262,12 @@ async def test_a_link_that_is_hung_up_is_closed_at_both_ends_and_made_anew_when_
         await linked.wait_for(("linked", "pool-0"))
 
 
+def num_links(seen: Recorder) -> int:
+    """Count the links that were made and not lost."""
+    kinds = [kind for kind, _ in seen.events]
+    return kinds.count("linked") - kinds.count("lost")
+
+
 async def test_a_peer_that_is_hung_up_on_before_it_has_answered_gets_no_link(
     here: AddressBook, there: AddressBook
 ) -> None:
@@ -269,11 +276,10 @@ async def test_a_peer_that_is_hung_up_on_before_it_has_answered_gets_no_link(
             dialler.dial("pool-0")
             await asyncio.sleep(pause_s)
             dialler.hang_up("pool-0")
-        await holds(lambda: dialler.peers() == () and listener.peers() == ())
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # for a link that should not come
+        # One that the other end has made before it sees the end of the connection is lost a moment later.
+        await holds(lambda: all(num_links(one) == 0 for one in (linked, heard)))
         assert (dialler.peers(), listener.peers()) == ((), ())
-        assert [kind for kind, _ in linked.events].count("linked") == [kind for kind, _ in linked.events].count("lost")
-        assert [kind for kind, _ in heard.events].count("linked") == [kind for kind, _ in heard.events].count("lost")
 
 
 async def test_a_gateway_that_does_not_answer_is_given_up_until_there_is_something_to_send_again(
@@ -283,6 +289,7 @@ async def test_a_gateway_that_does_not_answer_is_given_up_until_there_is_somethi
     dialler, _ = manager("decode-0", there)
     dialler.send_to("gateway-0", AbortRequest(RequestId("lost")))
     await holds(lambda: "decode-0: gateway-0 is given up" in caplog.text)
+    monkeypatch.undo()  # a link takes its time
     gateway, heard = manager("gateway-0", here)
     await gateway.listen("gateway-0")
     dialler.send_to("gateway-0", AbortRequest(RequestId("r1")))

@@ -67,9 +67,10 @@ async def test_results_are_read_while_they_grow(tmp_path: Path) -> None:
 
 
 async def test_a_server_that_goes_away_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_client, "_LINK_S", 0.1)
     async with state_hosts(tmp_path) as hosts:
         client = hosts.client()
+        await holds(client._is_linked.is_set)
+        monkeypatch.setattr(state_client, "_LINK_S", 0.1)  # from now on: a first link may take longer
         records, blobs = RemoteRecords(client), RemoteBlobs(client)
         await records.commit([SetValue("a", b"1")], unchanged={})
         upload = await blobs.begin(FILE)
@@ -342,6 +343,7 @@ async def test_what_a_gateway_had_open_ends_with_it(tmp_path: Path) -> None:
         dying = open_requests(hosts, "gateway-0")
         assert await opened_now(dying, 4) == 4
         dying.stop()
+        await hosts.clients[0].close()  # else it would take its link back, again and again
         again = open_requests(hosts, "gateway-0", process_id="2")
         assert await opened_now(again, 5) == 4
         again.stop()

@@ -1,5 +1,6 @@
 """A Valkey server of one test, on a Unix socket: what a Redis named by its URL is tested against."""
 
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -30,9 +31,13 @@ class ValkeyServer:
         """Start it; return when it listens."""
         self.socket_path.unlink(missing_ok=True)
         self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
-        while not self.socket_path.exists():
+        while not self._listens():  # its socket is there a moment before
             assert self.process.poll() is None, "it ended at once"
             time.sleep(0.01)
+
+    def _listens(self) -> bool:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            return client.connect_ex(str(self.socket_path)) == 0
 
     def kill(self) -> None:
         """End it at once."""
