@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.serving import COMMAND, EXACT, Serving, serving
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -52,6 +53,12 @@ def deployments(served: Serving) -> list[dict[str, Any]]:
     return listed
 
 
+def wait_for_two_of_each(served: Serving) -> None:
+    """Wait until there are two workers and two routers: Ray ends a process a moment after it was asked to."""
+    kinds = ("ColocatedWorker", "Router")
+    wait_until(lambda: all(len(served.actors(kind)) == 2 for kind in kinds), 60.0, served.process_names, 0.05)
+
+
 class Load:
     """Requests one after the other from several threads, until the end of the block."""
 
@@ -86,8 +93,7 @@ def test_a_replacement_loses_no_request_and_touches_no_other_model(two_models: S
     after = {one["name"]: one["workers"] for one in deployments(two_models)}
     assert after["other"] == before["other"]
     assert after["model"] != before["model"]
-    assert len(two_models.actors("ColocatedWorker")) == 2  # the old one's processes are gone
-    assert len(two_models.actors("Router")) == 2
+    wait_for_two_of_each(two_models)  # the old one's processes are gone
     assert names(two_models) == ["model", "other"]
     assert two_models.complete(max_tokens=8)[1]["choices"][0]["text"] == answer
 
@@ -100,7 +106,7 @@ def test_a_model_is_added_and_removed(two_models: Serving, random_model: Path) -
     removed = order(two_models, "remove", "third")
     assert (removed.returncode, removed.stdout.strip()) == (0, "third is removed"), removed.stderr
     assert two_models.complete(model="third")[0] == 404
-    assert len(two_models.actors("ColocatedWorker")) == 2
+    wait_for_two_of_each(two_models)
 
 
 def test_an_order_that_fails_changes_nothing(two_models: Serving, random_model: Path, tmp_path: Path) -> None:

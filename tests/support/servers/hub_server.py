@@ -58,6 +58,7 @@ class HubServer:
         self.token = "hf_right"
         self.requests: list[Seen] = []
         self.bytes_per_s: float = float("inf")  # of each large file
+        self.holds_after: int | None = None  # bytes of each large file; the others come when it is None again
         self.cut_after: list[int] = []  # of the next answers with a large file: bytes, then the connection ends
         self.failures: list[int] = []  # statuses of the next answers with a large file
         self.on_bytes: Callable[[int], None] = lambda sent: None
@@ -89,6 +90,7 @@ class HubServer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.holds_after = None
         for server in (self._hub, self._storage):
             server.shutdown()
             server.server_close()
@@ -219,6 +221,8 @@ class _Handler(BaseHTTPRequestHandler):
         end = hub.cut_after.pop(0) if hub.cut_after else len(body)
         step = 1 << 16
         for start in range(0, min(end, len(body)), step):
+            while hub.holds_after is not None and start >= hub.holds_after:
+                time.sleep(0.01)
             self.wfile.write(body[start : min(start + step, end)])
             hub.on_bytes(start + step)
             time.sleep(step / hub.bytes_per_s)

@@ -74,8 +74,8 @@ def weights_in(printed: str) -> bytes:
 
 
 def start_slowly(commands: Commands, server: HubServer) -> subprocess.Popen[str]:
-    """Start a pull that has got some of the weights and not all."""
-    server.bytes_per_s = len(WEIGHTS) / 4
+    """Start a pull that has got some of the weights, and gets no more of them."""
+    server.holds_after = len(WEIGHTS) // 4
     process = commands.start("pull", REPO)
     wait_until(lambda: any(half.stat().st_size > 1 << 18 for half in commands.halves()))
     return process
@@ -94,7 +94,7 @@ def test_killed_and_gone_on_with(commands: Commands, server: HubServer) -> None:
     message = f"error: {REPO} is only half downloaded, without model.safetensors, and HF_HUB_OFFLINE is set.\n"
     assert (code, err) == (FAILURE, message)
 
-    server.bytes_per_s = float("inf")
+    server.holds_after = None
     code, out, err = commands.run("pull", REPO)
     assert (code, weights_in(out)) == (0, WEIGHTS), err
     assert server.downloads()[-1].headers["range"] == f"bytes={num_bytes}-"
@@ -128,7 +128,7 @@ def test_the_other_goes_on_when_the_first_is_killed(commands: Commands, server: 
     time.sleep(0.5)  # it waits by now
     first.kill()
     ended(first)
-    server.bytes_per_s = float("inf")
+    server.holds_after = None
     code, out, err = ended(second)
     assert (code, weights_in(out)) == (0, WEIGHTS), err
     assert [("range" in seen.headers) for seen in server.downloads()] == [False, True]
