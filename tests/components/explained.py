@@ -64,8 +64,9 @@ async def explained(
 
 
 def _gateway(rooms: RoomCluster, name: str, observing: Observing | None, api_keys: tuple[str, ...]) -> GatewayServer:
-    links = ClusterLinks(Identity(Role.GATEWAY, name, b"t" * 32, 5.0), name, rooms.addresses)
     config = rooms.config
+    identity = Identity(Role.GATEWAY, name, b"t" * 32, config.links.peer_timeout_s)
+    links = ClusterLinks(identity, name, rooms.addresses)
     deployment = ServedDeployment(rooms.served, config.engine.block_size, config.prefix_cache)
     return GatewayServer(
         links=links,

@@ -60,7 +60,6 @@ def config_of(folder: Path, *, topology: Topology = Topology.DISAGGREGATED, coun
         prefill=replace(config.prefill, count=count),
         decode=replace(config.decode, count=count, max_running_requests=8),
         router=replace(config.router, max_retries=20),
-        links=replace(config.links, peer_timeout_s=60.0),
     )
 
 

@@ -17,6 +17,7 @@ from alignedserve.config.sections import (
     ClusterConfig,
     DecodeWorkerConfig,
     EngineConfig,
+    LinksConfig,
     ModelSectionConfig,
     PoolConfig,
     PrefillWorkerConfig,
@@ -70,6 +71,7 @@ def small_config(
     block_bytes = 2 * 2 * 8 * 2 * 8 * 4
     changes.setdefault("topology", Topology.DISAGGREGATED)
     changes.setdefault("batching", BatchingConfig(min_requests=4, starvation_s=0.5))
+    changes.setdefault("links", LinksConfig(peer_timeout_s=60.0))  # one loop, which tests hold up
     return ClusterConfig(
         model=ModelSectionConfig(path=str(folder), random_weights=True),
         engine=EngineConfig(block_size=8, threads_per_worker=1),
