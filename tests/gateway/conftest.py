@@ -1,8 +1,6 @@
 """Fixtures for every test of the gateway."""
 
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from functools import lru_cache
 
 import msgspec
@@ -44,24 +42,3 @@ def _lasting_trials(monkeypatch: pytest.MonkeyPatch) -> None:
         return _trials_of(msgspec.msgpack.encode(load()))
 
     monkeypatch.setattr(model_services, "GrammarTrials", trials)
-
-
-@pytest.fixture
-def unused_tcp_port_factory() -> Iterator[Callable[[], int]]:
-    """Yield what finds ports for servers of the test, and holds them: any connection might have one that was let go."""
-    # A socket that is bound and does not listen leaves its port to a server that may reuse addresses, as ours do.
-    with ExitStack() as held:
-
-        def port() -> int:
-            holder = held.enter_context(socket.socket())
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind(("127.0.0.1", 0))
-            return int(holder.getsockname()[1])
-
-        yield port
-
-
-@pytest.fixture
-def unused_tcp_port(unused_tcp_port_factory: Callable[[], int]) -> int:
-    """Return one of them."""
-    return unused_tcp_port_factory()
