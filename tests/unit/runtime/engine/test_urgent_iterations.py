@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import RequestClass, SamplingParams, TokenLogprob
 from alignedserve.messages.iterations import Addition, IterationCompleted, RunIteration
 from alignedserve.process.worker_threads import WorkerThreads
+from alignedserve.runtime.device import shared_device
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.device.streams import HostEvent, HostStream
+from alignedserve.runtime.engine import engine, model_executor, urgent_iterations
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.engine.sampling.sampler import logprob_entries
-from alignedserve.runtime.engine.steps import prompt_results
+from alignedserve.runtime.engine.steps import prompt_results, step_launch
 from alignedserve.runtime.engine.steps.pass_pace import PassPace
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
 from alignedserve.runtime.model.served_model import resolve_model
@@ -107,6 +110,14 @@ async def on_a_gpu() -> AsyncIterator[ModelExecutor]:
         made.close()
 
 
+@pytest.fixture
+def _without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of iterations are of their thread alone: parts add up, however often others have its core in between."""
+    of_thread = SimpleNamespace(monotonic=time.thread_time, perf_counter=time.thread_time)
+    for module in (engine, model_executor, step_launch, urgent_iterations):
+        monkeypatch.setattr(module, "time", of_thread)
+
+
 def prompt(
     name: str,
     num_tokens: int,
@@ -125,10 +136,12 @@ def prompt(
     return RunIteration((), (addition,), (), ((RequestId(name), num_tokens),), is_urgent=is_urgent)
 
 
+@pytest.mark.usefixtures("_without_waits")
 async def test_the_tokens_are_the_same_bit_for_bit(executor: ModelExecutor) -> None:
     await look_at_a_chat_within_a_document(executor)
 
 
+@pytest.mark.usefixtures("_without_waits")
 async def test_a_pass_that_is_launched_on_a_gpu_stops_as_well(on_a_gpu: ModelExecutor) -> None:
     await look_at_a_chat_within_a_document(on_a_gpu)
 
@@ -188,7 +201,10 @@ async def look_at_a_chat_within_a_document(executor: ModelExecutor) -> None:
     assert long.prepare_s + long.forward_s + long.sampling_s == pytest.approx(long.computed_s, abs=0.005)
 
 
-def test_a_pass_of_documents_stands_still_for_another_models_chat_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_pass_of_documents_stands_still_for_another_models_chat_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_device, "_POSTED_S", 600.0)  # the chat is waited for as long as the pass takes
     own, other = (SharedDevice.of(tmp_path, "cpu", name, best_effort_share=0.5) for name in ("own", "other"))
     assert other is not None
     executor = ModelExecutor(resolve_model(ModelSectionConfig()), SIZES, shared_device=own)
