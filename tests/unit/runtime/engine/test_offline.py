@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -56,8 +58,10 @@ def test_the_same_prompt_again_computes_one_token(llm: LLM) -> None:
         assert again.num_cached_tokens == min(16 * ((num_tokens + 1) // 16), num_tokens)
 
 
-def test_equal_prompts_have_answers_of_their_own_unless_a_seed_is_given(llm: LLM) -> None:
-    # At a temperature of 1, one in four hundred such fours has a pair.
+def test_equal_prompts_have_answers_of_their_own_unless_a_seed_is_given(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secrets, "randbits", random.Random(7).getrandbits)  # two may draw the same answer by chance
     sampling = SamplingParams(max_tokens=24, temperature=1.5, ignore_eos=True)
     free, seeded = sampling, replace(sampling, seed=7)
     assert len({tuple(one.token_ids) for one in llm.generate(["spell otter"] * 4, free)}) == 4
