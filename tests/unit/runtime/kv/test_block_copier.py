@@ -36,6 +36,7 @@ class BlockCopierHarness:
     """A worker's storage, the pool's arena and a candidate buffer."""
 
     def __init__(self, folder: Path) -> None:
+        self._other_threads = threading.enumerate()
         self.storage = filled(LAYOUT, 1)
         self.threads = WorkerThreads()
         self.copier = BlockCopier(self.storage, self.threads, CLIENT)
@@ -74,6 +75,10 @@ class BlockCopierHarness:
         """The source blocks, under lease 7."""
         self.pool.stamp(blocks(4, 6), 7)
         return copy_of((await self.offload()).runs, 7)
+
+    def peers_with_threads(self) -> set[str]:
+        own = [one.name for one in threading.enumerate() if one not in self._other_threads]
+        return {name.removeprefix("copy ").removesuffix("_0") for name in own if name.startswith("copy ")}
 
 
 def copy_of(runs: tuple[BlockRun, ...] | None, generation: int) -> BlockCopy:
@@ -125,11 +130,6 @@ async def test_a_peer_that_is_gone_refuses_everything(harness: BlockCopierHarnes
     assert (await harness.load(POOL, copy, 9, 5)).refused == {R1}
 
 
-def threads_of_peers() -> set[str]:
-    named = [one.name.removeprefix("copy ") for one in threading.enumerate() if one.name.startswith("copy ")]
-    return {name.removesuffix("_0") for name in named}
-
-
 async def test_peers_that_are_gone_leave_no_thread(harness: BlockCopierHarness) -> None:
     wanted = await harness.in_pool()
     for number in range(9):
@@ -137,7 +137,7 @@ async def test_peers_that_are_gone_leave_no_thread(harness: BlockCopierHarness) 
         harness.copier.unmap_arena(f"far-{number}")
     harness.copier.map_arena("far-8", harness.offer(harness.pool), stamps=False)  # is back
     assert (await harness.load("far-8", wanted, 9, 5)).refused == frozenset()
-    await holds(lambda: threads_of_peers() == {POOL, DECODE, "far-8"})
+    await holds(lambda: harness.peers_with_threads() == {POOL, DECODE, "far-8"})
 
 
 async def test_an_arena_that_cannot_be_mapped_refuses_and_is_tried_again(harness: BlockCopierHarness) -> None:

@@ -34,7 +34,6 @@ def test_the_pocket_model_ships_with_the_package() -> None:
     assert resolve_model(ModelSectionConfig(served_model_name="mine")).name == "mine"
 
 
-@pytest.mark.timeout(5)
 def test_a_named_pipe_is_refused_and_not_waited_for(folder: Path) -> None:
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")

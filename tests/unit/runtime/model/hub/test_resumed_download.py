@@ -135,7 +135,7 @@ def test_several_at_once_download_it_once(server: HubServer, folder: Path) -> No
 
 
 def test_it_can_be_stopped_while_it_receives_and_while_it_waits(server: HubServer, folder: Path) -> None:
-    server.bytes_per_s = len(WEIGHTS)
+    server.bytes_per_s = len(WEIGHTS) / 10  # it still receives when it is stopped, however late that is seen here
     stop = threading.Event()
     file = RemoteFile(f"{server.url}/{REPO}/resolve/main/model.safetensors", DIGEST, len(WEIGHTS))
     ended: list[BaseException] = []
