@@ -38,7 +38,7 @@ from benchmarks.chaos.ray_cluster import tail_of
 from benchmarks.chaos.room_process import RoomPlan, RoomProcess, forking, when_true
 from benchmarks.chaos.schedules import Target
 from benchmarks.chaos.site import ask
-from tests.support.ports import free_port
+from benchmarks.measuring.server import free_port
 
 MODEL = "model"
 PEER_TIMEOUT_S = 1.5

@@ -25,8 +25,7 @@ from typing_extensions import override
 
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
-from benchmarks.measuring.server import ALIGNEDSERVE, READY_TIMEOUT_S, wait_ready
-from tests.support.ports import free_port
+from benchmarks.measuring.server import ALIGNEDSERVE, READY_TIMEOUT_S, free_port, wait_ready
 
 _IDLE_S = 5.0
 _LOOK_S = 0.1

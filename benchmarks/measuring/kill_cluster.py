@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.measuring.kill_schedules import Hit, KillFault, Target
-from benchmarks.measuring.server import ALIGNEDSERVE, wait_ready
-from tests.support.ports import free_port
+from benchmarks.measuring.server import ALIGNEDSERVE, free_port, wait_ready
 
 _ENDS_BY_ITSELF_S = 15.0
 _FIND_S = 20.0

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,8 +14,6 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-from tests.support.ports import free_port
 
 ALIGNEDSERVE = str(Path(sys.executable).with_name("alignedserve"))
 READY_TIMEOUT_S = 120.0
@@ -40,6 +39,13 @@ _OF_SEPARATE_WORKERS = (
     "prefill.max_num_batched_tokens=2048",
     "pool.memory_bytes=4GiB",
 )
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class ServerEnded(Exception):
