@@ -22,6 +22,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Ctrl-C as at a terminal, for tests and what they start: what a shell has put into the background ignores it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # As in a cluster, whose processes share the cores with others.
 limit_thread_spinning()
 
@@ -86,11 +90,3 @@ def unused_tcp_port() -> int:
 def unused_tcp_port_factory() -> Callable[[], int]:
     """Likewise, for tests that need several."""
     return free_port
-
-
-@pytest.fixture
-def interrupts() -> Iterator[None]:
-    """Ctrl-C as at a terminal: what runs in the background ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)

@@ -263,7 +263,6 @@ def test_bench_serve_prints_json_only(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert json.loads(capsys.readouterr().out)["report"]["num_clamped_prompts"] == 9
 
 
-@pytest.mark.usefixtures("interrupts")
 def test_bench_serve_reports_what_it_has_when_ctrl_c_ends_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -115,7 +115,6 @@ def test_prompts_may_be_sampled_each_in_its_own_way(llm: LLM) -> None:
     assert [len(one.token_ids) for one in llm.generate(["spell otter"] * 2, samplings)] == [2, 5]
 
 
-@pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_ends_a_call_and_the_next_one_answers_as_before(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     questions = ["count from 3 to 9", "who are you?"]
     before = llm.chat(questions)
@@ -137,7 +136,6 @@ def test_ctrl_c_ends_a_call_and_the_next_one_answers_as_before(llm: LLM, monkeyp
     assert [one.text for one in llm.chat(questions)] == [one.text for one in before]
 
 
-@pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_while_prompts_are_taken_leaves_nothing_to_the_next_call(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
