@@ -83,6 +83,37 @@ def totals() -> str:
     return table([*head, "points ahead there", "goodput there"], lines)
 
 
+def beside() -> str:
+    """Return what the default's chat loses beside best-effort work, over all pairs of points, by trace and by load."""
+    points = {row["point"]: row for row in figures("grid")["points"]}
+    pairs = [
+        (points[name.removesuffix("be") + "alone"], row)
+        for name, row in points.items()
+        if name.endswith("/be") and name.removesuffix("be") + "alone" in points
+    ]
+    of_level: dict[str, list[tuple[Row, Row]]] = {"all": pairs}
+    for level in ("trace", "load"):
+        for pair in sorted(pairs, key=lambda pair: pair[0][level]):
+            of_level.setdefault(f"{level} {pair[0][level]}", []).append(pair)
+    head = ["", "pairs", "over 1 point lost", "points lost, mean", "most", "at", "BE tokens/s of an accelerator"]
+    return table(head, [_beside_cells(name, found) for name, found in of_level.items()])
+
+
+def _beside_cells(name: str, pairs: Sequence[tuple[Row, Row]]) -> list[str]:
+    lost = [alone["default"] - loaded["default"] for alone, loaded in pairs]
+    most, at = max(zip(lost, (loaded["point"] for _, loaded in pairs), strict=True))
+    tokens_per_s = [loaded["default_be"] / loaded["accelerators"] for _, loaded in pairs]
+    return [
+        name,
+        str(len(pairs)),
+        str(sum(points > 1.0 for points in lost)),
+        f"{sum(lost) / len(pairs):.1f}",
+        f"{most:.1f}",
+        at.removesuffix("/be"),
+        _number(sum(tokens_per_s) / len(pairs)),
+    ]
+
+
 def compared() -> str:
     """Return every point, the furthest behind first."""
     points = sorted(figures("grid")["points"], key=lambda row: row.get("ahead", 100.0))
@@ -128,4 +159,11 @@ def _signed(value: float | None, unit: str = " %") -> str:
     return "-" if value is None else f"{value:+.1f}{unit}"
 
 
-TABLES = {"record": record, "progress": progress, "verdict": verdict, "totals": totals, "compared": compared}
+TABLES = {
+    "record": record,
+    "progress": progress,
+    "verdict": verdict,
+    "totals": totals,
+    "beside": beside,
+    "compared": compared,
+}
