@@ -86,11 +86,8 @@ def totals() -> str:
 def beside() -> str:
     """Return what the default's chat loses beside best-effort work, over all pairs of points, by trace and by load."""
     points = {row["point"]: row for row in figures("grid")["points"]}
-    pairs = [
-        (points[name.removesuffix("be") + "alone"], row)
-        for name, row in points.items()
-        if name.endswith("/be") and name.removesuffix("be") + "alone" in points
-    ]
+    loaded = {f"{name.removesuffix('/be')}/alone": row for name, row in points.items() if name.endswith("/be")}
+    pairs = [(points[name], row) for name, row in loaded.items() if name in points]
     of_level: dict[str, list[tuple[Row, Row]]] = {"all": pairs}
     for level in ("trace", "load"):
         for pair in sorted(pairs, key=lambda pair: pair[0][level]):
