@@ -1,5 +1,6 @@
 """Helpers of the gateway's tests: a small tokenizer, apps over scripts, and a reader of event streams."""
 
+import asyncio
 import atexit
 import json
 import shutil
@@ -20,7 +21,7 @@ from alignedserve.api.backend.scripted import Script, ScriptedBackend
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.config.sections import GatewayConfig
-from alignedserve.core.request import Request
+from alignedserve.core.request import Request, RequestClass
 from alignedserve.gateway.app import build_app
 from alignedserve.gateway.services import Services, build_services
 from alignedserve.keys.ring import CurrentKeys, KeyRing
@@ -87,6 +88,12 @@ def saying(text: str, **fields: Any) -> Callable[[Request], Script]:
     """Return a script that says this and ends."""
     script = Script((*tokens_of(text), EOS), **fields)
     return lambda _: script
+
+
+def documents_held(text: str, until: asyncio.Event) -> Callable[[Request], Script]:
+    """Return a script that says this: at once to chat, to best-effort requests when the event is set."""
+    at_once, later = saying(text), saying(text, held_until=until)
+    return lambda request: (later if request.request_class is RequestClass.BEST_EFFORT else at_once)(request)
 
 
 @dataclass

@@ -8,10 +8,9 @@ import pytest
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import Overloaded, ResourceUnavailable
-from alignedserve.core.request import Request, RequestClass
 from alignedserve.gateway import streaming
 from alignedserve.gateway.streaming import EventSender
-from tests.gateway.support import Gateway, error_of, gateway, saying
+from tests.gateway.support import Gateway, documents_held, error_of, gateway, saying
 from tests.support.marks import each
 from tests.support.waiting import holds
 
@@ -150,12 +149,7 @@ async def test_a_full_queue_is_told_in_anthropics_form(kind: type[Overloaded]) -
 @APIS
 async def test_flex_that_finds_no_place_is_refused_and_chat_is_not(asked: Asked) -> None:
     goes_on = asyncio.Event()
-
-    def script(request: Request) -> Script:
-        is_held = request.request_class is RequestClass.BEST_EFFORT
-        return saying("the", held_until=goes_on if is_held else None)(request)
-
-    async with gateway(script, max_best_effort_requests=1) as served:
+    async with gateway(documents_held("the", goes_on), max_best_effort_requests=1) as served:
         waiting = asyncio.create_task(post(served, asked, service_tier="flex"))
         await holds(lambda: served.services.limiter.num_open == 1)
         refused = await post(served, asked, service_tier="flex")

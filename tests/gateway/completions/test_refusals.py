@@ -9,9 +9,8 @@ import pytest
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
-from alignedserve.core.request import Request, RequestClass
 from alignedserve.gateway import streaming
-from tests.gateway.support import error_of, gateway, saying, tokens_of
+from tests.gateway.support import documents_held, error_of, gateway, saying, tokens_of
 from tests.support.marks import each
 from tests.support.waiting import holds
 
@@ -317,12 +316,7 @@ async def test_too_many_requests_at_once_is_our_capacity() -> None:
 
 async def test_documents_that_wait_take_no_place_of_chat() -> None:
     goes_on = asyncio.Event()
-
-    def script(request: Request) -> Script:
-        is_held = request.request_class is RequestClass.BEST_EFFORT
-        return saying("the", held_until=goes_on if is_held else None)(request)
-
-    async with gateway(script, max_concurrent_requests=1, max_best_effort_requests=2) as served:
+    async with gateway(documents_held("the", goes_on), max_concurrent_requests=1, max_best_effort_requests=2) as served:
         waiting = [asyncio.create_task(served.chat(service_tier="flex")) for _ in range(2)]
         await holds(lambda: served.services.limiter.num_open == 2)
         response = await served.chat(service_tier="flex")
