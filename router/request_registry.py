@@ -2,7 +2,8 @@
 
 `interrupt` takes a request from a holder that was lost; its gateway then tells which tokens the client has, and
 `resume_from` queues it again. `requeue` queues a preempted request again. Lost holders and refused handoffs count as
-retries, and after `max_retries` the request fails; preemption for lack of memory does not count.
+retries, and after `max_retries` the request fails; preemption for lack of memory does not count. A document of hours
+may lose more holders than that: when it has come `FORGIVEN_TOKENS` further, earlier ones are forgotten (state.py).
 """
 
 from collections.abc import Iterable, Mapping
@@ -58,11 +59,8 @@ class RequestRegistry:
         for tracked in lost:
             self._placement.unassign(tracked)
             tracked.move(Stage.QUEUED)
-            tracked.num_retries += 1
-            if tracked.num_retries > self._max_retries:
-                commands += self.fail(tracked, FailureKind.WORKER_LOST, "its workers were lost again and again")
-            else:
-                commands.append(Send(tracked.gateway, RequestInterrupted(tracked.request.request_id)))
+            tracked.num_retries += 1  # too many or not: that depends on how far it has come
+            commands.append(Send(tracked.gateway, RequestInterrupted(tracked.request.request_id)))
         return commands
 
     def move(self, leaving: Iterable[TrackedRequest]) -> list[Send]:
@@ -74,10 +72,15 @@ class RequestRegistry:
         return commands
 
     def resume_from(self, tracked: TrackedRequest, generated_token_ids: tuple[int, ...]) -> list[Send]:
-        """Queue a request again, to be recomputed up to these tokens; its holder, if any, releases it."""
+        """Queue a request again, to be recomputed up to these tokens; its holder, if any, releases it.
+
+        One that has lost too many holders without coming further fails.
+        """
+        tracked.set_generated(generated_token_ids)
+        if tracked.num_retries > self._max_retries:
+            return self.fail(tracked, FailureKind.WORKER_LOST, "its workers were lost again and again")
         commands = self._revoke(tracked)
         self.queue.discard(tracked.request.request_id)
-        tracked.set_generated(generated_token_ids)
         self.enqueue(tracked)
         return commands
 

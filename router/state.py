@@ -15,6 +15,7 @@ from alignedserve.messages.prefixes import BLOCK_NAME_BYTES
 from alignedserve.messages.workers import PACKED_FROM, IterationLogReport, WorkerLoad, WorkerRegistered
 
 _KEPT_SHARE = 1 / 8  # of the places of a worker that does both phases, from best effort
+FORGIVEN_TOKENS = 256  # of an answer: what has come so much further has not lost its holders by its own fault
 _USUAL_TOKENS_PER_S = 5000  # of prompts, where workers do not tell their speed
 
 
@@ -54,6 +55,8 @@ class TrackedRequest:
 
     def set_generated(self, token_ids: tuple[int, ...]) -> None:
         """Set the tokens that the client has, to be recomputed with the prompt."""
+        if len(token_ids) - self.num_emitted >= FORGIVEN_TOKENS:
+            self.num_retries = min(self.num_retries, 1)  # the loss that has brought it here counts
         self.generated_token_ids = token_ids
         self.num_emitted = len(token_ids)
 

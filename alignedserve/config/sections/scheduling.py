@@ -26,7 +26,7 @@ class RouterConfig(Section, frozen=True):
     max_candidate_requests: int = 16
     # Share of the prompt tokens that best effort has while real-time requests wait (router/prefill_queue.py).
     best_effort_floor: float = 0.05
-    max_retries: int = 3  # after that a request fails
+    max_retries: int = 3  # after that a request fails; those before it came 256 tokens further are forgotten
     length_predictor: str = "hashed_ngrams"  # a name in router/prediction
     max_learnt_bytes: int = 192 * MIB  # of the finished requests that it learns from; the oldest make room
     # Decodes move between elastic workers of several nodes too, where their own node has no time or room for them and

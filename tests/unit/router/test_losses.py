@@ -36,6 +36,7 @@ from alignedserve.messages.workers import (
     RequestPreempted,
     WorkerLoad,
 )
+from router.state import FORGIVEN_TOKENS
 from tests.harnesses.router import (
     ASKED,
     BATCH,
@@ -254,7 +255,25 @@ def test_a_copy_lost_and_gone_further_since_is_no_loss() -> None:
 
 def test_a_loss_is_counted_and_the_last_one_fails_the_request() -> None:
     failed = RequestFailed(R1, FailureKind.WORKER_LOST, "its workers were lost again and again")
-    assert decoding(max_retries=0).lose(DECODE) == [dropped(), Send(GATEWAY, failed)]
+    made = decoding(max_retries=0)
+    assert made.lose(DECODE) == [INTERRUPTED]
+    assert made.hear(GATEWAY, ResumeRequest(request(), (7, 8))) == [dropped(), Send(GATEWAY, failed)]
+
+
+@each(("tokens_between", "is_served"), [(FORGIVEN_TOKENS, True), (FORGIVEN_TOKENS - 1, False)])
+def test_losses_before_it_came_further_are_forgotten(tokens_between: int, is_served: bool) -> None:
+    """A document of hours outlives more workers than a crash of its own may cost."""
+    made, of = RouterHarness(max_retries=1), request(max_tokens=4096)
+    large = worker(can_prefill=True, num_blocks=2000)
+    made.hear(DECODE, large)
+    made.submit(of)
+    told: list[Send] = []
+    for turn in range(1, 5 if is_served else 3):
+        made.lose(DECODE)
+        told = made.hear(GATEWAY, ResumeRequest(of, tuple(range(turn * tokens_between))))
+        made.hear(DECODE, large)
+    assert [type(one.message) for one in told] == ([] if is_served else [RequestFailed])
+    assert made.status().num_prefilling == is_served
 
 
 # --- going on
