@@ -32,6 +32,7 @@ from alignedserve.scheduling.topology import topology_of
 from alignedserve.scheduling.yielding import YieldConfig, Yielding
 
 _INTERFERENCE = "interference"
+_FLOOR = "best_effort_floor"
 _PACK_SHARE = "pack_share"
 _NOT_YIELDING = frozenset({Mechanism.SHARED_BLOCKS, Mechanism.HIDDEN_CACHE})  # what passes do not stop with
 _CLASSED_ORDERS = {"fcfs": "fcfs_classed"}  # of prompts, in the router: by those that know no classes
@@ -199,8 +200,8 @@ def resolve_policy(config: ClusterConfig) -> ClusterConfig:
     """
     scheduling, topology = config.scheduling, topology_of(config)
     entry = policy_entry(scheduling.policy)
-    if scheduling.interference is not None:
-        params = {"best_effort_floor": config.router.best_effort_floor, **scheduling.policy_params}
+    if _FLOOR in {field.name for field in fields(entry.config)}:
+        params = {_FLOOR: config.router.best_effort_floor, **scheduling.policy_params}
         scheduling = msgspec.structs.replace(scheduling, policy_params=params)
     if _may_yield(scheduling) and scheduling.best_effort_floor is None:
         scheduling = msgspec.structs.replace(scheduling, best_effort_floor=config.router.best_effort_floor)

@@ -104,6 +104,11 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self.request_ids)
 
+    @property
+    def num_added(self) -> int:
+        """Return the number of requests added so far: `order` of the next one."""
+        return self._num_added
+
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._rows
 

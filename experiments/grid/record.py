@@ -39,6 +39,11 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.system.partition(" ")[0]
 
     @property
+    def kind(self) -> str:
+        """Return what a repeated sample speaks for: the policy, with documents beside chat or without."""
+        return f"{self.policy}, {'documents beside' if '/be' in self.point else 'chat alone'}"
+
+    @property
     def attainment(self) -> float:
         """Return the share that met all objectives."""
         return self.num_met / self.num_sent

@@ -12,14 +12,14 @@ _SAID_ONLY = ("cpu_s", "code")
 
 
 def sample(record: Record, today: Collection[str], *, num_each: int = 1) -> list[Outcome]:
-    """Choose the quickest stale outcomes of each policy and code and those that hold least.
+    """Choose the quickest stale outcomes of each kind and code and those that hold least.
 
     Abandoned ones are chosen only where there are no others.
     """
     found: dict[tuple[str, str], list[Outcome]] = {}
     for one in record:
         if one.code not in today:
-            found.setdefault((one.policy, one.code), []).append(one)
+            found.setdefault((one.kind, one.code), []).append(one)
     return [one for of_policy in found.values() for one in _chosen(of_policy, num_each)]
 
 
@@ -39,7 +39,7 @@ def repeat(sampled: Sequence[Outcome], simulated: Simulate) -> list[Row]:
         again = simulated(point, _system(one.system, point.accelerators), least)
         rows.append(
             {
-                "system": one.policy,
+                "system": one.kind,
                 "code": one.code,
                 "now": again.code,
                 "is_same": is_same(one, again),

@@ -118,7 +118,7 @@ def search_task(task: SearchTask) -> float:
 
 def _still_holds(outcome: Outcome) -> bool:
     """Return whether today's code decides so, by its digest or by a sample that was repeated."""
-    of = {"system": outcome.policy, "code": outcome.code}
+    of = {"system": outcome.kind, "code": outcome.code}
     return not is_stale(state_of(of, repeats("grid"), digests().values()))
 
 

@@ -15,10 +15,11 @@ _NONE = "none over 98 %"
 
 @cache
 def rows() -> Sequence[Row]:
-    """Return a row for every simulation of the record: its policy and the digest of what decided."""
+    """Return a row for every simulation of the record: what it is of, and the digest of what decided."""
     return [
         {
-            "policy": one.system.partition(" ")[0],
+            "policy": one.policy,
+            "system": one.kind,
             "point": one.point.partition("/seed")[0],
             "run": one.system,
             "sent_s": 0.0 if one.at_most is not None else LEAST_S,  # an abandoned one is no rate

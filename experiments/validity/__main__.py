@@ -51,7 +51,7 @@ def _repeated(page: str, known: Sequence[Repeat], *, num_each: int, processes: i
     today, are_told = list(digests().values()), {(one["system"], one["code"]) for one in known}
     if page not in CASES:
         outcomes = grid_repeats.sample(Record(PATH), today, num_each=num_each)
-        return grid_repeats.repeat([one for one in outcomes if (one.policy, one.code) not in are_told], simulate)
+        return grid_repeats.repeat([one for one in outcomes if (one.kind, one.code) not in are_told], simulate)
     rows = [row for row in figures(page)["runs"] if (system_of(row), row.get("code")) not in are_told]
     return repeat(sample(rows, CASES[page](), today, num_each=num_each), processes=processes)
 

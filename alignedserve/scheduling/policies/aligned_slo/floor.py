@@ -8,6 +8,10 @@ least one. The rest go first among their own class (but for late chat, which kee
 others as they would be without having waited. So however many have waited too long, chat on time has the rest of the
 time and of the memory.
 
+Documents begin so only while their class has had less than its floor of the tokens (core/class_floor.py): what the time
+that chat leaves has computed of others counts. One that has waited ten times as long as it takes to come here begins in
+any case, as shorter ones may have had all of that.
+
 A first one that needs more memory than the share has it all the same, once it has been first for so long that the
 memory it holds is the share on average:
 
@@ -21,11 +25,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from alignedserve.core.class_floor import ClassFloor
 from alignedserve.core.ids import RequestId
 from alignedserve.scheduling.policies.aligned_slo.forecast import LATE, STARVING, counts_of, in_order
-from alignedserve.scheduling.policy import WorkerView
+from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.table import Bools, Ints, RequestTable, rows_where
 from kernels.cpu.request_table import RowForecasts
+
+_LONGEST_WAIT = 10.0  # times `starvation_s`
 
 
 class FlooredRows(NamedTuple):
@@ -39,23 +46,57 @@ class FlooredRows(NamedTuple):
 class Floor:
     """Gives chat its share, and documents theirs: neither waits for the other to end."""
 
-    def __init__(self, share: float, return_s: float, overdue_s: float) -> None:
-        """`share`: of the memory. `return_s`, `overdue_s`: as in AlignedSloConfig."""
+    def __init__(
+        self, share: float, return_s: float, overdue_s: float, *, starvation_s: float, best_effort_floor: float
+    ) -> None:
+        """`share`: of the memory. The others: as in AlignedSloConfig."""
         self._share, self._return_s, self._overdue_s = share, return_s, overdue_s
+        self._longest_wait_s = _LONGEST_WAIT * starvation_s
+        self._tokens = ClassFloor(best_effort_floor)
+        self._next_tokens = 0  # of the first document that has waited too long, and has not begun
         self._of_chat, self._of_documents = _ClassShare(share), _ClassShare(share)
 
     def apply(self, view: WorkerView, rows: RowForecasts) -> FlooredRows:
         """Return the forecasts with the requests behind the floor in the ranks of their objectives."""
+        self._next_tokens = 0
         if not (rows.num_ready[STARVING] or rows.num_waiting[STARVING]):
             self._of_chat.forget()
             self._of_documents.forget()
             return FlooredRows(rows, self._sheltered(view, rows), is_first_held=True)
-        rows = self._few_beginning(view, rows)
+        rows = self._few_beginning(view, self._documents_owed(view, rows))
         starving = rows_where(rows.rank == STARVING)
         is_chat = view.table.is_real_time[starving]
         floored = FlooredRows(rows, self._sheltered(view, rows), is_first_held=True)
         floored = self._of_chat.apply(view, floored, starving[is_chat])
         return self._of_documents.apply(view, floored, starving[~is_chat])
+
+    def note(self, table: RequestTable, plan: IterationPlan) -> None:
+        """Note what an iteration computes, while a document waits for the floor of its class."""
+        if not self._next_tokens:
+            return
+        num_of_chat = num_of_documents = 0
+        for part in plan.scheduled:
+            if table.is_real_time[part.row]:
+                num_of_chat += part.num_tokens
+            else:
+                num_of_documents += part.num_tokens
+        self._tokens.note_own(num_of_documents)
+        self._tokens.note_earlier(num_of_chat, self._next_tokens)
+
+    def _documents_owed(self, view: WorkerView, rows: RowForecasts) -> RowForecasts:
+        """Return the forecasts with documents that have not begun behind the floor, but for one that is owed."""
+        table = view.table
+        waiting = rows_where((rows.rank == STARVING) & ~table.is_real_time & (table.num_blocks == 0))
+        if not len(waiting):
+            return rows
+        waiting = in_order(waiting, table, rows)
+        self._next_tokens = int(table.num_remaining[waiting[0]])
+        if self._tokens.is_due(self._next_tokens):
+            return behind(rows, waiting[1:]) if len(waiting) > 1 else rows
+        if self._tokens.owed_share:
+            waited_s = view.now - table.arrival_s[waiting] - table.service_s[waiting]
+            waiting = waiting[waited_s <= self._longest_wait_s]
+        return behind(rows, waiting) if len(waiting) else rows
 
     def _few_beginning(self, view: WorkerView, rows: RowForecasts) -> RowForecasts:
         """Return the forecasts with chats overdue to begin behind the floor, but for a share of places and memory.

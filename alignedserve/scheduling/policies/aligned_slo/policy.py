@@ -41,6 +41,7 @@ from alignedserve.scheduling.policies.aligned_slo.loans import LoanCredit, Loans
 from alignedserve.scheduling.policies.aligned_slo.packing import SloPacking
 from alignedserve.scheduling.policies.aligned_slo.pool import PooledPacking
 from alignedserve.scheduling.policies.aligned_slo.relegation import num_contending, relegated
+from alignedserve.scheduling.policies.aligned_slo.reserve import PromptReserve
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import (
     RefreshedEstimate,
@@ -65,6 +66,7 @@ class AlignedSloConfig:
     tight_share: float = 0.5  # up to this share of the objective: else they leave documents nothing
     stopped_share: float = 0.35  # of it while none waits, where the pass stops for those that come
     idle_share: float = 0.5  # of the last one, where no such prompt has come for `memory_s`
+    documents_share: float = 0.1  # of the time that is left, while a chat is not ahead by what a prompt takes
     slack_share: float = 0.9  # of the least slack: the rest is for errors of the cost model
     usual_stretch: float = 1.05  # errors that the rest is for: where iterations take longer, as beside others on the
     # same cores, the share is less
@@ -82,7 +84,7 @@ class AlignedSloConfig:
     starving_share: float = 0.1  # the share, of the time that the iteration may take and of the memory
     growth_tokens: int = 16  # newcomers leave blocks for this many more tokens of each request with objectives
     interference: float | None = None  # `scheduling.interference`: best effort prolongs gaps of chat by this factor
-    best_effort_floor: float = 0.05  # share of the time that it has all the same, `router.best_effort_floor`
+    best_effort_floor: float = 0.05  # share of the time, or of the tokens, that it has all the same; the router's
     # What other papers' policies always do, for what it is worth (docs/experiments/ablations.md).
     levels: bool = False  # ALISE's, of the time left
     knapsack: bool = False  # Apt-Serve's, of first tokens where blocks are short
@@ -95,6 +97,8 @@ class AlignedSloConfig:
             raise ValueError("silence_s must be above 0")
         if not 0.0 <= self.best_effort_floor <= 0.5:
             raise ValueError("best_effort_floor must be at least 0 and at most 0.5")
+        if not 0.0 <= self.documents_share <= 1.0:
+            raise ValueError("documents_share must be at least 0 and at most 1")
         if self.loan_share < 0.0 or self.loan_credit_s < 0.0:
             raise ValueError("loan_share and loan_credit_s must be at least 0")
 
@@ -105,9 +109,16 @@ class AlignedSlo:
     def __init__(self, config: AlignedSloConfig) -> None:
         self._config = config
         self._credit = LoanCredit(config.loan_share, config.loan_credit_s)
-        self._floor = Floor(config.starving_share, config.return_s, config.overdue_s)
+        self._floor = Floor(
+            config.starving_share,
+            config.return_s,
+            config.overdue_s,
+            starvation_s=config.starvation_s,
+            best_effort_floor=config.best_effort_floor,
+        )
         bound = config.interference
         self._interference = None if bound is None else Interference(bound, config.best_effort_floor)
+        self._reserve = PromptReserve(config.documents_share)
         self._runtime = RefreshedEstimate(fit_request_runtime)
         self._prompts = RefreshedEstimate(measure_prefill_times)
         self._tightest_s = np.inf  # the tightest recent first-token objective
@@ -118,6 +129,11 @@ class AlignedSlo:
 
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""
+        plan = self._plan(view)
+        self._floor.note(view.table, plan)
+        return plan
+
+    def _plan(self, view: WorkerView) -> IterationPlan:
         self._credit.earn(view.now)
         cap_s, stopped_s = self._longest_s(view)
         interference = self._interference
@@ -154,9 +170,25 @@ class AlignedSlo:
             packing.add_prompts(group, until_s)
         if num_of(_PRESSING, forecast.rows):
             budget_s = min(budget_s, self._paced_s(view, forecast.rows, packing.predicted_s()))
-        packing.add_decodes(_OTHERS, budget_s)
-        packing.add_prompts(_OTHERS, budget_s)
+        if starving_classes:
+            packing.add_decodes(_STARVING, budget_s, are_chats=True)
+            packing.add_prompts(_STARVING, budget_s, are_chats=True)
+        if num_of(_OTHERS, forecast.rows):
+            budget_s = self._unreserved_s(view, forecast.rows, packing.predicted_s(), budget_s)
+        packing.add_decodes(_OTHERS, budget_s, are_chats=False)
+        packing.add_prompts(_OTHERS, budget_s, are_chats=False)
         return packing.plan()
+
+    def _unreserved_s(self, view: WorkerView, rows: RowForecasts, alone_s: float, budget_s: float) -> float:
+        """Return how long the iteration may be with documents, so that chats stay ahead by what a prompt takes.
+
+        Where no prompts are computed, none prolongs their gaps.
+        """
+        if not view.computes_prompts or math.isinf(rows.banked_until_s):
+            return budget_s
+        longest_s = (1.0 - self._config.response_share) * self._tightest_s
+        ahead_s = rows.banked_until_s - view.now
+        return self._reserve.until_s(ahead_s, alone_s=alone_s, budget_s=budget_s, longest_s=longest_s)
 
     def _paced_s(self, view: WorkerView, rows: RowForecasts, least_s: float) -> float:
         """Return how long iterations may be for documents whose deadline presses, so that each is in time.
@@ -216,6 +248,7 @@ class AlignedSlo:
     def _forecast(self, view: WorkerView, cap_s: float, interference: Interference | None) -> SloForecast:
         now, config = view.now, self._config
         runtime, prompts = self._runtime.of(view.costs), self._prompts.of(view.costs)
+        self._reserve.note(view.table, prompts)
         situation = Situation(
             now=now,
             horizon_s=2 * max(view.history.mean_s, cap_s if math.isfinite(cap_s) else 0.0),

@@ -73,12 +73,45 @@ def test_equals_do_not_take_each_others_blocks() -> None:
 def test_who_has_waited_beyond_the_bound_has_a_tenth_of_the_iteration_before_all_others() -> None:
     """An iteration may take a fifth of 1 s, and 10 ms of it whatever it does; the question by itself takes 160 ms."""
     rows: dict[str, dict[str, Any]] = {
-        "forgotten": {"be": True, "prompt_len": 300, "arrival_s": -100.0},
+        "forgotten": {"be": True, "prompt_len": 300, "arrival_s": -1000.0},
         "question": {"prompt_len": 300, "ttft_s": 1.0, "arrival_s": 0.9},
     }
     assert planned(view_of(rows, now=1.0)) == {"forgotten": 20, "question": 300}
     rows["forgotten"]["arrival_s"] = 0.0
     assert planned(view_of(rows, now=1.0)) == {"question": 300}
+
+
+@each(
+    ("floor", "waited_s", "num_before"),
+    [(0.05, 100.0, 4), (0.1, 100.0, 2), (0.0, 100.0, 9), (0.05, 700.0, 0), (0.0, 700.0, 9)],
+)
+def test_a_document_that_has_waited_begins_once_its_class_is_owed_its_tokens(
+    floor: float, waited_s: float, num_before: int
+) -> None:
+    """60 of them: each iteration computes 300 of chat. One that has waited ten times as long is owed them."""
+    rows: dict[str, dict[str, Any]] = {
+        "forgotten": {"be": True, "prompt_len": 60, "arrival_s": 1.0 - waited_s},
+        "question": {"prompt_len": 300, "ttft_s": 1.0, "arrival_s": 0.9},
+    }
+    policy, view = make_policy("aligned_slo", {"best_effort_floor": floor}), view_of(rows, now=1.0)
+    found = ["forgotten" in scheduled_of(view, policy.plan(view)) for _ in range(9)]
+    assert (found.index(True) if any(found) else 9) == num_before
+
+
+def test_what_documents_have_of_the_time_that_is_left_counts_for_their_floor() -> None:
+    """Sixteen decode beside chat, and have what 300 of its tokens owe them."""
+    rows: dict[str, dict[str, Any]] = {
+        "forgotten": {"be": True, "prompt_len": 60, "arrival_s": -100.0},
+        "question": {"prompt_len": 150, "ttft_s": 1.0, "arrival_s": 0.9},
+        **{
+            f"document-{number}": {"be": True, "prompt_len": 10, "num_generated": 1, "deadline_s": 1e6}
+            for number in range(16)
+        },
+    }
+    policy, view = make_policy("aligned_slo"), view_of(rows, now=1.0, max_running_requests=17)
+    found = [scheduled_of(view, policy.plan(view)) for _ in range(20)]
+    assert {len(one) for one in found} == {17}
+    assert not any("forgotten" in one for one in found)
 
 
 def test_who_has_waited_beyond_the_bound_fills_what_no_other_needs() -> None:

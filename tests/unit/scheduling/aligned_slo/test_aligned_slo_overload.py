@@ -55,7 +55,7 @@ def test_who_does_not_fit_lets_others_by_and_evicts_none_in_vain() -> None:
 def test_who_has_waited_too_long_has_its_share_of_the_memory_kept_for_it() -> None:
     rows: Rows = {
         "chat": {"prompt_len": 1080, "num_generated": 1, "ttft_s": 1.0, "tpot_s": 1.0},
-        "waiting": {"prompt_len": 90, "be": True, "arrival_s": -100.0, "predicted_len": 10},
+        "waiting": {"prompt_len": 90, "be": True, "arrival_s": -1000.0, "predicted_len": 10},
         "new": {"prompt_len": 20, "ttft_s": 5.0},
     }
     # 68 blocks are held and 5 free. It needs 6 blocks, which are less than a tenth.
@@ -120,7 +120,7 @@ def test_one_that_has_lost_its_cache_returns_after_ten_seconds_by_its_share() ->
 
 def test_it_does_not_wait_for_a_document_that_has_waited_for_longer() -> None:
     lost = {**LATE, "num_cached": 0, "last_token_s": 9.9}
-    document = {"prompt_len": 90, "be": True, "arrival_s": -200.0, "predicted_len": 10}
+    document = {"prompt_len": 90, "be": True, "arrival_s": -1000.0, "predicted_len": 10}
     assert beside_chat_all({"document": document, "lost": lost}) == {"chat": 1, "document": 1, "lost": 1}
 
 
@@ -138,9 +138,11 @@ def test_a_chat_overdue_to_begin_has_a_share_of_the_time_of_those_on_time() -> N
     waiting = {"prompt_len": 90, "predicted_len": 10, "ttft_s": 1.0}
     assert beside_chat(**waiting, arrival_s=-10.9) == {"chat": 1}
     assert beside_chat(**waiting, arrival_s=-11.1) == {"chat": 1, "row": 1}
-    # Without an objective it is not late: it waits as long as a document.
+    # Without an objective it is not late: it waits as long as a document that is owed to the floor.
     has_waited = {"prompt_len": 90, "predicted_len": 10, "arrival_s": -200.0}
-    assert beside_chat(**has_waited) == beside_chat(**has_waited, be=True) == {"chat": 1, "row": 1}
+    assert beside_chat(**has_waited) == {"chat": 1, "row": 1}
+    assert beside_chat(**has_waited, be=True) == {"chat": 1}
+    assert beside_chat(**has_waited | {"arrival_s": -1000.0}, be=True) == {"chat": 1, "row": 1}
 
 
 def test_those_that_have_begun_so_hold_no_more_than_a_share_of_the_places() -> None:

@@ -193,4 +193,6 @@ def test_two_bounds_are_refused() -> None:
 def test_the_floor_is_that_of_the_router() -> None:
     config = ClusterConfig(scheduling=SchedulingConfig(interference=1.1), router=RouterConfig(best_effort_floor=0.02))
     assert params_of(resolve_policy(config).scheduling) == {"interference": 1.1, "best_effort_floor": 0.02}
-    assert params_of(resolve_policy(ClusterConfig()).scheduling) == {}
+    config = ClusterConfig(router=RouterConfig(best_effort_floor=0.02))
+    assert params_of(resolve_policy(config).scheduling) == {"best_effort_floor": 0.02}
+    assert params_of(resolve_policy(ClusterConfig(scheduling=SchedulingConfig("fastgen"))).scheduling) == {}
