@@ -86,14 +86,15 @@ class Floor:
     def _documents_owed(self, view: WorkerView, rows: RowForecasts) -> RowForecasts:
         """Return the forecasts with documents that have not begun behind the floor, but for one that is owed."""
         table = view.table
-        waiting = rows_where((rows.rank == STARVING) & ~table.is_real_time & (table.num_blocks == 0))
+        starving = rows_where(rows.rank == STARVING)
+        waiting = starving[~table.is_real_time[starving] & (table.num_blocks[starving] == 0)]
         if not len(waiting):
             return rows
-        waiting = in_order(waiting, table, rows)
-        self._next_tokens = int(table.num_remaining[waiting[0]])
+        first = _first_of(waiting, table)
+        self._next_tokens = int(table.num_remaining[first])
         if self._tokens.is_due(self._next_tokens):
-            return behind(rows, waiting[1:]) if len(waiting) > 1 else rows
-        if self._tokens.owed_share:
+            waiting = waiting[waiting != first]
+        elif self._tokens.owed_share:
             waited_s = view.now - table.arrival_s[waiting] - table.service_s[waiting]
             waiting = waiting[waited_s <= self._longest_wait_s]
         return behind(rows, waiting) if len(waiting) else rows
@@ -188,6 +189,13 @@ def _blocks_for(view: WorkerView, rows: Ints) -> Ints:
     table = view.table
     context_len = table.prompt_len[rows] + table.num_generated[rows] + 1
     return view.memory.blocks_for_each(context_len, is_hidden=table.is_hidden[rows])
+
+
+def _first_of(starving: Ints, table: RequestTable) -> int:
+    """Return the first of these rows as `in_order` has it, without sorting a deep backlog."""
+    priority = table.priority[starving]
+    foremost = starving[priority == priority.min()]
+    return int(foremost[np.argmin(table.order[foremost])])
 
 
 def _num_within(room: float, blocks: Ints) -> int:

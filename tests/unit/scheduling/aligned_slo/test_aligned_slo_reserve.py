@@ -13,7 +13,7 @@ from tests.support.marks import each
 # Its next token is due in 90 ms, of which an iteration may take 81. Alone it takes 12 ms.
 _ANSWER = {"prompt_len": 90, "num_generated": 10, "ttft_s": 1.0, "tpot_s": 0.1, "last_token_s": 0.99}
 _DOCUMENT = {"prompt_len": 90, "num_generated": 10, "be": True}  # 2 ms
-_QUESTION = {"prompt_len": 390, "ttft_s": 1.0, "tpot_s": 0.1}  # 400 ms
+_QUESTION: dict[str, Any] = {"prompt_len": 390, "ttft_s": 1.0, "tpot_s": 0.1}  # 400 ms
 
 
 def _num_documents(*, ahead_s: float, documents_as: dict[str, Any] | None = None, **params: float) -> int:
