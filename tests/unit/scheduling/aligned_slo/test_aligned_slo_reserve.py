@@ -63,7 +63,7 @@ def test_the_reserve_is_of_what_nine_of_ten_prompts_take_and_can_be_in_time(long
 
 def test_only_prompts_of_chat_that_have_come_count() -> None:
     reserve = PromptReserve(share=0.0)
-    rows = {
+    rows: dict[str, dict[str, Any]] = {
         "document": {"prompt_len": 4000, "be": True},
         "patient": {"prompt_len": 4000, "tpot_s": 0.1},
         "moved": _QUESTION | {"prompt_len": 4000, "num_generated": 3, "first_token_s": 0.0, "last_token_s": 0.1},
