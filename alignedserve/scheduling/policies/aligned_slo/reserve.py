@@ -10,7 +10,8 @@ time in parts, each beside one token of every chat.
     reserve = 0 if stretch * usual <= longest, else min(usual, longest)
     until   = max(ahead - reserve, alone + share * (budget - alone))
 
-`longest`: the longest prompt that could be in time. `stretch`: times as long as alone that one takes in parts. `ahead`: time until the first of the next tokens is due by mean gaps. `alone`: the iteration without documents.
+`longest`: the longest prompt that could be in time. `stretch`: times as long as alone that one takes in parts.
+`ahead`: time until the first of the next tokens is due by mean gaps. `alone`: the iteration without documents.
 Example: chats have a mean gap of 50 ms, the prompts take 400 ms. Alone iterations take 20 ms. A chat that has just
 begun is ahead by 400 ms after 13 tokens: until then documents prolong iterations by 2 to 3 ms, after it by 25.
 """
@@ -52,7 +53,7 @@ class PromptReserve:
         """Return how long the iteration may be with documents, of `budget_s`.
 
         `ahead_s`: time until a chat's next token is due by its mean gap. `alone_s`: of the iteration without documents.
-        `longest_s`: the longest prompt that could be in time. `stretch`: times as long as alone that one takes in parts.
+        `longest_s`: the longest prompt that could be in time. `stretch`: so many times as long as alone it takes in parts.
         """
         if self._usual_s * stretch <= longest_s:
             return budget_s
