@@ -53,7 +53,7 @@ class PromptReserve:
         """Return how long the iteration may be with documents, of `budget_s`.
 
         `ahead_s`: time until a chat's next token is due by its mean gap. `alone_s`: of the iteration without documents.
-        `longest_s`: the longest prompt that could be in time. `stretch`: so many times as long as alone it takes in parts.
+        `longest_s`: the longest prompt that can be in time. `stretch`: times as long as alone that it takes in parts.
         """
         if self._usual_s * stretch <= longest_s:
             return budget_s
