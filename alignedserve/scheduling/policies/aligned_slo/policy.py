@@ -188,7 +188,8 @@ class AlignedSlo:
             return budget_s
         longest_s = (1.0 - self._config.response_share) * self._tightest_s
         ahead_s = rows.banked_until_s - view.now
-        stretch = self._stretch(view, budget_s)
+        num_waiting = sum([rows.num_waiting[rank] for rank in _REAL_TIME.ranks])
+        stretch = math.inf if num_waiting > 1 else self._stretch(view, budget_s)  # in parts they delay each other
         return self._reserve.until_s(ahead_s, alone_s=alone_s, budget_s=budget_s, longest_s=longest_s, stretch=stretch)
 
     def _paced_s(self, view: WorkerView, rows: RowForecasts, least_s: float) -> float:

@@ -3,14 +3,15 @@
 A prompt that is in time only in one go prolongs one gap of every chat beside it, and each has to be ahead by that much.
 Documents that fill every gap up to its objective leave none of them ahead, and the next long prompt is late, or makes
 them late. So documents prolong an iteration only as far as every chat that has begun is ahead, after it, by what a
-prompt takes; while one is not, they have a small share of the time that is left. Nothing is kept where prompts are in
-time in parts, each beside one token of every chat.
+prompt takes; while one is not, they have a small share of the time that is left. Nothing is kept while no two chats
+wait and prompts are in time in parts, each beside one token of every chat.
 
     usual   = what nine of ten of the latest prompts of chat take alone
     reserve = 0 if stretch * usual <= longest, else min(usual, longest)
     until   = max(ahead - reserve, alone + share * (budget - alone))
 
-`longest`: the longest prompt that could be in time. `stretch`: times as long as alone that one takes in parts.
+`longest`: the longest prompt that could be in time. `stretch`: times as long as alone that one takes in parts;
+infinite while two chats wait.
 `ahead`: time until the first of the next tokens is due by mean gaps. `alone`: the iteration without documents.
 Example: chats have a mean gap of 50 ms, the prompts take 400 ms. Alone iterations take 20 ms. A chat that has just
 begun is ahead by 400 ms after 13 tokens: until then documents prolong iterations by 2 to 3 ms, after it by 25.

@@ -18,19 +18,26 @@ _QUESTION: dict[str, Any] = {"prompt_len": 390, "ttft_s": 0.5, "tpot_s": 0.1}
 
 
 def _num_documents(
-    *, ahead_s: float, ttft_s: float = 0.5, documents_as: dict[str, Any] | None = None, **params: float
+    *,
+    ahead_s: float,
+    ttft_s: float = 0.5,
+    num_waiting: int = 0,
+    documents_as: dict[str, Any] | None = None,
+    **params: float,
 ) -> int:
     """Return how many of fifty documents decode beside an answer that is so far ahead, where questions come."""
     policy = make_policy("aligned_slo", params)
     policy.plan(view_of({"question": _QUESTION | {"ttft_s": ttft_s}}))
     rows = {f"document-{number}": _DOCUMENT | (documents_as or {}) for number in range(50)}
+    too_large = _QUESTION | {"prompt_len": 20_000, "arrival_s": -9.0}
+    rows |= {f"waiting-{number}": too_large for number in range(num_waiting)}
     answer = _ANSWER | {"first_token_s": ahead_s}  # due by ten mean gaps of 0.1 s, at 1 s
     view = view_of({"answer": answer, **rows}, now=1.0)
     plan = policy.plan(view)
     assert_sound(view, plan)
     scheduled = scheduled_of(view, plan)
     assert "answer" in scheduled
-    return len(scheduled) - 1
+    return sum(name.startswith("document") for name in scheduled)
 
 
 def test_documents_fill_gaps_of_chats_that_are_ahead_by_a_prompt() -> None:
@@ -50,6 +57,8 @@ def test_documents_have_a_tenth_of_the_time_beside_chats_that_are_not_ahead() ->
 
 def test_nothing_is_kept_for_prompts_that_are_in_time_in_parts() -> None:
     assert _num_documents(ahead_s=0.1, ttft_s=0.7) == 34
+    assert _num_documents(ahead_s=0.1, ttft_s=0.7, num_waiting=1) == 34
+    assert _num_documents(ahead_s=0.1, ttft_s=0.7, num_waiting=2) == 3
 
 
 def test_documents_whose_deadline_presses_wait_for_no_reserve() -> None:
