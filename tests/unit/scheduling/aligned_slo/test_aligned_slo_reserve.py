@@ -29,8 +29,8 @@ def _num_documents(
     policy = make_policy("aligned_slo", params)
     policy.plan(view_of({"question": _QUESTION | {"ttft_s": ttft_s}}))
     rows = {f"document-{number}": _DOCUMENT | (documents_as or {}) for number in range(50)}
-    too_large = _QUESTION | {"prompt_len": 20_000, "arrival_s": -9.0}
-    rows |= {f"waiting-{number}": too_large for number in range(num_waiting)}
+    has_no_room = _ANSWER | {"prompt_len": 20_000, "num_cached": 0, "first_token_s": 0.0}
+    rows |= {f"waiting-{number}": has_no_room for number in range(num_waiting)}
     answer = _ANSWER | {"first_token_s": ahead_s}  # due by ten mean gaps of 0.1 s, at 1 s
     view = view_of({"answer": answer, **rows}, now=1.0)
     plan = policy.plan(view)
