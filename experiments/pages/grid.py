@@ -5,10 +5,10 @@ from functools import cache
 
 from experiments.common import Row
 from experiments.grid.record import PATH, Record
-from experiments.grid.systems import FIELD
+from experiments.grid.systems import FIELD, UNION
 from experiments.pages.record import bold, bullets, digits, figures, seconds, share, states_of, table, warnings_of
 from experiments.steady import LEAST_S
-from experiments.validity.rows import states
+from experiments.validity.rows import is_stale, states
 
 _NONE = "none over 98 %"
 
@@ -89,12 +89,26 @@ def beside() -> str:
     points = {row["point"]: row for row in figures("grid")["points"]}
     loaded = {f"{name.removesuffix('/be')}/alone": row for name, row in points.items() if name.endswith("/be")}
     pairs = [(points[name], row) for name, row in loaded.items() if name in points]
+    stale = _stale_points()
     of_level: dict[str, list[tuple[Row, Row]]] = {"all": pairs}
+    if any(loaded["point"] in stale for _, loaded in pairs):
+        for name, is_stale_one in (("of today's decision code", False), ("of an older one", True)):
+            of_level[name] = [pair for pair in pairs if (pair[1]["point"] in stale) is is_stale_one]
     for level in ("trace", "load"):
         for pair in sorted(pairs, key=lambda pair: pair[0][level]):
             of_level.setdefault(f"{level} {pair[0][level]}", []).append(pair)
     head = ["", "pairs", "over 1 point lost", "points lost, mean", "most", "at", "BE tokens/s of an accelerator"]
-    return table(head, [_beside_cells(name, found) for name, found in of_level.items()])
+    return table(head, [_beside_cells(name, found) for name, found in of_level.items() if found])
+
+
+def _stale_points() -> set[str]:
+    """Return the points where an older code has decided something of the default."""
+    found = rows()
+    return {
+        str(row["point"])
+        for row, state in zip(found, states("grid", found), strict=True)
+        if row["policy"] == UNION and is_stale(state)
+    }
 
 
 def _beside_cells(name: str, pairs: Sequence[tuple[Row, Row]]) -> list[str]:

@@ -270,7 +270,7 @@ def test_losses_before_it_came_further_are_forgotten(tokens_between: int, is_ser
     told: list[Send] = []
     for turn in range(1, 5 if is_served else 3):
         made.lose(DECODE)
-        told = made.hear(GATEWAY, ResumeRequest(of, tuple(range(turn * tokens_between))))
+        told += made.hear(GATEWAY, ResumeRequest(of, tuple(range(turn * tokens_between))))
         made.hear(DECODE, large)
     assert [type(one.message) for one in told] == ([] if is_served else [RequestFailed])
     assert made.status().num_prefilling == is_served
