@@ -20,6 +20,7 @@ from experiments.common import GIB, MANY
 MODEL, HARDWARE = "llama-2-13b", "a100-80g"
 UNION = "aligned_slo"
 TOKEN_BUDGETS = (256, 512, 1024, 2048)
+USUAL_FLOOR = RouterConfig().best_effort_floor
 _FIRST_BUDGET = 1  # of these: where a search begins
 _MACHINES = ClusterHardware(WorkerSpec(MODEL, HARDWARE))
 
@@ -56,18 +57,22 @@ class System(NamedTuple):
     num_prefill: int = 0  # of the workers, where they are separate
     token_budget: int = 0  # Sarathi's
     knows_classes: bool = False
+    best_effort_floor: float = USUAL_FLOOR  # `router.best_effort_floor`
 
     def name(self, accelerators: int) -> str:
         """Return its name among systems on this many accelerators: `sarathi 512 colocated`, `fcfs 1 + 3`."""
         budget = f" {self.token_budget}" if self.token_budget else ""
         is_split = self.topology.is_separate
         roles = f"{self.num_prefill} + {accelerators - self.num_prefill}" if is_split else self.topology.value
-        return f"{self.policy}{budget} {roles}"
+        floor = "" if self.best_effort_floor == USUAL_FLOOR else f" floor {self.best_effort_floor:g}"
+        return f"{self.policy}{budget} {roles}{floor}"
 
     def config(self, accelerators: int, machines: ClusterHardware = _MACHINES) -> SimConfig:
         """Configure it, with the sizes of a server and queues without a limit."""
         cluster = ClusterConfig(
-            router=RouterConfig(max_queued_requests=MANY, max_queued_tokens=MANY),
+            router=RouterConfig(
+                max_queued_requests=MANY, max_queued_tokens=MANY, best_effort_floor=self.best_effort_floor
+            ),
             pool=PoolConfig(memory_bytes=32 * GIB * accelerators),
             prefill=PrefillWorkerConfig(
                 count=max(self.num_prefill, 1), max_running_requests=64, max_num_batched_tokens=2048
