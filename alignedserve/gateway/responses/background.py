@@ -31,7 +31,9 @@ _STATUS = {
     BatchStatus.CANCELLING: "in_progress",
 }
 _GENERATED = ("status", "output", "usage", "incomplete_details", "error", "completed_at")
-_LEFT_OUT = {"background", "conversation", "metadata", "previous_response_id", "store", "stream", "input"}
+_LEFT_OUT = {
+    *("background", "conversation", "input", "metadata", "previous_response_id", "store", "stream", "stream_options"),
+}
 _SERVICE_TIERS = ("auto", "default", "flex")
 
 

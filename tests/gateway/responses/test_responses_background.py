@@ -11,7 +11,7 @@ from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import Unservable
 from alignedserve.core.request import RequestClass
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
-from tests.gateway.responses.responses_support import response_of, text_of
+from tests.gateway.responses.responses_support import events_of, response_of, text_of
 from tests.gateway.support import error_of, saying, tokenizer
 from tests.support.waiting import holds
 
@@ -51,6 +51,15 @@ async def test_it_is_generated_at_best_effort_and_kept(tmp_path: Path) -> None:
         assert listed == [[], []]
         await holds(lambda: not any((tmp_path / "files").rglob("file-*")))  # what only the batch needed goes after it
         assert await get(served, queued["id"]) == done
+
+
+async def test_options_of_its_stream_are_none_of_its_line(tmp_path: Path) -> None:
+    body = {"model": "tiny", "input": "hello", "background": True, "stream": True}
+    async with batch_gateway(tmp_path) as served:
+        answer = await served.client.post(
+            "/v1/responses", json=body | {"stream_options": {"include_obfuscation": False}}
+        )
+    assert text_of(events_of(answer)[-1]["response"]) == "hello world"
 
 
 async def test_a_new_driver_goes_on(tmp_path: Path) -> None:
