@@ -6,8 +6,10 @@ from typing import Any
 import httpx
 import pytest
 
+from alignedserve.api.backend.interface import RequestStream
 from alignedserve.api.backend.scripted import Script
-from alignedserve.api.errors import Overloaded, ResourceUnavailable
+from alignedserve.api.errors import Overloaded, ResourceUnavailable, TimedOut
+from alignedserve.core.request import Request
 from alignedserve.gateway import streaming
 from alignedserve.gateway.streaming import EventSender
 from tests.gateway.support import Gateway, documents_held, error_of, gateway, saying
@@ -105,6 +107,22 @@ async def test_a_stream_that_waits_gets_comments(monkeypatch: pytest.MonkeyPatch
     assert response.status_code == 200
     assert response.text.startswith(COMMENT * 2)
     assert events_of(quick) == [event for event in events_of(response) if event != ": waiting"]
+
+
+async def test_a_response_that_fails_after_a_comment_begins_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenAI's client takes no other event for the first."""
+    with monkeypatch.context() as patch:
+        has_come = quick_comments(patch, 1, after_s=0.05)
+
+        async def fail_after_it(request: Request, script: Script, stream: RequestStream) -> None:
+            await has_come.wait()
+            stream.fail(TimedOut("It is silent."))
+
+        async with gateway() as served, asyncio.timeout(20):
+            patch.setattr(served.backend, "_play", fail_after_it)
+            response = await post(served, RESPONSE, stream=True)
+    named = [event for event in events_of(response) if event != ": waiting"]
+    assert named == [f"event: response.{name}" for name in ("created", "in_progress", "failed")]
 
 
 @APIS

@@ -215,12 +215,16 @@ class ResponsesFormatter:
         return events
 
     def failure_events(self, error: Exception) -> bytes:
-        """Return the event of a response that failed: it holds the items so far."""
+        """Return the event of a response that failed: it holds the items so far.
+
+        One that failed before its first token begins all the same: clients take no other event for the first.
+        """
+        begin = b"" if self._num_events else self._opening_events()
         message = orjson.loads(error_body(error))["error"]["message"]
         failed = {"status": "failed", "error": {"code": "server_error", "message": message}}
         self._output.break_off()
         self.response |= failed | {"output": self._output.items}
-        return self._numbered([self._response_event("failed")])
+        return begin + self._numbered([self._response_event("failed")])
 
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
         """Return the whole response."""
