@@ -49,6 +49,7 @@ from alignedserve.api.openai.request_builder import build_chat_request, build_co
 from alignedserve.api.openai.response_format import ChatFormatter, CompletionFormatter, MakeBodyFormatter
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
+from alignedserve.api.reasoning import open_marks
 from alignedserve.api.responses.context import resolve_references
 from alignedserve.api.responses.formatter import ResponsesFormatter
 from alignedserve.api.responses.items import Item, parse_items
@@ -96,8 +97,10 @@ class TokenEndpoint(Generic[AskedT]):
 
 
 def _short_chat(chat: ChatCompletionRequest) -> Body:
-    role = "assistant" if chat.continue_final_message else "user"
-    return {"messages": [{"role": role, "content": _SHORT}]}
+    if not chat.continue_final_message:
+        return {"messages": [{"role": "user", "content": _SHORT}]}
+    # Whether it ends within a thought decides how the answer is read.
+    return {"messages": [{"role": "assistant", "content": _SHORT + open_marks(chat.messages[-1].text)}]}
 
 
 async def _build_chat(

@@ -66,6 +66,11 @@ def thought_start(prompt_end: str, form: ReasoningFormat, continued: str = "") -
     return ThoughtStart.INSIDE if is_inside else ThoughtStart.UNDECIDED
 
 
+def open_marks(text: str) -> str:
+    """Return the marks of the thoughts, of whichever family, within which a text ends."""
+    return "".join(form.begin for form in FORMATS.values() if text.rfind(form.begin) > text.rfind(form.end))
+
+
 def effort_variables(effort: str, known: Collection[str]) -> dict[str, str | bool] | None:
     """Return the template's variables for this effort, of the names that it reads; None: it has none for it."""
     found: dict[str, str | bool] = {}

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+from alignedserve.api.endpoints import CHAT
+from alignedserve.api.openai.parsing import parse_chat
+from alignedserve.api.reasoning import FORMATS, thought_start
 from tests.gateway.support import chunks_of, error_of, gateway
 from tests.gateway.tool_support import (
     CALL,
@@ -138,6 +141,15 @@ async def test_an_answer_goes_on_within_its_thought_or_after_it(
         response = await served.chat(messages=messages, continue_final_message=True)
     message = response.json()["choices"][0]["message"]
     assert (message.get("reasoning_content"), message["content"]) == (thought, content)
+
+
+@each("continued", ["<think>\nLet me see", "<think>so</think>It is", "<think>a</think><think>b", "It is", ""])
+def test_a_long_body_keeps_whether_its_answer_goes_on_within_a_thought(continued: str) -> None:
+    body: dict[str, Any] = {"model": "tiny", "continue_final_message": True}
+    chat = parse_chat(body | {"messages": [USER, {"role": "assistant", "content": continued}]})
+    short = parse_chat(body | CHAT.short(chat)) if CHAT.short is not None else chat
+    starts = [thought_start("", FORMATS["think"], one.messages[-1].text) for one in (chat, short)]
+    assert starts[0] is starts[1]
 
 
 async def test_the_rest_of_a_thought_is_bounded_and_a_constraint_follows_it() -> None:
