@@ -22,6 +22,7 @@ from alignedserve.api.openai.parsing import parse_chat
 from alignedserve.api.openai.prompt_encoding import Prompts, chat_prompts, encode_chat
 from alignedserve.api.openai.request_builder import build_chat_request
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest
+from alignedserve.api.openai.schemas.tools import TOOL_CHOICE_FORMS
 from alignedserve.api.responses.items import Item, content_of, text_of
 from alignedserve.api.responses.parsing import OfferedFunction, chat_name, offered_functions
 from alignedserve.api.responses.schemas import CreateResponseRequest, PromptFields, TextFormat, known_fields
@@ -36,8 +37,12 @@ _SAME_FIELDS = (
     *("temperature", "top_p", "stream", "service_tier", "user", "safety_identifier", "prompt_cache_key", "seed"),
     *("top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "priority", "cache_salt"),
 )
+_TOOL_CHOICE_FORMS = (
+    "must be 'none', 'auto', 'required', {type: 'function', name} or {type: 'allowed_tools', mode, tools}"
+)
 # Of names of chat completions: what the Responses API calls them. The first that fits is taken.
 _NAMES = (
+    (re.compile(re.escape(TOOL_CHOICE_FORMS)), _TOOL_CHOICE_FORMS),
     (re.compile(r"\bmessages(\[\d+\][\w.\[\]]*)?"), "input"),
     (re.compile(r"\bresponse_format\.json_schema\b"), "text.format"),
     (re.compile(r"\bresponse_format\b"), "text.format"),
@@ -231,7 +236,8 @@ def _tool_choice(choice: str | dict[str, Any]) -> Any:
             return {"type": "function", "function": rest}
         case "allowed_tools":
             tools = choice.get("tools")
-            rest["tools"] = [_tool_choice(tool) for tool in tools if isinstance(tool, dict)] if tools else tools
+            if isinstance(tools, list):  # what is no tool is refused in its place
+                rest["tools"] = [_tool_choice(tool) if isinstance(tool, dict) else tool for tool in tools]
             return {"type": "allowed_tools", "allowed_tools": rest}
     raise InvalidRequest(
         "tool_choice.type must be function or allowed_tools.", param="tool_choice.type", code="unsupported_parameter"

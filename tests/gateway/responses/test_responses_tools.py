@@ -14,8 +14,9 @@ from alignedserve.core.request import Request
 from tests.gateway.batches.batch_server import listening
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.responses.responses_support import events_of, response_of
-from tests.gateway.support import EOS, error_of
+from tests.gateway.support import EOS, error_of, gateway
 from tests.gateway.tool_support import HERMES, THINKING, model_with
+from tests.support.marks import each
 
 WEATHER = {
     "type": "function",
@@ -130,6 +131,22 @@ async def test_thoughts_are_items_of_their_own(tmp_path: Path) -> None:
 
 def of_a_namespace(*tools: dict[str, Any]) -> dict[str, Any]:
     return {"type": "namespace", "name": "weather", "tools": list(tools)}
+
+
+@each(
+    "choice",
+    [
+        {"type": "function", "function": {"name": "get_weather"}},  # as chat completions have it
+        {"type": "allowed_tools", "mode": "auto", "tools": 7},
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_weather"}, 7]},
+    ],
+)
+async def test_a_choice_of_another_shape_is_refused_with_the_shapes_of_this_api(choice: dict[str, Any]) -> None:
+    async with gateway(model=model_with(HERMES)) as served:
+        body = {"model": "tiny", "input": "hello", "tools": [WEATHER], "tool_choice": choice}
+        error = error_of(await served.client.post("/v1/responses", json=body), 400)
+    assert error["param"] == "tool_choice"
+    assert "{type: 'function', name}" in error["message"]
 
 
 async def test_errors_of_tools_and_formats_name_fields_of_this_api(tmp_path: Path) -> None:
