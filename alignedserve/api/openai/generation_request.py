@@ -93,14 +93,14 @@ class CallTerms(NamedTuple):
     def of(cls, fields: TermFields, arrival: Arrival, services: ModelServices) -> "CallTerms":
         """Return the terms of a call. Raises InvalidRequest for objectives that cannot be read or be had, Forbidden."""
         tier, slo = _tier_of(fields.service_tier, arrival), parse_slo(arrival.headers)
-        if fields.service_tier == "flex" and (slo.ttft_s, slo.tpot_s) != (None, None):
+        is_real_time = tier.request_class is RequestClass.REAL_TIME
+        priority = _priority_of(fields.priority, tier, arrival.key)
+        _check_objectives(slo, arrival.key)
+        if not is_real_time and (slo.ttft_s, slo.tpot_s) != (None, None):  # by the body's tier, or the key's own
             raise InvalidRequest(
                 f"{TTFT_HEADER} and {TPOT_HEADER} are not supported with service_tier 'flex'; {DEADLINE_HEADER} is.",
                 param="service_tier",
             )
-        priority = _priority_of(fields.priority, tier, arrival.key)
-        _check_objectives(slo, arrival.key)
-        is_real_time = tier.request_class is RequestClass.REAL_TIME
         default = services.default_slo() if is_real_time and not arrival.is_line else Slo()
         root = services.prefix_root(arrival.tenant, fields.cache_salt)
         return cls(arrival, services, tier, slo, priority, root, default)

@@ -83,6 +83,16 @@ async def test_what_a_key_may_not_ask_for_is_named(
         assert running.backend.submitted == []
 
 
+@pytest.mark.parametrize("header", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
+async def test_best_effort_has_no_objectives_of_somebody_who_waits_also_as_the_tier_of_a_key(header: str) -> None:
+    async with served() as running:
+        for fields in ({}, {"service_tier": "auto"}, {"service_tier": "flex"}):
+            error = error_of(await ask(running, "urgent", {header: "100"}, **fields), 400)
+            assert error["param"] == "service_tier"
+        assert (await ask(running, "urgent", {header: "100"}, service_tier="priority")).status_code == 200
+        assert (await ask(running, "urgent", {"x-slo-deadline-ms": "9000"})).status_code == 200
+
+
 async def test_models_of_others_are_not_there() -> None:
     async with served() as running:
         absent = error_of(await ask(running, "chat", model="nothing"), 404)
