@@ -4,13 +4,16 @@ import asyncio
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from alignedserve.api.backend.interface import RequestStream
 from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import Overloaded, ResourceUnavailable, TimedOut
+from alignedserve.api.models.model_registry import ModelRegistry
 from alignedserve.core.request import Request
 from alignedserve.gateway import streaming
+from alignedserve.gateway.services import Services
 from alignedserve.gateway.streaming import EventSender
 from tests.gateway.support import Gateway, documents_held, error_of, gateway, saying
 from tests.support.marks import each
@@ -107,6 +110,59 @@ async def test_a_stream_that_waits_gets_comments(monkeypatch: pytest.MonkeyPatch
     assert response.status_code == 200
     assert response.text.startswith(COMMENT * 2)
     assert events_of(quick) == [event for event in events_of(response) if event != ": waiting"]
+
+
+@APIS
+async def test_a_stream_that_waits_for_its_model_gets_comments(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> None:
+    async with gateway(saying("the quick")) as served:
+        quick = await post(served, asked, stream=True)
+        with monkeypatch.context() as patch:
+            have_come = quick_comments(patch, 2, after_s=0.05)
+            patch.setattr(ModelRegistry, "is_asleep", lambda *_: not have_come.is_set())
+            patch.setattr(Services, "awake_model", lambda *_: have_come.wait())
+            async with asyncio.timeout(20):
+                response = await post(served, asked, stream=True)
+    assert response.text.startswith(COMMENT * 2)
+    assert events_of(quick) == [event for event in events_of(response) if event != ": waiting"]
+
+
+@each(
+    "asked",
+    [CHAT, RESPONSE, ("/v1/responses/input_tokens", {"input": "hello"}), ("/tokenize", {"prompt": "hello"})],
+    ids=lambda asked: asked[0],
+)
+async def test_a_client_that_leaves_waits_for_no_model(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> None:
+    path, body = asked
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+    sent: list[Any] = []
+
+    async with gateway() as served, asyncio.timeout(20):
+        is_waiting, has_given_up = asyncio.Event(), asyncio.Event()
+
+        async def wait_for_model(*_: Any) -> None:
+            is_waiting.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                has_given_up.set()
+
+        async def receive() -> dict[str, Any]:
+            if not is_read.is_set():
+                is_read.set()
+                return {"type": "http.request", "body": orjson.dumps({"model": "tiny", **body}), "more_body": False}
+            await is_waiting.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        is_read = asyncio.Event()
+        monkeypatch.setattr(ModelRegistry, "is_asleep", lambda *_: True)
+        monkeypatch.setattr(Services, "awake_model", wait_for_model)
+        await served.app(scope, receive, send)
+        assert has_given_up.is_set()
+    assert sent == []
 
 
 async def test_a_response_that_fails_after_a_comment_begins_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,12 @@
 """Functions that routes call first: find the app's services and count the request against its key's quota."""
 
 import time
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.requests import HTTPConnection, Request
+from starlette.responses import Response
 
 from alignedserve.api.errors import Forbidden, NotFound, ResourceUnavailable
 from alignedserve.api.models.model_services import BEST_EFFORT_RETRY_S, ModelServices
@@ -11,10 +14,12 @@ from alignedserve.api.models.usable_models import usable_model, usable_name
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.generation_request import class_of
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.task_class import note_class
 from alignedserve.core.request import RequestClass
 from alignedserve.gateway.connections.limits import ConnectionPlace
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.services import Services
+from alignedserve.gateway.streaming import AwaitedResponse, while_connected
 from alignedserve.keys.entry import KeyEntry
 
 
@@ -107,14 +112,30 @@ def model_of(http: Request, name: str | None) -> ModelServices:
 
 async def awake_model_of(http: Request, asked: AsksModel) -> ModelServices:
     """Return what `model_of` does, after the model has been loaded if it sleeps. Raises also Overloaded."""
-    services, key = services_of(http), key_of(http)
-    name = usable_name(services.models, asked.model, key)
-    if services.models.is_asleep(name):
-        request_class = class_of(asked, key)
-        hold_connection(http, request_class)
-        await hold_open(http)  # one that waits for the model takes a place as others do
-        await services.awake_model(name, request_class)
+    waiting = await _wait_for_model(http, asked)
+    if waiting is not None:
+        await while_connected(http.receive, waiting())
     return model_of(http, asked.model)
+
+
+async def answered_awake(
+    http: Request, asked: AsksModel, answer: Callable[[], Awaitable[Response]], *, is_streamed: bool
+) -> Response:
+    """Return what `answer` does; or if the model sleeps a response that has it made once the model is loaded."""
+    waiting = await _wait_for_model(http, asked)
+    return await answer() if waiting is None else AwaitedResponse(waiting, answer, is_streamed=is_streamed)
+
+
+async def _wait_for_model(http: Request, asked: AsksModel) -> Callable[[], Coroutine[Any, Any, ModelServices]] | None:
+    """Return what waits for the model of a body to be loaded; None: it does not sleep. Raises InvalidRequest."""
+    services, key = services_of(http), key_of(http)
+    name, request_class = usable_name(services.models, asked.model, key), class_of(asked, key)
+    note_class(request_class)
+    if not services.models.is_asleep(name):
+        return None
+    hold_connection(http, request_class)
+    await hold_open(http)  # one that waits for the model takes a place as others do
+    return partial(services.awake_model, name, request_class)
 
 
 async def files_api_of(http: Request) -> tuple[FilesApi, str]:

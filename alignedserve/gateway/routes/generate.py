@@ -9,26 +9,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.api.endpoints import ENDPOINTS, INPUT_TOKENS, RESPONSES, TOKEN_ENDPOINTS, Endpoint, TokenEndpoint
-from alignedserve.api.models.usable_models import usable_name
 from alignedserve.api.openai.generation import Generation
-from alignedserve.api.openai.generation_request import Arrival, class_of
+from alignedserve.api.openai.generation_request import Arrival
 from alignedserve.api.openai.prompt_encoding import Prompts
 from alignedserve.api.openai.response_format import MakeFormatter
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.api.task_class import note_class
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.routes.dependencies import (
+    answered_awake,
     awake_model_of,
     hold_connection,
     hold_limits,
-    hold_open,
     ignored_fields_of,
     key_of,
     model_of,
     rate_limited_services,
 )
 from alignedserve.gateway.routes.request_bodies import read_and_answer, read_prompts
-from alignedserve.gateway.streaming import AwaitedResponse, BodyResponse, EventStreamResponse
+from alignedserve.gateway.streaming import BodyResponse, EventStreamResponse
 
 router = APIRouter()
 
@@ -42,14 +40,7 @@ async def _generate(endpoint: Endpoint[Any], http: Request) -> Response:
     async def answer() -> Response:
         return await _answer(endpoint, http, asked, arrival, prompts)
 
-    name, request_class = usable_name(services.models, asked.model, arrival.key), class_of(asked, arrival.key)
-    note_class(request_class)
-    if services.models.is_asleep(name):
-        is_streamed = getattr(asked, "stream", False)
-        hold_connection(http, request_class)
-        await hold_open(http)  # one that waits for the model takes a place as others do
-        return AwaitedResponse(lambda: services.awake_model(name, request_class), answer, is_streamed=is_streamed)
-    return await answer()
+    return await answered_awake(http, asked, answer, is_streamed=getattr(asked, "stream", False))
 
 
 async def _answer(

@@ -10,12 +10,11 @@ from starlette.responses import Response
 
 from alignedserve.api.endpoints import INPUT_TOKENS, RESPONSES
 from alignedserve.api.openai.generation import Generation
-from alignedserve.api.openai.generation_request import GenerationRequest, class_of
+from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
 from alignedserve.api.responses.formatter import ResponsesFormatter, new_response
 from alignedserve.api.responses.parsing import parse_response
 from alignedserve.api.responses.request_builder import build_response_request, input_tokens_answer
 from alignedserve.api.responses.schemas import CreateResponseRequest, InputTokensRequest
-from alignedserve.api.task_class import note_class
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.gateway.files.views import list_view
@@ -28,12 +27,15 @@ from alignedserve.gateway.responses.stored_events import (
     StoredEventsResponse,
 )
 from alignedserve.gateway.routes.dependencies import (
+    answered_awake,
     awake_model_of,
     hold_connection,
     hold_limits,
     ignored_fields_of,
     key_of,
+    model_of,
     rate_limited_services,
+    services_of,
 )
 from alignedserve.gateway.routes.generate import arrival_of
 from alignedserve.gateway.routes.request_bodies import parsed, read_and_answer, read_if_long, receive
@@ -51,10 +53,16 @@ async def create_response(http: Request) -> Response:
     arrival, raw = arrival_of(http, ignored), await receive(http, services)
     await read_if_long(raw, RESPONSES.path, services, ignored, arrival.key)  # what is refused there is not read here
     asked = await parsed(raw, services, partial(parse_response, ignored=ignored))
-    model = await awake_model_of(http, asked)
-    note_class(class_of(asked, arrival.key))
-    api = ResponsesApi.of(services, arrival.tenant)
-    turn = await api.begin(asked, ignored)
+
+    async def answer() -> Response:
+        return await _answer(http, asked, arrival)
+
+    return await answered_awake(http, asked, answer, is_streamed=asked.stream)
+
+
+async def _answer(http: Request, asked: CreateResponseRequest, arrival: Arrival) -> Response:
+    model, api = model_of(http, asked.model), _api(http, services_of(http))
+    turn = await api.begin(asked, arrival.ignored)
     request = await build_response_request(asked, turn.all_items, turn.response_id, arrival, model)
     if asked.background:
         if asked.stream:
