@@ -44,12 +44,7 @@ ChatMessage = dict[str, Any]
 
 _SERVICE_TIERS = {"auto": "auto", "standard_only": "default", "priority": "priority", "flex": "flex"}
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_EFFORTS = {
-    "low": "low",
-    "medium": "medium",
-    "xhigh": "xhigh",
-    "max": "xhigh",
-}  # "high" is the default: it asks nothing
+_DEFAULT_EFFORT = "high"  # asks nothing
 _SWITCHES = ("enable_thinking", "thinking")  # the names that templates have for it
 _INDEXED = re.compile(r"(messages|tools)\[(\d+)\]")
 # Paths in a chat body, and this API's.
@@ -261,8 +256,8 @@ def _thinking_fields(thinking: Thinking) -> dict[str, Any]:
 def _output_fields(asked: PromptFields) -> dict[str, Any]:
     config = asked.output_config
     form = config.format if config is not None and config.format is not None else asked.output_format
-    effort = _EFFORTS.get(config.effort) if config is not None and config.effort is not None else None
-    effort_fields = {"reasoning_effort": effort} if effort is not None else {}
+    effort = config.effort if config is not None else None
+    effort_fields = {"reasoning_effort": effort} if effort not in (None, _DEFAULT_EFFORT) else {}
     return effort_fields | ({"response_format": _response_format(form)} if form is not None else {})
 
 

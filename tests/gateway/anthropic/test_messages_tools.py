@@ -173,7 +173,7 @@ async def test_effort_goes_to_templates_that_know_it() -> None:
         message_of(await ask(served, output_config={"effort": "max"}))
         low, most = served.backend.submitted
     assert prompt_of(model, low).endswith("low")
-    assert prompt_of(model, most).endswith("xhigh")
+    assert prompt_of(model, most).endswith("max")
 
 
 class Reading(BaseModel):

@@ -115,7 +115,7 @@ def test_thinking_and_the_form_of_the_answer() -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
     for fields in ({"output_config": {"format": form, "effort": "low"}}, {"output_format": form}):
         assert body(**fields)["response_format"]["json_schema"]["schema"] == {"type": "object"}
-    for theirs, ours in (("low", "low"), ("max", "xhigh"), ("high", None)):
+    for theirs, ours in (("low", "low"), ("xhigh", "xhigh"), ("max", "max"), ("high", None)):
         assert body(output_config={"effort": theirs}).get("reasoning_effort") == ours
 
 
