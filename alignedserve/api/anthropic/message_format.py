@@ -39,6 +39,10 @@ class ContentBlocks:
 
     def extend(self, delta: ChoiceDelta) -> Iterator[Event]:
         """Yield the events of what became visible."""
+        for piece in delta.in_order:
+            yield from self._extend(piece)
+
+    def _extend(self, delta: ChoiceDelta) -> Iterator[Event]:
         if delta.reasoning:
             self._thought.update(delta.reasoning.encode())
             yield from self._switch("thinking", {"type": "thinking", "thinking": "", "signature": ""})

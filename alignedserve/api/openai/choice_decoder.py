@@ -75,7 +75,7 @@ _PLAIN_CONTENT = OutputFormat()
 
 
 class ChoiceDelta(NamedTuple):
-    """New visible output of one choice, in the order reasoning, text, tool calls."""
+    """New visible output of one choice, in the order reasoning, text, tool calls, unless it has `pieces`."""
 
     text: str
     logprobs: tuple[OffsetLogprob, ...] = ()
@@ -85,6 +85,12 @@ class ChoiceDelta(NamedTuple):
     tool_calls: tuple[ToolCallDelta, ...] = ()
     stop_string: str | None = None  # the one that ended the choice
     token_ids: tuple[int, ...] = ()  # the new tokens, visible or not
+    pieces: tuple["ChoiceDelta", ...] = ()  # where it came in another order: the same in that
+
+    @property
+    def in_order(self) -> tuple["ChoiceDelta", ...]:
+        """Return what is visible in the order in which it came."""
+        return self.pieces or (self,)
 
 
 class ChoiceDecoder:
@@ -131,22 +137,20 @@ class ChoiceDecoder:
             if new.finish_reason is not None:
                 text += self._stream.end()
             return ChoiceDelta(text, (), new.finish_reason, new.prompt_logprobs, token_ids=new.token_ids)
-        num_before = self.num_tokens
+        num_before, num_visible_before = self.num_tokens, self._num_visible
         runs = self._decode_one_by_one(token_ids, new.logprobs)
         if new.finish_reason is not None and not self.is_stopped:
             self.num_tokens += len(new.token_ids) - len(token_ids)
             runs += self._flush()
             self.is_stopped = self._stops.found is not None
         is_all = new.finish_reason is not None and not self.is_stopped
-        return ChoiceDelta(
-            "".join([run.content for run in runs]),
-            self._logprobs.release(self._num_visible, is_all=is_all),
-            self._finish_reason(new),
-            new.prompt_logprobs,
-            "".join([run.reasoning for run in runs]),
-            tuple(call for run in runs for call in run.tool_calls),
-            self._stops.found,
-            new.token_ids[: self.num_tokens - num_before],  # what came behind a stop string is no part of the answer
+        shown = _delta_of(runs, self._logprobs.release(self._num_visible, is_all=is_all))
+        return shown._replace(
+            finish_reason=self._finish_reason(new),
+            prompt_logprobs=new.prompt_logprobs,
+            stop_string=self._stops.found,
+            token_ids=new.token_ids[: self.num_tokens - num_before],  # what came behind a stop string is no part of it
+            pieces=_pieces(runs, shown.logprobs, num_visible_before),
         )
 
     def _finish_reason(self, new: GeneratedTokens) -> FinishReason | None:
@@ -208,3 +212,34 @@ class ChoiceDecoder:
         held = self._stops.flush()
         self._num_visible += len(held)
         return [*visible, OutputRun(0, held)]
+
+
+def _delta_of(runs: Sequence[OutputRun], logprobs: tuple[OffsetLogprob, ...]) -> ChoiceDelta:
+    return ChoiceDelta(
+        "".join([run.content for run in runs]),
+        logprobs,
+        reasoning="".join([run.reasoning for run in runs]),
+        tool_calls=tuple([call for run in runs for call in run.tool_calls]),
+    )
+
+
+def _pieces(runs: Sequence[OutputRun], logprobs: Sequence[OffsetLogprob], start: int) -> tuple[ChoiceDelta, ...]:
+    """Return the runs as deltas in their order, where one delta has another; `start`: of their text in the content.
+
+    Of an answer in channels a thought may follow words to the user.
+    """
+    groups: list[list[OutputRun]] = [[]]
+    for run in runs:
+        if run.reasoning and any(before.content for before in groups[-1]):
+            groups.append([])
+        groups[-1].append(run)
+    if len(groups) == 1:
+        return ()
+    pieces, end, rest = [], start, list(logprobs)
+    for place, group in enumerate(groups, 1):
+        end += sum(len(run.content) for run in group)
+        is_last = place == len(groups)
+        own = tuple(rest) if is_last else tuple(one for one in rest if one.text_offset < end)
+        pieces.append(_delta_of(group, own))
+        rest = rest[len(own) :]
+    return tuple(pieces)

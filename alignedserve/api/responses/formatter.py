@@ -53,6 +53,10 @@ class OutputBuilder:
 
     def add(self, delta: ChoiceDelta) -> Iterator[Event]:
         """Add what became visible, and yield its events."""
+        for piece in delta.in_order:
+            yield from self._add(piece)
+
+    def _add(self, delta: ChoiceDelta) -> Iterator[Event]:
         if delta.reasoning:
             yield from self._open_text("reasoning")
             yield self._text_event("delta", delta=self._added(delta.reasoning))

@@ -52,6 +52,27 @@ async def test_a_call() -> None:
     assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
 
 
+@pytest.mark.parametrize("tokens_per_step", [1, 22, 40, 200])
+async def test_a_thought_after_words_to_the_user_is_behind_them_however_its_tokens_come(tokens_per_step: int) -> None:
+    model = harmony_model()
+    words = f"<|channel|>commentary<|message|>I look now{NEXT}"
+    second = f"<|channel|>analysis<|message|>and so on{NEXT}"
+    script = saying(model, f"{THOUGHT}{words}{second}{FINAL}", tokens_per_step=tokens_per_step)
+    tool: dict[str, Any] = function()["function"]
+    message = {"messages": [USER], "max_tokens": 500}
+    message |= {"tools": [{"name": tool["name"], "input_schema": tool["parameters"]}]}
+    answer = {"input": "hello", "tools": [tool | {"type": "function"}], "include": ["message.output_text.logprobs"]}
+    async with gateway(script, model=model) as served:
+        response = (await served.client.post("/v1/responses", json={"model": "tiny"} | answer)).json()
+        blocks = (await served.client.post("/v1/messages", json={"model": "tiny"} | message)).json()["content"]
+    texts = [item["content"][0]["text"].strip() for item in response["output"]]
+    assert texts == ["so it is", "I look now", "and so on", "hello"]
+    assert [block.get("thinking", block.get("text")).strip() for block in blocks] == texts
+    for place in (1, 3):  # each text has the log-probabilities of its own tokens
+        part = response["output"][place]["content"][0]
+        assert part["text"].endswith("".join(entry["token"] for entry in part["logprobs"]))
+
+
 async def test_the_template_shows_thoughts_calls_results_and_effort() -> None:
     model = harmony_model()
     asked = called() | {"reasoning_content": "hm"}
