@@ -4,6 +4,7 @@ import re
 
 from alignedserve.config.sections.base import MIB, Section
 
+LONGEST_LIFETIME_S = 100 * 366 * 86_400.0  # of what is stored: every store can hold its end
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_.=-]+)*/?")
 
 
@@ -37,7 +38,11 @@ class BatchesConfig(Section, frozen=True):
         self._require(self.s3_endpoint is None or self.is_in_bucket, "s3_endpoint", "needs a bucket in batches.folder")
         self._require(bool(re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace)), "namespace", "must be a plain word")
         self._require_positive("max_file_bytes", "max_files_bytes", "max_files", "max_lines", "max_line_bytes")
-        self._require_positive("max_active", "max_attempts", "file_lifetime_s", "assumed_tokens_per_s")
+        self._require_positive("max_active", "max_attempts")
+        is_lifetime = 0.0 < self.file_lifetime_s <= LONGEST_LIFETIME_S
+        self._require(is_lifetime, "file_lifetime_s", f"must be above 0 and at most {LONGEST_LIFETIME_S:.0f}")
+        is_rate = 0.0 < self.assumed_tokens_per_s <= 1e9
+        self._require(is_rate, "assumed_tokens_per_s", "must be above 0 and at most 1000000000")
         self._require(self.max_in_flight is None or self.max_in_flight > 0, "max_in_flight", "must be above 0")
 
     @property

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from alignedserve.config.sections.base import MIB, Section
+from alignedserve.config.sections.batches import LONGEST_LIFETIME_S
 from alignedserve.config.sections.jwt import JwtIssuer, check_issuers
 from alignedserve.core.picture import MAX_PICTURES, MAX_PIXELS
 from alignedserve.core.request import Slo
@@ -125,7 +126,9 @@ class GatewayConfig(Section, frozen=True):
                 _is_objective(getattr(self, objective)), objective, "must be auto, none or seconds up to 3600"
             )
         self._require_positive("max_best_effort_requests", "best_effort_timeout_s")
-        self._require_positive("max_responses_bytes", "max_response_turns", "response_lifetime_s")
+        self._require_positive("max_responses_bytes", "max_response_turns")
+        is_lifetime = 0.0 < self.response_lifetime_s <= LONGEST_LIFETIME_S
+        self._require(is_lifetime, "response_lifetime_s", f"must be above 0 and at most {LONGEST_LIFETIME_S:.0f}")
         self._require_positive("max_response_events_bytes", "max_events_bytes")
         self._require(0.0 <= self.drain_s <= 86400.0, "drain_s", "must be between 0 and 86400 seconds")
         are_origins = all(_ORIGIN.fullmatch(origin) for origin in self.cors_origins)
