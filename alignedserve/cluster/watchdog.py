@@ -15,6 +15,7 @@ from alignedserve.cluster.restarts import Health, ProcessState
 logger = logging.getLogger(__name__)
 
 _CHECK_S = 1.0
+_LONGEST_S = 1e9  # more is for ever
 _MAX_PROBLEM_LEN = 400  # characters: the record of a cluster has them, which every command reads
 
 
@@ -37,7 +38,7 @@ class Watchdog:
     def __init__(self, actors: Mapping[str, Any], hang_timeout_s: float) -> None:
         self._actors = {name: _WatchedActor(actor) for name, actor in actors.items()}
         # Checks, not seconds: time during which this process itself is stopped does not count.
-        self._max_checks = max(1, round(hang_timeout_s / _CHECK_S))
+        self._max_checks = max(1, round(min(hang_timeout_s, _LONGEST_S) / _CHECK_S))
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 

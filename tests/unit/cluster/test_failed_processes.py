@@ -1,5 +1,6 @@
 """Processes that do not serve: when they are started again, and what is said of them. Without Ray."""
 
+import math
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -205,6 +206,17 @@ def test_a_process_that_has_not_started_is_never_killed_as_silent(monkeypatch: p
             watching._check(name, watched)
     assert killed == [serving]
     assert watching.healths() == {"loading": STARTING, "serving": ENDED}
+
+
+def test_a_silent_process_may_be_left_alone_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "has_ended", lambda call: False)
+    monkeypatch.setattr("alignedserve.cluster.watchdog.ray.kill", lambda actor, no_restart: pytest.fail("killed"))
+    watching = watchdog.Watchdog({"silent": FakeActor()}, hang_timeout_s=math.inf)
+    (watched,) = watching._actors.values()
+    watched.health = Health(ProcessState.UP)
+    for _ in range(100):
+        watching._check("silent", watched)
+    assert watched.is_answering
 
 
 def test_a_node_names_what_does_not_serve() -> None:
