@@ -18,6 +18,7 @@ from alignedserve.keys.file import KeyRow, parse_row, read_keys
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LONGEST_S = 100 * 366 * 86400
+_LATEST = datetime(9999, 12, 31, tzinfo=UTC)  # shown of what ends later: its time in UTC may be in no year
 _LIMITS = {
     "requests_per_minute": "{}/min",
     "tokens_per_minute": "{} tokens/min",
@@ -89,7 +90,7 @@ def _secrets(row: KeyRow, now: datetime) -> str:
     if row.revoked:
         return "revoked"
     valid = [one for one in row.secrets if one.expires is None or one.expires > now]
-    ends = [one.expires for one in valid if one.expires is not None]
+    ends = [min(one.expires, _LATEST) for one in valid if one.expires is not None]
     if not valid:
         return "expired" if row.secrets else "none"
     until = f", to {min(ends).astimezone(UTC):%Y-%m-%d %H:%M}Z" if ends else ""

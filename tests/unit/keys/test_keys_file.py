@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from alignedserve.cli.keys.commands import show_list
 from alignedserve.core.errors import ConfigError
 from alignedserve.keys.edit import added, change_keys, new_secret, revoked, rotated, secret_row
 from alignedserve.keys.entry import ANYONE, KeyEntry
@@ -179,3 +180,11 @@ async def test_a_bad_file_changes_nothing_and_is_told_once(tmp_path: Path, caplo
     watch.read_again()
     assert not await watch.look()
     assert await watch.look()
+
+
+def test_a_secret_that_ends_with_the_calendar_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last = datetime.fromisoformat("9999-12-31T23:59:59-08:00")  # in UTC it is in no year
+    secret = secret_row("secret-of-a", NOW, last)
+    path = keys_file(tmp_path, msgspec.convert({"name": "a", "secrets": [msgspec.to_builtins(secret)]}, KeyRow))
+    show_list(path, json_output=True)
+    assert '"1, to 9999-12-31 00:00Z"' in capsys.readouterr().out
