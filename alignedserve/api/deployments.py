@@ -146,7 +146,8 @@ class Deployments:
     def _registered(self, deployment_id: str) -> RegisteredModel | None:
         sleeping, one = self._sleeping.get(deployment_id), self._deployments.get(deployment_id)
         if sleeping is not None:
-            return RegisteredModel(ModelCard.of(sleeping.served), problem=sleeping.problem, is_asleep=True)
+            served, problem = sleeping.served, sleeping.problem
+            return RegisteredModel(ModelCard.of(served), problem=problem, is_asleep=True, adapters=served.adapters)
         return one.registered() if one is not None and one.phase is DeploymentPhase.SERVING else None
 
     async def _wait_to_be_told(self) -> None:

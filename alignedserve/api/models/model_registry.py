@@ -1,13 +1,13 @@
 """The models that requests may name."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alignedserve.api.errors import Unavailable, UnknownModel
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.models.waiting_line import WaitingLine
-from alignedserve.core.request import RequestClass
+from alignedserve.core.request import LoraAdapter, RequestClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,7 @@ class RegisteredModel:
     services: ModelServices | None = None  # None: it is not loaded here
     problem: str = "its tokenizer is being loaded"  # why it is not
     is_asleep: bool = False  # a request that names it has it loaded; `problem`: why it cannot be, or empty
+    adapters: tuple[LoraAdapter, ...] = ()  # of one that is asleep: those that it has once it is loaded
 
     def missing(self) -> str | None:
         """Return the reason why it does not answer; None when it does, or will once it is asked to."""
@@ -27,8 +28,18 @@ class RegisteredModel:
 
     def adapter_cards(self) -> tuple[ModelCard, ...]:
         """Return its adapters as clients see them."""
-        adapters = self.services.adapters if self.services is not None else None
-        return tuple(self.card.of_adapter(adapter) for adapter in adapters.all) if adapters is not None else ()
+        known = self.adapters
+        if self.services is not None:
+            known = () if self.services.adapters is None else self.services.adapters.all
+        return tuple(self.card.of_adapter(adapter) for adapter in known)
+
+    def with_adapter(self, name: str) -> "RegisteredModel | None":
+        """Return one of its adapters as a model that requests may name; None: it has none of this name."""
+        if self.services is not None:
+            services = self.services.with_adapter(name)
+            return None if services is None else RegisteredModel(services.model, services)
+        adapter = next((one for one in self.adapters if one.name == name), None)
+        return None if adapter is None else replace(self, card=self.card.of_adapter(adapter), adapters=())
 
 
 class ModelRegistry:
@@ -104,7 +115,8 @@ class ModelRegistry:
     ) -> ModelServices:
         """Return the model of this name, once it has been loaded if it sleeps. Raises like `find`, and WaitingLine."""
         if self.is_asleep(name):
-            asleep = self._registered(name).card.name
+            card = self._registered(name).card
+            asleep = card.parent or card.name
             await line.wait(asleep, request_class, lambda: self._sleep_of(asleep), patience_s)
         return self.find(name)
 
@@ -137,9 +149,8 @@ class ModelRegistry:
 
     def _adapted(self, name: str) -> RegisteredModel | None:
         """Return the adapter of this name, of the first model that has one."""
-        adapted = (model.services.with_adapter(name) for model in self.all if model.services is not None)
-        services = next((one for one in adapted if one is not None), None)
-        return None if services is None else RegisteredModel(services.model, services)
+        adapted = (model.with_adapter(name) for model in self.all)
+        return next((one for one in adapted if one is not None), None)
 
 
 def unknown_model() -> UnknownModel:

@@ -11,7 +11,7 @@ from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_registry import ModelRegistry, RegisteredModel
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.models.waiting_line import WaitingLine
-from alignedserve.core.request import RequestClass
+from alignedserve.core.request import LoraAdapter, RequestClass
 
 CHAT, DOCUMENTS = RequestClass.REAL_TIME, RequestClass.BEST_EFFORT
 CARD = ModelCard("b", Path("/b"), 64, aliases=("small",))
@@ -25,7 +25,16 @@ class _Services:
         return None
 
 
+class _AdaptedServices:
+    adapters = None
+    model = CARD
+
+    def with_adapter(self, name: str) -> "_AdaptedServices | None":
+        return self if name == "terse" else None
+
+
 LOADED = RegisteredModel(CARD, cast(ModelServices, _Services()))
+ADAPTED = RegisteredModel(CARD, cast(ModelServices, _AdaptedServices()))
 
 
 def _asleep(problem: str = "") -> RegisteredModel:
@@ -52,6 +61,21 @@ async def test_a_request_waits_until_its_model_is_there() -> None:
     assert await waiting is LOADED.services
     assert line.waited_s("b", CHAT) is None
     assert await registry.awake("b", CHAT, line, 60.0) is LOADED.services  # no waiting for one that is there
+
+
+async def test_an_adapter_of_a_model_that_sleeps_has_it_loaded() -> None:
+    adapters = (LoraAdapter("terse", "/adapters/terse", b"d" * 16),)
+    registry, line = _registry(RegisteredModel(CARD, problem="", is_asleep=True, adapters=adapters))
+    assert [card.name for card in registry.cards] == ["b", "small", "terse"]
+    assert "terse" in registry
+    assert registry.base_of("terse") == "b"
+    assert registry.is_asleep("terse")
+    waiting = asyncio.create_task(registry.awake("terse", CHAT, line, 60.0))
+    await asyncio.sleep(0)
+    assert line.waited_s("b", CHAT) is not None
+    registry.replace_all([ADAPTED])
+    line.changed()
+    assert await waiting is ADAPTED.services
 
 
 async def test_one_that_cannot_be_loaded_says_why_at_once() -> None:
