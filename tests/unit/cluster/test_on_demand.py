@@ -1,7 +1,9 @@
 """Which models are loaded on demand, which leave, which wait: exact commands."""
 
 import math
+from dataclasses import replace
 
+from alignedserve.cluster.deployments.events import Phase, Standing
 from alignedserve.cluster.deployments.on_demand import (
     DOCUMENTS_TURN_S,
     RETRY_S,
@@ -12,6 +14,13 @@ from alignedserve.cluster.deployments.on_demand import (
     OnDemandLogic,
     Use,
 )
+from alignedserve.cluster.deployments.orders import AddModel
+from alignedserve.cluster.hosts.models.on_demand import ModelOnDemand, OnDemandModels
+from alignedserve.cluster.hosts.models.preparing import Asleep
+from alignedserve.config.sections import PrefixCacheConfig
+from alignedserve.core.request import LoraAdapter
+from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
+from tests.unit.cluster.driven_cluster import POCKET
 
 CHAT, DOCUMENTS = Demand(real_time_s=1.0), Demand(documents_s=1.0)
 IDLE, BUSY = Use(idle_s=5.0), Use(num_open=1)
@@ -112,3 +121,18 @@ def test_one_that_never_fits_says_why_and_is_tried_again() -> None:
     assert memory.look({}, {"a": CHAT}) == [Load("a")]
     memory.logic.on_refused("a", "its file is damaged", memory.now, is_full=False)
     assert memory.logic.problem("a", memory.now) == "its file is damaged"
+
+
+def test_a_model_that_falls_asleep_keeps_the_adapters_that_were_loaded() -> None:
+    order, loaded = AddModel("/docs", "docs"), LoraAdapter("new", "/new", b"d" * 16)
+    deployed = ServedDeployment(replace(POCKET, name="docs"), 16, PrefixCacheConfig(), phase=DeploymentPhase.SLEEPING)
+    models, others = OnDemandModels([ModelOnDemand(order, deployed, 60.0)]), AddModel("/other")
+    assert models.beside(order, ()) == Asleep()  # it was never awake
+    models.note_left("docs", "2", (loaded,))
+    (asleep,) = models.sleeping(())
+    assert asleep.served.adapters == (loaded,)
+    assert models.beside(order, ()) == Asleep(former="2")  # which it has them from
+    assert models.beside(others, ()) == Asleep((asleep.served,))
+    assert models.beside(others, [Standing("3", "docs", Phase.SERVING, 0)]) == Asleep()
+    models.forget("docs")
+    assert models.beside(others, ()) == Asleep()

@@ -286,9 +286,18 @@ class DeploymentsDriver:
             if one.phase is Phase.SERVING and one.name not in self._on_demand:
                 self._note_on_demand(one.deployment_id)
         for order_id, order in [*self._on_demand.look(views, self.logic.standings)]:
+            for one in self.logic.standings:
+                if isinstance(order, RemoveModel) and (one.name, one.phase) == (order.name, Phase.SERVING):
+                    self._note_left(one.deployment_id)
             self._take(order_id, order)
         if self._announced != self.announced:  # one that sleeps cannot be loaded, or can again
             self.announce()
+
+    def _note_left(self, deployment_id: str) -> None:
+        """Note what a model on demand leaves that is about to sleep."""
+        name = next((one.name for one in self.logic.standings if one.deployment_id == deployment_id), None)
+        if name is not None and name in self._on_demand:
+            self._on_demand.note_left(name, deployment_id, self._site.loaded_adapters(deployment_id))
 
     def _note_on_demand(self, deployment_id: str) -> None:
         model = self._site.on_demand(deployment_id)
@@ -311,7 +320,8 @@ class DeploymentsDriver:
     def _perform(self, command: Command) -> None:
         match command:
             case Prepare(deployment_id, order, replaced):
-                self._preparations[deployment_id] = self._site.begin_preparing(deployment_id, order, replaced)
+                asleep = self._on_demand.beside(order, self.logic.standings)
+                self._preparations[deployment_id] = self._site.begin_preparing(deployment_id, order, replaced, asleep)
             case Start(deployment_id):
                 self._start(deployment_id)
             case Discard(deployment_id):
@@ -322,6 +332,7 @@ class DeploymentsDriver:
                 self.announce()
             case End(deployment_id):
                 self._starts.pop(deployment_id, None)
+                self._note_left(deployment_id)
                 self._ends[deployment_id] = self._site.end_deployment(deployment_id)
             case Say(order_id, text):
                 if not self._on_demand.is_own(order_id):

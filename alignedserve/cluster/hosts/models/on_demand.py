@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 from alignedserve.cluster.deployments.events import Phase, Standing, View
 from alignedserve.cluster.deployments.on_demand import Demand, Load, OnDemandLogic, Use
 from alignedserve.cluster.deployments.orders import AddModel, Answer, DeploymentReport, ModelOrder, Refused, RemoveModel
+from alignedserve.cluster.hosts.models.preparing import Asleep
 from alignedserve.cluster.hosts.plan import ClusterPlan
 from alignedserve.config.sections import ClusterConfig
+from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
+from alignedserve.runtime.model.served_model import ServedModel
 
 _OWN_ORDER = "on demand: "  # how ids of its orders begin, which no client waits for
 _SLEEPING = "sleeping: "  # and ids of what has no processes, among deployments
@@ -42,6 +45,13 @@ class ModelOnDemand(NamedTuple):
         return cls(AddModel(config.model.path, served.name, settings), deployed, keep_alive_s)
 
 
+class _Left(NamedTuple):
+    """What a model has had while it was awake last."""
+
+    deployment_id: str
+    adapters: tuple[LoraAdapter, ...]  # beside those of the configuration
+
+
 class OnDemandModels:
     """The models on demand of one cluster, as its driver looks after them. All methods on one thread."""
 
@@ -52,6 +62,7 @@ class OnDemandModels:
         self._lines_since: dict[str, float] = {}  # when lines of batches were first seen to wait for one that sleeps
         self._leaving_s: dict[str, float] = {}  # until one that is idle leaves
         self._ordered: set[str] = set()  # names whose orders are carried out
+        self._left: dict[str, _Left] = {}
 
     def __contains__(self, name: str) -> bool:
         """Return whether a model of this name is on demand."""
@@ -69,12 +80,30 @@ class OnDemandModels:
     def forget(self, name: str) -> None:
         """Forget a model that is removed for good."""
         self._models.pop(name, None)
+        self._left.pop(name, None)
+
+    def note_left(self, name: str, deployment_id: str, adapters: tuple[LoraAdapter, ...]) -> None:
+        """Note the deployment that a model leaves as it falls asleep. `adapters`: that were loaded meanwhile."""
+        self._left[name] = _Left(deployment_id, adapters)
+
+    def beside(self, order: ModelOrder, standings: Sequence[Standing]) -> Asleep:
+        """Return the models that sleep, as an order finds them."""
+        serving = _serving(standings)
+        own = next((name for name, one in self._models.items() if one.order == order), None)
+        others = (name for name in self._models if name not in serving and name != own)
+        left = None if own is None else self._left.get(own)
+        return Asleep(tuple(self._served(name) for name in others), None if left is None else left.deployment_id)
+
+    def _served(self, name: str) -> ServedModel:
+        """Return a model that sleeps, with the adapters that were loaded while it was awake."""
+        served, left = self._models[name].deployed.served, self._left.get(name)
+        return served if left is None else replace(served, adapters=(*served.adapters, *left.adapters))
 
     def sleeping(self, standings: Sequence[Standing]) -> tuple[ServedDeployment, ...]:
         """Return those that requests may name and that do not serve, as gateways are told."""
         serving, now = _serving(standings), time.monotonic()
         return tuple(
-            replace(one.deployed, problem=self._logic.problem(name, now) or "")
+            replace(one.deployed, served=self._served(name), problem=self._logic.problem(name, now) or "")
             for name, one in self._models.items()
             if name not in serving
         )

@@ -5,9 +5,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,7 +24,8 @@ from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.sizing import with_block_size
 from alignedserve.config.model_settings import ModelSettings, name_of, require_adapters_apart
 from alignedserve.config.sections import ClusterConfig
-from alignedserve.core.errors import ConfigError, PeerLost, ResourceError
+from alignedserve.core.errors import AdapterError, ConfigError, PeerLost, ResourceError
+from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.device.devices import AUTO
 from alignedserve.runtime.device_check.choice import DeviceChoice, with_device
 from alignedserve.runtime.lora.adapter_folders import with_adapters
@@ -58,9 +59,20 @@ class DeploymentSettings:
         require_effect(config)
         return own, msgspec.structs.replace(config, model=with_local_model(config.model))
 
-    def require_apart(self, served: ServedModel, config: ClusterConfig, replaced: str | None) -> None:
-        """Refuse names that other models, or adapters of them, have. Raises ConfigError, AdapterError."""
-        names = {served.name, *(adapter.name for adapter in served.adapters)}
+    def require_apart(
+        self, served: ServedModel, config: ClusterConfig, replaced: str | None, asleep: Sequence[ServedModel] = ()
+    ) -> None:
+        """Refuse names that other models, or adapters of them, have. Raises ConfigError, AdapterError.
+
+        `asleep`: other models, which have no deployment.
+        """
+        names = set(_names_of(served))
+        for other in asleep:
+            twice = next((name for name in _names_of(other) if name in names), None)
+            if twice is not None:
+                raise ConfigError(
+                    f"{twice} is a name of {other.name}, a model on demand; remove that, or name it apart"
+                )
         for one, settings in tuple(self._own.items()):
             twice = next((name for name in read_loaded(self._loaded(one)) if name in names), None)
             if one != replaced and twice is not None:
@@ -76,9 +88,16 @@ class DeploymentSettings:
         """Forget a deployment that has ended. May be repeated."""
         self._own.pop(deployment_id, None)
 
-    def carry_adapters(self, replaced: str, deployment_id: str, served: ServedModel) -> tuple[str, ...]:
-        """Let a replacement have the adapters that were loaded; return why any is left out."""
-        return carry_over(self._loaded(replaced), self._loaded(deployment_id), served)
+    def carry_adapters(self, former: str, deployment_id: str, served: ServedModel) -> tuple[str, ...]:
+        """Let a deployment have the adapters that were loaded for a former one; return why any is left out."""
+        return carry_over(self._loaded(former), self._loaded(deployment_id), served)
+
+    def loaded_adapters(self, deployment_id: str) -> tuple[LoraAdapter, ...]:
+        """Return the adapters that were loaded while a deployment served."""
+        try:
+            return tuple(read_loaded(self._loaded(deployment_id)).values())
+        except AdapterError:
+            return ()  # the gateways' logs say why
 
     def settle_adapters(self, replaced: str, deployment_id: str) -> tuple[str, ...]:
         """Unload from a replacement what was unloaded since it was prepared; return the adapters that it lacks."""
@@ -91,6 +110,11 @@ class DeploymentSettings:
         """Return the other models that go on, by name; one of this name drains."""
         own = [settings for one, settings in self._own.items() if one != replaced and name_of(settings) != name]
         return {name_of(one): self._common.with_models([one]).configs[0] for one in own}
+
+
+def _names_of(served: ServedModel) -> list[str]:
+    """Return all names by which requests find a model or its adapters."""
+    return [served.name, *served.aliases, *(adapter.name for adapter in served.adapters)]
 
 
 def in_background(prepare: Callable[[], Any], name: str) -> "Future[Any]":
@@ -119,6 +143,13 @@ class HostedPlan:
     remarks: tuple[str, ...] = ()  # for who has ordered it
 
 
+class Asleep(NamedTuple):
+    """The models on demand that have no processes, as an order finds them."""
+
+    others: tuple[ServedModel, ...] = ()  # than the one that is ordered
+    former: str | None = None  # the deployment that the ordered one had when it was awake; None: it had none
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """The cluster as an order finds it."""
@@ -127,6 +158,7 @@ class Surroundings:
     models: Mapping[str, HostedModel]
     wholes: Mapping[str, Machine]  # each node before its first model, by name
     device: str  # that engine.device=auto meant at the start
+    asleep: Asleep = field(default_factory=Asleep)
 
 
 Examine = Callable[[Sequence[RayNode]], Admission | OwnHost]  # examines these nodes, or the one that there is
@@ -164,7 +196,7 @@ class HostedPreparing:
                 if report.problem is None and report.machine is not None
             }
             served = with_adapters(resolve_for([one.machine for one in found.values()], config), config.lora)
-            self.settings.require_apart(served, config, replaced)
+            self.settings.require_apart(served, config, replaced, around.asleep.others)
             config = with_block_size(config, served)
             model = PlannedModel(deployment_id, config, served, _with_copies(found, reports, head))
             plan = self._plan(model, list(found.values()), around)
@@ -173,9 +205,10 @@ class HostedPreparing:
             admission.check(checked, plan.served)
         noted = self.settings.note(deployment_id, own, plan.served)
         hosted = HostedModel(plan, noted, head.digests[0])
-        if replaced is None:
+        former = around.asleep.former if replaced is None else replaced
+        if former is None:
             return HostedPlan(hosted, parts)
-        return HostedPlan(hosted, parts, self.settings.carry_adapters(replaced, deployment_id, plan.served))
+        return HostedPlan(hosted, parts, self.settings.carry_adapters(former, deployment_id, plan.served))
 
     def _plan(self, model: PlannedModel, nodes: Sequence[NodeResources], around: Surroundings) -> ClusterPlan:
         taken = Counter({member.name: len(member.workers) for member in around.members})

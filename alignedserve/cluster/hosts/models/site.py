@@ -17,12 +17,19 @@ from alignedserve.cluster.hosts.admission import Agent
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import HostedModel, Member
 from alignedserve.cluster.hosts.models.on_demand import ModelOnDemand
-from alignedserve.cluster.hosts.models.preparing import HostedPlan, HostedPreparing, Surroundings, in_background
+from alignedserve.cluster.hosts.models.preparing import (
+    Asleep,
+    HostedPlan,
+    HostedPreparing,
+    Surroundings,
+    in_background,
+)
 from alignedserve.cluster.ray_polls import Starting, answers_so_far, have_all_ended, kill_actors
 from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.cluster.run_folder import remove_files
 from alignedserve.cluster.running_cluster import START_TIMEOUT_S, RunningCluster
 from alignedserve.cluster.start_observer import LoggingObserver, Patience, StartObserver
+from alignedserve.core.request import LoraAdapter
 from alignedserve.process.addresses import ROUTER, deployed_name
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
 
@@ -98,13 +105,13 @@ class HostedDeployments:
         self._planned: dict[str, HostedPlan] = {}  # that have no processes yet
 
     def begin_preparing(
-        self, deployment_id: str, order: AddModel | ReplaceModel, replaced: str | None
+        self, deployment_id: str, order: AddModel | ReplaceModel, replaced: str | None, asleep: Asleep
     ) -> "Future[Any]":
         """Begin to plan one more deployment; the result is for `note_prepared`, or an error of the tree."""
         members = [one for one in self._members.values() if one.name not in self._joining.drains]
         able = tuple(replace(one, others=dict(one.others)) for one in members)  # for a thread, as they are now
         device = self._joining.plan.config.engine.device
-        around = Surroundings(able, dict(self._joining.models), dict(self._joining.wholes), device)
+        around = Surroundings(able, dict(self._joining.models), dict(self._joining.wholes), device, asleep)
         return in_background(
             lambda: self._preparing.prepare(deployment_id, order, replaced, around), f"preparing {deployment_id}"
         )
@@ -159,6 +166,10 @@ class HostedDeployments:
     def settle_adapters(self, replaced: str, deployment_id: str) -> tuple[str, ...]:
         """Unload from a replacement what was unloaded since it was planned; return the adapters that it lacks."""
         return self._preparing.settings.settle_adapters(replaced, deployment_id)
+
+    def loaded_adapters(self, deployment_id: str) -> tuple[LoraAdapter, ...]:
+        """Return the adapters that were loaded while a deployment served."""
+        return self._preparing.settings.loaded_adapters(deployment_id)
 
     def announced(self, deployment_id: str, phase: DeploymentPhase, *, is_failing: bool) -> ServedDeployment:
         """Return what gateways are told of a deployment, which is the same on every node."""

@@ -2,13 +2,20 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
-from alignedserve.cluster.hosts.models.preparing import DeploymentSettings, HostedPlan, HostedPreparing, Surroundings
+from alignedserve.cluster.hosts.models.preparing import (
+    Asleep,
+    DeploymentSettings,
+    HostedPlan,
+    HostedPreparing,
+    Surroundings,
+)
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.memory_planner import Machine
@@ -18,13 +25,14 @@ from alignedserve.core.errors import ConfigError, NotEnoughMemory
 from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.lora.loaded_file import loaded_file, with_loaded, write_changes
 from alignedserve.runtime.model.model_files import read_config
+from tests.support.marks import each
 from tests.support.models.lora_folders import write_adapter
 from tests.support.models.tiny_llama import TINY_LLAMA
-from tests.unit.cluster.driven_cluster import NODES, joined
+from tests.unit.cluster.driven_cluster import NODES, POCKET, joined
 
 TOO_SMALL = Machine(MIB, MIB, 2, has_bfloat16=False)  # refuses what the names do not
 
-Prepare = Callable[[str, AddModel | ReplaceModel, str | None], HostedPlan]
+Prepare = Callable[..., HostedPlan]
 
 
 class Examined:
@@ -49,7 +57,9 @@ def prepare(tmp_path: Path) -> Prepare:
     around = Surroundings(tuple(members[:1]), joining.models, {"node-0": TOO_SMALL}, "cpu")
     examined: Any = Examined()
     preparing = HostedPreparing(known, lambda nodes: examined)
-    return lambda deployment_id, order, replaced: preparing.prepare(deployment_id, order, replaced, around)
+    return lambda deployment_id, order, replaced, *asleep: preparing.prepare(
+        deployment_id, order, replaced, replace(around, asleep=Asleep(asleep))
+    )
 
 
 @pytest.fixture
@@ -78,3 +88,14 @@ def test_a_model_is_not_called_as_an_adapter_that_was_loaded(prepare: Prepare, p
     write_changes(loaded_file(tmp_path, "2"), with_loaded({}, LoraAdapter("taken", "/taken", b"d" * 16)))
     with pytest.raises(ConfigError, match="taken is the name of an adapter that was loaded for b"):
         prepare("3", AddModel(path=path, name="taken"), None)
+
+
+@each("name", ["docs", "small", "polite"])
+def test_a_name_of_a_model_that_sleeps_is_taken(prepare: Prepare, path: str, name: str) -> None:
+    docs = replace(POCKET, name="docs", aliases=("small",), adapters=(LoraAdapter("polite", "/polite", b"d" * 16),))
+    by_name, by_alias = AddModel(path, name), AddModel(path, "c", (f"model.aliases=[{name}]",))
+    for order in (by_name, by_alias):
+        with pytest.raises(ConfigError, match=f"{name} is (a name of docs, )?a model on demand"):
+            prepare("3", order, None, docs)
+        with pytest.raises(NotEnoughMemory):
+            prepare("3", order, None)
