@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 from alignedserve.cluster.deployments.events import Phase, Standing
 from alignedserve.cluster.deployments.on_demand import (
@@ -17,10 +18,11 @@ from alignedserve.cluster.deployments.on_demand import (
 from alignedserve.cluster.deployments.orders import AddModel
 from alignedserve.cluster.hosts.models.on_demand import ModelOnDemand, OnDemandModels
 from alignedserve.cluster.hosts.models.preparing import Asleep
+from alignedserve.config.model_settings import load_models
 from alignedserve.config.sections import PrefixCacheConfig
 from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
-from tests.unit.cluster.driven_cluster import POCKET
+from tests.unit.cluster.driven_cluster import POCKET, joined
 
 CHAT, DOCUMENTS = Demand(real_time_s=1.0), Demand(documents_s=1.0)
 IDLE, BUSY = Use(idle_s=5.0), Use(num_open=1)
@@ -136,3 +138,12 @@ def test_a_model_that_falls_asleep_keeps_the_adapters_that_were_loaded() -> None
     assert models.beside(others, [Standing("3", "docs", Phase.SERVING, 0)]) == Asleep()
     models.forget("docs")
     assert models.beside(others, ()) == Asleep()
+
+
+def test_a_model_wakes_with_the_settings_that_it_fell_asleep_with(tmp_path: Path) -> None:
+    own = {"model": {"keep_alive": "10m", "aliases": ["🦊"], "sampling": {"min_p": 0.00001}}}
+    plan = joined(tmp_path, {"model": {"keep_alive": "10m"}})[0].plan
+    config = next(iter(plan.choices.values())).config
+    order = ModelOnDemand.of(plan, config, own).order
+    again = load_models(None, (), ()).another(order.path, order.name, order.settings)
+    assert {name: again["model"][name] for name in own["model"]} == own["model"]

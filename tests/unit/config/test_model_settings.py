@@ -1,11 +1,13 @@
 """Settings of a cluster of several models: those of all, and each model's own."""
 
+import math
 from pathlib import Path
 
 import pytest
 
-from alignedserve.config.loading import load_config
+from alignedserve.config.loading import apply_override, load_config
 from alignedserve.config.model_settings import load_models, name_of
+from alignedserve.config.written_overrides import written_override
 from alignedserve.core.errors import ConfigError
 from tests.support.marks import each
 
@@ -110,3 +112,27 @@ def test_a_replacement_has_workers_like_those_it_replaces() -> None:
     assert (config.model.path, config.decode.count, config.model.max_context_len) == ("/new", 3, None)
     with pytest.raises(ConfigError, match="gateway is of the whole cluster"):
         settings.another("/new", "a", ["gateway.port=1"])
+
+
+@each(
+    "value",
+    [
+        1e-05,
+        1e16,
+        math.inf,
+        None,
+        True,
+        "yes",
+        "1e3",
+        "2026-11-25",
+        "",
+        " a: b # c",
+        "a\nb",
+        "🦊 ü",
+        {"🦊": [1, [2.5]]},
+    ],
+)
+def test_a_written_override_is_read_as_the_value_that_it_was(value: object) -> None:
+    values: dict[str, object] = {}
+    apply_override(values, written_override("model.sampling", value))
+    assert values == {"model": {"sampling": value}}

@@ -1,6 +1,5 @@
 """Has models on demand loaded and put to sleep, by orders as users give them: what OnDemandLogic decides."""
 
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from alignedserve.cluster.deployments.orders import AddModel, Answer, Deployment
 from alignedserve.cluster.hosts.models.preparing import Asleep
 from alignedserve.cluster.hosts.plan import ClusterPlan
 from alignedserve.config.sections import ClusterConfig
+from alignedserve.config.written_overrides import written_override
 from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
 from alignedserve.runtime.model.served_model import ServedModel
@@ -183,14 +183,14 @@ def _leaving_s(use: Use, keep_alive_s: float) -> float:
 
 
 def _settings(own: Mapping[str, Any]) -> Iterator[str]:
-    """Yield sections of settings as `section.field=value` each; YAML reads JSON."""
+    """Yield sections of settings as `section.field=value` each."""
     for section, fields in own.items():
         if not isinstance(fields, Mapping):
-            yield f"{section}={json.dumps(fields)}"
+            yield written_override(section, fields)
             continue
         for name, value in fields.items():
             if (section, name) not in _NAMED:
-                yield f"{section}.{name}={json.dumps(value)}"
+                yield written_override(f"{section}.{name}", value)
 
 
 _NAMED = {("model", "path"), ("model", "served_model_name"), ("model", "max_context_len")}
