@@ -94,6 +94,7 @@ class GatewayConfig(Section, frozen=True):
         return Slo(_seconds(self.default_ttft_s), _seconds(self.default_tpot_s))
 
     def __post_init__(self) -> None:
+        self._require(bool(self.host.strip()), "host", "must be an address, or a name that has one")
         self._require(0 < self.port < 65536, "port", "must be a TCP port")
         self._require(1 <= self.count <= 64, "count", "must be between 1 and 64")
         self._require(self.port + self.num_ports <= 65536, "count", "needs as many ports from gateway.port on")

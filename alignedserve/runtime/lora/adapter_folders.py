@@ -41,6 +41,8 @@ def with_adapters(served: ServedModel, config: LoraConfig) -> ServedModel:
     """Return the model with the adapters of the configuration. Raises AdapterError naming one, or ConfigError."""
     if config.adapters and served.encoder is not None:
         raise ConfigError("lora.adapters are for decoders, not for an encoder; leave it out")
+    if config.allowed_folder == "":
+        raise ConfigError("lora.allowed_folder must name a folder; leave it out where none may be loaded")
     if served.name in config.adapters:
         raise ConfigError(f"lora.adapters has one of the model's own name, {served.name!r}")
     adapters = []

@@ -121,6 +121,7 @@ def test_what_is_not_a_size(text: str) -> None:
         ("model: {dtype: int4}", r"model\.dtype"),
         ("model: {max_context_len: 1}", r"model\.max_context_len"),
         ("model: {served_model_name: 7}", r"model\.served_model_name"),
+        ("gateway: {host: ''}", r"gateway\.host"),
         ("gateway: {port: 0}", r"gateway\.port"),
         ("gateway: {port: 65536}", r"gateway\.port"),
         ("gateway: {port: true}", r"gateway\.port"),

@@ -8,13 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from alignedserve.config.sections import LoraConfig
-from alignedserve.core.errors import AdapterError
+from alignedserve.config.sections import LoraConfig, ModelSectionConfig
+from alignedserve.core.errors import AdapterError, ConfigError
 from alignedserve.core.request import LoraAdapter
-from alignedserve.runtime.lora.adapter_folders import find_adapter, read_adapter
+from alignedserve.runtime.lora.adapter_folders import find_adapter, read_adapter, with_adapters
 from alignedserve.runtime.lora.adapter_weights import load_adapter
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.models.lora_folders import write_adapter
 from tests.support.models.tiny_models import make_tiny_model
 
@@ -158,3 +159,9 @@ def test_files_that_have_changed_are_another_adapter(folder: Path, model: ModelC
     with pytest.raises(AdapterError, match="have changed"):
         read_adapter(found, config)
     assert find(folder, model).digest != found.digest
+
+
+def test_an_empty_name_allows_no_folder() -> None:
+    """Else everything below the folder in which the server was started would be allowed."""
+    with pytest.raises(ConfigError, match=r"lora\.allowed_folder must name a folder"):
+        with_adapters(resolve_model(ModelSectionConfig()), LoraConfig(allowed_folder=""))
