@@ -1,7 +1,7 @@
 """A rolling restart: every worker in turn drains, is started anew, and serves again before the next one drains.
 
 Of each: 1. It drains: it gets nothing new, and what it has is finished, or goes on elsewhere after a while. 2. Its
-process ends, and Ray starts it again. 3. Its router knows it again.
+process ends, and Ray starts it again. 3. Its router knows it again. One whose model ends meanwhile is passed over.
 """
 
 import contextlib
@@ -43,6 +43,12 @@ class Workers(Protocol):
     def is_draining(self, name: str) -> bool:
         """Return whether a worker that was to drain does so: not where its node is lost, or its drain undone."""
 
+    def has_model(self, name: str) -> bool:
+        """Return whether a worker's model has processes: one that falls asleep or is removed has none any more."""
+
+    def end_drain(self, name: str) -> None:
+        """Forget that a worker was to drain."""
+
     def restart(self, name: str) -> None:
         """End a worker's process, which is started again, and let it get work again."""
 
@@ -72,7 +78,7 @@ class RollingRestart:
     ) -> None:
         """`within_s`: in which requests of a worker may finish there. `say`: is told of every step."""
         self._waiting = list(names)
-        self._num_workers = len(names)
+        self._num_restarted = 0
         self._within_s = within_s
         self._workers = workers
         self._say = say
@@ -88,15 +94,20 @@ class RollingRestart:
 
     def look(self, drained: Collection[str], now: float) -> Over | None:
         """Go on; return how it has ended, once it has. `drained`: workers whose work is gone."""
-        if self._current and not self._is_through(drained, now):
+        if self._current and not self._workers.has_model(self._current):
+            self._workers.end_drain(self._current)
+            self._say(f"{self._current} is gone with its model")
+        elif self._current and not self._is_through(drained, now):
             if self._step is Step.DRAINING and not self._workers.is_draining(self._current):
                 return Over(f"{self._current} drains no more; the others were left as they are", has_failed=True)
             if now - self._began_s > RETURN_S and self._step is Step.RETURNING:
                 return Over(f"{self._current} does not serve again; the others were left as they are", has_failed=True)
             return None
+        self._waiting = [name for name in self._waiting if self._workers.has_model(name)]
         if not self._waiting:
-            several = f"{self._num_workers} workers were restarted, one after the other."
-            return Over(several if self._num_workers > 1 else "1 worker was restarted.")
+            few = {0: "No worker was restarted: their models have ended.", 1: "1 worker was restarted."}
+            several = f"{self._num_restarted} workers were restarted, one after the other."
+            return Over(few.get(self._num_restarted, several))
         self._current = self._waiting.pop(0)
         self._step, self._began_s = Step.DRAINING, now
         self._workers.begin_drain(self._current, self._within_s(self._current))
@@ -115,6 +126,7 @@ class RollingRestart:
         if registration in (None, self._former):
             return False
         self._say(f"{self._current} serves again after {now - self._began_s:.1f} s")
+        self._num_restarted += 1
         return True
 
 
@@ -208,9 +220,17 @@ class WorkerRestarts:
         """See Workers."""
         return name in self._drains.workers
 
-    def restart(self, name: str) -> None:
+    def has_model(self, name: str) -> bool:
+        """See Workers."""
+        return router_of(name) in self._actors()
+
+    def end_drain(self, name: str) -> None:
         """See Workers."""
         self._drains.end(name)
+
+    def restart(self, name: str) -> None:
+        """See Workers."""
+        self.end_drain(name)
         with contextlib.suppress(RayError, ValueError, KeyError):  # its node is lost: it will not return
             ray.kill(self._actors()[name], no_restart=False)
 

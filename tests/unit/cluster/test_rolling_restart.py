@@ -1,6 +1,9 @@
 """Workers that are restarted one after the other: what is drained when, and when the next one's turn is."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
 
 from alignedserve.cluster.deployments.orders import Answer, DeploymentReport, Done, Refused, Remark, RestartWorkers
 from alignedserve.cluster.draining.drains import Drains
@@ -19,12 +22,19 @@ class WorkersMemory:
         self.asked: list[tuple[str, str, float]] = []
         self.registrations: dict[str, str] = {"decode-0": "a-1", "decode-1": "a-2"}
         self.lost: set[str] = set()  # with their nodes
+        self.gone: set[str] = set()  # with their models
 
     def begin_drain(self, name: str, within_s: float) -> None:
         self.asked.append(("drain", name, within_s))
 
     def is_draining(self, name: str) -> bool:
         return name not in self.lost
+
+    def has_model(self, name: str) -> bool:
+        return name not in self.gone
+
+    def end_drain(self, name: str) -> None:
+        self.asked.append(("end", name, 0.0))
 
     def restart(self, name: str) -> None:
         self.asked.append(("restart", name, 0.0))
@@ -79,14 +89,48 @@ def test_one_that_does_not_return_ends_the_restart() -> None:
     assert ("drain", "decode-1", 60.0) not in workers.asked
 
 
+def test_one_whose_model_ends_meanwhile_is_passed_over() -> None:
+    for is_asked in (False, True):  # before its end, or not
+        workers = WorkersMemory()
+        restart = rolling(workers)
+        restart.look([], 0.0)
+        if is_asked:
+            restart.look(["decode-0"], 1.0)
+        workers.gone.add("decode-0")
+        assert restart.look([], 2.0) is None
+        assert workers.asked[-2:] == [("end", "decode-0", 0.0), ("drain", "decode-1", 60.0)]
+        workers.gone.add("decode-1")
+        over = restart.look([], 3.0)
+        assert over is not None
+        assert (over.text, over.has_failed) == ("No worker was restarted: their models have ended.", False)
+
+
+def test_a_model_that_sleeps_has_no_router() -> None:
+    drains = Drains()
+    made = restarts(drains, [])
+    made.order("1", RestartWorkers(), DEPLOYMENTS)
+    made.look([])
+    assert [made.has_model(name) for name in ("decode-0", "decode-0.m2", "decode-0.m3")] == [True, True, False]
+    made.end_drain("decode-0")
+    assert drains.workers == ()
+
+
 def test_a_drain_that_lasts_is_no_failure() -> None:
     restart = rolling(WorkersMemory())
     restart.look([], 0.0)
     assert restart.look([], 10.0 * RETURN_S) is None
 
 
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no call of an actor end."""
+    monkeypatch.setattr("alignedserve.cluster.draining.rolling_restart.has_ended", lambda call: False)
+
+
 def restarts(drains: Drains, answers: list[tuple[str, Answer]]) -> WorkerRestarts:
-    return WorkerRestarts(drains, dict, lambda order_id, answer: answers.append((order_id, answer)))
+    asked = SimpleNamespace(remote=lambda: "a call")
+    actors = dict.fromkeys(("router", "router.m2"), SimpleNamespace(registrations=asked))
+    return WorkerRestarts(drains, lambda: actors, lambda order_id, answer: answers.append((order_id, answer)))
 
 
 def test_an_order_is_begun_once_and_another_one_is_refused_meanwhile() -> None:
