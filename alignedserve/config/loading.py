@@ -12,6 +12,7 @@ import yaml
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError
+from alignedserve.disk.plain_yaml import load_yaml
 
 MAX_CONFIG_BYTES = 1024 * 1024
 # Renamed fields: section and old name to the new name. Old names are accepted for one version.
@@ -113,7 +114,7 @@ def _warn_of_old_name(old: str, new: str) -> None:
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         is_too_large = path.stat().st_size > MAX_CONFIG_BYTES
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) if not is_too_large else None
+        values = load_yaml(path.read_text(encoding="utf-8")) if not is_too_large else None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except _YAML_ERRORS as error:
@@ -134,7 +135,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     if not separator or not all(keys):
         raise ConfigError(f"--set {override!r}: write section.field=value")
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml(text)
     except _YAML_ERRORS as error:
         raise ConfigError(f"--set {override!r}: the value is not valid YAML") from error
     current = _current_keys(keys)

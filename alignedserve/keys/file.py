@@ -16,6 +16,7 @@ import msgspec
 import yaml
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.disk.plain_yaml import load_yaml
 from alignedserve.keys.entry import DEFAULT, FLEX, MAX_KEYS_BYTES, PRIORITY_LIMIT, TIERS, KeyEntry
 from alignedserve.keys.ring import KeyRing, KeySecret, owner_of
 
@@ -145,7 +146,7 @@ def _plain_rows(text: str) -> tuple[KeyRow, ...] | None:
 
 def _items(text: str) -> list[Any]:
     try:
-        loaded = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506  (a safe loader)
+        loaded = load_yaml(text)
         items = None if loaded is None else msgspec.convert(loaded, _Document).keys
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"

@@ -176,6 +176,7 @@ def test_every_refusal_names_the_field(tmp_path: Path, text: str, named: str) ->
         "!!python/object/apply:os.system [true]",
         "model: {served_model_name: 2024-13-45}",
         "[" * 600,
+        "[" * 200_000,
         "pool: &pool {again: *pool}",
         "1: 2",
         "? [1, 2]\n: 3",
@@ -184,6 +185,25 @@ def test_every_refusal_names_the_field(tmp_path: Path, text: str, named: str) ->
 def test_what_is_not_yaml_or_not_a_mapping(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError):
         load_config(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("gateway: {keys_file: keys.yaml}\ngateway:\n  port: 9000\n", "'gateway' is there twice"),
+        ("gateway:\n  port: 1\n  host: ::1\n  port: 2\n", "'port' is there twice(.|\n)*line 4"),
+        ("models: [{model: {path: a, path: b}}]", "'path' is there twice"),
+    ],
+)
+def test_a_section_or_field_that_is_there_twice_is_refused(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):  # the first would be left out: a gateway would ask for no keys
+        load_config(written(tmp_path, text))
+
+
+def test_a_section_may_take_over_fields_of_another_one(tmp_path: Path) -> None:
+    text = "prefill: &both {max_running_requests: 3, count: 2}\ndecode: {<<: *both, count: 4}\n"
+    config = load_config(written(tmp_path, text))
+    assert (config.decode.max_running_requests, config.decode.count, config.prefill.count) == (3, 4, 2)
 
 
 def test_a_refused_file_is_named(tmp_path: Path) -> None:

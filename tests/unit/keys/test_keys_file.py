@@ -62,6 +62,9 @@ def keys_file(folder: Path, *rows: KeyRow) -> Path:
         ("keys: [", "no YAML: a mistake in line 2"),
         ("keys: [!!python/object/apply:os.system [ls]]", "no YAML"),
         ("[" * 5000, "no YAML"),
+        ("[" * 200_000, "no YAML"),  # at which the parser in C would end the process
+        ("keys: [{name: a}]\nkeys: []", "no YAML: a mistake in line 2"),
+        ("keys: [{name: a, revoked: true, revoked: false}]", "no YAML: a mistake in line 1"),
     ],
 )
 def test_mistakes_are_named(text: str, problem: str) -> None:
