@@ -62,6 +62,8 @@ def _shown(value: Any, name: str, is_full: bool, depth: int) -> Any:
         fields = list(value.items())[:_MAX_ITEMS]
         return {_label(key, is_full): _shown(item, key, is_full, depth + 1) for key, item in fields}
     if isinstance(value, list):
+        if value and not is_full and all(type(item) is int for item in value[:_MAX_ITEMS]):
+            return f"<{len(value)} numbers>"  # such as a prompt's tokens, which are its text
         shown = [_shown(item, name, is_full, depth + 1) for item in value[:_MAX_ITEMS]]
         return shown if len(value) <= _MAX_ITEMS else [*shown, f"<{len(value) - _MAX_ITEMS} more>"]
     if not isinstance(value, str):

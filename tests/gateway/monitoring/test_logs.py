@@ -103,6 +103,13 @@ def test_secrets_are_in_no_body_that_is_logged() -> None:
     assert "hunter" not in shown(body, request_log="redacted")
 
 
+def test_tokens_of_a_prompt_are_text_that_people_have_written() -> None:
+    body = {"prompt": [[15496, 995], [50]], "input": list(range(100)), "stop_token_ids": [], "n": 2}
+    redacted = {"prompt": ["<2 numbers>", "<1 numbers>"], "input": "<100 numbers>", "stop_token_ids": [], "n": 2}
+    assert json.loads(shown(body, request_log="redacted")) == redacted
+    assert "15496" in shown(body)
+
+
 def test_what_is_logged_of_a_body_has_bounds() -> None:
     assert len(shown({"input": "x" * 10_000}, max_request_log_bytes=100)) == 101
     assert shown({"input": "x" * 300_000}) == "<longer than 262144 bytes>"
