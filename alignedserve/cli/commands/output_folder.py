@@ -2,17 +2,25 @@
 
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 
 from alignedserve.core.errors import ConfigError
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder; to be called before anything runs, so that a failure costs nothing. Raises ConfigError."""
+    """Make the folder, and check that files can be written there. Raises ConfigError.
+
+    To be called before anything runs, so that a failure costs nothing.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--output {folder}: cannot be made: {error.strerror}") from error
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"--output {folder}: cannot be written: {error.strerror}") from error
 
 
 def write_file(path: Path, content: bytes) -> None:

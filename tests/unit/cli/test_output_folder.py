@@ -1,5 +1,7 @@
 """The folder that `simulate` and `plan` write to."""
 
+import errno
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,20 @@ def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
         write_file(tmp_path / "new" / "folder", b"")
     with pytest.raises(ConfigError, match=r"^--output \S+/plan\.yaml/more: cannot be made: Not a directory$"):
         make_folder(tmp_path / "new" / "folder" / "plan.yaml" / "more")
+
+
+def test_a_folder_that_takes_no_files_is_named_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_folder(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+    def refuse(dir: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)  # as of another user's folder
+    with pytest.raises(ConfigError, match=r"^--output \S+: cannot be written: Permission denied$"):
+        make_folder(tmp_path)
 
 
 def test_whether_a_file_can_be_written_is_known_before_and_leaves_none(tmp_path: Path) -> None:
