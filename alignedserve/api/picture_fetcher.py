@@ -44,6 +44,9 @@ _HEADERS = {
     "Accept-Encoding": "identity",
     "User-Agent": "alignedserve",
 }
+# None of the internet, whatever Python's own lists say: protocols' own (a cloud's metadata is at 192.0.0.192), relays,
+# sites (the host of a virtual machine of QEMU is at fec0::2), documentation.
+_SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "fec0::/10", "3fff::/20")))
 _TRANSLATED = ipaddress.ip_network("64:ff9b::/96")  # of IPv4, which the last four bytes are
 
 LookUp = Callable[[str, int], Awaitable[Sequence[str]]]  # of a host's addresses. Raises OSError
@@ -189,7 +192,7 @@ def is_public(address: str) -> bool:
     ip = ipaddress.ip_address(address)
     if isinstance(ip, ipaddress.IPv6Address):
         ip = ipaddress.IPv4Address(ip.packed[-4:]) if ip in _TRANSLATED else ip.ipv4_mapped or ip.sixtofour or ip
-    return ip.is_global and not (ip.is_multicast or ip.is_reserved)
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or any(ip in network for network in _SPECIAL))
 
 
 async def _look_up(host: str, port: int) -> Sequence[str]:

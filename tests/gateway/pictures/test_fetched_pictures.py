@@ -172,6 +172,7 @@ async def test_addresses_that_are_not_public_are_never_connected_to(seeing: Mode
         "2002:a00:1::",
         "ff02::1",
     ]
+    private += ["192.0.0.192", "::ffff:192.0.0.192", "192.88.99.1", "fec0::2", "3fff::1"]
     assert [address for address in private if is_public(address)] == []
     assert all(map(is_public, ("8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808")))
 
