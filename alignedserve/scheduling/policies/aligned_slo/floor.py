@@ -10,7 +10,8 @@ time and of the memory.
 
 Documents begin so only while their class has had less than its floor of the tokens (core/class_floor.py): what the time
 that chat leaves has computed of others counts. One that has waited ten times as long as it takes to come here begins in
-any case, as shorter ones may have had all of that.
+any case, as shorter ones may have had all of that. Without a floor of tokens it does not begin before chat; but blocks
+that other documents free are kept for it, from these alone, as long as what they hold is enough.
 
 A first one that needs more memory than the share has it all the same, once it has been first for so long that the
 memory it holds is the share on average:
@@ -35,12 +36,20 @@ from kernels.cpu.request_table import RowForecasts
 _LONGEST_WAIT = 10.0  # times `starvation_s`
 
 
+class Keeper(NamedTuple):
+    """A document that has waited far too long, and may pass no chat: what other documents free is kept for it."""
+
+    row: int
+    most_blocks: int  # that they hold: it does not wait for more, or no document would ever begin beside chat
+
+
 class FlooredRows(NamedTuple):
     """Forecasts of every row, of which no more are starving than the floor has room for."""
 
     rows: RowForecasts
     hold: Ints  # the rank by which a request keeps its memory: only one of a better rank takes it
     is_first_held: bool  # the first starving one has its memory before requests on time; True without one
+    keeper: Keeper | None = None  # without a floor of tokens
 
 
 class Floor:
@@ -54,11 +63,12 @@ class Floor:
         self._longest_wait_s = _LONGEST_WAIT * starvation_s
         self._tokens = ClassFloor(best_effort_floor)
         self._next_tokens = 0  # of the first document that has waited too long, and has not begun
+        self._keeper: Keeper | None = None
         self._of_chat, self._of_documents = _ClassShare(share), _ClassShare(share)
 
     def apply(self, view: WorkerView, rows: RowForecasts) -> FlooredRows:
         """Return the forecasts with the requests behind the floor in the ranks of their objectives."""
-        self._next_tokens = 0
+        self._next_tokens, self._keeper = 0, None
         if not (rows.num_ready[STARVING] or rows.num_waiting[STARVING]):
             self._of_chat.forget()
             self._of_documents.forget()
@@ -68,7 +78,7 @@ class Floor:
         is_chat = view.table.is_real_time[starving]
         floored = FlooredRows(rows, self._sheltered(view, rows), is_first_held=True)
         floored = self._of_chat.apply(view, floored, starving[is_chat])
-        return self._of_documents.apply(view, floored, starving[~is_chat])
+        return self._of_documents.apply(view, floored, starving[~is_chat])._replace(keeper=self._keeper)
 
     def note(self, table: RequestTable, plan: IterationPlan) -> None:
         """Note what an iteration computes, while a document waits for the floor of its class."""
@@ -94,9 +104,12 @@ class Floor:
         self._next_tokens = int(table.num_remaining[first])
         if self._tokens.is_due(self._next_tokens):
             waiting = waiting[waiting != first]
-        elif self._tokens.owed_share:
-            waited_s = view.now - table.arrival_s[waiting] - table.service_s[waiting]
-            waiting = waiting[waited_s <= self._longest_wait_s]
+        else:
+            waited_s = view.now - table.arrival_s - table.service_s
+            if self._tokens.owed_share:
+                waiting = waiting[waited_s[waiting] <= self._longest_wait_s]
+            elif waited_s[first] > self._longest_wait_s:
+                self._keeper = Keeper(first, int(table.num_blocks[~table.is_real_time].sum()))
         return behind(rows, waiting) if len(waiting) else rows
 
     def _few_beginning(self, view: WorkerView, rows: RowForecasts) -> RowForecasts:

@@ -73,6 +73,12 @@ class SloForecast(NamedTuple):
     kept_blocks: int  # more than requests on time hold now, they held lately: not for newcomers that they would evict
     prefill_token_s: float  # to compute one token of a prompt, as against copying it
     is_silent: bool = False  # a chat that has begun lacks its cache, and has been silent for longer than it may be
+    keeper: tuple[int, int] | None = None  # a row for which blocks are kept as well, if it lacks no more than so many
+
+    def keeps_blocks(self, row: int, num_missing: int) -> bool:
+        """Return whether blocks are kept for a row that lacks so many: a starving one, or as in floor.py."""
+        is_keeper = self.keeper is not None and row == self.keeper[0] and num_missing <= self.keeper[1]
+        return is_keeper or bool(self.rows.rank[row] == STARVING)
 
 
 class RealTimeWork(NamedTuple):

@@ -109,12 +109,12 @@ class SloPacking:
             missing = wanted - packer.num_free
             fits = missing <= 0 or missing <= self._blocks_to_gain(row)
             if not fits or not self._evict_until(row, wanted):
-                if self._is_starving(row):
+                if self._forecast.keeps_blocks(row, missing):
                     self._kept += num_blocks
                 continue
             num_free = packer.num_free
             looks_further = self._add_prompt(row, budget_s)
-            if self._is_starving(row):
+            if self._forecast.keeps_blocks(row, 0):
                 self._kept += num_blocks - (num_free - packer.num_free)
             if not looks_further:
                 return

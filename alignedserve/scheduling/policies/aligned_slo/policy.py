@@ -277,7 +277,7 @@ class AlignedSlo:
         if interference is not None:
             rows = without_starving_chat(view.table, rows)
             copies_s = min(copies_s, interference.copies_s(view, real_time_work(view.table).decodes))
-        rows, hold, is_floor_held = self._floor.apply(view, rows)
+        rows, hold, is_floor_held, keeper = self._floor.apply(view, rows)
         if config.levels:
             rows = in_levels(rows, view.table, decode_s=runtime.decode_s, now=now)
         if config.knapsack:
@@ -294,6 +294,7 @@ class AlignedSlo:
             kept_blocks=self._kept_blocks(rows.held_blocks, now),
             prefill_token_s=runtime.prefill_token_s,
             is_silent=math.isfinite(config.silence_s) and is_any_silent(view.table, rows, now - config.silence_s),
+            keeper=keeper,
         )
 
     def _stretch(self, view: WorkerView, longest_s: float) -> float:

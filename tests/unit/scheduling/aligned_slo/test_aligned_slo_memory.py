@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import WorkerView
 from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
@@ -78,3 +80,24 @@ def test_who_is_late_takes_the_time_that_prompts_in_time_leave() -> None:
     assert scheduled_of(view, make_policy("aligned_slo").plan(view)) == {"answer": 1, "question": 69}
     view = view_of({"answer": _ANSWER, "late": late}, now=1.0, history=[0.02])
     assert scheduled_of(view, make_policy("aligned_slo").plan(view)) == {"answer": 1, "late": 1}
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "num_of_chat", "does_short_one_begin"), [(700.0, 1, False), (500.0, 1, True), (700.0, 3, True)]
+)
+def test_without_a_floor_other_documents_leave_blocks_to_one_that_has_waited_for_too_long(
+    waited_s: float, num_of_chat: int, *, does_short_one_begin: bool
+) -> None:
+    """It needs 25 of 40 blocks, and documents hold eight: with seven of chat these will do, with 21 they would not."""
+    rows: dict[str, dict[str, Any]] = {f"answer{number}": _ANSWER for number in range(num_of_chat)}
+    rows |= {
+        f"written{number}": {"be": True, "prompt_len": 60, "num_generated": 3, "arrival_s": -200.0}
+        for number in range(2)
+    }
+    rows["forgotten"] = {"be": True, "prompt_len": 400, "arrival_s": 1.0 - waited_s}
+    rows["short"] = {"be": True, "prompt_len": 10, "arrival_s": 0.9}
+    view = view_of(rows, now=1.0, num_blocks=40, max_tokens=2000)
+    plan = make_policy("aligned_slo", {"best_effort_floor": 0.0}).plan(view)
+    assert_sound(view, plan)
+    assert not plan.evictions
+    assert ("short" in scheduled_of(view, plan)) == does_short_one_begin
