@@ -89,7 +89,7 @@ class PrefillLogic:
         self._registered = registered
         self._max_running_requests = max_running_requests
         self._scheduler = scheduler
-        self._order = PlaceOrder(knows_classes=scheduler.prioritizes_real_time)
+        self._order = PlaceOrder(knows_classes=scheduler.prioritizes_real_time, floor=scheduler.best_effort_floor)
         self._blocks = JobBlocks(registered.num_blocks, registered.block_size, prefixes, state_blocks=state_blocks)
         self._in_flight: list[Slices] = []  # of iterations that have begun, an urgent one last
         self._jobs: dict[RequestId, PrefillJob] = {}
@@ -297,6 +297,8 @@ class PrefillLogic:
             leaves_room = not is_bound or self._blocks.leave_room(job, self._jobs.values(), self._max_running_requests)
             is_full = num_holding >= self._max_running_requests or not leaves_room
             if is_full or not self._blocks.allocate(job):
+                if job is self._order.by_floor:
+                    continue
                 break
             self._order.note(job, now)
             num_holding += 1

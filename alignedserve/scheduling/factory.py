@@ -115,7 +115,8 @@ def make_iteration_scheduler(
     if policy_entry(scheduling.policy).schedules_prompts:
         yielding = make_yielding(scheduling, num_layers, decodes_here=False)
         scheduler = make_scheduler(scheduling, limits, costs, measured, passes_stop=yielding is not None)
-        return PolicyIterationScheduler(scheduler, yielding)
+        floor = getattr(policy_config(scheduling.policy, params_of(scheduling)), _FLOOR, 0.0)
+        return PolicyIterationScheduler(scheduler, yielding, best_effort_floor=floor)
     return FcfsIterationScheduler(limits.max_tokens)
 
 

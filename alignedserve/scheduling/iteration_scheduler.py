@@ -23,6 +23,7 @@ class FcfsIterationScheduler:
     """First come, first served: each request computes as many tokens as the iteration has left."""
 
     prioritizes_real_time = False  # when blocks are allocated
+    best_effort_floor = 0.0  # of best effort then
     may_yield = False  # urgent iterations may begin within one in flight
 
     def __init__(self, max_tokens: int) -> None:
@@ -77,9 +78,13 @@ class PolicyIterationScheduler:
 
     prioritizes_real_time = True
 
-    def __init__(self, scheduler: Scheduler, yielding: Yielding | None = None) -> None:
-        """`yielding`: whether a pass stops between two layers; None: never."""
+    def __init__(
+        self, scheduler: Scheduler, yielding: Yielding | None = None, *, best_effort_floor: float = 0.0
+    ) -> None:
+        """`yielding`: whether a pass stops between two layers; None: never. `best_effort_floor`: share of the tokens of
+        jobs to which blocks are allocated."""
         self._scheduler = scheduler
+        self.best_effort_floor = best_effort_floor
         self._state = SchedulerState(DeviceMemory(num_blocks=0, num_free=0, block_size=_BLOCK_TOKENS))
         self._urgent = None if yielding is None else UrgentPlans(self._state, scheduler, yielding)
 

@@ -58,3 +58,32 @@ def test_an_overdue_chat_gets_a_twentieth_while_chats_on_time_keep_coming() -> N
         got.append(job.request.request_id)
     assert sum(name.startswith("late") for name in got) == 10
     assert got.index("late0") == 19
+
+
+def test_a_document_gets_its_floor_while_chats_keep_coming() -> None:
+    """It waited until no chat did, which in an overload is never, though the router's floor had let it go."""
+    order = PlaceOrder(knows_classes=True, floor=0.05)
+    waiting = [_job(f"document{number}", request_class=RequestClass.BEST_EFFORT) for number in range(20)]
+    got: list[str] = []
+    for number in range(200):
+        waiting.append(_job(f"chat{number}", arrival_s=5.0))
+        job = order.of(waiting, 5.0)[0]
+        order.note(job, 5.0)
+        waiting.remove(job)
+        got.append(job.request.request_id)
+    assert sum(name.startswith("document") for name in got) == 10
+    assert got.index("document0") == 19
+
+
+def test_documents_that_are_not_computed_yet_keep_others_from_coming_by_the_floor() -> None:
+    order = PlaceOrder(knows_classes=True, floor=0.5)
+    placed = [_job(f"placed{number}", request_class=RequestClass.BEST_EFFORT) for number in range(2)]
+    for job in placed:
+        job.stage = JobStage.COMPUTING
+    document, chat = _job("document", request_class=RequestClass.BEST_EFFORT), _job("chat", arrival_s=4.9)
+    order.of([*placed, document, chat], 5.0)
+    order.note(chat, 5.0)
+    assert _names(order, [*placed, document, chat], 5.0) == ["chat", "document"]
+    placed[0].stage = JobStage.DEPARTING
+    assert _names(order, [*placed, document, chat], 5.0) == ["document", "chat"]
+    assert order.by_floor is document

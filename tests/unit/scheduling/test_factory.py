@@ -85,6 +85,12 @@ def test_without_pacing_prompts_go_in_order_and_decodes_all_together() -> None:
     assert make_decode_scheduler(other, LIMITS) is None
 
 
+def test_documents_have_the_floor_of_the_policy_where_jobs_get_places() -> None:
+    paced = SchedulingConfig(policy="aligned_slo", policy_params={"best_effort_floor": 0.1})
+    assert make_iteration_scheduler(paced, LIMITS).best_effort_floor == 0.1
+    assert make_iteration_scheduler(SchedulingConfig(policy="round_robin"), LIMITS).best_effort_floor == 0.0
+
+
 def test_what_a_policy_implies_is_set() -> None:
     resolved = resolve_policy(ClusterConfig(scheduling=SchedulingConfig(policy="distserve")))
     assert (resolved.router.prefill_order, resolved.router.direct_handoff) == ("fcfs", True)
