@@ -97,7 +97,10 @@ class Floor:
         """Return the forecasts with documents that have not begun behind the floor, but for one that is owed."""
         table = view.table
         starving = rows_where(rows.rank == STARVING)
-        waiting = starving[~table.is_real_time[starving] & (table.num_blocks[starving] == 0)]
+        starving = starving[~table.is_real_time[starving]]
+        # On prefill workers all hold their blocks before they are computed.
+        is_new = (table.service_s[starving] == 0.0) & (table.num_remaining[starving] > 1)
+        waiting = starving[is_new | (table.num_blocks[starving] == 0)]
         if not len(waiting):
             return rows
         first = _first_of(waiting, table)

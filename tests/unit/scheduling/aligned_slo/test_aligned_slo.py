@@ -98,6 +98,19 @@ def test_a_document_that_has_waited_begins_once_its_class_is_owed_its_tokens(
     assert (found.index(True) if any(found) else 9) == num_before
 
 
+def test_a_document_whose_blocks_are_held_before_it_is_computed_is_owed_its_tokens_as_well() -> None:
+    """On prefill workers it had a tenth of the time, whatever the floor."""
+    rows: dict[str, dict[str, Any]] = {
+        "forgotten": {"be": True, "prompt_len": 60, "arrival_s": -100.0, "num_blocks": 1},
+        "question": {"prompt_len": 300, "ttft_s": 1.0, "arrival_s": 0.9, "num_blocks": 1},
+    }
+    view = view_of(rows, now=1.0, block_size=1 << 40, num_blocks=2, can_evict=False)
+    assert "forgotten" not in scheduled_of(view, make_policy("aligned_slo", {"best_effort_floor": 0.0}).plan(view))
+    rows["forgotten"] |= {"num_cached": 20, "service_s": 0.1}  # it has begun
+    view = view_of(rows, now=1.0, block_size=1 << 40, num_blocks=2, can_evict=False)
+    assert "forgotten" in scheduled_of(view, make_policy("aligned_slo", {"best_effort_floor": 0.0}).plan(view))
+
+
 def test_what_documents_have_of_the_time_that_is_left_counts_for_their_floor() -> None:
     """Sixteen decode beside chat, and have what 300 of its tokens owe them."""
     rows: dict[str, dict[str, Any]] = {
