@@ -34,4 +34,5 @@ def make_logic(
         link_wait_s=link_wait_s,
         takes_requests=takes_requests,
         state_blocks=state_blocks,
+        floor=batching.best_effort_floor or 0.0,
     )

@@ -84,10 +84,10 @@ class PoolLogic:
         link_wait_s: float = LINK_WAIT_S,
         takes_requests: bool = True,
         state_blocks: int = 0,
+        floor: float = 0.0,
     ) -> None:
         """`link_wait_s`: time that a batch waits for the link of its worker; 0: links that are not there never come.
-        `state_blocks`: of every request, before those of its tokens.
-
+        `state_blocks`: of every request, before those of its tokens. `floor`: of best effort in reserved blocks.
         `takes_requests`: from routers, with which it registers; False: it keeps what workers give it for themselves.
         """
         self._takes_requests = takes_requests
@@ -101,7 +101,7 @@ class PoolLogic:
             allocator, block_size, take_lease=take_lease, lease_s=lease_s, state_blocks=state_blocks
         )
         self._pooled: dict[RequestId, Lease] = {}
-        self._reservations = WaitingReservations(arena.num_blocks, self._can_allocate)
+        self._reservations = WaitingReservations(arena.num_blocks, self._can_allocate, floor=floor)
         self._router: str | None = None
         self._known_attempt = 0  # the latest at any request
         self._workers: dict[str, None] = {}  # linked now

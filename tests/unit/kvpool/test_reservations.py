@@ -57,3 +57,34 @@ def test_no_document_takes_blocks_for_which_chat_waits() -> None:
     assert taken(waiting, pool) == []
     waiting.cancel(RequestId("chat"), 1)
     assert taken(waiting, pool) == ["document"]
+
+
+def test_documents_have_their_floor_while_chats_never_cease_to_wait() -> None:
+    """They had no block in an overload, for as long as it lasted."""
+    pool = Pool(0)
+    waiting = WaitingReservations(80, pool.can_allocate, floor=0.05)
+    for number in range(50):
+        waiting.add(reservation(f"document{number}", 7, is_best_effort=True))
+    got: list[str] = []
+    for number in range(400):
+        waiting.add(reservation(f"chat{number}", 5))
+        pool.num_free += 5
+        got += taken(waiting, pool)
+    assert sum(name.startswith("document") for name in got) == 14  # 98 of 2 000 blocks
+    assert got.index("document0") == 27
+
+
+def test_a_large_document_holds_up_no_chat_while_its_blocks_are_not_free() -> None:
+    pool = Pool(5)
+    waiting = WaitingReservations(80, pool.can_allocate, floor=0.5)
+    waiting.add(reservation("document", 11, is_best_effort=True))
+    for number in range(4):
+        waiting.add(reservation(f"chat{number}", 5))
+    assert taken(waiting, pool) == ["chat0"]
+    pool.num_free = 10
+    assert taken(waiting, pool) == ["chat1", "chat2"]
+    pool.num_free = 10
+    assert taken(waiting, pool) == ["chat3"]  # it is owed eleven, and ten are free
+    waiting.add(reservation("chat4", 5))
+    pool.num_free = 11
+    assert taken(waiting, pool) == ["document"]
