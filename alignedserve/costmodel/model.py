@@ -49,13 +49,20 @@ class LearningCostModel(CostModel, Protocol):
 
 
 def chunk_within(
-    costs: CostModel, work: IterationWork, *, num_cached: int, at_most: int, budget_s: float, step: int = 1
+    costs: CostModel,
+    work: IterationWork,
+    *,
+    num_cached: int,
+    at_most: int,
+    budget_s: float,
+    step: int = 1,
+    num_scored: int = 0,
 ) -> int:
     """Return the tokens of a prompt, up to `at_most`, that can join `work` with the iteration within `budget_s`; 0:
     none.
 
     A cost model grows with the chunk, hardly bent: a few interpolations, then bisection. `step`: the answer is a
-    multiple of it, unless it is `at_most`.
+    multiple of it, unless it is `at_most`. `num_scored`: of its first tokens, with a row of logits each.
     """
 
     if at_most <= 0:
@@ -68,6 +75,7 @@ def chunk_within(
         trial.prompt_pairs = work.prompt_pairs + pairs_of(num_tokens, num_cached)
         trial.prompt_keys = work.prompt_keys + num_cached + num_tokens
         trial.prompt_squares = work.prompt_squares + num_tokens * num_tokens
+        trial.num_sampled = work.num_sampled + 1 + min(num_tokens, num_scored)
         return costs.iteration_s(trial)
 
     above_s = seconds(at_most)

@@ -24,14 +24,19 @@ class IterationWork:
     swap_in_tokens: float = 0.0  # full-width cache tokens copied from host to device (an int8 copy counts half)
     swap_out_tokens: float = 0.0  # and the other way
 
-    def add_chunk(self, num_tokens: int, num_cached: int, *, is_last: bool, is_constrained: bool = False) -> None:
-        """Add a chunk of a prompt after `num_cached` tokens whose cache exists; the last one samples a token."""
+    def add_chunk(
+        self, num_tokens: int, num_cached: int, *, is_last: bool, is_constrained: bool = False, num_scored: int = 0
+    ) -> None:
+        """Add a chunk of a prompt after `num_cached` tokens whose cache exists; the last one samples a token.
+
+        `num_scored`: of its tokens, that have a row of logits as well, as the client wants scores of its prompt.
+        """
         self.num_chunks += 1
         self.num_prompt_tokens += num_tokens
         self.prompt_pairs += pairs_of(num_tokens, num_cached)
         self.prompt_keys += num_cached + num_tokens
         self.prompt_squares += num_tokens * num_tokens
-        self.num_sampled += is_last
+        self.num_sampled += is_last + num_scored
         self.num_constrained += is_last and is_constrained
 
     def add_decode(self, context_len: int, *, is_hidden: bool = False, is_constrained: bool = False) -> None:

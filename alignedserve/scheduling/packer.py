@@ -134,7 +134,10 @@ class Packer:
             work.add_decode(context_len, is_hidden=self._is_hidden(row), is_constrained=is_constrained)
         else:
             is_last = num_cached + num_tokens == context_len
-            work.add_chunk(num_tokens, num_cached, is_last=is_last, is_constrained=is_constrained)
+            num_scored = self._view.table.num_scored(row, num_tokens, num_cached)
+            work.add_chunk(
+                num_tokens, num_cached, is_last=is_last, is_constrained=is_constrained, num_scored=num_scored
+            )
         if num_swapped := self._num_swapped(row):
             work.swap_in_tokens += 0 if self._is_dropped(row) else self._copied(row, num_swapped)
 

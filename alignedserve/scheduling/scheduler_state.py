@@ -384,10 +384,10 @@ def work_of(table: RequestTable, plan: IterationPlan, memory: DeviceMemory) -> I
     is_decode = is_last & (num_tokens == 1)
     note_decodes(work, table, rows[is_decode])
     for at in np.flatnonzero(~is_decode).tolist():
-        is_constrained = bool(table.is_constrained[rows[at]])
-        work.add_chunk(
-            int(num_tokens[at]), int(num_cached[at]), is_last=bool(is_last[at]), is_constrained=is_constrained
-        )
+        row, chunk, is_constrained = int(rows[at]), (int(num_tokens[at]), int(num_cached[at])), table.is_constrained
+        num_scored = table.num_scored(row, *chunk)
+        kind = {"is_last": bool(is_last[at]), "is_constrained": bool(is_constrained[row])}
+        work.add_chunk(*chunk, num_scored=num_scored, **kind)
     for row in (*rows[is_kept & (table.num_swapped[rows] > 0)].tolist(), *plan.uploads):
         if row not in dropped and table.num_swapped[row]:
             num_swapped, is_hidden = int(table.num_swapped[row]), bool(table.is_hidden[row])

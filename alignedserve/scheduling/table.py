@@ -97,6 +97,7 @@ class RequestTable:
         self.has_kernels = allow_kernels and _HAS_KERNELS  # native ones, which read `columns`
         self.request_ids: list[RequestId] = []
         self._rows: dict[RequestId, int] = {}
+        self._scored_len: dict[RequestId, int] = {}  # of those who want scores of their prompts: tokens before another
         self.columns = Columns.zeros(_FIRST_CAPACITY)
         self._num_added = 0
         self._bind()
@@ -137,6 +138,8 @@ class RequestTable:
         self.request_ids.append(request_id)
         self._rows[request_id] = row
         self._bind()
+        if request.sampling.num_prompt_logprobs is not None:
+            self._scored_len[request_id] = request.prompt_len - 1
         limit, slo = request.sampling.max_tokens, request.slo
         for name, value in (
             ("order", self._num_added),
@@ -165,6 +168,7 @@ class RequestTable:
     def remove(self, request_id: RequestId) -> None:
         """Remove a request; the last row moves into its place."""
         row, last = self._rows.pop(request_id), len(self.request_ids) - 1
+        self._scored_len.pop(request_id, None)
         moved = self.request_ids.pop()
         if row != last:
             self.request_ids[row] = moved
@@ -198,6 +202,12 @@ class RequestTable:
     def remaining(self, row: int) -> int:
         """Return `num_remaining` of one row."""
         return int(self.prompt_len[row] + self.num_generated[row] - self.num_cached[row])
+
+    def num_scored(self, row: int, num_tokens: int, num_cached: int) -> int:
+        """Return how many of the next tokens of a row, after `num_cached`, have a row of logits for their scores."""
+        if not self._scored_len:
+            return 0
+        return min(max(self._scored_len.get(self.request_ids[row], 0) - num_cached, 0), num_tokens)
 
     @property
     def is_decoding(self) -> Bools:

@@ -96,7 +96,11 @@ def request_of(request_id: str, fields: Mapping[str, Any]) -> Request:
     return Request(
         RequestId(request_id),
         (1,) * fields.get("prompt_len", 16),
-        SamplingParams(max_tokens=fields.get("max_tokens", 100), grammar=fields.get("grammar", "")),
+        SamplingParams(
+            max_tokens=fields.get("max_tokens", 100),
+            grammar=fields.get("grammar", ""),
+            num_prompt_logprobs=fields.get("num_prompt_logprobs"),
+        ),
         "gateway",
         fields.get("arrival_s", 0.0),
         RequestClass.BEST_EFFORT if fields.get("be") else RequestClass.REAL_TIME,

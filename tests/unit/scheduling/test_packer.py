@@ -215,3 +215,14 @@ def test_rows_that_are_sampled_under_a_grammar_are_counted() -> None:
     assert work_of(view.table, packer.plan(), view.memory) == packer.work
     packer.withdraw(2)
     assert packer.work.num_constrained == 1
+
+
+def test_tokens_of_a_prompt_that_are_scored_have_a_row_of_logits_each() -> None:
+    view, packer = _packer({"scored": {"prompt_len": 40, "num_prompt_logprobs": 1}, "other": {"prompt_len": 40}})
+    assert packer.add(0, 30)
+    assert packer.add(1, 30)
+    assert packer.work.num_sampled == 30
+    assert work_of(view.table, packer.plan(), view.memory).num_sampled == 30
+    packer.withdraw(0)
+    assert packer.add(0, 40)
+    assert packer.work.num_sampled == 40  # 39 scores, and the next token

@@ -190,8 +190,9 @@ class SloPacking:
         return num_tokens > 0 and packer.add(row, num_tokens) and num_tokens == remaining
 
     def _chunk_within(self, row: int, at_most: int, budget_s: float) -> int:
-        costs, num_cached = self._view.costs, int(self._table.num_cached[row])
-        return chunk_within(costs, self._packer.work, num_cached=num_cached, at_most=at_most, budget_s=budget_s)
+        num_cached, work = int(self._table.num_cached[row]), self._packer.work
+        chunk = {"num_cached": num_cached, "num_scored": self._table.num_scored(row, at_most, num_cached)}
+        return chunk_within(self._view.costs, work, at_most=at_most, budget_s=budget_s, **chunk)
 
     def _in_time(self, row: int, usual: int, at_most: int) -> int:
         """Return the tokens of an urgent prompt to compute now: more than the `usual` if it is in time only so.
@@ -202,10 +203,9 @@ class SloPacking:
         forecast, costs = self._forecast, self._view.costs
         if self._table.num_generated[row]:
             return usual
-        remaining, num_cached = self._packer.remaining(row), int(self._table.num_cached[row])
+        remaining = self._packer.remaining(row)
         whole = self._packer.work.copy()
-        is_constrained = bool(self._table.is_constrained[row])
-        whole.add_chunk(remaining, num_cached, is_last=True, is_constrained=is_constrained)
+        self._packer.note_work(whole, row, remaining)
         whole_s, slack_s = costs.iteration_s(whole), float(self._rows.slack_s[row])
 
         def is_in_time(num_tokens: int) -> bool:

@@ -1,9 +1,14 @@
 """aligned_slo among requests without any objective: only how much each has left to do counts."""
 
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
+from typing_extensions import override
+
+from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policies import make_policy
-from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
+from tests.harnesses.scheduling import EasyCosts, assert_sound, evicted_of, scheduled_of, view_of
 
 Rows = dict[str, dict[str, Any]]
 
@@ -53,3 +58,28 @@ def test_whose_caches_cost_more_than_the_other_gains_stay() -> None:
     rows["long"] |= {"prompt_len": 1000}
     # 1.9 s against 0.4 s, but without host memory 1 009 tokens are computed anew, for 1.0 s.
     assert planned(rows, num_blocks=64, max_running_requests=8)[1] == []
+
+
+@dataclass(frozen=True)
+class _DearLogits(EasyCosts):
+    """A row of logits costs as much as four tokens."""
+
+    @override
+    def iteration_s(self, work: IterationWork) -> float:
+        return super().iteration_s(work) + 0.004 * work.num_sampled
+
+
+@pytest.mark.parametrize(("num_prompt_logprobs", "num_tokens"), [(None, 186), (1, 37)])
+def test_a_prompt_that_is_scored_is_as_long_in_an_iteration_as_its_rows_of_logits_allow(
+    num_prompt_logprobs: int | None, num_tokens: int
+) -> None:
+    """An iteration of documents takes 200 ms, as chat with a TTFT of 1 s has come lately."""
+    rows: dict[str, dict[str, Any]] = {
+        "scored": {"be": True, "prompt_len": 400, "num_prompt_logprobs": num_prompt_logprobs},
+        "chat": {"prompt_len": 10, "ttft_s": 1.0, "arrival_s": 0.9},
+    }
+    policy = make_policy("aligned_slo")
+    policy.plan(view_of(rows, now=1.0, costs=_DearLogits()))
+    del rows["chat"]
+    view = view_of(rows, now=1.1, costs=_DearLogits())
+    assert scheduled_of(view, policy.plan(view)) == {"scored": num_tokens}
