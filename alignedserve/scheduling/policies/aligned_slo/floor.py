@@ -101,7 +101,7 @@ class Floor:
         # On prefill workers all hold their blocks before they are computed.
         is_new = (table.service_s[starving] == 0.0) & (table.num_remaining[starving] > 1)
         waiting = starving[is_new | (table.num_blocks[starving] == 0)]
-        if not len(waiting):
+        if not len(waiting) or not table.is_real_time.any():  # with no chat there is none to go before
             return rows
         first = _first_of(waiting, table)
         self._next_tokens = int(table.num_remaining[first])

@@ -190,9 +190,15 @@ class SloPacking:
         return num_tokens > 0 and packer.add(row, num_tokens) and num_tokens == remaining
 
     def _chunk_within(self, row: int, at_most: int, budget_s: float) -> int:
-        num_cached, work = int(self._table.num_cached[row]), self._packer.work
-        chunk = {"num_cached": num_cached, "num_scored": self._table.num_scored(row, at_most, num_cached)}
-        return chunk_within(self._view.costs, work, at_most=at_most, budget_s=budget_s, **chunk)
+        num_cached = int(self._table.num_cached[row])
+        return chunk_within(
+            self._view.costs,
+            self._packer.work,
+            num_cached=num_cached,
+            at_most=at_most,
+            budget_s=budget_s,
+            num_scored=self._table.num_scored(row, at_most, num_cached),
+        )
 
     def _in_time(self, row: int, usual: int, at_most: int) -> int:
         """Return the tokens of an urgent prompt to compute now: more than the `usual` if it is in time only so.

@@ -56,7 +56,7 @@ class PromptReserve:
         `ahead_s`: time until a chat's next token is due by its mean gap. `alone_s`: of the iteration without documents.
         `longest_s`: the longest prompt that can be in time. `stretch`: times as long as alone that it takes in parts.
         """
-        if self._usual_s * stretch <= longest_s:
+        if not self._usual_s or self._usual_s * stretch <= longest_s:
             return budget_s
         kept_s = min(self._usual_s, longest_s)
         least_s = alone_s + self._share * max(budget_s - alone_s, 0.0)

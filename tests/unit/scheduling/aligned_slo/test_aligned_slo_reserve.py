@@ -1,5 +1,6 @@
 """aligned_slo leaves chats ahead of their mean gap by what a prompt takes: documents do not fill every gap."""
 
+import math
 from typing import Any
 
 import pytest
@@ -86,3 +87,8 @@ def test_only_prompts_of_chat_that_have_come_count() -> None:
     }
     reserve.note(table_of(rows, 16), measure_prefill_times(EasyCosts()))
     assert reserve.until_s(0.5, alone_s=0.1, budget_s=0.9, longest_s=1.0, stretch=4.0) == 0.9
+
+
+def test_nothing_is_reserved_before_any_prompt_is_known() -> None:
+    """Whatever two chats that wait would take for a prompt in parts."""
+    assert PromptReserve(0.1).until_s(0.0, alone_s=0.1, budget_s=0.9, longest_s=1.0, stretch=math.inf) == 0.9
