@@ -48,6 +48,11 @@ class Answer:
         elif self.has_ended:
             self._decode(self._make_decoder(), output.token_ids, delta.finish_reason)
 
+    def add_scores(self, message: PromptScored) -> None:
+        """Add scores of its prompt. One that made room for others and is computed again has them once more."""
+        known = self.output.prompt_logprobs
+        known += message.entries[max(len(known) + 1 - message.first_position, 0) :]
+
     def _decode(self, decoder: ChoiceDecoder, token_ids: Sequence[int], finish_reason: FinishReason | None) -> None:
         output = self.output
         new = decoder.decode(GeneratedTokens(tuple(token_ids), finish_reason=finish_reason))
@@ -70,7 +75,7 @@ def collect(
     """
     stopped: list[RequestId] = []
     if isinstance(message, PromptScored):
-        answers[message.request_id].output.prompt_logprobs += message.entries
+        answers[message.request_id].add_scores(message)
     for delta in message.deltas if isinstance(message, TokensEmitted) else ():
         answer = answers[delta.request_id]
         if answer.has_ended:

@@ -82,6 +82,16 @@ def test_a_prompt_has_as_many_answers_as_are_asked_for(llm: LLM) -> None:
     ]
 
 
+def test_scores_of_a_prompt_come_once_though_it_makes_room_for_others(llm: LLM) -> None:
+    """Both prompts fit, their answers do not."""
+    sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, num_prompt_logprobs=0)
+    prompts = [[token_id] * 60 for token_id in (40, 41)]
+    with LLM("pocket", memory_bytes=12 * llm._executor.layout.block_bytes) as small:
+        outputs = small.generate(prompts, sampling)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert [score.token_id for score in output.prompt_logprobs] == prompt[1:]
+
+
 def test_answers_without_a_seed_differ(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "randbits", random.Random(7).getrandbits)  # two may draw the same answer by chance
     (output,) = llm.chat("spell otter", replace(GREEDY, temperature=1.5, n=3))
