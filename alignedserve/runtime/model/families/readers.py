@@ -282,6 +282,8 @@ def granite_hybrid(config: ModelConfig, fields: JsonFields) -> ModelConfig:
 def nemotron_h(config: ModelConfig, fields: JsonFields) -> ModelConfig:
     """Put the parts of Nemotron-H, which files have apart, together to layers."""
     layers = nemotron_layers(fields)
+    if layers.of_kind("moe") and fields.flag("mlp_bias", False):
+        raise UnsupportedModel(f"{fields.where}: mlp_bias is not supported beside experts.")
     return replace(
         config,
         num_layers=len(layers.mixers),

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
+from alignedserve.runtime.model.decoder.decoder_parts import Activation
 from alignedserve.runtime.model.decoder.state_config import DeltaConfig, ShortConvConfig, SpaceConfig, StateConfig
-from alignedserve.runtime.model.hf_fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Sizes
+from alignedserve.runtime.model.hf_fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Sizes, read_activation
 
 _MAX_KERNEL = 64
 _OLDER_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
@@ -49,6 +50,12 @@ def checked(state: StateConfig, layers: tuple[int, ...], sizes: Sizes) -> StateL
     return StateLayers(state, layers)
 
 
+def _check_activation(fields: JsonFields, name: str = "hidden_act") -> None:
+    """Refuse another nonlinearity than SiLU, which convolutions and gates of states are computed with here."""
+    if read_activation(fields, name, "silu") is not Activation.SILU:
+        raise UnsupportedModel(f"{fields.where}: {name} other than silu is not supported beside layers with a state.")
+
+
 def mamba2(fields: JsonFields, sizes: Sizes) -> StateLayers:
     """Read the layers of Mamba-2 beside attention: of Granite 4 by `layer_types`, of Bamba by those that attend."""
     num_layers = sizes["num_layers"]
@@ -63,6 +70,7 @@ def mamba2(fields: JsonFields, sizes: Sizes) -> StateLayers:
 
 
 def _space(fields: JsonFields, inner: int) -> SpaceConfig:
+    _check_activation(fields)
     num_heads = fields.integer("mamba_n_heads", 1, MAX_HEADS, 128)
     num_groups = fields.integer("mamba_n_groups", 1, num_heads, 1)
     if inner % num_heads:
@@ -83,6 +91,7 @@ def _space(fields: JsonFields, inner: int) -> SpaceConfig:
 
 def delta_rule(fields: JsonFields, sizes: Sizes) -> StateLayers:
     """Read Qwen3.5's layers of the gated delta rule: by `layer_types`, or all but every fourth."""
+    _check_activation(fields)
     num_layers = sizes["num_layers"]
     kinds = fields.texts("layer_types", MAX_LAYERS)
     if kinds:
@@ -147,6 +156,7 @@ def nemotron_layers(fields: JsonFields) -> NemotronLayers:
 
 def nemotron(fields: JsonFields, sizes: Sizes) -> StateLayers:
     """Read Nemotron-H's layers of Mamba-2, which it names otherwise."""
+    _check_activation(fields, "mamba_hidden_act")
     layers = nemotron_layers(fields)
     num_heads = fields.integer("mamba_num_heads", 1, MAX_HEADS, 128)
     num_groups = fields.integer("n_groups", 1, num_heads, 8)

@@ -244,6 +244,18 @@ def test_bad_fields_are_named(field: str, value: object) -> None:
             {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 4, "layer_types": ["chunked", "x"]},
             "layer_types",
         ),
+        ({"model_type": "bamba", "attn_layer_indices": [1], "hidden_act": "gelu"}, "hidden_act other than silu"),
+        ({"model_type": "qwen3_next", "hidden_act": "relu"}, "hidden_act other than silu"),
+        (
+            {"model_type": "nemotron_h", "hybrid_override_pattern": "M*", "mamba_hidden_act": "gelu"},
+            "mamba_hidden_act other than silu",
+        ),
+        (
+            {"model_type": "nemotron_h", "hybrid_override_pattern": "M*E", "mlp_hidden_act": "relu2", "mlp_bias": True}
+            | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1}
+            | {"topk_group": 1, "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 32},
+            "mlp_bias is not supported beside experts",
+        ),
     ],
 )
 def test_what_the_engine_lacks_is_named(changes: dict[str, object], problem: str) -> None:
