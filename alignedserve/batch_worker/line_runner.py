@@ -3,7 +3,15 @@
 from contextlib import ExitStack
 
 from alignedserve.api.anthropic.errors import anthropic_error_body
-from alignedserve.api.errors import GenerationError, Overloaded, Unavailable, Unservable, error_body, http_error_of
+from alignedserve.api.errors import (
+    GenerationError,
+    Overloaded,
+    TimedOut,
+    Unavailable,
+    Unservable,
+    error_body,
+    http_error_of,
+)
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.response_format import collect_body
 from alignedserve.api.responses.background_events import generate_body
@@ -82,7 +90,8 @@ def _failure(line: LineRequest, error: GenerationError, *, has_started: bool) ->
     """Return the final response of a line that can never succeed. Raises LineRejected or LineFailed for a retry."""
     if isinstance(error, Unservable):
         return _error_response(line, error)
-    if isinstance(error, Overloaded) or (isinstance(error, Unavailable) and not has_started):
+    # A line that was silent for an hour waited all the time for chat, or for a worker: for nothing of its own.
+    if isinstance(error, Overloaded | TimedOut) or (isinstance(error, Unavailable) and not has_started):
         raise LineRejected(str(error), retry_after_s=error.retry_after_s or _RETRY_AFTER_S) from error
     raise LineFailed(str(error)) from error
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.api.backend.scripted import Script
-from alignedserve.api.errors import Overloaded
+from alignedserve.api.errors import Overloaded, TimedOut
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.core.request import Request
 from tests.gateway.batches.batch_support import batch_gateway, eventually
@@ -77,3 +77,20 @@ async def test_a_cluster_that_takes_nothing_more_is_not_asked_again_and_again(
 
         await eventually(was_in_peace)
         assert len(served.backend.submitted) == 4  # two were answered, and two rejected after them
+
+
+async def test_lines_that_found_no_turn_for_hours_have_failed_no_attempt(tmp_path: Path) -> None:
+    """Chat may take everything for a day: each line is then silent for as long as a request may be, again and again."""
+    num_silent = 0
+
+    def script(request: Request) -> Script:
+        nonlocal num_silent
+        num_silent += 1
+        if num_silent <= 4:
+            return Script((), failure=TimedOut("No token came for 3600 s."))
+        return saying("hello")(request)
+
+    async with batch_gateway(tmp_path, script, max_in_flight=1, max_attempts=2) as served:
+        made = await served.submit(chat_lines(2))
+        batch = await served.wait_for(made["id"])
+        assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
