@@ -16,7 +16,8 @@ class InputFile:
     def __init__(self, record: BatchRecord, blobs: BlobStore, config: BatchesConfig, models: Container[str]) -> None:
         self._record = record
         self._blobs = blobs
-        self._max_line_bytes = config.max_line_bytes
+        # Limits hold for files that are validated: since this one was, they may have been lowered.
+        self._max_line_bytes = max(config.max_line_bytes, record.input_bytes if record.num_lines else 0)
         self._validator = InputValidator(record.endpoint, models, config.max_lines)
         self._reader: BlobReader | None = None
 

@@ -82,14 +82,18 @@ class LineSplitter:
 
     def __init__(self, max_line_bytes: int) -> None:
         self._max_line_bytes = max_line_bytes
-        self._rest = b""
+        self._rest: list[bytes] = []  # the beginning of a line, in pieces: joined once, however many there are
+        self._rest_len = 0
         self._rest_offset = 0
         self._number = 0
 
     def push(self, chunk: bytes) -> list[RawLine]:
         """Return the lines that this chunk completes. Raises LineTooLong."""
         lines, start = [], 0
-        whole = self._rest + chunk
+        if b"\n" not in chunk:
+            self._keep(chunk)
+            return []
+        whole = self._taken() + chunk
         while (end := whole.find(b"\n", start)) >= 0:
             if blank := _BLANK_LINES.match(whole, start):  # at once: a file may have a hundred million of them
                 self._number += whole.count(b"\n", start, blank.end())
@@ -97,17 +101,25 @@ class LineSplitter:
                 continue
             lines.append(self._line(whole[start:end], self._rest_offset + start))
             start = end + 1
-        self._rest = whole[start:]
         self._rest_offset += start
-        if len(self._rest) > self._max_line_bytes:
-            raise LineTooLong(self._number + 1)
+        self._keep(whole[start:])
         return [line for line in lines if line.text]
 
     def finish(self) -> list[RawLine]:
         """Return the last line if it has no line end. Raises LineTooLong."""
-        line = self._line(self._rest, self._rest_offset)
-        self._rest = b""
+        line = self._line(self._taken(), self._rest_offset)
         return [line] if line.text else []
+
+    def _keep(self, piece: bytes) -> None:
+        self._rest.append(piece)
+        self._rest_len += len(piece)
+        if self._rest_len > self._max_line_bytes:
+            raise LineTooLong(self._number + 1)
+
+    def _taken(self) -> bytes:
+        rest = b"".join(self._rest)
+        self._rest, self._rest_len = [], 0
+        return rest
 
     def _line(self, raw: bytes, offset: int) -> RawLine:
         self._number += 1

@@ -15,6 +15,7 @@ from alignedserve.api.backend.scripted import Script
 from alignedserve.batches import driver, line_tracker, run
 from alignedserve.batches.records import BatchRecord, BatchStatus, FileId, decode
 from alignedserve.batches.repository import BatchSnapshot
+from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.core.request import Request
 from alignedserve.messages.state import Change, SetValue
@@ -269,6 +270,18 @@ async def test_a_batch_whose_file_has_lost_lines_waits_for_it_and_ends_all_the_s
     assert kept
     assert len(kept) + len(errors) == 20
     assert any("unreadable line 20" in line for line in errors)
+
+
+async def test_a_lower_limit_of_lines_holds_for_new_batches_alone(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, slowly, max_in_flight=1) as served:
+        made = await served.submit(chat_lines(8, user="x" * 500))
+        await served.wait_for_lines(made["id"], 1)
+        await served.stop_driver()
+        served.config = BatchesConfig(max_line_bytes=400, max_lines=4)
+        served.start_driver()
+        done = await served.wait_for(made["id"])
+    assert done["status"] == "completed"
+    assert done["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
 
 
 async def test_a_damaged_batch_stops_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
