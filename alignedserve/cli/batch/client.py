@@ -203,7 +203,8 @@ class BatchClient:
         if response.status in (200, 206):
             return
         body = await response.content.read(_MAX_ERROR_BYTES)
-        if response.status in (401, 403):
+        # A gateway says what this key may not do; a proxy that says nothing wants another one.
+        if response.status == 401 or (response.status == 403 and _code_of(body) is None):
             hint = f"{self.url} wants a key: set {CLIENT_KEY_VARIABLE} to one that it knows"
             raise RequestRefused(hint, status=response.status, code=None)
         message = error_message(body) or f"status {response.status}"

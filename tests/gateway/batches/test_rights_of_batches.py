@@ -11,14 +11,18 @@ import pytest
 from typing_extensions import override
 
 from alignedserve.batches.interfaces import Page
+from alignedserve.cli.batch.client import BatchClient, RequestRefused
 from alignedserve.gateway.app import build_app
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.keys.file import KeyRow, SecretRow, ring_of
 from alignedserve.keys.ring import digest_of
+from tests.gateway.batches.batch_server import listening
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.support import error_of
 from tests.support.batch_samples import chat_lines
 from tests.support.memory_records import MemoryRecords
+
+NO_FILE = {"input_file_id": "file-" + "0" * 24}
 
 
 def with_key(served: BatchGateway, **fields: Any) -> None:
@@ -50,6 +54,15 @@ async def test_a_key_without_flex_has_no_batches(tmp_path: Path) -> None:
     async with batch_gateway(tmp_path, is_driven=False) as served:
         with_key(served, tiers=("default",))
         assert error_of(await create(served), 403)["code"] == "service_tier_not_allowed"
+
+
+async def test_the_command_says_what_its_key_may_not(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, is_driven=False) as served, listening(served.app) as url:
+        with_key(served, tiers=("default",))
+        for api_key, expected in (("team-a", "The key team-a may not use service_tier flex"), ("other", "wants a key")):
+            async with BatchClient(url=url, api_key=api_key, say=lambda _: None) as client:
+                with pytest.raises(RequestRefused, match=expected):
+                    await client.create({"endpoint": "/v1/completions", "completion_window": "1h"} | NO_FILE, "again")
 
 
 @pytest.mark.parametrize(("may_see_usage", "seen"), [(False, ["team-a"]), (True, ["anyone", "team-a"])])
