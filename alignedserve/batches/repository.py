@@ -16,6 +16,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -62,6 +63,14 @@ class StorageUsage(StoredRecord, frozen=True):
 
     num_files: int = 0
     num_bytes: int = 0
+
+
+class FilePage(NamedTuple):
+    """Part of a list of files."""
+
+    file_ids: tuple[str, ...]
+    files: list[FileRecord]  # of these ids; without those that were deleted meanwhile
+    has_more: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +125,14 @@ class BatchRepository:
         unchanged = {key: usage_raw, f"file/{record.file_id}": file_raw}
         return await self._store.commit(changes, unchanged=unchanged)
 
-    async def files(self, owner: str, *, after: str | None, limit: int, newest_first: bool) -> list[FileRecord] | None:
-        """List files of an owner, one more than `limit` if there are more. None: `after` is none of them."""
+    async def files(self, owner: str, *, after: str | None, limit: int, newest_first: bool) -> FilePage | None:
+        """List files of an owner. None: `after` is none of them."""
         if after is not None and parsed_file_id(after) is None:
             return None
-        page = await self._store.page(f"files/{owner}", after=after, limit=limit + 1, newest_first=newest_first)
+        page = await self._store.page(f"files/{owner}", after=after, limit=limit, newest_first=newest_first)
         if page is None:
             return None
-        return await self._read_files(page.members)
+        return FilePage(page.members, await self._read_files(page.members), page.has_more)
 
     async def expiring_files(self, limit: int) -> list[FileRecord]:
         """List files that have an expiry time, the earliest first, without those whose record is damaged."""

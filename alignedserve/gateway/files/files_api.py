@@ -132,13 +132,6 @@ class FilesApi:
         file_id = parsed_file_id(text)
         return None if file_id is None else await self.repository.file(owner, file_id, time.time())
 
-    async def num_bytes(self, record: FileRecord) -> int:
-        """Return the file's size; a result file grows while its batch runs."""
-        if record.view is None:
-            return record.num_bytes
-        snapshot = await self.repository.batch(record.view.batch_id)
-        return record.num_bytes if snapshot is None else result_bytes(snapshot.progress, record.view.kind)
-
     async def content(self, record: FileRecord) -> Content:
         """Return the file's content; of a result file, the results so far."""
         if record.view is None:
@@ -149,23 +142,6 @@ class FilesApi:
         return Content(
             result_bytes(progress, kind), partial(self.stores.logs.chunks, batch_id, kind, progress.log_bytes)
         )
-
-    async def files(
-        self, owner: str, *, after: str | None, limit: int, newest_first: bool, purpose: str | None
-    ) -> tuple[list[FileRecord], bool]:
-        """Return a page of files, and whether there are more. Raises InvalidRequest for an unknown cursor."""
-        page: list[FileRecord] = []
-        while True:
-            found = await self.repository.files(owner, after=after, limit=limit, newest_first=newest_first)
-            if found is None:
-                raise InvalidRequest("after is not the id of a file in this list.", param="after")
-            page += [record for record in found[:limit] if purpose in (None, record.purpose)]
-            # A filtered page is filled up: SDKs take an empty page for the last one.
-            if len(page) > limit or len(found) <= limit:
-                return page[:limit], len(page) > limit or len(found) > limit
-            if purpose is None:
-                return page, True
-            after = found[limit - 1].file_id
 
     async def remove(self, owner: str, text: str) -> FileRecord:
         """Delete a file. Raises NotFound, or Conflict while a batch uses it."""

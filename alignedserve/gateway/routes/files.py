@@ -1,16 +1,15 @@
 """Routes of /v1/files: upload, list, get, content, delete."""
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from alignedserve.api.errors import RangeNotSatisfiable
-from alignedserve.batches.records import FileRecord
 from alignedserve.core.errors import StorageDamaged
-from alignedserve.gateway.files.files_api import FilesApi, new_file_id
+from alignedserve.gateway.files.file_lists import list_files, sizes_of
+from alignedserve.gateway.files.files_api import new_file_id
 from alignedserve.gateway.files.uploads import receive_upload
 from alignedserve.gateway.files.views import file_view, list_view
 from alignedserve.gateway.json_response import JsonResponse
@@ -36,17 +35,19 @@ async def create_file(http: Request) -> Response:
 
 
 @router.get("/v1/files", response_model=None)
-async def list_files(http: Request) -> Response:
+async def list_of_files(http: Request) -> Response:
     """List the files of the caller, a page at a time."""
     files_api, owner = await files_api_of(http)
-    records, has_more = await files_api.files(
+    records, has_more = await list_files(
+        files_api.repository,
         owner,
         after=http.query_params.get("after"),
         limit=positive(http, "limit", default=_MAX_LIMIT, at_most=_MAX_LIMIT),
         newest_first=one_of(http, "order", ("desc", "asc")) == "desc",
         purpose=http.query_params.get("purpose"),
     )
-    shown = list_view([await _file_view(files_api, record) for record in records], has_more=has_more)
+    sizes = await sizes_of(files_api.repository, records)
+    shown = list_view([file_view(*one) for one in zip(records, sizes, strict=True)], has_more=has_more)
     # Required strings in this list only, according to the specification.
     return JsonResponse({"first_id": "", "last_id": ""} | shown)
 
@@ -55,7 +56,9 @@ async def list_files(http: Request) -> Response:
 async def get_file(http: Request, file_id: str) -> Response:
     """Return a file's metadata."""
     files_api, owner = await files_api_of(http)
-    return JsonResponse(await _file_view(files_api, await files_api.file(owner, file_id)))
+    record = await files_api.file(owner, file_id)
+    (size,) = await sizes_of(files_api.repository, [record])
+    return JsonResponse(file_view(record, size))
 
 
 @router.get("/v1/files/{file_id}/content", response_model=None)
@@ -105,10 +108,6 @@ async def _checked_stream(chunks: AsyncIterator[bytes], num_bytes: int) -> Async
             raise StorageDamaged(f"the last {num_left} bytes of a file that is being downloaded are not there")
 
     return stream()
-
-
-async def _file_view(files_api: FilesApi, record: FileRecord) -> dict[str, Any]:
-    return file_view(record, await files_api.num_bytes(record))
 
 
 def _ascii(name: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from alignedserve.gateway.files import turns
+from alignedserve.gateway.files import file_lists, turns
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
 from tests.gateway.support import error_of
 from tests.support.batch_samples import chat_lines
@@ -292,6 +292,51 @@ async def test_lists(tmp_path: Path) -> None:
         assert (await served.client.get("/v1/files?purpose=batch_output")).json()["data"] == []
         for query in ("limit=0", "limit=x", "order=up", "after=file-0"):
             assert (await served.client.get(f"/v1/files?{query}")).status_code == 400
+
+
+async def test_a_file_that_is_deleted_meanwhile_ends_no_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids and records are read one after the other, and in pieces."""
+    monkeypatch.setattr(file_lists, "_PIECE", 2)
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        made = [(await served.upload(b"x")).json()["id"] for _ in range(7)]
+        pages, deletions = served.records.page, {made[1], made[3], made[4]}
+
+        async def page(index: str, **asked: Any) -> Any:
+            found = await pages(index, **asked)
+            gone = deletions.intersection(found.members if index.startswith("files/") and found is not None else ())
+            deletions.difference_update(gone)
+            for file_id in gone:
+                assert (await served.client.delete(f"/v1/files/{file_id}")).status_code == 200
+            return found
+
+        monkeypatch.setattr(served.records, "page", page)
+        shown = (await served.client.get("/v1/files?order=asc&limit=3")).json()
+        assert ([one["id"] for one in shown["data"]], shown["has_more"]) == ([made[0], made[2], made[5]], True)
+        rest = (await served.client.get(f"/v1/files?order=asc&limit=3&after={shown['last_id']}")).json()
+        assert ([one["id"] for one in rest["data"]], rest["has_more"]) == ([made[6]], False)
+
+
+async def test_a_long_list_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 10 000 results held up all streams of its gateway, and asked for each batch by itself."""
+    monkeypatch.setattr(file_lists, "_PIECE", 4)
+    async with batch_gateway(tmp_path) as served:
+        for _ in range(6):
+            await served.wait_for((await served.submit(chat_lines(1)))["id"])
+        num_keys, read = [], served.records.read
+
+        async def counted(keys: Sequence[str]) -> list[bytes | None]:
+            num_keys.append(len(keys))
+            return await read(keys)
+
+        await served.stop_driver()
+        monkeypatch.setattr(served.records, "read", counted)
+        shown = (await served.client.get("/v1/files")).json()
+        assert (len(shown["data"]), len({one["id"] for one in shown["data"]}), shown["has_more"]) == (12, 12, False)
+        assert len(num_keys) == 6
+        assert max(num_keys) <= 2 * 4
+        num_keys.clear()
+        assert len((await served.client.get("/v1/files?purpose=batch&limit=1")).json()["data"]) == 1
+        assert len(num_keys) <= 3
 
 
 async def test_a_download_goes_on_from_a_byte(tmp_path: Path) -> None:

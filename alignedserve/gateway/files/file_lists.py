@@ -1,0 +1,49 @@
+"""Lists of files, read in pieces: an owner may have many thousands, and chat's streams go on between two of them."""
+
+from collections.abc import Mapping, Sequence
+
+from alignedserve.batches.records import BatchKey, FileRecord, Progress
+from alignedserve.batches.repository import BatchRepository
+from alignedserve.batches.results import result_bytes
+from alignedserve.core.errors import InvalidRequest
+
+_PIECE = 500  # files read at a time
+
+
+async def list_files(
+    repository: BatchRepository, owner: str, *, after: str | None, limit: int, newest_first: bool, purpose: str | None
+) -> tuple[list[FileRecord], bool]:
+    """Return a page of files, and whether there are more. Raises InvalidRequest for an unknown cursor."""
+    page: list[FileRecord] = []
+    piece = _PIECE if purpose is not None else min(limit, _PIECE)
+    passed: list[str] = []  # cursors, of which the last ones may be deleted before the next piece is read
+    while True:
+        found = await repository.files(owner, after=after, limit=piece, newest_first=newest_first)
+        if found is None and passed:
+            after = passed.pop()
+            continue
+        if found is None:
+            raise InvalidRequest("after is not the id of a file in this list.", param="after")
+        page += [record for record in found.files if purpose in (None, record.purpose)]
+        # A filtered page is filled up: SDKs take an empty page for the last one.
+        if len(page) > limit or not found.has_more or (purpose is None and len(page) == limit):
+            return page[:limit], len(page) > limit or found.has_more
+        passed += found.file_ids
+        after = passed.pop()
+
+
+async def sizes_of(repository: BatchRepository, files: Sequence[FileRecord]) -> list[int]:
+    """Return the sizes of these files; a result file grows while its batch runs."""
+    sizes: list[int] = []
+    for first in range(0, len(files), _PIECE):
+        piece = files[first : first + _PIECE]
+        batch_ids = dict.fromkeys(file.view.batch_id for file in piece if file.view is not None)
+        found = {batch.record.batch_id: batch.progress for batch in await repository.batches(list(batch_ids))}
+        sizes += [_size_of(file, found) for file in piece]
+    return sizes
+
+
+def _size_of(file: FileRecord, batches: Mapping[BatchKey, Progress]) -> int:
+    if file.view is None or file.view.batch_id not in batches:
+        return file.num_bytes
+    return result_bytes(batches[file.view.batch_id], file.view.kind)
