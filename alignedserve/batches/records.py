@@ -194,6 +194,7 @@ class BatchRecord(StoredRecord, frozen=True):
     input_bytes: int
     input_lines: int  # of the file, blank ones included
     fingerprint: str  # of the request without its file, to recognize a repeated idempotency key
+    input_digest: str = ""  # of the file, for the same: it may be deleted by then
     status: BatchStatus = BatchStatus.VALIDATING
     metadata: dict[str, str] | None = None
     model: str | None = None  # that every line names; None: several, or it is not validated yet

@@ -193,9 +193,8 @@ class FilesApi:
         if made.record.fingerprint == fingerprint:
             if made.record.input_file_id == asked.input_file_id:
                 return made
-            first = await self.repository.file(made.record.owner, made.record.input_file_id, time.time())
             second = await self._source(made.record.owner, asked.input_file_id)
-            if first is not None and first.digest and first.digest == second.digest:
+            if second.digest and second.digest == made.record.input_digest:
                 return made
         raise Conflict(
             "This Idempotency-Key was used for another request.", param="Idempotency-Key", code="idempotency_key_reused"
@@ -317,6 +316,7 @@ def _new_record(
         input_bytes=source.num_bytes,
         input_lines=source.num_lines,
         fingerprint=fingerprint,
+        input_digest=source.digest,
         not_before_s=schedule.not_before_s or None,
         hours=asked.hours,
         priority=asked.priority,

@@ -185,6 +185,19 @@ async def test_the_same_key_and_file_are_one_batch(tmp_path: Path, capsys: pytes
         assert "was used for another request" in cli.err
 
 
+async def test_submitting_again_after_the_file_is_deleted_finds_the_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, chat_lines(2))
+    async with command_line(tmp_path, capsys) as cli:
+        first = await cli.json("submit", path, "--idempotency-key", "night-7")
+        await cli.served.wait_for(first["id"])
+        assert (await cli.served.client.delete(f"/v1/files/{first['input_file_id']}")).status_code == 200
+        assert (await cli.json("submit", path, "--idempotency-key", "night-7"))["id"] == first["id"]
+        other = written(tmp_path, chat_lines(3), "other.jsonl")
+        assert await cli.run("submit", other, "--idempotency-key", "night-7") == 1
+
+
 async def test_following_over_connections_that_break(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(7)
     async with command_line(tmp_path, capsys, slowly, max_in_flight=4) as cli:
