@@ -194,11 +194,17 @@ class FilesApi:
             if made.record.input_file_id == asked.input_file_id:
                 return made
             second = await self._source(made.record.owner, asked.input_file_id)
-            if second.digest and second.digest == made.record.input_digest:
+            if second.digest and second.digest == await self._digest_of_input(made.record):
                 return made
         raise Conflict(
             "This Idempotency-Key was used for another request.", param="Idempotency-Key", code="idempotency_key_reused"
         )
+
+    async def _digest_of_input(self, record: BatchRecord) -> str:
+        if record.input_digest:
+            return record.input_digest
+        file = await self.repository.file(record.owner, record.input_file_id, time.time())  # of an earlier version
+        return "" if file is None else file.digest
 
     async def _source(self, owner: str, text: str) -> FileRecord:
         record = await self._find_file(owner, text)
