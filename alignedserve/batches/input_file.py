@@ -5,9 +5,17 @@ from collections.abc import AsyncIterator, Container, Sequence
 from alignedserve.batches.input_lines import InputValidator, LineSplitter, LineTooLong, ParsedLine, parse_line, too_long
 from alignedserve.batches.interfaces import BlobReader, BlobStore
 from alignedserve.batches.logic import Validated, ValidationFailed
+from alignedserve.batches.owners import is_client
 from alignedserve.batches.records import BatchRecord, LineProblem
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import StorageDamaged, StorageError
+
+
+class _AnyModel:
+    """Models of which none is looked for."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
 
 
 class InputFile:
@@ -18,7 +26,11 @@ class InputFile:
         self._blobs = blobs
         # Limits hold for files that are validated: since this one was, they may have been lowered.
         self._max_line_bytes = max(config.max_line_bytes, record.input_bytes if record.num_lines else 0)
-        self._validator = InputValidator(record.endpoint, models, config.max_lines)
+        # Other APIs than Files looked for each line's model when they made the batch, and know no errors of a whole
+        # file: a model that is gone since fails its lines, each with a result.
+        self._validator = InputValidator(
+            record.endpoint, models if is_client(record.owner) else _AnyModel(), config.max_lines
+        )
         self._reader: BlobReader | None = None
 
     async def scan(self) -> AsyncIterator[int]:

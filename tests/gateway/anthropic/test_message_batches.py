@@ -50,6 +50,17 @@ async def answered(app: Any, path: str) -> list[MutableMapping[str, Any]]:
     return sent
 
 
+async def test_each_request_has_a_result_where_its_model_is_gone_before_the_batch_begins(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, is_driven=False) as served, sdk_of(served.app) as client:
+        batch = await client.messages.batches.create(requests=[asking("a"), asking("b")])
+        served.services.models.replace_all([])
+        served.start_driver()
+        batch = await ended(client, batch)
+        results = await results_of(client, batch)
+    assert {name: one.type for name, one in results.items()} == {"a": "errored", "b": "errored"}
+    assert batch.request_counts.errored == 2
+
+
 async def results_of(client: Any, batch: Any) -> dict[str, Any]:
     return {one.custom_id: one.result async for one in await client.messages.batches.results(batch.id)}
 
