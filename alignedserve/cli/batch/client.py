@@ -145,7 +145,7 @@ class BatchClient:
                     receiver.take(chunk[surplus:])
                     surplus = max(0, surplus - len(chunk))
 
-        await self._with_retries(attempt, is_retried=True)
+        await self._with_retries(attempt, is_retried=True, place=receiver.offset)
 
     # --- writing
 
@@ -216,13 +216,18 @@ class BatchClient:
             raise ServerUnavailable(f"{response.status}: {message}", has_answered=is_quota, retry_after_s=retry_after_s)
         raise RequestRefused(message, status=response.status, code=_code_of(body))
 
-    async def _with_retries(self, attempt: Callable[[], Awaitable[T]], *, is_retried: bool) -> T:
-        """Repeat an attempt until it succeeds. `is_retried`: also after a 429 response."""
+    async def _with_retries(
+        self, attempt: Callable[[], Awaitable[T]], *, is_retried: bool, place: Callable[[], int] = lambda: 0
+    ) -> T:
+        """Repeat an attempt until it succeeds. `is_retried`: also after a 429 response. `place`: how far it is."""
         lost_s, pause_s = None, _FIRST_PAUSE_S
         while True:
+            began = place()
             try:
                 result = await self._once(attempt)
             except ServerUnavailable as error:
+                if place() > began:  # of a long download: the next loss is another one
+                    lost_s, pause_s = None, _FIRST_PAUSE_S
                 # Patience begins with the loss: a transfer may have gone well for longer.
                 lost_s = time.monotonic() if lost_s is None else lost_s
                 waited_s = time.monotonic() - lost_s

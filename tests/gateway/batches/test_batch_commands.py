@@ -198,6 +198,20 @@ async def test_submitting_again_after_the_file_is_deleted_finds_the_batch(
         assert await cli.run("submit", other, "--idempotency-key", "night-7") == 1
 
 
+async def test_a_download_whose_connections_break_again_and_again_goes_on_as_long_as_it_comes_further(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("alignedserve.cli.batch.results.PATIENCE_S", 0.2)
+    async with command_line(tmp_path, capsys) as cli:
+        batch = await cli.served.submit(chat_lines(60))
+        await cli.served.wait_for(batch["id"])
+        proxy = CuttingProxy(cli.url, lambda: 2500)  # of a look at the batch, or a few lines
+        async with proxy.listening() as cut:
+            assert await cli.run("results", batch["id"], url=cut) == 0
+    assert proxy.num_cut > 10
+    assert len({json.loads(line)["custom_id"] for line in cli.out.splitlines()}) == 60
+
+
 async def test_following_over_connections_that_break(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(7)
     async with command_line(tmp_path, capsys, slowly, max_in_flight=4) as cli:
