@@ -28,7 +28,7 @@ from alignedserve.batches.run import BatchRun
 from alignedserve.batches.schedule import Turn, by_priority
 from alignedserve.batches.statistics import BatchStatistics
 from alignedserve.config.sections import BatchesConfig
-from alignedserve.core.errors import StorageError
+from alignedserve.core.errors import StorageError, StorageFull
 from alignedserve.disk.durable import lock_file
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,8 @@ class BatchDriver:
         self._is_order_stale = True  # a batch was added, removed or changed
         self._paused_until_s: dict[str, float] = {}  # by model that rejected a line: start none before
         self._answered_at_rejection: dict[str, int] = {}  # lines that a model had answered when it last rejected one
-        self._is_blocked = False  # results cannot be written: start no lines
+        self._is_full = False  # the disk is: start no lines
+        self._unwritten: dict[BatchKey, float] = {}  # whose results cannot be written: start none of theirs; try then
 
     async def run(self) -> None:
         """Wait for the lock, then drive."""
@@ -148,7 +149,7 @@ class BatchDriver:
         self._statistics.estimate_etas(runs, self._slots(), time.time())
         for run in runs:
             await run.save()
-        await self._statistics.save(runs, time.time(), is_paused=self._is_blocked)
+        await self._statistics.save(runs, time.time(), is_paused=bool(self._unwritten))
 
     async def _collect_garbage(self) -> None:
         now, lifetime_s = time.time(), self._context.config.file_lifetime_s
@@ -187,13 +188,15 @@ class BatchDriver:
 
     def _start_lines(self) -> None:
         """Start lines while there are free slots, of the owner whose turn it is and its batch with the least slack."""
-        if self._is_blocked:
+        if self._is_full:
             return
         now, wall_s = time.monotonic(), time.time()
         self._paused_until_s = {model: until_s for model, until_s in self._paused_until_s.items() if until_s > now}
         slots = self._slots()
         by_owner: dict[str, deque[tuple[BatchRun, ModelShares]]] = {}
         for run in self._ordered(now, wall_s):
+            if run.record.batch_id in self._unwritten:
+                continue
             shares = run.model_shares()
             if not shares.keys() <= self._paused_until_s.keys():
                 by_owner.setdefault(run.record.owner, deque()).append((run, shares))
@@ -216,10 +219,10 @@ class BatchDriver:
             pass
 
     def _slots(self) -> LineSlots:
-        """Return the places for lines, with those of all batches taken."""
+        """Return the places for lines, with those of all batches taken; answers that cannot be written take none."""
         slots = LineSlots(self._num_places, self._max_in_flight)
-        for run in self._runs.values():
-            slots.take(run.model_shares(), run.num_in_flight)
+        for batch_id, run in self._runs.items():
+            slots.take(run.model_shares(), run.num_running if batch_id in self._unwritten else run.num_in_flight)
         return slots
 
     def _ordered(self, now: float, wall_s: float) -> list[BatchRun]:
@@ -245,22 +248,30 @@ class BatchDriver:
         while True:
             await self._has_pending.wait()
             self._has_pending.clear()
-            written = [await self._write_results(run) for run in list(self._runs.values()) if run.has_pending]
-            self._is_blocked = not all(written)
+            for run in list(self._runs.values()):
+                if run.has_pending and self._unwritten.get(run.record.batch_id, 0.0) <= time.monotonic():
+                    await self._write_results(run)
+            self._unwritten = {key: again_s for key, again_s in self._unwritten.items() if key in self._runs}
+            self._is_full &= bool(self._unwritten)
+            if self._unwritten:
+                self._has_pending.set()
             self._start_lines()
-            await asyncio.sleep(_FULL_S if self._is_blocked else _WRITE_S)
+            await asyncio.sleep(_FULL_S if self._is_full else _WRITE_S)
 
-    async def _write_results(self, run: BatchRun) -> bool:
-        """Write a batch's pending results; False: they could not be written and are pending again."""
+    async def _write_results(self, run: BatchRun) -> None:
+        """Write a batch's pending results. Where they cannot be written they are pending again, and the batch pauses;
+        where the disk is full all do, as it is for all."""
+        batch_id = run.record.batch_id
         try:
             records = await run.write_results()
         except StorageError as error:
-            if not self._is_blocked:
-                logger.error("results cannot be written, batches pause: %s", error)
-            self._has_pending.set()
-            return False
+            self._is_full |= isinstance(error, StorageFull)
+            if batch_id not in self._unwritten:
+                logger.error("results of %s cannot be written, it pauses: %s", batch_id, error)
+            self._unwritten[batch_id] = time.monotonic() + _FULL_S
+            return
+        self._unwritten.pop(batch_id, None)
         self._statistics.note_ended(run, records)
-        return True
 
 
 class ClockGain:

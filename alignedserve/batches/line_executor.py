@@ -71,6 +71,11 @@ class LineExecutor:
         self._input_file = input_file
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
+    @property
+    def num_running(self) -> int:
+        """Lines in the cluster."""
+        return len(self._tasks)
+
     def start_line(self, now: float, paused: Collection[str] = ()) -> bool:
         """Start the next line; False: none is due. `paused`: models whose lines wait, and hold up no others."""
         line = self._lease(now, paused)

@@ -115,6 +115,11 @@ class BatchRun:
         return self._lines.tracker.num_leased if self._lines is not None else 0
 
     @property
+    def num_running(self) -> int:
+        """Lines in the cluster."""
+        return self._lines.num_running if self._lines is not None else 0
+
+    @property
     def num_waiting(self) -> int:
         """Lines without a record that are not in flight."""
         if self._lines is None:

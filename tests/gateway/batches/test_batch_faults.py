@@ -13,6 +13,8 @@ from typing_extensions import override
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.batches import driver, line_tracker, run
+from alignedserve.batches.log.disk_log import DiskLog
+from alignedserve.batches.log.log_format import ResultRecord
 from alignedserve.batches.records import BatchRecord, BatchStatus, FileId, decode
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.config.sections import BatchesConfig
@@ -270,6 +272,38 @@ async def test_a_batch_whose_file_has_lost_lines_waits_for_it_and_ends_all_the_s
     assert kept
     assert len(kept) + len(errors) == 20
     assert any("unreadable line 20" in line for line in errors)
+
+
+async def test_a_batch_whose_results_cannot_be_written_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, broken, num_tries = DiskLog.append, "", 0
+
+    def appended(log: DiskLog, records: Sequence[ResultRecord]) -> None:
+        nonlocal num_tries
+        if records[0].line >= 0 and broken.encode() in records[0].payload:
+            num_tries += 1
+            raise StorageError("results cannot be written or read: Input/output error")
+        append(log, records)
+
+    monkeypatch.setattr(driver, "_FULL_S", 0.5)
+    async with batch_gateway(tmp_path, slowly, max_in_flight=4) as served:
+        first = await served.submit(chat_lines(20))
+        broken = first["id"].removeprefix("batch_")
+        monkeypatch.setattr(DiskLog, "append", appended)
+
+        async def has_failed() -> bool:
+            return num_tries > 0
+
+        await eventually(has_failed)
+        other = await served.wait_for((await served.submit(chat_lines(40)))["id"], timeout_s=10.0)
+        assert other["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
+        waiting = await served.batch(first["id"])
+        assert "Input/output error" in waiting["alignedserve"]["paused"]
+        assert num_tries < 20  # it is left in peace meanwhile
+        monkeypatch.setattr(DiskLog, "append", append)
+        done = await served.wait_for(first["id"])
+    assert done["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
 
 
 async def test_a_lower_limit_of_lines_holds_for_new_batches_alone(tmp_path: Path) -> None:
