@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -81,6 +82,8 @@ class _DiskWriter:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._partial = path.with_name(path.name + _PARTIAL)
+        # Who is cancelled does not end the thread that writes, and another file may have the number of a closed one.
+        self._lock = threading.Lock()
         with disk_errors("an upload"):
             self._file: int | None = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
@@ -88,7 +91,7 @@ class _DiskWriter:
         """See BlobWriter."""
         assert self._file is not None, "a write after the end"
         with disk_errors("an upload"):
-            await asyncio.to_thread(write_all, self._file, chunk)
+            await asyncio.to_thread(self._append, chunk)
 
     async def commit(self) -> None:
         """See BlobWriter."""
@@ -98,13 +101,24 @@ class _DiskWriter:
     async def discard(self) -> None:
         """See BlobWriter."""
         if self._file is not None:
-            self._close()
-            self._partial.unlink(missing_ok=True)
+            await asyncio.to_thread(self._discard)
+
+    def _append(self, chunk: bytes) -> None:
+        with self._lock:
+            if self._file is not None:
+                write_all(self._file, chunk)
 
     def _commit(self) -> None:
-        assert self._file is not None, "a commit after the end"
-        publish(self._file, self._partial, self._path)
-        self._close()
+        with self._lock:
+            assert self._file is not None, "a commit after the end"
+            publish(self._file, self._partial, self._path)
+            self._close()
+
+    def _discard(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._close()
+                self._partial.unlink(missing_ok=True)
 
     def _close(self) -> None:
         assert self._file is not None, "closed twice"

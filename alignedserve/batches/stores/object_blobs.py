@@ -11,6 +11,7 @@ import datetime
 import logging
 import os
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import IO
 
@@ -108,11 +109,12 @@ class _ObjectWriter:
         self._path = path
         with disk_errors("an upload"):
             self._file = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `discard`)
+        self._lock = threading.Lock()  # as in disk_blobs.py
 
     async def write(self, chunk: bytes) -> None:
         """See BlobWriter."""
         with disk_errors("an upload"):
-            await asyncio.to_thread(write_all, self._file.fileno(), chunk)
+            await asyncio.to_thread(self._append, chunk)
 
     async def commit(self) -> None:
         """See BlobWriter."""
@@ -122,7 +124,16 @@ class _ObjectWriter:
 
     async def discard(self) -> None:
         """See BlobWriter."""
-        self._file.close()
+        await asyncio.to_thread(self._discard)
+
+    def _append(self, chunk: bytes) -> None:
+        with self._lock:
+            if not self._file.closed:
+                write_all(self._file.fileno(), chunk)
+
+    def _discard(self) -> None:
+        with self._lock:
+            self._file.close()
 
 
 class _CopyReader:

@@ -1,5 +1,6 @@
 """Contents in a folder, stored responses, and the removal of what is no longer needed."""
 
+import asyncio
 import os
 import resource
 import threading
@@ -18,9 +19,11 @@ from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.responses import bounded_records
 from alignedserve.batches.responses.response_repository import ResponseRepository, StoredResponse
 from alignedserve.batches.results import result_files
+from alignedserve.batches.stores import disk_blobs
 from alignedserve.batches.stores.disk_blobs import DiskBlobs
 from alignedserve.batches.stores.sqlite_records import DAMAGED
 from alignedserve.core.errors import StorageDamaged, StorageError
+from alignedserve.disk.durable import write_all
 from alignedserve.messages.state import SetValue
 from tests.support.batch_samples import BATCH, INPUT, OUTPUT, batch_record, file_record
 from tests.support.memory_records import MemoryRecords
@@ -174,6 +177,33 @@ FILE = FileId("file-" + "0" * 24)
 async def test_a_content_that_is_missing_is_damage(tmp_path: Path) -> None:
     with pytest.raises(StorageDamaged):
         await DiskBlobs(tmp_path).open(FILE)
+
+
+async def test_an_upload_that_is_cancelled_writes_into_no_file_that_is_opened_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes is not cancelled, and the number of a file that was closed is the next one's."""
+    is_writing, may_write = threading.Event(), threading.Event()
+
+    def slowly(file_descriptor: int, content: bytes) -> None:
+        is_writing.set()
+        may_write.wait(10.0)
+        write_all(file_descriptor, content)
+
+    monkeypatch.setattr(disk_blobs, "write_all", slowly)
+    writer = await DiskBlobs(tmp_path / "files").begin(INPUT)
+    writing = asyncio.create_task(writer.write(b"of the upload"))
+    await asyncio.to_thread(is_writing.wait, 10.0)
+    writing.cancel()
+    await asyncio.gather(writing, return_exceptions=True)
+    discarding = asyncio.create_task(writer.discard())
+    await asyncio.sleep(0.05)
+    with (tmp_path / "other").open("wb"):
+        may_write.set()
+        await discarding
+        await asyncio.sleep(0.05)
+    assert (tmp_path / "other").read_bytes() == b""
+    assert names(tmp_path) == []
 
 
 async def test_a_content_that_cannot_be_opened_now_is_no_damage(tmp_path: Path) -> None:
