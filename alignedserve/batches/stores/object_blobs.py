@@ -11,7 +11,6 @@ import datetime
 import logging
 import os
 import tempfile
-import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import IO
 
@@ -29,7 +28,6 @@ from alignedserve.batches.records import FileId, parsed_file_id
 from alignedserve.batches.stores.disk import disk_errors
 from alignedserve.batches.stores.object_location import ObjectStoreLocation
 from alignedserve.core.errors import StorageDamaged, StorageError, StoreUnavailable
-from alignedserve.disk.durable import write_all
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +70,9 @@ class ObjectBlobs:
         try:
             async for chunk in self.chunks(file_id):
                 with disk_errors("a copy of an object"):
-                    await asyncio.to_thread(write_all, copy.fileno(), chunk)
+                    await asyncio.to_thread(_write_through, copy, chunk)
         except BaseException:
-            copy.close()
+            await asyncio.to_thread(_close, copy)
             raise
         return _CopyReader(copy)
 
@@ -109,12 +107,11 @@ class _ObjectWriter:
         self._path = path
         with disk_errors("an upload"):
             self._file = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `discard`)
-        self._lock = threading.Lock()  # as in disk_blobs.py
 
     async def write(self, chunk: bytes) -> None:
         """See BlobWriter."""
         with disk_errors("an upload"):
-            await asyncio.to_thread(self._append, chunk)
+            await asyncio.to_thread(_write_through, self._file, chunk)
 
     async def commit(self) -> None:
         """See BlobWriter."""
@@ -124,16 +121,19 @@ class _ObjectWriter:
 
     async def discard(self) -> None:
         """See BlobWriter."""
-        await asyncio.to_thread(self._discard)
+        await asyncio.to_thread(_close, self._file)
 
-    def _append(self, chunk: bytes) -> None:
-        with self._lock:
-            if not self._file.closed:
-                write_all(self._file.fileno(), chunk)
 
-    def _discard(self) -> None:
-        with self._lock:
-            self._file.close()
+def _write_through(file: IO[bytes], chunk: bytes) -> None:
+    """Write to a file that is closed meanwhile where who waits was cancelled: another may have its number then."""
+    file.write(chunk)
+    file.flush()
+
+
+def _close(file: IO[bytes]) -> None:
+    """Close a file of which no more is wanted, after a write in progress."""
+    with contextlib.suppress(OSError):  # a full disk, once more
+        file.close()
 
 
 class _CopyReader:
