@@ -41,6 +41,7 @@ _FULL_S = 1.0  # between attempts while nothing can be written
 _RESTART_S = 2.0  # before a batch whose run failed is resumed
 _START_S = 0.1
 _ORDER_S = 0.1
+_REST, _MAX_REST_S = 20.0, 1.0  # times what an order has taken, until the next: that of a thousand takes long
 _LOCK_S = 0.2
 
 
@@ -76,8 +77,9 @@ class BatchDriver:
         self._num_places: dict[str, int] = {}  # of each model's workers, as last told
         self._clock_gain = ClockGain()
         self._has_pending = asyncio.Event()
-        self._order: list[BatchRun] = []
-        self._ordered_s = 0.0
+        self._order: list[tuple[BatchRun, ModelShares]] = []
+        self._shares: list[ModelShares] = []  # of the batches in order, each once
+        self._ordered_s = self._ordering_s = 0.0  # when, and how long it took
         self._is_order_stale = True  # a batch was added, removed or changed
         self._paused_until_s: dict[str, float] = {}  # by model that rejected a line: start none before
         self._answered_at_rejection: dict[str, int] = {}  # lines that a model had answered when it last rejected one
@@ -132,6 +134,7 @@ class BatchDriver:
         finally:
             run.close()
             del self._runs[batch_id], self._tasks[batch_id]
+            self._order = [one for one in self._order if one[0] is not run]
             self._is_order_stale = True
 
     async def _pause(self, run: BatchRun, reason: str) -> None:
@@ -192,12 +195,13 @@ class BatchDriver:
             return
         now, wall_s = time.monotonic(), time.time()
         self._paused_until_s = {model: until_s for model, until_s in self._paused_until_s.items() if until_s > now}
-        slots = self._slots()
+        slots, order = self._slots(), self._ordered(now, wall_s)
+        if not any(slots.num_free(shares) > 0 for shares in self._shares):
+            return
         by_owner: dict[str, deque[tuple[BatchRun, ModelShares]]] = {}
-        for run in self._ordered(now, wall_s):
+        for run, shares in order:
             if run.record.batch_id in self._unwritten:
                 continue
-            shares = run.model_shares()
             if not shares.keys() <= self._paused_until_s.keys():
                 by_owner.setdefault(run.record.owner, deque()).append((run, shares))
 
@@ -222,26 +226,30 @@ class BatchDriver:
         """Return the places for lines, with those of all batches taken; answers that cannot be written take none."""
         slots = LineSlots(self._num_places, self._max_in_flight)
         for batch_id, run in self._runs.items():
-            slots.take(run.model_shares(), run.num_running if batch_id in self._unwritten else run.num_in_flight)
+            if count := run.num_running if batch_id in self._unwritten else run.num_in_flight:
+                slots.take(run.model_shares(), count)
         return slots
 
-    def _ordered(self, now: float, wall_s: float) -> list[BatchRun]:
+    def _ordered(self, now: float, wall_s: float) -> list[tuple[BatchRun, ModelShares]]:
         """Return the batches by slack, sorted a few times a second and not for every line: slack changes slowly."""
-        if now - self._ordered_s >= _ORDER_S or self._is_order_stale:
+        rest_s = max(min(_REST * self._ordering_s, _MAX_REST_S), 0.0 if self._is_order_stale else _ORDER_S)
+        if now - self._ordered_s >= rest_s:
             runs = list(self._runs.values())
             ready = (
                 run.ready_batch(position, self._statistics.throughputs, wall_s) for position, run in enumerate(runs)
             )
             order = by_slack((one for one in ready if one is not None), wall_s)
             turns = [Turn(position, runs[position].record.owner, runs[position].record.priority) for position in order]
-            self._order = [runs[position] for position in by_priority(turns)]
+            self._order = [(runs[position], runs[position].model_shares()) for position in by_priority(turns)]
+            self._shares = list({frozenset(shares.items()): shares for _, shares in self._order}.values())
             self._ordered_s, self._is_order_stale = now, False
+            self._ordering_s = time.monotonic() - now
         return self._order
 
     def models_of_waiting_lines(self) -> set[str]:
         """Return the models that lines wait for which may be started now."""
-        runs = self._ordered(time.monotonic(), time.time())
-        return {model for run in runs if run.num_waiting for model in run.model_shares()}
+        order = self._ordered(time.monotonic(), time.time())
+        return {model for run, shares in order if run.num_waiting for model in shares}
 
     async def _write(self) -> None:
         """Write the pending results of all batches, again and again."""

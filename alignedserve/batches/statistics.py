@@ -23,7 +23,7 @@ _CLUSTER_S = 5.0  # of workers' time, between looks at their totals
 _MAX_MODELS = 256  # whose estimates are kept; the longest unused one goes first
 _RETRY_S = 0.5
 _MAX_LENGTH_SAMPLES = 64  # lines of one write
-_MAX_ESTIMATES = 64  # of ends at a time: each looks at all other batches
+_MAX_ESTIMATES, _MAX_COMPARED = 64, 16_384  # ends at a time, each of which looks at all other batches; all their looks
 
 
 class LineLength(NamedTuple):
@@ -158,7 +158,8 @@ class BatchStatistics:
         """Set the expected end of every batch; of very many, of those that have the oldest. `slots`: of lines now."""
         self._learn_rates(runs, slots)
         remaining = [run.remaining_work(self.throughputs) for run in runs]
-        for index in sorted(range(len(runs)), key=lambda place: _estimated_s(runs[place]))[:_MAX_ESTIMATES]:
+        most = min(_MAX_ESTIMATES, max(1, _MAX_COMPARED // max(len(runs), 1)))
+        for index in sorted(range(len(runs)), key=lambda place: _estimated_s(runs[place]))[:most]:
             others = remaining[:index] + remaining[index + 1 :]
             runs[index].set_eta(estimate_eta(remaining[index], others, self.throughputs, now))
 

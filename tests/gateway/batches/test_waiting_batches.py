@@ -1,11 +1,18 @@
 """Batches that start later, at some hours, or are paused, over HTTP."""
 
+import asyncio
+import math
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from alignedserve.batches.driver import BatchDriver
+from alignedserve.batches.line_slots import ModelShares
+from alignedserve.batches.run import BatchRun
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
-from tests.gateway.support import error_of
+from tests.gateway.support import error_of, saying
 from tests.support.batch_samples import chat_lines
 from tests.support.marks import each
 
@@ -48,3 +55,33 @@ async def test_what_cannot_be_read_is_refused_by_name(
         refused = error_of(await served.create(file_id, **fields), 400)
     assert refused["param"] == param
     assert named in refused["message"]
+
+
+async def test_many_batches_are_not_looked_at_for_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand left documents a fifth of their rate, and all gateways' records, on the same loop, no time."""
+    drivers: set[BatchDriver] = set()
+    start_lines, model_shares, num_looks = BatchDriver._start_lines, BatchRun.model_shares, 0
+
+    def noted(driver: BatchDriver) -> None:
+        drivers.add(driver)
+        start_lines(driver)
+
+    def counted(run: BatchRun) -> ModelShares:
+        nonlocal num_looks
+        num_looks += 1
+        return model_shares(run)
+
+    monkeypatch.setattr(BatchDriver, "_start_lines", noted)
+    never = asyncio.Event()
+    async with batch_gateway(tmp_path, saying("hello", held_until=never), max_in_flight=2) as served:
+        file_id = (await served.upload(chat_lines(4))).json()["id"]
+        made = [(await served.create(file_id)).json()["id"] for _ in range(30)]
+        for batch_id in made:
+            await served.wait_for(batch_id, "in_progress")
+        (driver,) = drivers
+        monkeypatch.setattr(driver, "_ordered_s", math.inf)  # it is not for each line anyhow
+        monkeypatch.setattr(BatchRun, "model_shares", counted)
+        for _ in range(10):
+            start_lines(driver)
+        num_in_all = num_looks
+    assert num_in_all <= 10 * 2  # at those whose lines take the places
