@@ -103,12 +103,10 @@ def test_without_a_floor_other_documents_leave_blocks_to_one_that_has_waited_for
     assert ("short" in scheduled_of(view, plan)) == does_short_one_begin
 
 
-def test_without_chat_a_large_document_that_has_waited_for_too_long_is_first() -> None:
-    """No chat is there to go before, so nothing has to be owed: what is freed is kept for it."""
+def test_without_chat_a_large_document_that_has_waited_for_too_long_begins() -> None:
+    """No chat is there to go before, so nothing has to be owed."""
     written = {"be": True, "prompt_len": 60, "num_generated": 3, "arrival_s": -20.0}
     rows: dict[str, dict[str, Any]] = {f"written{number}": written for number in range(4)}
     rows["large"] = {"be": True, "prompt_len": 400, "arrival_s": -99.0}
-    rows["short"] = {"be": True, "prompt_len": 10, "arrival_s": 0.9}
     view = view_of(rows, now=1.0, num_blocks=40, max_tokens=2000)
-    scheduled = scheduled_of(view, make_policy("aligned_slo").plan(view))
-    assert set(scheduled) == {name for name in rows if name.startswith("written")}
+    assert scheduled_of(view, make_policy("aligned_slo").plan(view)).get("large") == 400
