@@ -105,7 +105,7 @@ def test_without_a_floor_other_documents_leave_blocks_to_one_that_has_waited_for
 
 def test_without_chat_a_large_document_that_has_waited_for_too_long_begins() -> None:
     """No chat is there to go before, so nothing has to be owed."""
-    written = {"be": True, "prompt_len": 60, "num_generated": 3, "arrival_s": -20.0}
+    written = {"be": True, "prompt_len": 60, "num_generated": 3, "arrival_s": -20.0, "predicted_len": 8}
     rows: dict[str, dict[str, Any]] = {f"written{number}": written for number in range(4)}
     rows["large"] = {"be": True, "prompt_len": 400, "arrival_s": -99.0}
     view = view_of(rows, now=1.0, num_blocks=40, max_tokens=2000)
