@@ -126,6 +126,21 @@ def _beside_cells(name: str, pairs: Sequence[tuple[Row, Row]]) -> list[str]:
     ]
 
 
+def floor() -> str:
+    """Return what chat attains where documents have no floor, beside what it attains with one."""
+    lines = [
+        [
+            row["point"],
+            *(f"{row[name]:.1f} %" for name in ("alone", "beside", "without_floor", "best")),
+            f"{row['ahead_without_floor']:+.1f}",
+            *(_number(row[name]) for name in ("beside_be", "without_floor_be", "best_be")),
+        ]
+        for row in figures("grid_floor")
+    ]
+    head = ["", "chat alone", "beside documents", "floor of 0", "best of the field", "ahead then"]
+    return table([*head, "BE tokens/s", "floor of 0", "of the field"], lines)
+
+
 def compared() -> str:
     """Return every point, the furthest behind first."""
     points = sorted(figures("grid")["points"], key=lambda row: row.get("ahead", 100.0))
@@ -177,5 +192,6 @@ TABLES = {
     "verdict": verdict,
     "totals": totals,
     "beside": beside,
+    "floor": floor,
     "compared": compared,
 }
