@@ -1,4 +1,4 @@
-"""Reads YAML as plain values. Of a key that a mapping has twice YAML would keep the last, and tell nobody."""
+"""Reads YAML as plain values, and refuses a key that a mapping has twice: YAML would silently keep the last."""
 
 from typing import Any
 

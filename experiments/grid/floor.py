@@ -1,4 +1,4 @@
-"""What the floor of documents costs chat: the default beside itself with `router.best_effort_floor` of 0.
+"""Compares the default with itself at a `router.best_effort_floor` of 0: what documents' floor costs chat.
 
     python -m experiments.grid.floor [POINT ...]
 

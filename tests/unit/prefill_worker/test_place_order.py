@@ -45,10 +45,8 @@ def test_those_that_have_a_place_do_not_wait_for_one() -> None:
     assert _names(PlaceOrder(knows_classes=True), [placed, *_JOBS[:1]], 5.0) == ["document"]
 
 
-def test_an_overdue_chat_gets_a_twentieth_while_chats_on_time_keep_coming() -> None:
-    order = PlaceOrder(knows_classes=True)
-    now = OVERDUE_S + 10.0
-    waiting = [_job(f"late{number}") for number in range(20)]
+def _got_places(order: PlaceOrder, waiting: list[PrefillJob], now: float) -> list[str]:
+    """Return who gets a place, one after the other, while a chat on time comes for each of them."""
     got: list[str] = []
     for number in range(200):
         waiting.append(_job(f"chat{number}", arrival_s=now))
@@ -56,21 +54,20 @@ def test_an_overdue_chat_gets_a_twentieth_while_chats_on_time_keep_coming() -> N
         order.note(job, now)
         waiting.remove(job)
         got.append(job.request.request_id)
+    return got
+
+
+def test_an_overdue_chat_gets_a_twentieth_while_chats_on_time_keep_coming() -> None:
+    waiting = [_job(f"late{number}") for number in range(20)]
+    got = _got_places(PlaceOrder(knows_classes=True), waiting, OVERDUE_S + 10.0)
     assert sum(name.startswith("late") for name in got) == 10
     assert got.index("late0") == 19
 
 
 def test_a_document_gets_its_floor_while_chats_keep_coming() -> None:
     """It waited until no chat did, which in an overload is never, though the router's floor had let it go."""
-    order = PlaceOrder(knows_classes=True, floor=0.05)
     waiting = [_job(f"document{number}", request_class=RequestClass.BEST_EFFORT) for number in range(20)]
-    got: list[str] = []
-    for number in range(200):
-        waiting.append(_job(f"chat{number}", arrival_s=5.0))
-        job = order.of(waiting, 5.0)[0]
-        order.note(job, 5.0)
-        waiting.remove(job)
-        got.append(job.request.request_id)
+    got = _got_places(PlaceOrder(knows_classes=True, floor=0.05), waiting, 5.0)
     assert sum(name.startswith("document") for name in got) == 10
     assert got.index("document0") == 19
 

@@ -84,9 +84,8 @@ class SloPacking:
     ) -> None:
         """Add requests of this group that have more to compute or lie on the host, in order, until the time is used up.
 
-        Rows that do not fit are overtaken, and blocks are kept for starving ones. While a chat has been silent for too
-        long, none begins: it would take what those who have begun wait for.
-        `least_s`: the time that the next iteration takes in any case. `are_chats`: as in add_decodes.
+        Rows that do not fit are overtaken; blocks are kept for starving ones. While a chat is silent for too long, none
+        begins. `least_s`: that the next iteration takes in any case. `are_chats`: as in add_decodes.
         """
         packer = self._packer
         at_most = packer.num_places_left + self._rows.num_overtakable
@@ -203,8 +202,7 @@ class SloPacking:
     def _in_time(self, row: int, usual: int, at_most: int) -> int:
         """Return the tokens of an urgent prompt to compute now: more than the `usual` if it is in time only so.
 
-        Each part of a prompt takes an iteration with all decodes once more. With longer parts one gap of the others is
-        longer than the mean that they have to hold, and they still hold that.
+        Each part takes an iteration with all decodes once more. With longer parts others still hold their mean gap.
         """
         forecast, costs = self._forecast, self._view.costs
         if self._table.num_generated[row]:
@@ -375,10 +373,7 @@ class SloPacking:
         return None
 
     def _is_far_longer(self, victim: int, row: int) -> bool:
-        """Return whether the row gains twice the time that the victim loses by being moved out and back.
-
-        The factor keeps equals from taking turns, and allows for errors of prediction.
-        """
+        """Return whether the row gains twice what the victim loses by moving out and back: equals take no turns."""
         table, forecast = self._table, self._rows
         recovery_s = self._recomputing_s(victim)
         if table.num_cached[victim] <= self._packer.num_free_host:
