@@ -20,6 +20,7 @@ from alignedserve.scheduling.policies.aligned_slo.forecast import (
     rows_of,
 )
 from alignedserve.scheduling.policies.aligned_slo.loans import Loans
+from alignedserve.scheduling.policies.aligned_slo.parts import in_parts_s
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Ints, rows_where
 
@@ -38,7 +39,6 @@ class SloPacking:
         self._evicted: set[int] = set()
         self._gain: list[int] | None = None  # see _blocks_to_gain
         self._lendable = 0
-        self._least_s = 0.0
         self._kept = 0  # blocks for the rest of starving prompts
 
     @property
@@ -79,13 +79,11 @@ class SloPacking:
 
     # --- prompts, and caches to swap in
 
-    def add_prompts(
-        self, group: Group, budget_s: float, *, least_s: float = 0.0, are_chats: bool | None = None
-    ) -> None:
+    def add_prompts(self, group: Group, budget_s: float, *, are_chats: bool | None = None) -> None:
         """Add requests of this group that have more to compute or lie on the host, in order, until the time is used up.
 
         Rows that do not fit are overtaken; blocks are kept for starving ones. While a chat is silent for too long, none
-        begins. `least_s`: that the next iteration takes in any case. `are_chats`: as in add_decodes.
+        begins. `are_chats`: as in add_decodes.
         """
         packer = self._packer
         at_most = packer.num_places_left + self._rows.num_overtakable
@@ -93,7 +91,7 @@ class SloPacking:
         if not len(rows):
             return
         rows = self._of_class(rows, are_chats)
-        self._gain, self._least_s = None, least_s
+        self._gain = None
         self._foresee(rows)
         for row in rows.tolist():
             if row in self._evicted or (row in packer and not self._is_extensible(row, budget_s)):
@@ -202,25 +200,26 @@ class SloPacking:
     def _in_time(self, row: int, usual: int, at_most: int) -> int:
         """Return the tokens of an urgent prompt to compute now: more than the `usual` if it is in time only so.
 
-        Each part takes an iteration with all decodes once more. With longer parts others still hold their mean gap.
+        With longer parts others still hold their mean gap. A prompt that waits alone counts on what their later gaps
+        give back as well; two would count on the same.
         """
-        forecast, costs = self._forecast, self._view.costs
+        forecast, costs, packer = self._forecast, self._view.costs, self._packer
         if self._table.num_generated[row]:
             return usual
-        remaining = self._packer.remaining(row)
-        whole = self._packer.work.copy()
-        self._packer.note_work(whole, row, remaining)
+        remaining, num_cached = packer.remaining(row), packer.num_kept(row)
+        whole = packer.work.copy()
+        packer.note_work(whole, row, remaining)
         whole_s, slack_s = costs.iteration_s(whole), float(self._rows.slack_s[row])
 
-        def is_in_time(num_tokens: int) -> bool:
-            num_parts = -(-remaining // num_tokens) if num_tokens else np.inf
-            return bool(whole_s + (num_parts - 1) * self._least_s <= slack_s)
+        def is_in_time(part: int) -> bool:
+            return in_parts_s(costs, packer.work, remaining, part, num_cached=num_cached) <= slack_s
 
         if whole_s > slack_s or is_in_time(usual):
             return usual
         if at_most == remaining and whole_s <= forecast.stretched_s:
             return remaining
-        longer = self._chunk_within(row, at_most, forecast.banked_s)
+        waits_alone = sum(self._rows.num_waiting[: LATE + 1]) <= 1
+        longer = self._chunk_within(row, at_most, forecast.stretched_s if waits_alone else forecast.banked_s)
         return longer if longer > usual and is_in_time(longer) else usual
 
     @cached_property

@@ -147,7 +147,7 @@ class AlignedSlo:
         if interference is not None:
             packing.add_decodes(_ON_TIME, np.inf)
             decodes_s = packing.predicted_s()
-            packing.add_prompts(_ON_TIME, max(allowed_s, decodes_s), least_s=decodes_s)
+            packing.add_prompts(_ON_TIME, max(allowed_s, decodes_s))
             packing.add_decodes(_LATE, max(allowed_s, decodes_s))
             packing.add_prompts(_LATE, max(allowed_s, decodes_s))
             return interference.pack(packing, view, forecast.rows, max(min(allowed_s, cap_s), decodes_s))
@@ -162,7 +162,7 @@ class AlignedSlo:
         for are_chats in starving_classes:
             packing.add_prompts(_STARVING, packing.predicted_s() + starving_s, are_chats=are_chats)
         # Nor are prompts with objectives held back for later ones.
-        packing.add_prompts(_ON_TIME, max(allowed_s, decodes_s), least_s=decodes_s)
+        packing.add_prompts(_ON_TIME, max(allowed_s, decodes_s))
         if self._is_worth_stopping(view, forecast.rows):
             budget_s = max(min(allowed_s, stopped_s), decodes_s)
         for group, until_s in ((_LATE, max(allowed_s, decodes_s)), (_PRESSING, budget_s)):

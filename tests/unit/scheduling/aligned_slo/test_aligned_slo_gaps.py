@@ -84,3 +84,19 @@ def test_a_prompt_of_several_iterations_takes_the_time_that_others_are_ahead() -
     assert tokens(0.3, due_in_s=0.65) == 258  # three are, nine would be late
     assert tokens(0.3, due_in_s=0.63) == 69  # even three are late
     assert tokens(0.09, due_in_s=0.65) == 69  # the answer is not ahead
+
+
+def test_parts_count_on_what_later_gaps_give_back_for_one_prompt_at_a_time() -> None:
+    """The answer is not ahead of its schedule, but 190 later tokens give 5 ms back each, of which half count."""
+
+    def tokens(*others: str) -> int:
+        answer = _AHEAD | {"first_token_s": 0.09, "ttft_s": 1.0, "max_tokens": 200}
+        question = {"prompt_len": 600, "ttft_s": 1.0, "arrival_s": 0.65}
+        rows = {"answer": answer, "question": question} | dict.fromkeys(others, question | {"prompt_len": 630})
+        view = view_of(rows, now=1.0, history=[0.08])
+        plan = make_policy("aligned_slo").plan(view)
+        assert_sound(view, plan)
+        return scheduled_of(view, plan)["question"]
+
+    assert tokens() > 300
+    assert tokens("another") == 69

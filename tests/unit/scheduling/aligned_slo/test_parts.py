@@ -1,0 +1,30 @@
+"""What a prompt takes in parts, against each part predicted by itself."""
+
+import math
+
+import pytest
+
+from alignedserve.costmodel.choice import WorkerSpec, make_cost_model
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.policies.aligned_slo.parts import in_parts_s
+
+
+@pytest.mark.parametrize("num_cached", [0, 4000])
+@pytest.mark.parametrize("part", [64, 500, 2048, 6666, 9000])
+def test_it_is_the_sum_of_all_parts(part: int, num_cached: int) -> None:
+    """Within a hundredth: a part of which keys cost more than matrices is a little above the mean of two."""
+    costs = make_cost_model("roofline", WorkerSpec("opt-13b", "a100-80g"))
+    decodes, num_tokens = IterationWork(), 6666
+    for context_len in (300, 1100, 4800):
+        decodes.add_decode(context_len)
+    total_s, done = 0.0, 0
+    while done < num_tokens:
+        iteration, size = decodes.copy(), min(part, num_tokens - done)
+        iteration.add_chunk(size, num_cached + done, is_last=done + size == num_tokens)
+        total_s, done = total_s + costs.iteration_s(iteration), done + size
+    assert in_parts_s(costs, decodes, num_tokens, part, num_cached=num_cached) == pytest.approx(total_s, rel=0.01)
+
+
+def test_without_a_part_it_never_ends() -> None:
+    costs = make_cost_model("roofline", WorkerSpec("opt-13b", "a100-80g"))
+    assert in_parts_s(costs, IterationWork(), 100, 0, num_cached=0) == math.inf
