@@ -39,6 +39,7 @@ class SloPacking:
         self._evicted: set[int] = set()
         self._gain: list[int] | None = None  # see _blocks_to_gain
         self._lendable = 0
+        self._decodes = IterationWork()
         self._kept = 0  # blocks for the rest of starving prompts
 
     @property
@@ -79,11 +80,13 @@ class SloPacking:
 
     # --- prompts, and caches to swap in
 
-    def add_prompts(self, group: Group, budget_s: float, *, are_chats: bool | None = None) -> None:
+    def add_prompts(
+        self, group: Group, budget_s: float, *, decodes: IterationWork | None = None, are_chats: bool | None = None
+    ) -> None:
         """Add requests of this group that have more to compute or lie on the host, in order, until the time is used up.
 
         Rows that do not fit are overtaken; blocks are kept for starving ones. While a chat is silent for too long, none
-        begins. `are_chats`: as in add_decodes.
+        begins. `decodes`: what later iterations compute beside parts of a prompt. `are_chats`: as in add_decodes.
         """
         packer = self._packer
         at_most = packer.num_places_left + self._rows.num_overtakable
@@ -91,7 +94,7 @@ class SloPacking:
         if not len(rows):
             return
         rows = self._of_class(rows, are_chats)
-        self._gain = None
+        self._gain, self._decodes = None, decodes or IterationWork()
         self._foresee(rows)
         for row in rows.tolist():
             if row in self._evicted or (row in packer and not self._is_extensible(row, budget_s)):
@@ -182,7 +185,7 @@ class SloPacking:
                 packer.withdraw(row)
             return True
         num_tokens = self._chunk_within(row, at_most, budget_s)
-        if num_tokens < at_most and self._rows.rank[row] == URGENT:
+        if num_tokens < at_most and self._rows.rank[row] == URGENT and not self._table.num_generated[row]:
             num_tokens = self._in_time(row, num_tokens, at_most)
         return num_tokens > 0 and packer.add(row, num_tokens) and num_tokens == remaining
 
@@ -198,21 +201,19 @@ class SloPacking:
         )
 
     def _in_time(self, row: int, usual: int, at_most: int) -> int:
-        """Return the tokens of an urgent prompt to compute now: more than the `usual` if it is in time only so.
+        """Return the tokens of an urgent newcomer to compute now: more than the `usual` if it is in time only so.
 
-        With longer parts others still hold their mean gap. A prompt that waits alone counts on what their later gaps
-        give back as well; two would count on the same.
+        With longer parts others still hold their mean gap. One that waits alone counts on what their later gaps give
+        back as well; two would count on the same.
         """
         forecast, costs, packer = self._forecast, self._view.costs, self._packer
-        if self._table.num_generated[row]:
-            return usual
-        remaining, num_cached = packer.remaining(row), packer.num_kept(row)
-        whole = packer.work.copy()
+        remaining, num_cached, whole = packer.remaining(row), packer.num_kept(row), packer.work.copy()
         packer.note_work(whole, row, remaining)
         whole_s, slack_s = costs.iteration_s(whole), float(self._rows.slack_s[row])
 
         def is_in_time(part: int) -> bool:
-            return in_parts_s(costs, packer.work, remaining, part, num_cached=num_cached) <= slack_s
+            takes_s = in_parts_s(costs, remaining, part, num_cached, now=packer.work, later=self._decodes)
+            return takes_s <= slack_s
 
         if whole_s > slack_s or is_in_time(usual):
             return usual

@@ -1,28 +1,34 @@
 """How long a prompt takes in parts: each costs an iteration with all decodes, and reads the keys of those before it."""
 
+import math
+
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 
 
-def in_parts_s(costs: CostModel, work: IterationWork, num_tokens: int, part: int, *, num_cached: int) -> float:
-    """Return the seconds until a prompt is computed in parts, each in an iteration with all of `work`; inf without one.
+def in_parts_s(
+    costs: CostModel, num_tokens: int, part: int, num_cached: int, *, now: IterationWork, later: IterationWork
+) -> float:
+    """Return the seconds until a prompt is computed in parts, one in each iteration from now on; inf without a part.
 
-    `num_tokens`: of the prompt, after `num_cached`. `part`: tokens of each but the last, which may have fewer. Each
-    reads as many keys more than the one before it: the mean of the first and the last stands for all of one size.
+    `num_tokens`: of the prompt, after `num_cached`. `part`: tokens of each but the last, which may have fewer. `now`,
+    `later`: what else this iteration and each of those that follow compute. A part reads as many keys more than the one
+    before it: of all that follow in full, the mean of the first and the last stands for each.
     """
     if part <= 0:
-        return float("inf")
-    num_full, num_last = divmod(num_tokens, part)
+        return math.inf
     end = num_cached + num_tokens
 
-    def part_s(size: int, start: int) -> float:
-        iteration = work.copy()
+    def part_s(beside: IterationWork, start: int, size: int) -> float:
+        iteration = beside.copy()
         iteration.add_chunk(size, start, is_last=start + size == end)
         return costs.iteration_s(iteration)
 
-    total_s = 0.0
+    first = min(part, num_tokens)
+    total_s = part_s(now, num_cached, first)
+    num_full, num_last = divmod(num_tokens - first, part)
     if num_full:
-        total_s += num_full * (part_s(part, num_cached) + part_s(part, end - num_last - part)) / 2
+        total_s += num_full * (part_s(later, num_cached + first, part) + part_s(later, end - num_last - part, part)) / 2
     if num_last:
-        total_s += part_s(num_last, end - num_last)
+        total_s += part_s(later, end - num_last, num_last)
     return total_s

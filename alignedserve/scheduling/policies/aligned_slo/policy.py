@@ -146,8 +146,8 @@ class AlignedSlo:
         allowed_s = forecast.allowed_s
         if interference is not None:
             packing.add_decodes(_ON_TIME, np.inf)
-            decodes_s = packing.predicted_s()
-            packing.add_prompts(_ON_TIME, max(allowed_s, decodes_s))
+            decodes, decodes_s = packing.work.copy(), packing.predicted_s()
+            packing.add_prompts(_ON_TIME, max(allowed_s, decodes_s), decodes=decodes)
             packing.add_decodes(_LATE, max(allowed_s, decodes_s))
             packing.add_prompts(_LATE, max(allowed_s, decodes_s))
             return interference.pack(packing, view, forecast.rows, max(min(allowed_s, cap_s), decodes_s))
@@ -157,12 +157,12 @@ class AlignedSlo:
             packing.add_decodes(_STARVING, starving_s, at_least=1, are_chats=are_chats)
         packing.add_decodes(_ON_TIME, np.inf)
         # Decodes with objectives are not held back: the iteration is at least as long as they take.
-        decodes_s = packing.predicted_s()
+        decodes, decodes_s = packing.work.copy(), packing.predicted_s()
         budget_s = max(min(allowed_s, cap_s), decodes_s)
         for are_chats in starving_classes:
             packing.add_prompts(_STARVING, packing.predicted_s() + starving_s, are_chats=are_chats)
         # Nor are prompts with objectives held back for later ones.
-        packing.add_prompts(_ON_TIME, max(allowed_s, decodes_s))
+        packing.add_prompts(_ON_TIME, max(allowed_s, decodes_s), decodes=decodes)
         if self._is_worth_stopping(view, forecast.rows):
             budget_s = max(min(allowed_s, stopped_s), decodes_s)
         for group, until_s in ((_LATE, max(allowed_s, decodes_s)), (_PRESSING, budget_s)):
