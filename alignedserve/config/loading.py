@@ -7,8 +7,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
+from alignedserve.config.refusals import refusal_of
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError
@@ -68,6 +70,10 @@ def config_of(values: dict[str, Any]) -> ClusterConfig:
         return from_mapping(_with_parsed_sizes(values, ""))
     except RecursionError as error:
         raise ConfigError("a section of the configuration refers to itself") from error
+    except ConfigError as error:
+        if isinstance(error.__cause__, msgspec.ValidationError):
+            raise ConfigError(refusal_of(error.__cause__, values)) from error
+        raise
 
 
 def parse_size(text: str) -> int:

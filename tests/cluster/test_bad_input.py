@@ -112,9 +112,9 @@ def test_model_folders(
     [
         ("model.dtype=float8", CONFIG_ERROR, "model.dtype must be one of auto, float32, bfloat16, float16"),
         ("model.max_context_len=100000", CONFIG_ERROR, "the model was made for 2048"),
-        ("decode.cout=2", CONFIG_ERROR, "unknown field `cout`"),
-        ("decode.count=two", CONFIG_ERROR, "$.decode.count"),
-        ("topology=both", CONFIG_ERROR, "topology"),
+        ("decode.cout=2", CONFIG_ERROR, "decode: unknown field `cout`; did you mean `count`?"),
+        ("decode.count=two", CONFIG_ERROR, "decode.count must be a whole number (it is 'two')"),
+        ("topology=both", CONFIG_ERROR, "topology must be one of elastic, colocated, disaggregated (it is 'both')"),
         ("engine.device=gpu", CONFIG_ERROR, "engine.device must be auto, cpu, cuda or cuda:N"),
         ("engine.device=cuda:99", CONFIG_ERROR, "engine.device is cuda:99, but"),
         ("links.transport=tcp", CONFIG_ERROR, "links.transport must be unix"),

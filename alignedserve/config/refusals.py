@@ -1,0 +1,93 @@
+"""Say what is wrong with a configuration: the field's name, what it must be, and what may have been meant."""
+
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, get_args
+
+import msgspec
+
+from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.core.errors import ConfigError
+
+_SECTIONS = {one.name: one.type for one in msgspec.structs.fields(ClusterConfig) if hasattr(one.type, "_require")}
+
+_PLACE = re.compile(r"(?P<problem>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<place>[^`]*)`)?", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
+_EXPECTED = re.compile(r"Expected `(?P<kinds>[^`]*)`, got `[^`]*`")
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "array": "a list",
+    "object": "a mapping of fields",
+}
+_MAX_SHOWN = 60  # characters of a value
+_MAX_ELSEWHERE = 3  # sections that are named where a field is not
+
+
+def refusal_of(error: msgspec.ValidationError, values: Mapping[str, Any]) -> str:
+    """Return what is wrong with the values of a configuration whose conversion failed so."""
+    if isinstance(error.__cause__, ConfigError):  # of a section's own check, which names the field
+        return str(error.__cause__)
+    found = _PLACE.fullmatch(str(error))
+    assert found is not None, "the pattern matches every text"
+    problem, place = found["problem"], found["place"] or ""
+    before = f"{place}: " if place else ""
+    if unknown := _UNKNOWN.fullmatch(problem):
+        return f"{before}unknown field `{unknown['name']}`{_hint(unknown['name'], place)}"
+    if missing := _MISSING.fullmatch(problem):
+        return f"{before}the field `{missing['name']}` is missing"
+    if found["key"] is not None:
+        return f"{before}a name is not a text; quote words that mean something in YAML, such as on and yes"
+    if place == "topology":
+        return f"topology must be one of {', '.join(one.value for one in Topology)} (it is {_shown(values, place)})"
+    if place in _SECTIONS and values.get(place) is None:  # as where every line below it is a comment
+        return f"{place} is there without a field; leave it out as well"
+    if place and (expected := _EXPECTED.fullmatch(problem)):
+        return f"{place} must be {_kinds_in_words(expected['kinds'])} (it is {_shown(values, place)})"
+    return f"{before}{problem}"
+
+
+def _kinds_in_words(kinds: str) -> str:
+    """Return what a field may be, of such as `int | float | null`."""
+    names = kinds.split(" | ")
+    told = [name for name in names if name != "null" and not (name == "int" and "float" in names)]
+    return " or ".join(_KINDS.get(name, name) for name in told)
+
+
+def _hint(name: str, place: str) -> str:
+    """Return what may have been meant by an unknown field: the same one of another section, or a name like it."""
+    meant = [f"`{section}.{name}`" for section, kind in _SECTIONS.items() if name in _names(kind)]
+    if not 0 < len(meant) <= _MAX_ELSEWHERE:
+        meant = [f"`{one}`" for one in get_close_matches(name, _fields_at(place), n=1)]
+    return f"; did you mean {' or '.join(meant)}?" if meant else "; docs/settings.md has all"
+
+
+def _fields_at(place: str) -> tuple[str, ...]:
+    """Return the names of the fields at a place such as gateway.jwt[0]; the empty one is the whole configuration."""
+    kind: Any = ClusterConfig
+    for name in re.findall(r"[^.\[\]]+", re.sub(r"\[[^]]*\]", "", place)):
+        of_field = next((one.type for one in msgspec.structs.fields(kind) if one.name == name), None)
+        kind = next((one for one in (of_field, *get_args(of_field)) if hasattr(one, "__struct_fields__")), None)
+        if kind is None:
+            return ()
+    return _names(kind)
+
+
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(one.name for one in msgspec.structs.fields(kind))
+
+
+def _shown(values: Mapping[str, Any], place: str) -> str:
+    """Return the value at a place, or how it begins."""
+    value: Any = values
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", place):
+        try:
+            value = value[name] if name else value[int(index)]
+        except (KeyError, IndexError, TypeError):
+            return "another"
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
