@@ -88,21 +88,26 @@ def data_dir() -> Path | None:
 
 
 def run_root() -> Path:
-    """Return folder for sockets and logs of running clusters; private to the user."""
+    """Return the absolute folder for sockets and logs of running clusters; private to the user."""
     named = os.environ.get(RUN_DIR_VARIABLE)
     if named:
-        return Path(named)
+        return Path(named).absolute()  # Ray takes no other
     runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime_dir) / "alignedserve" if runtime_dir else Path(f"/tmp/alignedserve-{os.getuid()}")  # noqa: S108
 
 
 def state_root() -> Path:
-    """Return folder for what outlives restarts: uploaded files, batches and their results; private to the user."""
+    """Return the absolute folder for what outlives restarts: uploaded files, batches and their results; private to the
+    user. Raises ConfigError where nothing says where it is.
+    """
     named = os.environ.get(STATE_DIR_VARIABLE)
     if named:
-        return Path(named)
+        return Path(named).absolute()
     state_home = os.environ.get("XDG_STATE_HOME")
-    return (Path(state_home) if state_home else Path.home() / ".local" / "state") / "alignedserve"
+    try:
+        return (Path(state_home) if state_home else Path.home() / ".local" / "state") / "alignedserve"
+    except RuntimeError as error:  # as in a container whose user has no entry in its list of users
+        raise ConfigError(f"this user has no home folder; set {STATE_DIR_VARIABLE}, or HOME") from error
 
 
 def redis_url() -> str | None:

@@ -23,7 +23,7 @@ from alignedserve.cluster.local_ray.node_processes import NodeProcesses
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
 from alignedserve.cluster.signals import handlers_preserved
-from alignedserve.config.environment import SPIN_VARIABLE
+from alignedserve.config.environment import RUN_DIR_VARIABLE, SPIN_VARIABLE
 from alignedserve.core.errors import ResourceError
 from alignedserve.process.logs.files import LossyFileHandler
 
@@ -84,6 +84,8 @@ def start_ray(folder: Path, namespace: str, template: WorkerTemplate | None = No
 
     `template`: forks the workers; None: Ray starts them. Raises ResourceError.
     """
+    if not str(folder).isascii():
+        raise ResourceError(f"Ray takes no folder such as {folder.parent}; set {RUN_DIR_VARIABLE} to one in ASCII")
     orders = folder / _ORDERS
     is_forking = template is not None and template.listen(orders)
     set_already = {SPIN_VARIABLE: os.environ[SPIN_VARIABLE]} if SPIN_VARIABLE in os.environ else {}

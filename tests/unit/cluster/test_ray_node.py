@@ -7,7 +7,8 @@ import pytest
 from ray._private import ray_constants, services, utils
 from ray._private.node import Node
 
-from alignedserve.cluster.local_ray.start import _UNUSED_PROCESSES, _restrained
+from alignedserve.cluster.local_ray.start import _UNUSED_PROCESSES, _restrained, start_ray
+from alignedserve.core.errors import ResourceError
 
 
 def state() -> list[Any]:
@@ -30,3 +31,8 @@ def test_ray_starts_no_unused_process_and_listens_on_loopback_for_one_start(tmp_
     with pytest.raises(OSError, match="late"):
         fail_to_start(tmp_path)
     assert state() == before
+
+
+def test_a_folder_that_ray_cannot_name_is_refused_before_it_starts(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="rö; set ALIGNEDSERVE_RUN_DIR to one in ASCII"):
+        start_ray(tmp_path / "rö" / "1a2b3c4d", "alignedserve")

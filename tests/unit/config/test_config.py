@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from alignedserve.config.environment import api_keys, run_root
+from alignedserve.config.environment import api_keys, run_root, state_root
 from alignedserve.config.loading import MAX_CONFIG_BYTES, load_config, parse_size
 from alignedserve.config.sections import MIB, BatchingConfig, ClusterConfig, Topology
 from alignedserve.config.unset_sizes import DefaultSize, with_fixed_sizes
@@ -306,6 +306,21 @@ def test_the_run_folder_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ALIGNEDSERVE_RUN_DIR")
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
     assert run_root() == Path("/run/user/7/alignedserve")
+
+
+def test_folders_may_be_named_from_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ALIGNEDSERVE_RUN_DIR", "run")
+    monkeypatch.setenv("ALIGNEDSERVE_STATE_DIR", "state")
+    assert (run_root(), state_root()) == (tmp_path / "run", tmp_path / "state")
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_STATE_HOME", "ALIGNEDSERVE_STATE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # the user of a container who is in no list
+    with pytest.raises(ConfigError, match="set ALIGNEDSERVE_STATE_DIR, or HOME"):
+        state_root()
 
 
 # --- renamed fields
