@@ -15,6 +15,7 @@ from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.encoder.families import ENCODER_TYPES, is_encoder_type, parse_encoder_config
 from alignedserve.runtime.model.families.table import FAMILIES
+from alignedserve.runtime.model.hub.short_names import near_names
 from alignedserve.runtime.model.quantized.config import read_quantization
 from alignedserve.text.tokenizer_files import end_token_id
 
@@ -30,10 +31,16 @@ def read_model_config(folder: Path) -> ModelConfig:
     if not folder.is_dir():
         raise ModelNotFound(
             f"{folder} is neither a folder here nor a name on a hub (ORG/NAME, such as Qwen/Qwen3-0.6B)."
+            f"{_short_names(folder)}"
         )
     path = folder / "config.json"
     config = parse_model_config(read_json_object(path, MAX_CONFIG_BYTES), where=str(path))
     return replace(config, eos_token_ids=_end_tokens(config, folder))
+
+
+def _short_names(folder: Path) -> str:
+    """Return the short names that a word may have meant; nothing of a path."""
+    return f" Short names: {', '.join(near_names(str(folder)))}." if folder.name == str(folder) else ""
 
 
 def _end_tokens(config: ModelConfig, folder: Path) -> tuple[int, ...]:

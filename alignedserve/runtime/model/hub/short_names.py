@@ -3,10 +3,11 @@
 Repositories are their makers' own where these publish what is served here; none needs a licence to be accepted first.
 """
 
+from difflib import get_close_matches
 from pathlib import Path
 
 from alignedserve.core.errors import ModelNotFound
-from alignedserve.runtime.model.built_in import SMOLLM2, smollm2_file
+from alignedserve.runtime.model.built_in import POCKET, SMOLLM2, smollm2_file
 
 SHORT_NAMES = {
     "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -30,6 +31,13 @@ def full_name(name: str) -> str:
     if name not in SHORT_NAMES or Path(name).exists() or (name == SMOLLM2 and _has_smollm2()):
         return name
     return SHORT_NAMES[name]
+
+
+def near_names(name: str) -> tuple[str, ...]:
+    """Return the names that what is no folder and no name of a model may have meant: like it, else all of them."""
+    known = (POCKET, *SHORT_NAMES)
+    near = get_close_matches(name, known, n=2)
+    return tuple(near or known)
 
 
 def _has_smollm2() -> bool:

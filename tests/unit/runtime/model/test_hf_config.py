@@ -286,6 +286,20 @@ def test_missing_folders_and_files(tmp_path: Path) -> None:
         read_model_config(tmp_path)
 
 
+@each(
+    ("name", "ending"),
+    [
+        ("pockt", r" Short names: pocket\."),
+        ("smolm2", r" Short names: smollm2, smollm2:360m\."),
+        ("zzz", r" Short names: pocket, smollm2, .*, minilm\."),
+        ("/models/pockt", r"Qwen3-0\.6B\)\."),
+    ],
+)
+def test_a_word_that_is_no_folder_is_answered_with_the_short_names_that_it_may_mean(name: str, ending: str) -> None:
+    with pytest.raises(ModelNotFound, match=f"neither a folder here .*{ending}$"):
+        read_model_config(Path(name))
+
+
 def test_reading_a_config_does_not_import_torch() -> None:
     program = "import sys, alignedserve.runtime.model.hf_config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
