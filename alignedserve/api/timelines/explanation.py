@@ -125,7 +125,7 @@ def _choice_view(index: int, choice: ChoiceTimeline, gateway: str, now: float) -
         "cached_prompt_tokens": choice.num_cached_tokens,
         "ttft_ms": _ms(choice.first_token_s, start_s),
         "duration_ms": _ms(choice.ended_s, start_s),
-        "objectives": [_objective_view(one) for one in choice.objectives()],
+        "objectives": [_objective_view(one) for one in choice.objectives(now)],
         "phases": [_phase_view(phase, gateway, start_s) for phase in phases_of(choice, now)],
         "events": [_event_view(one, gateway, start_s) for one in notes],
         "events_left_out": choice.num_left_out,

@@ -1,7 +1,7 @@
 """A request's course as phases that follow one another without a gap: each begins with a step of it."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from alignedserve.api.timelines.timeline import GATEWAY, ChoiceTimeline, SourcedNote, Timeline
@@ -25,6 +25,7 @@ class PhaseName(Enum):
     EVICTED = "evicted"
     RESUME = "resume"  # its holder is lost: it is queued again
     STREAM_END = "stream end"
+    NOT_KEPT = "not kept"  # of more steps than are kept: what happened is not known
 
 
 # Phases in which nothing is computed for the request.
@@ -45,7 +46,6 @@ _BEGINS = {
     Step.ACCEPTED: PhaseName.WORKER_QUEUE,
     Step.STARTED: PhaseName.PREFILL,
     Step.PREFILLED: PhaseName.HANDOFF,
-    Step.OFFERED: PhaseName.HANDOFF,
     Step.POOLED: PhaseName.POOL,
     Step.RETURNED: PhaseName.POOL,
     Step.GRANTED: PhaseName.TO_BATCH,
@@ -89,23 +89,49 @@ def notes_of(choice: ChoiceTimeline) -> list[SourcedNote]:
 
 def phases_of(choice: ChoiceTimeline, now: float) -> list[Phase]:
     """Return the phases of a choice, up to its end or to now; phases without duration are left out."""
-    phases = list(_phases(notes_of(choice), now if choice.ended_s is None else choice.ended_s))
-    return [phase for phase in phases if phase.end_s > phase.start_s]
+    phases = _phases(notes_of(choice), now if choice.ended_s is None else choice.ended_s)
+    return [part for phase in phases for part in _known_parts(phase, choice) if part.end_s > part.start_s]
+
+
+def _known_parts(phase: Phase, choice: ChoiceTimeline) -> Iterator[Phase]:
+    """Yield a phase; where later steps of it were not kept, what follows them apart."""
+    missing_s = choice.missing_since_s
+    if missing_s is None or not phase.start_s <= missing_s < phase.end_s:
+        yield phase
+        return
+    yield replace(phase, end_s=missing_s)
+    yield Phase(PhaseName.NOT_KEPT, phase.source, missing_s, phase.end_s)
 
 
 def _phases(notes: Sequence[SourcedNote], end_s: float) -> Iterator[Phase]:
     phase: Phase | None = None
+    is_move = False  # whether the phase is the handoff of a request that was decoded before
     for one in notes:
-        begins, at_s = _BEGINS.get(one.note.step), min(one.note.at_s, end_s)
-        if begins is not None and (phase is None or (begins, _place(one)) != (phase.name, phase.source)):
+        at_s, begins = min(one.note.at_s, end_s), _begun_by(one, phase, is_move=is_move)
+        if begins is not None and (phase is None or begins != (phase.name, phase.source)):
             if phase is not None:
                 phase.end_s = at_s
                 yield phase
-            phase = Phase(begins, _place(one), at_s, end_s)
+            is_move = phase is not None and (phase.name, begins[0]) == (PhaseName.DECODE, PhaseName.HANDOFF)
+            phase = Phase(*begins, at_s, end_s)
         if phase is not None:
             phase.notes.append(one)
     if phase is not None:
         yield phase
+
+
+def _begun_by(one: SourcedNote, phase: Phase | None, *, is_move: bool) -> tuple[PhaseName, str] | None:
+    """Return the phase that a step begins, and where it is; None: it belongs to the one before.
+
+    A request that is to move is decoded until its cache is written, and again where it stays.
+    """
+    step = one.note.step
+    if phase is not None and step is Step.HANDED_OVER and phase.name is PhaseName.DECODE:
+        return PhaseName.HANDOFF, phase.source
+    if phase is not None and is_move and step in (Step.HANDOFF_REFUSED, Step.STAYED):
+        return PhaseName.DECODE, phase.source
+    name = _BEGINS.get(step)
+    return None if name is None else (name, _place(one))
 
 
 def _place(one: SourcedNote) -> str:

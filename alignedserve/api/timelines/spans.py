@@ -196,7 +196,8 @@ def _call_attributes(timeline: Timeline, operation: str) -> dict[str, AttributeV
         "http.request.header.x-request-id": [facts.client_id or facts.http_id],
         "alignedserve.service_tier": facts.service_tier,
     }
-    for objective in (one for choice in choices for one in choice.objectives() if one.is_held is not None):
+    known = (one for choice in choices for one in choice.objectives(end_of(timeline)) if one.is_held is not None)
+    for objective in known:
         name = f"alignedserve.objective.{objective.name}.held"
         attributes[name] = bool(objective.is_held) and bool(attributes.get(name, True))
     return attributes

@@ -68,27 +68,49 @@ class ChoiceTimeline:
     targets: tuple[tuple[str, float], ...]
     notes: list[SourcedNote] = field(default_factory=list)
     num_left_out: int = 0
+    left_out_s: float | None = None  # time of the first note that was not kept
     first_token_s: float | None = None
     ended_s: float | None = None
     num_tokens: int = 0  # once it has ended
     num_cached_tokens: int = 0
     finish_reason: str = ""
+    cause: Cause | None = None  # of its end
 
     def add(self, source: str, note: RequestNote) -> bool:
         """Add a note; return whether it was kept."""
         if len(self.notes) >= _MAX_NOTES and note.step not in _LAST_STEPS:
             self.num_left_out += 1
+            self.left_out_s = note.at_s if self.left_out_s is None else min(self.left_out_s, note.at_s)
             return False
         self.notes.append(SourcedNote(source, note))
         return True
 
-    def objectives(self) -> list[Objective]:
-        """Return its objectives that are known."""
-        return [self._objective(name, target_s) for name, target_s in self.targets]
+    @property
+    def missing_since_s(self) -> float | None:
+        """The time from which on its steps are not known, but for those of its end; None: all are."""
+        if self.left_out_s is None:
+            return None
+        kept = (one.note.at_s for one in self.notes if one.note.step not in _LAST_STEPS)
+        return max(self.left_out_s, max(kept, default=0.0))
 
-    def _objective(self, name: str, target_s: float) -> Objective:
+    def objectives(self, now: float) -> list[Objective]:
+        """Return its objectives, and what is known of them by now."""
+        return [self._objective(name, target_s, now) for name, target_s in self.targets]
+
+    def _objective(self, name: str, target_s: float, now: float) -> Objective:
         measured_s = self._measured_s(name)
-        return Objective(name, target_s, measured_s, None if measured_s is None else measured_s <= target_s)
+        if measured_s is not None:
+            return Objective(name, target_s, measured_s, measured_s <= target_s)
+        is_missed = self._has_failed or (name != "tpot" and self._waited_s(now) > target_s)
+        return Objective(name, target_s, None, False if is_missed else None)
+
+    @property
+    def _has_failed(self) -> bool:
+        """Whether it ended without an answer, and not because its client left."""
+        return self.ended_s is not None and not self.finish_reason and self.cause is not Cause.CLIENT_GONE
+
+    def _waited_s(self, now: float) -> float:
+        return (now if self.ended_s is None else self.ended_s) - self.received_s
 
     def _measured_s(self, name: str) -> float | None:
         if name == "ttft":
@@ -151,7 +173,8 @@ class Timeline:
         """Note the end of a choice: with a reason to finish, or else with the cause of its failure."""
         choice = self.choices[index]
         if choice.ended_s is None:
-            choice.ended_s, choice.num_tokens, choice.finish_reason = now, num_tokens, finish_reason
+            choice.ended_s, choice.num_tokens = now, num_tokens
+            choice.finish_reason, choice.cause = finish_reason, cause
             self.mark(index, Step.ENDED, now, cause=cause, num_tokens=num_tokens)
 
 

@@ -63,7 +63,7 @@ def show(request: ExplainedRequest, console: Console) -> None:
 def _show_choice(choice: ExplainedChoice, console: Console, *, is_alone: bool) -> None:
     heading = [] if is_alone else [f"Choice {choice.index}"]
     standing = [] if choice.standing is None else [f"now: {choice.standing.text}"]
-    _print(console, "\n".join(["", *heading, _outcome(choice), *standing, *map(_objective, choice.objectives)]))
+    _print(console, "\n".join(["", *heading, _outcome(choice), *standing, *_objectives(choice)]))
     console.print(_phase_table(choice))
     console.print(_event_table(choice.events))
     if choice.events_left_out:
@@ -79,8 +79,14 @@ def _outcome(choice: ExplainedChoice) -> str:
     return f"{choice.output_tokens} tokens{predicted}, {reason}, after {_time(choice.duration_ms)}{cached}"
 
 
-def _objective(objective: ExplainedObjective) -> str:
-    verdict = {True: "held", False: "missed", None: "open"}[objective.held]
+def _objectives(choice: ExplainedChoice) -> list[str]:
+    """Return a line for each objective; of a request that has ended none is open any more."""
+    undecided = "open" if choice.output_tokens is None else "not known"
+    return [_objective(one, undecided) for one in choice.objectives]
+
+
+def _objective(objective: ExplainedObjective, undecided: str) -> str:
+    verdict = {True: "held", False: "missed", None: undecided}[objective.held]
     was = "" if objective.measured_ms is None else f" with {_time(objective.measured_ms)}"
     return f"objective {objective.name} {_time(objective.target_ms)}: {verdict}{was}"
 

@@ -19,9 +19,10 @@ from alignedserve.api.timelines.trace_context import trace_of
 from alignedserve.config.sections import ExplainConfig, TracingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
-from alignedserve.core.request import Request, SamplingParams
+from alignedserve.core.request import Request, SamplingParams, Slo
 from alignedserve.messages.request_notes import (
     AskStandings,
+    Cause,
     RequestNote,
     RequestsNoted,
     Standing,
@@ -93,6 +94,82 @@ def test_an_explanation_says_whether_steps_may_still_come() -> None:
     assert [one["complete"] for one in (just_ended, later)] == [False, True]
     assert "handed over" in [event["step"] for event in later["choices"][0]["events"]]
     assert explanation(running, "gateway-0", running.facts.received_s + 60.0)["complete"] is False
+
+
+def _course(*steps: tuple[float, str, Step]) -> Timeline:
+    """A call that was received at 0, with these steps: when, where and what."""
+    request = Request(RequestId("call-0"), (1, 2), SamplingParams(), "gateway-0", 0.0, slo=Slo(1.0, 0.1, 20.0))
+    timeline = Timeline(CallFacts("cmpl-call", "call", None, "us", "tiny", "default", 2, 0.0, 0.0), [request])
+    timeline.mark(0, Step.RECEIVED, 0.0)
+    for at_s, source, step in steps:
+        timeline.add(timeline.choices[0], source, RequestNote(RequestId("call-0"), step, at_s, peer="worker-1"))
+    return timeline
+
+
+def _phases(timeline: Timeline, now: float) -> list[tuple[str, str, float]]:
+    (choice,) = explanation(timeline, "gateway-0", now)["choices"]
+    return [(one["name"], one["where"], one["duration_ms"] / 1000) for one in choice["phases"]]
+
+
+DECODES = (1.0, "worker-0", Step.JOINED)
+ASKS = (2.0, "worker-0", Step.OFFERED)
+
+
+def test_a_request_that_is_to_move_and_stays_was_decoded_all_the_time() -> None:
+    told = ((2.1, "worker-0", Step.HANDOFF_REFUSED), (2.1, "router", Step.STAYED))
+    expected = [("tokenise", "gateway-0", 1.0), ("decode", "worker-0", 8.0), ("stream end", "gateway-0", 1.0)]
+    assert _phases(_course(DECODES, ASKS, *told, (9.0, "worker-0", Step.FINISHED)), 10.0) == expected
+    failed = (told[1], (9.0, "worker-0", Step.FINISHED))  # its receiver was lost, or its copy failed
+    assert _phases(_course(DECODES, ASKS, *failed), 10.0) == expected
+
+
+def test_one_that_moves_waits_from_when_its_cache_is_written() -> None:
+    written = (3.0, "worker-0", Step.HANDED_OVER)
+    moved = ((3.5, "worker-1", Step.ARRIVED), (4.0, "worker-1", Step.JOINED), (4.0, "worker-1", Step.MOVED))
+    before = [("tokenise", "gateway-0", 1.0), ("decode", "worker-0", 2.0)]
+    assert _phases(_course(DECODES, ASKS, written, *moved), 5.0) == [
+        *before, ("handoff", "worker-0", 0.5), ("prefetch", "worker-1", 0.5), ("decode", "worker-1", 1.0)
+    ]  # fmt: skip
+    stays = ((3.5, "worker-0", Step.HANDOFF_REFUSED), (3.6, "router", Step.STAYED))
+    assert _phases(_course(DECODES, ASKS, written, *stays), 5.0) == [
+        *before, ("handoff", "worker-0", 0.5), ("decode", "worker-0", 1.5)
+    ]  # fmt: skip
+
+
+def test_what_follows_the_last_step_that_was_kept_is_no_phase_of_that_step() -> None:
+    swaps = [(1.0 + n / 100, "worker-0", (Step.SWAPPED_OUT, Step.SWAPPED_IN)[n % 2]) for n in range(400)]
+    phases = _phases(_course(*swaps, (9.0, "worker-0", Step.FINISHED)), 10.0)
+    ((_, place, missing_s),) = (one for one in phases if one[0] == "not kept")
+    assert (place, missing_s) == ("worker-0", pytest.approx(9.0 - 1.0 - 256 / 100, abs=0.02))
+    assert sum(duration_s for _, _, duration_s in phases) == pytest.approx(10.0)
+
+
+def _held(timeline: Timeline, now: float) -> list[bool | None]:
+    (choice,) = explanation(timeline, "gateway-0", now)["choices"]
+    return [one["held"] for one in choice["objectives"]]
+
+
+def test_an_objective_whose_time_is_over_is_missed_before_the_end() -> None:
+    waiting = _course()
+    assert [_held(waiting, now) for now in (0.9, 1.1, 20.1)] == [
+        [None, None, None], [False, None, None], [False, None, False]
+    ]  # fmt: skip
+
+
+@each(
+    ("cause", "held"),
+    [
+        (Cause.FAILED, [False, False, False]),
+        (Cause.REJECTED, [False, False, False]),
+        (Cause.CLIENT_GONE, [None, None, None]),
+    ],
+)
+def test_what_failed_held_no_objective_and_of_a_client_that_left_none_is_known(
+    cause: Cause, held: list[bool | None]
+) -> None:
+    ended = _course()
+    ended.choice_ended(0, 0.5, num_tokens=0, cause=cause)
+    assert _held(ended, 60.0) == held
 
 
 async def test_asking_for_ten_thousand_unknown_ids_keeps_nothing() -> None:

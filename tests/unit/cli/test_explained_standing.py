@@ -4,7 +4,12 @@ import msgspec
 from rich.console import Console
 
 from alignedserve.cli.commands.explain import show
-from alignedserve.cli.commands.explained_request import ExplainedChoice, ExplainedRequest, ExplainedStanding
+from alignedserve.cli.commands.explained_request import (
+    ExplainedChoice,
+    ExplainedObjective,
+    ExplainedRequest,
+    ExplainedStanding,
+)
 
 TEXT = "number 223 in the queue, 12000 prompt tokens before it; it is expected to start in 24.0 s"
 WAITING = ExplainedChoice(0, None, None, 30.0, 0, None, [], [], [], 0, standing=ExplainedStanding(TEXT))
@@ -29,3 +34,10 @@ def test_one_that_has_ended_is_said_to_have() -> None:
     text = shown(msgspec.structs.replace(CALL, state="ended", choices=[ended]))
     assert "tiny  ended" in text
     assert "now:" not in text
+
+
+def test_an_objective_is_open_only_while_the_request_goes_on() -> None:
+    waiting = msgspec.structs.replace(WAITING, objectives=[ExplainedObjective("tpot", 100.0, None, None)])
+    ended = msgspec.structs.replace(waiting, output_tokens=0, duration_ms=80.0, standing=None)
+    assert "objective tpot 100.0 ms: open" in shown(msgspec.structs.replace(CALL, choices=[waiting]))
+    assert "objective tpot 100.0 ms: not known" in shown(msgspec.structs.replace(CALL, state="ended", choices=[ended]))
