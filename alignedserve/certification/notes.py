@@ -6,10 +6,20 @@ from alignedserve.certification.certificate import Certificate
 from alignedserve.certification.words import percent, seconds
 
 _FEW_CHATS = 200
+_MOSTLY_IN_TIME = 0.9  # of chats: fewer, and it says little that none is lost beside documents
 _MUCH_BESIDE = 0.9
 _LATE_OF_TTFT = 0.2  # of the median time to a first token
 _LATE_S = 0.02
 _MUCH_MORE = 1.15  # than is left over: the machine was not the same in both phases
+
+
+def held_words(certificate: Certificate) -> str:
+    """Return what a certificate whose bounds hold says of chat and of lines, by figures alone: bounds may be wide."""
+    figures = certificate.figures
+    alone, beside = (None if one is None else one.attainment for one in (figures.alone, figures.beside))
+    num_lost = sum(one.num_lost for one in figures.lines.values())
+    lines = "no line of a batch was" if not num_lost else f"{num_lost} lines of batches were"
+    return f"{percent(beside)} of chats were in time beside documents, {percent(alone)} alone, and {lines} lost"
 
 
 def own_notes(certificate: Certificate) -> Iterator[str]:
@@ -24,6 +34,12 @@ def own_notes(certificate: Certificate) -> Iterator[str]:
 
 def _of_chat(certificate: Certificate) -> Iterator[str]:
     share, beside = certificate.figures.share_of_chats_beside, certificate.figures.beside
+    alone = None if certificate.figures.alone is None else certificate.figures.alone.attainment
+    if alone is not None and alone < _MOSTLY_IN_TIME:
+        yield (
+            f"Alone, {percent(alone)} of chats were in time: the objectives are too tight for this server at this "
+            "rate, and what is lost beside documents says little. --min-attainment bounds the share itself."
+        )
     if share is not None and share < _MUCH_BESIDE:
         yield (
             "Documents were through before the last chats came: only those chats count as beside documents that were "

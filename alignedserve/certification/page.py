@@ -6,7 +6,7 @@ from html import escape
 from alignedserve.certification import plots
 from alignedserve.certification.certificate import Certificate
 from alignedserve.certification.definitions import protocol_section, reading_section
-from alignedserve.certification.notes import own_notes
+from alignedserve.certification.notes import held_words, own_notes
 from alignedserve.certification.protocol import Phase
 from alignedserve.certification.records import PhaseRecord
 from alignedserve.certification.statistics import Compared, LeftOver, StreamFigures
@@ -60,7 +60,7 @@ def _verdict(certificate: Certificate) -> str:
     missed = certificate.missed
     if not missed:
         words = f"Held: all {len(certificate.checks)} bounds"
-        more = "Chat kept its objectives beside documents, and no line of a batch was lost."
+        more = f"{held_words(certificate)}."
     else:
         words = f"Not held: {len(missed)} of {len(certificate.checks)} bounds"
         more = "; ".join(f"{check.name} {measured_of(check)} (bound {bound_of(check)})" for check in missed) + "."

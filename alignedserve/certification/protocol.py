@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo
 
 WINDOW_SHARES = (2.5, 10.0, 120.0)  # of the seconds of chat: 30 min, 2 h and 24 h of 12 min
@@ -260,12 +261,12 @@ class Fitting:
 
 
 def scaled(wanted: Wanted, speed: Speed) -> Protocol:
-    """Fit what nobody gave to the server."""
+    """Fit what nobody gave to the server. Raises ConfigError where no chat comes."""
     windows_s = wanted.windows_s or tuple(_window(share * wanted.chat_s) for share in WINDOW_SHARES)
     num_lines = wanted.num_lines
     if num_lines is None:
         num_lines = min(MAX_LINES, max(MIN_LINES, math.ceil(_num_fitting(wanted, speed) / len(windows_s))))
-    return Protocol(
+    protocol = Protocol(
         rate=_rate(wanted, speed),
         burst_s=wanted.burst_s,
         idle_s=wanted.idle_s,
@@ -277,6 +278,12 @@ def scaled(wanted: Wanted, speed: Speed) -> Protocol:
         slo=default_slo(wanted, speed),
         seed=wanted.seed,
     )
+    if not protocol.chats(Phase.CHAT_ALONE):
+        raise ConfigError(
+            f"no chat comes within {wanted.num_bursts} bursts of {wanted.burst_s:g} s at {protocol.rate:g} a second: "
+            "lengthen them with --burst, or raise --rate"
+        )
+    return protocol
 
 
 def default_slo(wanted: Wanted, speed: Speed) -> Slo:

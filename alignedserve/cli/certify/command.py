@@ -9,7 +9,7 @@ from importlib.metadata import version
 from rich.table import Table
 
 from alignedserve.certification.certificate import Certificate, certificate_of
-from alignedserve.certification.notes import own_notes
+from alignedserve.certification.notes import held_words, own_notes
 from alignedserve.certification.page import certificate_page
 from alignedserve.certification.protocol import Lengths, Wanted
 from alignedserve.certification.verdict import Bounds
@@ -206,7 +206,7 @@ def _print(certificate: Certificate) -> None:
     for note in (*certificate.evidence.notes, *own_notes(certificate)):
         console.print(f"- {printable(note)}", markup=False, soft_wrap=True)
     if certificate.holds:
-        console.print("held: chat keeps its objectives beside documents", style="bold green")
+        console.print(f"held: {held_words(certificate)}", style="bold green", highlight=False)
     else:
         console.print(f"NOT held: {len(certificate.missed)} of {len(certificate.checks)} bounds", style="bold red")
 

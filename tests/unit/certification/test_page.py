@@ -46,6 +46,14 @@ def test_a_page_names_what_does_not_hold() -> None:
     assert "1 x http 503" in page
 
 
+def test_a_page_whose_bounds_hold_claims_no_more_than_was_seen() -> None:
+    slow = (chat(tpot_s=0.5),) * 10  # late in both phases: nothing is lost beside documents
+    page = _page(evidence(alone=slow, beside=slow))
+    assert "Held: all 11 bounds" in page
+    assert "0.0% of chats were in time beside documents, 0.0% alone, and no line of a batch was lost." in page
+    assert "Alone, 0.0% of chats were in time: the objectives are too tight" in page
+
+
 def test_a_partial_run_has_a_page() -> None:
     seen = Evidence(
         (phase(Phase.CHAT_ALONE, (chat(),), failure="nothing answers at X any more"),), 5.0, ("no batches",)

@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
+import pytest
+
 from alignedserve.certification.protocol import Fitting, Lengths, Phase, Speed, Wanted, default_slo, lengthened, scaled
+from alignedserve.core.errors import ConfigError
 from tests.unit.certification.samples import PROTOCOL, SPEED
 
 _FULL = Wanted(burst_s=90.0, idle_s=90.0, num_bursts=4, chat=Lengths(64, 32), documents=Lengths(256, 128))
@@ -39,6 +42,12 @@ def test_a_server_that_does_a_thousand_lines_gets_the_original_protocol() -> Non
     assert protocol.windows_s == (1800.0, 7200.0, 86400.0)
     assert 900 < protocol.num_lines < 1100
     assert protocol.documents.output_len == 128
+
+
+def test_bursts_in_which_no_chat_comes_are_refused() -> None:
+    wanted = replace(_FULL, rate=0.001, burst_s=1.0, num_bursts=1)
+    with pytest.raises(ConfigError, match=r"no chat comes within 1 bursts of 1 s at 0\.001 a second"):
+        scaled(wanted, Speed(0.05, 0.01, chats_per_s=37.5, documents_per_s=4.0))
 
 
 def test_a_faster_server_gets_longer_documents_and_a_slower_one_fewer() -> None:
