@@ -12,6 +12,7 @@ from alignedserve.api.errors import (
     error_body,
     http_error_of,
 )
+from alignedserve.api.models.usable_models import is_usable
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.response_format import collect_body
 from alignedserve.api.responses.background_events import generate_body
@@ -25,6 +26,7 @@ from alignedserve.batches.interfaces import (
     LineResponse,
     ModelState,
 )
+from alignedserve.batches.owners import client_of
 from alignedserve.batches.records import Endpoint
 from alignedserve.batches.responses.event_log import EventLimits, EventLog
 from alignedserve.core.errors import AlignedServeError, InvalidRequest
@@ -80,6 +82,10 @@ class ClusterLineRunner:
                 totals = ClusterTotals(log.num_requests, log.wall_s, log.nothing_to_do_s)
                 states[model.card.name] = ModelState(status.num_places, totals)
         return states
+
+    def may_use(self, owner: str, name: str) -> bool:
+        """Return whether lines of this owner may name this model."""
+        return is_usable(self._services.models, name, self._services.keys.ring.owned_by(client_of(owner)))
 
     def model_of(self, name: str) -> str:
         """Return the model that serves this name; one that is unknown by now stands for itself."""

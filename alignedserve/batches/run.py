@@ -48,6 +48,17 @@ _ENDING = frozenset({BatchStatus.CANCELLING, BatchStatus.FINALIZING})
 T = TypeVar("T")
 
 
+class _UsableModels:
+    """The models that are served here and that an owner's lines may name."""
+
+    def __init__(self, context: RunContext, owner: str) -> None:
+        self._context = context
+        self._owner = owner
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._context.models and self._context.may_use(self._owner, str(name))
+
+
 class BatchRun:
     """Await `run` once. Meanwhile the driver starts lines, writes results and saves progress."""
 
@@ -55,7 +66,8 @@ class BatchRun:
         self.record = snapshot.record
         self.progress = snapshot.progress
         self._context = context
-        self._input_file = InputFile(snapshot.record, context.stores.blobs, context.config, context.models)
+        models = _UsableModels(context, snapshot.record.owner)
+        self._input_file = InputFile(snapshot.record, context.stores.blobs, context.config, models)
         self._lines: LineExecutor | None = None  # from the opening of the log on
         self._changed = asyncio.Event()
         self._is_dirty = False

@@ -1,6 +1,6 @@
 """The models that a key may use; others look to its client as if they were not there."""
 
-from alignedserve.api.errors import UnknownModel
+from alignedserve.api.errors import Unavailable, UnknownModel
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_registry import ModelRegistry, unknown_model
 from alignedserve.api.models.model_services import ModelServices
@@ -31,7 +31,7 @@ def usable_cards(models: ModelRegistry, key: KeyEntry) -> tuple[ModelCard, ...]:
 
 
 def check_usable(models: ModelRegistry, name: str, key: KeyEntry) -> None:
-    """Raise UnknownModel for a model that the key may not use; an alias is as good as the name it stands for."""
+    """Raise UnknownModel for a model that the key may not use."""
     if key.may_use(name):
         return
     try:
@@ -40,3 +40,12 @@ def check_usable(models: ModelRegistry, name: str, key: KeyEntry) -> None:
         is_usable = False
     if not is_usable:
         raise unknown_model()
+
+
+def is_usable(models: ModelRegistry, name: str, key: KeyEntry) -> bool:
+    """Return whether the key may use the model of this name, as far as is known now."""
+    try:
+        check_usable(models, name, key)
+    except (UnknownModel, Unavailable):
+        return False
+    return True

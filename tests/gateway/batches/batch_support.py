@@ -15,6 +15,7 @@ from alignedserve.api.models.model_card import ModelCard
 from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import DriverStores, stores_in
+from alignedserve.batches.owners import client_of
 from alignedserve.config.sections import BatchesConfig, GatewayConfig
 from alignedserve.core.request import Request
 from alignedserve.gateway.app import build_app
@@ -61,6 +62,8 @@ class BatchGateway:
             config=self.config,
             models=self.services.models,
             max_in_flight=self.max_in_flight,
+            weight_of=lambda owner: self.services.keys.ring.owned_by(client_of(owner)).weight,
+            may_use=self.runner.may_use,
         )
         self.driving = asyncio.create_task(driver.run())
 

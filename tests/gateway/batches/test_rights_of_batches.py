@@ -56,6 +56,17 @@ async def test_a_key_without_flex_has_no_batches(tmp_path: Path) -> None:
         assert error_of(await create(served), 403)["code"] == "service_tier_not_allowed"
 
 
+async def test_a_model_of_others_is_as_absent_in_a_batch_as_one_that_is_not_there(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path) as served:
+        with_key(served, models=("other",))
+        forbidden = await served.wait_for((await served.submit(chat_lines(3)))["id"])
+        absent = await served.wait_for((await served.submit(chat_lines(3).replace(b'"tiny"', b'"nothing"')))["id"])
+        assert forbidden["errors"] == absent["errors"]
+        assert (forbidden["status"], served.backend.submitted) == ("failed", [])
+        with_key(served, models=("ti*",))
+        assert (await served.wait_for((await served.submit(chat_lines(3)))["id"]))["status"] == "completed"
+
+
 async def test_the_command_says_what_its_key_may_not(tmp_path: Path) -> None:
     async with batch_gateway(tmp_path, is_driven=False) as served, listening(served.app) as url:
         with_key(served, tiers=("default",))
