@@ -14,13 +14,13 @@ import contextlib
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Container
 
 from alignedserve.batches.garbage_collection import collect_garbage, forget_input
 from alignedserve.batches.interfaces import LineRunner
 from alignedserve.batches.line_executor import RunContext
-from alignedserve.batches.line_scheduling import LineDurations, by_slack, owner_turns
+from alignedserve.batches.line_scheduling import LineDurations, by_slack, client_turns
 from alignedserve.batches.line_slots import LineSlots, ModelShares
 from alignedserve.batches.location import DriverStores
 from alignedserve.batches.records import BatchKey
@@ -210,6 +210,9 @@ class BatchDriver:
                 continue
             if not shares.keys() <= self._paused_until_s.keys():
                 by_owner.setdefault(run.record.owner, deque()).append((run, shares))
+        num_in_flight = Counter[str]()
+        for run in self._runs.values():
+            num_in_flight[run.record.owner] += run.num_in_flight
 
         def start(owner: str) -> bool:
             runs = by_owner[owner]
@@ -221,11 +224,7 @@ class BatchDriver:
                 runs.popleft()
             return False
 
-        in_flight = dict.fromkeys(by_owner, 0)
-        for run in self._runs.values():
-            if run.record.owner in in_flight:
-                in_flight[run.record.owner] += run.num_in_flight
-        for _ in owner_turns(in_flight, self._weight_of, start):
+        for _ in client_turns(tuple(by_owner), num_in_flight, self._weight_of, start):
             pass
 
     def _slots(self) -> LineSlots:

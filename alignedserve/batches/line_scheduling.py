@@ -6,7 +6,8 @@ slack is 1 600 s and B's 500 s, so B goes first. A waits and loses nothing, as s
 
 Where batches of several owners have lines to run, the owner with the fewest lines in the cluster by its weight goes
 first, and of its batches the one with the least slack. So each owner has lines waiting at the router, which shares
-tokens out (core/fair_shares.py). Example: 12 places, owners of weights 2 and 1: 8 lines and 4.
+tokens out (core/fair_shares.py). Example: 12 places, owners of weights 2 and 1: 8 lines and 4. A client whose batches
+come by several APIs is one of them.
 
 Line deadlines spread the remaining lines over the window, so that a batch asks for a steady share of the cluster
 instead of nothing at first and everything at the end: the k-th of n lines in flight gets `k / n_left` of the time left,
@@ -15,8 +16,11 @@ but at least four times the mean duration of its model's lines. Example: 24 h le
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+from alignedserve.batches.owners import client_of
 
 _WINDOW = 64.0  # observations that weigh in a running mean
 _FIRST_LINE_S = 10.0  # assumed duration before a line has ended
@@ -91,6 +95,38 @@ def owner_turns(
         if start(owner):
             yield owner
             heapq.heappush(turns, ((count + 1) / weight_of(owner), place, count + 1, owner))
+
+
+def client_turns(
+    owners: Sequence[str],
+    num_in_flight: Mapping[str, int],
+    weight_of: Callable[[str], float],
+    start: Callable[[str], bool],
+) -> Iterator[str]:
+    """Start lines one by one as `owner_turns` does, where one client may be several owners (owners.py): they share the
+    turns of one, each with as many lines as the others.
+
+    `owners`: that may have lines to start. `num_in_flight`: of all owners.
+    """
+    of_client: dict[str, list[str]] = {}
+    for owner in owners:
+        of_client.setdefault(client_of(owner), []).append(owner)
+    of_owner, of_clients = Counter(num_in_flight), dict.fromkeys(of_client, 0)
+    for owner, count in num_in_flight.items():
+        if client_of(owner) in of_clients:
+            of_clients[client_of(owner)] += count
+
+    def start_one(client: str) -> bool:
+        able = of_client[client]
+        while able:
+            owner = min(able, key=of_owner.__getitem__)
+            if start(owner):
+                of_owner[owner] += 1
+                return True
+            able.remove(owner)
+        return False
+
+    return owner_turns(of_clients, weight_of, start_one)
 
 
 def line_deadline_s(time_left_s: float, place: int, num_left: int, line_s: float) -> float:

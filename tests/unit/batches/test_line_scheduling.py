@@ -1,5 +1,7 @@
 """Order of batches, deadlines of lines, expected ends of batches."""
 
+from collections import Counter
+
 import pytest
 
 from alignedserve.batches.eta import (
@@ -11,7 +13,14 @@ from alignedserve.batches.eta import (
     remaining_work,
 )
 from alignedserve.batches.interfaces import ClusterTotals, ModelState
-from alignedserve.batches.line_scheduling import LineDurations, ReadyBatch, by_slack, line_deadline_s, owner_turns
+from alignedserve.batches.line_scheduling import (
+    LineDurations,
+    ReadyBatch,
+    by_slack,
+    client_turns,
+    line_deadline_s,
+    owner_turns,
+)
 from alignedserve.batches.line_slots import LineSlots
 from alignedserve.batches.records import BatchTotals, Counts, Progress, Risk, Usage
 from alignedserve.batches.repository import BatchRepository
@@ -202,6 +211,26 @@ def test_owners_get_places_by_their_weights() -> None:
         owner_turns({"b": 0, "a": 0}, {"a": 2.0, "b": 1.0}.__getitem__, lambda _: next(free, None) is not None)
     )
     assert (started.count("a"), started.count("b")) == (8, 4)
+
+
+def test_a_client_of_several_apis_has_the_places_of_one() -> None:
+    started = Counter[str]()
+
+    def start(owner: str) -> bool:
+        if started.total() == 12 or started[owner] == {"a/messages": 1}.get(owner):  # which has no more lines
+            return False
+        started[owner] += 1
+        return True
+
+    list(client_turns(("a", "a/background", "b", "a/messages"), {}, lambda _: 1.0, start))
+    assert started == {"b": 6, "a": 3, "a/background": 2, "a/messages": 1}
+
+
+def test_lines_that_a_client_has_in_flight_count_whichever_api_made_them() -> None:
+    free = iter(range(4))
+    in_flight = {"a": 0, "a/background": 4, "b": 0}
+    started = list(client_turns(("a", "b"), in_flight, lambda _: 1.0, lambda _: next(free, None) is not None))
+    assert started == ["b"] * 4
 
 
 def test_an_owner_without_lines_leaves_its_places_to_others() -> None:
