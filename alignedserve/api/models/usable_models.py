@@ -27,19 +27,23 @@ def usable_name(models: ModelRegistry, name: str | None, key: KeyEntry) -> str |
 
 def usable_cards(models: ModelRegistry, key: KeyEntry) -> tuple[ModelCard, ...]:
     """Return the models and adapters that the key may use, in the order in which clients see them."""
-    return tuple(card for card in models.cards if key.may_use(card.name))
+    return tuple(card for card in models.cards if _may_use(key, card))
 
 
 def check_usable(models: ModelRegistry, name: str, key: KeyEntry) -> None:
-    """Raise UnknownModel for a model that the key may not use."""
+    """Raise UnknownModel for a model that the key may not use; an alias is as good as the name it stands for."""
     if key.may_use(name):
         return
     try:
-        is_usable = key.may_use(models.card(name).name)
+        is_usable = _may_use(key, models.card(name))
     except UnknownModel:
         is_usable = False
     if not is_usable:
         raise unknown_model()
+
+
+def _may_use(key: KeyEntry, card: ModelCard) -> bool:
+    return key.may_use(card.name) or (card.alias_of is not None and key.may_use(card.alias_of))
 
 
 def is_usable(models: ModelRegistry, name: str, key: KeyEntry) -> bool:

@@ -100,9 +100,10 @@ async def read_if_long(
 def _order(path: str, services: Services, key: KeyEntry) -> Order:
     """Describe the task; models that the key may not use are unknown there."""
     models = services.models
-    loaded = tuple(model.card for model in models.all if model.services is not None and key.may_use(model.card.name))
-    places = {card.name: place for place, card in enumerate(loaded)}
     bases = {card.name: models.base_of(card.name) for card in usable_cards(models, key)}
+    known = set(bases.values())  # also of adapters and aliases alone
+    loaded = tuple(model.card for model in models.all if model.services is not None and model.card.name in known)
+    places = {card.name: place for place, card in enumerate(loaded)}
     return Order(path, services.config, loaded, {name: places[base] for name, base in bases.items() if base in places})
 
 

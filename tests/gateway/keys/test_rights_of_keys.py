@@ -6,10 +6,13 @@ from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
+import orjson
 import pytest
 
 from alignedserve.api.models.model_registry import RegisteredModel
 from alignedserve.core.request import RequestClass
+from alignedserve.gateway.long_bodies.messages import Answer
+from alignedserve.gateway.routes.request_bodies import read_if_long
 from alignedserve.keys.file import KeyRow, ring_of
 from alignedserve.keys.ring import digest_of
 from tests.gateway.support import Gateway, error_of, gateway
@@ -21,6 +24,8 @@ ROWS: list[dict[str, Any]] = [
     {"name": "urgent", "tiers": ["priority", "flex"], "default_tier": "flex", "priorities": [-5, 5]},
     {"name": "elsewhere", "models": ["other", "fine-*"]},
     {"name": "operator", "may_see_usage": True},
+    {"name": "tiny", "models": ["tiny"]},
+    {"name": "alias", "models": ["small"]},
 ]
 
 
@@ -103,6 +108,32 @@ async def test_models_of_others_are_not_there() -> None:
         long = CHAT | {"messages": [{"role": "user", "content": "hi " * 200_000}]}
         response = await running.client.post("/v1/chat/completions", json=long, headers=headers)
         assert error_of(response, 404) == absent
+
+
+def with_alias(running: Gateway) -> None:
+    """Let clients call the model `small` as well."""
+    models = running.services.models
+    models.replace_all([replace(one, card=replace(one.card, aliases=("small",))) for one in models.all])
+
+
+@pytest.mark.parametrize(("key", "names"), [("tiny", {"tiny", "small"}), ("alias", {"small"})])
+async def test_a_key_may_use_a_model_by_each_of_its_names(key: str, names: set[str]) -> None:
+    async with served() as running:
+        with_alias(running)
+        headers = {"authorization": f"Bearer {key}"}
+        listed = (await running.client.get("/v1/models", headers=headers)).json()["data"]
+        assert {one["id"] for one in listed} == names
+        asked = {name: (await ask(running, key, model=name)).status_code for name in ("tiny", "small")}
+        assert {name for name, status in asked.items() if status == 200} == names
+
+
+async def test_long_bodies_of_a_key_with_an_alias_alone_are_read_by_another_process() -> None:
+    async with served() as running:
+        with_alias(running)
+        entry = running.services.keys.ring.find("alias", 0.0)
+        assert entry is not None
+        raw = orjson.dumps({"model": "small", "prompt": "hi " * 100_000})
+        assert isinstance(await read_if_long(raw, "/tokenize", running.services, None, entry), Answer)
 
 
 async def test_keys_are_others_from_one_request_to_the_next() -> None:
