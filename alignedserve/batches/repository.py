@@ -109,6 +109,10 @@ class BatchRepository:
                 return True
         raise StoreUnavailable("Too many files are being added at once.")
 
+    async def stored_by(self, owner: str) -> StorageUsage:
+        """Return what the files of an owner take."""
+        return _decode_usage((await self._store.read([_usage_key(owner)]))[0])
+
     async def remove_file(self, record: FileRecord) -> bool:
         """Delete a file record; False: it has changed since it was read (a batch was made from it)."""
         key = _usage_key(record.owner)

@@ -40,6 +40,7 @@ from alignedserve.batches.schedule import check_window
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest, StorageError
 from alignedserve.core.hours import Schedule
+from alignedserve.gateway.files.arriving_uploads import ArrivingUploads, too_many_files
 from alignedserve.gateway.files.batch_totals import BatchTotalsReader
 from alignedserve.gateway.files.schemas import (
     CreateBatchRequest,
@@ -82,6 +83,7 @@ class FilesApi:
     _creating: Turns = field(default_factory=Turns)
     # Of owners whose files are added or deleted: one change at a time here, as each changes the sum of what they store.
     _changing: Turns = field(default_factory=Turns)
+    _arriving: ArrivingUploads = field(default_factory=ArrivingUploads)
 
     @property
     def repository(self) -> BatchRepository:
@@ -89,6 +91,15 @@ class FilesApi:
         return self.stores.repository
 
     # --- files
+
+    @contextlib.asynccontextmanager
+    async def arriving(self, owner: str) -> AsyncIterator[Callable[[int], None]]:
+        """Yield what counts the bytes of an upload before they are written; it raises QuotaExceeded, as this does."""
+        stored = await self.repository.stored_by(owner)
+        if stored.num_files >= self.config.max_files:
+            raise too_many_files()
+        with self._arriving.counted(owner, self.config.max_files_bytes - stored.num_bytes) as take:
+            yield take
 
     async def add_file(self, owner: str, file_id: FileId, upload: Upload) -> FileRecord:
         """Commit a received upload as a file. Raises InvalidRequest, QuotaExceeded, StorageFull."""
@@ -115,7 +126,7 @@ class FilesApi:
             is_added = await self.repository.add_file(record, fits=self._fits)
         if not is_added:
             await self.stores.blobs.remove(file_id)
-            raise QuotaExceeded("This key has too many files; delete some.", retry_after_s=None)
+            raise too_many_files()
         return record
 
     def _fits(self, usage: StorageUsage) -> bool:
@@ -357,11 +368,13 @@ async def submit_lines(
     blob = await files_api.stores.blobs.begin(file_id)
     upload = Upload(blob, name, fields={"purpose": INPUT_PURPOSE})
     try:
-        async for piece in pieces:
-            digest.update(piece)
-            upload.num_bytes += len(piece)
-            upload.num_lines += piece.count(b"\n")
-            await blob.write(piece)
+        async with files_api.arriving(owner) as take:
+            async for piece in pieces:
+                take(len(piece))
+                digest.update(piece)
+                upload.num_bytes += len(piece)
+                upload.num_lines += piece.count(b"\n")
+                await blob.write(piece)
         upload.digest = digest.hexdigest()
         record = await files_api.add_file(owner, file_id, upload)
     finally:

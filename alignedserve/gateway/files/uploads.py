@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from python_multipart.exceptions import FormParserError
@@ -35,8 +35,13 @@ class Upload:
     fields: dict[str, str] = field(default_factory=dict)
 
 
-async def receive_upload(http: Request, blobs: ContentStore, file_id: FileId, max_file_bytes: int) -> Upload:
-    """Read the whole body. Raises InvalidRequest, StorageFull; the blob is discarded then."""
+async def receive_upload(
+    http: Request, blobs: ContentStore, file_id: FileId, max_file_bytes: int, take: Callable[[int], None]
+) -> Upload:
+    """Read the whole body. `take`: is told of bytes before they are written, and may raise.
+
+    Raises InvalidRequest, StorageFull; the blob is discarded then.
+    """
     media_type, options = parse_options_header(http.headers.get("content-type", ""))
     boundary = options.get(b"boundary", b"")
     if media_type != b"multipart/form-data" or not 0 < len(boundary) <= 256:
@@ -46,7 +51,7 @@ async def receive_upload(http: Request, blobs: ContentStore, file_id: FileId, ma
     length = http.headers.get("content-length", "")
     if length.isdigit() and int(length) > max_file_bytes + _ENVELOPE_BYTES:
         raise BodyTooLarge(f"The file is larger than {max_file_bytes} bytes.")
-    form = _Form(boundary, Upload(await blobs.begin(file_id)), max_file_bytes)
+    form = _Form(boundary, Upload(await blobs.begin(file_id)), max_file_bytes, take)
     try:
         await _read(http, form)
         return form.finish()
@@ -82,8 +87,9 @@ async def _read(http: Request, form: "_Form") -> None:
 class _Form:
     """State of one form. The parser calls back for each piece of a part; file bytes are written once per chunk."""
 
-    def __init__(self, boundary: bytes, upload: Upload, max_file_bytes: int) -> None:
+    def __init__(self, boundary: bytes, upload: Upload, max_file_bytes: int, take: Callable[[int], None]) -> None:
         self.upload = upload
+        self._take = take
         self._max_file_bytes = max_file_bytes
         self._parser = MultipartParser(
             boundary,
@@ -123,6 +129,7 @@ class _Form:
         self.upload.num_bytes += len(content)
         if self.upload.num_bytes > self._max_file_bytes:
             raise BodyTooLarge(f"The file is larger than {self._max_file_bytes} bytes.")
+        self._take(len(content))
         self.upload.num_lines += content.count(b"\n")
         self._last_byte = content[-1:]
         self._digest.update(content)

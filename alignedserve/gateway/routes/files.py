@@ -25,8 +25,9 @@ _MAX_LIMIT = 10_000
 async def create_file(http: Request) -> Response:
     """Upload a file."""
     files_api, owner = await files_api_of(http)
-    file_id = new_file_id()
-    upload = await receive_upload(http, files_api.stores.blobs, file_id, files_api.config.max_file_bytes)
+    file_id, most = new_file_id(), files_api.config.max_file_bytes
+    async with files_api.arriving(owner) as take:
+        upload = await receive_upload(http, files_api.stores.blobs, file_id, most, take)
     try:
         record = await files_api.add_file(owner, file_id, upload)
     finally:

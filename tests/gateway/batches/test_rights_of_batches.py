@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,24 @@ async def test_a_key_may_have_so_many_batches(tmp_path: Path) -> None:
             assert (await served.create(file_id)).status_code == 200
         refused = await served.create(file_id)
     assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
+
+
+async def test_uploads_that_still_arrive_have_no_more_room_than_files(tmp_path: Path) -> None:
+    may_end = asyncio.Event()
+
+    async def form() -> AsyncIterator[bytes]:
+        yield b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + b"x" * 400
+        await may_end.wait()
+        yield b"\r\n--b--\r\n"
+
+    async with batch_gateway(tmp_path, is_driven=False, max_files_bytes=1000) as served:
+        headers = {"content-type": "multipart/form-data; boundary=b"}
+        uploads = [
+            asyncio.create_task(served.client.post("/v1/files", content=form(), headers=headers)) for _ in range(3)
+        ]
+        (refused,), _ = await asyncio.wait(uploads, timeout=20.0, return_when=asyncio.FIRST_COMPLETED)
+        may_end.set()
+        answers = await asyncio.gather(*uploads)
+    assert error_of(refused.result(), 429)["message"] == "This key has too many files; delete some."
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 429]
