@@ -59,13 +59,15 @@ class BatchRecord:
 
 @dataclass(frozen=True, slots=True)
 class PhaseRecord:
-    """One phase. `gaps_s`: between tokens of chat, all of them or an even sample."""
+    """One phase.
+
+    `gaps_s`: between tokens of chat, all or an even sample; live, of chats beside documents only.
+    """
 
     phase: Phase
     duration_s: float
     chats: tuple[StreamRecord, ...] = ()
     gaps_s: tuple[float, ...] = ()
-    longest_gap_s: float | None = None  # of all
     batches: tuple[BatchRecord, ...] = ()
     documents: tuple[StreamRecord, ...] = ()  # where they were streams
     document_gaps_s: tuple[float, ...] = ()

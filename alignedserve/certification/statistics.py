@@ -137,7 +137,8 @@ def figures_of(evidence: Evidence, slo: Slo) -> Figures:
 
 def _chat_of(phase: PhaseRecord, slo: Slo) -> StreamFigures:
     chats = phase.chats_beside
-    figures = _streams(chats, phase.gaps_s, phase.longest_gap_s, slo)
+    longest_gap_s = max((gap_s for chat in chats if (gap_s := chat.longest_gap_s) is not None), default=None)
+    figures = _streams(chats, phase.gaps_s, longest_gap_s, slo)
     return replace(figures, latest_of_objective=_latest(chats, slo))
 
 

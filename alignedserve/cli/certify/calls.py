@@ -68,7 +68,7 @@ def record_of(outcome: CompletionOutcome, began_s: float, *, has_picture: bool =
     )
 
 
-def gaps_of(outcomes: Iterable[CompletionOutcome]) -> tuple[tuple[float, ...], float | None]:
-    """Return an even sample of all gaps between tokens, and the longest of all."""
+def gaps_of(outcomes: Iterable[CompletionOutcome]) -> tuple[float, ...]:
+    """Return an even sample of all gaps between tokens."""
     gaps_s = [gap for outcome in outcomes for gap in metrics.tbt_s(outcome.token_times_s)]
-    return tuple(gaps_s[:: len(gaps_s) // _MAX_GAPS + 1]), max(gaps_s, default=None)
+    return tuple(gaps_s[:: len(gaps_s) // _MAX_GAPS + 1])

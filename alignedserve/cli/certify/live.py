@@ -1,6 +1,7 @@
 """The protocol against a running server: measures it, runs the three phases, keeps what was seen when one fails."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -194,7 +195,7 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 def _record_of(phase: Phase, chat: ChatLoad, log: DocumentsLog, began_s: float, failure: str | None) -> PhaseRecord:
     zero_s = chat.began_s or log.began_s or began_s
-    gaps_s, longest_gap_s = gaps_of(chat.outcomes)
+    until_s = log.ended_s if phase.has_documents and log.ended_s is not None else math.inf
     return PhaseRecord(
         phase=phase,
         duration_s=time.monotonic() - began_s,
@@ -202,11 +203,10 @@ def _record_of(phase: Phase, chat: ChatLoad, log: DocumentsLog, began_s: float, 
             record_of(outcome, zero_s, has_picture=is_pictured)
             for outcome, is_pictured in zip(chat.outcomes, chat.pictured, strict=True)
         ),
-        gaps_s=gaps_s,
-        longest_gap_s=longest_gap_s,
+        gaps_s=gaps_of(outcome for outcome in chat.outcomes if outcome.sent_s < until_s),
         batches=tuple(_since(batch, zero_s) for batch in log.batches),
         documents=tuple(record_of(outcome, zero_s) for outcome in log.streams),
-        document_gaps_s=gaps_of(log.streams)[0],
+        document_gaps_s=gaps_of(log.streams),
         documents_began_s=log.began_s - zero_s if phase.has_documents else 0.0,
         documents_ended_s=None if log.ended_s is None else log.ended_s - zero_s,
         client_late_s=None if (late := metrics.describe(chat.late_s)) is None else late.p99,

@@ -211,7 +211,6 @@ def _phase_record(
         duration_s=max(record.ended_s for record in records) - zero_s,
         chats=tuple(_stream(record, zero_s) for record in chats),
         gaps_s=() if gaps is None else tuple(gaps.values()),
-        longest_gap_s=None if gaps is None or not gaps.count else gaps.max_s,
         batches=tuple(_batch(batch, documents, batch_of, zero_s) for batch in batches),
         documents=tuple(_stream(record, zero_s) for record in documents),
         document_gaps_s=() if of_documents is None else tuple(of_documents.values()),

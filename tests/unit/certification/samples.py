@@ -45,7 +45,6 @@ def phase(
         duration_s=20.0,
         chats=chats,
         gaps_s=(0.02, 0.03, 0.05) if chats else (),
-        longest_gap_s=0.05 if chats else None,
         batches=batches,
         documents_ended_s=ended_s if batches else None,
         progress=((0.0, 0), (10.0, 15), (20.0, 40)) if batches else (),

@@ -1,6 +1,7 @@
 """Figures of a certificate, and the bounds on them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -46,6 +47,14 @@ def test_what_chat_leaves_over() -> None:
 
 def test_slow_documents_miss_their_bound() -> None:
     assert _missed(evidence(beside_ended_s=30.0)) == ["documents, of what chat leaves over"]
+
+
+def test_the_longest_gap_is_of_chats_with_documents_beside_them() -> None:
+    stalled = replace(chat(sent_s=30.0), longest_gap_s=9.0)  # after the documents were through
+    figures = figures_of(evidence(beside=(*(chat(),) * 9, stalled)), SLO)
+    assert figures.beside is not None
+    assert figures.beside.gap_s is not None
+    assert figures.beside.gap_s.max == 0.05
 
 
 def test_only_chats_with_documents_beside_them_count() -> None:
