@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.promise, pytest.mark.timeout(400)
 
 PROMPTS = token_prompts(8)
 MAX_TOKENS = 200
+_TRIES = 3
 SEPARATE_KINDS = ("DecodeWorker", "PrefillWorker", "KvPool", "Router")
 WRITTEN_S = 2.5  # a gateway writes usage every second
 STOPPED_S = 8.0  # longer than links.peer_timeout_s: all peers have given it up when it wakes
@@ -45,16 +46,22 @@ def reference(cluster: Serving) -> list[str]:
 
 
 async def stream_through(cluster: Serving, hurt: Callable[[], object], *, is_router_hurt: bool) -> list[Stream]:
-    """Stream everything; once the first answers flow, for a router all of them, do what hurts."""
-    streams = [Stream() for _ in PROMPTS]
+    """Stream everything; once the first answers flow, for a router all of them, do what hurts.
+
+    Where this process was held up meanwhile, so that an answer has ended, all begin again.
+    """
     async with make_client(cluster.url) as client:
-        pairs = zip(PROMPTS, streams, strict=True)
-        tasks = [asyncio.create_task(stream_one(client, prompt, MAX_TOKENS, stream)) for prompt, stream in pairs]
-        await asyncio.gather(*(stream.started.wait() for stream in (streams if is_router_hurt else streams[:3])))
-        assert not any(stream.is_done for stream in streams), "too late to hurt"
-        await asyncio.to_thread(hurt)
-        await asyncio.gather(*tasks)
-    return streams
+        for _ in range(_TRIES):
+            streams = [Stream() for _ in PROMPTS]
+            pairs = zip(PROMPTS, streams, strict=True)
+            tasks = [asyncio.create_task(stream_one(client, prompt, MAX_TOKENS, stream)) for prompt, stream in pairs]
+            await asyncio.gather(*(stream.started.wait() for stream in (streams if is_router_hurt else streams[:3])))
+            if not any(stream.is_done for stream in streams):
+                await asyncio.to_thread(hurt)
+                await asyncio.gather(*tasks)
+                return streams
+            await asyncio.gather(*tasks)
+    raise AssertionError("too late to hurt")
 
 
 def stop_and_continue(process: psutil.Process) -> None:
