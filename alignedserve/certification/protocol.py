@@ -261,7 +261,7 @@ class Fitting:
 
 
 def scaled(wanted: Wanted, speed: Speed) -> Protocol:
-    """Fit what nobody gave to the server. Raises ConfigError where no chat comes."""
+    """Return the protocol; what was not asked for is fitted to the server. Raises ConfigError where no chat comes."""
     windows_s = wanted.windows_s or tuple(_window(share * wanted.chat_s) for share in WINDOW_SHARES)
     num_lines = wanted.num_lines
     if num_lines is None:

@@ -1,4 +1,4 @@
-"""Say what is wrong with a configuration: the field's name, what it must be, and what may have been meant."""
+"""Says what is wrong with a configuration: the field's name, what it must be, and what may have been meant."""
 
 import re
 from collections.abc import Mapping

@@ -87,7 +87,7 @@ class ChoiceTimeline:
 
     @property
     def missing_since_s(self) -> float | None:
-        """The time from which on its steps are not known, but for those of its end; None: all are."""
+        """Return the time from which on its steps are not known, but for those of its end; None: all are."""
         if self.left_out_s is None:
             return None
         kept = (one.note.at_s for one in self.notes if one.note.step not in _LAST_STEPS)
@@ -106,7 +106,7 @@ class ChoiceTimeline:
 
     @property
     def _has_failed(self) -> bool:
-        """Whether it ended without an answer, and not because its client left."""
+        """Return whether it ended without an answer, and not because its client left."""
         return self.ended_s is not None and not self.finish_reason and self.cause is not Cause.CLIENT_GONE
 
     def _waited_s(self, now: float) -> float:

@@ -1,4 +1,4 @@
-"""Bytes of uploads that still arrive: they are on the disk too, before they are files."""
+"""Counts the bytes of uploads that still arrive: they are on the disk before they are files."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ def too_many_files() -> QuotaExceeded:
 
 
 class ArrivingUploads:
-    """Counts them for each owner."""
+    """Counts the bytes of arriving uploads for each owner."""
 
     def __init__(self) -> None:
         self._num_bytes = Counter[str]()

@@ -46,7 +46,7 @@ class ModelOnDemand(NamedTuple):
 
 
 class _Left(NamedTuple):
-    """What a model leaves as it falls asleep: its deployment, and the adapters that were loaded into it."""
+    """Keeps what a model leaves as it falls asleep: its deployment, and the adapters that were loaded into it."""
 
     deployment_id: str
     adapters: tuple[LoraAdapter, ...]  # beside those of the configuration

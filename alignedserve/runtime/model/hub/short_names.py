@@ -34,7 +34,7 @@ def full_name(name: str) -> str:
 
 
 def near_names(name: str) -> tuple[str, ...]:
-    """Return the names that what is no folder and no name of a model may have meant: like it, else all of them."""
+    """Return the short names that an unknown name may have meant: those like it, else all."""
     known = (POCKET, *SHORT_NAMES)
     near = get_close_matches(name, known, n=2)
     return tuple(near or known)

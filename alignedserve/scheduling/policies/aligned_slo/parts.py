@@ -1,4 +1,4 @@
-"""How long a prompt takes in parts: each costs an iteration with all decodes, and reads the keys of those before it."""
+"""Predicts how long a prompt takes in parts: each costs an iteration with all decodes, and reads the keys of those before it."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a prompt takes in parts, against each part predicted by itself."""
+"""Tests that what a prompt takes in parts is the sum of its parts, each predicted by itself."""
 
 import math
 
