@@ -35,10 +35,10 @@ def check_usable(models: ModelRegistry, name: str, key: KeyEntry) -> None:
     if key.may_use(name):
         return
     try:
-        is_usable = _may_use(key, models.card(name))
+        may_use = _may_use(key, models.card(name))
     except UnknownModel:
-        is_usable = False
-    if not is_usable:
+        may_use = False
+    if not may_use:
         raise unknown_model()
 
 

@@ -1,4 +1,4 @@
-"""Predicts how long a prompt takes in parts: each costs an iteration with all decodes, and reads the keys of those before it."""
+"""Predicts what a prompt takes in parts: each costs an iteration with all decodes, and reads keys of earlier ones."""
 
 import math
 
