@@ -101,15 +101,13 @@ class BatchService:
             deployments.serve_until_told(self._first_deployments)
         else:
             await deployments.load(self._first_deployments)
-        runner = ClusterLineRunner(services, self._stores.responses.events)
         driver = self._driver = BatchDriver(
             stores=self._stores,
-            runner=runner,
+            runner=ClusterLineRunner(services, self._stores.responses.events),
             config=self._location.config,
             models=services.models,
             max_in_flight=self._location.config.max_in_flight,
             weight_of=lambda owner: services.keys.ring.owned_by(client_of(owner)).weight,
-            may_use=runner.may_use,
         )
         self._driver_task = start_background(_drive(driver, deployments), "the driver of batches")
         logger.info("%s drives the batches of %s", self._links.identity.name, self._location.folder)

@@ -45,11 +45,6 @@ _REST, _MAX_REST_S = 20.0, 1.0  # times what an order has taken, until the next:
 _LOCK_S = 0.2
 
 
-def _any(_: str, __: str) -> bool:
-    """Return that an owner may use a model."""
-    return True
-
-
 def _alike(_: str) -> float:
     """Return the weight of an owner where all have the same."""
     return 1.0
@@ -67,16 +62,15 @@ class BatchDriver:
         models: Container[str],
         max_in_flight: int | None = None,
         weight_of: Callable[[str], float] = _alike,
-        may_use: Callable[[str, str], bool] = _any,
     ) -> None:
         """`max_in_flight`: lines in the cluster at a time; None: as many as LineSlots says of each model's workers.
 
-        `weight_of`: an owner's, of its share beside other owners. `may_use`: whether an owner's lines may name a model.
+        `weight_of`: an owner's, of its share beside other owners.
         """
         self._weight_of = weight_of
         self._stores = stores
         self._max_in_flight = max_in_flight
-        self._context = RunContext(stores, runner, config, models, LineDurations(), listener=self, may_use=may_use)
+        self._context = RunContext(stores, runner, config, models, LineDurations(), listener=self)
         self._runs: dict[BatchKey, BatchRun] = {}
         self._tasks: dict[BatchKey, asyncio.Task[None]] = {}
         self._statistics = BatchStatistics(stores.repository, config.assumed_tokens_per_s)

@@ -170,5 +170,8 @@ class LineRunner(Protocol):
     def model_states(self) -> Mapping[str, ModelState]:
         """Return the models whose routers can be reached now, by name, with all their work, also outside batches."""
 
+    def may_use(self, owner: str, name: str) -> bool:
+        """Return whether lines of this owner may name this model."""
+
     def model_of(self, name: str) -> str:
         """Return the model that runs lines which name this: itself, or that of an adapter."""

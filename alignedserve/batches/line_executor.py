@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Protocol
@@ -50,7 +50,6 @@ class RunContext:
     line_durations: LineDurations
     listener: RunListener
     num_answered: Counter[str] = field(default_factory=Counter)  # lines, by the model that ran them
-    may_use: Callable[[str, str], bool] = lambda _, __: True  # whether an owner's lines may name a model
 
 
 class LineExecutor:

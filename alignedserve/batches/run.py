@@ -56,7 +56,7 @@ class _UsableModels:
         self._owner = owner
 
     def __contains__(self, name: object) -> bool:
-        return name in self._context.models and self._context.may_use(self._owner, str(name))
+        return name in self._context.models and self._context.runner.may_use(self._owner, str(name))
 
 
 class BatchRun:

@@ -62,6 +62,9 @@ class Echo:
     def model_states(self) -> dict[str, ModelState]:
         return {}
 
+    def may_use(self, owner: str, name: str) -> bool:
+        return True
+
     def model_of(self, name: str) -> str:
         return name
 

@@ -63,7 +63,6 @@ class BatchGateway:
             models=self.services.models,
             max_in_flight=self.max_in_flight,
             weight_of=lambda owner: self.services.keys.ring.owned_by(client_of(owner)).weight,
-            may_use=self.runner.may_use,
         )
         self.driving = asyncio.create_task(driver.run())
 

@@ -137,6 +137,9 @@ class Failing:
     def model_states(self) -> dict[str, ModelState]:
         return {}
 
+    def may_use(self, owner: str, name: str) -> bool:
+        return True
+
     def model_of(self, name: str) -> str:
         return name
 
