@@ -1,5 +1,6 @@
 """What was seen in each phase: chats, batches and their lines. Times count from the start of the phase's chat."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -88,11 +89,16 @@ class PhaseRecord:
         return None if self.documents_ended_s is None else self.documents_ended_s - self.documents_began_s
 
     @property
+    def beside_until_s(self) -> float:
+        """Return until when a chat is sent beside documents; inf where they have not ended, or there are none."""
+        if not self.phase.has_documents or self.documents_ended_s is None:
+            return math.inf
+        return self.documents_ended_s
+
+    @property
     def chats_beside(self) -> tuple[StreamRecord, ...]:
         """Return the chats that were sent while documents were there; without documents all."""
-        if not self.phase.has_documents or self.documents_ended_s is None:
-            return self.chats
-        return tuple(chat for chat in self.chats if chat.sent_s < self.documents_ended_s)
+        return tuple(chat for chat in self.chats if chat.sent_s < self.beside_until_s)
 
     @property
     def num_output_tokens(self) -> int:

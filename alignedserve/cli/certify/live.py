@@ -1,7 +1,6 @@
 """The protocol against a running server: measures it, runs the three phases, keeps what was seen when one fails."""
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -195,15 +194,13 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 def _record_of(phase: Phase, chat: ChatLoad, log: DocumentsLog, began_s: float, failure: str | None) -> PhaseRecord:
     zero_s = chat.began_s or log.began_s or began_s
-    until_s = log.ended_s if phase.has_documents and log.ended_s is not None else math.inf
-    return PhaseRecord(
+    record = PhaseRecord(
         phase=phase,
         duration_s=time.monotonic() - began_s,
         chats=tuple(
             record_of(outcome, zero_s, has_picture=is_pictured)
             for outcome, is_pictured in zip(chat.outcomes, chat.pictured, strict=True)
         ),
-        gaps_s=gaps_of(outcome for outcome in chat.outcomes if outcome.sent_s < until_s),
         batches=tuple(_since(batch, zero_s) for batch in log.batches),
         documents=tuple(record_of(outcome, zero_s) for outcome in log.streams),
         document_gaps_s=gaps_of(log.streams),
@@ -213,6 +210,8 @@ def _record_of(phase: Phase, chat: ChatLoad, log: DocumentsLog, began_s: float, 
         progress=tuple((at_s - zero_s, count) for at_s, count in log.progress),
         failure=failure,
     )
+    until_s = zero_s + record.beside_until_s
+    return replace(record, gaps_s=gaps_of(outcome for outcome in chat.outcomes if outcome.sent_s < until_s))
 
 
 def _since(batch: BatchRecord, zero_s: float) -> BatchRecord:
