@@ -10,7 +10,9 @@ import msgspec
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.errors import ConfigError
 
-_SECTIONS = {one.name: one.type for one in msgspec.structs.fields(ClusterConfig) if hasattr(one.type, "_require")}
+_SECTIONS = {
+    one.name: one.type for one in msgspec.structs.fields(ClusterConfig) if hasattr(one.type, "__struct_fields__")
+}
 
 _PLACE = re.compile(r"(?P<problem>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<place>[^`]*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
