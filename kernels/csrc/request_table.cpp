@@ -29,7 +29,7 @@ using buffers::Floats;
 using buffers::Ints;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kPressingTimes = 4.0, kPacedTimes = 2.0;  // as in forecast.py
+constexpr double kPressingTimes = 4.0, kPacedTimes = 2.0, kLongestWait = 10.0;  // as in forecast.py
 
 // --- the table
 
@@ -281,7 +281,7 @@ struct RowForecast {
             claim = is_pressing ? kPressing : kBestEffort;
 
         const double waited_s = at.now - arrival_s - table[kService][row];
-        has_waited = waited_s > at.starvation_s + at.patience * left_s;
+        has_waited = waited_s > std::min(at.starvation_s + at.patience * left_s, kLongestWait * at.starvation_s);
         const bool is_late_chat = is_real_time && !has_no_slo && is_late;
         const double paused_s = at.now - table[kLastToken][row];
         const bool must_return = has_begun && !is_ready && paused_s > at.return_s;

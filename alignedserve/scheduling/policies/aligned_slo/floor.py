@@ -28,12 +28,10 @@ import numpy as np
 
 from alignedserve.core.class_floor import ClassFloor
 from alignedserve.core.ids import RequestId
-from alignedserve.scheduling.policies.aligned_slo.forecast import LATE, STARVING, counts_of, in_order
+from alignedserve.scheduling.policies.aligned_slo.forecast import LATE, LONGEST_WAIT, STARVING, counts_of, in_order
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.table import Bools, Ints, RequestTable, rows_where
 from kernels.cpu.request_table import RowForecasts
-
-_LONGEST_WAIT = 10.0  # times `starvation_s`
 
 
 class Keeper(NamedTuple):
@@ -60,7 +58,7 @@ class Floor:
     ) -> None:
         """`share`: of the memory. The others: as in AlignedSloConfig."""
         self._share, self._return_s, self._overdue_s = share, return_s, overdue_s
-        self._longest_wait_s = _LONGEST_WAIT * starvation_s
+        self._longest_wait_s = LONGEST_WAIT * starvation_s
         self._tokens = ClassFloor(best_effort_floor)
         self._next_tokens = 0  # of the first document that has waited too long, and has not begun
         self._keeper: Keeper | None = None

@@ -25,6 +25,9 @@ _NUM_RANKS = 6
 # A deadline presses when it is no further off than so many times what is left to do,
 _PRESSING_TIMES = 4.0  # on a worker of its own;
 _PACED_TIMES = 2.0  # at the pace of late
+# A request has waited too long after so many times `starvation_s` in any case: how much it has left may be a bad guess,
+# such as all of the context, where none of its class had ended when it came.
+LONGEST_WAIT = 10.0
 _NO_ROWS = np.empty(0, np.int64)
 
 
@@ -173,7 +176,8 @@ def _plain_forecast(table: RequestTable, situation: Situation, prompts: PrefillT
     of_chat = np.where(is_urgent, URGENT, np.where(is_on_time, ON_TIME, LATE))
     claim = np.where(table.is_real_time, of_chat, np.where(is_pressing, PRESSING, BEST_EFFORT))
     waited_s = now - table.arrival_s - table.service_s  # in all: once it goes first it does so to its end
-    has_waited = waited_s > situation.starvation_s + situation.patience * left_s
+    longest_s = LONGEST_WAIT * situation.starvation_s
+    has_waited = waited_s > np.minimum(situation.starvation_s + situation.patience * left_s, longest_s)
     # Others than these are urgent once they are due.
     is_ready, is_free = is_decoding & (table.num_swapped == 0), has_no_slo & np.isinf(table.deadline_s)
     is_late_chat, paused_s = table.is_real_time & ~has_no_slo & is_late, now - table.last_token_s

@@ -81,6 +81,18 @@ def test_who_has_waited_beyond_the_bound_has_a_tenth_of_the_iteration_before_all
     assert planned(view_of(rows, now=1.0)) == {"question": 300}
 
 
+@each(("waited_s", "does_begin"), [(599.0, False), (601.0, True)])
+def test_who_may_have_very_much_left_waits_no_longer_than_ten_times_the_bound(
+    waited_s: float, does_begin: bool
+) -> None:
+    """Where nothing is known of answers, they count as long as the model's context."""
+    rows: dict[str, dict[str, Any]] = {
+        "forgotten": {"be": True, "prompt_len": 300, "arrival_s": 1.0 - waited_s, "max_tokens": 100_000},
+        "question": {"prompt_len": 300, "ttft_s": 1.0, "arrival_s": 0.9},
+    }
+    assert ("forgotten" in planned(view_of(rows, now=1.0))) is does_begin
+
+
 @each(
     ("floor", "waited_s", "num_before"),
     [(0.05, 100.0, 4), (0.1, 100.0, 2), (0.0, 100.0, 9), (0.05, 700.0, 0), (0.0, 700.0, 9)],
