@@ -38,10 +38,10 @@ test: install-dev  ## the default tests: two minutes on two cores, no GPU, no ne
 test-promise: install-dev  ## the long tests that guard what AlignedServe promises: faults, schedules, hosts, clients
 	@$(BIN)/python scripts/run_tests.py promise
 
-# The part of the other long tests that `make test-part` runs: five numbers in a row see them all.
+# The part of the other long tests that `make test-part` runs: eight numbers in a row see them all.
 PART ?= 0
 
-test-part: install-dev  ## a fifth of the other long tests, by PART
+test-part: install-dev  ## an eighth of the other long tests, by PART
 	@$(BIN)/python scripts/run_tests.py rest --part $(PART)
 
 test-all: install-dev  ## every test that needs no GPU and no registry

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "build" / "tests"
 SECONDS = ROOT / "tests" / "seconds.json"
-NUM_PARTS = 5
+NUM_PARTS = 8
 MAX_PROCESSES = 4  # a gigabyte each
 MAX_RERUN = 5  # a busy machine explains no more failures than that
 # Of a file that no earlier run has seen: of clusters and hosts, and others.

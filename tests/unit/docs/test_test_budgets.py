@@ -9,7 +9,7 @@ from scripts.run_tests import NUM_PARTS, ROOT, SECONDS, TIERS, deal, is_slow_fil
 MAX_S = 400.0  # of default tests, recorded on one machine; two processes share them
 MAX_LONG_SLEEPS = 12
 # Clusters of Ray that tests start beside those that whole sessions share: that guard the promise, and the rest, of
-# which a run of CI takes a fifth. With the shared ones (of elastic and of separate workers, of hosts) it starts some
+# which a run of CI takes an eighth. With the shared ones (of elastic and of separate workers, of hosts) it starts some
 # seventeen.
 MAX_PROMISE_CLUSTERS = 8
 MAX_REST_CLUSTERS = 29
