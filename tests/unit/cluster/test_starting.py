@@ -168,6 +168,18 @@ def test_a_loaded_model_does_not_look_like_a_start_that_stands_still() -> None:
     assert "600 of 600 MiB, 3 of 3 layers" in spinning
 
 
+def test_a_start_that_is_interrupted_says_that_it_stops() -> None:
+    console = Console(force_terminal=True, width=80, color_system=None, file=io.StringIO())
+    with StartScreen(console) as screen:
+        screen.model_loading(Progress(600 << 20, 600 << 20, 3, 3))
+        screen.stopping()
+        screen._bar.refresh()
+        assert isinstance(console.file, io.StringIO)
+        shown = console.file.getvalue().split("\r")[-1]
+    assert "Stopping …" in shown
+    assert "Warming up" not in shown
+
+
 @pytest.mark.parametrize(("limit", "left"), [("3000\n", 2200), ("max\n", None), ("100\n", 0)])
 def test_the_limit_of_a_container_counts(tmp_path: Path, limit: str, left: int | None) -> None:
     (tmp_path / "memory.max").write_text(limit)

@@ -5,7 +5,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 
 import typer
@@ -138,6 +138,7 @@ class _StopSignals:
 
     def __init__(self) -> None:
         self.num_signals, self._has_hangup = 0, False
+        self.show: Callable[[], None] | None = None  # that a signal was heard
         if sys.stdin is None or not sys.stdin.isatty():
             signal.signal(signal.SIGHUP, self._hang_up)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -158,6 +159,8 @@ class _StopSignals:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.num_signals += 1
+        if self.show is not None:
+            self.show()
         raise KeyboardInterrupt
 
 
@@ -165,7 +168,9 @@ def _start(
     settings: ModelSettings, num_nodes: int | None, template: WorkerTemplate | None, ending: _StopSignals
 ) -> ServingCluster:
     with StartScreen() as screen:
+        ending.show = screen.stopping
         cluster = start_cluster(settings, screen, num_nodes, template)
+    ending.show = None
     if ending.is_asked_for:
         cluster.stop()
         raise KeyboardInterrupt

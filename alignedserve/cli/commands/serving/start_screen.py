@@ -46,6 +46,11 @@ class StartScreen:
     ) -> None:
         self._bar.stop()
 
+    def stopping(self) -> None:
+        """Show that Ctrl-C was heard, as the end of what has started takes seconds."""
+        self._bar.tasks[0].total = None
+        self._bar.update(self._task, description="Stopping …", done="")
+
     def device_chosen(self, choice: DeviceChoice) -> None:
         """Print which GPUs engine.device=auto takes, or why none."""
         if choice.remark:
