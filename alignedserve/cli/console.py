@@ -82,7 +82,7 @@ def write_json(document: bytes, target: str) -> None:
         raise ConfigError(f"--json {target}: cannot be written: {error.strerror}") from error
 
 
-def require_writable(path: Path) -> None:
+def require_writable(path: Path, *, option: str = "--output") -> None:
     """Check that a file can be written; to be called before anything runs. Raises ConfigError."""
     is_there = path.exists()
     try:
@@ -90,7 +90,7 @@ def require_writable(path: Path) -> None:
         if not is_there:
             path.unlink()
     except OSError as error:
-        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from error
 
 
 def printable(text: str) -> str:

@@ -141,8 +141,16 @@ def _body(options: SubmitOptions) -> dict[str, Any]:
         schedule, now = schedule_asked(asked), time.time()
         check_window(schedule, now, now + window_s(asked.completion_window))
     except InvalidRequest as error:
-        raise ConfigError(f"{error.param}: {error}") from error
+        raise ConfigError(_of_option(error)) from error
     return body
+
+
+def _of_option(error: InvalidRequest) -> str:
+    """Return what is wrong, with the option in place of the field that it sets."""
+    field = error.param or ""
+    option = "--window" if field == "completion_window" else f"--{field.replace('_', '-')}"
+    text = str(error)
+    return option + text.removeprefix(field) if text.startswith(f"{field} ") else f"{option}: {text}"
 
 
 def _endpoint(options: SubmitOptions) -> Endpoint:
@@ -172,7 +180,8 @@ async def _is_valid(client: BatchClient, path: Path, endpoint: Endpoint, console
     if num_hidden > 0:
         console.print(f"and {num_hidden} more", markup=False)
     if checked.problems:
-        print_error(f"{path} was not sent: {len(checked.problems)} problems")
+        problems = "1 problem" if len(checked.problems) == 1 else f"{len(checked.problems)} problems"
+        print_error(f"{path} was not sent: {problems}")
     return not checked.problems
 
 

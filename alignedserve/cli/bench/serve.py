@@ -2,11 +2,12 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 from rich.progress import Progress
 
 from alignedserve.cli.bench.options import LoadOptions
-from alignedserve.cli.console import FAILURE, INTERRUPTED, progress, results, write_json
+from alignedserve.cli.console import FAILURE, INTERRUPTED, progress, require_writable, results, write_json
 from alignedserve.config.environment import client_api_key, data_dir
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo
@@ -24,6 +25,8 @@ from alignedserve.workload.traces import mean_rate, read_trace, sped_up, window
 def bench_serve(options: LoadOptions) -> int:
     """Run the command and return its exit code: 1 when no request completed, 130 when Ctrl-C ended it early."""
     plan = make_plan(options)
+    if options.json_target is not None and options.json_target != "-":
+        require_writable(Path(options.json_target), option="--json")
     run, model = asyncio.run(_run(options, plan))
     report = summarise(run, plan.classes, num_clamped=(plan.num_clamped_prompts, plan.num_clamped_outputs))
     if options.json_target != "-":

@@ -133,6 +133,9 @@ async def test_a_file_with_mistakes_is_not_sent(tmp_path: Path, capsys: pytest.C
         assert await cli.run("submit", written(tmp_path, content)) == 1
         assert "in.jsonl: line 2: This line is not parseable as valid JSON. (invalid_json_line)\n" in cli.err
         assert "and 12 more\n" in cli.err
+        assert cli.err.endswith("in.jsonl was not sent: 32 problems\n")
+        assert await cli.run("submit", written(tmp_path, b"{")) == 1
+        assert cli.err.endswith("in.jsonl was not sent: 1 problem\n")
         assert (await cli.served.client.get("/v1/files")).json()["data"] == []
 
 

@@ -246,6 +246,7 @@ def test_bench_serve_writes_its_report(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_bench_serve_prints_what_it_measured_where_its_file_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    monkeypatch.setattr("alignedserve.cli.bench.serve.require_writable", lambda path, option: None)  # it was, before
     load = "rate=200, prompt=5, output=3"
     with running(FakeServer()) as server:
         arguments = ["--url", server.url, "--synthetic", load, "--num-requests", "2", "--json", str(tmp_path)]
@@ -253,6 +254,29 @@ def test_bench_serve_prints_what_it_measured_where_its_file_cannot_be_written(
     printed = capsys.readouterr()
     assert "output tokens/s" in printed.out
     assert "cannot be written: Is a directory" in printed.err
+
+
+def test_bench_serve_sends_nothing_where_its_file_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ["--url", "http://127.0.0.1:1", "--synthetic", "rate=1, prompt=5, output=3", "--json", str(tmp_path)]
+    assert run_command(monkeypatch, "bench", "serve", *arguments) == 2
+    assert capsys.readouterr().err == f"error: --json {tmp_path}: cannot be written: Is a directory\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--window", "soon", "--window must be a duration from 1m to 7d"),
+        ("--not-before", "tomorrow", "--not-before is no time with its zone"),
+        ("--hours", "always", "--hours must end with a time zone"),
+    ],
+)
+def test_batch_submit_names_the_option_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, value: str, message: str
+) -> None:
+    assert run_command(monkeypatch, "batch", "submit", __file__, "--endpoint", "chat", option, value) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
 def test_bench_serve_prints_json_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
