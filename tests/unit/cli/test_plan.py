@@ -72,7 +72,6 @@ def planned(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> t
         (("--workload", "prompt=9, output=9, rate=0.0001, ttft=1", *H100, "--duration", "1"), "no request .* comes"),
         (("--workload", "prompt=900000, output=9, rate=1, ttft=1", *H100), "comes to hold 900009 tokens"),
         (("--workload", LINE, *H100, "--model", "opt-175b"), "no plan can run this workload: .*does not fit"),
-        (("--from", "nowhere"), "nowhere.*cannot be read"),
         (("--workload", LINE, *H100, "--output", "/dev/null/x"), "--output /dev/null/x: cannot be made"),
     ],
 )
@@ -83,6 +82,13 @@ def test_what_cannot_be_planned_is_said_in_one_line(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert re.search(message, captured.err), captured.err
+
+
+def test_a_recording_that_is_not_there_is_no_plan_that_does_not_hold(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(monkeypatch, "--from", "nowhere") == 2
+    assert re.search("--from: nowhere.*cannot be read", capsys.readouterr().err)
 
 
 def test_a_plan_that_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from alignedserve.cli.commands.simulation.options import PlanOptions
 from alignedserve.cli.commands.simulation.plan_request import Asked, asked_for
 from alignedserve.cli.console import FAILURE, notes, print_table, printable, progress, results, write_json
 from alignedserve.cli.machine import describe_machine
+from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.loadgen.prompts import to_json
 from alignedserve.planning.confidence import straggler_words
 from alignedserve.planning.config_file import config_file
@@ -33,8 +34,11 @@ _MAX_ROWS = 12  # of the table on the terminal; the report has all
 
 
 def plan(options: PlanOptions) -> int:
-    """Run the command and return its exit code (1 when no plan holds)."""
-    asked = asked_for(options)
+    """Run the command and return its exit code: 1 when no plan holds. Raises ConfigError for what cannot be planned."""
+    try:
+        asked = asked_for(options)
+    except RecordingError as error:  # an exit code of 1 would say that no plan holds
+        raise ConfigError(f"--from: {error}") from error
     make_folder(options.output)
     for warning in asked.warnings:
         notes().print(warning, markup=False, soft_wrap=True)
