@@ -5,9 +5,8 @@ import os
 import sys
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from alignedserve.core.errors import AlignedServeError, ConfigError, NodeLost
 
@@ -22,8 +21,8 @@ def results() -> Console:
     return Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH, highlight=False)
 
 
-def print_table(table: Table) -> None:
-    """Print a table at its own width, so that a narrow terminal wraps its lines and no figure is cut."""
+def print_table(table: RenderableType) -> None:
+    """Print a table, or several, at its own width, so that a narrow terminal wraps its lines and no figure is cut."""
     console = results()
     measured = console.measure(table, options=console.options.update(max_width=_WIDEST))
     console.width = max(console.width, measured.maximum)

@@ -23,7 +23,7 @@ from alignedserve.cli.batch.input_check import Checked, FileLimits, check_file, 
 from alignedserve.cli.batch.options import SubmitOptions
 from alignedserve.cli.batch.session import checked_id, exit_code_of, print_json, run_with_client
 from alignedserve.cli.batch.watch import byte_bar, watch_until_over
-from alignedserve.cli.console import FAILURE, print_error, results
+from alignedserve.cli.console import FAILURE, print_error, print_table, results
 from alignedserve.core.errors import ConfigError, InvalidRequest
 from alignedserve.gateway.files.schemas import CreateBatchRequest, schedule_asked, window_s
 
@@ -113,7 +113,7 @@ def show_list(url: str, limit: int, json_output: bool) -> int:
         if json_output:
             print_json(batches)
         else:
-            results().print(batches_table(batches, time.time()))
+            print_table(batches_table(batches, time.time()))
         return 0
 
     return run_with_client(url, act)

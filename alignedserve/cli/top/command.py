@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from alignedserve.cli.console import DEFAULT_URL, printable, results
+from alignedserve.cli.console import DEFAULT_URL, print_table, printable, results
 from alignedserve.cli.top.document import LiveDocument, Reading
 from alignedserve.cli.top.tables import drawn
 from alignedserve.cluster.deployments.client import find_cluster, has_cluster, show_status
@@ -35,7 +35,7 @@ def top(url: str | None, *, is_once: bool, every_s: float) -> None:
     first = _look(url)
     if is_once:
         time.sleep(_ONCE_S)
-        console.print(drawn(Reading(_look(url), first)))
+        print_table(drawn(Reading(_look(url), first)))
         return
     with contextlib.suppress(KeyboardInterrupt):
         _go_on(url, first, console, every_s)
@@ -44,9 +44,8 @@ def top(url: str | None, *, is_once: bool, every_s: float) -> None:
 def _go_on(url: str, first: LiveDocument, console: Console, every_s: float) -> None:
     documents = deque([first])
     with contextlib.ExitStack() as stack:
-        live = (
-            stack.enter_context(Live(console=console, screen=True, auto_refresh=False)) if console.is_terminal else None
-        )
+        is_redrawn = console.is_terminal and not console.is_dumb_terminal
+        live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False)) if is_redrawn else None
         while True:
             problem = _look_again(url, documents)
             picture = Group(_heading(url, problem), drawn(Reading(documents[-1], documents[0])))

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import override
 
 from alignedserve.cli.console import printable
 from alignedserve.cli.top.document import Batches, Load, Model, Reading, Worker, of_worker
@@ -20,6 +21,8 @@ _PARTS = (  # of the workers' time: name, its fields, its style
     ("nothing to do", ("nothing_to_do_s",), "bright_black"),
 )
 _BAR_LEN = 40
+_WIDEST = 1000
+_WRAPPED = "objectives held"  # the column that gives way in a narrow terminal; figures are not cut
 
 
 def drawn(reading: Reading) -> RenderableType:
@@ -62,7 +65,7 @@ def _rates(name: str, load: Load, reading: Reading) -> Text:
 
 
 def _tiers(model: Model) -> Table:
-    table = _table("class", "queued", "oldest", "prefilling", "in a pool", "decoding", "objectives held")
+    table = _table("class", "queued", "oldest", "prefilling", "in a pool", "decoding", _WRAPPED)
     assert model.load is not None, "drawn without a report"
     for name, tier in model.load.tiers.items():
         counts = (tier.num_prefilling, tier.num_pooled, tier.num_decoding)
@@ -156,10 +159,20 @@ def _batches(batches: Batches) -> Text:
     return text
 
 
+class _FittingTable(Table):
+    """A table whose columns stand closer where it is wider than the terminal."""
+
+    @override
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.update(max_width=_WIDEST)
+        self.collapse_padding = console.measure(self, options=wide).maximum > options.max_width
+        return super().__rich_console__(console, options)
+
+
 def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bright_black")
+    table = _FittingTable(box=None, pad_edge=False, header_style="bright_black")
     for heading in headings:
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading, no_wrap=heading != _WRAPPED)
     return table
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.batches.records import Endpoint
@@ -103,6 +104,17 @@ async def test_from_file_to_results(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert json.loads(cli.out)["custom_id"] == "odd"
         assert await cli.run("cancel", batch_id) == 1
         assert "can no longer be cancelled" in cli.err
+
+
+async def test_the_list_has_whole_ids_in_a_narrow_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("alignedserve.cli.console.results", lambda: Console(width=60))
+    async with command_line(tmp_path, capsys, is_driven=False) as cli:
+        assert await cli.run("submit", written(tmp_path, chat_line("a"))) == 0
+        batch_id = cli.out.strip()
+        assert await cli.run("list") == 0
+        assert f" {batch_id} " in cli.out
 
 
 async def test_submit_prints_the_id_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import orjson
 import pytest
+from rich.console import Console
 from typing_extensions import override
 
 from alignedserve.api.backend.scripted import ScriptedBackend
@@ -58,6 +59,15 @@ def test_rates_are_those_between_two_documents(capsys: pytest.CaptureFixture[str
     (queued,) = [line.split() for line in text.splitlines() if line.startswith("best effort")]
     assert queued == ["best", "effort", "9", "30.0", "s", "0", "3", "2", "-"]
     assert "1 in_progress · 7 lines waiting, 2 at work, 5 done, 0 failed · 1 late" in text
+
+
+def test_no_figure_is_cut_in_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(width=80).print(drawn(Reading(read(later()), read(document()))))
+    text = capsys.readouterr().out
+    assert "…" not in text
+    (decoder,) = [line.split() for line in text.splitlines() if line.startswith("decode-0")]
+    assert decoder[:7] == ["decode-0", "elastic", "6/8", "0", "40/100", "25%", "120-200"]
+    assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("earlier", [None, document(msgspec.structs.replace(BUSY_STATUS, num_tokens=10**6))])
