@@ -12,7 +12,7 @@ from rich.table import Table
 
 from alignedserve.cli.batch.client import BatchClient
 from alignedserve.cli.batch.session import print_json, run_with_client
-from alignedserve.cli.console import printable, results
+from alignedserve.cli.console import print_table, printable
 from alignedserve.core.errors import ConfigError
 from alignedserve.usage.records import GROUPS
 
@@ -53,7 +53,7 @@ def show_usage(url: str, asked: UsageQuestion) -> int:
         elif asked.is_csv:
             csv.writer(sys.stdout).writerows([[*columns, *_COUNTS.values()], *rows])
         else:
-            results().print(_table(columns, rows))
+            print_table(_table(columns, rows))
         return 0
 
     return run_with_client(url, act)

@@ -11,7 +11,7 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from alignedserve.cli.console import notes, print_json, results
+from alignedserve.cli.console import notes, print_json, print_table, results
 from alignedserve.core.errors import ConfigError
 from alignedserve.keys.edit import added, change_keys, new_secret, revoked, rotated, secret_row
 from alignedserve.keys.file import KeyRow, parse_row, read_keys
@@ -77,7 +77,7 @@ def show_list(path: Path, json_output: bool) -> None:
         shown = (row.name, _secrets(row, now), ", ".join(tiers), priorities, models, f"{row.weight:g}")
         limits += ["sees all usage"] * row.may_see_usage
         table.add_row(*map(escape, shown), "\n".join(limits) or "none")
-    results().print(table)
+    print_table(table)
 
 
 def _view(row: KeyRow, now: datetime) -> dict[str, Any]:

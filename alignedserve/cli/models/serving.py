@@ -6,7 +6,7 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from alignedserve.cli.console import notes, print_json, printable, results
+from alignedserve.cli.console import notes, print_json, print_table, printable, results
 from alignedserve.cluster.deployments.client import show
 from alignedserve.cluster.deployments.orders import (
     AddModel,
@@ -33,7 +33,7 @@ def status(cluster: str | None, *, json_output: bool) -> None:
     for one in models.deployments:
         num_open = "-" if one.num_open is None else str(one.num_open)
         table.add_row(printable(one.name), _state(one), num_open, ", ".join(one.workers), printable(one.path))
-    results().print(table)
+    print_table(table)
 
 
 def _state(one: DeploymentReport) -> str:

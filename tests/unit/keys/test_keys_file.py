@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from alignedserve.cli.keys.commands import show_list
 from alignedserve.core.errors import ConfigError
@@ -191,3 +192,11 @@ def test_a_secret_that_ends_with_the_calendar_is_listed(tmp_path: Path, capsys: 
     path = keys_file(tmp_path, msgspec.convert({"name": "a", "secrets": [msgspec.to_builtins(secret)]}, KeyRow))
     show_list(path, json_output=True)
     assert '"1, to 9999-12-31 00:00Z"' in capsys.readouterr().out
+
+
+def test_the_list_of_keys_has_whole_names_in_a_narrow_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("alignedserve.cli.console.results", lambda: Console(width=60))
+    show_list(keys_file(tmp_path, row("analysts-of-the-third-floor", "one")), json_output=False)
+    assert " analysts-of-the-third-floor " in capsys.readouterr().out
