@@ -8,7 +8,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
+from starlette.types import Scope
 
 from alignedserve.api.anthropic.errors import error_view
 from alignedserve.api.errors import error_json
@@ -88,7 +89,7 @@ async def _http_exception(http: Request, error: Exception) -> Response:
     if error.status_code == 405:
         message = f"Not allowed to {http.method} on {path}."
     else:
-        message = f"Invalid URL ({http.method} {path})."
+        message = f"Invalid URL ({http.method} {path}).{_meant(http)}"
     code = "method_not_allowed" if error.status_code == 405 else "unknown_url"
     if is_anthropic(http.scope):
         body: Any = error_view(message, error.status_code, http.state.request_id)
@@ -100,7 +101,20 @@ async def _http_exception(http: Request, error: Exception) -> Response:
 
 def _methods_of(http: Request) -> list[str]:
     """Return all methods that the request's path has; the routes of a path have one each."""
-    routes = [route for router in _ROUTERS for route in router.routes]
-    matching = [route for route in routes if route.matches(http.scope)[0] is not Match.NONE]
-    methods = {method for route in matching for method in getattr(route, "methods", None) or ()}
+    methods = {method for route in _routes_at(http.scope) for method in getattr(route, "methods", None) or ()}
     return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
+
+
+def _meant(http: Request) -> str:
+    """Return a hint where the base URL of a client lacks /v1, or has it where the client adds it itself."""
+    path = http.url.path
+    meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
+    if not _routes_at({**http.scope, "path": meant}):
+        return ""
+    return f" Did you mean {meant[:_MAX_ECHOED_PATH_LEN]}? Look at the base URL of your client."
+
+
+def _routes_at(scope: Scope) -> list[BaseRoute]:
+    """Return the routes of this path, of all methods."""
+    routes = [route for router in _ROUTERS for route in router.routes]
+    return [route for route in routes if route.matches(scope)[0] is not Match.NONE]

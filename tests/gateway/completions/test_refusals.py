@@ -244,9 +244,25 @@ async def test_other_content_types_are_refused() -> None:
         assert error_of(response, 415)["code"] == "unsupported_media_type"
 
 
+@each(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),  # OpenAI's SDKs add no /v1 to the base URL
+        ("/models", "/v1/models"),
+        ("/v1/v1/messages", "/v1/messages"),  # Anthropic's do
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+    ],
+)
+async def test_a_base_url_with_a_v1_too_few_or_too_many_is_noticed(path: str, meant: str) -> None:
+    async with gateway() as served:
+        error = error_of(await served.client.post(path, json={}), 404)
+    assert error["message"] == f"Invalid URL (POST {path}). Did you mean {meant}? Look at the base URL of your client."
+
+
 async def test_unknown_paths_and_methods() -> None:
     async with gateway() as served:
-        assert error_of(await served.client.get("/v1/nothing"), 404)["code"] == "unknown_url"
+        unknown = error_of(await served.client.get("/v1/nothing"), 404)
+        assert (unknown["code"], unknown["message"]) == ("unknown_url", "Invalid URL (GET /v1/nothing).")
         response = await served.client.get(CHAT_PATH)
         assert error_of(response, 405)["code"] == "method_not_allowed"
         assert response.headers["allow"] == "POST"
